@@ -1,0 +1,157 @@
+"""The checkpoints of a run: written beside, renamed when whole, pointed to by `latest` and `best`, pruned last.
+
+checkpoints/step_00000200/    complete, since it has this name
+checkpoints/.tmp-step_.../    being written, or left by a crash: removed at the next start
+checkpoints/latest, best      links
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from mvp_engine import __version__
+from mvp_engine.checkpoint import storage
+from mvp_engine.config.schema import Checkpoint
+from mvp_engine.distributed import World
+from mvp_engine.errors import UserError
+from mvp_engine.runs import STEP_PREFIX, checkpoint_step, complete_checkpoints
+
+LOGGER = logging.getLogger("mvp_engine")
+
+
+class CheckpointManager:
+    def __init__(self, folder: Path, config: Checkpoint, world: World) -> None:
+        self.folder, self.config, self.world = folder, config, world
+        self.group = world.new_host_group()  # its own: the writing thread must not cross the main thread's collectives
+        self._thread: threading.Thread | None = None
+        self._best: int | None = None
+        on_gpu = world.device.type == "cuda"
+        self._stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
+        if world.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in folder.glob(f".tmp-{STEP_PREFIX}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        world.barrier()
+
+    def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """Copy the tensors now, write them in the background. A failure to write is a loud warning, not the end."""
+        self.wait()
+        staged: dict[str, Any] = self._stager.stage(tensors)  # type: ignore[assignment]
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        versions = {"mvp_engine": __version__, "torch": torch.__version__}
+        meta = {"step": step, **meta, "world_size": self.world.size, **versions}
+        self._thread = threading.Thread(target=self._write, args=(step, staged, meta), name="mvp-checkpoint")
+        self._thread.start()
+        if not self.config.background:
+            self.wait()
+
+    def mark_best(self, step: int) -> None:
+        """The checkpoint of `step`, written or being written, is the best so far."""
+        self._best = step
+        if self.world.is_main and (self._thread is None or not self._thread.is_alive()):
+            self._link_best()
+
+    def wait(self) -> None:
+        """Until the checkpoint under way, if any, is written or has failed."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        name = f"{STEP_PREFIX}{step:08d}"
+        beside = self.folder / f".tmp-{name}"
+        started = time.monotonic()
+        try:
+            storage.write(beside, tensors, self.group)
+            if self.world.is_main:
+                (beside / "meta.json").write_text(json.dumps({**meta, "saved": time.time()}, indent=2) + "\n")
+                self._publish(beside, self.folder / name)
+                LOGGER.info("checkpoint %s (%.2f s)", self.folder / name, time.monotonic() - started)
+        except Exception as error:  # noqa: BLE001 - whatever it is, training must go on and the old ones stay
+            LOGGER.error(
+                "CHECKPOINT AT STEP %d WAS NOT WRITTEN: %s. Training goes on; the older checkpoints are whole. "
+                "Free space or mend the folder %s before the next one is due.",
+                step,
+                _root_cause(error),
+                self.folder,
+            )
+            if self.world.is_main:
+                shutil.rmtree(beside, ignore_errors=True)
+
+    def _publish(self, beside: Path, final: Path) -> None:
+        _sync(beside / "meta.json")
+        _sync(beside)
+        if final.exists():  # not one of ours: a complete one of this step is never written again
+            self._discard(final)
+        os.replace(beside, final)
+        _sync(self.folder)
+        _link(self.folder / "latest", final.name)
+        self._link_best()
+        self._prune()
+
+    def _link_best(self) -> None:
+        name = f"{STEP_PREFIX}{self._best or 0:08d}"
+        if (self.folder / name / "meta.json").is_file():
+            _link(self.folder / "best", name)
+
+    def _prune(self) -> None:
+        if self.config.keep_n is None:
+            return
+        best = (self.folder / "best").resolve().name
+        for old in complete_checkpoints(self.folder)[: -self.config.keep_n]:
+            step = checkpoint_step(old) or 0
+            if old.name == best or (self.config.keep_every and step % self.config.keep_every == 0):
+                continue
+            self._discard(old)
+
+    def _discard(self, old: Path) -> None:
+        gone = self.folder / f".tmp-{old.name}-old"  # renamed first: half a checkpoint must not look like one
+        os.replace(old, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The complete checkpoint that `path` is, or the newest of the run that `path` is."""
+    if (path / "meta.json").is_file():
+        return path.resolve()
+    for folder in (path / "checkpoints", path):
+        if found := complete_checkpoints(folder):
+            return found[-1]
+    if not path.exists():
+        raise UserError(f"resume={path}: there is no such folder")
+    raise UserError(f"resume={path}: neither a complete checkpoint nor a run folder that has one")
+
+
+def _link(link: Path, target: str) -> None:
+    beside = link.with_name(f".{link.name}.tmp")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(target)
+    os.replace(beside, link)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _root_cause(error: BaseException) -> str:
+    failures = getattr(error, "failures", None)  # DCP's CheckpointException: rank -> (exception, traceback)
+    if failures:
+        rank, (cause, _) = next(iter(failures.items()))
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"

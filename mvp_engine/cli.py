@@ -1,0 +1,212 @@
+"""`mvp`: each command is one call into the package. Heavy imports wait inside the commands, so help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mvp_engine import __version__
+from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args) or 0)
+    except UserError as error:
+        print(f"mvp: error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except BrokenPipeError:  # `mvp runs list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mvp", description="Train multimodal models with MVP Engine.")
+    parser.add_argument("--version", action="version", version=f"mvp_engine {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    for name, text in (
+        ("train", "train a recipe: mvp train CONFIG [--nproc N] [key=value ...]"),
+        ("evaluate", "evaluate a checkpoint, by default the newest run's: mvp evaluate CONFIG [resume=PATH]"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("config", metavar="CONFIG", help="the recipe's YAML file")
+        command.add_argument("overrides", nargs="*", metavar="key=value")
+        command.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine")
+        command.set_defaults(run=_launch, workflow=name)
+
+    config = commands.add_parser("config", help="show or describe a config").add_subparsers(required=True)
+    for name, text in (("show", "print the resolved config"), ("schema", "print the JSON Schema of its keys")):
+        command = config.add_parser(name, help=text, description=text)
+        command.add_argument("config", metavar="CONFIG")
+        command.add_argument("overrides", nargs="*", metavar="key=value")
+        command.set_defaults(run=_config, what=name)
+
+    runs = commands.add_parser("runs", help="list, show, plot and compare runs").add_subparsers(required=True)
+    listing = runs.add_parser("list", help="all runs, oldest first")
+    show = runs.add_parser("show", help="one run: status, last figures, checkpoints")
+    show.add_argument("runs", nargs="?", metavar="RUN", help="folder or id; the newest if left out")
+    plot = runs.add_parser("plot", help="draw a metric of one or more runs")
+    plot.add_argument("runs", nargs="+", metavar="RUN")
+    plot.add_argument("--metric", default="loss")
+    plot.add_argument("--out", default=None, metavar="PNG", help="default: <metric>.png in the first run's folder")
+    diff = runs.add_parser("diff", help="what differs between two runs: config and last figures")
+    diff.add_argument("runs", nargs=2, metavar="RUN")
+    for command, function in ((listing, _runs_list), (show, _runs_show), (plot, _runs_plot), (diff, _runs_diff)):
+        command.add_argument("--dir", default="outputs", help="where the runs are (project.dir)")
+        command.add_argument("--json", action="store_true", help="for programs")
+        command.set_defaults(run=function)
+    return parser
+
+
+def _launch(args: argparse.Namespace) -> int:
+    overrides = list(args.overrides)
+    if args.workflow == "evaluate":
+        overrides = ["workflow=evaluate", "resume=auto", *overrides]
+    if args.nproc < 1:
+        raise UserError(f"--nproc {args.nproc}: at least one process is needed")
+    if args.nproc > 1:
+        return _torchrun(args.nproc, args.config, overrides)
+    from mvp_engine.launch import launch
+
+    return launch(args.config, overrides)
+
+
+def _torchrun(nproc: int, config: str, overrides: list[str]) -> int:
+    """torchrun in this process, with the exit code of the rank that failed first."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    words = ["--standalone", f"--nproc_per_node={nproc}", "-m", "mvp_engine.launch", "--config", config, *overrides]
+    try:
+        run(parse_args(words))
+    except ChildFailedError as error:
+        return error.get_first_failure()[1].exitcode or 1
+    except SignalException:
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _config(args: argparse.Namespace) -> None:
+    from mvp_engine.config import compose
+
+    composed = compose(args.config, args.overrides)
+    if args.what == "show":
+        print(composed.config.to_yaml(), end="")
+    else:
+        print(json.dumps(composed.json_schema(), indent=2))
+
+
+def _runs_list(args: argparse.Namespace) -> None:
+    from mvp_engine.runs import list_runs
+
+    rows = [_run_facts(run) for run in list_runs(Path(args.dir))]
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    elif not rows:
+        print(f"no runs in {Path(args.dir).absolute()}")
+    else:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("run", "status", "step", "loss", "started", "checkpoints", box=None, pad_edge=False)
+        for row in rows:
+            loss = row["train"].get("loss")
+            cells = (row["id"], row["status"], row["step"], "-" if loss is None else f"{loss:.4g}", row["started"])
+            table.add_row(*map(str, cells), str(len(row["checkpoints"])))
+        Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _runs_show(args: argparse.Namespace) -> None:
+    from mvp_engine.log.format import shown
+    from mvp_engine.runs import list_runs, open_run
+
+    newest = list_runs(Path(args.dir))[-1:]
+    if not args.runs and not newest:
+        raise UserError(f"no runs in {Path(args.dir).absolute()}")
+    run = open_run(args.runs, Path(args.dir)) if args.runs else newest[0]
+    facts = _run_facts(run)
+    if args.json:
+        print(json.dumps(facts, indent=2))
+        return
+    print(f"{run.id}: {facts['status']} at step {facts['step']}, started {facts['started']}")
+    for split in ("train", "eval"):
+        if facts[split]:
+            figures = "  ".join(f"{name} {text}" for name, text in shown(facts[split]) if name != "eta")
+            print(f"  {split:<12}{figures}")
+    best = facts["best"]
+    if best:
+        print(f"  best        {best['metric']} {best['value']:.4g} at step {best['step']}")
+    print(f"  checkpoints {' '.join(facts['checkpoints']) or 'none'}")
+    curve = run.dir / "loss.png"
+    print(f"  files       {run.dir}/" + (f", curve in {curve}" if curve.is_file() else ""))
+
+
+def _runs_plot(args: argparse.Namespace) -> None:
+    from mvp_engine.log.plot import plot_runs
+    from mvp_engine.runs import open_run
+
+    runs = [open_run(text, Path(args.dir)) for text in args.runs]
+    out = Path(args.out) if args.out else runs[0].dir / f"{args.metric.replace('/', '_')}.png"
+    if not any(r.get(args.metric) is not None for run in runs for r in run.records()):
+        known = sorted({k for run in runs for r in run.records() for k, v in r.items() if isinstance(v, float)})
+        raise UserError(f"no values of {args.metric!r} in these runs; they have: {', '.join(known) or 'no metrics'}")
+    points = plot_runs(runs, args.metric, out)
+    print(json.dumps({"file": str(out), "points": points}) if args.json else f"{out} ({points} points)")
+
+
+def _runs_diff(args: argparse.Namespace) -> None:
+    import yaml
+
+    from mvp_engine.runs import flat_keys, open_run
+
+    first, second = (open_run(text, Path(args.dir)) for text in args.runs)
+    sides = []
+    for run in (first, second):
+        file = run.dir / "config.yaml"
+        config = flat_keys(yaml.safe_load(file.read_text())) if file.is_file() else {}
+        facts = _run_facts(run)
+        figures = {f"{s}.{k}": v for s in ("train", "eval") for k, v in facts[s].items() if isinstance(v, int | float)}
+        sides.append({"config": config, "figures": {"status": facts["status"], **figures}})
+    answer: dict[str, Any] = {"runs": [first.id, second.id]}
+    for part in ("config", "figures"):
+        a, b = sides[0][part], sides[1][part]
+        answer[part] = {k: [a.get(k), b.get(k)] for k in {**a, **b} if a.get(k) != b.get(k)}
+    if args.json:
+        print(json.dumps(answer, indent=2))
+        return
+    print(f"{first.id}  ->  {second.id}")
+    for part in ("config", "figures"):
+        print(f"{part}:" + ("" if answer[part] else " the same"))
+        for key, (a, b) in answer[part].items():
+            print(f"  {key}: {a} -> {b}")
+
+
+def _run_facts(run: Any) -> dict[str, Any]:
+    last: dict[str, dict[str, Any]] = {"train": {}, "eval": {}}
+    for record in run.records():
+        last[record["split"]] = record
+    checkpoints = run.checkpoint_list()
+    best = run.checkpoints / "best" / "meta.json"
+    return {
+        "id": run.id,
+        "dir": str(run.dir),
+        "status": run.status(),
+        "step": max([r.get("step", 0) for r in last.values()] + [run.info.get("step", 0)]),
+        "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.info["created"])),
+        "checkpoints": [p.name for p in checkpoints],
+        "best": json.loads(best.read_text())["best"] if best.is_file() else None,
+        **last,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

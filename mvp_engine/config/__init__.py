@@ -1,0 +1,6 @@
+"""Configuration: `default.yaml` < the recipe's YAML < the command line, checked by a strict schema."""
+
+from mvp_engine.config.compose import Composed, compose
+from mvp_engine.config.schema import Config, Section
+
+__all__ = ["Composed", "Config", "Section", "compose"]

@@ -1,0 +1,105 @@
+"""The typed shape of a config. Types and checks live here; the values live in `default.yaml`, and only there.
+
+A recipe adds keys of its own by subclassing `Config` and naming the subclass as its engine's `config_class`:
+
+    class Task(Section):
+        digits: int = 4
+
+    class MyConfig(Config):
+        task: Task = Task()
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A group of keys. Unknown keys and wrong types are errors; values never change after the start."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Project(Section):
+    name: str = Field(pattern=r"^[\w][\w.+-]*$")
+    dir: str
+    run_id: str | None = Field(pattern=r"^[\w][\w.+-]*$")
+
+
+class Loop(Section):
+    total_steps: Count | None
+    epochs: Count | None
+    precision: Literal["fp32", "bf16", "fp16"]
+    clip_grad_norm: Positive | None
+    eval_interval: Count | None
+    eval_batches: Count | None
+
+
+class Data(Section):
+    micro_batch_size: Count
+    global_batch_size: Count | None
+    num_workers: int = Field(ge=0)
+
+
+class Optim(Section):
+    lr: NonNegative
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+    eps: Positive
+    weight_decay: NonNegative
+    schedule: Literal["cosine", "linear", "constant"]
+    warmup_steps: int = Field(ge=0)
+    min_lr_ratio: Fraction
+
+
+class Guard(Section):
+    max_consecutive_skips: Count
+    max_total_skips: Count | None
+
+
+class Log(Section):
+    interval: Count
+    backends: list[str]
+
+
+class Checkpoint(Section):
+    interval: Count | None
+    keep_n: Count | None
+    keep_every: Count | None
+    best_metric: str | None
+    best_mode: Literal["min", "max"]
+    background: bool
+
+
+class Parallel(Section):
+    replicate: Literal[-1] | Count
+    timeout: Positive
+
+
+class Config(Section):
+    project: Project
+    engine: str | None
+    workflow: str
+    resume: str | None
+    seed: int = Field(ge=0, lt=2**63)
+    deterministic: bool
+    device: Literal["auto", "cpu", "cuda"]
+    loop: Loop
+    data: Data
+    optim: Optim
+    guard: Guard
+    log: Log
+    checkpoint: Checkpoint
+    parallel: Parallel
+
+    def to_yaml(self) -> str:
+        """Plain YAML that can be launched again from anywhere."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)

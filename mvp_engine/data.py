@@ -1,0 +1,164 @@
+"""From a map-style dataset to micro-batches, in one global order that does not depend on the number of ranks.
+
+The order comes from (seed, epoch) alone; each optimizer step takes the next `global_batch_size` samples of it and each
+rank takes its stride of those. So the whole resume state is "epoch e, n samples done", right for any number of ranks.
+A sample's own randomness comes from (seed, epoch, index): workers, ranks and resumes cannot change an augmentation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from mvp_engine.errors import UserError
+
+
+class SampleLoader:
+    """Iterating gives this rank's micro-batches of the current epoch, from the cursor on; then call `set_epoch`."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        micro_batch_size: int,
+        global_batch_size: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        if not isinstance(dataset, Sized):
+            raise UserError(f"{type(dataset).__name__} has no __len__; SampleLoader needs a map-style dataset")
+        self.dataset, self.size = dataset, len(dataset)
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = global_batch_size or micro_batch_size * world_size
+        self.accumulation = accumulation_steps(self.global_batch_size, micro_batch_size, world_size)
+        self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
+        self.epoch, self.start, self._yielded = 0, 0, 0
+        self._make = lambda items, sampler: DataLoader(
+            items, batch_sampler=sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory
+        )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.size / self.global_batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.start, self._yielded = epoch, 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        steps = math.ceil(self._yielded / self.accumulation)
+        return {"epoch": self.epoch, "samples": min(self.size, self.start + steps * self.global_batch_size)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.start, self._yielded = state["epoch"], state["samples"], 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self._yielded = 0
+        # torch's DataLoader draws a seed from the global generator when it starts: keep that off the training's stream.
+        state = torch.get_rng_state()
+        source = iter(self._make(_Seeded(self.dataset, self.seed, self.epoch), self._micro_batches()))
+        torch.set_rng_state(state)
+        for micro_batch in source:
+            self._yielded += 1
+            yield micro_batch
+
+    def sample_ids(self, first: int, last: int) -> list[int]:
+        """The dataset indices of this rank's micro-batches `first` to `last` (exclusive), counted from the cursor."""
+        return [index for batch in self._micro_batches()[first:last] for index in batch]
+
+    def _micro_batches(self) -> list[list[int]]:
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(derived_seed(self.seed, "order", self.epoch))
+            order = torch.randperm(self.size, generator=generator).tolist()
+        else:
+            order = list(range(self.size))
+        batches = []
+        for step in range(self.start, self.size, self.global_batch_size):
+            mine = order[step : step + self.global_batch_size][self.rank :: self.world_size]
+            batches += [mine[i : i + self.micro_batch_size] for i in range(0, len(mine), self.micro_batch_size)]
+        return batches
+
+
+class _Seeded(Dataset[Any]):
+    """The dataset, with Python's, numpy's and torch's generators set for each sample."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int, epoch: int) -> None:
+        self.dataset, self.seed, self.epoch = dataset, seed, epoch
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if hasattr(self.dataset, "__getitems__"):  # batched reading: the dataset answers for being a function of index
+            return self.dataset.__getitems__(indices)
+        outside = None if get_worker_info() else rng_state()
+        try:
+            return [self._item(index) for index in indices]
+        finally:
+            if outside is not None:
+                set_rng_state(outside)
+
+    def _item(self, index: int) -> Any:
+        seed_everything(derived_seed(self.seed, "sample", self.epoch, index), cuda=False)
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            if isinstance(error, StopIteration):  # would look like the end of the epoch
+                raise RuntimeError(f"the dataset raised StopIteration at sample {index}") from error
+            error.add_note(f"while reading sample {index} of {type(self.dataset).__name__}")
+            raise
+
+
+def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
+    """How many micro-batches each rank adds up for one optimizer step."""
+    per_pass = micro_batch_size * world_size
+    if global_batch_size % per_pass:
+        raise UserError(
+            f"data.global_batch_size={global_batch_size} is not a multiple of data.micro_batch_size={micro_batch_size} "
+            f"times {world_size} data-parallel rank(s) = {per_pass}. The nearest that fit: "
+            f"{max(1, global_batch_size // per_pass) * per_pass} or {(global_batch_size // per_pass + 1) * per_pass}."
+        )
+    return global_batch_size // per_pass
+
+
+def derived_seed(*parts: object) -> int:
+    """A 32-bit seed (numpy's limit) from anything printable; the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
+
+
+def seed_everything(seed: int, cuda: bool = True) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if cuda and torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+
+
+def rng_state() -> dict[str, Any]:
+    """All generators of this process, as values that `torch.load(weights_only=True)` reads back."""
+    version, keys, gauss = random.getstate()
+    _, words, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    return {
+        "python": [version, list(keys), gauss],
+        "numpy": [torch.from_numpy(words.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    words, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", words.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

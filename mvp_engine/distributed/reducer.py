@@ -1,0 +1,98 @@
+"""Sums the gradients of replicas, in buckets, while backward still runs. The model itself stays as it is.
+
+Gradients live in the buckets from the start (`p.grad` is a view), so nothing is copied in or out. A rank may have no
+micro-batch at all in a step, and a parameter may get no gradient: the sum is still right and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET_BYTES = 32 * 2**20
+
+
+class _Bucket:
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self.flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
+        self.views = [v.view_as(p) for v, p in zip(self.flat.split([p.numel() for p in params]), params, strict=True)]
+        self.waiting = 0
+        self.work: dist.Work | None = None
+
+
+class GradientReducer:
+    def __init__(self, params: list[nn.Parameter], host_group: dist.ProcessGroup) -> None:
+        self.buckets = [_Bucket(chunk) for chunk in _chunks(params)]
+        self._host_group = host_group
+        self._touched: set[nn.Parameter] = set()
+        self._armed = False
+        self._next = 0
+        for bucket in self.buckets:
+            for param in bucket.params:
+                param.register_post_accumulate_grad_hook(self._hook(bucket, param))
+
+    def zero_grad(self) -> None:
+        self._touched.clear()
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                param.grad = view
+
+    def arm(self) -> None:
+        """The next backward is the last of this step: send each bucket as soon as it is complete."""
+        self._armed, self._next = True, 0
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.params)
+
+    def finish(self) -> None:
+        """Send what is left, wait for everything. A parameter that no rank touched ends with no gradient."""
+        if not self._armed:
+            self.arm()  # this rank had nothing to do in this step
+        for bucket in self.buckets:
+            bucket.waiting = 0
+        self._send_ready()
+        self._armed = False
+        params = [param for bucket in self.buckets for param in bucket.params]
+        used = torch.tensor([param in self._touched for param in params], dtype=torch.uint8)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._host_group)
+        for bucket in self.buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            bucket.work = None
+        for param, is_used in zip(params, used.tolist(), strict=True):
+            if not is_used:
+                param.grad = None
+
+    def _hook(self, bucket: _Bucket, param: nn.Parameter) -> Callable[[Tensor], None]:
+        def on_gradient(_: Tensor) -> None:
+            self._touched.add(param)
+            if self._armed:
+                bucket.waiting -= 1
+                self._send_ready()
+
+        return on_gradient
+
+    def _send_ready(self) -> None:
+        # Always in the same order, on every rank: collectives are matched by order.
+        while self._next < len(self.buckets) and self.buckets[self._next].waiting <= 0:
+            bucket = self.buckets[self._next]
+            bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+            self._next += 1
+
+
+def _chunks(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Split by dtype and size, last parameter first: backward reaches the last layers first."""
+    chunks: list[list[nn.Parameter]] = []
+    room: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
+    for param in reversed(params):
+        chunk, size = room.get(param.dtype, ([], BUCKET_BYTES + 1))
+        if size + param.nbytes > BUCKET_BYTES:
+            chunk, size = [], 0
+            chunks.append(chunk)
+        chunk.append(param)
+        room[param.dtype] = (chunk, size + param.nbytes)
+    return chunks

@@ -1,0 +1,155 @@
+"""The processes of a job: who am I, who else is there, on which device, and small agreements between us.
+
+A single process needs no process group: every call here is then free. Host-side agreements go over gloo, so they
+never wait for the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from mvp_engine.errors import UserError
+
+_FIRST_FAILURE = "mvp_engine/first_failure"
+
+
+@dataclass
+class World:
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    host_group: dist.ProcessGroup | None = None  # gloo, for the main thread's agreements
+    store: Store | None = None
+    leaving: bool = False  # this rank is past its last collective, so peers may end as they like
+
+    @classmethod
+    def join(cls, device: str = "auto", timeout: float = 600.0) -> World:
+        """Join the job that torchrun's environment variables describe, or be alone."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+        world = cls(int(os.environ.get("RANK", "0")), size, local_rank, local_size, _pick_device(device, local_rank))
+        if size > 1:
+            # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors too.
+            own_gpu = world.device.type == "cuda" and local_size <= torch.cuda.device_count()
+            world.store, _, _ = next(rendezvous("env://"))
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
+                store=world.store,
+                rank=world.rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout),
+                device_id=world.device if own_gpu else None,
+            )
+            world.host_group = world.new_host_group()
+            world._watch_siblings()
+        return world
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's `value`, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.host_group)
+        return box[0]
+
+    def all_gather(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag: is it true on any rank?"""
+        if self.size == 1:
+            return list(flags)
+        box = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(box, dist.ReduceOp.MAX, group=self.host_group)
+        return [bool(flag) for flag in box.tolist()]
+
+    def same_everywhere(self, tensors: list[torch.Tensor]) -> None:
+        """Overwrite the tensors with those of rank 0."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0)
+
+    def barrier(self) -> None:
+        self.any(False)
+
+    def new_host_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks for the use of one thread. Every rank must call this at the same place."""
+        return dist.new_group(backend="gloo") if self.size > 1 else None
+
+    def close(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            self.leaving = True
+            self.barrier()
+            dist.destroy_process_group()
+
+    def failed_first(self) -> int:
+        """Called by a rank that fails: which rank was the first to fail? Later ones are only its echo."""
+        if self.store is None:
+            return self.rank
+        try:
+            return int(self.store.compare_set(_FIRST_FAILURE, "", str(self.rank)))
+        except (RuntimeError, ValueError):  # the store went down with its host: nothing left to ask
+            return self.rank
+
+    def _watch_siblings(self) -> None:
+        """End this process when another rank of this machine is gone: a collective with it would never return."""
+        siblings = [pid for node, pid in self.all_gather((_node(), os.getpid())) if node == _node()]
+
+        def watch() -> None:
+            while not self.leaving:
+                time.sleep(1.0)
+                gone = [pid for pid in siblings if not _alive(pid)]
+                if gone and not self.leaving:
+                    time.sleep(4.0)  # most often the broken collective raises by itself, with a better message
+                    if not self.leaving:
+                        print(f"[rank {self.rank}] process {gone[0]} of this job died; leaving", file=sys.stderr)
+                        sys.stderr.flush()
+                        os._exit(1)
+
+        threading.Thread(target=watch, name="mvp-sibling-watch", daemon=True).start()
+
+
+def _node() -> str:
+    return os.environ.get("GROUP_RANK", "0") + os.uname().nodename
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _pick_device(wanted: str, local_rank: int) -> torch.device:
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("device=cuda, but torch sees no GPU here. Set device=auto or device=cpu.")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,32 @@
+"""What goes through the step hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from mvp_engine.log.metrics import MetricStore
+from mvp_engine.model_engine.module import StepNumbers
+
+
+@dataclass
+class StepContext:
+    """One step on its way through the hooks. Hooks may change `micro_batches` and set `stop`."""
+
+    step: int  # counted from 1; 0 in an evaluation before any training
+    epoch: int  # counted from 0
+    split: str  # "train", or what is being evaluated
+    metrics: MetricStore
+    micro_batches: list[Any] = field(default_factory=list)
+    numbers: StepNumbers | None = None  # set after the step
+    stop: bool = False  # a hook sets this to end the training after this step (on any rank)
+
+    def log(self, name: str, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
+        """Add to a weighted mean: `value` is a sum over `weight` items. Averaged over the interval and all ranks."""
+        self.metrics.add(name, value, weight)
+
+    def count(self, name: str, amount: Tensor | float) -> None:
+        """Add to a total, such as tokens; it is logged as a rate per second too."""
+        self.metrics.count(name, amount)

@@ -1,0 +1,388 @@
+"""The engine: what happens when. A recipe subclasses it and says what.
+
+    train = before_train -> do_train -> after_train
+
+and one step of `do_train` is: take micro-batches, `train_pre_step`, forward and backward and update (the model engine),
+`train_post_step`, log, evaluate, save. Hooks are the public methods below "What a recipe brings".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from mvp_engine.checkpoint import CheckpointManager
+from mvp_engine.checkpoint import state as checkpoint_state
+from mvp_engine.config.schema import Config
+from mvp_engine.data import (
+    SampleLoader,
+    accumulation_steps,
+    derived_seed,
+    rng_state,
+    seed_everything,
+    set_rng_state,
+)
+from mvp_engine.distributed import World
+from mvp_engine.engine.context import StepContext
+from mvp_engine.engine.feed import Feed
+from mvp_engine.engine.guard import SkipGuard
+from mvp_engine.engine.meter import Meter
+from mvp_engine.engine.resume import record_config
+from mvp_engine.engine.signals import StopSignals
+from mvp_engine.errors import Interrupted, UserError
+from mvp_engine.log import LogHub, MetricStore
+from mvp_engine.log.backends import RunInfo
+from mvp_engine.model_engine import ModuleEngine, StepNumbers
+from mvp_engine.model_engine.optim import build_optimizer, build_scheduler
+from mvp_engine.runs import Run
+
+
+class Engine:
+    config_class: type[Config] = Config
+
+    def __init__(self, config: Config, world: World, run: Run, checkpoint: Path | None = None) -> None:
+        self.config, self.world, self.run, self.checkpoint = config, world, run, checkpoint
+        self.device = world.device
+        self.logger = logging.getLogger("mvp_engine")
+        self.step = 0  # optimizer steps made
+        self.epoch = 0  # passes over the data, the current one not counted
+        self.total_steps: int | None = None
+        self.best: dict[str, Any] | None = None  # the best evaluation: metric, value, step
+        self.metrics = MetricStore(world)
+        self._saved_at = self._evaluated_at = -1
+        self._stopped = False
+        self._training = False
+        self._eval_loader: Iterable[Any] | None = None
+
+    # ---- What a recipe brings -------------------------------------------------------------------------------------
+
+    def prepare_model(self) -> nn.Module:
+        raise NotImplementedError(f"{type(self).__name__} must define prepare_model()")
+
+    def prepare_dataloader(self, split: str) -> Iterable[Any] | None:
+        """An iterable of micro-batches for "train" or "eval", one epoch an iteration."""
+        raise NotImplementedError(f"{type(self).__name__} must define prepare_dataloader(split)")
+
+    def forward_step(self, ctx: StepContext, micro_batch: Any) -> tuple[Tensor, Tensor | float]:
+        """The loss *summed* over the micro-batch, and its weight (valid tokens, samples, ...). Never a mean."""
+        raise NotImplementedError(f"{type(self).__name__} must define forward_step(ctx, micro_batch)")
+
+    def prepare_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(model, self.config.optim)
+
+    def prepare_scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
+        return build_scheduler(optimizer, self.config.optim, self.total_steps)
+
+    def train_pre_step(self, ctx: StepContext) -> None:
+        """Before the step; may change `ctx.micro_batches`."""
+
+    def train_post_step(self, ctx: StepContext) -> None:
+        """After the step; may set `ctx.stop`."""
+
+    def eval_step(self, ctx: StepContext, micro_batch: Any) -> None:
+        """One micro-batch of an evaluation; by default the loss of `forward_step`. Log more with `ctx.log`."""
+        loss_sum, weight = self.forward_step(ctx, micro_batch)
+        ctx.log("loss", loss_sum, weight)
+
+    def extra_state(self) -> dict[str, Any]:
+        """State of the recipe's own for the checkpoint: tensors, numbers, strings, lists and dicts of them."""
+        return {}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take back what `extra_state` gave."""
+
+    def sample_loader(
+        self, dataset: Dataset[Any], split: str, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> SampleLoader:
+        """A loader over a map-style dataset, with the batch sizes, ranks, workers and seed of the config."""
+        data, training = self.config.data, split == "train"
+        return SampleLoader(
+            dataset,
+            micro_batch_size=data.micro_batch_size,
+            global_batch_size=self.global_batch_size if training else None,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            seed=self.config.seed,
+            shuffle=training,
+            collate_fn=collate_fn,
+            num_workers=data.num_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    # ---- Workflows ------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        with StopSignals() as self.signals, self._ended():
+            self.before_train()
+            self.do_train()
+            self.after_train()
+
+    def evaluate(self) -> dict[str, float | None]:
+        """Evaluate on the "eval" split: inside a training, or as a workflow on the checkpoint that `resume` names."""
+        if self._training:
+            return self._evaluate()
+        with self._ended():
+            self.before_evaluate()
+            return self._evaluate()
+
+    # ---- Training -------------------------------------------------------------------------------------------------
+
+    def before_train(self) -> None:
+        """Data, model, optimizer, and where the run left off."""
+        config = self.config
+        if config.loop.total_steps is None and config.loop.epochs is None:
+            raise UserError("how long to train? Set loop.total_steps or loop.epochs")
+        self._training = True
+        accumulation = accumulation_steps(self.global_batch_size, config.data.micro_batch_size, self.world.size)
+        seed_everything(derived_seed(config.seed, "data"))
+        self.feed = Feed(self._loader("train"), accumulation, self.world)
+        self.total_steps = self._planned_steps()
+        model = self._build_model()
+        optimizer = self.prepare_optimizer(model)
+        scheduler = self.prepare_scheduler(optimizer)
+        self.model_engine = ModuleEngine(
+            model, self.world, optimizer, scheduler, config.loop.precision, config.loop.clip_grad_norm
+        )
+        self.guard = SkipGuard(config.guard, self.run.dir, self.world.rank)
+        self.checkpoints = CheckpointManager(self.run.checkpoints, config.checkpoint, self.world)
+        self.meter = Meter(self.world, self.global_batch_size)
+        seed_everything(derived_seed(config.seed, "rank", self.world.rank))
+        if self.checkpoint:
+            self._load(self.checkpoint)
+        self._open_log()
+        self.logger.info("run %s: %s", self.run.dir, self._summary(accumulation))
+
+    def do_train(self) -> None:
+        while not self.done:
+            micro_batches = self.feed.take()
+            if not any(self.world.any(bool(micro_batches))):
+                self._settle()
+                self.feed.next_epoch()
+                self.epoch = self.feed.epoch
+                continue
+            ctx = StepContext(self.step + 1, self.epoch, "train", self.metrics, micro_batches)
+            self.train_pre_step(ctx)
+            self.guard.watch(ctx.step, self.feed.place(len(micro_batches)))
+            ctx.numbers = self.model_engine.train_batch(ctx.micro_batches, partial(self.forward_step, ctx))
+            self.train_post_step(ctx)
+            self.step = ctx.step
+            self.feed.advance(len(micro_batches))
+            self._after_step(ctx, ctx.numbers)
+
+    def after_train(self) -> None:
+        self._settle()
+        if not self.metrics.empty:
+            self._log_interval()
+        best = False
+        if self.config.loop.eval_interval and self._evaluated_at != self.step:
+            best = self._evaluate_and_track()
+        self.save(best=best, wait=True)
+        self.logger.info("finished at step %d; everything is in %s", self.step, self.run.dir)
+
+    @property
+    def done(self) -> bool:
+        loop = self.config.loop
+        by_steps = loop.total_steps is not None and self.step >= loop.total_steps
+        return self._stopped or by_steps or (loop.epochs is not None and self.epoch >= loop.epochs)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.config.data.global_batch_size or self.config.data.micro_batch_size * self.world.size
+
+    def save(self, best: bool = False, wait: bool = False) -> None:
+        """Write a checkpoint of this moment, unless there is one already."""
+        if self._saved_at != self.step:
+            self._settle()
+            self._saved_at = self.step
+            engine = self.model_engine
+            shared = {
+                "step": self.step,
+                "best": self.best,
+                "evaluated_at": self._evaluated_at,
+                "feed": self.feed.state_dict(),
+                "guard": self.guard.state_dict(),
+                "model_engine": engine.state_dict(),
+                "extra": self.extra_state(),
+            }
+            own = {"rng": rng_state(), "metrics": self.metrics.state_dict(), "feed": self.feed.rank_state_dict()}
+            tensors = checkpoint_state.collect(engine.model, engine.optimizer, shared, own, self.world.rank)
+            self.checkpoints.save(self.step, tensors, {"epoch": self.epoch, "best": self.best})
+        if best:
+            self.checkpoints.mark_best(self.step)
+        if wait:
+            self.checkpoints.wait()
+
+    # ---- Inside ---------------------------------------------------------------------------------------------------
+
+    def _after_step(self, ctx: StepContext, numbers: StepNumbers) -> None:
+        config = self.config
+        self.metrics.add("loss", numbers.loss_sum, numbers.weight)
+        self.metrics.add("grad_norm", numbers.grad_norm)
+        self.guard.take(self.model_engine.take_outcomes(), self.feed)
+        self.meter.steps += 1
+        if self.step % config.log.interval == 0:
+            self._log_interval()
+        best = False
+        if config.loop.eval_interval and (self.step % config.loop.eval_interval == 0 or self.step == self.total_steps):
+            best = self._evaluate_and_track()
+        if best or (config.checkpoint.interval and self.step % config.checkpoint.interval == 0):
+            with self.meter.paused():
+                self.save(best=best)
+        asked, self._stopped = self.world.any(self.signals.requested is not None, ctx.stop)
+        if asked and not self.done:
+            self.save(wait=True)
+            raise Interrupted(f"stopped and saved at step {self.step}; resume=auto goes on from here")
+
+    def _log_interval(self) -> None:
+        self._settle()
+        partial_interval = self.metrics.resumed
+        means, totals = self.metrics.reduce()
+        remaining = self.total_steps - self.step if self.total_steps else None
+        perf = self.meter.read({} if partial_interval else totals, self.feed.take_waited(), remaining)
+        record = {"step": self.step, "epoch": self.epoch, "split": "train", **means, **self.model_engine.rates}
+        self.hub.metrics({**record, "skipped": self.guard.total, "totals": totals, "perf": perf})
+
+    def _evaluate(self) -> dict[str, float | None]:
+        if self._eval_loader is None:
+            self._eval_loader = self._loader("eval")
+        outside = rng_state()  # an evaluation leaves no trace in the training
+        ctx = StepContext(self.step, self.epoch, "eval", MetricStore(self.world))
+        batches = 0
+        with self.model_engine.eval_mode():
+            for micro_batch in islice(self._eval_loader, self.config.loop.eval_batches):
+                self.model_engine.infer_batch(micro_batch, partial(self.eval_step, ctx))
+                batches += 1
+        set_rng_state(outside)
+        if not any(self.world.any(batches > 0)):
+            raise UserError("the eval loader gave no batch; check what prepare_dataloader('eval') returns")
+        means, _ = ctx.metrics.reduce()
+        self.hub.metrics({"step": ctx.step, "epoch": ctx.epoch, "split": "eval", **means})
+        return means
+
+    def _evaluate_and_track(self) -> bool:
+        """Evaluate; is it the best so far?"""
+        self._evaluated_at = self.step
+        with self.meter.paused():
+            means = self._evaluate()
+        name, mode = self.config.checkpoint.best_metric, self.config.checkpoint.best_mode
+        if name is None:
+            return False
+        if name not in means:
+            raise UserError(f"checkpoint.best_metric={name} is not among the eval metrics: {', '.join(means)}")
+        value = means[name]
+        if value is None:
+            return False
+        better = self.best is None or (value < self.best["value"] if mode == "min" else value > self.best["value"])
+        if better:
+            self.best = {"metric": name, "value": value, "step": self.step}
+        return better
+
+    def before_evaluate(self) -> None:
+        """The model with the checkpoint's weights, ready for `evaluate` or for a workflow of your own."""
+        self.model_engine = ModuleEngine(self._build_model(), self.world, precision=self.config.loop.precision)
+        if self.checkpoint:
+            shared = checkpoint_state.restore(self.checkpoint, self.model, None, self.world.host_group).shared
+            self.step, self.epoch = shared["step"], shared["feed"]["epoch"]
+            self.load_extra_state(shared["extra"])
+        self._open_log()
+        source = self.checkpoint or "no checkpoint: the weights are those of prepare_model()"
+        self.logger.info("%s with %s", self.config.workflow, source)
+
+    def _settle(self) -> None:
+        self.model_engine.settle()
+        self.guard.take(self.model_engine.take_outcomes(), self.feed)
+
+    def _build_model(self) -> nn.Module:
+        seed_everything(derived_seed(self.config.seed, "model"))
+        self.model = self.prepare_model().to(self.device)
+        self.world.same_everywhere([*self.model.parameters(), *self.model.buffers()])
+        return self.model
+
+    def _loader(self, split: str) -> Iterable[Any]:
+        loader = self.prepare_dataloader(split)
+        if loader is None:
+            raise UserError(f"prepare_dataloader({split!r}) gave None, so there is no data for it")
+        return loader
+
+    def _planned_steps(self) -> int | None:
+        loop, per_epoch = self.config.loop, self.feed.steps_per_epoch
+        by_epochs = loop.epochs * per_epoch if loop.epochs is not None and per_epoch is not None else None
+        return min((n for n in (loop.total_steps, by_epochs) if n is not None), default=None)
+
+    def _load(self, checkpoint: Path) -> None:
+        """Put everything back as it was when `checkpoint` was written."""
+        engine, rank = self.model_engine, self.world.rank
+        saved = checkpoint_state.restore(checkpoint, engine.model, engine.optimizer, self.world.host_group)
+        same_ranks = len(saved.ranks) == self.world.size
+        own = saved.ranks[rank] if same_ranks else None
+        self.step, self.best = saved.shared["step"], saved.shared["best"]
+        self._saved_at = self.step if checkpoint.is_relative_to(self.run.checkpoints.resolve()) else -1
+        self._evaluated_at = saved.shared["evaluated_at"]
+        engine.load_state_dict(saved.shared["model_engine"])
+        self.guard.load_state_dict(saved.shared["guard"])
+        self.feed.load_state_dict(saved.shared["feed"], own["feed"] if own else None)
+        self.epoch = self.feed.epoch
+        self.load_extra_state(saved.shared["extra"])
+        if own:
+            self.metrics.load_state_dict(own["metrics"])
+            set_rng_state(own["rng"])
+        else:
+            if rank == 0:
+                for other in saved.ranks:
+                    self.metrics.merge(other["metrics"])
+            seed_everything(derived_seed(self.config.seed, "rank", rank, "step", self.step))
+
+    def _open_log(self) -> None:
+        config = self.config
+        if self.world.is_main and self._training:
+            record_config(self.run, config.to_yaml(), self.step)
+        info = RunInfo(self.run, config.project.name, config.workflow, config.model_dump(), self.step, self.total_steps)
+        self.hub = LogHub(info, config.log.backends, self.world.rank)
+        if self._training and self.checkpoint:
+            self.logger.info("resumed from %s at step %d", self.checkpoint, self.step)
+
+    @contextlib.contextmanager
+    def _ended(self) -> Iterator[None]:
+        """Whatever happens inside, the log is closed and `run.json` says how it ended."""
+        status = "failed"
+        try:
+            yield
+            status = "finished"
+        except Interrupted:
+            status = "interrupted"
+            raise
+        except Exception:
+            if hasattr(self, "hub"):
+                self.hub.failure(traceback.format_exc())
+            raise
+        finally:
+            if hasattr(self, "checkpoints"):
+                self.checkpoints.wait()
+            if hasattr(self, "hub"):
+                self.hub.close(status)
+            if self.world.is_main and self._training:
+                self.run.note(status=status, step=self.step, ended=time.time())
+
+    def _summary(self, accumulation: int) -> str:
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        total = sum(p.numel() for p in self.model.parameters())
+        of = f" of {total:,}" if trained != total else ""
+        data = self.config.data
+        where = f"{self.config.loop.precision} on {self.world.size} x {self.device.type}"
+        return (
+            f"{trained:,}{of} parameters train, {where}; "
+            f"steps {self.step} to {self.total_steps or '?'}; {self.global_batch_size} samples a step = "
+            f"{data.micro_batch_size} x {self.world.size} rank(s) x {accumulation} micro-batch(es)"
+        )

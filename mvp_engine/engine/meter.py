@@ -1,0 +1,50 @@
+"""Time and memory of an interval: seconds a step, rates, share of waiting for data, time left."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+
+from mvp_engine.distributed import World
+
+
+class Meter:
+    def __init__(self, world: World, samples_per_step: int) -> None:
+        self.world, self.samples_per_step = world, samples_per_step
+        self.steps = 0
+        self._started = time.perf_counter()
+        self._paused = 0.0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent here (evaluating, saving) does not count as training time."""
+        started = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - started
+
+    def read(self, totals: dict[str, float], waited: float, remaining_steps: int | None) -> dict[str, float]:
+        """The figures since the last reading; then a new interval begins."""
+        now = time.perf_counter()
+        seconds = max(1e-9, now - self._started - self._paused)
+        per_step = seconds / max(1, self.steps)
+        figures = {"step_s": per_step}
+        rates = {"samples": float(self.samples_per_step * self.steps), **totals}
+        figures |= {f"{name}_per_s": amount / seconds for name, amount in rates.items()}
+        figures |= {"data_wait": waited / seconds, "memory_gib": peak_memory(self.world.device) / 2**30}
+        if remaining_steps is not None:
+            figures["eta_s"] = remaining_steps * per_step
+        self.steps, self._started, self._paused = 0, now, 0.0
+        return figures
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at the highest point so far: of the GPU's allocator, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

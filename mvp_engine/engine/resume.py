@@ -1,0 +1,89 @@
+"""Which run folder a launch works in, and which checkpoint it starts from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from mvp_engine.checkpoint.manager import find_checkpoint
+from mvp_engine.config.schema import Config
+from mvp_engine.errors import UserError
+from mvp_engine.runs import Run, checkpoint_step, flat_keys, launcher_id, list_runs, write_atomically
+
+LOGGER = logging.getLogger("mvp_engine")
+
+
+@dataclass(frozen=True)
+class Start:
+    run: Run
+    checkpoint: Path | None
+    message: str
+
+
+def choose_start(config: Config) -> Start:
+    """Rank 0 asks. `resume` may name a run folder, to go on with it, or a checkpoint, to start a new run from it."""
+    root = Path(config.project.dir).expanduser()
+    if config.workflow == "train" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        mine = [run for run in list_runs(root, config.project.name) if run.info.get("launcher") == launcher_id()]
+        if mine:
+            return _go_on(mine[-1], "restarted by torchrun")
+    if config.resume is None:
+        return Start(_new_run(config, root), None, "a new run")
+    if config.resume == "auto":
+        runs = list_runs(root, config.project.name)
+        if config.project.run_id:
+            runs = [run for run in runs if run.id == config.project.run_id]
+        if runs:
+            return _go_on(runs[-1], "resume=auto")
+        if config.workflow != "train":
+            raise UserError(f"resume=auto: no run named {config.project.name!r} in {root.absolute()}")
+        where = f"no run named {config.project.name!r} in {root.absolute()}"
+        return Start(_new_run(config, root), None, f"resume=auto found {where}: a new run from step 0")
+    path = Path(config.resume).expanduser()
+    if (path / "run.json").is_file():
+        find_checkpoint(path)  # named on purpose, so having none is a mistake
+        return _go_on(Run(path.resolve()), f"resume={path}")
+    checkpoint = find_checkpoint(path)
+    origin = Run(checkpoint.parent.parent)
+    if config.workflow != "train" and (origin.dir / "run.json").is_file():
+        return Start(origin, checkpoint, f"resume={path}")
+    run = _new_run(config, root)
+    if (origin.dir / "metrics.jsonl").is_file():
+        shutil.copy(origin.dir / "metrics.jsonl", run.dir / "metrics.jsonl")
+        run.rewind_metrics(checkpoint_step(checkpoint) or 0)
+        (run.dir / "metrics.dropped.jsonl").unlink(missing_ok=True)
+    run.note(parent=str(checkpoint))
+    return Start(run, checkpoint, f"a new run from checkpoint {checkpoint}")
+
+
+def _new_run(config: Config, root: Path) -> Run:
+    run = Run.create(root, config.project.name, config.project.run_id)
+    run.lock()
+    return run
+
+
+def _go_on(run: Run, why: str) -> Start:
+    run.lock()
+    run.note(status="running", launcher=launcher_id())
+    checkpoints = run.checkpoint_list()
+    if checkpoints:
+        return Start(run, checkpoints[-1], f"{why}: going on with run {run.dir}")
+    return Start(run, None, f"{why}: run {run.dir} has no complete checkpoint, it starts again from step 0")
+
+
+def record_config(run: Run, text: str, step: int) -> None:
+    """Save the resolved config with the run; where a resumed run has another one, say what changed and keep the old."""
+    file = run.dir / "config.yaml"
+    if file.is_file() and (before := file.read_text()) != text:
+        old, new = flat_keys(yaml.safe_load(before)), flat_keys(yaml.safe_load(text))
+        changed = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in {**old, **new} if old.get(k) != new.get(k)]
+        changed = [line for line in changed if not line.startswith(("resume:", "workflow:"))]
+        if changed:
+            LOGGER.warning("from step %d on the config differs: %s", step, "; ".join(changed))
+            write_atomically(run.dir / f"config.until_step_{step}.yaml", before)
+    write_atomically(file, text)

@@ -1,0 +1,13 @@
+"""The ways a run ends early, with their exit codes. Bugs are not here: they keep their traceback and exit with 1."""
+
+EXIT_BUG = 1
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: everything is saved, launch again with resume=auto
+
+
+class UserError(ValueError):
+    """Something the user can mend. The text says what, where and the fix; it is shown without a traceback."""
+
+
+class Interrupted(Exception):
+    """SIGTERM or Ctrl-C was honoured: the step was finished and saved."""

@@ -1,0 +1,190 @@
+"""The backends. To add one, subclass `Backend` and put it into `BACKENDS`, or name it `module:Class` in the config."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from mvp_engine.errors import UserError
+from mvp_engine.log import format as fmt
+from mvp_engine.log.plot import plot_runs
+from mvp_engine.log.terminal import Terminal
+from mvp_engine.runs import Run
+
+LOGGER = logging.getLogger("mvp_engine")
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a backend may want to know at the start."""
+
+    run: Run
+    project: str
+    workflow: str
+    config: dict[str, Any]
+    start_step: int = 0  # records up to this step are there already
+    total_steps: int | None = None
+
+
+class Backend:
+    """A record is `{"step", "epoch", "split", <metric>: float or None, ..., "perf": {...}}`."""
+
+    def start(self, info: RunInfo) -> None:
+        self.info = info
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def failure(self, text: str) -> None:
+        """The run is ending with this traceback."""
+
+    def close(self, status: str) -> None:
+        """`status` is how the run ended: finished, interrupted or failed."""
+
+
+class TerminalBackend(Backend):
+    """A live panel on a terminal, plain lines elsewhere."""
+
+    def start(self, info: RunInfo) -> None:
+        self.terminal = Terminal(info.run.id, info.total_steps, live=info.workflow == "train")
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        self.terminal.show(record)
+
+    def close(self, status: str) -> None:
+        self.terminal.close()
+
+
+class FileBackend(Backend):
+    """`log.txt`: messages and metric lines, appended on resume."""
+
+    def start(self, info: RunInfo) -> None:
+        super().start(info)
+        self.handler = logging.FileHandler(info.run.dir / "log.txt", encoding="utf-8")
+        self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        LOGGER.addHandler(self.handler)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        self._write(logging.INFO, fmt.line(record, self.info.total_steps))
+
+    def failure(self, text: str) -> None:
+        self._write(logging.ERROR, text)
+
+    def _write(self, level: int, text: str) -> None:
+        self.handler.emit(logging.LogRecord("mvp_engine", level, "", 0, text, (), None))
+
+    def close(self, status: str) -> None:
+        LOGGER.removeHandler(self.handler)
+        self.handler.close()
+
+
+class JsonlBackend(Backend):
+    """`metrics.jsonl` of a training; another workflow writes `<workflow>.jsonl` beside it."""
+
+    def start(self, info: RunInfo) -> None:
+        name = "metrics" if info.workflow == "train" else info.workflow
+        if info.workflow == "train":
+            info.run.rewind_metrics(info.start_step)
+        self.file = open(info.run.dir / f"{name}.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def close(self, status: str) -> None:
+        self.file.close()
+
+
+class TensorBoardBackend(Backend):
+    def start(self, info: RunInfo) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = info.run.dir / "tensorboard"
+        self.writer = SummaryWriter(str(folder), purge_step=info.start_step + 1 if info.start_step else None)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        for name, value in flat(record).items():
+            self.writer.add_scalar(name, value, record["step"])
+        self.writer.flush()
+
+    def close(self, status: str) -> None:
+        self.writer.close()
+
+
+class PlotBackend(Backend):
+    """`loss.png`, redrawn during the run, but never for more than about 2 % of the time."""
+
+    def start(self, info: RunInfo) -> None:
+        super().start(info)
+        self.next_draw = time.monotonic() + 5.0
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        started = time.monotonic()
+        if self.info.workflow == "train" and started >= self.next_draw:
+            self.draw()
+            cost = time.monotonic() - started
+            self.next_draw = time.monotonic() + max(15.0, 50 * cost)
+
+    def draw(self) -> None:
+        plot_runs([self.info.run], "loss", self.info.run.dir / "loss.png")
+
+    def close(self, status: str) -> None:
+        if self.info.workflow == "train":
+            self.draw()
+
+
+class WandbBackend(Backend):
+    def start(self, info: RunInfo) -> None:
+        wandb = _optional("wandb")
+        self.run = wandb.init(
+            project=info.project, id=info.run.id, resume="allow", dir=str(info.run.dir), config=info.config
+        )
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        self.run.log(flat(record), step=record["step"])
+
+    def close(self, status: str) -> None:
+        self.run.finish(exit_code=1 if status == "failed" else 0)
+
+
+class TrackioBackend(Backend):
+    def start(self, info: RunInfo) -> None:
+        trackio = _optional("trackio")
+        self.run = trackio.init(project=info.project, name=info.run.id, resume="allow", config=info.config)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        self.run.log(flat(record), step=record["step"])
+
+    def close(self, status: str) -> None:
+        self.run.finish()
+
+
+BACKENDS: dict[str, type[Backend]] = {
+    "terminal": TerminalBackend,
+    "file": FileBackend,
+    "jsonl": JsonlBackend,
+    "tensorboard": TensorBoardBackend,
+    "plot": PlotBackend,
+    "wandb": WandbBackend,
+    "trackio": TrackioBackend,
+}
+
+
+def flat(record: dict[str, Any]) -> dict[str, float]:
+    """`train/loss`, `perf/memory_gib`, ...: a record as trackers want it."""
+    values = {f"{record['split']}/{k}": v for k, v in record.items() if k not in ("step", "split", "perf")}
+    values |= {f"perf/{k}": v for k, v in record.get("perf", {}).items()}
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
+def _optional(package: str) -> Any:
+    try:
+        return __import__(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise UserError(
+            f"log.backends names {package!r}, which is not installed: pip install {package}, or leave it out"
+        ) from None

@@ -1,0 +1,57 @@
+"""Figures as people read them: one place for units, so that terminal, log file and `mvp runs` agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if value == 0 or 0.001 <= abs(value) < 100_000:
+        return f"{value:.4g}"
+    return f"{value:.2e}"
+
+
+def rate(value: float) -> str:
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours or days else f"{minutes}:{rest:02d}"
+    return f"{days}d {clock}" if days else clock
+
+
+def shown(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """The (name, text) pairs of a record, in reading order; bookkeeping keys are left out."""
+    pairs = [("loss", number(record["loss"]))] if "loss" in record else []
+    if "grad_norm" in record:
+        pairs.append(("grad", number(record["grad_norm"])))
+    for key, value in record.items():
+        if key == "lr" or key.startswith("lr/"):
+            pairs.append((key, f"{value:.2e}"))
+    hidden = {"loss", "grad_norm", "step", "epoch", "split", "perf"}
+    pairs += [(k, number(v)) for k, v in record.items() if k not in hidden and not k.startswith("lr") and k != "totals"]
+    perf = record.get("perf", {})
+    pairs += [(f"{k.removesuffix('_per_s')}/s", rate(v)) for k, v in perf.items() if k.endswith("_per_s")]
+    if "data_wait" in perf:
+        pairs.append(("data", f"{100 * perf['data_wait']:.1f}%"))
+    if "memory_gib" in perf:
+        pairs.append(("mem", f"{perf['memory_gib']:.2f} GiB"))
+    if "eta_s" in perf:
+        pairs.append(("eta", duration(perf["eta_s"])))
+    return pairs
+
+
+def line(record: dict[str, Any], total_steps: int | None) -> str:
+    of = f"/{total_steps}" if total_steps else ""
+    head = f"{record['split']:>5} step {record['step']}{of} epoch {record['epoch']}"
+    return head + "  " + "  ".join(f"{name} {text}" for name, text in shown(record))

@@ -1,0 +1,67 @@
+"""Where metrics and messages go: the hub hands each to the backends that the config names.
+
+A backend is a class with `start`, `metrics` and `close` (see `Backend`). Only rank 0 has any; the other ranks print
+their warnings to stderr and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from mvp_engine.errors import UserError
+from mvp_engine.imports import load_spec
+from mvp_engine.log.backends import BACKENDS, Backend, RunInfo
+
+LOGGER = logging.getLogger("mvp_engine")
+
+
+class LogHub:
+    def __init__(self, info: RunInfo, names: list[str], rank: int = 0) -> None:
+        self.info = info
+        self.backends: list[Backend] = []
+        LOGGER.setLevel(logging.INFO)
+        LOGGER.propagate = False
+        if rank == 0:
+            classes = [_backend_class(name) for name in names]
+            self._stderr = None
+            for backend_class in classes:
+                backend = backend_class()
+                backend.start(info)
+                self.backends.append(backend)
+        else:
+            self._stderr = logging.StreamHandler(sys.stderr)
+            self._stderr.setLevel(logging.WARNING)
+            self._stderr.setFormatter(logging.Formatter(f"[rank {rank}] %(levelname)s: %(message)s"))
+            LOGGER.addHandler(self._stderr)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        for backend in self.backends:
+            backend.metrics(record)
+
+    def failure(self, text: str) -> None:
+        for backend in self.backends:
+            backend.failure(text)
+
+    def close(self, status: str) -> None:
+        for backend in self.backends:
+            backend.close(status)
+        if self._stderr:
+            LOGGER.removeHandler(self._stderr)
+        self.backends = []
+
+
+def _backend_class(name: str) -> type[Backend]:
+    if name in BACKENDS:
+        return BACKENDS[name]
+    if ":" not in name:
+        raise UserError(f"log.backends: unknown backend {name!r}; known: {', '.join(BACKENDS)}, or module:Class")
+    module, attribute = load_spec(name, Path.cwd(), "log.backends")
+    found = getattr(module, attribute or "", None)
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise UserError(f"log.backends: {name!r} is not a subclass of mvp_engine.log.backends.Backend")
+    return found
