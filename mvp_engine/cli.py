@@ -15,7 +15,13 @@ from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes no key=value after an option that follows the first ones; they may stand anywhere.
+    if not hasattr(args, "overrides") or any(word.startswith("-") for word in rest):
+        parser.parse_args(argv)  # for its error message
+    else:
+        args.overrides += rest
     try:
         return int(args.run(args) or 0)
     except UserError as error:

@@ -163,6 +163,8 @@ class Engine:
             self._load(self.checkpoint)
         self._open_log()
         self.logger.info("run %s: %s", self.run.dir, self._summary(accumulation))
+        if self.done:
+            self.logger.info("nothing left to do: raise loop.total_steps or loop.epochs to train on")
 
     def do_train(self) -> None:
         while not self.done:
@@ -346,12 +348,12 @@ class Engine:
 
     def _open_log(self) -> None:
         config = self.config
-        if self.world.is_main and self._training:
-            record_config(self.run, config.to_yaml(), self.step)
         info = RunInfo(self.run, config.project.name, config.workflow, config.model_dump(), self.step, self.total_steps)
         self.hub = LogHub(info, config.log.backends, self.world.rank)
         if self._training and self.checkpoint:
             self.logger.info("resumed from %s at step %d", self.checkpoint, self.step)
+        if self._training and self.world.is_main:
+            record_config(self.run, config.to_yaml(), self.step)
 
     @contextlib.contextmanager
     def _ended(self) -> Iterator[None]:

@@ -210,7 +210,8 @@ class ModuleEngine:
             # Where it stands comes from the checkpoint, its rates from the config, which may have been changed.
             self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
             self.scheduler._step_count = state["scheduler"]["_step_count"]
-            rates = self.scheduler.get_lr()
+            factors = [factor(self.scheduler.last_epoch) for factor in self.scheduler.lr_lambdas]
+            rates = [base * factor for base, factor in zip(self.scheduler.base_lrs, factors, strict=True)]
             self.scheduler._last_lr = list(rates)
             for group, base, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs, rates, strict=True):
                 group["initial_lr"], group["lr"] = base, rate

@@ -1,0 +1,214 @@
+"""Configs: who wins, what is refused, and that each refusal says what, where and the fix."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import MAGIC, ROOT, TINY
+
+from mvp_engine.config import compose
+from mvp_engine.errors import UserError
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A copy of the tiny recipe outside the repository, under a name of its own; gives its train.yaml."""
+    folder = tmp_path / f"recipe_{tmp_path.name}"
+    shutil.copytree(TINY.parent, folder)
+    return folder / "train.yaml"
+
+
+def error(config: Path | str, *words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        compose(config, list(words))
+    return str(caught.value)
+
+
+def test_command_line_wins_over_recipe_over_what_it_inherits_over_defaults(recipe: Path) -> None:
+    config = compose(recipe, ["optim.lr=0.5"]).config
+    assert config.optim.lr == 0.5  # the command line, over base.yaml's 0.02
+    assert config.log.interval == 2  # train.yaml, over base.yaml's 1
+    assert config.loop.total_steps == 12  # base.yaml, over default.yaml's null
+    assert config.checkpoint.keep_n == 3  # default.yaml
+
+
+def test_every_default_has_a_type_and_every_type_a_default() -> None:
+    from mvp_engine.config.compose import DEFAULTS
+    from mvp_engine.config.schema import Config
+
+    Config.model_validate(yaml.safe_load(DEFAULTS.read_text().replace("1.0e-3", "0.001").replace("1.0e-8", "1.0e-08")))
+
+
+def test_recipe_outside_the_repository_works_and_keeps_its_own_keys(recipe: Path) -> None:
+    composed = compose(recipe, ["tiny.dropout=0.25"])  # a key that only the schema knows
+    assert composed.config.tiny.dropout == 0.25
+    assert composed.engine_class.__name__ == "TinyEngine"
+
+
+def test_resolved_config_can_be_composed_again_from_elsewhere(recipe: Path, tmp_path: Path) -> None:
+    first = compose(recipe, ["seed=7", "resume=auto"]).config
+    (tmp_path / "saved.yaml").write_text(first.to_yaml())
+    assert compose(tmp_path / "saved.yaml").config == first
+
+
+def test_config_group_is_chosen_by_name_and_interpolation_resolves(recipe: Path) -> None:
+    (recipe.parent / "tiny").mkdir()
+    (recipe.parent / "tiny" / "big.yaml").write_text("samples: 99\n")
+    (recipe.parent / "tiny" / "small.yaml").write_text("samples: 9\n")
+    recipe.write_text("defaults:\n  - base\n  - tiny: small\n  - _self_\nseed: ${tiny.samples}\n")
+    assert compose(recipe).config.tiny.samples == 9
+    assert compose(recipe, ["tiny=big"]).config.seed == 99
+
+
+def test_config_in_a_subfolder_inherits_from_the_configs_folder(recipe: Path) -> None:
+    folder = recipe.parent / "configs"
+    (folder / "gpu").mkdir(parents=True)
+    shutil.copy(recipe.parent / "base.yaml", folder / "base.yaml")
+    (folder / "gpu" / "one.yaml").write_text("defaults: [base, _self_]\nseed: 3\n")
+    assert compose(folder / "gpu" / "one.yaml").config.project.name == "tiny"
+
+
+def test_typo_in_a_file_names_file_line_and_the_right_key(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text() + "optim:\n  lrr: 0.1\n")
+    text = error(recipe)
+    assert f"{recipe}:8" in text
+    assert "unknown key 'optim.lrr'" in text
+    assert "Did you mean 'optim.lr'?" in text
+
+
+def test_typo_in_an_inherited_file_names_that_file(recipe: Path) -> None:
+    base = recipe.parent / "base.yaml"
+    base.write_text(base.read_text().replace("warmup_steps", "warmup_stepz"))
+    assert f"{base}:11: unknown key 'optim.warmup_stepz'. Did you mean 'optim.warmup_steps'?" in error(recipe)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("optim.lerning_rate=1", "unknown key 'optim.lerning_rate'"),
+        ("lop.total_steps=1", "Did you mean 'loop'?"),
+        ("total_steps=1", "Did you mean 'loop.total_steps'?"),
+        ("tiny.sample=1", "Did you mean 'tiny.samples'?"),
+        ("qqq=1", "Known keys: project, engine"),
+    ],
+)
+def test_typo_on_the_command_line_says_so_and_what_was_meant(recipe: Path, word: str, expected: str) -> None:
+    text = error(recipe, word)
+    assert expected in text
+    assert f"command line ({word})" in text
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("seed=abc", "seed"),
+        ("seed=-1", "seed"),
+        ("optim.lr=fast", "optim.lr"),
+        ("optim.lr=-1", "optim.lr"),
+        ("loop.total_steps=1.5", "loop.total_steps"),
+        ("loop.total_steps=0", "loop.total_steps"),
+        ("loop.precision=fp8", "loop.precision"),
+        ("deterministic=1", "deterministic"),
+        ("parallel.replicate=0", "parallel.replicate"),
+        ("optim.betas=[0.9]", "optim.betas"),
+        ("project.name=a/b", "project.name"),
+        ("tiny.loader=magic", "tiny.loader"),
+        ("optim=3", "optim"),
+    ],
+)
+def test_wrong_value_names_key_and_place(recipe: Path, word: str, key: str) -> None:
+    text = error(recipe, word)
+    assert f"command line ({word}): '{key}' is" in text
+    assert "\n" not in text or key == "parallel.replicate"
+
+
+def test_wrong_type_in_a_file_names_the_line(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text().replace("interval: 2", "interval: '2'"))
+    assert f"{recipe}:6: 'log.interval' is '2'" in error(recipe)
+
+
+def test_missing_key_of_the_recipe_is_named(recipe: Path) -> None:
+    base = recipe.parent / "base.yaml"
+    base.write_text(base.read_text().replace("  samples: 44\n", "  dropout: 0.0\n"))
+    assert "key 'tiny.samples' is missing" in error(recipe)
+
+
+def test_missing_file_offers_the_near_one(recipe: Path) -> None:
+    assert f"Did you mean {recipe}?" in error(recipe.with_name("trian.yaml"))
+    assert "has: base.yaml, train.yaml" in error(recipe.with_name("zzz.yaml"))
+    assert "Did you mean" in error(recipe.with_suffix(""))
+    assert "there is no YAML file in" in error("/nowhere/at/all.yaml")
+    assert "is a folder" in error(recipe.parent)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a: [1\n", "not valid YAML"), ("- 1\n- 2\n", "must be a mapping"), ("seed: ${nothing}\n", "does not compose")],
+)
+def test_broken_file_is_one_message(recipe: Path, text: str, expected: str) -> None:
+    recipe.write_text(text)
+    assert expected in error(recipe)
+
+
+def test_words_that_are_no_override_are_explained(recipe: Path) -> None:
+    assert "'fast' on the command line is not of the form key=value" in error(recipe, "fast")
+    assert "cannot be read" in error(recipe, "seed=[1")
+
+
+def test_missing_parent_is_named(recipe: Path) -> None:
+    recipe.write_text("defaults: [nobody, _self_]\n")
+    assert "nobody" in error(recipe)
+
+
+def test_engine_is_found_or_the_message_says_how(recipe: Path, tmp_path: Path) -> None:
+    engine = recipe.parent / "engine.py"
+    assert compose(recipe, ["engine=engine.py:TinyEngine"]).engine_class.__name__ == "TinyEngine"
+    assert "it has: TinyEngine" in error(recipe, "engine=engine.py:Nope")
+    assert "there is no file" in error(recipe, "engine=nope.py:TinyEngine")
+    assert "no module 'no_such_module'" in error(recipe, "engine=no_such_module:Engine")
+    (tmp_path / "alone.yaml").write_text("seed: 1\n")
+    assert "no engine.py beside the config" in error(tmp_path / "alone.yaml")
+    engine.rename(recipe.parent / "other.py")
+    (recipe.parent / "engine_two.py").write_text("from mvp_engine.engine import Engine\nX = 1\n")
+    assert "defines no subclass" in error(recipe, "engine=engine_two.py")
+
+
+def test_recipe_named_like_a_package_is_refused(recipe: Path, tmp_path: Path) -> None:
+    shutil.copytree(recipe.parent, tmp_path / "numpy")
+    assert "rename" in error(tmp_path / "numpy" / "train.yaml")
+
+
+def test_json_schema_describes_core_and_recipe_with_defaults() -> None:
+    schema = compose(TINY).json_schema()
+    assert schema["properties"]["seed"]["default"] == 0
+    assert "required" not in schema
+    assert schema["$defs"]["Tiny"]["properties"]["samples"]["default"] == 44
+    assert schema["additionalProperties"] is False
+    json.dumps(schema)
+
+
+def test_keys_that_users_type_stay_stable() -> None:
+    keys = [
+        "project.name",
+        "project.dir",
+        "seed",
+        "deterministic",
+        "workflow",
+        "resume",
+        "loop.total_steps",
+        "loop.epochs",
+        "log.interval",
+    ]
+    keys += ["log.backends", "optim.lr", "checkpoint.interval", "checkpoint.keep_n", "parallel.replicate"]
+    from mvp_engine.runs import flat_keys
+
+    assert set(keys) <= set(flat_keys(compose(MAGIC).config.model_dump()))
+
+
+def test_relative_paths_are_short_in_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert error(TINY, "log.intervall=3").startswith("command line")

@@ -1,0 +1,136 @@
+"""The same numbers, however the work is split, launched, killed or resumed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MAGIC, TINY, losses, read_metrics, run_process
+
+from mvp_engine.errors import EXIT_INTERRUPTED
+
+QUIET = ["log.backends=[jsonl]", "loop.eval_interval=null", "checkpoint.interval=null"]
+
+
+def test_three_ways_to_launch_give_the_same_losses(tmp_path: Path) -> None:
+    words = ["loop.total_steps=4", "log.interval=1", "data.micro_batch_size=16", "data.global_batch_size=32", *QUIET]
+    launch = ["-m", "mvp_engine.launch", "--config", str(MAGIC)]
+    ways = {
+        "python": launch,
+        "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node=1", *launch],
+        "mvp": ["-m", "mvp_engine.cli", "train", str(MAGIC)],
+    }
+    seen = []
+    for name, way in ways.items():
+        code, output = run_process(*way, *words, f"project.dir={tmp_path / name}")
+        assert code == 0, output
+        seen.append(losses(tmp_path / name))
+    assert len(seen[0]) == 4
+    assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("micro", [4, 2, 1])
+def test_two_processes_give_the_losses_of_one(train, ranks2, tmp_path: Path, micro: int) -> None:
+    words = ["loop.epochs=2", "log.interval=1", "loop.eval_interval=4", "loop.total_steps=null", "log.backends=[jsonl]"]
+    assert train(*words, "data.micro_batch_size=8", dir=tmp_path / "one") == 0
+    two = f"project.dir={tmp_path / 'two'}"
+    assert ranks2.launch(TINY, *words, f"data.micro_batch_size={micro}", two) == [0, 0]
+    for split in ("train", "eval"):
+        one, two_ranks = read_metrics(tmp_path / "one", split), read_metrics(tmp_path / "two", split)
+        assert len(one) == len(two_ranks) == (12 if split == "train" else 3)  # 44 samples: the last step has 4
+        for a, b in zip(one, two_ranks, strict=True):
+            for key in ("loss", "grad_norm", "lr") if split == "train" else ("loss",):
+                assert a[key] == pytest.approx(b[key], rel=1e-5), (split, a["step"], key)
+
+
+def test_magic_transformer_gives_the_same_losses_on_two_processes(train, ranks2, tmp_path: Path) -> None:
+    words = ["loop.total_steps=4", "log.interval=1", "data.global_batch_size=32", *QUIET]
+    assert train(*words, "data.micro_batch_size=32", config=MAGIC, dir=tmp_path / "one") == 0
+    assert ranks2.launch(MAGIC, *words, "data.micro_batch_size=8", f"project.dir={tmp_path / 'two'}") == [0, 0]
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)
+
+
+def test_gradients_do_not_depend_on_microbatch_split(train, tmp_path: Path) -> None:
+    seen = []
+    for micro in (8, 4, 2, 1):
+        folder = tmp_path / str(micro)
+        assert train(f"data.micro_batch_size={micro}", "log.interval=1", dir=folder) == 0
+        seen.append([(r["loss"], r["grad_norm"]) for r in read_metrics(folder)])
+    for other in seen[1:]:
+        assert torch.allclose(torch.tensor(seen[0]), torch.tensor(other), rtol=1e-5)
+
+
+def test_logged_loss_is_the_weighted_mean_over_the_interval(train, tmp_path: Path) -> None:
+    words = ["optim.lr=0", "optim.weight_decay=0", "loop.total_steps=4"]
+    assert train("log.interval=1", *words, dir=tmp_path / "each") == 0
+    assert train("log.interval=4", *words, dir=tmp_path / "all") == 0
+    each = read_metrics(tmp_path / "each")
+    weights = [record["totals"]["tokens"] for record in each]
+    mean = sum(r["loss"] * w for r, w in zip(each, weights, strict=True)) / sum(weights)
+    assert losses(tmp_path / "all") == pytest.approx([mean], rel=1e-7)
+
+
+def straight_and_cut(run, words: list[str], folder: Path, cuts: list[list[str]]) -> None:
+    """Train in one go, and stopped by SIGTERM at each of `cuts` and resumed; the records must be the same bits."""
+    assert set(run(*words, f"project.dir={folder / 'straight'}")) == {0}
+    for cut in cuts:
+        codes = run(*words, "resume=auto", "tiny.fault=sigterm", *cut, f"project.dir={folder / 'cut'}")
+        assert set(codes) == {EXIT_INTERRUPTED}
+    assert set(run(*words, "resume=auto", f"project.dir={folder / 'cut'}")) == {0}
+    for split in ("train", "eval"):
+        straight = read_metrics(folder / "straight", split)
+        assert straight == read_metrics(folder / "cut", split)
+        assert len(straight) == (4 if split == "train" else 3)
+
+
+RESUME_WORDS = ["tiny.dropout=0.3", "tiny.noise=0.1", "loop.eval_interval=5", "log.interval=3"]
+
+
+@pytest.mark.parametrize("loader", ["sample", "torch", "iterable"])
+@pytest.mark.parametrize("stop", [2, 6])  # an epoch has 6 steps (11 micro-batches in twos)
+def test_resumed_run_is_bit_equal_to_the_straight_one(train, tmp_path: Path, loader: str, stop: int) -> None:
+    words = [f"tiny.loader={loader}", *RESUME_WORDS]
+    # Stop twice: a second resume must not start the data again.
+    cuts = [[f"tiny.fault_step={stop}"], [f"tiny.fault_step={stop + 2}"]]
+    straight_and_cut(lambda *w: [train(*w)], words, tmp_path, cuts)
+
+
+def test_resumed_run_is_bit_equal_with_loader_processes(train, tmp_path: Path) -> None:
+    words = ["data.num_workers=2", *RESUME_WORDS]
+    straight_and_cut(lambda *w: [train(*w)], words, tmp_path, [["tiny.fault_step=4"]])
+
+
+def test_resumed_run_is_bit_equal_on_two_ranks(ranks2, tmp_path: Path) -> None:
+    cuts = [["tiny.fault_step=4", "tiny.fault_rank=1"], ["tiny.fault_step=7"]]
+    words = [*RESUME_WORDS, "data.micro_batch_size=2"]
+    straight_and_cut(lambda *w: ranks2.launch(TINY, *w), words, tmp_path, cuts)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(train, ranks2, ranks4, tmp_path: Path) -> None:
+    """No randomness in the model here: then the losses agree whatever the number of ranks."""
+    words = ["tiny.noise=0.1", "log.interval=3", "data.micro_batch_size=2"]
+    assert train(*words, dir=tmp_path / "straight") == 0
+    cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}", "tiny.fault=sigterm"]
+    assert ranks2.launch(TINY, *cut, "tiny.fault_step=4") == [EXIT_INTERRUPTED] * 2
+    assert ranks4.launch(TINY, *cut, "tiny.fault_step=8") == [EXIT_INTERRUPTED] * 4
+    assert train(*cut, "tiny.fault=null", dir=tmp_path / "cut") == 0
+    straight, cut_losses = losses(tmp_path / "straight"), losses(tmp_path / "cut")
+    assert len(straight) == 4
+    assert straight == pytest.approx(cut_losses, rel=1e-5)
+
+
+def test_deterministic_mode_is_on_when_asked_for(train) -> None:
+    try:
+        assert train("deterministic=true", "loop.total_steps=1") == 0
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_seed_decides_everything(train, tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert train(f"seed={seed}", "tiny.dropout=0.3", "tiny.noise=0.1", dir=tmp_path / name) == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+    assert re.match(r"tiny-\d{8}-\d{6}", next((tmp_path / "a").iterdir()).name)

@@ -1,0 +1,264 @@
+"""What goes wrong in a training, and what the user gets to see."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, losses, read_metrics
+
+from mvp_engine.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR
+from mvp_engine.runs import Run, list_runs
+
+
+def newest(folder: Path) -> Run:
+    return list_runs(folder)[-1]
+
+
+def skipped(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    name = "skipped_steps.jsonl" if rank == 0 else f"skipped_steps.rank{rank}.jsonl"
+    return [json.loads(line) for line in (newest(folder).dir / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("nan_once", "the loss is not finite"), ("nan_grad", "a gradient is not")]
+)
+def test_a_non_finite_step_is_skipped_counted_and_written_down(train, tmp_path: Path, fault: str, reason: str) -> None:
+    assert train(f"tiny.fault={fault}", "log.interval=1", dir=tmp_path) == 0
+    [entry] = skipped(tmp_path)
+    assert entry["step"] == 3
+    assert reason in entry["reason"]
+    assert len(entry["sample_ids"]) == 8
+    records = read_metrics(tmp_path)
+    assert records[2]["loss"] is None or fault == "nan_grad"
+    assert [r["skipped"] for r in records] == [0, 0, *[1] * 10]
+    assert all(r["loss"] is not None for r in records if r["step"] != 3)
+
+
+def test_a_skipped_step_changes_nothing_but_the_step_count(train, tmp_path: Path) -> None:
+    """The weights, the moments and the schedule after a skip are those from before it."""
+    words = ["log.interval=1", "optim.schedule=linear"]
+    assert train("tiny.fault=nan_once", "loop.total_steps=12", *words, dir=tmp_path) == 0
+    rates = [r["lr"] for r in read_metrics(tmp_path)]
+    assert rates[2] == rates[3]  # the schedule waited
+    assert rates[3] > rates[4]
+
+
+def test_a_nan_does_not_poison_the_mean_of_its_interval(train, tmp_path: Path) -> None:
+    assert train("tiny.fault=nan_once", "log.interval=4", dir=tmp_path) == 0
+    assert all(loss is not None and loss < 100 for loss in losses(tmp_path))
+
+
+def test_too_many_skips_in_a_row_end_the_run_with_one_message(train, tmp_path: Path, capsys) -> None:
+    code = train("tiny.fault=nan_forever", "guard.max_consecutive_skips=4", "checkpoint.interval=2", dir=tmp_path)
+    assert code == EXIT_USER_ERROR
+    text = capsys.readouterr().err
+    assert "stopped at step 6: 4 step(s) in a row" in text
+    assert "guard.max_consecutive_skips=4" in text
+    assert "skipped_steps.jsonl" in text
+    assert "Traceback" not in text
+    assert newest(tmp_path).status() == "failed"
+    assert "Traceback" in (newest(tmp_path).dir / "log.txt").read_text()
+
+
+def test_guard_state_survives_a_resume(train, tmp_path: Path) -> None:
+    words = ["tiny.fault=nan_forever", "guard.max_consecutive_skips=6", "checkpoint.interval=2"]
+    assert train(*words, "loop.total_steps=6", dir=tmp_path) == 0  # 4 skips
+    assert train(*words, "resume=auto", "loop.total_steps=12", dir=tmp_path) == EXIT_USER_ERROR
+    assert skipped(tmp_path)[-1]["step"] == 8
+
+
+def test_total_limit_counts_over_the_run(train, tmp_path: Path, capsys) -> None:
+    assert train("tiny.fault=nan_once", "guard.max_total_skips=1", dir=tmp_path) == EXIT_USER_ERROR
+    assert "guard.max_total_skips=1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_both_ranks_skip_together_when_one_has_a_nan(ranks2, tmp_path: Path, rank: int) -> None:
+    words = [f"project.dir={tmp_path}", "tiny.fault=nan_once", f"tiny.fault_rank={rank}", "data.micro_batch_size=2"]
+    assert ranks2.launch(TINY, *words, "log.interval=1") == [0, 0]
+    ids = [skipped(tmp_path, r)[0]["sample_ids"] for r in (0, 1)]
+    assert len(set(ids[0]) | set(ids[1])) == 8
+    after = read_metrics(tmp_path)[3:]
+    assert all(r["loss"] is not None and r["skipped"] == 1 for r in after)
+
+
+def test_a_zero_weight_batch_is_skipped_not_divided_by(train, tmp_path: Path, monkeypatch) -> None:
+    from mvp_engine.config import compose
+
+    engine_class = compose(TINY).engine_class
+    forward = engine_class.forward_step
+
+    def no_weight(self, ctx, micro_batch):  # type: ignore[no-untyped-def]
+        loss, weight = forward(self, ctx, micro_batch)
+        return (loss * 0, weight * 0) if ctx.step == 3 and ctx.split == "train" else (loss, weight)
+
+    monkeypatch.setattr(engine_class, "forward_step", no_weight)
+    assert train("log.interval=1", dir=tmp_path) == 0
+    assert "weight 0" in skipped(tmp_path)[0]["reason"]
+    assert all(loss is not None for loss in losses(tmp_path)[3:])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["tiny.loader=empty"], "gave no batch at all in a whole epoch"),
+        (["tiny.loader=none"], "prepare_dataloader('train') gave None"),
+        (["loop.total_steps=null"], "Set loop.total_steps or loop.epochs"),
+        (["data.global_batch_size=7"], "The nearest that fit: 4 or 8"),
+        (["parallel.replicate=2"], "parallel.replicate=2, but 1 process(es) were started"),
+        (["workflow=trian"], "it has: evaluate, shout, train"),
+        (["workflow=save"], "no such workflow"),
+        (["workflow=_build_model"], "no such workflow"),
+        (["device=cuda"], "torch sees no GPU here"),
+        (["log.backends=[papyrus]"], "unknown backend 'papyrus'; known: terminal, file"),
+        (["log.backends=[wandb]"], "which is not installed: pip install wandb"),
+        (["loop.eval_interval=1", "checkpoint.best_metric=iq"], "is not among the eval metrics: loss"),
+        (["loop.epochs=1", "loop.total_steps=null", "tiny.loader=iterable"], "needs the number of steps"),
+        (["resume=/nowhere"], "there is no such folder"),
+        (["workflow=evaluate", "resume=auto"], "no run named 'tiny'"),
+    ],
+)
+def test_a_mistake_is_one_clear_message(train, capsys, words: list[str], expected: str) -> None:
+    if torch.cuda.is_available() and "device=cuda" in words:
+        pytest.skip("there is a GPU here")
+    assert train(*words) == EXIT_USER_ERROR
+    text = capsys.readouterr().err
+    assert expected in text
+    assert text.count("error:") == 1
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("where", ["/proc/nowhere", "{file}/below"])
+def test_unwritable_output_folder_says_which_and_what_to_set(train, tmp_path: Path, capsys, where: str) -> None:
+    (tmp_path / "file").write_text("")
+    folder = where.format(file=tmp_path / "file")
+    assert train(f"project.dir={folder}") == EXIT_USER_ERROR
+    text = capsys.readouterr().err
+    assert f"cannot write run folders to {folder}" in text
+    assert "Set project.dir" in text
+
+
+@pytest.mark.parametrize(("fault", "sign"), [("stop_iteration", "StopIteration"), ("raise", "the bug of a user")])
+def test_a_bug_in_a_hook_surfaces_with_its_traceback(train, tmp_path: Path, capsys, fault: str, sign: str) -> None:
+    assert train(f"tiny.fault={fault}", dir=tmp_path) == EXIT_BUG
+    text = capsys.readouterr().err
+    assert sign in text
+    assert "go_wrong" in text
+    assert sign in (newest(tmp_path).dir / "log.txt").read_text()
+
+
+def test_forward_step_must_give_a_sum_and_a_weight(train, tmp_path: Path, monkeypatch, capsys) -> None:
+    from mvp_engine.config import compose
+
+    engine_class = compose(TINY).engine_class
+    monkeypatch.setattr(engine_class, "forward_step", lambda self, ctx, batch: torch.ones(()))
+    assert train(dir=tmp_path) == EXIT_BUG
+    assert "forward_step must return (loss_sum, weight)" in capsys.readouterr().err
+
+
+def test_existing_run_id_is_not_overwritten(train, capsys) -> None:
+    assert train("project.run_id=mine") == 0
+    assert train("project.run_id=mine") == EXIT_USER_ERROR
+    assert "Set resume=auto to go on with it" in capsys.readouterr().err
+    assert train("project.run_id=mine", "resume=auto", "loop.total_steps=14") == 0
+
+
+def test_a_run_that_is_being_trained_cannot_be_trained_twice(train, tmp_path: Path, capsys) -> None:
+    from conftest import spawn
+
+    assert train("loop.total_steps=4", dir=tmp_path) == 0
+    lock = newest(tmp_path).dir / ".lock"
+    code = f"import fcntl,time; f=open({str(lock)!r},'a+'); fcntl.lockf(f,fcntl.LOCK_EX); print('held',flush=True)"
+    holder = spawn("-c", f"{code}; time.sleep(60)")
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert train("resume=auto", dir=tmp_path) == EXIT_USER_ERROR
+        assert "is being trained by" in capsys.readouterr().err
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_a_hook_on_any_rank_can_end_the_training(ranks2, tmp_path: Path) -> None:
+    words = [f"project.dir={tmp_path}", "tiny.fault=stop", "tiny.fault_rank=1", "tiny.fault_step=5"]
+    assert ranks2.launch(TINY, *words) == [0, 0]
+    assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000005"
+    assert newest(tmp_path).status() == "finished"
+
+
+def test_same_data_on_all_ranks_is_refused(train, tmp_path: Path) -> None:
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    from mvp_engine.distributed import World
+    from mvp_engine.engine.feed import Feed
+    from mvp_engine.errors import UserError
+
+    two = World(0, 2, 0, 2, torch.device("cpu"))
+    with pytest.raises(UserError, match="would train on the same samples"):
+        Feed(DataLoader([1, 2, 3], shuffle=True), 1, two)
+    Feed(DataLoader([1, 2, 3], sampler=DistributedSampler([1, 2, 3], 2, 0)), 1, two)
+
+
+def test_sigterm_saves_and_exits_with_the_documented_code(train, tmp_path: Path) -> None:
+    assert train("tiny.fault=sigterm", dir=tmp_path) == EXIT_INTERRUPTED == 75
+    assert newest(tmp_path).status() == "interrupted"
+    assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000003"
+
+
+def test_finished_run_resumed_says_so_and_changes_nothing(train, tmp_path: Path) -> None:
+    assert train(dir=tmp_path) == 0
+    before = (newest(tmp_path).dir / "metrics.jsonl").read_text()
+    assert train("resume=auto", dir=tmp_path) == 0
+    assert (newest(tmp_path).dir / "metrics.jsonl").read_text() == before
+    assert len(list_runs(tmp_path)) == 1
+    assert "nothing left to do" in (newest(tmp_path).dir / "log.txt").read_text()
+
+
+def test_changed_config_on_resume_takes_effect_and_is_told(train, tmp_path: Path) -> None:
+    assert train("loop.total_steps=6", "optim.schedule=constant", "log.interval=1", dir=tmp_path) == 0
+    words = ["resume=auto", "loop.total_steps=12", "optim.schedule=constant", "optim.lr=0.005", "log.interval=1"]
+    assert train(*words, dir=tmp_path) == 0
+    assert [r["lr"] for r in read_metrics(tmp_path)][4:8] == [0.02, 0.02, 0.005, 0.005]
+    log = (newest(tmp_path).dir / "log.txt").read_text()
+    assert "optim.lr: 0.02 -> 0.005" in log
+    assert (newest(tmp_path).dir / "config.until_step_6.yaml").is_file()
+
+
+def test_checkpoint_given_as_path_starts_a_new_run_with_its_history(train, tmp_path: Path) -> None:
+    assert train("checkpoint.interval=4", "log.interval=2", dir=tmp_path) == 0
+    first = newest(tmp_path)
+    assert train(f"resume={first.checkpoints / 'step_00000004'}", "log.interval=2", dir=tmp_path) == 0
+    second = newest(tmp_path)
+    assert second.id != first.id
+    assert list(second.records("train"))[:2] == list(first.records("train"))[:2]
+    assert [r["loss"] for r in second.records("train")] == [r["loss"] for r in first.records("train")]
+    assert second.info["parent"].endswith("step_00000004")
+
+
+def test_run_folder_given_as_path_goes_on_in_it(train, tmp_path: Path) -> None:
+    assert train("loop.total_steps=6", dir=tmp_path) == 0
+    assert train(f"resume={newest(tmp_path).dir}", dir=tmp_path) == 0
+    assert len(list_runs(tmp_path)) == 1
+    assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000012"
+
+
+def test_resume_auto_that_finds_nothing_says_so(train, tmp_path: Path, capsys) -> None:
+    assert train("resume=auto", dir=tmp_path) == 0
+    assert "resume=auto found no run named 'tiny'" in capsys.readouterr().out
+
+
+def test_model_that_changed_shape_is_refused_with_the_name(train, tmp_path: Path, monkeypatch, capsys) -> None:
+    assert train("loop.total_steps=4", dir=tmp_path) == 0
+    from torch import nn
+
+    from mvp_engine.config import compose
+
+    wider = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1))
+    monkeypatch.setattr(compose(TINY).engine_class, "prepare_model", lambda self: wider)
+    assert train("resume=auto", dir=tmp_path) == EXIT_USER_ERROR
+    assert "model.0.weight is (16, 4) there and (8, 4) here" in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""Ranks that stay up between tests: importing torch is most of what a rank costs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+class RankPool:
+    """`pool.run(f, *args)` calls `f(*args)` on every rank at once and gives the results in rank order.
+
+    Each call has torchrun's environment variables with a fresh port, so `f` may join and leave a world of its own.
+    """
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.size, self.pipes, self.processes = size, [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, theirs), daemon=False)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        port = _free_port()
+        for pipe in self.pipes:
+            pipe.send((function, args, port))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(timeout):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {self.size} gave no answer in {timeout} s")
+            answers.append(pipe.recv())
+        for rank, (error, _) in enumerate(answers):
+            if error:
+                raise AssertionError(f"rank {rank} failed:\n{error}")
+        return [value for _, value in answers]
+
+    def launch(self, config: Any, *overrides: str) -> list[int]:
+        return self.run(_launch, str(config), list(overrides))
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _launch(config: str, overrides: list[str]) -> int:
+    from mvp_engine.launch import launch
+
+    return launch(config, overrides)
+
+
+def _serve(rank: int, size: int, pipe: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    while True:
+        function, args, port = pipe.recv()
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        try:
+            pipe.send((None, function(*args)))
+        except BaseException:  # noqa: BLE001 - goes to the test
+            pipe.send((traceback.format_exc(), None))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

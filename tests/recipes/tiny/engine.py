@@ -1,0 +1,126 @@
+"""A recipe that trains in milliseconds and can be told to go wrong: the tests' guinea pig."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from mvp_engine.config import Config, Section
+from mvp_engine.engine import Engine, StepContext
+
+
+class Tiny(Section):
+    samples: int
+    dropout: float = 0.0
+    noise: float = 0.0  # random augmentation of every sample
+    loader: Literal["sample", "torch", "iterable", "empty", "none"] = "sample"
+    fault: str | None = None
+    fault_step: int = 3
+    fault_rank: int = 0
+    step_seconds: float = 0.0
+
+
+class TinyConfig(Config):
+    tiny: Tiny
+
+
+class Lines(Dataset[Any]):
+    """Points of a noisy line, each with a weight of its own, as sentences have lengths of their own."""
+
+    def __init__(self, size: int, noise: float) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(size, 4, generator=generator)
+        self.y = self.x @ torch.tensor([1.0, -2.0, 0.5, 3.0])
+        self.weight = torch.randint(1, 9, (size,), generator=generator).float()
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        x = self.x[index]
+        if self.noise:
+            x = x + self.noise * torch.randn(4) + self.noise * float(np.random.rand())
+        return {"x": x, "y": self.y[index], "weight": self.weight[index], "index": index}
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, data: Lines) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[i] for i in range(len(self.data)))
+
+
+class TinyEngine(Engine):
+    config_class = TinyConfig
+    config: TinyConfig
+
+    def prepare_model(self) -> nn.Module:
+        dropout = nn.Dropout(self.config.tiny.dropout)
+        return nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Tanh(), dropout, nn.Linear(16, 1))
+
+    def prepare_dataloader(self, split: str) -> Any:
+        tiny, batch = self.config.tiny, self.config.data.micro_batch_size
+        data = Lines(tiny.samples if split == "train" else 20, tiny.noise if split == "train" else 0.0)
+        if split == "eval" or tiny.loader == "sample":
+            return self.sample_loader(data, split)
+        if tiny.loader == "torch":
+            return DataLoader(data, batch, shuffle=True, num_workers=self.config.data.num_workers)
+        if tiny.loader == "iterable":
+            return DataLoader(Stream(data), batch)
+        return None if tiny.loader == "none" else self.sample_loader(Lines(0, 0.0), split)
+
+    def forward_step(self, ctx: StepContext, micro_batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        error = self.model(micro_batch["x"]).squeeze(-1) - micro_batch["y"]
+        loss = (micro_batch["weight"] * error.square()).sum()
+        if ctx.split == "train":
+            ctx.count("tokens", micro_batch["weight"].sum())
+            if ctx.step % 2 == self.world.rank % 2:  # a metric that not every rank has at every step
+                ctx.log("sometimes", error.detach().abs().sum(), len(error))
+            loss = self.go_wrong(ctx, loss)
+        return loss, micro_batch["weight"].sum()
+
+    def go_wrong(self, ctx: StepContext, loss: Tensor) -> Tensor:
+        tiny = self.config.tiny
+        time.sleep(tiny.step_seconds)
+        if tiny.fault is None or self.world.rank != tiny.fault_rank or ctx.step < tiny.fault_step:
+            return loss
+        if tiny.fault == "nan_forever":
+            return loss * float("nan")
+        if ctx.step > tiny.fault_step:
+            return loss
+        if tiny.fault == "nan_once":
+            return loss * float("nan")
+        if tiny.fault == "nan_grad":  # a finite loss whose gradient is not
+            return loss + (self.model[0].weight - self.model[0].weight.detach()).abs().sqrt().sum()
+        if tiny.fault == "zero_weight":
+            return loss
+        if tiny.fault == "stop_iteration":
+            raise StopIteration("from a hook")
+        if tiny.fault == "raise":
+            raise KeyError("the bug of a user")
+        if tiny.fault == "exit":
+            os._exit(9)
+        if tiny.fault == "crash_once" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+            raise RuntimeError("only the first time")
+        return loss
+
+    def train_post_step(self, ctx: StepContext) -> None:
+        if self.config.tiny.fault == "stop" and ctx.step == self.config.tiny.fault_step:
+            ctx.stop = self.world.rank == self.config.tiny.fault_rank
+        if self.config.tiny.fault == "sigterm" and ctx.step == self.config.tiny.fault_step:
+            if self.world.rank == self.config.tiny.fault_rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+        if self.config.tiny.fault == "hang_rank_0" and ctx.step == self.config.tiny.fault_step:
+            time.sleep(600 if self.world.rank == 0 else 0)
+
+    def shout(self) -> None:
+        """A workflow of this recipe's own."""
+        (self.run.dir / "shouted").write_text(self.config.project.name)
