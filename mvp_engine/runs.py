@@ -26,6 +26,7 @@ from typing import Any
 from mvp_engine.errors import UserError
 
 STEP_PREFIX = "step_"
+LOCK_PATIENCE = 5.0  # seconds: the ranks of a job whose launcher was killed need a moment to notice
 
 
 @dataclass
@@ -87,15 +88,16 @@ class Run:
         """Claim the run for this process; the claim ends with the process, however it ends."""
         # A record lock, not flock: loader processes would inherit the latter and outlive a killed trainer with it.
         self._lock = open(self.dir / ".lock", "a+")  # noqa: SIM115
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.seek(0)
-            owner = self._lock.read().strip() or "another process"
-            raise UserError(
-                f"run {self.dir} is being trained by {owner}. Stop that one first, "
-                "or start another run with resume=null."
-            ) from None
+        deadline = time.monotonic() + LOCK_PATIENCE
+        while not _try_lock(self._lock):
+            if time.monotonic() > deadline:
+                self._lock.seek(0)
+                owner = self._lock.read().strip() or "another process"
+                raise UserError(
+                    f"run {self.dir} is being trained by {owner}. Stop that one first, "
+                    "or start another run with resume=null."
+                )
+            time.sleep(0.1)
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         self._lock.flush()
@@ -103,10 +105,7 @@ class Run:
     def is_live(self) -> bool:
         """Is a process of this machine, or of one that shares its locks, training this run now?"""
         with contextlib.suppress(OSError), open(self.dir / ".lock", "r+") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return True
+            return not _try_lock(file)
         return False
 
     def status(self) -> str:
@@ -146,6 +145,14 @@ class Run:
             with open(self.dir / "metrics.dropped.jsonl", "a", encoding="utf-8") as away:
                 away.writelines(line if line.endswith("\n") else line + "\n" for line in dropped)
             write_atomically(file, "".join(kept))
+
+
+def _try_lock(file: Any) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

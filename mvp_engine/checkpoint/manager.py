@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from mvp_engine import __version__
@@ -69,6 +70,12 @@ class CheckpointManager:
             self._thread.join()
             self._thread = None
 
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
     def _write(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         name = f"{STEP_PREFIX}{step:08d}"
         beside = self.folder / f".tmp-{name}"
@@ -79,7 +86,7 @@ class CheckpointManager:
                 (beside / "meta.json").write_text(json.dumps({**meta, "saved": time.time()}, indent=2) + "\n")
                 self._publish(beside, self.folder / name)
                 LOGGER.info("checkpoint %s (%.2f s)", self.folder / name, time.monotonic() - started)
-        except Exception as error:  # noqa: BLE001 - whatever it is, training must go on and the old ones stay
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - training goes on, the old ones stay
             LOGGER.error(
                 "CHECKPOINT AT STEP %d WAS NOT WRITTEN: %s. Training goes on; the older checkpoints are whole. "
                 "Free space or mend the folder %s before the next one is due.",
@@ -150,8 +157,7 @@ def _sync(path: Path) -> None:
 
 
 def _root_cause(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)  # DCP's CheckpointException: rank -> (exception, traceback)
-    if failures:
-        rank, (cause, _) = next(iter(failures.items()))
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {type(cause).__name__}: {cause}"
     return f"{type(error).__name__}: {error}"

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from mvp_engine.errors import UserError
 
-_FIRST_FAILURE = "mvp_engine/first_failure"
+_FIRST_FAILURE = "first_failure"
 
 
 @dataclass
@@ -32,7 +31,7 @@ class World:
     local_size: int
     device: torch.device
     host_group: dist.ProcessGroup | None = None  # gloo, for the main thread's agreements
-    store: Store | None = None
+    store: dist.PrefixStore | None = None
     leaving: bool = False  # this rank is past its last collective, so peers may end as they like
 
     @classmethod
@@ -45,7 +44,9 @@ class World:
         if size > 1:
             # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors too.
             own_gpu = world.device.type == "cuda" and local_size <= torch.cuda.device_count()
-            world.store, _, _ = next(rendezvous("env://"))
+            # torchrun may keep its store over a restart: the dead workers' addresses must not be found in it.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            world.store = dist.PrefixStore(f"mvp_engine/{attempt}", next(rendezvous("env://"))[0])
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
                 store=world.store,
@@ -55,7 +56,8 @@ class World:
                 device_id=world.device if own_gpu else None,
             )
             world.host_group = world.new_host_group()
-            world._watch_siblings()
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            world._watch_the_others()
         return world
 
     @property
@@ -113,22 +115,26 @@ class World:
         except (RuntimeError, ValueError):  # the store went down with its host: nothing left to ask
             return self.rank
 
-    def _watch_siblings(self) -> None:
-        """End this process when another rank of this machine is gone: a collective with it would never return."""
+    def _watch_the_others(self) -> None:
+        """End this process when torchrun or another rank of this machine is gone.
+
+        A collective with a dead rank would never return, and a job whose launcher was killed should not go on unseen.
+        """
+        launcher = os.getppid()
         siblings = [pid for node, pid in self.all_gather((_node(), os.getpid())) if node == _node()]
 
         def watch() -> None:
             while not self.leaving:
-                time.sleep(1.0)
+                time.sleep(0.5)
                 gone = [pid for pid in siblings if not _alive(pid)]
-                if gone and not self.leaving:
+                if gone:
                     time.sleep(4.0)  # most often the broken collective raises by itself, with a better message
-                    if not self.leaving:
-                        print(f"[rank {self.rank}] process {gone[0]} of this job died; leaving", file=sys.stderr)
-                        sys.stderr.flush()
-                        os._exit(1)
+                if not self.leaving and (gone or os.getppid() != launcher):
+                    who = f"process {gone[0]}" if gone else "the launcher"
+                    print(f"[rank {self.rank}] {who} of this job died; leaving", file=sys.stderr, flush=True)
+                    os._exit(1)
 
-        threading.Thread(target=watch, name="mvp-sibling-watch", daemon=True).start()
+        threading.Thread(target=watch, name="mvp-watch", daemon=True).start()
 
 
 def _node() -> str:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -65,6 +63,14 @@ class Engine:
         self._stopped = False
         self._training = False
         self._eval_loader: Iterable[Any] | None = None
+        self._closing = contextlib.ExitStack()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """However it ended: finish the checkpoint under way, then close the log."""
+        self._closing.__exit__(*error)
 
     # ---- What a recipe brings -------------------------------------------------------------------------------------
 
@@ -124,18 +130,16 @@ class Engine:
     # ---- Workflows ------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        with StopSignals() as self.signals, self._ended():
+        with StopSignals() as self.signals:
             self.before_train()
             self.do_train()
             self.after_train()
 
     def evaluate(self) -> dict[str, float | None]:
         """Evaluate on the "eval" split: inside a training, or as a workflow on the checkpoint that `resume` names."""
-        if self._training:
-            return self._evaluate()
-        with self._ended():
+        if not self._training:
             self.before_evaluate()
-            return self._evaluate()
+        return self._evaluate()
 
     # ---- Training -------------------------------------------------------------------------------------------------
 
@@ -156,12 +160,13 @@ class Engine:
             model, self.world, optimizer, scheduler, config.loop.precision, config.loop.clip_grad_norm
         )
         self.guard = SkipGuard(config.guard, self.run.dir, self.world.rank)
-        self.checkpoints = CheckpointManager(self.run.checkpoints, config.checkpoint, self.world)
         self.meter = Meter(self.world, self.global_batch_size)
         seed_everything(derived_seed(config.seed, "rank", self.world.rank))
         if self.checkpoint:
             self._load(self.checkpoint)
         self._open_log()
+        manager = CheckpointManager(self.run.checkpoints, config.checkpoint, self.world)
+        self.checkpoints = self._closing.enter_context(manager)
         self.logger.info("run %s: %s", self.run.dir, self._summary(accumulation))
         if self.done:
             self.logger.info("nothing left to do: raise loop.total_steps or loop.epochs to train on")
@@ -349,33 +354,11 @@ class Engine:
     def _open_log(self) -> None:
         config = self.config
         info = RunInfo(self.run, config.project.name, config.workflow, config.model_dump(), self.step, self.total_steps)
-        self.hub = LogHub(info, config.log.backends, self.world.rank)
+        self.hub = self._closing.enter_context(LogHub(info, config.log.backends, self.world.rank))
         if self._training and self.checkpoint:
             self.logger.info("resumed from %s at step %d", self.checkpoint, self.step)
         if self._training and self.world.is_main:
             record_config(self.run, config.to_yaml(), self.step)
-
-    @contextlib.contextmanager
-    def _ended(self) -> Iterator[None]:
-        """Whatever happens inside, the log is closed and `run.json` says how it ended."""
-        status = "failed"
-        try:
-            yield
-            status = "finished"
-        except Interrupted:
-            status = "interrupted"
-            raise
-        except Exception:
-            if hasattr(self, "hub"):
-                self.hub.failure(traceback.format_exc())
-            raise
-        finally:
-            if hasattr(self, "checkpoints"):
-                self.checkpoints.wait()
-            if hasattr(self, "hub"):
-                self.hub.close(status)
-            if self.world.is_main and self._training:
-                self.run.note(status=status, step=self.step, ended=time.time())
 
     def _summary(self, accumulation: int) -> str:
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)

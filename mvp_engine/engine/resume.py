@@ -23,6 +23,7 @@ class Start:
     run: Run
     checkpoint: Path | None
     message: str
+    owned: bool = True  # this launch makes or trains the run; False: it only reads it
 
 
 def choose_start(config: Config) -> Start:
@@ -31,7 +32,7 @@ def choose_start(config: Config) -> Start:
     if config.workflow == "train" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         mine = [run for run in list_runs(root, config.project.name) if run.info.get("launcher") == launcher_id()]
         if mine:
-            return _go_on(mine[-1], "restarted by torchrun")
+            return _go_on(mine[-1], config, "restarted by torchrun")
     if config.resume is None:
         return Start(_new_run(config, root), None, "a new run")
     if config.resume == "auto":
@@ -39,7 +40,7 @@ def choose_start(config: Config) -> Start:
         if config.project.run_id:
             runs = [run for run in runs if run.id == config.project.run_id]
         if runs:
-            return _go_on(runs[-1], "resume=auto")
+            return _go_on(runs[-1], config, "resume=auto")
         if config.workflow != "train":
             raise UserError(f"resume=auto: no run named {config.project.name!r} in {root.absolute()}")
         where = f"no run named {config.project.name!r} in {root.absolute()}"
@@ -47,11 +48,11 @@ def choose_start(config: Config) -> Start:
     path = Path(config.resume).expanduser()
     if (path / "run.json").is_file():
         find_checkpoint(path)  # named on purpose, so having none is a mistake
-        return _go_on(Run(path.resolve()), f"resume={path}")
+        return _go_on(Run(path.resolve()), config, f"resume={path}")
     checkpoint = find_checkpoint(path)
     origin = Run(checkpoint.parent.parent)
     if config.workflow != "train" and (origin.dir / "run.json").is_file():
-        return Start(origin, checkpoint, f"resume={path}")
+        return Start(origin, checkpoint, f"{config.workflow} with {checkpoint}", owned=False)
     run = _new_run(config, root)
     if (origin.dir / "metrics.jsonl").is_file():
         shutil.copy(origin.dir / "metrics.jsonl", run.dir / "metrics.jsonl")
@@ -67,10 +68,14 @@ def _new_run(config: Config, root: Path) -> Run:
     return run
 
 
-def _go_on(run: Run, why: str) -> Start:
+def _go_on(run: Run, config: Config, why: str) -> Start:
+    checkpoints = run.checkpoint_list()
+    if config.workflow != "train":
+        if not checkpoints:
+            raise UserError(f"{why}: run {run.dir} has no complete checkpoint to {config.workflow} with")
+        return Start(run, checkpoints[-1], f"{why}: {config.workflow} with {checkpoints[-1]}", owned=False)
     run.lock()
     run.note(status="running", launcher=launcher_id())
-    checkpoints = run.checkpoint_list()
     if checkpoints:
         return Start(run, checkpoints[-1], f"{why}: going on with run {run.dir}")
     return Start(run, None, f"{why}: run {run.dir} has no complete checkpoint, it starts again from step 0")

@@ -38,11 +38,8 @@ class Backend:
     def metrics(self, record: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def failure(self, text: str) -> None:
-        """The run is ending with this traceback."""
-
-    def close(self, status: str) -> None:
-        """`status` is how the run ended: finished, interrupted or failed."""
+    def close(self, failure: str | None) -> None:
+        """`failure` is the traceback with which the run ends, None where it was finished or interrupted."""
 
 
 class TerminalBackend(Backend):
@@ -54,7 +51,7 @@ class TerminalBackend(Backend):
     def metrics(self, record: dict[str, Any]) -> None:
         self.terminal.show(record)
 
-    def close(self, status: str) -> None:
+    def close(self, failure: str | None) -> None:
         self.terminal.close()
 
 
@@ -70,13 +67,12 @@ class FileBackend(Backend):
     def metrics(self, record: dict[str, Any]) -> None:
         self._write(logging.INFO, fmt.line(record, self.info.total_steps))
 
-    def failure(self, text: str) -> None:
-        self._write(logging.ERROR, text)
-
     def _write(self, level: int, text: str) -> None:
         self.handler.emit(logging.LogRecord("mvp_engine", level, "", 0, text, (), None))
 
-    def close(self, status: str) -> None:
+    def close(self, failure: str | None) -> None:
+        if failure:
+            self._write(logging.ERROR, failure)
         LOGGER.removeHandler(self.handler)
         self.handler.close()
 
@@ -93,7 +89,7 @@ class JsonlBackend(Backend):
     def metrics(self, record: dict[str, Any]) -> None:
         self.file.write(json.dumps(record, allow_nan=False) + "\n")
 
-    def close(self, status: str) -> None:
+    def close(self, failure: str | None) -> None:
         self.file.close()
 
 
@@ -109,7 +105,7 @@ class TensorBoardBackend(Backend):
             self.writer.add_scalar(name, value, record["step"])
         self.writer.flush()
 
-    def close(self, status: str) -> None:
+    def close(self, failure: str | None) -> None:
         self.writer.close()
 
 
@@ -130,7 +126,7 @@ class PlotBackend(Backend):
     def draw(self) -> None:
         plot_runs([self.info.run], "loss", self.info.run.dir / "loss.png")
 
-    def close(self, status: str) -> None:
+    def close(self, failure: str | None) -> None:
         if self.info.workflow == "train":
             self.draw()
 
@@ -145,8 +141,8 @@ class WandbBackend(Backend):
     def metrics(self, record: dict[str, Any]) -> None:
         self.run.log(flat(record), step=record["step"])
 
-    def close(self, status: str) -> None:
-        self.run.finish(exit_code=1 if status == "failed" else 0)
+    def close(self, failure: str | None) -> None:
+        self.run.finish(exit_code=1 if failure else 0)
 
 
 class TrackioBackend(Backend):
@@ -157,7 +153,7 @@ class TrackioBackend(Backend):
     def metrics(self, record: dict[str, Any]) -> None:
         self.run.log(flat(record), step=record["step"])
 
-    def close(self, status: str) -> None:
+    def close(self, failure: str | None) -> None:
         self.run.finish()
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import Interrupted, UserError
 from mvp_engine.imports import load_spec
 from mvp_engine.log.backends import BACKENDS, Backend, RunInfo
 
@@ -43,16 +44,16 @@ class LogHub:
         for backend in self.backends:
             backend.metrics(record)
 
-    def failure(self, text: str) -> None:
-        for backend in self.backends:
-            backend.failure(text)
+    def __enter__(self) -> LogHub:
+        return self
 
-    def close(self, status: str) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        failed = error is not None and not isinstance(error, Interrupted)
+        failure = "".join(traceback.format_exception(error)) if failed else None
         for backend in self.backends:
-            backend.close(status)
+            backend.close(failure)
         if self._stderr:
             LOGGER.removeHandler(self._stderr)
-        self.backends = []
 
 
 def _backend_class(name: str) -> type[Backend]:

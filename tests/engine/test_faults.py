@@ -167,9 +167,10 @@ def test_existing_run_id_is_not_overwritten(train, capsys) -> None:
     assert train("project.run_id=mine", "resume=auto", "loop.total_steps=14") == 0
 
 
-def test_a_run_that_is_being_trained_cannot_be_trained_twice(train, tmp_path: Path, capsys) -> None:
+def test_a_run_that_is_being_trained_cannot_be_trained_twice(train, tmp_path: Path, capsys, monkeypatch) -> None:
     from conftest import spawn
 
+    monkeypatch.setattr("mvp_engine.runs.LOCK_PATIENCE", 0.2)
     assert train("loop.total_steps=4", dir=tmp_path) == 0
     lock = newest(tmp_path).dir / ".lock"
     code = f"import fcntl,time; f=open({str(lock)!r},'a+'); fcntl.lockf(f,fcntl.LOCK_EX); print('held',flush=True)"

@@ -113,13 +113,16 @@ class TinyEngine(Engine):
         return loss
 
     def train_post_step(self, ctx: StepContext) -> None:
-        if self.config.tiny.fault == "stop" and ctx.step == self.config.tiny.fault_step:
-            ctx.stop = self.world.rank == self.config.tiny.fault_rank
-        if self.config.tiny.fault == "sigterm" and ctx.step == self.config.tiny.fault_step:
-            if self.world.rank == self.config.tiny.fault_rank:
-                os.kill(os.getpid(), signal.SIGTERM)
-        if self.config.tiny.fault == "hang_rank_0" and ctx.step == self.config.tiny.fault_step:
-            time.sleep(600 if self.world.rank == 0 else 0)
+        tiny = self.config.tiny
+        if ctx.step != tiny.fault_step or self.world.rank != tiny.fault_rank:
+            return
+        if tiny.fault == "stop":
+            ctx.stop = True
+        if tiny.fault == "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if tiny.fault == "hang":
+            print("hanging", flush=True)
+            time.sleep(600)
 
     def shout(self) -> None:
         """A workflow of this recipe's own."""

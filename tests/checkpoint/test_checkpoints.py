@@ -1,0 +1,257 @@
+"""A checkpoint is complete or it is not there; old ones go only after a new one came; nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, read_metrics
+from torch import nn
+
+from mvp_engine.checkpoint import CheckpointManager, state, storage
+from mvp_engine.checkpoint.manager import find_checkpoint
+from mvp_engine.config.schema import Checkpoint
+from mvp_engine.data import rng_state, set_rng_state
+from mvp_engine.distributed import World
+from mvp_engine.errors import UserError
+from mvp_engine.runs import complete_checkpoints, list_runs
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+def names(folder: Path) -> list[str]:
+    return [p.name for p in complete_checkpoints(folder)]
+
+
+def manager(folder: Path, **changes: object) -> CheckpointManager:
+    keys = {"interval": 1, "keep_n": None, "keep_every": None, "best_metric": None, "best_mode": "min"}
+    return CheckpointManager(folder, Checkpoint(**{**keys, "background": False, **changes}), ALONE)
+
+
+def save(to: CheckpointManager, step: int) -> None:
+    to.save(step, {"model.x": torch.full((3,), float(step))}, {})
+
+
+def test_newest_n_every_m_and_the_best_stay(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep_n=2, keep_every=4)
+    for step in range(1, 10):
+        save(checkpoints, step)
+        if step == 3:
+            checkpoints.mark_best(3)
+    assert names(tmp_path) == [f"step_{n:08d}" for n in (3, 4, 8, 9)]
+    assert (tmp_path / "latest").resolve().name == "step_00000009"
+    assert (tmp_path / "best").resolve().name == "step_00000003"
+
+
+def test_best_moves_even_while_its_checkpoint_is_being_written(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep_n=1, background=True)
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+        if step < 3:
+            checkpoints.mark_best(step)
+    checkpoints.wait()
+    assert names(tmp_path) == ["step_00000002", "step_00000003"]
+
+
+def test_stray_files_are_ignored_and_left_alone(tmp_path: Path) -> None:
+    strays = ["notes.txt", "step_best", "step_00000007", "step_12.bak"]
+    for stray in strays:
+        (tmp_path / stray).mkdir() if "." not in stray else (tmp_path / stray).write_text("mine")
+    checkpoints = manager(tmp_path, keep_n=1)
+    for step in (1, 2):
+        save(checkpoints, step)
+    assert names(tmp_path) == ["step_00000002"]
+    assert all((tmp_path / stray).exists() for stray in strays)
+    save(checkpoints, 7)  # in the place of the stray folder of that name
+    assert names(tmp_path) == ["step_00000007"]
+
+
+def test_leftovers_of_a_crash_are_removed_at_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-step_00000005").mkdir()
+    manager(tmp_path)
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_failed_write_keeps_old_checkpoints_and_the_run(train, tmp_path: Path, monkeypatch, capsys) -> None:
+    write = storage.write
+
+    def disk_full(folder, tensors, group):  # type: ignore[no-untyped-def]
+        if folder.name.endswith("6"):
+            (folder / "half").parent.mkdir(parents=True)
+            raise OSError(28, "No space left on device")
+        write(folder, tensors, group)
+
+    monkeypatch.setattr(storage, "write", disk_full)
+    assert train("checkpoint.interval=3", "checkpoint.keep_n=1", "loop.total_steps=7", dir=tmp_path) == 0
+    [run] = list_runs(tmp_path)
+    assert "CHECKPOINT AT STEP 6 WAS NOT WRITTEN: OSError: [Errno 28] No space left" in capsys.readouterr().out
+    assert [p.name for p in run.checkpoint_list()] == ["step_00000007"]
+    assert not list(run.checkpoints.glob(".tmp*"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a small file system")
+def test_full_disk_for_real(train, tmp_path: Path, capsys) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.system(f"mount -t tmpfs -o size=700k none {disk} 2>/dev/null") != 0:
+        pytest.skip("mounting is not allowed here")
+    try:
+        words = ["checkpoint.interval=3", "checkpoint.keep_n=null", "loop.total_steps=60", "log.backends=[terminal]"]
+        assert train(*words, dir=disk) == 0
+        output = capsys.readouterr().out
+        assert "No space left on device" in output
+        [run] = list_runs(disk)
+        complete = run.checkpoint_list()
+        assert complete
+        for checkpoint in complete:
+            state.restore(checkpoint, _tiny_model(), None, None)
+    finally:
+        os.system(f"umount {disk}")
+
+
+def _tiny_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Tanh(), nn.Dropout(), nn.Linear(16, 1))
+
+
+def test_ranks_agree_when_one_cannot_write(ranks2, tmp_path: Path) -> None:
+    assert ranks2.run(_one_rank_cannot_write, str(tmp_path)) == [["step_00000001", "step_00000003"]] * 2
+
+
+def _one_rank_cannot_write(folder: str) -> list[str]:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    world = World.join("cpu")
+    checkpoints = CheckpointManager(
+        Path(folder),
+        Checkpoint(interval=1, keep_n=None, keep_every=None, best_metric=None, best_mode="min", background=True),
+        world,
+    )
+    whole = FileSystemWriter.write_data
+    for step in (1, 2, 3):
+        if step == 2 and world.rank == 1:
+            FileSystemWriter.write_data = _refuse  # type: ignore[method-assign]
+        checkpoints.save(step, {f"x.{world.rank}": torch.ones(3)}, {})
+        checkpoints.wait()
+        FileSystemWriter.write_data = whole  # type: ignore[method-assign]
+    world.barrier()
+    found = names(Path(folder))
+    world.close()
+    return found
+
+
+def _refuse(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch harmed",)
+
+
+def test_index_that_would_run_code_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(manager(tmp_path), 1)
+    index = tmp_path / "step_00000001" / ".metadata"
+    index.write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(pickle.UnpicklingError, match=r"posix.system"):
+        storage.entries(tmp_path / "step_00000001")
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_small_state_that_would_run_code_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(pickle.UnpicklingError):
+        storage.from_bytes(storage.to_bytes(Harmful()))
+    assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.parametrize("make", ["adamw", "sgd", "two_groups", "unused"])
+def test_model_and_optimizer_come_back_to_the_bit(tmp_path: Path, make: str) -> None:
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        if make == "sgd":
+            return model, torch.optim.SGD(model.parameters(), 0.1)
+        if make == "two_groups":
+            groups = [{"params": model[2].parameters(), "lr": 0.5}, {"params": model[0].parameters()}]
+            return model, torch.optim.AdamW(groups, 0.1, fused=True)
+        return model, torch.optim.AdamW(model.parameters(), 0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        torch.manual_seed(9)
+        part = model[:2] if make == "unused" else model  # then the last layer never gets a gradient
+        part(torch.randn(8, 4)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = build(1)
+    step(model, optimizer)
+    tensors = state.collect(model, optimizer, {"a": 1}, {"b": [2.5, None]}, rank=0)
+    manager(tmp_path).save(1, tensors, {})
+    other, other_optimizer = build(2)
+    saved = state.restore(tmp_path / "step_00000001", other, other_optimizer, None)
+    assert saved.shared["a"] == 1
+    assert saved.ranks == [{"b": [2.5, None]}]
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, other_optimizer)
+    for (name, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_random_state_goes_through_bytes_unchanged() -> None:
+    random.gauss(0, 1)
+    np.random.randn(1)  # both keep half a draw in stock
+    kept = storage.from_bytes(storage.to_bytes(rng_state()))
+    draws = [random.gauss(0, 1), float(np.random.randn()), float(torch.rand(()))]
+    set_rng_state(kept)
+    assert draws == [random.gauss(0, 1), float(np.random.randn()), float(torch.rand(()))]
+
+
+def test_resume_path_may_be_run_checkpoints_folder_checkpoint_or_link(train, tmp_path: Path) -> None:
+    assert train("checkpoint.interval=4", dir=tmp_path) == 0
+    [run] = list_runs(tmp_path)
+    last = run.checkpoints / "step_00000012"
+    for path in (run.dir, run.checkpoints, last, run.checkpoints / "latest"):
+        assert find_checkpoint(path) == last.resolve()
+    with pytest.raises(UserError, match="neither a complete checkpoint nor a run folder"):
+        find_checkpoint(tmp_path / run.id / "checkpoints" / "..") if False else find_checkpoint(tmp_path)
+
+
+def test_best_checkpoint_follows_the_metric(train, tmp_path: Path) -> None:
+    words = ["loop.eval_interval=2", "optim.lr=0.05", "checkpoint.keep_n=1", "loop.total_steps=9"]
+    assert train(*words, dir=tmp_path) == 0
+    [run] = list_runs(tmp_path)
+    evaluations = read_metrics(tmp_path, "eval")
+    assert [e["step"] for e in evaluations] == [2, 4, 6, 8, 9]
+    best = min(evaluations, key=lambda e: e["loss"])
+    meta = json.loads((run.checkpoints / "best" / "meta.json").read_text())
+    assert meta["best"] == {"metric": "loss", "value": best["loss"], "step": best["step"]}
+    assert meta["step"] == best["step"]
+
+
+def test_evaluate_reads_the_checkpoint_and_leaves_the_metrics_alone(train, tmp_path: Path) -> None:
+    assert train("loop.eval_interval=6", dir=tmp_path) == 0
+    [run] = list_runs(tmp_path)
+    before = (run.dir / "metrics.jsonl").read_text()
+    assert train("workflow=evaluate", "resume=auto", dir=tmp_path) == 0
+    assert train("workflow=evaluate", f"resume={run.checkpoints / 'best'}", dir=tmp_path) == 0
+    assert (run.dir / "metrics.jsonl").read_text() == before
+    results = [json.loads(line) for line in (run.dir / "evaluate.jsonl").read_text().splitlines()]
+    assert results[0] == read_metrics(tmp_path, "eval")[-1]
+    assert run.status() == "finished"
+
+
+def test_own_workflow_runs_by_name(train, tmp_path: Path) -> None:
+    assert train("workflow=shout", dir=tmp_path) == 0
+    assert (list_runs(tmp_path)[0].dir / "shouted").read_text() == "tiny"
+
+
+def test_tiny_config_is_where_the_tests_think() -> None:
+    assert TINY.is_file()

@@ -1,0 +1,145 @@
+"""Signals, dying ranks and restarts, in real processes: everything here is about what a whole job does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import MAGIC, TINY, read_metrics, run_process, spawn
+from kill_resume import WORDS, _children, compare
+
+from mvp_engine.errors import EXIT_INTERRUPTED
+from mvp_engine.runs import list_runs
+
+LAUNCH = ["-m", "mvp_engine.launch", "--config", str(TINY)]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+LONG = ["loop.total_steps=100000", "tiny.step_seconds=0.02", "data.micro_batch_size=4"]
+
+
+def wait_for(process: subprocess.Popen[str], sign: str) -> str:
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if sign in line:
+            return seen
+    raise AssertionError(f"{sign!r} never came:\n{seen}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_finishes_the_step_saves_and_exits_75(tmp_path: Path, number: signal.Signals) -> None:
+    process = spawn(*LAUNCH, *LONG, f"project.dir={tmp_path}")
+    wait_for(process, "step 4/")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == EXIT_INTERRUPTED, output
+    assert f"{number.name}: finishing this step, then saving" in output
+    [run] = list_runs(tmp_path)
+    assert f"stopped and saved at step {run.info['step']}" in output
+    assert run.checkpoint_list()[-1].name == f"step_{run.info['step']:08d}"
+    assert "Traceback" not in output
+
+
+def test_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
+    process = spawn(*LAUNCH, "tiny.fault=hang", f"project.dir={tmp_path}")
+    wait_for(process, "hanging")
+    process.send_signal(signal.SIGINT)
+    wait_for(process, "finishing this step")
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == 130
+    assert time.monotonic() - started < 5
+    process.communicate()
+
+
+def test_sigterm_to_mvp_train_stops_all_ranks_and_keeps_the_exit_code(tmp_path: Path) -> None:
+    process = spawn("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *LONG, f"project.dir={tmp_path}")
+    wait_for(process, "step 4/")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == EXIT_INTERRUPTED, output
+    [run] = list_runs(tmp_path)
+    assert run.status() == "interrupted"
+    assert run.checkpoint_list()
+
+
+def test_a_failing_rank_takes_the_job_down_with_its_own_traceback_only(tmp_path: Path) -> None:
+    words = ["tiny.fault=raise", "tiny.fault_rank=1", *LONG, f"project.dir={tmp_path}"]
+    started = time.monotonic()
+    code, output = run_process("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *words)
+    assert code == 1
+    assert time.monotonic() - started < 60
+    assert "rank 1 failed" in output
+    assert "the bug of a user" in output
+    assert output.count("Traceback") == 1, output
+    assert "rank 0 stops because rank 1 failed" in output
+
+
+def test_a_rank_that_vanishes_takes_the_others_with_it(tmp_path: Path) -> None:
+    """Rank 1 exits without a word while rank 0 is stuck in a call that no exception can reach."""
+    process = spawn(*TORCHRUN, *LAUNCH, "tiny.fault=hang", "tiny.fault_rank=0", *LONG, f"project.dir={tmp_path}")
+    wait_for(process, "hanging")
+    [rank1] = [pid for pid in _children(process.pid) if _environment(pid).get("RANK") == "1"]
+    started = time.monotonic()
+    os.kill(rank1, signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert time.monotonic() - started < 20, output
+    assert "of this job died; leaving" in output
+
+
+def test_torchrun_restart_resumes_by_itself(tmp_path: Path) -> None:
+    words = ["tiny.fault=crash_once", "tiny.fault_step=7", "checkpoint.interval=2", "log.interval=1"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    words += ["data.micro_batch_size=2", f"project.dir={tmp_path}"]
+    code, output = run_process(*torchrun, *LAUNCH, *words)
+    assert code == 0, output
+    assert "restarted by torchrun: going on with run" in output
+    assert len(list_runs(tmp_path)) == 1
+    assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_kill_9_at_random_moments_loses_nothing(tmp_path: Path, nproc: int) -> None:
+    kills = 4 if nproc == 1 else 2
+    words = [*WORDS, f"loop.total_steps={100 + 60 * kills}", "data.micro_batch_size=4"]
+    report = compare(kills, nproc, TINY, words, seed=nproc, folder=tmp_path)
+    assert report["kills"] == kills
+    assert report["bit_equal"]
+
+
+def test_works_without_git_terminal_or_a_writable_current_folder(tmp_path: Path) -> None:
+    words = ["loop.total_steps=2", f"project.dir={tmp_path}", "log.backends=[terminal,file,jsonl]"]
+    environment = {"PATH": "/nowhere", "TERM": "dumb", "PYTHONPATH": str(TINY.parents[3])}
+    code, output = run_process(*LAUNCH, *words, env=environment, cwd="/proc", stdin=subprocess.DEVNULL)
+    assert code == 0, output
+    assert list_runs(tmp_path)[0].info["git"] is None
+
+
+def test_two_nodes_by_torchruns_own_flags(tmp_path: Path) -> None:
+    from ranks import _free_port
+
+    port = _free_port()
+    words = ["-m", "mvp_engine.launch", "--config", str(MAGIC), "loop.total_steps=2", "log.interval=1"]
+    words += ["log.backends=[jsonl]", "loop.eval_interval=null", f"project.dir={tmp_path}"]
+    words += ["data.micro_batch_size=16", "data.global_batch_size=32"]
+    nodes = [
+        spawn(
+            "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}", "--nproc_per_node=1",
+            "--master_addr=127.0.0.1", f"--master_port={port}", *words,
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert len(list_runs(tmp_path)) == 1
+    assert len(read_metrics(tmp_path)) == 2
+
+
+def _environment(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
