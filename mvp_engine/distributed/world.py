@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from mvp_engine.errors import UserError
@@ -31,7 +32,7 @@ class World:
     local_size: int
     device: torch.device
     host_group: dist.ProcessGroup | None = None  # gloo, for the main thread's agreements
-    store: dist.PrefixStore | None = None
+    store: PrefixStore | None = None
     leaving: bool = False  # this rank is past its last collective, so peers may end as they like
 
     @classmethod
@@ -46,7 +47,7 @@ class World:
             own_gpu = world.device.type == "cuda" and local_size <= torch.cuda.device_count()
             # torchrun may keep its store over a restart: the dead workers' addresses must not be found in it.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            world.store = dist.PrefixStore(f"mvp_engine/{attempt}", next(rendezvous("env://"))[0])
+            world.store = PrefixStore(f"mvp_engine/{attempt}", next(rendezvous("env://"))[0])
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
                 store=world.store,

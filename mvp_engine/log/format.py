@@ -38,8 +38,10 @@ def shown(record: dict[str, Any]) -> list[tuple[str, str]]:
     for key, value in record.items():
         if key == "lr" or key.startswith("lr/"):
             pairs.append((key, f"{value:.2e}"))
-    hidden = {"loss", "grad_norm", "step", "epoch", "split", "perf"}
-    pairs += [(k, number(v)) for k, v in record.items() if k not in hidden and not k.startswith("lr") and k != "totals"]
+    hidden = {"loss", "grad_norm", "step", "epoch", "split", "perf", "totals", "lr"}
+    for key, value in record.items():
+        if key not in hidden and not key.startswith("lr/") and (key != "skipped" or value):
+            pairs.append((key, number(value)))
     perf = record.get("perf", {})
     pairs += [(f"{k.removesuffix('_per_s')}/s", rate(v)) for k, v in perf.items() if k.endswith("_per_s")]
     if "data_wait" in perf:

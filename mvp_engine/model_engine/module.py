@@ -43,9 +43,14 @@ class Outcome:
 
 
 class LossScale:
-    """fp16's loss scale, kept on the device: halved on overflow, doubled after `interval` good steps."""
+    """fp16's loss scale, kept on the device: halved on overflow, doubled after `interval` good steps.
 
-    def __init__(self, device: torch.device, start: float = 2.0**16, interval: int = 2000) -> None:
+    It multiplies a *sum* over hundreds to many thousands of tokens, so it starts low and may have to go below 1.
+    """
+
+    LOWEST = 2.0**-24
+
+    def __init__(self, device: torch.device, start: float = 2.0**6, interval: int = 2000) -> None:
         self.value = torch.tensor(start, device=device)
         self.good = torch.zeros((), dtype=torch.int64, device=device)
         self.interval = interval
@@ -53,7 +58,9 @@ class LossScale:
     def update(self, bad: Tensor) -> None:
         self.good = torch.where(bad, 0, self.good + 1)
         grow = self.good >= self.interval
-        self.value = torch.where(bad, (self.value / 2).clamp(min=1.0), torch.where(grow, self.value * 2, self.value))
+        self.value = torch.where(
+            bad, (self.value / 2).clamp(min=self.LOWEST), torch.where(grow, self.value * 2, self.value)
+        )
         self.good = torch.where(grow, 0, self.good)
 
 
@@ -265,6 +272,6 @@ def _reason(code: int, scale: float | None) -> tuple[str | None, bool]:
         return "the batch has weight 0 (nothing to train on)", False
     if code & BAD_LOSS:
         return "the loss is not finite", False
-    if scale is not None and scale > 1.0:
+    if scale is not None and scale > LossScale.LOWEST:
         return f"fp16 gradients overflowed at loss scale {scale:g}", True
     return "a gradient is not finite", False

@@ -1,0 +1,203 @@
+"""Metrics and where they go."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, read_metrics
+from rich.console import Console
+
+from mvp_engine.distributed import World
+from mvp_engine.log import MetricStore, format
+from mvp_engine.log.backends import Backend
+from mvp_engine.log.terminal import Terminal, sparkline
+from mvp_engine.runs import Run, list_runs
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+RECORD = {"step": 20, "epoch": 1, "split": "train", "loss": 0.51234, "grad_norm": 1.5, "lr": 1e-3, "skipped": 0}
+PERF = {"step_s": 0.1, "tokens_per_s": 51234.0, "data_wait": 0.013, "memory_gib": 1.25, "eta_s": 3725.0}
+
+
+def test_means_are_weighted_and_totals_add_up() -> None:
+    store = MetricStore(ALONE)
+    for value, weight in ((2.0, 1), (torch.tensor(9.0), 3)):
+        store.add("loss", value, weight)
+    store.add("nothing", 0.0, 0.0)
+    store.count("tokens", 5)
+    store.count("tokens", torch.tensor(7))
+    assert store.reduce() == ({"loss": 11 / 4, "nothing": None}, {"tokens": 12.0})
+    assert store.empty
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), torch.tensor(float("nan"))])
+def test_one_bad_value_does_not_poison_the_mean(bad: Any) -> None:
+    store = MetricStore(ALONE)
+    for value in (1.0, bad, torch.tensor(3.0)):
+        store.add("loss", value)
+    assert store.reduce()[0] == {"loss": 2.0}
+
+
+def test_state_survives_exactly_on_host_and_device() -> None:
+    store, again = MetricStore(ALONE), MetricStore(ALONE)
+    for part in (store, again):
+        part.add("a", 0.1)
+        part.add("b", torch.tensor(0.1, dtype=torch.float64), 3)
+    again = MetricStore(ALONE)
+    again.load_state_dict(store.state_dict())
+    for part in (store, again):
+        part.add("a", 0.7)
+        part.add("b", torch.tensor(0.7, dtype=torch.float64))
+    assert store.reduce() == again.reduce()
+
+
+def test_metric_that_one_rank_lacks_does_not_hang_the_others(ranks2) -> None:
+    results = ranks2.run(_uneven_metrics)
+    assert results[0] == results[1] == ({"both": 1.5, "only0": 0.0, "only1": 1.0}, {"n": 4.0})
+
+
+def _uneven_metrics() -> Any:
+    world = World.join("cpu")
+    store = MetricStore(world)
+    store.add("both", torch.tensor(1.0 + world.rank))
+    store.add(f"only{world.rank}", float(world.rank))
+    if world.rank == 1:
+        store.count("n", 4)
+    means, totals = store.reduce()
+    world.close()
+    return dict(sorted(means.items())), totals
+
+
+def test_a_line_has_what_people_look_for() -> None:
+    line = format.line({**RECORD, "perf": PERF}, 100)
+    for part in (
+        "step 20/100",
+        "loss 0.5123",
+        "grad 1.5",
+        "lr 1.00e-03",
+        "tokens/s 51.2k",
+        "data 1.3%",
+        "mem 1.25 GiB",
+    ):
+        assert part in line
+    assert "eta 1:02:05" in line
+    assert "skipped" not in line
+    assert "skipped 2" in format.line({**RECORD, "skipped": 2, "perf": PERF}, None)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (90000, "1d 1:00:00")])
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert format.duration(seconds) == text
+
+
+def test_terminal_shows_a_panel_on_a_tty_and_plain_lines_elsewhere() -> None:
+    plain = io.StringIO()
+    terminal = Terminal("run", 100, live=True, console=Console(file=plain, width=100))
+    terminal.show({**RECORD, "perf": PERF})
+    terminal.close()
+    assert plain.getvalue().startswith("train step 20/100")
+    assert "\x1b" not in plain.getvalue()
+    tty = io.StringIO()
+    terminal = Terminal("run-7", 100, live=True, console=Console(file=tty, width=100, force_terminal=True))
+    terminal.show({**RECORD, "perf": PERF})
+    panel = terminal._panel()
+    terminal.close()
+    Console(file=(drawn := io.StringIO()), width=100).print(panel)
+    for part in ("run-7", "step 20/100", "1:02:05 left", "loss ▁", "tokens/s", "━"):
+        assert part in drawn.getvalue(), drawn.getvalue()
+
+
+def test_sparkline_falls_with_the_loss() -> None:
+    line = sparkline([math.exp(-i / 10) for i in range(80)], 8)
+    assert line == "█▇▆▅▄▃▂▁"
+    assert sparkline([], 8) == ""
+    assert sparkline([1.0], 8) == "▁"
+
+
+def test_all_files_of_a_run_are_there_and_readable(train, tmp_path: Path) -> None:
+    assert train("log.backends=[terminal,file,jsonl,tensorboard,plot]", "loop.eval_interval=6", dir=tmp_path) == 0
+    [run] = list_runs(tmp_path)
+    assert (run.dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run.dir / "tensorboard").iterdir())
+    log = (run.dir / "log.txt").read_text()
+    assert "INFO train step 12/12" in log
+    assert "INFO  eval step 12/12" in log
+    first = next(run.records("train"))
+    assert {"step", "epoch", "split", "loss", "grad_norm", "lr", "skipped", "totals", "perf"} <= set(first)
+    assert {"step_s", "samples_per_s", "tokens_per_s", "data_wait", "memory_gib", "eta_s"} == set(first["perf"])
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(train, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = ["log.backends=[tensorboard,jsonl]", "log.interval=1"]
+    assert train(*words, "tiny.fault=sigterm", "tiny.fault_step=5", dir=tmp_path) == 75
+    assert train(*words, "resume=auto", dir=tmp_path) == 0
+    events = EventAccumulator(str(list_runs(tmp_path)[0].dir / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 13))
+
+
+def test_log_file_is_appended_on_resume(train, tmp_path: Path) -> None:
+    assert train("loop.total_steps=4", dir=tmp_path) == 0
+    before = (list_runs(tmp_path)[0].dir / "log.txt").read_text()
+    assert train("resume=auto", "loop.total_steps=6", dir=tmp_path) == 0
+    after = (list_runs(tmp_path)[0].dir / "log.txt").read_text()
+    assert after.startswith(before)
+    assert "resumed from" in after[len(before) :]
+
+
+def test_rewind_keeps_what_it_drops_and_forgives_a_cut_line(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    lines = [json.dumps({"step": n, "split": "train"}) + "\n" for n in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 4, "spl')
+    assert len(list(run.records())) == 3
+    run.rewind_metrics(2)
+    assert [r["step"] for r in run.records()] == [1, 2]
+    assert (tmp_path / "metrics.dropped.jsonl").read_text() == lines[2] + '{"step": 4, "spl\n'
+
+
+class Recorder(Backend):
+    seen: list[Any] = []  # noqa: RUF012
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        self.seen.append(record["step"])
+
+    def close(self, failure: str | None) -> None:
+        self.seen.append(failure)
+
+
+def test_backend_of_ones_own_is_named_in_the_config(train, tmp_path: Path) -> None:
+    sys.modules.setdefault("test_log", sys.modules[__name__])
+    Recorder.seen.clear()
+    assert train("log.backends=['test_log:Recorder']", dir=tmp_path) == 0
+    assert sys.modules["test_log"].Recorder.seen == [2, 4, 6, 8, 10, 12, None]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_trackers_get_every_record(train, tmp_path: Path, monkeypatch, name: str) -> None:
+    calls: list[Any] = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: calls.append((step, values)), finish=lambda **k: calls.append("finish")
+    )
+    fake = types.SimpleNamespace(init=lambda **k: calls.append(k) or run)
+    monkeypatch.setitem(sys.modules, name, fake)
+    assert train(f"log.backends=[{name}]", "loop.total_steps=4", dir=tmp_path) == 0
+    assert calls[0]["project"] == "tiny"
+    assert [c[0] for c in calls[1:-1]] == [2, 4]
+    assert {"train/loss", "train/lr", "perf/tokens_per_s"} <= set(calls[1][1])
+    assert calls[-1] == "finish"
+
+
+def test_only_rank_0_writes(ranks2, tmp_path: Path) -> None:
+    words = [f"project.dir={tmp_path}", "log.backends=[file,jsonl]", "data.micro_batch_size=4"]
+    assert ranks2.launch(TINY, *words) == [0, 0]
+    assert len(list_runs(tmp_path)) == 1
+    assert len(read_metrics(tmp_path)) == 6

@@ -1,0 +1,213 @@
+"""The numbers of one step: sums, weights, skips, precision."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mvp_engine.config.schema import Optim
+from mvp_engine.distributed import World
+from mvp_engine.model_engine import ModuleEngine
+from mvp_engine.model_engine.module import LossScale, to_device
+from mvp_engine.model_engine.optim import build_optimizer, build_scheduler, lr_factor
+
+OPTIM = Optim(
+    lr=0.1, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, schedule="cosine", warmup_steps=0, min_lr_ratio=0.0
+)
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(8, 6)
+        self.norm = nn.LayerNorm(6)
+        self.out = nn.Linear(6, 3)
+        self.spare = nn.Linear(2, 2)  # gets no gradient unless a batch asks for it
+
+    def forward(self, tokens: Tensor, spare: bool) -> Tensor:
+        out = self.out(self.norm(self.token(tokens)))
+        return out + self.spare.weight.sum() if spare else out
+
+
+def engine(world: World = ALONE, **options: Any) -> ModuleEngine:
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = build_optimizer(model, OPTIM)
+    return ModuleEngine(model, world, optimizer, build_scheduler(optimizer, OPTIM, 10), **options)
+
+
+def batches(count: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(4)
+    sizes = torch.randint(1, 5, (count,), generator=generator).tolist()
+    return [{"tokens": torch.randint(8, (n,), generator=generator), "spare": i == 1} for i, n in enumerate(sizes)]
+
+
+def forward(model: nn.Module) -> Any:
+    def step(batch: dict[str, Any]) -> tuple[Tensor, int]:
+        return model(**batch).square().sum(), len(batch["tokens"])
+
+    return step
+
+
+def gradients(part: ModuleEngine) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in part.model.named_parameters() if p.grad is not None}
+
+
+def test_gradients_are_those_of_the_mean_over_everything() -> None:
+    part, data = engine(), batches(5)
+    part.train_batch(data, forward(part.model))
+    reference = engine().model
+    weight = sum(len(b["tokens"]) for b in data)
+    (sum(reference(**b).square().sum() for b in data) / weight).backward()
+    expected = {name: param.grad for name, param in reference.named_parameters() if param.grad is not None}
+    assert expected.keys() == gradients(part).keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(gradients(part)[name], gradient, rtol=1e-5, atol=1e-7), name
+
+
+def test_gradients_on_two_ranks_equal_one_even_with_uneven_micro_batches(ranks2) -> None:
+    one = engine()
+    numbers = one.train_batch(batches(5), forward(one.model))
+    for share in ([4, 1], [5, 0], [0, 5], [2, 3]):
+        for result in ranks2.run(_share, share):
+            assert result["norm"] == pytest.approx(float(numbers.grad_norm), rel=1e-5)
+            assert result["gradients"].keys() == gradients(one).keys()
+            for name, gradient in gradients(one).items():
+                assert torch.allclose(result["gradients"][name], gradient, rtol=1e-5, atol=1e-7), (share, name)
+
+
+def _share(share: list[int]) -> dict[str, Any]:
+    world = World.join("cpu")
+    part = engine(world)
+    data = batches(5)
+    mine = data[: share[0]] if world.rank == 0 else data[share[0] :]
+    numbers = part.train_batch(mine, forward(part.model))
+    result = {"norm": float(numbers.grad_norm), "gradients": gradients(part)}
+    world.close()
+    return result
+
+
+def test_parameter_that_nobody_used_has_no_gradient_on_any_layout(ranks2) -> None:
+    for names in ranks2.run(_untouched):
+        assert "spare.weight" not in names
+        assert "out.weight" in names
+
+
+def _untouched() -> list[str]:
+    world = World.join("cpu")
+    part = engine(world)
+    data = [{**b, "spare": False} for b in batches(4)]
+    for _ in range(2):
+        part.train_batch(data[world.rank :: 2], forward(part.model))
+    names = list(gradients(part))
+    world.close()
+    return names
+
+
+def test_clipping_bounds_the_norm_and_reports_the_true_one() -> None:
+    free, clipped = engine(), engine(clip_grad_norm=0.01)
+    norms = [float(e.train_batch(batches(3), forward(e.model)).grad_norm) for e in (free, clipped)]
+    assert norms[0] == norms[1] > 0.01
+    total = torch.nn.utils.get_total_norm(gradients(clipped).values())
+    assert float(total) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_skipped_step_leaves_weights_moments_and_schedule_untouched() -> None:
+    part = engine()
+    part.train_batch(batches(3), forward(part.model))
+    weights = {n: p.clone() for n, p in part.model.named_parameters()}
+    moments = [s["exp_avg"].clone() for s in part.optimizer.state.values()]
+    lr = part.optimizer.param_groups[0]["lr"]
+    part.take_outcomes()
+    part.train_batch(batches(3), lambda b: (part.model(**b).sum() * float("nan"), 1))
+    assert [o.reason for o in part.take_outcomes()] == ["the loss is not finite"]
+    assert all(torch.equal(p, weights[n]) for n, p in part.model.named_parameters())
+    assert all(torch.equal(s["exp_avg"], m) for s, m in zip(part.optimizer.state.values(), moments, strict=True))
+    assert part.optimizer.param_groups[0]["lr"] == lr
+
+
+def test_no_decay_on_norms_biases_and_embeddings() -> None:
+    part = engine()
+    names = {p: n for n, p in part.model.named_parameters()}
+    decayed = {names[p] for g in part.optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    assert decayed == {"out.weight", "spare.weight"}
+
+
+def test_bf16_autocast_computes_in_bf16_over_fp32_weights() -> None:
+    part = engine(precision="bf16")
+    seen: list[torch.dtype] = []
+
+    def step(batch: dict[str, Any]) -> tuple[Tensor, int]:
+        out = part.model.out(part.model.token(batch["tokens"]))
+        seen.append(out.dtype)
+        return out.float().square().sum(), 1
+
+    part.train_batch(batches(1), step)
+    assert seen == [torch.bfloat16]
+    assert all(p.dtype == torch.float32 for p in part.model.parameters())
+
+
+def test_fp16_scale_falls_on_overflow_and_grows_after_good_steps() -> None:
+    scale = LossScale(torch.device("cpu"), start=8.0, interval=2)
+    values = []
+    for bad in (True, False, False, True, False, False, False):
+        scale.update(torch.tensor(bad))
+        values.append(float(scale.value))
+    assert values == [4.0, 4.0, 8.0, 4.0, 4.0, 8.0, 8.0]
+
+
+def test_fp16_overflow_skips_without_moving_the_schedule_and_is_told_apart_from_a_nan() -> None:
+    part = engine(precision="fp16")
+    assert part.scale is not None
+    part.train_batch(batches(2), lambda b: (part.model(**b).float().sum() * 1e34, 1))
+    [outcome] = part.take_outcomes()
+    assert outcome.overflow
+    assert "loss scale 64" in str(outcome.reason)
+    assert part.scheduler.last_epoch == 0
+    assert float(part.scale.value) == 32.0
+    part.train_batch(batches(2), lambda b: (part.model(**b).float().sum() * float("nan"), 1))
+    assert not part.take_outcomes()[0].overflow
+    part.train_batch(batches(2), forward(part.model))
+    assert part.take_outcomes()[0].reason is None
+    assert part.scheduler.last_epoch == 1
+    state = part.state_dict()
+    again = engine(precision="fp16")
+    again.load_state_dict(state)
+    assert float(again.scale.value) == float(part.scale.value)  # type: ignore[union-attr]
+
+
+def test_evaluation_mode_restores_the_mode_of_every_module() -> None:
+    part = engine()
+    part.model.train()
+    part.model.norm.eval()
+    with part.eval_mode():
+        assert not part.model.training
+        assert not torch.is_grad_enabled()
+    assert part.model.training
+    assert not part.model.norm.training
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_schedules_start_end_and_never_rise_after_the_warm_up(schedule: str) -> None:
+    config = OPTIM.model_copy(update={"schedule": schedule, "warmup_steps": 4, "min_lr_ratio": 0.1})
+    factors = [lr_factor(step, config, 20) for step in range(25)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert all(a >= b for a, b in pairwise(factors[3:]))
+    assert factors[20] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+
+
+def test_batches_of_any_shape_move() -> None:
+    from collections import namedtuple
+
+    Pair = namedtuple("Pair", "a b")
+    moved = to_device(
+        {"x": [torch.ones(1), (torch.ones(1), "text")], "y": Pair(torch.ones(2), 3)}, torch.device("meta")
+    )
+    assert moved["x"][1][0].device.type == "meta"
+    assert moved["y"].a.device.type == "meta"
+    assert moved["x"][1][1] == "text"

@@ -1,0 +1,107 @@
+"""`mvp`: what each command prints, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import MAGIC, TINY
+
+from mvp_engine.cli import main
+from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.runs import list_runs
+
+
+@pytest.fixture
+def two_runs(train, tmp_path: Path) -> Path:
+    assert train("loop.total_steps=6", "loop.eval_interval=3", "project.run_id=first") == 0
+    assert train("loop.total_steps=6", "optim.lr=0.1", "project.run_id=second") == 0
+    return tmp_path
+
+
+def test_train_and_evaluate_take_words_in_any_order(tmp_path: Path, capsys) -> None:
+    folder = f"project.dir={tmp_path}"
+    assert main(["train", str(TINY), "loop.total_steps=3", "--nproc", "1", folder]) == 0
+    assert main(["evaluate", str(TINY), folder]) == 0
+    assert "eval step 3" in capsys.readouterr().out
+    assert len(list_runs(tmp_path)) == 1
+
+
+def test_config_show_can_be_launched_again(tmp_path: Path, capsys) -> None:
+    assert main(["config", "show", str(TINY), "seed=4"]) == 0
+    shown = capsys.readouterr().out
+    (tmp_path / "again.yaml").write_text(shown)
+    assert yaml.safe_load(shown)["seed"] == 4
+    assert main(["train", str(tmp_path / "again.yaml"), f"project.dir={tmp_path}", "loop.total_steps=2"]) == 0
+
+
+def test_saved_config_of_a_run_can_be_launched_again(two_runs: Path) -> None:
+    assert main(["train", str(two_runs / "first" / "config.yaml"), "project.run_id=third"]) == 0
+    first, third = (list((two_runs / name / "metrics.jsonl").read_text().splitlines()) for name in ("first", "third"))
+    assert [json.loads(line)["loss"] for line in first] == [json.loads(line)["loss"] for line in third]
+
+
+def test_config_schema_is_json(capsys) -> None:
+    assert main(["config", "schema", str(MAGIC)]) == 0
+    assert json.loads(capsys.readouterr().out)["$defs"]["Task"]["properties"]["digits"]["default"] == 8
+
+
+def test_runs_list_and_show(two_runs: Path, capsys) -> None:
+    assert main(["runs", "list", "--dir", str(two_runs)]) == 0
+    text = capsys.readouterr().out
+    assert "first" in text
+    assert "second" in text
+    assert "finished" in text
+    assert main(["runs", "show", "first", "--dir", str(two_runs)]) == 0
+    text = capsys.readouterr().out
+    assert "first: finished at step 6" in text
+    assert "best" in text
+    assert main(["runs", "show", "--dir", str(two_runs), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["id"] == "second"
+    assert facts["train"]["step"] == 6
+
+
+def test_runs_diff_shows_config_and_figures(two_runs: Path, capsys) -> None:
+    assert main(["runs", "diff", "first", "second", "--dir", str(two_runs)]) == 0
+    assert "optim.lr: 0.02 -> 0.1" in capsys.readouterr().out
+    assert main(["runs", "diff", "first", "second", "--dir", str(two_runs), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["config"]["optim.lr"] == [0.02, 0.1]
+    assert "train.loss" in answer["figures"]
+
+
+def test_runs_plot_draws_a_picture(two_runs: Path, capsys) -> None:
+    out = two_runs / "both.png"
+    words = ["runs", "plot", "first", "second", "--metric", "grad_norm", "--out", str(out), "--dir", str(two_runs)]
+    assert main(words) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert main(["runs", "plot", "first", "--metric", "beauty", "--dir", str(two_runs)]) == EXIT_USER_ERROR
+    assert "no values of 'beauty' in these runs; they have:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["runs", "show", "nobody"], "no run 'nobody' below"),
+        (["runs", "show"], "no runs in"),
+        (["runs", "list"], "no runs in"),
+    ],
+)
+def test_nothing_there_is_said(tmp_path: Path, capsys, words: list[str], expected: str) -> None:
+    main([*words, "--dir", str(tmp_path)])
+    output = capsys.readouterr()
+    assert expected in output.out + output.err
+
+
+def test_mistakes_are_one_line(capsys) -> None:
+    assert main(["config", "show", "nowhere.yaml"]) == EXIT_USER_ERROR
+    assert main(["train", str(TINY), "--nproc", "0"]) == EXIT_USER_ERROR
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", str(TINY), "--nproz", "2"])
+    text = capsys.readouterr().err
+    assert "config file not found: nowhere.yaml" in text
+    assert "--nproc 0" in text
+    assert "unrecognized arguments: --nproz" in text

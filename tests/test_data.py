@@ -1,0 +1,128 @@
+"""SampleLoader: one global order, whatever the ranks, the batch sizes or the place where it starts again."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from mvp_engine.data import SampleLoader, accumulation_steps
+from mvp_engine.errors import UserError
+
+
+class Numbers(Dataset[Any]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, random.random() + np.random.rand() + float(torch.rand(()))
+
+
+def loader(size: int = 50, rank: int = 0, world: int = 1, micro: int = 2, total: int = 8, **more: Any) -> SampleLoader:
+    return SampleLoader(
+        Numbers(size), micro_batch_size=micro, global_batch_size=total, rank=rank, world_size=world, **more
+    )
+
+
+def order(loaders: list[SampleLoader]) -> list[set[int]]:
+    """The samples of each global step, put together from all ranks."""
+    steps: list[set[int]] = []
+    for part in loaders:
+        for i, batch in enumerate(part):
+            step = i // part.accumulation
+            steps += [set()] * (step + 1 - len(steps))
+            steps[step] = steps[step] | set(batch[0].tolist())
+    return steps
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 7, 48, 50])
+def test_each_step_has_the_same_samples_on_any_number_of_ranks(world: int, size: int) -> None:
+    alone = order([loader(size, total=16, micro=4)])
+    together = order([loader(size, rank, world, micro=2, total=16) for rank in range(world)])
+    assert alone == together
+    assert sum(len(step) for step in alone) == size
+
+
+def test_epochs_differ_and_repeat_with_the_seed() -> None:
+    first, second = loader(), loader()
+    second.set_epoch(1)
+    assert order([first]) != order([second])
+    assert order([first]) == order([loader()])
+    assert order([loader(seed=1)]) != order([first])
+
+
+@pytest.mark.parametrize("worlds", [(1, 1), (2, 1), (1, 2), (4, 2)])
+def test_cursor_is_right_on_another_number_of_ranks(worlds: tuple[int, int]) -> None:
+    straight = order([loader()])
+    before, after = worlds
+    parts = [loader(rank=r, world=before) for r in range(before)]
+    done: list[set[int]] = [set(), set()]
+    for part in parts:
+        iterator = iter(part)
+        for step in range(2):
+            for _ in range(part.accumulation):
+                done[step] |= set(next(iterator)[0].tolist())
+    resumed = [loader(rank=r, world=after) for r in range(after)]
+    for part in resumed:
+        part.load_state_dict(parts[0].state_dict())
+    assert done + order(resumed) == straight
+
+
+def test_a_samples_randomness_depends_on_nothing_but_seed_epoch_and_index() -> None:
+    def values(part: SampleLoader) -> dict[int, float]:
+        return {int(i): float(v) for batch in part for i, v in zip(*batch, strict=True)}
+
+    alone = values(loader())
+    assert values(loader(num_workers=2)) == alone
+    assert values(loader(rank=0, world=2)) | values(loader(rank=1, world=2)) == alone
+    other = loader()
+    other.set_epoch(1)
+    assert values(other) != alone
+
+
+def test_loading_leaves_the_training_generators_alone() -> None:
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    list(loader())
+    list(loader(num_workers=1))
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert states[2] == np.random.get_state()[1].tolist()
+
+
+def test_sample_ids_name_what_was_loaded() -> None:
+    part = loader(rank=1, world=2)
+    iterator = iter(part)
+    for _ in range(3):
+        next(iterator)
+    assert part.sample_ids(3, 4) == next(iterator)[0].tolist()
+    part.load_state_dict(part.state_dict())
+    assert part.sample_ids(0, 1) == next(iter(part))[0].tolist()
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        raise StopIteration if index % 2 else ValueError("rotten")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_failing_sample_is_named(workers: int) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=r"rotten|StopIteration") as caught:
+        list(SampleLoader(Broken(8), micro_batch_size=1, num_workers=workers))
+    notes = "".join(getattr(caught.value, "__notes__", [])) + str(caught.value)
+    assert "sample" in notes
+
+
+def test_sizes_that_do_not_fit_are_explained() -> None:
+    assert accumulation_steps(64, 8, 4) == 2
+    with pytest.raises(UserError, match="The nearest that fit: 48 or 64"):
+        accumulation_steps(60, 8, 2)
+    with pytest.raises(UserError, match="needs a map-style dataset"):
+        SampleLoader(iter([1]), micro_batch_size=1)  # type: ignore[arg-type]

@@ -1,0 +1,79 @@
+"""The house keeps its shape: imports point downwards, files stay small, help stays quick."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+# Who may import whom: a room may use the rooms to its right and itself. `config.schema` and the leaves are for all.
+LEAVES = {"errors", "imports", "runs", "config.schema"}
+ROOMS = [
+    "cli",
+    "launch",
+    "config",
+    "worker",
+    "kit",
+    "engine",
+    "model_engine",
+    "batch",
+    "checkpoint",
+    "log",
+    "ops",
+    "data",
+]
+ROOMS += ["distributed"]
+
+
+def imported(file: Path) -> set[str]:
+    """The modules of the package that importing `file` imports; not what only type checkers see."""
+    tree = ast.parse(file.read_text())
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mvp_engine"):
+            below = (node.module or "").removeprefix("mvp_engine").lstrip(".")
+            found |= {below} if below else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("mvp_engine.") for a in node.names if a.name.startswith("mvp_engine.")}
+    return found - {"__version__"}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "mvp_engine").rglob("*.py")), ids=lambda f: f.name)
+def test_imports_point_downwards(file: Path) -> None:
+    parts = file.relative_to(ROOT / "mvp_engine").with_suffix("").parts
+    room, module = parts[0], ".".join(parts)
+    for target in imported(file):
+        if any(target == leaf or target.startswith(f"{leaf}.") for leaf in LEAVES):
+            continue
+        assert module not in LEAVES, f"{module} is a leaf but imports {target}"
+        if room == "__init__":
+            continue
+        assert ROOMS.index(target.split(".")[0]) >= ROOMS.index(room), f"{module} imports {target}, which is above it"
+
+
+def test_recipes_never_import_each_other() -> None:
+    names = {folder.name for folder in (ROOT / "recipes").iterdir() if folder.is_dir()}
+    for file in (ROOT / "recipes").rglob("*.py"):
+        own = file.relative_to(ROOT / "recipes").parts[0]
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                assert (node.module or "").split(".")[0] not in names - {own}, file
+
+
+def test_no_file_is_past_400_lines_and_recipe_engines_stay_small() -> None:
+    for file in [*(ROOT / "mvp_engine").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+        assert len(file.read_text().splitlines()) <= 400, file
+    for file in (ROOT / "recipes").glob("*/engine.py"):
+        assert len(file.read_text().splitlines()) < 100, file
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys; from mvp_engine.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    code += "sys.exit(str({'torch', 'hydra', 'pydantic', 'matplotlib', 'rich'} & set(sys.modules)).removeprefix('set()') or 0)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert "train" in answer.stdout
