@@ -54,9 +54,7 @@ def _run(composed: Composed, world: World) -> int:
     config = composed.config
     _check_layout(config, world.size)
     start = _agree_on_start(config, world)
-    if world.is_main:
-        print(f"mvp_engine: {start.message}", flush=True)
-    engine = composed.engine_class(config, world, start.run, start.checkpoint)
+    engine = composed.engine_class(config, world, start.run, start.checkpoint, start.message)
     status = "failed"
     try:
         with engine:

@@ -45,7 +45,7 @@ def test_saved_config_of_a_run_can_be_launched_again(two_runs: Path) -> None:
 
 def test_config_schema_is_json(capsys) -> None:
     assert main(["config", "schema", str(MAGIC)]) == 0
-    assert json.loads(capsys.readouterr().out)["$defs"]["Task"]["properties"]["digits"]["default"] == 8
+    assert json.loads(capsys.readouterr().out)["$defs"]["Task"]["properties"]["digits"]["default"] == 12
 
 
 def test_runs_list_and_show(two_runs: Path, capsys) -> None:

@@ -50,8 +50,11 @@ from mvp_engine.runs import Run
 class Engine:
     config_class: type[Config] = Config
 
-    def __init__(self, config: Config, world: World, run: Run, checkpoint: Path | None = None) -> None:
+    def __init__(
+        self, config: Config, world: World, run: Run, checkpoint: Path | None = None, greeting: str = ""
+    ) -> None:
         self.config, self.world, self.run, self.checkpoint = config, world, run, checkpoint
+        self.greeting = greeting  # how this launch came to its run and checkpoint; the first line of the log
         self.device = world.device
         self.logger = logging.getLogger("mvp_engine")
         self.step = 0  # optimizer steps made
@@ -304,8 +307,8 @@ class Engine:
             self.step, self.epoch = shared["step"], shared["feed"]["epoch"]
             self.load_extra_state(shared["extra"])
         self._open_log()
-        source = self.checkpoint or "no checkpoint: the weights are those of prepare_model()"
-        self.logger.info("%s with %s", self.config.workflow, source)
+        if not self.checkpoint:
+            self.logger.warning("no checkpoint is loaded: the weights are those of prepare_model()")
 
     def _settle(self) -> None:
         self.model_engine.settle()
@@ -355,8 +358,7 @@ class Engine:
         config = self.config
         info = RunInfo(self.run, config.project.name, config.workflow, config.model_dump(), self.step, self.total_steps)
         self.hub = self._closing.enter_context(LogHub(info, config.log.backends, self.world.rank))
-        if self._training and self.checkpoint:
-            self.logger.info("resumed from %s at step %d", self.checkpoint, self.step)
+        self.logger.info("%s", self.greeting)
         if self._training and self.world.is_main:
             record_config(self.run, config.to_yaml(), self.step)
 

@@ -34,7 +34,7 @@ def choose_start(config: Config) -> Start:
         if mine:
             return _go_on(mine[-1], config, "restarted by torchrun")
     if config.resume is None:
-        return Start(_new_run(config, root), None, "a new run")
+        return Start(_new_run(config, root), None, f"a new run of {config.project.name}")
     if config.resume == "auto":
         runs = list_runs(root, config.project.name)
         if config.project.run_id:
@@ -77,7 +77,7 @@ def _go_on(run: Run, config: Config, why: str) -> Start:
     run.lock()
     run.note(status="running", launcher=launcher_id())
     if checkpoints:
-        return Start(run, checkpoints[-1], f"{why}: going on with run {run.dir}")
+        return Start(run, checkpoints[-1], f"{why}: going on with {run.dir} from {checkpoints[-1].name}")
     return Start(run, None, f"{why}: run {run.dir} has no complete checkpoint, it starts again from step 0")
 
 
