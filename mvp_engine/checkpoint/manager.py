@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from mvp_engine import __version__
 from mvp_engine.checkpoint import storage
@@ -37,8 +36,7 @@ class CheckpointManager:
         self.group = world.new_host_group()  # its own: the writing thread must not cross the main thread's collectives
         self._thread: threading.Thread | None = None
         self._best: int | None = None
-        on_gpu = world.device.type == "cuda"
-        self._stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
+        self._copies: dict[str, Tensor] = {}  # in host memory, used again for every checkpoint
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(f".tmp-{STEP_PREFIX}*"):
@@ -48,15 +46,26 @@ class CheckpointManager:
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Copy the tensors now, write them in the background. A failure to write is a loud warning, not the end."""
         self.wait()
-        staged: dict[str, Any] = self._stager.stage(tensors)  # type: ignore[assignment]
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
+        staged = self._stage(tensors)
         versions = {"mvp_engine": __version__, "torch": torch.__version__}
         meta = {"step": step, **meta, "world_size": self.world.size, **versions}
         self._thread = threading.Thread(target=self._write, args=(step, staged, meta), name="mvp-checkpoint")
         self._thread.start()
         if not self.config.background:
             self.wait()
+
+    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies that training cannot change any more."""
+        staged = {}
+        for name, tensor in tensors.items():
+            copy = self._copies.get(name)
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+            staged[name] = copy.copy_(tensor.detach(), non_blocking=True)
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()  # one wait for all copies
+        self._copies = staged
+        return staged
 
     def mark_best(self, step: int) -> None:
         """The checkpoint of `step`, written or being written, is the best so far."""

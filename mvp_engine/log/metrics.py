@@ -93,4 +93,11 @@ class MetricStore:
         return sums
 
     def _scalar(self, value: Tensor | float) -> Tensor:
-        return torch.as_tensor(value, dtype=torch.float64, device=self.world.device).detach()
+        return device_scalar(value, self.world.device)
+
+
+def device_scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    """A number as a float64 scalar on the device, without waiting for the device."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64, non_blocking=True)
+    return torch.full((), value, dtype=torch.float64, device=device)

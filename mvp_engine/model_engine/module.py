@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from mvp_engine.distributed import GradientReducer, World
+from mvp_engine.log.metrics import device_scalar
 
 ForwardStep = Callable[[Any], tuple[Tensor, Tensor | float]]
 
@@ -101,7 +102,7 @@ class ModuleEngine:
         for index, micro_batch in enumerate(micro_batches):
             with self.autocast():
                 loss_sum, weight = _checked(forward_step(self._on_device(micro_batch)))
-            totals += torch.stack([loss_sum.detach().double(), _scalar(weight, self.world.device)])
+            totals += torch.stack([loss_sum.detach().double(), device_scalar(weight, self.world.device)])
             if self.reducer and index == len(micro_batches) - 1:
                 self.reducer.arm()
             (loss_sum * self.scale.value if self.scale else loss_sum).backward()
@@ -259,10 +260,6 @@ def _checked(given: Any) -> tuple[Tensor, Tensor | float]:
     if not isinstance(loss_sum, Tensor) or loss_sum.ndim != 0 or not loss_sum.requires_grad:
         raise TypeError("forward_step must return the loss as a summed scalar tensor that carries a gradient")
     return loss_sum, weight
-
-
-def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64, device=device).detach()
 
 
 def _reason(code: int, scale: float | None) -> tuple[str | None, bool]:

@@ -1,0 +1,94 @@
+"""On a GPU: no wait inside a step, skipping on the device, precision, bit-equal resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MAGIC, TINY, losses, read_metrics
+from test_module_engine import batches, engine, forward
+
+from mvp_engine.distributed import World
+from mvp_engine.errors import EXIT_INTERRUPTED
+from mvp_engine.log import MetricStore
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def gpu() -> World:
+    return World(0, 1, 0, 1, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_no_host_sync_inside_a_step(precision: str) -> None:
+    part = engine(gpu(), precision=precision, clip_grad_norm=1.0)
+    part.model.cuda()
+    store = MetricStore(part.world)
+    data = [{**b, "tokens": b["tokens"].pin_memory()} for b in batches(3)]
+    for step in range(4):
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step allocates and compiles
+        try:
+            numbers = part.train_batch(data, forward(part.model))
+            store.add("loss", numbers.loss_sum, numbers.weight)
+            store.add("grad_norm", numbers.grad_norm)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    part.settle()
+    assert [o.reason for o in part.take_outcomes() if not o.overflow] == [None] * 4
+
+
+def test_a_skip_on_the_device_changes_nothing_and_the_schedule_waits() -> None:
+    part = engine(gpu())
+    part.model.cuda()
+    data = batches(3)
+    part.train_batch(data, forward(part.model))
+    part.settle()
+    part.take_outcomes()
+    weights = {n: p.clone() for n, p in part.model.named_parameters()}
+    steps = [s["step"].clone() for s in part.optimizer.state.values()]
+    part.train_batch(data, lambda b: (part.model(**b).sum() * float("nan"), 1))
+    part.settle()
+    assert [o.reason for o in part.take_outcomes()] == ["the loss is not finite"]
+    assert all(torch.equal(p, weights[n]) for n, p in part.model.named_parameters())
+    assert all(torch.equal(s["step"], n) for s, n in zip(part.optimizer.state.values(), steps, strict=True))
+    assert part.scheduler.last_epoch == 1
+    part.train_batch(data, forward(part.model))
+    part.settle()
+    assert part.take_outcomes()[0].reason is None
+    assert part.scheduler.last_epoch == 2
+
+
+def test_gpu_gives_the_losses_of_the_cpu(train, tmp_path: Path) -> None:
+    words = ["loop.total_steps=6", "log.interval=1", "log.backends=[jsonl]", "data.micro_batch_size=32"]
+    words += ["data.global_batch_size=64", "loop.eval_interval=null"]
+    for device in ("cpu", "cuda"):
+        assert train(*words, f"device={device}", config=MAGIC, dir=tmp_path / device) == 0
+    assert losses(tmp_path / "cpu") == pytest.approx(losses(tmp_path / "cuda"), rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_follows_fp32(train, tmp_path: Path, precision: str) -> None:
+    words = ["loop.total_steps=60", "log.interval=20", "log.backends=[jsonl]", "loop.eval_interval=null"]
+    for name in ("fp32", precision):
+        assert train(*words, f"loop.precision={name}", config=MAGIC, dir=tmp_path / name) == 0
+    assert losses(tmp_path / "fp32") == pytest.approx(losses(tmp_path / precision), rel=0.1)
+
+
+def test_resume_is_bit_equal_on_the_gpu(train, tmp_path: Path) -> None:
+    words = ["tiny.dropout=0.3", "tiny.noise=0.1", "log.interval=3", "deterministic=true"]
+    try:
+        assert train(*words, dir=tmp_path / "straight") == 0
+        cut = [*words, "resume=auto", "tiny.fault=sigterm", "tiny.fault_step=5"]
+        assert train(*cut, dir=tmp_path / "cut") == EXIT_INTERRUPTED
+        assert train(*words, "resume=auto", dir=tmp_path / "cut") == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
+
+
+def test_two_ranks_on_one_gpu_give_the_losses_of_one(train, ranks2, tmp_path: Path) -> None:
+    words = ["log.interval=1", "log.backends=[jsonl]"]
+    assert train(*words, "data.micro_batch_size=8", dir=tmp_path / "one") == 0
+    assert ranks2.launch(TINY, *words, "data.micro_batch_size=2", f"project.dir={tmp_path / 'two'}") == [0, 0]
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)
