@@ -252,6 +252,9 @@ class Engine:
                 self.save(best=best)
         asked, self._stopped = self.world.any(self.signals.requested is not None, ctx.stop)
         if asked and not self.done:
+            self.logger.warning(
+                "%s: saving at step %d", self.signals.requested or "another rank was told to stop", self.step
+            )
             self.save(wait=True)
             raise Interrupted(f"stopped and saved at step {self.step}; resume=auto goes on from here")
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
 import time
 from types import FrameType
-
-LOGGER = logging.getLogger("mvp_engine")
 
 # torchrun passes Ctrl-C on to workers that have already had it from the terminal: within this time it is the same one.
 ECHO_SECONDS = 2.0
@@ -38,6 +35,7 @@ class StopSignals:
         now = time.monotonic()
         if self.requested is None:
             self.requested, self._first = name, now
-            LOGGER.warning("%s: finishing this step, then saving. Ctrl-C once more leaves at once.", name)
+            # Written raw: it may have come in the middle of a print or a log call, which cannot be entered twice.
+            os.write(2, f"{name}: finishing this step, then saving. Ctrl-C once more leaves at once.\n".encode())
         elif number == signal.SIGINT and not ("TORCHELASTIC_RUN_ID" in os.environ and now - self._first < ECHO_SECONDS):
             os._exit(130)

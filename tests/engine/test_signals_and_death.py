@@ -126,7 +126,7 @@ def test_two_nodes_by_torchruns_own_flags(tmp_path: Path) -> None:
     port = _free_port()
     words = ["-m", "mvp_engine.launch", "--config", str(MAGIC), "loop.total_steps=2", "log.interval=1"]
     words += ["log.backends=[jsonl]", "loop.eval_interval=null", f"project.dir={tmp_path}"]
-    words += ["data.micro_batch_size=16", "data.global_batch_size=32"]
+    words += ["data.micro_batch_size=16", "data.global_batch_size=32", "device=cpu"]
     nodes = [
         spawn(
             "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}", "--nproc_per_node=1",
