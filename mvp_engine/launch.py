@@ -7,6 +7,7 @@ done, 1 for a bug (with its traceback), 2 for a mistake of the user (with one me
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import os
@@ -68,7 +69,8 @@ def _run(composed: Composed, world: World) -> int:
         return EXIT_INTERRUPTED
     finally:
         if world.is_main and start.owned:
-            start.run.note(status=status, step=engine.step, ended=time.time())
+            with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
+                start.run.note(status=status, step=engine.step, ended=time.time())
 
 
 def _agree_on_start(config: Config, world: World) -> Start:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +64,7 @@ class FileBackend(Backend):
         super().start(info)
         self.handler = logging.FileHandler(info.run.dir / "log.txt", encoding="utf-8")
         self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.handler.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk is told by others
         LOGGER.addHandler(self.handler)
 
     def metrics(self, record: dict[str, Any]) -> None:
@@ -78,18 +81,35 @@ class FileBackend(Backend):
 
 
 class JsonlBackend(Backend):
-    """`metrics.jsonl` of a training; another workflow writes `<workflow>.jsonl` beside it."""
+    """`metrics.jsonl` of a training; another workflow writes `<workflow>.jsonl` beside it.
+
+    Records that a full disk refused are kept and written as soon as there is room.
+    """
 
     def start(self, info: RunInfo) -> None:
         name = "metrics" if info.workflow == "train" else info.workflow
         if info.workflow == "train":
             info.run.rewind_metrics(info.start_step)
-        self.file = open(info.run.dir / f"{name}.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self.file = open(info.run.dir / f"{name}.jsonl", "ab", buffering=0)  # noqa: SIM115
+        self.waiting = b""
 
     def metrics(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record, allow_nan=False) + "\n")
+        self.waiting += json.dumps(record, allow_nan=False).encode() + b"\n"
+        self._write()
+
+    def _write(self) -> None:
+        whole = self.file.tell()
+        try:
+            written = self.file.write(self.waiting)
+            if written != len(self.waiting):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.waiting = b""
+        except OSError:
+            self.file.truncate(whole)  # no half lines
+            raise
 
     def close(self, failure: str | None) -> None:
+        self._write()
         self.file.close()
 
 

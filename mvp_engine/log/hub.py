@@ -24,6 +24,7 @@ class LogHub:
     def __init__(self, info: RunInfo, names: list[str], rank: int = 0) -> None:
         self.info = info
         self.backends: list[Backend] = []
+        self._failing: set[Backend] = set()  # told of already
         LOGGER.setLevel(logging.INFO)
         LOGGER.propagate = False
         if rank == 0:
@@ -42,7 +43,18 @@ class LogHub:
     def metrics(self, record: dict[str, Any]) -> None:
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         for backend in self.backends:
-            backend.metrics(record)
+            self._call(backend, "metrics", record)
+
+    def _call(self, backend: Backend, method: str, value: Any) -> None:
+        """A full disk or a lost connection must not end the training; any other error is a bug and does."""
+        try:
+            getattr(backend, method)(value)
+        except OSError as error:
+            if backend not in self._failing:
+                self._failing.add(backend)
+                LOGGER.error("%s cannot write: %s. Training goes on.", type(backend).__name__, error)
+        else:
+            self._failing.discard(backend)
 
     def __enter__(self) -> LogHub:
         return self
@@ -51,7 +63,7 @@ class LogHub:
         failed = error is not None and not isinstance(error, Interrupted)
         failure = "".join(traceback.format_exception(error)) if failed else None
         for backend in self.backends:
-            backend.close(failure)
+            self._call(backend, "close", failure)
         if self._stderr:
             LOGGER.removeHandler(self._stderr)
 

@@ -96,17 +96,21 @@ def test_failed_write_keeps_old_checkpoints_and_the_run(train, tmp_path: Path, m
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a small file system")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
 def test_full_disk_for_real(train, tmp_path: Path, capsys) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     if os.system(f"mount -t tmpfs -o size=700k none {disk} 2>/dev/null") != 0:
         pytest.skip("mounting is not allowed here")
     try:
-        words = ["checkpoint.interval=3", "checkpoint.keep_n=null", "loop.total_steps=60", "log.backends=[terminal]"]
+        backends = "log.backends=[terminal,file,jsonl,tensorboard,plot]"
+        words = ["checkpoint.interval=3", "checkpoint.keep_n=null", "loop.total_steps=90", "log.interval=1", backends]
         assert train(*words, dir=disk) == 0
         output = capsys.readouterr().out
-        assert "No space left on device" in output
+        assert "WAS NOT WRITTEN: rank 0: OSError: [Errno 28] No space left on device" in output
         [run] = list_runs(disk)
+        steps = [record["step"] for record in run.records("train")]
+        assert steps == list(range(1, len(steps) + 1))  # as far as there was room, and no half line
         complete = run.checkpoint_list()
         assert complete
         for checkpoint in complete:
