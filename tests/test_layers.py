@@ -12,21 +12,8 @@ from conftest import ROOT
 
 # Who may import whom: a room may use the rooms to its right and itself. `config.schema` and the leaves are for all.
 LEAVES = {"errors", "imports", "runs", "config.schema"}
-ROOMS = [
-    "cli",
-    "launch",
-    "config",
-    "worker",
-    "kit",
-    "engine",
-    "model_engine",
-    "batch",
-    "checkpoint",
-    "log",
-    "ops",
-    "data",
-]
-ROOMS += ["distributed"]
+ROOMS = ["cli", "launch", "config", "worker", "kit", "engine", "model_engine", "padded", "batch", "checkpoint", "log"]
+ROOMS += ["ops", "data", "distributed"]
 
 
 def imported(file: Path) -> set[str]:

@@ -1,0 +1,280 @@
+"""PackedBatch: the one data format of training. Sequences lie one after the other, with explicit boundaries.
+
+Legend: T tokens, S sequences, N media items, A axes of the positions (mRoPE has 3).
+
+Labels are shifted when a batch is built: `labels[t]` is the token that position t has to predict, inside its own
+sequence, or IGNORE. Nothing later rolls or slices them, so nothing can leak over a boundary. Per-token outputs such as
+log-probs are aligned in the same way: entry t is about `labels[t]`. There is no padding; `padded.py` converts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+
+
+@dataclass(eq=False)
+class Media:
+    """Items of one kind, such as the images of a batch: item i has `rows[i]` rows of `values`."""
+
+    values: Tensor  # (sum of rows, ...), such as flattened patches
+    rows: Tensor  # (N,) int64
+    owner: Tensor  # (N,) int64: the sequence that each item belongs to, never decreasing
+    fields: dict[str, Tensor] = field(default_factory=dict)  # (N, ...) each, such as grids
+
+    def __post_init__(self) -> None:
+        if int(self.rows.sum()) != len(self.values):
+            raise ValueError(f"media rows add up to {int(self.rows.sum())}, but values has {len(self.values)} rows")
+        bad = [name for name, value in self.fields.items() if len(value) != len(self.rows)]
+        if len(self.owner) != len(self.rows) or bad:
+            raise ValueError(f"media has {len(self.rows)} items, but {bad or 'owner'} has another length")
+        if bool((self.owner.diff() < 0).any()):
+            raise ValueError("media items must be in the order of their sequences")
+
+    def select(self, sequences: list[int]) -> Media:
+        """The items of these sequences, which are numbered anew."""
+        items = [(new, i) for new, old in enumerate(sequences) for i in (self.owner == old).nonzero()[:, 0].tolist()]
+        index = torch.tensor([i for _, i in items], dtype=torch.long)
+        parts = self.values.split(self.rows.tolist())
+        values = torch.cat([parts[i] for _, i in items]) if items else self.values[:0]
+        owner = torch.tensor([new for new, _ in items], dtype=torch.long)
+        return Media(values, self.rows[index], owner, {name: value[index] for name, value in self.fields.items()})
+
+
+@dataclass(eq=False)
+class PackedBatch:
+    input_ids: Tensor  # (T,)
+    labels: Tensor  # (T,)
+    position_ids: Tensor  # (T,) or (A, T)
+    cu_seqlens: Tensor  # (S + 1,) int32: sequence s is tokens cu_seqlens[s] to cu_seqlens[s + 1]
+    tokens: dict[str, Tensor] = field(default_factory=dict)  # (T, ...) each: advantages, old log-probs, ...
+    sequences: dict[str, Tensor] = field(default_factory=dict)  # (S, ...) each: rewards, sample ids, ...
+    media: dict[str, Media] = field(default_factory=dict)
+    max_seqlen: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        lengths = self.cu_seqlens.diff()
+        if self.cu_seqlens.dtype != torch.int32 or len(lengths) == 0 or int(self.cu_seqlens[0]) != 0:
+            raise ValueError("cu_seqlens must be int32, begin with 0 and have at least one sequence")
+        if bool((lengths <= 0).any()):
+            raise ValueError(f"sequence {int((lengths <= 0).nonzero()[0])} is empty; leave it out of the batch")
+        total = int(self.cu_seqlens[-1])
+        for name, value in {"input_ids": self.input_ids, "labels": self.labels, **self.tokens}.items():
+            if len(value) != total:
+                raise ValueError(f"{name} has {len(value)} entries for {total} tokens")
+        if self.position_ids.shape[-1] != total:
+            raise ValueError(f"position_ids has {self.position_ids.shape[-1]} entries for {total} tokens")
+        for name, value in self.sequences.items():
+            if len(value) != len(lengths):
+                raise ValueError(f"{name} has {len(value)} entries for {len(lengths)} sequences")
+        self.max_seqlen = int(lengths.max())
+
+    @classmethod
+    def from_sequences(
+        cls,
+        input_ids: list[Tensor],
+        loss_masks: list[Tensor] | None = None,
+        *,
+        position_ids: list[Tensor] | None = None,
+        tokens: dict[str, list[Tensor]] | None = None,
+        sequences: dict[str, Tensor] | None = None,
+        media: dict[str, Media] | None = None,
+    ) -> PackedBatch:
+        """Pack sequences. `loss_masks` mark the tokens to be learned; without them, all but each first one."""
+        masks = loss_masks or [torch.ones_like(ids, dtype=torch.bool) for ids in input_ids]
+        positions = position_ids or [torch.arange(len(ids)) for ids in input_ids]
+        lengths = torch.tensor([0, *map(len, input_ids)])
+        return cls(
+            torch.cat(input_ids),
+            torch.cat([_labels(ids, mask) for ids, mask in zip(input_ids, masks, strict=True)]),
+            torch.cat(positions, dim=-1),
+            lengths.cumsum(0).int(),
+            {name: torch.cat(values) for name, values in (tokens or {}).items()},
+            dict(sequences or {}),
+            dict(media or {}),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.cu_seqlens.diff().long()
+
+    @property
+    def weight(self) -> Tensor:
+        """How many tokens carry loss, as a scalar on the batch's device."""
+        return (self.labels != IGNORE).sum()
+
+    def select(self, sequences: list[int]) -> PackedBatch:
+        """A batch of these sequences, in this order."""
+        starts, lengths = self.cu_seqlens.tolist(), self.lengths.tolist()
+        index = torch.cat([torch.arange(starts[s], starts[s] + lengths[s]) for s in sequences]).to(
+            self.input_ids.device
+        )
+        chosen = torch.tensor(sequences, device=self.input_ids.device)
+        return PackedBatch(
+            self.input_ids[index],
+            self.labels[index],
+            self.position_ids[..., index],
+            torch.tensor([0, *(lengths[s] for s in sequences)]).cumsum(0).int().to(self.cu_seqlens.device),
+            {name: value[index] for name, value in self.tokens.items()},
+            {name: value[chosen] for name, value in self.sequences.items()},
+            {kind: media.select(sequences) for kind, media in self.media.items()},
+        )
+
+    @staticmethod
+    def concat(batches: list[PackedBatch]) -> PackedBatch:
+        """One batch after the other. All must have the same fields."""
+        first = batches[0]
+        for kind in ("tokens", "sequences", "media"):
+            names = [sorted(getattr(batch, kind)) for batch in batches]
+            if any(other != names[0] for other in names):
+                raise ValueError(f"cannot concatenate batches with different {kind}: {names}")
+        shift = torch.tensor([0, *(batch.num_tokens for batch in batches)]).cumsum(0).tolist()
+        ends = [batch.cu_seqlens[1:] + offset for batch, offset in zip(batches, shift, strict=False)]
+        return PackedBatch(
+            torch.cat([batch.input_ids for batch in batches]),
+            torch.cat([batch.labels for batch in batches]),
+            torch.cat([batch.position_ids for batch in batches], dim=-1),
+            torch.cat([first.cu_seqlens[:1], *ends]).int(),
+            {name: torch.cat([batch.tokens[name] for batch in batches]) for name in first.tokens},
+            {name: torch.cat([batch.sequences[name] for batch in batches]) for name in first.sequences},
+            {kind: _concat_media([(b.media[kind], b.num_sequences) for b in batches]) for kind in first.media},
+        )
+
+    def filler(self) -> PackedBatch:
+        """The smallest batch of this kind that trains nothing: one token without a label, no media items."""
+        one = self.select([0])
+        return PackedBatch(
+            one.input_ids[:1],
+            torch.full_like(one.labels[:1], IGNORE),
+            one.position_ids[..., :1],
+            torch.tensor([0, 1], dtype=torch.int32, device=self.cu_seqlens.device),
+            {name: torch.zeros_like(value[:1]) for name, value in one.tokens.items()},
+            {name: torch.zeros_like(value) for name, value in one.sequences.items()},
+            {kind: media.select([]) for kind, media in self.media.items()},
+        )
+
+    def split(self, budget: int, *, costs: list[int] | None = None, at_least: int = 1) -> Split:
+        """Micro-batches that never cost more than `budget`, as few as best-fit packing finds.
+
+        `costs` are the sequences' costs in tokens; without them, their lengths (a caller that counts encoders gives its
+        own). Where there are fewer micro-batches than `at_least`, fillers follow, so that ranks can agree on a number.
+        """
+        sizes = self.lengths.tolist() if costs is None else costs
+        if len(sizes) != self.num_sequences:
+            raise ValueError(f"{len(sizes)} costs were given for {self.num_sequences} sequences")
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        if sizes[largest] > budget:
+            raise ValueError(
+                f"sequence {largest} costs {sizes[largest]} tokens, more than the budget of {budget}: raise the budget "
+                "or shorten the sequence"
+            )
+        bins = best_fit(sizes, budget)
+        parts = [self.select(members) for members in bins]
+        parts += [self.filler() for _ in range(at_least - len(parts))]
+        return Split(parts, bins)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> PackedBatch:
+        """In pinned host memory, from where `to(device, non_blocking=True)` copies while the GPU works."""
+        return self._map(lambda t: t.pin_memory())
+
+    def equals(self, other: PackedBatch) -> bool:
+        """The same fields with the same bits."""
+        mine, theirs = self._tensors(), other._tensors()
+        return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+    def _map(self, change: Any) -> PackedBatch:
+        def moved(media: Media) -> Media:
+            fields = {name: change(value) for name, value in media.fields.items()}
+            return dataclasses.replace(media, values=change(media.values), fields=fields)
+
+        new = object.__new__(PackedBatch)  # checked already; checking again would wait for the device
+        new.__dict__.update(
+            input_ids=change(self.input_ids),
+            labels=change(self.labels),
+            position_ids=change(self.position_ids),
+            cu_seqlens=change(self.cu_seqlens),
+            tokens={name: change(value) for name, value in self.tokens.items()},
+            sequences={name: change(value) for name, value in self.sequences.items()},
+            media={kind: moved(media) for kind, media in self.media.items()},
+            max_seqlen=self.max_seqlen,
+        )
+        return new
+
+    def _tensors(self) -> dict[str, Tensor]:
+        flat = {name: getattr(self, name) for name in ("input_ids", "labels", "position_ids", "cu_seqlens")}
+        flat |= {f"tokens.{name}": value for name, value in self.tokens.items()}
+        flat |= {f"sequences.{name}": value for name, value in self.sequences.items()}
+        for kind, media in self.media.items():
+            flat |= {f"{kind}.values": media.values, f"{kind}.rows": media.rows, f"{kind}.owner": media.owner}
+            flat |= {f"{kind}.{name}": value for name, value in media.fields.items()}
+        return flat
+
+
+@dataclass(frozen=True)
+class Split:
+    """Micro-batches, and how to put what they gave back into the order of the batch they came from."""
+
+    parts: list[PackedBatch]  # fillers, if any, come last
+    members: list[list[int]]  # the sequences of each part that is no filler
+
+    def merge_tokens(self, outputs: list[Tensor]) -> Tensor:
+        """One (T_part, ...) tensor for each part -> (T, ...) in the original order; fillers' outputs are left out."""
+        pieces: dict[int, Tensor] = {}
+        for members, part, output in zip(self.members, self.parts, outputs, strict=False):
+            pieces |= dict(zip(members, output.split(part.lengths.tolist()), strict=True))
+        return torch.cat([pieces[s] for s in sorted(pieces)])
+
+    def merge_sequences(self, outputs: list[Tensor]) -> Tensor:
+        """One (S_part, ...) tensor for each part -> (S, ...) in the original order."""
+        order = [s for members in self.members for s in members]
+        together = torch.cat([output for _, output in zip(self.members, outputs, strict=False)])
+        return together[torch.tensor(order).argsort().to(together.device)]
+
+
+def best_fit(sizes: list[int], budget: int) -> list[list[int]]:
+    """Best-fit decreasing: each item into the fullest bin that still has room. Bins list their items in order."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        fits = [b for b in range(len(bins)) if room[b] >= sizes[item]]
+        if fits:
+            best = min(fits, key=room.__getitem__)
+            bins[best].append(item)
+            room[best] -= sizes[item]
+        else:
+            bins.append([item])
+            room.append(budget - sizes[item])
+    return [sorted(members) for members in bins]
+
+
+def _labels(input_ids: Tensor, loss_mask: Tensor) -> Tensor:
+    labels = torch.full_like(input_ids, IGNORE)
+    labels[:-1] = torch.where(loss_mask[1:].bool(), input_ids[1:], IGNORE)
+    return labels
+
+
+def _concat_media(parts: list[tuple[Media, int]]) -> Media:
+    before = torch.tensor([0, *(sequences for _, sequences in parts)]).cumsum(0).tolist()
+    return Media(
+        torch.cat([media.values for media, _ in parts]),
+        torch.cat([media.rows for media, _ in parts]),
+        torch.cat([media.owner + offset for (media, _), offset in zip(parts, before, strict=False)]),
+        {name: torch.cat([media.fields[name] for media, _ in parts]) for name in parts[0][0].fields},
+    )

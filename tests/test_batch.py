@@ -1,0 +1,190 @@
+"""PackedBatch: nothing lost, nothing leaked, never over budget."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvp_engine.batch import IGNORE, Media, PackedBatch, best_fit
+from mvp_engine.padded import PROMPT_LENS, about_tokens, from_padded, from_responses, responses, to_padded
+
+
+def make(lengths: list[int], seed: int = 0, axes: int = 0) -> PackedBatch:
+    """Random sequences with every kind of field; sequence s has s % 3 images of 1 to 4 patches."""
+    g = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(100, (n,), generator=g) for n in lengths]
+    owner = torch.tensor([s for s in range(len(lengths)) for _ in range(s % 3)], dtype=torch.long)
+    rows = torch.randint(1, 5, (len(owner),), generator=g)
+    images = Media(torch.randn(int(rows.sum()), 2, generator=g), rows, owner, {"grid": torch.rand(len(owner), 3)})
+    positions = [torch.randint(9, (axes, n), generator=g) for n in lengths] if axes else None
+    return PackedBatch.from_sequences(
+        ids,
+        [torch.rand(n, generator=g) < 0.6 for n in lengths],
+        position_ids=positions,
+        tokens={"advantage": [torch.randn(n, generator=g) for n in lengths]},
+        sequences={"id": torch.arange(len(lengths)), "reward": torch.randn(len(lengths), generator=g)},
+        media={"image": images},
+    )
+
+
+some_lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+
+
+@given(some_lengths, st.integers(0, 99))
+@settings(deadline=None)
+def test_labels_never_cross_a_boundary(lengths: list[int], seed: int) -> None:
+    batch = make(lengths, seed)
+    starts = batch.cu_seqlens.tolist()
+    for begin, end in pairwise(starts):
+        assert batch.labels[end - 1] == IGNORE
+        for t in range(begin, end - 1):
+            assert batch.labels[t] in (IGNORE, batch.input_ids[t + 1])
+
+
+@given(some_lengths, st.integers(40, 90), st.integers(1, 20), st.integers(0, 3))
+@settings(deadline=None)
+def test_split_never_exceeds_the_budget_and_its_order_is_restorable(
+    lengths: list[int], budget: int, at_least: int, axes: int
+) -> None:
+    batch = make(lengths, axes=axes)
+    split = batch.split(budget, at_least=at_least)
+    assert all(part.num_tokens <= budget for part in split.parts)
+    assert len(split.parts) >= at_least
+    fillers = split.parts[len(split.members) :]
+    assert all(int(part.weight) == 0 and part.num_tokens == 1 for part in fillers)
+    assert sum(int(part.weight) for part in split.parts) == int(batch.weight)
+    real = split.parts[: len(split.members)]
+    order = [s for members in split.members for s in members]
+    restored = PackedBatch.concat(real).select([order.index(s) for s in range(len(lengths))])
+    assert restored.equals(batch)
+    assert torch.equal(split.merge_tokens([part.input_ids for part in split.parts]), batch.input_ids)
+    assert torch.equal(split.merge_sequences([part.sequences["id"] for part in split.parts]), batch.sequences["id"])
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=200))
+@settings(deadline=None)
+def test_best_fit_is_close_to_the_fewest_bins(sizes: list[int]) -> None:
+    bins = best_fit(sizes, 1000)
+    assert sorted(i for members in bins for i in members) == list(range(len(sizes)))
+    assert all(sum(sizes[i] for i in members) <= 1000 for members in bins)
+    assert len(bins) <= 11 / 9 * -(-sum(sizes) // 1000) * 1.5 + 1
+
+
+def test_costs_of_media_count_against_the_budget() -> None:
+    batch = make([10, 10, 10])
+    assert [len(m) for m in batch.split(30, costs=[25, 5, 20]).members] == [2, 1]
+    with pytest.raises(ValueError, match="sequence 1 costs 31 tokens, more than the budget of 30"):
+        batch.split(30, costs=[1, 31, 1])
+
+
+def test_media_follow_their_sequences() -> None:
+    batch = make([3, 4, 5, 6, 7])  # images: none, 1, 2, none, 1
+    part = batch.select([4, 0, 2])
+    images = part.media["image"]
+    assert images.owner.tolist() == [0, 2, 2]
+    old = batch.media["image"]
+    patches = old.values.split(old.rows.tolist())
+    assert torch.equal(images.values, torch.cat([patches[3], patches[1], patches[2]]))
+    assert torch.equal(images.fields["grid"], old.fields["grid"][[3, 1, 2]])
+    assert batch.select([0, 3]).media["image"].values.shape == (0, 2)
+
+
+@pytest.mark.parametrize("axes", [0, 3])
+def test_pickle_and_move_keep_everything(axes: int) -> None:
+    batch = make([3, 9, 2], axes=axes)
+    assert pickle.loads(pickle.dumps(batch)).equals(batch)
+    assert batch.to("cpu").equals(batch)
+    moved = batch.to("meta")
+    assert moved.tokens["advantage"].is_meta
+    assert moved.media["image"].values.is_meta
+    assert moved.max_seqlen == 9
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    ids, ends = torch.arange(5), torch.tensor([0, 2, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match="labels has 4 entries for 5 tokens"):
+        PackedBatch(ids, ids[:4], ids, ends)
+    with pytest.raises(ValueError, match="old has 3 entries for 5 tokens"):
+        PackedBatch(ids, ids, ids, ends, tokens={"old": ids[:3]})
+    with pytest.raises(ValueError, match="reward has 3 entries for 2 sequences"):
+        PackedBatch(ids, ids, ids, ends, sequences={"reward": ids[:3]})
+    with pytest.raises(ValueError, match="sequence 1 is empty"):
+        PackedBatch(ids, ids, ids, torch.tensor([0, 5, 5], dtype=torch.int32))
+    with pytest.raises(ValueError, match="int32"):
+        PackedBatch(ids, ids, ids, torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match="different tokens"):
+        PackedBatch.concat([make([2]), PackedBatch(ids, ids, ids, ends)])
+    with pytest.raises(ValueError, match="add up to 3, but values has 4 rows"):
+        Media(torch.zeros(4, 2), torch.tensor([1, 2]), torch.tensor([0, 0]))
+
+
+def padded_batch(prompts: list[int], answers: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
+    """`[pad, prompt, response, pad]` rows, with a field of R columns and one of L columns."""
+    g = torch.Generator().manual_seed(seed)
+    p, r = max(prompts), max(answers)
+    column = torch.arange(p + r)
+    begin = torch.tensor([p - n for n in prompts])[:, None]
+    end = torch.tensor([p + n for n in answers])[:, None]
+    mask = (column >= begin) & (column < end)
+    return {
+        "input_ids": torch.where(mask, torch.randint(1, 50, mask.shape, generator=g), 0),
+        "attention_mask": mask.long(),
+        "old": torch.where(mask[:, p:], torch.randn(len(prompts), r, generator=g), 0.0),
+        "wide": torch.where(mask[..., None], torch.randn(*mask.shape, 2, generator=g), 0.0),
+    }
+
+
+prompts_and_answers = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6)
+
+
+@given(prompts_and_answers, st.integers(0, 99))
+@settings(deadline=None)
+def test_padded_to_packed_and_back_is_exact(pairs: list[tuple[int, int]], seed: int) -> None:
+    prompts, answers = [p for p, _ in pairs], [a for _, a in pairs]
+    padded = padded_batch(prompts, answers, seed)
+    fields = {"old": padded["old"], "wide": padded["wide"]}
+    batch = from_padded(padded["input_ids"], padded["attention_mask"], response_length=max(answers), tokens=fields)
+    assert batch.sequences[PROMPT_LENS].tolist() == prompts
+    again = to_padded(batch)
+    assert torch.equal(again["input_ids"], padded["input_ids"])
+    assert torch.equal(again["attention_mask"], padded["attention_mask"])
+    assert torch.equal(again["wide"], padded["wide"])
+    assert torch.equal(again["old"][:, max(prompts) :], padded["old"])
+    assert int(batch.weight) == sum(answers)
+    back = from_padded(
+        again["input_ids"],
+        again["attention_mask"],
+        response_length=max(answers),
+        tokens={name: again[name] for name in fields},
+        position_ids=again["position_ids"],
+    )
+    assert back.equals(batch)
+
+
+@given(prompts_and_answers)
+@settings(deadline=None)
+def test_values_about_responses_shift_inside_their_sequence(pairs: list[tuple[int, int]]) -> None:
+    padded = padded_batch([p for p, _ in pairs], [a for _, a in pairs])
+    length = padded["old"].shape[1]
+    batch = from_padded(padded["input_ids"], padded["attention_mask"], response_length=length)
+    packed = from_responses(padded["old"], batch)
+    assert torch.equal(responses(packed, batch), padded["old"])
+    assert torch.equal(packed != 0, (batch.labels != IGNORE) & (packed != 0))  # nothing where nothing is predicted
+    # The labels themselves, read as values about tokens, are the tokens of the responses.
+    own = about_tokens(torch.where(batch.labels == IGNORE, 0, batch.labels), batch)
+    assert torch.equal(own, torch.where(own != 0, batch.input_ids, 0))
+
+
+def test_padding_that_cannot_be_taken_out_is_refused() -> None:
+    ids = torch.ones(2, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="row 1: attention_mask has a hole"):
+        from_padded(ids, torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0]]))
+    with pytest.raises(ValueError, match="row 0 has no token"):
+        from_padded(ids, torch.tensor([[0, 0, 0, 0], [1, 1, 1, 0]]))
+    with pytest.raises(ValueError, match="old has 3 columns; it must have 4 or response_length=2"):
+        from_padded(ids, ids, response_length=2, tokens={"old": torch.zeros(2, 3)})
