@@ -1,0 +1,82 @@
+"""Real architectures, tiny and random: packed equals one by one, per token and per parameter, to 1e-5."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import FAMILIES, REFUSED, config_of
+
+from mvp_engine.batch import PackedBatch
+from mvp_engine.errors import UserError
+from mvp_engine.model_engine.packed import LanguageModel, PackedModel, ValueModel, check_packing
+
+LENGTHS = [7, 1, 12, 5]
+
+
+def sequences() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    g = torch.Generator().manual_seed(2)
+    return [torch.randint(99, (n,), generator=g) for n in LENGTHS], [torch.rand(n, generator=g) < 0.8 for n in LENGTHS]
+
+
+def gradients(model: PackedModel) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_equals_one_by_one(name: str) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel.from_config(config_of(name), chunk=10).eval()  # some have dropout by default
+    check_packing(model)
+    ids, masks = sequences()
+    alone: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": []}
+    for i, mask in zip(ids, masks, strict=True):
+        one = model(PackedBatch.from_sequences([i], [mask]), ["log_probs", "entropy"])
+        (one["log_probs"].sum() - 0.1 * one["entropy"].sum()).backward()
+        for key, values in alone.items():
+            values.append(one[key].detach())
+    expected = {key: value.clone() for key, value in gradients(model).items()}
+    model.zero_grad()
+    packed = model(PackedBatch.from_sequences(ids, masks), ["log_probs", "entropy"])
+    (packed["log_probs"].sum() - 0.1 * packed["entropy"].sum()).backward()
+    for key, values in alone.items():
+        assert torch.allclose(packed[key], torch.cat(values), rtol=1e-5, atol=1e-5), key
+    assert gradients(model).keys() == expected.keys()
+    for key, value in gradients(model).items():
+        assert torch.allclose(value, expected[key], rtol=1e-5, atol=1e-5), key
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_ignore_boundaries_are_refused_by_name(name: str) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel.from_config(config_of(name))
+    with pytest.raises(UserError, match=f"{name} cannot be trained on packed sequences"):
+        check_packing(model)
+
+
+def test_an_unknown_step_before_the_logits_is_noticed() -> None:
+    model = LanguageModel.from_config(config_of("gemma2"))
+    model.softcap = None
+    with torch.no_grad():
+        model.hf.get_input_embeddings().weight *= 300  # so that the cap matters
+    with pytest.raises(UserError, match="differ from those of transformers' own forward"):
+        check_packing(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_moe"])
+def test_value_model_gives_one_number_per_token_packed_or_not(name: str) -> None:
+    torch.manual_seed(0)
+    model = ValueModel.from_config(config_of(name))
+    check_packing(model)
+    ids, _ = sequences()
+    values = model(PackedBatch.from_sequences(ids), ["values"])["values"]
+    alone = torch.cat([model(PackedBatch.from_sequences([i]), ["values"])["values"] for i in ids])
+    assert values.shape == (sum(LENGTHS),)
+    assert torch.allclose(values, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_outputs_are_asked_for_by_name() -> None:
+    model = LanguageModel.from_config(config_of("llama"))
+    batch = PackedBatch.from_sequences(sequences()[0])
+    assert set(model(batch, ["hidden_states", "entropy"])) == {"hidden_states", "entropy"}
+    with pytest.raises(ValueError, match="LanguageModel does not give \\['values'\\]; it gives log_probs, entropy"):
+        model(batch, ["values"])
