@@ -53,7 +53,6 @@ def launch(config_file: str, overrides: list[str]) -> int:
 
 def _run(composed: Composed, world: World) -> int:
     config = composed.config
-    _check_layout(config, world.size)
     start = _agree_on_start(config, world)
     engine = composed.engine_class(config, world, start.run, start.checkpoint, start.message)
     status = "failed"
@@ -105,14 +104,6 @@ def _check_workflow(engine_class: type[Engine], name: str) -> None:
     known = workflows(engine_class)
     if name not in known:
         raise UserError(f"workflow={name}: {engine_class.__name__} has no such workflow; it has: {', '.join(known)}")
-
-
-def _check_layout(config: Config, size: int) -> None:
-    if config.parallel.replicate not in (-1, size):
-        raise UserError(
-            f"parallel.replicate={config.parallel.replicate}, but {size} process(es) were started. "
-            f"Start {config.parallel.replicate} (torchrun --nproc_per_node), or set parallel.replicate=-1."
-        )
 
 
 def _make_deterministic(wanted: bool) -> None:

@@ -81,6 +81,8 @@ class Checkpoint(Section):
 
 class Parallel(Section):
     replicate: Literal[-1] | Count
+    shard: Count
+    sequence: Count
     timeout: Positive
 
 

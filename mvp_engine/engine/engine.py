@@ -32,7 +32,8 @@ from mvp_engine.data import (
     seed_everything,
     set_rng_state,
 )
-from mvp_engine.distributed import World
+from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.sharding import shard_model
 from mvp_engine.engine.context import StepContext
 from mvp_engine.engine.feed import Feed
 from mvp_engine.engine.guard import SkipGuard
@@ -56,6 +57,7 @@ class Engine:
         self.config, self.world, self.run, self.checkpoint = config, world, run, checkpoint
         self.greeting = greeting  # how this launch came to its run and checkpoint; the first line of the log
         self.device = world.device
+        self.layout = Layout.of(world, config.parallel)
         self.logger = logging.getLogger("mvp_engine")
         self.step = 0  # optimizer steps made
         self.epoch = 0  # passes over the data, the current one not counted
@@ -121,8 +123,8 @@ class Engine:
             dataset,
             micro_batch_size=data.micro_batch_size,
             global_batch_size=self.global_batch_size if training else None,
-            rank=self.world.rank,
-            world_size=self.world.size,
+            rank=self.layout.data_rank,
+            world_size=self.layout.data_size,
             seed=self.config.seed,
             shuffle=training,
             collate_fn=collate_fn,
@@ -152,7 +154,7 @@ class Engine:
         if config.loop.total_steps is None and config.loop.epochs is None:
             raise UserError("how long to train? Set loop.total_steps or loop.epochs")
         self._training = True
-        accumulation = accumulation_steps(self.global_batch_size, config.data.micro_batch_size, self.world.size)
+        accumulation = accumulation_steps(self.global_batch_size, config.data.micro_batch_size, self.layout.data_size)
         seed_everything(derived_seed(config.seed, "data"))
         self.feed = Feed(self._loader("train"), accumulation, self.world)
         self.total_steps = self._planned_steps()
@@ -160,7 +162,7 @@ class Engine:
         optimizer = self.prepare_optimizer(model)
         scheduler = self.prepare_scheduler(optimizer)
         self.model_engine = ModuleEngine(
-            model, self.world, optimizer, scheduler, config.loop.precision, config.loop.clip_grad_norm
+            model, self.layout, optimizer, scheduler, config.loop.precision, config.loop.clip_grad_norm
         )
         self.guard = SkipGuard(config.guard, self.run.dir, self.world.rank)
         self.meter = Meter(self.world, self.global_batch_size)
@@ -209,7 +211,7 @@ class Engine:
 
     @property
     def global_batch_size(self) -> int:
-        return self.config.data.global_batch_size or self.config.data.micro_batch_size * self.world.size
+        return self.config.data.global_batch_size or self.config.data.micro_batch_size * self.layout.data_size
 
     def save(self, best: bool = False, wait: bool = False) -> None:
         """Write a checkpoint of this moment, unless there is one already."""
@@ -271,12 +273,13 @@ class Engine:
         if self._eval_loader is None:
             self._eval_loader = self._loader("eval")
         outside = rng_state()  # an evaluation leaves no trace in the training
-        ctx = StepContext(self.step, self.epoch, "eval", MetricStore(self.world))
+        ctx, aside = (StepContext(self.step, self.epoch, "eval", MetricStore(self.world)) for _ in range(2))
         batches = 0
         with self.model_engine.eval_mode():
-            for micro_batch in islice(self._eval_loader, self.config.loop.eval_batches):
-                self.model_engine.infer_batch(micro_batch, partial(self.eval_step, ctx))
-                batches += 1
+            limited = islice(self._eval_loader, self.config.loop.eval_batches)
+            for micro_batch, counts in self.model_engine.in_step(limited):
+                self.model_engine.infer_batch(micro_batch, partial(self.eval_step, ctx if counts else aside))
+                batches += counts
         set_rng_state(outside)
         if not any(self.world.any(batches > 0)):
             raise UserError("the eval loader gave no batch; check what prepare_dataloader('eval') returns")
@@ -304,7 +307,7 @@ class Engine:
 
     def before_evaluate(self) -> None:
         """The model with the checkpoint's weights, ready for `evaluate` or for a workflow of your own."""
-        self.model_engine = ModuleEngine(self._build_model(), self.world, precision=self.config.loop.precision)
+        self.model_engine = ModuleEngine(self._build_model(), self.layout, precision=self.config.loop.precision)
         if self.checkpoint:
             shared = checkpoint_state.restore(self.checkpoint, self.model, None, self.world.host_group).shared
             self.step, self.epoch = shared["step"], shared["feed"]["epoch"]
@@ -321,6 +324,8 @@ class Engine:
         seed_everything(derived_seed(self.config.seed, "model"))
         self.model = self.prepare_model().to(self.device)
         self.world.same_everywhere([*self.model.parameters(), *self.model.buffers()])
+        if self.layout.shard_mesh is not None:
+            shard_model(self.model, self.layout.shard_mesh)
         return self.model
 
     def _loader(self, split: str) -> Iterable[Any]:
@@ -374,5 +379,5 @@ class Engine:
         return (
             f"{trained:,}{of} parameters train, {where}; "
             f"steps {self.step} to {self.total_steps or '?'}; {self.global_batch_size} samples a step = "
-            f"{data.micro_batch_size} x {self.world.size} rank(s) x {accumulation} micro-batch(es)"
+            f"{data.micro_batch_size} x {self.layout.data_size} data rank(s) x {accumulation} micro-batch(es)"
         )

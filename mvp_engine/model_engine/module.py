@@ -1,4 +1,4 @@
-"""A plain `nn.Module`, replicated on every rank: the model engine that needs no ceremony.
+"""A plain `nn.Module`, replicated or sharded over the ranks: the model engine that needs no ceremony.
 
 It owns the numbers of a step: sum the losses and weights of all micro-batches and ranks, divide once, clip, update,
 move the schedule. Whether a step was finite is decided on the device, equally on every rank. The host learns of it one
@@ -8,16 +8,18 @@ step later on a GPU (`settle`), so it never waits for a step that the GPU is sti
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from mvp_engine.distributed import GradientReducer, World
+from mvp_engine.distributed import GradientReducer, Layout
+from mvp_engine.distributed.sharding import sharded_modules
 from mvp_engine.log.metrics import device_scalar
 
 ForwardStep = Callable[[Any], tuple[Tensor, Tensor | float]]
@@ -69,23 +71,26 @@ class ModuleEngine:
     def __init__(
         self,
         model: nn.Module,
-        world: World,
+        layout: Layout,
         optimizer: torch.optim.Optimizer | None = None,  # None: for inference only
         scheduler: LRScheduler | None = None,
         precision: str = "fp32",
         clip_grad_norm: float | None = None,
     ) -> None:
-        self.model, self.world = model, world
+        self.model, self.layout, self.world = model, layout, layout.world
         self.dtype, self.clip_grad_norm = DTYPES[precision], clip_grad_norm
         self.rates: dict[str, float] = {}  # the learning rates of the last update
+        self.sharded = list(sharded_modules(model))
+        self._filler: Any = None  # the last micro-batch seen, for passes in which only other ranks have one
         if optimizer is None or scheduler is None:
             return
         self.optimizer, self.scheduler = optimizer, scheduler
         self.params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self.reducer = GradientReducer(self.params, world.host_group) if world.host_group else None
-        self.scale = LossScale(world.device) if precision == "fp16" else None
+        host_group = self.world.host_group
+        self.reducer = GradientReducer(self.params, host_group) if host_group and not self.sharded else None
+        self.scale = LossScale(self.world.device) if precision == "fp16" else None
         # Fused optimizers skip a step by themselves when this flag is set, so the host need not read it first.
-        self._device_skip = world.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._device_skip = self.world.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._outcomes: list[Outcome] = []
 
@@ -99,16 +104,58 @@ class ModuleEngine:
     def forward_backward_batch(self, micro_batches: list[Any], forward_step: ForwardStep) -> Tensor:
         """Add the gradients of the summed loss; gives [loss_sum, weight] of this rank, on the device."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        for index, micro_batch in enumerate(micro_batches):
+        rounds = self._rounds(micro_batches)
+        for index, (micro_batch, counts) in enumerate(rounds):
             with self.autocast():
                 loss_sum, weight = _checked(forward_step(self._on_device(micro_batch)))
-            totals += torch.stack([loss_sum.detach().double(), device_scalar(weight, self.world.device)])
-            if self.reducer and index == len(micro_batches) - 1:
-                self.reducer.arm()
+            if counts:
+                totals += torch.stack([loss_sum.detach().double(), device_scalar(weight, self.world.device)])
+            else:
+                loss_sum = loss_sum.nan_to_num(0.0, 0.0, 0.0) * 0.0
+            self._before_backward(last=index == len(rounds) - 1)
             (loss_sum * self.scale.value if self.scale else loss_sum).backward()
         if self.reducer:
             self.reducer.finish()
         return totals
+
+    def _rounds(self, micro_batches: list[Any]) -> list[tuple[Any, bool]]:
+        """The micro-batches, each with whether it counts."""
+        rounds = [(micro_batch, True) for micro_batch in micro_batches]
+        if not self.sharded:
+            return rounds
+        most = max(self.world.all_gather(len(micro_batches)))
+        filler = self._filler_like(micro_batches) if most else None
+        return rounds + [(filler, False)] * (most - len(rounds))
+
+    def in_step(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+        """All micro-batches of all ranks, for an evaluation; each with whether it counts on this rank."""
+        for micro_batch in micro_batches:
+            if self.sharded:
+                self.world.any(True)
+                self._filler_like([micro_batch])
+            yield micro_batch, True
+        while self.sharded and self.world.any(False)[0]:
+            yield self._filler_like([]), False
+
+    def _filler_like(self, micro_batches: list[Any]) -> Any:
+        """A micro-batch for a pass that does not count; all ranks ask at the same time.
+
+        Sharded ranks gather parameters from each other in every pass, so all make the same number of passes. A rank
+        that never had a micro-batch of its own gets another's.
+        """
+        if micro_batches:
+            self._filler = micro_batches[-1]
+        if self.world.any(self._filler is None)[0]:
+            self._filler = next(found for found in self.world.all_gather(self._filler) if found is not None)
+        return self._filler
+
+    def _before_backward(self, last: bool) -> None:
+        """Gradients travel during the last backward of a step only."""
+        if self.reducer and last:
+            self.reducer.arm()
+        for module in self.sharded[:1]:  # the root tells the others
+            module.set_requires_gradient_sync(last)
+            module.set_is_last_backward(last)
 
     def optimizer_zero_grad(self) -> None:
         if self.reducer:
@@ -122,12 +169,13 @@ class ModuleEngine:
         loss_sum, weight = self._over_ranks(totals)
         grads = [p.grad for p in self.params if p.grad is not None]
         divisor = weight * self.scale.value if self.scale else weight
-        norm = torch.nn.utils.get_total_norm(grads, foreach=True).to(divisor.device).double() / divisor
+        norm = total_norm(grads).to(divisor.device) / divisor
         factor = 1.0 / divisor
         if self.clip_grad_norm is not None:
             factor = factor * (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        if grads:
-            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        if local:
+            torch._foreach_mul_(local, factor.to(local[0].dtype))
         self.rates = self._learning_rates()
         code = (~loss_sum.isfinite()) * BAD_LOSS + (weight <= 0) * NO_WEIGHT + (~norm.isfinite()) * BAD_GRADIENT
         self._update(code)
@@ -233,11 +281,24 @@ class ModuleEngine:
         return micro_batch if self.world.device.type == "cpu" else to_device(micro_batch, self.world.device)
 
     def _over_ranks(self, totals: Tensor) -> Tensor:
+        """Summed over data: ranks that share a sequence have the same numbers, which count once."""
         if self.world.size == 1:
             return totals
-        totals = totals.clone()
+        totals = totals / self.layout.sequence
         dist.all_reduce(totals)
         return totals
+
+
+def total_norm(grads: list[Tensor]) -> Tensor:
+    """The norm of all gradients together, in float64, whole on every rank, whatever meshes they are sharded over."""
+    groups: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None, []).append(grad)
+    squares = []
+    for members in groups.values():
+        norm = torch.nn.utils.get_total_norm(members, foreach=True)
+        squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square())
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.config.schema import Optim
-from mvp_engine.distributed import World
+from mvp_engine.distributed import Layout, World
 from mvp_engine.model_engine import ModuleEngine
 from mvp_engine.model_engine.module import LossScale, to_device
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler, lr_factor
@@ -38,7 +38,8 @@ def engine(world: World = ALONE, **options: Any) -> ModuleEngine:
     torch.manual_seed(3)
     model = Net()
     optimizer = build_optimizer(model, OPTIM)
-    return ModuleEngine(model, world, optimizer, build_scheduler(optimizer, OPTIM, 10), **options)
+    scheduler = build_scheduler(optimizer, OPTIM, 10)
+    return ModuleEngine(model, Layout(world, replicate=world.size), optimizer, scheduler, **options)
 
 
 def batches(count: int) -> list[dict[str, Any]]:

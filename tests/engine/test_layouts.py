@@ -1,0 +1,80 @@
+"""One model on many layouts: the losses of one rank, and checkpoints that any layout reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MAGIC, TINY, losses, read_metrics
+
+from mvp_engine.checkpoint import storage
+from mvp_engine.distributed import Layout, World
+from mvp_engine.errors import EXIT_INTERRUPTED, UserError
+from mvp_engine.runs import list_runs
+
+SHARDED = [(2, 1, 2), (4, 1, 4), (4, 2, 2)]  # ranks, replicate, shard
+
+
+@pytest.mark.parametrize(("ranks", "replicate", "shard"), SHARDED)
+@pytest.mark.parametrize("config", [TINY, MAGIC], ids=["tiny", "magic"])
+def test_sharded_ranks_give_the_losses_of_one(
+    request, train, tmp_path: Path, config: Path, ranks: int, replicate: int, shard: int
+) -> None:
+    words = ["loop.total_steps=8", "log.interval=1", "log.backends=[jsonl]", "checkpoint.interval=null"]
+    words += ["loop.eval_interval=4", "data.global_batch_size=16"]
+    words += ["task.eval_problems=17"] if config == MAGIC else []  # which no number of ranks divides
+    assert train(*words, "data.micro_batch_size=16", config=config, dir=tmp_path / "one") == 0
+    pool = request.getfixturevalue(f"ranks{ranks}")
+    layout = [f"parallel.replicate={replicate}", f"parallel.shard={shard}", "data.micro_batch_size=2"]
+    assert pool.launch(config, *words, *layout, f"project.dir={tmp_path / 'many'}") == [0] * ranks
+    for split in ("train", "eval"):
+        one, many = read_metrics(tmp_path / "one", split), read_metrics(tmp_path / "many", split)
+        assert len(one) == len(many) > 1
+        for a, b in zip(one, many, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5), (split, a["step"])
+            assert a.get("grad_norm", 0) == pytest.approx(b.get("grad_norm", 0), rel=1e-4)
+
+
+def test_a_run_goes_on_over_layouts(train, ranks2, ranks4, tmp_path: Path) -> None:
+    words = ["log.interval=3", "data.micro_batch_size=2"]
+    assert train(*words, dir=tmp_path / "straight") == 0
+    cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}", "tiny.fault=sigterm"]
+    assert ranks4.launch(TINY, *cut, "parallel.shard=2", "tiny.fault_step=3") == [EXIT_INTERRUPTED] * 4
+    assert ranks2.launch(TINY, *cut, "parallel.shard=2", "tiny.fault_step=5") == [EXIT_INTERRUPTED] * 2
+    assert ranks2.launch(TINY, *cut, "tiny.fault_step=7") == [EXIT_INTERRUPTED] * 2
+    assert ranks4.launch(TINY, *cut, "parallel.shard=4", "tiny.fault_step=9") == [EXIT_INTERRUPTED] * 4
+    assert train(*cut, "tiny.fault=null", dir=tmp_path / "cut") == 0
+    assert losses(tmp_path / "straight") == pytest.approx(losses(tmp_path / "cut"), rel=1e-5)
+
+
+def test_sharded_resume_is_bit_equal(ranks2, tmp_path: Path) -> None:
+    words = ["tiny.dropout=0.3", "log.interval=3", "parallel.shard=2", "data.micro_batch_size=2"]
+    assert ranks2.launch(TINY, *words, f"project.dir={tmp_path / 'straight'}") == [0, 0]
+    cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
+    assert ranks2.launch(TINY, *cut, "tiny.fault=sigterm", "tiny.fault_step=4") == [EXIT_INTERRUPTED] * 2
+    assert ranks2.launch(TINY, *cut) == [0, 0]
+    assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
+
+
+def test_each_rank_writes_its_own_shards(ranks2, tmp_path: Path) -> None:
+    words = ["loop.total_steps=2", "parallel.shard=2", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
+    assert ranks2.launch(TINY, *words) == [0, 0]
+    [run] = list_runs(tmp_path)
+    checkpoint = run.checkpoint_list()[-1]
+    entries = storage.entries(checkpoint)
+    assert len(entries["model.0.weight"].chunks) == 2
+    assert len(entries["optim.0.weight.exp_avg"].chunks) == 2
+    whole = torch.empty(16, 4)
+    storage.read(checkpoint, {"model.0.weight": whole}, None)
+    assert bool(whole.isfinite().all())
+
+
+@pytest.mark.parametrize("words", [{"shard": 3}, {"replicate": 2, "shard": 4}, {"sequence": 8}])
+def test_layouts_that_do_not_multiply_are_explained(words: dict[str, int]) -> None:
+    from mvp_engine.config.schema import Parallel
+
+    four = World(0, 4, 0, 4, torch.device("cpu"))
+    config = Parallel(**{"replicate": -1, "shard": 1, "sequence": 1, "timeout": 60.0, **words})
+    with pytest.raises(UserError, match="do not multiply to the 4 process"):
+        Layout.of(four, config)
