@@ -45,6 +45,7 @@ from mvp_engine.log import LogHub, MetricStore
 from mvp_engine.log.backends import RunInfo
 from mvp_engine.model_engine import ModuleEngine, StepNumbers
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler
+from mvp_engine.model_engine.packed import PackedModel
 from mvp_engine.runs import Run
 
 
@@ -63,7 +64,7 @@ class Engine:
         self.epoch = 0  # passes over the data, the current one not counted
         self.total_steps: int | None = None
         self.best: dict[str, Any] | None = None  # the best evaluation: metric, value, step
-        self.metrics = MetricStore(world)
+        self.metrics = self._metric_store()
         self._saved_at = self._evaluated_at = -1
         self._stopped = False
         self._training = False
@@ -273,7 +274,7 @@ class Engine:
         if self._eval_loader is None:
             self._eval_loader = self._loader("eval")
         outside = rng_state()  # an evaluation leaves no trace in the training
-        ctx, aside = (StepContext(self.step, self.epoch, "eval", MetricStore(self.world)) for _ in range(2))
+        ctx, aside = (StepContext(self.step, self.epoch, "eval", self._metric_store()) for _ in range(2))
         batches = 0
         with self.model_engine.eval_mode():
             limited = islice(self._eval_loader, self.config.loop.eval_batches)
@@ -316,6 +317,9 @@ class Engine:
         if not self.checkpoint:
             self.logger.warning("no checkpoint is loaded: the weights are those of prepare_model()")
 
+    def _metric_store(self) -> MetricStore:
+        return MetricStore(self.world, counts=self.layout.sequence_rank == 0)
+
     def _settle(self) -> None:
         self.model_engine.settle()
         self.guard.take(self.model_engine.take_outcomes(), self.feed)
@@ -324,6 +328,10 @@ class Engine:
         seed_everything(derived_seed(self.config.seed, "model"))
         self.model = self.prepare_model().to(self.device)
         self.world.same_everywhere([*self.model.parameters(), *self.model.buffers()])
+        if self.layout.sequence_group is not None:
+            if not isinstance(self.model, PackedModel):
+                raise UserError(f"parallel.sequence > 1 needs a packed model; {type(self.model).__name__} is none")
+            self.model.share_sequences(self.layout.sequence_group)
         if self.layout.shard_mesh is not None:
             shard_model(self.model, self.layout.shard_mesh)
         return self.model

@@ -16,8 +16,9 @@ Sums = dict[str, list[float]]  # "mean/<name>" or "total/<name>" -> [sum, weight
 class MetricStore:
     """Weighted means and totals. Adding a tensor never waits for the device; a non-finite value is left out."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, counts: bool = True) -> None:
         self.world = world
+        self.counts = counts  # False on a rank whose data another rank has too
         self._host: Sums = {}
         self._device: dict[str, Tensor] = {}
         self.resumed = False  # holds a part that an earlier process added
@@ -83,6 +84,8 @@ class MetricStore:
         self.resumed = not self.empty
 
     def _read(self) -> Sums:
+        if not self.counts:
+            return {}
         sums = {name: list(pair) for name, pair in self._host.items()}
         if self._device:
             rows = torch.stack(list(self._device.values())).tolist()  # the one wait for the device

@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mvp_engine.batch import PackedBatch
+from mvp_engine.distributed.sequence import SequenceShard, check_heads
 from mvp_engine.errors import UserError
 from mvp_engine.ops import attention
 from mvp_engine.ops.linear_cross_entropy import linear_log_probs
@@ -36,30 +38,46 @@ class PackedModel(nn.Module):
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.hf = backbone
+        self.sequence_group: dist.ProcessGroup | None = None
+
+    def share_sequences(self, group: dist.ProcessGroup) -> None:
+        """From now on the ranks of `group` share the tokens of each batch. They must be given the same batches."""
+        config: Any = self.hf.config.get_text_config()  # type: ignore[union-attr, operator]
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        check_heads(config.num_attention_heads, kv_heads, dist.get_world_size(group))
+        self.sequence_group = group
 
     def base(self) -> nn.Module:
         """The part of the model that ends with hidden states."""
         return self.hf
 
-    def hidden(self, batch: PackedBatch) -> Tensor:
-        """The last hidden states, (T, D)."""
-        positions = batch.position_ids
+    def hidden(self, batch: PackedBatch, shard: SequenceShard | None = None) -> Tensor:
+        """The last hidden states, (T, D), or this rank's part of them."""
+        ids, positions = batch.input_ids, batch.position_ids
+        if shard is not None:
+            ids, positions = shard.cut(ids), shard.cut(positions, dim=-1)
         out = self.base()(
-            input_ids=batch.input_ids[None],
+            input_ids=ids[None],
             position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
             use_cache=False,
             **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
+            **({} if shard is None else {"sequence_shard": shard}),
         )
         return out.last_hidden_state[0]
 
     def forward(self, batch: PackedBatch, outputs: Iterable[str]) -> Outputs:
+        """Each output by its name, over all tokens of the batch, on every rank that shares it."""
         wanted = tuple(outputs)
         unknown = [name for name in wanted if name not in self.provides]
         if unknown:
             raise ValueError(f"{type(self).__name__} does not give {unknown}; it gives {', '.join(self.provides)}")
-        return self.outputs(batch, self.hidden(batch), wanted)
+        if self.sequence_group is None:
+            return self.outputs(self.hidden(batch), batch.labels, wanted)
+        shard = SequenceShard.of(self.sequence_group, batch.num_tokens)
+        local = self.outputs(self.hidden(batch, shard), shard.cut(batch.labels), wanted)
+        return {name: shard.gather(value) for name, value in local.items()}
 
-    def outputs(self, batch: PackedBatch, hidden_TD: Tensor, wanted: tuple[str, ...]) -> Outputs:
+    def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
         return {"hidden_states": hidden_TD}
 
 
@@ -87,12 +105,12 @@ class LanguageModel(PackedModel):
     def base(self) -> nn.Module:
         return self.hf.base_model  # type: ignore[return-value]
 
-    def outputs(self, batch: PackedBatch, hidden_TD: Tensor, wanted: tuple[str, ...]) -> Outputs:
+    def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
         head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
         log_probs_T, entropy_T = linear_log_probs(
             hidden_TD,
             head.weight,
-            batch.labels,
+            labels_T,
             head.bias,
             scale=self.scale,
             softcap=self.softcap,
@@ -120,7 +138,7 @@ class ValueModel(PackedModel):
 
         return cls(AutoModel.from_config(packed_config(config)))
 
-    def outputs(self, batch: PackedBatch, hidden_TD: Tensor, wanted: tuple[str, ...]) -> Outputs:
+    def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
         values_T = self.score(hidden_TD).float()[:, 0]
         every = {"values": values_T, "hidden_states": hidden_TD}
         return {name: every[name] for name in wanted}

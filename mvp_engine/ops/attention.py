@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mvp_engine.distributed.sequence import SequenceShard
+
 NAME = "mvp_packed"
 
 # Handed down by models next to what matters; none of them changes what attention computes.
@@ -62,6 +64,7 @@ def packed_attention(
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    sequence_shard: SequenceShard | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The signature of transformers' attention interface: (1, H, T, d) in, (1, T, H, d) out."""
@@ -78,12 +81,20 @@ def packed_attention(
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise NotImplementedError(f"{who} calls attention with a batch or a cache; packed batches have neither")
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    q, k, v = query[0], key[0], value[0]
+    if sequence_shard is not None:
+        ranks = len(sequence_shard.sizes)
+        copies = max(1, ranks // k.shape[0])  # fewer key/value heads than ranks: each goes to several
+        k, v = k.repeat_interleave(copies, 0), v.repeat_interleave(copies, 0)
+        q, k, v = (sequence_shard.to_heads(x) for x in (q, k, v))
+        s_aux = None if s_aux is None else s_aux.chunk(ranks)[sequence_shard.rank]
     lengths = cu_seq_lens_q.diff().tolist()
-    out = [
-        _one_sequence(q, k, v, scaling, dropout, causal, sliding_window, softcap, s_aux)
-        for q, k, v in zip(*(x[0].split(lengths, dim=1) for x in (query, key, value)), strict=True)
-    ]
-    return torch.cat(out, dim=1).transpose(0, 1)[None], None
+    parts = [x.split(lengths, dim=1) for x in (q, k, v)]
+    how = (scaling, dropout, causal, sliding_window, softcap, s_aux)
+    out = torch.cat([_one_sequence(qs, ks, vs, *how) for qs, ks, vs in zip(*parts, strict=True)], dim=1)
+    if sequence_shard is not None:
+        out = sequence_shard.to_tokens(out)
+    return out.transpose(0, 1)[None], None
 
 
 def _one_sequence(

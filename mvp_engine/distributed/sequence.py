@@ -1,0 +1,122 @@
+"""Ulysses: ranks share the tokens of a batch everywhere but in attention, where they share the heads.
+
+Legend: T tokens of the whole batch, t of this rank, H heads, h heads of this rank in attention, d head size.
+
+Tokens are cut wherever the shares come out even: no padding, and no heed of sequence boundaries, since attention sees
+all tokens of its heads. Every rank of the group gives the same loss over all tokens, which counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mvp_engine.errors import UserError
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """This rank's part of one batch's tokens."""
+
+    group: dist.ProcessGroup
+    rank: int
+    sizes: tuple[int, ...]  # tokens of each rank
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, tokens: int) -> SequenceShard:
+        ranks = dist.get_world_size(group)
+        if tokens < ranks:
+            raise UserError(f"a batch of {tokens} token(s) cannot be shared by parallel.sequence={ranks} ranks")
+        cuts = [tokens * r // ranks for r in range(ranks + 1)]
+        sizes = tuple(b - a for a, b in pairwise(cuts))
+        return cls(group, dist.get_rank(group), sizes)
+
+    def cut(self, value: Tensor, dim: int = 0) -> Tensor:
+        """This rank's part of a tensor over all tokens."""
+        return value.split(list(self.sizes), dim)[self.rank]
+
+    def gather(self, value_t: Tensor) -> Tensor:
+        """All ranks' parts along dimension 0, as one tensor that carries gradients."""
+        return _Gather.apply(value_t, self)
+
+    def to_heads(self, x_Htd: Tensor) -> Tensor:
+        """All heads of this rank's tokens -> this rank's heads of all tokens, (h, T, d)."""
+        return _ToHeads.apply(x_Htd, self)
+
+    def to_tokens(self, x_hTd: Tensor) -> Tensor:
+        """The way back, (H, t, d)."""
+        return _ToTokens.apply(x_hTd, self)
+
+
+def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise UserError(
+            f"parallel.sequence={ranks} cannot share {heads} query and {kv_heads} key/value heads: it must divide the "
+            "first, and divide or be a multiple of the second"
+        )
+
+
+def _exchange(parts: list[Tensor], shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup) -> list[Tensor]:
+    """Send part r to rank r; receive one of the given shape from each."""
+    received = parts[0].new_empty(sum(_count(shape) for shape in shapes))
+    sent = torch.cat([part.reshape(-1) for part in parts])
+    counts = [_count(shape) for shape in shapes]
+    dist.all_to_all_single(received, sent, counts, [part.numel() for part in parts], group=group)
+    return [flat.view(shape) for flat, shape in zip(received.split(counts), shapes, strict=True)]
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _to_heads(x_Htd: Tensor, shard: SequenceShard) -> Tensor:
+    mine = x_Htd.shape[0] // len(shard.sizes)
+    shapes = [(mine, size, x_Htd.shape[2]) for size in shard.sizes]
+    return torch.cat(_exchange(list(x_Htd.split(mine)), shapes, shard.group), dim=1)
+
+
+def _to_tokens(x_hTd: Tensor, shard: SequenceShard) -> Tensor:
+    shape = (x_hTd.shape[0], shard.sizes[shard.rank], x_hTd.shape[2])
+    parts = list(x_hTd.split(list(shard.sizes), dim=1))
+    return torch.cat(_exchange(parts, [shape] * len(parts), shard.group), dim=0)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: SequenceShard) -> Tensor:
+        ctx.shard = shard
+        return _to_heads(x, shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_tokens(grad, ctx.shard), None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: SequenceShard) -> Tensor:
+        ctx.shard = shard
+        return _to_tokens(x, shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(grad, ctx.shard), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: SequenceShard) -> Tensor:
+        ctx.shard = shard
+        shapes = [(size, *x.shape[1:]) for size in shard.sizes]
+        return torch.cat(_exchange([x.contiguous()] * len(shapes), shapes, shard.group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Every rank has the gradient of the same whole loss: its own part is all it needs.
+        return ctx.shard.cut(grad).contiguous(), None

@@ -1,0 +1,55 @@
+"""A tiny Hugging Face language model on packed random sequences."""
+
+from typing import Any
+
+import torch
+from families import config_of
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from mvp_engine.batch import PackedBatch
+from mvp_engine.config import Config, Section
+from mvp_engine.engine import Engine, StepContext
+from mvp_engine.model_engine.packed import LanguageModel
+
+
+class Lm(Section):
+    family: str
+    sequences: int
+
+
+class LmConfig(Config):
+    lm: Lm
+
+
+class Sequences(Dataset[Tensor]):
+    """Counting upwards from somewhere: short to long, easy to learn."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        starts = torch.randint(60, (size,), generator=generator).tolist()
+        lengths = torch.randint(2, 14, (size,), generator=generator).tolist()
+        self.rows = [torch.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+
+class LmEngine(Engine):
+    config_class = LmConfig
+    config: LmConfig
+
+    def prepare_model(self) -> nn.Module:
+        return LanguageModel.from_config(config_of(self.config.lm.family), chunk=16)
+
+    def prepare_dataloader(self, split: str) -> Any:
+        size = self.config.lm.sequences if split == "train" else 5
+        return self.sample_loader(Sequences(size), split, collate_fn=PackedBatch.from_sequences)
+
+    def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        if ctx.split == "train":
+            ctx.count("tokens", micro_batch.num_tokens)
+        return -self.model(micro_batch, ["log_probs"])["log_probs"].sum(), micro_batch.weight
