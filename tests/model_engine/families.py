@@ -61,3 +61,13 @@ def config_of(name: str) -> Any:
 
     extra = FAMILIES[name][1] if name in FAMILIES else {}
     return AutoConfig.for_model(name, **{**SMALL, **extra})
+
+
+def table() -> str:
+    """The table in docs/models.md; `python tests/model_engine/families.py` prints it."""
+    rows = [f"| `{name}` | {special or '-'} |" for name, (special, _) in FAMILIES.items()]
+    return "\n".join(["| model type | what is special about it |", "| --- | --- |", *rows])
+
+
+if __name__ == "__main__":
+    print(table())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, REFUSED, config_of
+from conftest import ROOT
+from families import FAMILIES, REFUSED, config_of, table
 
 from mvp_engine.batch import PackedBatch
 from mvp_engine.errors import UserError
@@ -72,6 +73,11 @@ def test_value_model_gives_one_number_per_token_packed_or_not(name: str) -> None
     alone = torch.cat([model(PackedBatch.from_sequences([i]), ["values"])["values"] for i in ids])
     assert values.shape == (sum(LENGTHS),)
     assert torch.allclose(values, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_table_in_the_documents_is_the_list_of_this_test() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert f"<!-- families -->\n{table()}\n<!-- /families -->" in page, "run python tests/model_engine/families.py"
 
 
 def test_outputs_are_asked_for_by_name() -> None:

@@ -1,0 +1,56 @@
+"""PPO-style quantities: what a padded implementation computes, the packed one computes too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import config_of
+from test_batch import padded_batch
+from transformers import AutoModelForCausalLM
+
+from mvp_engine.model_engine.packed import LanguageModel, ValueModel
+from mvp_engine.padded import from_padded, responses
+
+PROMPTS, ANSWERS = [3, 6, 1, 5], [4, 2, 7, 1]
+
+
+@pytest.fixture
+def rows() -> dict[str, torch.Tensor]:
+    return padded_batch(PROMPTS, ANSWERS, seed=7)
+
+
+def positions(mask: torch.Tensor) -> torch.Tensor:
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe"])
+def test_log_probs_and_entropy_match_a_padded_reference(rows: dict[str, torch.Tensor], family: str) -> None:
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager").eval()
+    packed = LanguageModel.from_config(config_of(family)).eval()
+    packed.hf.load_state_dict(reference.state_dict())
+    ids, mask, length = rows["input_ids"], rows["attention_mask"], rows["old"].shape[1]
+    with torch.no_grad():
+        logits = reference(ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
+        before = logits[:, -length - 1 : -1].log_softmax(-1)  # what predicts each response token
+        there = mask[:, -length:].bool()
+        expected = before.gather(-1, ids[:, -length:, None])[..., 0].where(there, 0.0)
+        entropy = -(before.exp() * before).sum(-1).where(there, torch.tensor(0.0))
+        batch = from_padded(ids, mask, response_length=length)
+        out = packed(batch, ["log_probs", "entropy"])
+    assert torch.allclose(responses(out["log_probs"], batch), expected, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(responses(out["entropy"], batch), entropy, rtol=1e-5, atol=1e-5)
+
+
+def test_values_match_a_padded_reference(rows: dict[str, torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    model = ValueModel.from_config(config_of("qwen3")).eval()
+    eager = type(model.hf)._from_config(config_of("qwen3"), attn_implementation="eager").eval()
+    eager.load_state_dict(model.hf.state_dict())
+    ids, mask, length = rows["input_ids"], rows["attention_mask"], rows["old"].shape[1]
+    with torch.no_grad():
+        hidden = eager(ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).last_hidden_state
+        expected = model.score(hidden)[:, -length - 1 : -1, 0].where(mask[:, -length:].bool(), torch.tensor(0.0))
+        batch = from_padded(ids, mask, response_length=length)
+        values = model(batch, ["values"])["values"]
+    assert torch.allclose(responses(values, batch), expected, rtol=1e-5, atol=1e-5)
