@@ -9,15 +9,20 @@ refused by name, never ignored.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from mvp_engine.distributed.sequence import SequenceShard
 
 NAME = "mvp_packed"
+
+# torch 2.11 takes fewer key/value heads as they come, later versions want to be told.
+_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 # Handed down by models next to what matters; none of them changes what attention computes.
 _HARMLESS = {
@@ -82,19 +87,51 @@ def packed_attention(
         raise NotImplementedError(f"{who} calls attention with a batch or a cache; packed batches have neither")
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     q, k, v = query[0], key[0], value[0]
+    if torch.is_autocast_enabled(q.device.type):  # norms and rotary positions may have brought float32 back
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if sequence_shard is not None:
         ranks = len(sequence_shard.sizes)
         copies = max(1, ranks // k.shape[0])  # fewer key/value heads than ranks: each goes to several
         k, v = k.repeat_interleave(copies, 0), v.repeat_interleave(copies, 0)
         q, k, v = (sequence_shard.to_heads(x) for x in (q, k, v))
         s_aux = None if s_aux is None else s_aux.chunk(ranks)[sequence_shard.rank]
-    lengths = cu_seq_lens_q.diff().tolist()
-    parts = [x.split(lengths, dim=1) for x in (q, k, v)]
     how = (scaling, dropout, causal, sliding_window, softcap, s_aux)
-    out = torch.cat([_one_sequence(qs, ks, vs, *how) for qs, ks, vs in zip(*parts, strict=True)], dim=1)
+    if _flash_can(q, dropout, softcap, s_aux):
+        out = _flash(q, k, v, cu_seq_lens_q, max_length_q, scaling, causal, sliding_window)
+    else:
+        parts = [x.split(cu_seq_lens_q.diff().tolist(), dim=1) for x in (q, k, v)]
+        out = torch.cat([_one_sequence(qs, ks, vs, *how) for qs, ks, vs in zip(*parts, strict=True)], dim=1)
     if sequence_shard is not None:
         out = sequence_shard.to_tokens(out)
     return out.transpose(0, 1)[None], None
+
+
+def _flash_can(q: Tensor, dropout: float, softcap: float | None, sinks: Tensor | None) -> bool:
+    """torch's variable-length FlashAttention: one call for all sequences, no wait for the GPU."""
+    plain = dropout == 0.0 and softcap is None and sinks is None
+    return (
+        plain and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 <= 256 - q.shape[-1]
+    )
+
+
+def _flash(
+    q_HTd: Tensor,
+    k_KTd: Tensor,
+    v_KTd: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    q, k, v = (x.transpose(0, 1).contiguous() for x in (q_HTd, k_KTd, v_KTd))
+    behind = -1 if window is None or window >= longest else window - 1  # a token sees itself and window - 1 before it
+    ahead = 0 if causal else behind
+    out_THd = varlen_attn(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(behind, ahead), **_GQA
+    )
+    assert isinstance(out_THd, Tensor)
+    return out_THd.transpose(0, 1)
 
 
 def _one_sequence(

@@ -29,14 +29,20 @@ def linear_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Float32 (log_probs, entropy), each (T,); log_probs is 0 where the label is IGNORE. Both carry gradients.
 
-    The logits are `(hidden @ weight.T + bias) * scale`, then soft-capped, then divided by the temperature.
+    The logits are `(hidden @ weight.T + bias) * scale`, then soft-capped, then divided by the temperature. Under autocast
+    the matmuls run in its dtype, in backward too.
     """
-    return _LinearLogProbs.apply(hidden_TD, weight_VD, bias_V, labels_T, scale, softcap, temperature, chunk)
+    device = hidden_TD.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TD.dtype
+    how = (scale, softcap, temperature, dtype)
+    with torch.autocast(device, enabled=False):
+        return _LinearLogProbs.apply(hidden_TD, weight_VD, bias_V, labels_T, how, chunk)
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, how: tuple[Any, ...]) -> Tensor:
-    scale, softcap, temperature = how
-    logits_CV = torch.nn.functional.linear(hidden_CD, weight_VD, bias_V).float()
+    scale, softcap, temperature, dtype = how
+    bias_V = None if bias_V is None else bias_V.to(dtype)
+    logits_CV = torch.nn.functional.linear(hidden_CD.to(dtype), weight_VD.to(dtype), bias_V).float()
     if scale != 1.0:
         logits_CV *= scale
     if softcap is not None:
@@ -54,12 +60,10 @@ class _LinearLogProbs(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         labels_T: Tensor,
-        scale: float,
-        softcap: float | None,
-        temperature: float,
+        how: tuple[Any, ...],
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        ctx.how, ctx.chunk = (scale, softcap, temperature), chunk
+        ctx.how, ctx.chunk = how, chunk
         log_probs, norms, entropies = [], [], []
         for hidden_CD, labels_C in zip(hidden_TD.split(chunk), labels_T.split(chunk), strict=True):
             logits_CV = _logits(hidden_CD, weight_VD, bias_V, ctx.how)
@@ -76,7 +80,8 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_log_probs_T: Tensor, d_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD, bias_V, labels_T, norm_T, entropy_T = ctx.saved_tensors
-        scale, softcap, temperature = ctx.how
+        scale, softcap, temperature, dtype = ctx.how
+        weight_low = weight_VD.to(dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_hidden_TD = torch.empty_like(hidden_TD) if needs_hidden else None
         d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
@@ -96,13 +101,13 @@ class _LinearLogProbs(torch.autograd.Function):
             if softcap is not None:
                 capped_CV = logits_CV.mul_(temperature / softcap)
                 d_logits_CV *= 1 - capped_CV.square_()
-            d_logits_CV = (d_logits_CV * (scale / temperature)).to(hidden_TD.dtype)
+            d_logits_CV = (d_logits_CV * (scale / temperature)).to(dtype)
             if d_hidden_TD is not None:
-                torch.matmul(d_logits_CV, weight_VD.to(hidden_TD.dtype), out=d_hidden_TD[rows])
+                d_hidden_TD[rows] = d_logits_CV @ weight_low
             if d_weight_VD is not None:
-                d_weight_VD += d_logits_CV.T @ hidden_CD
+                d_weight_VD += d_logits_CV.T @ hidden_CD.to(dtype)
             if d_bias_V is not None:
                 d_bias_V += d_logits_CV.sum(0, dtype=torch.float32)
         d_weight = None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype)
         d_bias = None if d_bias_V is None else d_bias_V.to(bias_V.dtype)
-        return d_hidden_TD, d_weight, d_bias, None, None, None, None, None
+        return d_hidden_TD, d_weight, d_bias, None, None, None

@@ -92,3 +92,22 @@ def test_two_ranks_on_one_gpu_give_the_losses_of_one(train, ranks2, tmp_path: Pa
     assert train(*words, "data.micro_batch_size=8", dir=tmp_path / "one") == 0
     assert ranks2.launch(TINY, *words, "data.micro_batch_size=2", f"project.dir={tmp_path / 'two'}") == [0, 0]
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)
+
+
+LM = TINY.parents[1] / "packed_lm" / "train.yaml"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_packed_language_model_on_the_gpu_follows_the_cpu(train, tmp_path: Path, precision: str) -> None:
+    assert train("device=cpu", config=LM, dir=tmp_path / "cpu") == 0
+    assert train("device=cuda", f"loop.precision={precision}", config=LM, dir=tmp_path / "gpu") == 0
+    tolerance = 1e-3 if precision == "fp32" else 2e-2
+    assert losses(tmp_path / "cpu") == pytest.approx(losses(tmp_path / "gpu"), rel=tolerance)
+
+
+@pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.sequence=2"]], ids=str)
+def test_packed_language_model_on_two_ranks_of_one_gpu(train, ranks2, tmp_path: Path, layout: list[str]) -> None:
+    assert train("data.micro_batch_size=8", config=LM, dir=tmp_path / "one") == 0
+    words = [*layout, "data.micro_batch_size=2", f"project.dir={tmp_path / 'two'}"]
+    assert ranks2.launch(LM, *words) == [0, 0]
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-4)

@@ -87,6 +87,17 @@ def test_full_logits_are_never_alive() -> None:
     assert biggest.elements == tokens * vocab  # the counter does see them
 
 
+def test_under_autocast_it_computes_low_and_keeps_its_gradients_in_the_weights_dtype() -> None:
+    ours, exact = inputs(64, 32, 200), inputs(64, 32, 200)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = linear_log_probs(*ours, chunk=16)[0]
+    low.sum().backward()
+    linear_log_probs(*exact, chunk=16)[0].sum().backward()
+    assert low.dtype == ours[1].grad.dtype == torch.float32
+    difference = float((ours[1].grad - exact[1].grad).norm() / exact[1].grad.norm())
+    assert 0 < difference < 2e-2
+
+
 def test_frozen_parts_get_no_gradient() -> None:
     hidden, weight, labels, _ = inputs()
     linear_log_probs(hidden, weight.detach(), labels, chunk=8)[0].sum().backward()
