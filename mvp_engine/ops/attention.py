@@ -109,9 +109,8 @@ def packed_attention(
 def _flash_can(q: Tensor, dropout: float, softcap: float | None, sinks: Tensor | None) -> bool:
     """torch's variable-length FlashAttention: one call for all sequences, no wait for the GPU."""
     plain = dropout == 0.0 and softcap is None and sinks is None
-    return (
-        plain and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 <= 256 - q.shape[-1]
-    )
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return plain and fits and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
 
 
 def _flash(

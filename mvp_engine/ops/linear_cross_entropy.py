@@ -29,8 +29,8 @@ def linear_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Float32 (log_probs, entropy), each (T,); log_probs is 0 where the label is IGNORE. Both carry gradients.
 
-    The logits are `(hidden @ weight.T + bias) * scale`, then soft-capped, then divided by the temperature. Under autocast
-    the matmuls run in its dtype, in backward too.
+    The logits are `(hidden @ weight.T + bias) * scale`, then soft-capped, then divided by the temperature. Under
+    autocast the matmuls run in its dtype, in backward too.
     """
     device = hidden_TD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TD.dtype
