@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from mvp_engine import __version__
-from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_BUG, EXIT_CODE_FILE, EXIT_USER_ERROR, UserError
+from mvp_engine.signals import StopSignals
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,13 +95,23 @@ def _torchrun(nproc: int, config: str, overrides: list[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     words = ["--standalone", f"--nproc_per_node={nproc}", "-m", "mvp_engine.launch", "--config", config, *overrides]
-    try:
-        run(parse_args(words))
-    except ChildFailedError as error:
-        return error.get_first_failure()[1].exitcode or 1
-    except SignalException:
-        return EXIT_INTERRUPTED
+    with tempfile.TemporaryDirectory(prefix="mvp-") as folder, StopSignals(leave=_kill_children):
+        told = Path(folder) / "exit_code"
+        os.environ[EXIT_CODE_FILE] = str(told)
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # a long step and a large checkpoint need time
+        try:
+            run(parse_args(words))
+        except ChildFailedError as error:
+            return error.get_first_failure()[1].exitcode or EXIT_BUG
+        except SignalException:
+            return int(told.read_text()) if told.is_file() else EXIT_BUG
     return 0
+
+
+def _kill_children() -> None:
+    me = os.getpid()
+    for word in Path(f"/proc/{me}/task/{me}/children").read_text().split():
+        os.kill(int(word), signal.SIGKILL)
 
 
 def _config(args: argparse.Namespace) -> None:

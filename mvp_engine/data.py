@@ -15,13 +15,15 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from mvp_engine.errors import UserError
 
 
 class SampleLoader:
     """Iterating gives this rank's micro-batches of the current epoch, from the cursor on; then call `set_epoch`."""
+
+    global_cursor = True  # the state is the same on all ranks, and right on any number of them
 
     def __init__(
         self,
@@ -46,7 +48,11 @@ class SampleLoader:
         self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
         self.epoch, self.start, self._yielded = 0, 0, 0
         self._make = lambda items, sampler: DataLoader(
-            items, batch_sampler=sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory
+            items,
+            batch_sampler=sampler,
+            collate_fn=_Surfacing(collate_fn or default_collate),
+            num_workers=num_workers,
+            pin_memory=pin_memory,
         )
 
     @property
@@ -98,7 +104,7 @@ class _Seeded(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         if hasattr(self.dataset, "__getitems__"):  # batched reading: the dataset answers for being a function of index
-            return self.dataset.__getitems__(indices)
+            return _Surfacing(self.dataset.__getitems__)(indices)
         outside = None if get_worker_info() else rng_state()
         try:
             return [self._item(index) for index in indices]
@@ -109,12 +115,23 @@ class _Seeded(Dataset[Any]):
     def _item(self, index: int) -> Any:
         seed_everything(derived_seed(self.seed, "sample", self.epoch, index), cuda=False)
         try:
-            return self.dataset[index]
+            return _Surfacing(self.dataset.__getitem__)(index)
         except Exception as error:
-            if isinstance(error, StopIteration):  # would look like the end of the epoch
-                raise RuntimeError(f"the dataset raised StopIteration at sample {index}") from error
             error.add_note(f"while reading sample {index} of {type(self.dataset).__name__}")
             raise
+
+
+class _Surfacing:
+    """Calls a user's function; a StopIteration from it would look like the end of the epoch, and becomes an error."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def __call__(self, value: Any) -> Any:
+        try:
+            return self.function(value)
+        except StopIteration as error:
+            raise RuntimeError(f"{self.function} raised StopIteration") from error
 
 
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:

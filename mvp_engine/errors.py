@@ -3,6 +3,7 @@
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: everything is saved, launch again with resume=auto
+EXIT_CODE_FILE = "MVP_EXIT_CODE_FILE"  # environment variable: where rank 0 leaves its exit code
 
 
 class UserError(ValueError):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -27,21 +30,21 @@ def load_spec(spec: str, folder: Path, what: str) -> tuple[ModuleType, str | Non
 
 
 def import_file(file: Path) -> ModuleType:
-    """Import `file` as `<its folder>.<its name>`, so that a recipe's files import each other with `from .model import`.
+    """Import `file` as a module of a package that stands for its folder.
 
-    The folder's parent goes on `sys.path`, which also lets loader processes find the recipe's classes.
+    So a recipe's files import each other with `from .model import ...`. The folder may have any name and lie anywhere.
     """
     file = file.resolve()
-    name = f"{file.parent.name}.{file.stem}"
-    if (loaded := sys.modules.get(file.parent.name)) is not None and str(file.parent) not in loaded.__path__:
-        raise UserError(
-            f"recipe folder {file.parent} has the name of a package that is already imported "
-            f"({loaded.__file__ or list(loaded.__path__)}); rename the folder"
-        )
-    if str(file.parents[1]) not in sys.path:
-        sys.path.append(str(file.parents[1]))
-    importlib.invalidate_caches()
-    module = importlib.import_module(name)
-    if Path(module.__file__ or "").resolve() != file:
-        raise UserError(f"recipe folder name {file.parent.name!r} is taken by {module.__file__}; rename {file.parent}")
-    return module
+    folder = str(file.parent)
+    name = re.sub(r"\W", "_", file.parent.name)
+    if not _stands_for(name, folder) and (name in sys.modules or importlib.util.find_spec(name) is not None):
+        name = f"{name}_{hashlib.blake2b(folder.encode(), digest_size=4).hexdigest()}"  # the name is somebody else's
+    if name not in sys.modules:
+        package = ModuleType(name)
+        package.__path__ = [folder]
+        sys.modules[name] = package
+    return importlib.import_module(f"{name}.{file.stem}")
+
+
+def _stands_for(name: str, folder: str) -> bool:
+    return list(getattr(sys.modules.get(name), "__path__", [])) == [folder]

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,7 @@ from mvp_engine.config import Composed, Config, compose
 from mvp_engine.distributed import World
 from mvp_engine.engine import Engine
 from mvp_engine.engine.resume import Start, choose_start
-from mvp_engine.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR, Interrupted, UserError
+from mvp_engine.errors import EXIT_BUG, EXIT_CODE_FILE, EXIT_INTERRUPTED, EXIT_USER_ERROR, Interrupted, UserError
 from mvp_engine.runs import Run
 
 
@@ -30,7 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, metavar="FILE", help="the recipe's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key of the config")
     args = parser.parse_intermixed_args(argv)
-    return launch(args.config, args.overrides)
+    code = launch(args.config, args.overrides)
+    if (told := os.environ.get(EXIT_CODE_FILE)) and os.environ.get("RANK") == "0":
+        Path(told).write_text(str(code))  # for `mvp train --nproc`, which torchrun does not tell
+    return code
 
 
 def launch(config_file: str, overrides: list[str]) -> int:
@@ -116,10 +120,13 @@ def _make_deterministic(wanted: bool) -> None:
 def _failed(error: BaseException, world: World | None) -> int:
     """The rank that failed first speaks, with its traceback if it is a bug; the others only failed with it."""
     rank = world.rank if world else int(os.environ.get("RANK", "0"))
-    first = world.failed_first() if world else 0
     code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_BUG
+    if world:
+        first = world.failed_first()
+    else:  # a mistake in the config is made by all ranks: one of each machine tells
+        first = rank if code == EXIT_BUG or os.environ.get("LOCAL_RANK", "0") == "0" else -1
     if first != rank:
-        if code == EXIT_BUG and world:
+        if code == EXIT_BUG:
             print(f"mvp_engine: rank {rank} stops because rank {first} failed", file=sys.stderr)
     elif code == EXIT_USER_ERROR:
         print(f"mvp_engine: error: {error}", file=sys.stderr)

@@ -51,7 +51,7 @@ class Run:
         write_atomically(self.dir / "run.json", json.dumps({**self.info, **entries}, indent=2) + "\n")
 
     @classmethod
-    def create(cls, root: Path, name: str, run_id: str | None) -> Run:
+    def create(cls, root: Path, name: str, run_id: str | None, workflow: str = "train") -> Run:
         """Make a new run folder, or say clearly why that cannot be."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
         try:
@@ -62,6 +62,8 @@ class Run:
                     folder.mkdir()
                     break
                 except FileExistsError:
+                    if run_id and not (folder / "run.json").exists():
+                        break  # made by a launch that was killed at once
                     if run_id:
                         raise UserError(
                             f"run folder {folder} exists already. Set resume=auto to go on with it, "
@@ -69,6 +71,7 @@ class Run:
                         ) from None
             info = {
                 "name": name,
+                "workflow": workflow,
                 "created": time.time(),
                 "status": "running",
                 "command": sys.argv,

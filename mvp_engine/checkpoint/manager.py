@@ -7,6 +7,7 @@ checkpoints/latest, best      links
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -36,11 +37,14 @@ class CheckpointManager:
         self.group = world.new_host_group()  # its own: the writing thread must not cross the main thread's collectives
         self._thread: threading.Thread | None = None
         self._best: int | None = None
+        self.failed = False  # the last checkpoint was not written
         self._copies: dict[str, Tensor] = {}  # in host memory, used again for every checkpoint
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(f".tmp-{STEP_PREFIX}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
+            if found := complete_checkpoints(folder):
+                _link(folder / "latest", found[-1].name)  # a crash may have come between a checkpoint and its link
         world.barrier()
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -70,7 +74,7 @@ class CheckpointManager:
     def mark_best(self, step: int) -> None:
         """The checkpoint of `step`, written or being written, is the best so far."""
         self._best = step
-        if self.world.is_main and (self._thread is None or not self._thread.is_alive()):
+        if self._thread is None:
             self._link_best()
 
     def wait(self) -> None:
@@ -78,6 +82,7 @@ class CheckpointManager:
         if self._thread:
             self._thread.join()
             self._thread = None
+            self._link_best()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -89,6 +94,7 @@ class CheckpointManager:
         name = f"{STEP_PREFIX}{step:08d}"
         beside = self.folder / f".tmp-{name}"
         started = time.monotonic()
+        self.failed = False
         try:
             storage.write(beside, tensors, self.group)
             if self.world.is_main:
@@ -96,6 +102,7 @@ class CheckpointManager:
                 self._publish(beside, self.folder / name)
                 LOGGER.info("checkpoint %s (%.2f s)", self.folder / name, time.monotonic() - started)
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - training goes on, the old ones stay
+            self.failed = True
             LOGGER.error(
                 "CHECKPOINT AT STEP %d WAS NOT WRITTEN: %s. Training goes on; the older checkpoints are whole. "
                 "Free space or mend the folder %s before the next one is due.",
@@ -109,7 +116,7 @@ class CheckpointManager:
     def _publish(self, beside: Path, final: Path) -> None:
         _sync(beside / "meta.json")
         _sync(beside)
-        if final.exists():  # not one of ours: a complete one of this step is never written again
+        if final.exists():  # of the same step, with less in it; `recover` finds the new one if we are killed here
             self._discard(final)
         os.replace(beside, final)
         _sync(self.folder)
@@ -119,7 +126,7 @@ class CheckpointManager:
 
     def _link_best(self) -> None:
         name = f"{STEP_PREFIX}{self._best or 0:08d}"
-        if (self.folder / name / "meta.json").is_file():
+        if self.world.is_main and (self.folder / name / "meta.json").is_file():
             _link(self.folder / "best", name)
 
     def _prune(self) -> None:
@@ -136,6 +143,17 @@ class CheckpointManager:
         gone = self.folder / f".tmp-{old.name}-old"  # renamed first: half a checkpoint must not look like one
         os.replace(old, gone)
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Give a checkpoint that was whole but not yet renamed when the process died its name."""
+    for beside in folder.glob(f".tmp-{STEP_PREFIX}*"):
+        final = folder / beside.name.removeprefix(".tmp-")
+        # meta.json is written last; one that is cut short is no JSON
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            json.loads((beside / "meta.json").read_text())
+            if checkpoint_step(final) is not None and not final.exists():
+                os.replace(beside, final)
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -56,9 +56,17 @@ def collect(
 
 
 def restore(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup | None
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    group: dist.ProcessGroup | None,
+    whole_groups: bool = False,
 ) -> SavedState:
-    """Load a checkpoint into the model and, where given, the optimizer; gives the small state."""
+    """Load a checkpoint into the model and, where given, the optimizer; gives the small state.
+
+    Of the parameter groups only the learning rates are taken, unless `whole_groups`: the rest is the config's, which
+    may have been changed.
+    """
     saved = storage.entries(folder)
     blobs = {n: torch.empty(e.size, dtype=torch.uint8) for n, e in saved.items() if n == "shared" or n[:5] == "rank."}
     tensors: dict[str, Tensor] = dict(blobs)
@@ -82,7 +90,7 @@ def restore(
     if shared["model_extra"]:
         model.load_state_dict(shared["model_extra"], strict=False)
     if optimizer:
-        _restore_optimizer(model, optimizer, states, shared, folder)
+        _restore_optimizer(model, optimizer, states, shared, folder, whole_groups)
     return SavedState(shared, [storage.from_bytes(tensors[n]) for n in sorted(blobs) if n != "shared"])
 
 
@@ -92,6 +100,7 @@ def _restore_optimizer(
     states: dict[nn.Parameter, dict[str, Any]],
     shared: dict[str, Any],
     folder: Path,
+    whole_groups: bool,
 ) -> None:
     names = _names(model)
     params = dict(model.named_parameters())
@@ -103,8 +112,9 @@ def _restore_optimizer(
         if len(known) != len(group["params"]):
             lost = [_name(names, p) for p in group["params"] if _name(names, p) not in saved_group]
             raise UserError(f"checkpoint {folder} has no optimizer state for {lost[:3]}: was it frozen then?")
-        # What the schedule has made of the learning rate; all else is the config's, which may have been changed.
-        group.update({k: v for k, v in known[0].items() if k in ("lr", "initial_lr")})
+        group.update(
+            {k: v for k, v in known[0].items() if k in ("lr", "initial_lr") or (whole_groups and k != "params")}
+        )
     order = [p for group in optimizer.param_groups for p in group["params"]]
     # Through the optimizer's own loader, which knows where each kind of state has to live.
     packed = optimizer.state_dict()

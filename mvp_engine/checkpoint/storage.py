@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from mvp_engine.errors import UserError
+
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 _ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
@@ -69,9 +71,19 @@ def read(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | No
 
 
 def to_bytes(value: Any) -> Tensor:
+    """Refuses what could not be read again, before it is written."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    try:
+        from_bytes(data)
+    except pickle.UnpicklingError as error:
+        why = next((line for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line), str(error))
+        raise UserError(
+            f"a checkpoint holds tensors, numbers, strings, lists and dicts; something in the state is neither: {why}. "
+            "Look at extra_state() and at the loader's and scheduler's state_dict()."
+        ) from None
+    return data
 
 
 def from_bytes(data: Tensor) -> Any:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 DEFAULTS = Path(__file__).parent / "default.yaml"
 
+Source = tuple[Path, str]  # a file, and the dotted prefix of its keys: "model." for a file of the group `model`
+
 
 @dataclass(frozen=True)
 class Composed:
@@ -64,17 +66,21 @@ def compose(path: str | Path, overrides: list[str] | None = None) -> Composed:
     overrides = overrides or []
     file = _existing(Path(path).expanduser())
     roots = _search_roots(file)
-    files = [DEFAULTS, *_inherited(file, roots)]
+    files: list[Source] = [(DEFAULTS, ""), *_inherited(file, roots)]
     values = _hydra(file, roots, overrides)
+    if not isinstance(values.get("engine"), str | None):
+        raise UserError(f"{_place('engine', files, overrides)}: 'engine' is {values['engine']!r}. Write file.py:Class")
     engine_class, values["engine"] = find_engine(values.get("engine"), file)
     try:
         config = engine_class.config_class.model_validate(values)
     except ValidationError as error:
         raise UserError(_explain(error, engine_class.config_class, files, overrides)) from None
-    return Composed(config, engine_class, files)
+    return Composed(config, engine_class, [source for source, _ in files])
 
 
 def _existing(file: Path) -> Path:
+    if file.is_file() and file.suffix != ".yaml":
+        raise UserError(f"config {file} must be called *.yaml: Hydra reads no other")
     if file.is_file():
         return file.resolve()
     if file.is_dir():
@@ -96,17 +102,23 @@ def _search_roots(file: Path) -> list[Path]:
     return [file.parent, *outer]
 
 
-def _inherited(file: Path, roots: list[Path]) -> list[Path]:
+def _inherited(file: Path, roots: list[Path], above: tuple[Path, ...] = (), package: str = "") -> list[Source]:
     """The recipe's own files, in the order in which they are applied. Only used to tell where a key was set."""
+    if file in above:
+        raise UserError(
+            f"{_short(file)} inherits from itself, by way of {' and '.join(map(_short, above[1:])) or 'itself'}"
+        )
     tree = _load(file)
-    found: list[Path] = []
+    found: list[Source] = []
     for entry in (tree.get("defaults") or []) if isinstance(tree, dict) else []:
-        names = [entry] if isinstance(entry, str) else [f"{group}/{option}" for group, option in entry.items()]
-        for name in names:
-            candidates = [root / f"{name.split('@')[0].lstrip('/')}.yaml" for root in roots]
-            parent = next((c for c in candidates if c.is_file() and c != file), None)
-            found += _inherited(parent, roots) if parent else []
-    return [*dict.fromkeys(found), file]
+        for group, name in entry.items() if isinstance(entry, dict) else [("", entry)]:
+            inner = f"{group}/{name}" if group else str(name)
+            candidates = [root / f"{inner.split('@')[0].lstrip('/')}.yaml" for root in roots]
+            parent = next((c for c in candidates if c.is_file()), None)
+            if parent is not None:
+                below = f"{package}{group.replace('/', '.')}." if group else package
+                found += _inherited(parent, roots, (*above, file), below)
+    return [*dict.fromkeys(found), (file, package)]
 
 
 def _load(file: Path) -> Any:
@@ -150,11 +162,13 @@ def _forced(word: str, roots: list[Path]) -> str:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:
         raise UserError(f"{word!r} on the command line cannot be read: {str(error).splitlines()[0]}") from None
+    if override.key_or_group.startswith("hydra"):
+        raise UserError(f"{word!r} on the command line: Hydra's own settings have no effect here")
     is_group = any((root / override.key_or_group).is_dir() for root in roots)
     return word if word[0] in "+~" or is_group else f"++{word}"
 
 
-def _explain(error: ValidationError, schema: type[Config], files: list[Path], overrides: list[str]) -> str:
+def _explain(error: ValidationError, schema: type[Config], files: list[Source], overrides: list[str]) -> str:
     lines = []
     for problem in error.errors(include_url=False):
         key = _key(problem["loc"], schema)
@@ -162,7 +176,9 @@ def _explain(error: ValidationError, schema: type[Config], files: list[Path], ov
         if problem["type"] == "extra_forbidden":
             lines.append(f"{place}: unknown key '{key}'. {_suggest(key, schema)}")
         elif problem["type"] == "missing":
-            lines.append(f"{_short(files[-1])}: key '{key}' is missing; add it, or give {key}=... on the command line")
+            lines.append(
+                f"{_short(files[-1][0])}: key '{key}' is missing; add it, or give {key}=... on the command line"
+            )
         else:
             text = problem["msg"].removeprefix("Value error, ")
             lines.append(f"{place}: '{key}' is {problem['input']!r}. {text[0].upper()}{text[1:]}")
@@ -213,16 +229,18 @@ def _suggest(key: str, schema: type[Config]) -> str:
     return f"Known keys{f' under {parent}' if parent else ''}: {', '.join(siblings)}"
 
 
-def _place(key: str, files: list[Path], overrides: list[str]) -> str:
+def _place(key: str, files: list[Source], overrides: list[str]) -> str:
     """Where `key` was set last: the command line, else `file:line`."""
     for word in overrides:
         named = word.lstrip("+~").split("=", 1)[0]
         if named == key or key.startswith(f"{named}.") or named.startswith(f"{key}."):
             return f"command line ({word})"
-    for file in reversed(files):
-        if line := _line_of(key.split("."), yaml.compose(file.read_text(encoding="utf-8"))):
-            return f"{_short(file)}:{line}"
-    return _short(files[-1])
+    for file, package in reversed(files):
+        if key.startswith(package):
+            inner = key.removeprefix(package).split(".")
+            if line := _line_of(inner, yaml.compose(file.read_text(encoding="utf-8"))):
+                return f"{_short(file)}:{line}"
+    return _short(files[-1][0])
 
 
 def _line_of(parts: list[str], node: Any) -> int | None:

@@ -28,7 +28,8 @@ class GradientReducer:
     def __init__(self, params: list[nn.Parameter], host_group: dist.ProcessGroup) -> None:
         self.buckets = [_Bucket(chunk) for chunk in _chunks(params)]
         self._host_group = host_group
-        self._touched: set[nn.Parameter] = set()
+        self._touched: set[nn.Parameter] = set()  # in this step
+        self._counted: set[nn.Parameter] = set()  # in its last backward
         self._armed = False
         self._next = 0
         for bucket in self.buckets:
@@ -45,6 +46,7 @@ class GradientReducer:
     def arm(self) -> None:
         """The next backward is the last of this step: send each bucket as soon as it is complete."""
         self._armed, self._next = True, 0
+        self._counted.clear()
         for bucket in self.buckets:
             bucket.waiting = len(bucket.params)
 
@@ -70,9 +72,16 @@ class GradientReducer:
     def _hook(self, bucket: _Bucket, param: nn.Parameter) -> Callable[[Tensor], None]:
         def on_gradient(_: Tensor) -> None:
             self._touched.add(param)
-            if self._armed:
-                bucket.waiting -= 1
-                self._send_ready()
+            if not self._armed:
+                return
+            if param in self._counted:
+                raise RuntimeError(
+                    "a parameter got its gradient twice in one backward, so it may have been sent too early; "
+                    "re-entrant activation checkpointing does that: use checkpoint(..., use_reentrant=False)"
+                )
+            self._counted.add(param)
+            bucket.waiting -= 1
+            self._send_ready()
 
         return on_gradient
 

@@ -39,7 +39,7 @@ from mvp_engine.engine.feed import Feed
 from mvp_engine.engine.guard import SkipGuard
 from mvp_engine.engine.meter import Meter
 from mvp_engine.engine.resume import record_config
-from mvp_engine.engine.signals import StopSignals
+from mvp_engine.engine.state import collect_state, restore_state
 from mvp_engine.errors import Interrupted, UserError
 from mvp_engine.log import LogHub, MetricStore
 from mvp_engine.log.backends import RunInfo
@@ -47,6 +47,7 @@ from mvp_engine.model_engine import ModuleEngine, StepNumbers
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler
 from mvp_engine.model_engine.packed import PackedModel
 from mvp_engine.runs import Run
+from mvp_engine.signals import StopSignals
 
 
 class Engine:
@@ -65,7 +66,7 @@ class Engine:
         self.total_steps: int | None = None
         self.best: dict[str, Any] | None = None  # the best evaluation: metric, value, step
         self.metrics = self._metric_store()
-        self._saved_at = self._evaluated_at = -1
+        self.saved_at = self.evaluated_at = -1  # the steps of the last checkpoint and the last evaluation
         self._stopped = False
         self._training = False
         self._eval_loader: Iterable[Any] | None = None
@@ -136,7 +137,8 @@ class Engine:
     # ---- Workflows ------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        with StopSignals() as self.signals:
+        message = "finishing this step, then saving. Ctrl-C once more leaves at once."
+        with StopSignals(message) as self.signals:
             self.before_train()
             self.do_train()
             self.after_train()
@@ -156,10 +158,9 @@ class Engine:
             raise UserError("how long to train? Set loop.total_steps or loop.epochs")
         self._training = True
         accumulation = accumulation_steps(self.global_batch_size, config.data.micro_batch_size, self.layout.data_size)
-        seed_everything(derived_seed(config.seed, "data"))
         self.feed = Feed(self._loader("train"), accumulation, self.world)
         self.total_steps = self._planned_steps()
-        model = self._build_model()
+        model = self._build_model().train()
         optimizer = self.prepare_optimizer(model)
         scheduler = self.prepare_scheduler(optimizer)
         self.model_engine = ModuleEngine(
@@ -169,10 +170,12 @@ class Engine:
         self.meter = Meter(self.world, self.global_batch_size)
         seed_everything(derived_seed(config.seed, "rank", self.world.rank))
         if self.checkpoint:
-            self._load(self.checkpoint)
+            restore_state(self, self.checkpoint)
         self._open_log()
         manager = CheckpointManager(self.run.checkpoints, config.checkpoint, self.world)
         self.checkpoints = self._closing.enter_context(manager)
+        if self.best and self.best["step"] <= self.step:
+            manager.mark_best(self.best["step"])
         self.logger.info("run %s: %s", self.run.dir, self._summary(accumulation))
         if self.done:
             self.logger.info("nothing left to do: raise loop.total_steps or loop.epochs to train on")
@@ -186,22 +189,24 @@ class Engine:
                 self.epoch = self.feed.epoch
                 continue
             ctx = StepContext(self.step + 1, self.epoch, "train", self.metrics, micro_batches)
+            self.guard.watch(ctx.step, self.feed.advance(len(micro_batches)))
             self.train_pre_step(ctx)
-            self.guard.watch(ctx.step, self.feed.place(len(micro_batches)))
             ctx.numbers = self.model_engine.train_batch(ctx.micro_batches, partial(self.forward_step, ctx))
-            self.train_post_step(ctx)
             self.step = ctx.step
-            self.feed.advance(len(micro_batches))
+            self.train_post_step(ctx)
             self._after_step(ctx, ctx.numbers)
 
     def after_train(self) -> None:
         self._settle()
+        # Left to do only if the end came as a surprise, with a loader of unknown length. A checkpoint of this step
+        # would not know of it, and is written again.
         if not self.metrics.empty:
             self._log_interval()
-        best = False
-        if self.config.loop.eval_interval and self._evaluated_at != self.step:
-            best = self._evaluate_and_track()
-        self.save(best=best, wait=True)
+            self.saved_at = -1
+        if self.config.loop.eval_interval and self.evaluated_at != self.step:
+            self._evaluate_and_track()
+            self.saved_at = -1
+        self._save_surely()
         self.logger.info("finished at step %d; everything is in %s", self.step, self.run.dir)
 
     @property
@@ -214,28 +219,28 @@ class Engine:
     def global_batch_size(self) -> int:
         return self.config.data.global_batch_size or self.config.data.micro_batch_size * self.layout.data_size
 
-    def save(self, best: bool = False, wait: bool = False) -> None:
-        """Write a checkpoint of this moment, unless there is one already."""
-        if self._saved_at != self.step:
+    def save(self) -> None:
+        """Write a checkpoint of this moment in the background, unless there is one already."""
+        if self.saved_at != self.step:
             self._settle()
-            self._saved_at = self.step
-            engine = self.model_engine
-            shared = {
-                "step": self.step,
-                "best": self.best,
-                "evaluated_at": self._evaluated_at,
-                "feed": self.feed.state_dict(),
-                "guard": self.guard.state_dict(),
-                "model_engine": engine.state_dict(),
-                "extra": self.extra_state(),
-            }
-            own = {"rng": rng_state(), "metrics": self.metrics.state_dict(), "feed": self.feed.rank_state_dict()}
-            tensors = checkpoint_state.collect(engine.model, engine.optimizer, shared, own, self.world.rank)
+            self.saved_at = self.step
+            tensors = collect_state(self)
             self.checkpoints.save(self.step, tensors, {"epoch": self.epoch, "best": self.best})
-        if best:
+        if self.best and self.best["step"] == self.step:
             self.checkpoints.mark_best(self.step)
-        if wait:
+
+    def _save_surely(self) -> None:
+        """Save and wait; a write that failed is tried once more, and then is an error."""
+        for _ in range(2):
+            self.save()
             self.checkpoints.wait()
+            if not self.world.any(self.checkpoints.failed)[0]:
+                return
+            self.saved_at = -1
+        raise UserError(
+            f"the state at step {self.step} could not be saved in {self.run.checkpoints}: the log says why. "
+            "Older checkpoints are whole; resume=auto goes on from the newest."
+        )
 
     # ---- Inside ---------------------------------------------------------------------------------------------------
 
@@ -245,20 +250,21 @@ class Engine:
         self.metrics.add("grad_norm", numbers.grad_norm)
         self.guard.take(self.model_engine.take_outcomes(), self.feed)
         self.meter.steps += 1
-        if self.step % config.log.interval == 0:
+        asked, self._stopped = self.world.any(self.signals.requested is not None, ctx.stop)
+        last = self.done or self.step == self.total_steps
+        if self.step % config.log.interval == 0 or last:
             self._log_interval()
         best = False
-        if config.loop.eval_interval and (self.step % config.loop.eval_interval == 0 or self.step == self.total_steps):
+        if config.loop.eval_interval and (self.step % config.loop.eval_interval == 0 or last):
             best = self._evaluate_and_track()
         if best or (config.checkpoint.interval and self.step % config.checkpoint.interval == 0):
             with self.meter.paused():
-                self.save(best=best)
-        asked, self._stopped = self.world.any(self.signals.requested is not None, ctx.stop)
-        if asked and not self.done:
+                self.save()
+        if asked and not last:
             self.logger.warning(
                 "%s: saving at step %d", self.signals.requested or "another rank was told to stop", self.step
             )
-            self.save(wait=True)
+            self._save_surely()
             raise Interrupted(f"stopped and saved at step {self.step}; resume=auto goes on from here")
 
     def _log_interval(self) -> None:
@@ -271,13 +277,14 @@ class Engine:
         self.hub.metrics({**record, "skipped": self.guard.total, "totals": totals, "perf": perf})
 
     def _evaluate(self) -> dict[str, float | None]:
+        outside = rng_state()  # an evaluation leaves no trace in the training
         if self._eval_loader is None:
             self._eval_loader = self._loader("eval")
-        outside = rng_state()  # an evaluation leaves no trace in the training
-        ctx, aside = (StepContext(self.step, self.epoch, "eval", self._metric_store()) for _ in range(2))
+        limited = islice(self._eval_loader, self.config.loop.eval_batches)
+        ctx, aside = (StepContext(self.step, self.epoch, "eval", self._metric_store(forgiving=False)) for _ in "ab")
         batches = 0
+        self.world.same_everywhere(list(self.model.buffers()))  # running statistics: rank 0's count
         with self.model_engine.eval_mode():
-            limited = islice(self._eval_loader, self.config.loop.eval_batches)
             for micro_batch, counts in self.model_engine.in_step(limited):
                 self.model_engine.infer_batch(micro_batch, partial(self.eval_step, ctx if counts else aside))
                 batches += counts
@@ -290,21 +297,19 @@ class Engine:
 
     def _evaluate_and_track(self) -> bool:
         """Evaluate; is it the best so far?"""
-        self._evaluated_at = self.step
+        self.evaluated_at = self.step
         with self.meter.paused():
             means = self._evaluate()
-        name, mode = self.config.checkpoint.best_metric, self.config.checkpoint.best_mode
+        name = self.config.checkpoint.best_metric
         if name is None:
             return False
         if name not in means:
             raise UserError(f"checkpoint.best_metric={name} is not among the eval metrics: {', '.join(means)}")
-        value = means[name]
-        if value is None:
+        value, sign = means[name], 1 if self.config.checkpoint.best_mode == "max" else -1
+        if value is None or (self.best is not None and sign * value <= sign * self.best["value"]):
             return False
-        better = self.best is None or (value < self.best["value"] if mode == "min" else value > self.best["value"])
-        if better:
-            self.best = {"metric": name, "value": value, "step": self.step}
-        return better
+        self.best = {"metric": name, "value": value, "step": self.step}
+        return True
 
     def before_evaluate(self) -> None:
         """The model with the checkpoint's weights, ready for `evaluate` or for a workflow of your own."""
@@ -317,8 +322,8 @@ class Engine:
         if not self.checkpoint:
             self.logger.warning("no checkpoint is loaded: the weights are those of prepare_model()")
 
-    def _metric_store(self) -> MetricStore:
-        return MetricStore(self.world, counts=self.layout.sequence_rank == 0)
+    def _metric_store(self, forgiving: bool = True) -> MetricStore:
+        return MetricStore(self.world, counts=self.layout.sequence_rank == 0, forgiving=forgiving)
 
     def _settle(self) -> None:
         self.model_engine.settle()
@@ -337,38 +342,18 @@ class Engine:
         return self.model
 
     def _loader(self, split: str) -> Iterable[Any]:
+        seed_everything(derived_seed(self.config.seed, "data", split))
         loader = self.prepare_dataloader(split)
         if loader is None:
             raise UserError(f"prepare_dataloader({split!r}) gave None, so there is no data for it")
         return loader
 
     def _planned_steps(self) -> int | None:
-        loop, per_epoch = self.config.loop, self.feed.steps_per_epoch
+        loop = self.config.loop
+        of_ranks = self.world.all_gather(self.feed.steps_per_epoch)  # loaders may have different lengths
+        per_epoch = None if None in of_ranks else max(of_ranks)
         by_epochs = loop.epochs * per_epoch if loop.epochs is not None and per_epoch is not None else None
         return min((n for n in (loop.total_steps, by_epochs) if n is not None), default=None)
-
-    def _load(self, checkpoint: Path) -> None:
-        """Put everything back as it was when `checkpoint` was written."""
-        engine, rank = self.model_engine, self.world.rank
-        saved = checkpoint_state.restore(checkpoint, engine.model, engine.optimizer, self.world.host_group)
-        same_ranks = len(saved.ranks) == self.world.size
-        own = saved.ranks[rank] if same_ranks else None
-        self.step, self.best = saved.shared["step"], saved.shared["best"]
-        self._saved_at = self.step if checkpoint.is_relative_to(self.run.checkpoints.resolve()) else -1
-        self._evaluated_at = saved.shared["evaluated_at"]
-        engine.load_state_dict(saved.shared["model_engine"])
-        self.guard.load_state_dict(saved.shared["guard"])
-        self.feed.load_state_dict(saved.shared["feed"], own["feed"] if own else None)
-        self.epoch = self.feed.epoch
-        self.load_extra_state(saved.shared["extra"])
-        if own:
-            self.metrics.load_state_dict(own["metrics"])
-            set_rng_state(own["rng"])
-        else:
-            if rank == 0:
-                for other in saved.ranks:
-                    self.metrics.merge(other["metrics"])
-            seed_everything(derived_seed(self.config.seed, "rank", rank, "step", self.step))
 
     def _open_log(self) -> None:
         config = self.config
@@ -382,10 +367,9 @@ class Engine:
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         total = sum(p.numel() for p in self.model.parameters())
         of = f" of {total:,}" if trained != total else ""
-        data = self.config.data
-        where = f"{self.config.loop.precision} on {self.world.size} x {self.device.type}"
+        ranks = f"{self.layout.data_size} data rank(s) x {accumulation} micro-batch(es)"
         return (
-            f"{trained:,}{of} parameters train, {where}; "
-            f"steps {self.step} to {self.total_steps or '?'}; {self.global_batch_size} samples a step = "
-            f"{data.micro_batch_size} x {self.layout.data_size} data rank(s) x {accumulation} micro-batch(es)"
+            f"{trained:,}{of} parameters train, {self.config.loop.precision} on {self.world.size} x {self.device.type}"
+            f"; steps {self.step} to {self.total_steps or '?'}; {self.global_batch_size} samples a step = "
+            f"{self.config.data.micro_batch_size} x {ranks}"
         )

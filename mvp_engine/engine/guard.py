@@ -11,6 +11,7 @@ from typing import Any
 from mvp_engine.config.schema import Guard
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine import Outcome
+from mvp_engine.runs import write_atomically
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -68,5 +69,9 @@ class SkipGuard:
     def state_dict(self) -> dict[str, int]:
         return {"total": self.total, "consecutive": self.consecutive, "overflows": self.overflows}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, int], step: int) -> None:
+        """Steps after `step` will be made again, so what was written of them goes."""
+        if self.file.is_file():
+            lines = self.file.read_text().splitlines(keepends=True)
+            write_atomically(self.file, "".join(line for line in lines if json.loads(line)["step"] <= step))
         self.total, self.consecutive, self.overflows = state["total"], state["consecutive"], state["overflows"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from mvp_engine.checkpoint.manager import find_checkpoint
+from mvp_engine.checkpoint.manager import find_checkpoint, recover
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError
 from mvp_engine.runs import Run, checkpoint_step, flat_keys, launcher_id, list_runs, write_atomically
@@ -36,9 +36,7 @@ def choose_start(config: Config) -> Start:
     if config.resume is None:
         return Start(_new_run(config, root), None, f"a new run of {config.project.name}")
     if config.resume == "auto":
-        runs = list_runs(root, config.project.name)
-        if config.project.run_id:
-            runs = [run for run in runs if run.id == config.project.run_id]
+        runs = [run for run in list_runs(root, config.project.name) if _can_go_on(run, config)]
         if runs:
             return _go_on(runs[-1], config, "resume=auto")
         if config.workflow != "train":
@@ -62,19 +60,29 @@ def choose_start(config: Config) -> Start:
     return Start(run, checkpoint, f"a new run from checkpoint {checkpoint}")
 
 
+def _can_go_on(run: Run, config: Config) -> bool:
+    """A run with a checkpoint; or, for training, one that was killed before its first. Not a launch that failed."""
+    if config.project.run_id not in (None, run.id) or run.info.get("workflow") != "train":
+        return False
+    was_killed = run.status() in ("killed", "running") and config.workflow == "train"
+    return bool(run.checkpoint_list()) or was_killed or config.project.run_id is not None
+
+
 def _new_run(config: Config, root: Path) -> Run:
-    run = Run.create(root, config.project.name, config.project.run_id)
+    run = Run.create(root, config.project.name, config.project.run_id, config.workflow)
     run.lock()
     return run
 
 
 def _go_on(run: Run, config: Config, why: str) -> Start:
+    if config.workflow == "train":
+        run.lock()
+        recover(run.checkpoints)
     checkpoints = run.checkpoint_list()
     if config.workflow != "train":
         if not checkpoints:
             raise UserError(f"{why}: run {run.dir} has no complete checkpoint to {config.workflow} with")
         return Start(run, checkpoints[-1], f"{why}: {config.workflow} with {checkpoints[-1]}", owned=False)
-    run.lock()
     run.note(status="running", launcher=launcher_id())
     if checkpoints:
         return Start(run, checkpoints[-1], f"{why}: going on with {run.dir} from {checkpoints[-1].name}")

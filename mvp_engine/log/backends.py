@@ -118,7 +118,8 @@ class TensorBoardBackend(Backend):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = info.run.dir / "tensorboard"
-        self.writer = SummaryWriter(str(folder), purge_step=info.start_step + 1 if info.start_step else None)
+        purge = info.start_step + 1 if info.workflow == "train" else None  # steps that will be made again
+        self.writer = SummaryWriter(str(folder), purge_step=purge)
 
     def metrics(self, record: dict[str, Any]) -> None:
         for name, value in flat(record).items():

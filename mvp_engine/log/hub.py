@@ -30,10 +30,14 @@ class LogHub:
         if rank == 0:
             classes = [_backend_class(name) for name in names]
             self._stderr = None
-            for backend_class in classes:
-                backend = backend_class()
-                backend.start(info)
-                self.backends.append(backend)
+            try:
+                for backend_class in classes:
+                    backend = backend_class()
+                    backend.start(info)
+                    self.backends.append(backend)
+            except BaseException as error:
+                self.__exit__(None, error, None)  # a live panel must give the terminal back
+                raise
         else:
             self._stderr = logging.StreamHandler(sys.stderr)
             self._stderr.setLevel(logging.WARNING)

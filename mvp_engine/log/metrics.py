@@ -10,15 +10,18 @@ from torch import Tensor
 
 from mvp_engine.distributed import World
 
+RESERVED = {"step", "epoch", "split", "lr", "skipped", "totals", "perf"}
+
 Sums = dict[str, list[float]]  # "mean/<name>" or "total/<name>" -> [sum, weight]
 
 
 class MetricStore:
-    """Weighted means and totals. Adding a tensor never waits for the device; a non-finite value is left out."""
+    """Weighted means and totals. Adding a tensor never waits for the device."""
 
-    def __init__(self, world: World, counts: bool = True) -> None:
+    def __init__(self, world: World, counts: bool = True, forgiving: bool = True) -> None:
         self.world = world
         self.counts = counts  # False on a rank whose data another rank has too
+        self.forgiving = forgiving  # leave out what is not finite; an evaluation does not, its mean is then None
         self._host: Sums = {}
         self._device: dict[str, Tensor] = {}
         self.resumed = False  # holds a part that an earlier process added
@@ -29,6 +32,8 @@ class MetricStore:
 
     def add(self, name: str, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """`value` is a sum over `weight` items; the mean of everything added is logged."""
+        if name in RESERVED:
+            raise ValueError(f"a metric cannot be called {name!r}; records use that name themselves")
         self._add(f"mean/{name}", value, weight)
 
     def count(self, name: str, amount: Tensor | float) -> None:
@@ -37,9 +42,10 @@ class MetricStore:
     def _add(self, key: str, value: Tensor | float, weight: Tensor | float) -> None:
         if isinstance(value, Tensor) or isinstance(weight, Tensor):
             pair = torch.stack([self._scalar(value), self._scalar(weight)])
-            pair = torch.where(pair.isfinite().all(), pair, 0.0)
+            if self.forgiving:
+                pair = torch.where(pair.isfinite().all(), pair, 0.0)
             self._device[key] = self._device[key] + pair if key in self._device else pair
-        elif math.isfinite(value) and math.isfinite(weight):
+        elif not self.forgiving or (math.isfinite(value) and math.isfinite(weight)):
             total = self._host.setdefault(key, [0.0, 0.0])
             total[0] += value
             total[1] += weight
@@ -60,7 +66,7 @@ class MetricStore:
         for key, (value, weight) in together.items():
             kind, name = key.split("/", 1)
             if kind == "mean":
-                means[name] = value / weight if weight else None
+                means[name] = value / weight if weight and math.isfinite(value / weight) else None
             else:
                 totals[name] = value
         return means, totals

@@ -97,9 +97,7 @@ class ModuleEngine:
     def train_batch(self, micro_batches: list[Any], forward_step: ForwardStep) -> StepNumbers:
         """One optimizer step over this rank's micro-batches (there may be none)."""
         self.optimizer_zero_grad()
-        with self.train_mode():
-            totals = self.forward_backward_batch(micro_batches, forward_step)
-        return self.optimizer_step(totals)
+        return self.optimizer_step(self.forward_backward_batch(micro_batches, forward_step))
 
     def forward_backward_batch(self, micro_batches: list[Any], forward_step: ForwardStep) -> Tensor:
         """Add the gradients of the summed loss; gives [loss_sum, weight] of this rank, on the device."""
@@ -175,7 +173,7 @@ class ModuleEngine:
             factor = factor * (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
         if local:
-            torch._foreach_mul_(local, factor.to(local[0].dtype))
+            torch._foreach_mul_(local, factor.float())
         self.rates = self._learning_rates()
         code = (~loss_sum.isfinite()) * BAD_LOSS + (weight <= 0) * NO_WEIGHT + (~norm.isfinite()) * BAD_GRADIENT
         self._update(code)
@@ -219,11 +217,6 @@ class ModuleEngine:
 
     def lr_scheduler_step(self) -> None:
         self.scheduler.step()
-
-    @contextlib.contextmanager
-    def train_mode(self) -> Iterator[None]:
-        self.model.train()
-        yield
 
     @contextlib.contextmanager
     def eval_mode(self) -> Iterator[None]:

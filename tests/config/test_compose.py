@@ -177,9 +177,34 @@ def test_engine_is_found_or_the_message_says_how(recipe: Path, tmp_path: Path) -
     assert "defines no subclass" in error(recipe, "engine=engine_two.py")
 
 
-def test_recipe_named_like_a_package_is_refused(recipe: Path, tmp_path: Path) -> None:
-    shutil.copytree(recipe.parent, tmp_path / "numpy")
-    assert "rename" in error(tmp_path / "numpy" / "train.yaml")
+@pytest.mark.parametrize("name", ["numpy", "qwen2.5-vl", "random", "test"])
+def test_recipe_folder_may_have_any_name(recipe: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(recipe.parent, tmp_path / name)
+    composed = compose(tmp_path / name / "train.yaml")
+    assert composed.engine_class.__name__ == "TinyEngine"
+    assert compose(tmp_path / name / "train.yaml").engine_class is composed.engine_class
+
+
+def test_typo_in_a_group_file_names_that_file(recipe: Path) -> None:
+    (recipe.parent / "tiny").mkdir()
+    (recipe.parent / "tiny" / "small.yaml").write_text("samples: 9\nnoize: 0.5\n")
+    recipe.write_text("defaults:\n  - base\n  - tiny: small\n  - _self_\n")
+    assert f"{recipe.parent / 'tiny' / 'small.yaml'}:2: unknown key 'tiny.noize'. Did you mean 'tiny.noise'" in error(
+        recipe
+    )
+
+
+def test_files_that_inherit_each_other_are_refused(recipe: Path) -> None:
+    base = recipe.parent / "base.yaml"
+    base.write_text("defaults: [train, _self_]\n" + base.read_text())
+    assert "inherits from itself" in error(recipe)
+
+
+def test_odd_files_and_words_are_one_message(recipe: Path) -> None:
+    assert "'engine' is 3. Write file.py:Class" in error(recipe, "engine=3")
+    assert "have no effect here" in error(recipe, "hydra.verbose=true")
+    recipe.rename(recipe.with_suffix(".yml"))
+    assert "must be called *.yaml" in error(recipe.with_suffix(".yml"))
 
 
 def test_json_schema_describes_core_and_recipe_with_defaults() -> None:

@@ -1,0 +1,62 @@
+"""What a checkpoint holds of a training, and putting it back: everything that the next step depends on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from mvp_engine.checkpoint import state
+from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
+
+if TYPE_CHECKING:
+    from mvp_engine.engine.engine import Engine
+
+
+def collect_state(engine: Engine) -> dict[str, Tensor]:
+    """This rank's part of a checkpoint of this moment."""
+    shared = {
+        "step": engine.step,
+        "best": engine.best,
+        "evaluated_at": engine.evaluated_at,
+        "feed": engine.feed.state_dict(),
+        "guard": engine.guard.state_dict(),
+        "model_engine": engine.model_engine.state_dict(),
+        "extra": engine.extra_state(),
+    }
+    own: dict[str, Any] = {
+        "rng": rng_state(),
+        "metrics": engine.metrics.state_dict(),
+        "feed": engine.feed.rank_state_dict(),
+        "buffers": {name: buffer.cpu() for name, buffer in engine.model.named_buffers()},  # running statistics differ
+    }
+    return state.collect(engine.model, engine.model_engine.optimizer, shared, own, engine.world.rank)
+
+
+def restore_state(engine: Engine, checkpoint: Path) -> None:
+    """Put everything back as it was when `checkpoint` was written."""
+    model_engine, rank, group = engine.model_engine, engine.world.rank, engine.world.host_group
+    whole = not isinstance(model_engine.scheduler, LambdaLR)  # what another scheduler does to the groups is its state
+    saved = state.restore(checkpoint, engine.model, model_engine.optimizer, group, whole)
+    engine.step, engine.best = saved.shared["step"], saved.shared["best"]
+    engine.evaluated_at = saved.shared["evaluated_at"]
+    mine = checkpoint.resolve().parent == engine.run.checkpoints.resolve()
+    engine.saved_at = engine.step if mine else -1
+    model_engine.load_state_dict(saved.shared["model_engine"])
+    engine.guard.load_state_dict(saved.shared["guard"], engine.step)
+    engine.feed.load_state_dict(saved.shared["feed"], [own["feed"] for own in saved.ranks])
+    engine.epoch = engine.feed.epoch
+    engine.load_extra_state(saved.shared["extra"])
+    if len(saved.ranks) == engine.world.size:
+        own = saved.ranks[rank]
+        for name, buffer in engine.model.named_buffers():
+            buffer.copy_(own["buffers"][name])
+        engine.metrics.load_state_dict(own["metrics"])
+        set_rng_state(own["rng"])
+        return
+    if rank == 0:  # with another number of ranks: sums go on here, generators begin anew
+        for other in saved.ranks:
+            engine.metrics.merge(other["metrics"])
+    seed_everything(derived_seed(engine.config.seed, "rank", rank, "step", engine.step))
