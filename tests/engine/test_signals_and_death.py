@@ -44,8 +44,11 @@ def test_signal_finishes_the_step_saves_and_exits_75(tmp_path: Path, number: sig
     assert "Traceback" not in output
 
 
-def test_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
-    process = spawn(*LAUNCH, "tiny.fault=hang", f"project.dir={tmp_path}")
+@pytest.mark.parametrize("fault", ["hang", "busy"])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_second_ctrl_c_leaves_at_once(tmp_path: Path, fault: str, nproc: int) -> None:
+    command = ["-m", "mvp_engine.cli", "train", str(TINY), "--nproc", str(nproc)]
+    process = spawn(*command, f"tiny.fault={fault}", f"project.dir={tmp_path}")
     wait_for(process, "hanging")
     process.send_signal(signal.SIGINT)
     wait_for(process, "finishing this step")

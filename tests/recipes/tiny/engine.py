@@ -19,7 +19,7 @@ class Tiny(Section):
     samples: int
     dropout: float = 0.0
     noise: float = 0.0  # random augmentation of every sample
-    loader: Literal["sample", "torch", "iterable", "empty", "none"] = "sample"
+    loader: Literal["sample", "torch", "iterable", "uneven", "empty", "none"] = "sample"
     fault: str | None = None
     fault_step: int = 3
     fault_rank: int = 0
@@ -54,6 +54,11 @@ class Stream(IterableDataset[Any]):
     def __init__(self, data: Lines) -> None:
         self.data = data
 
+    def __len__(self) -> int:
+        if len(self.data) == 44:
+            raise TypeError("a stream of unknown length")
+        return len(self.data)
+
     def __iter__(self) -> Iterator[Any]:
         return (self.data[i] for i in range(len(self.data)))
 
@@ -75,6 +80,8 @@ class TinyEngine(Engine):
             return DataLoader(data, batch, shuffle=True, num_workers=self.config.data.num_workers)
         if tiny.loader == "iterable":
             return DataLoader(Stream(data), batch)
+        if tiny.loader == "uneven":  # an iterable with a length, and other data, on each rank
+            return DataLoader(Stream(Lines(16 + 16 * self.world.rank, 0.0)), batch)
         return None if tiny.loader == "none" else self.sample_loader(Lines(0, 0.0), split)
 
     def forward_step(self, ctx: StepContext, micro_batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -123,6 +130,9 @@ class TinyEngine(Engine):
         if tiny.fault == "hang":
             print("hanging", flush=True)
             time.sleep(600)
+        if tiny.fault == "busy":  # in C code, where no Python signal handler can run
+            print("hanging", flush=True)
+            torch.linalg.svd(torch.randn(6000, 6000))
 
     def shout(self) -> None:
         """A workflow of this recipe's own."""

@@ -1,0 +1,349 @@
+"""Corners of saving and going on, each of which was once wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MAGIC, TINY, losses, read_metrics
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from mvp_engine.checkpoint import storage
+from mvp_engine.checkpoint.manager import recover
+from mvp_engine.config import compose
+from mvp_engine.engine.feed import Feed
+from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from mvp_engine.runs import list_runs
+
+
+@pytest.fixture
+def tiny_engine() -> type:
+    return compose(TINY).engine_class
+
+
+def test_finished_run_in_a_relative_folder_is_not_written_again(train, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train(dir=Path("rel")) == 0
+    meta = list_runs(Path("rel"))[0].checkpoint_list()[-1] / "meta.json"
+    before = meta.stat().st_ino, meta.read_text()
+    assert train("resume=auto", dir=Path("rel")) == 0
+    assert (meta.stat().st_ino, meta.read_text()) == before
+
+
+@pytest.mark.parametrize("loader", ["sample", "iterable"])  # of known and of unknown length
+def test_the_last_step_is_logged_and_evaluated_once(train, tmp_path: Path, loader: str) -> None:
+    words = [
+        "loop.total_steps=null",
+        "loop.epochs=1",
+        "log.interval=4",
+        "checkpoint.interval=3",
+        "loop.eval_interval=4",
+    ]
+    words += [f"tiny.loader={loader}", "optim.schedule=constant"]
+    for _ in range(2):
+        assert train(*words, "resume=auto", dir=tmp_path) == 0
+    for split in ("train", "eval"):
+        assert [r["step"] for r in read_metrics(tmp_path, split)] == [4, 6]
+    best = json.loads((list_runs(tmp_path)[0].checkpoints / "best" / "meta.json").read_text())
+    assert best["best"]["step"] == best["step"]
+
+
+def test_a_kill_between_removing_and_renaming_loses_nothing(train, tmp_path: Path) -> None:
+    assert train("checkpoint.interval=3", dir=tmp_path) == 0
+    [run] = list_runs(tmp_path)
+    last = run.checkpoint_list()[-1]
+    last.rename(last.with_name(f".tmp-{last.name}"))
+    recover(run.checkpoints)
+    assert run.checkpoint_list()[-1] == last
+    (last / "meta.json").write_text('{"cut sho')
+    last.rename(last.with_name(f".tmp-{last.name}"))
+    recover(run.checkpoints)
+    assert run.checkpoint_list()[-1] != last
+
+
+def test_interrupted_without_a_checkpoint_is_an_error_not_75(train, tmp_path: Path, monkeypatch, capsys) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage, "write", full)
+    assert train("tiny.fault=sigterm", dir=tmp_path) == EXIT_USER_ERROR
+    assert "the state at step 3 could not be saved" in capsys.readouterr().err
+
+
+def test_a_failed_interval_save_is_made_good_at_the_end(train, tmp_path: Path, monkeypatch) -> None:
+    write, calls = storage.write, []
+
+    def first_fails(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        write(*args)
+
+    monkeypatch.setattr(storage, "write", first_fails)
+    assert train("loop.total_steps=6", "checkpoint.interval=6", dir=tmp_path) == 0
+    assert [p.name for p in list_runs(tmp_path)[0].checkpoint_list()] == ["step_00000006"]
+
+
+def test_checkpoint_is_of_its_moment_though_training_goes_on(train, tmp_path: Path, monkeypatch) -> None:
+    """The write is slow, and the steps meanwhile must not get into it."""
+    write = storage.write
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.3)
+        write(*args)
+
+    assert train("loop.total_steps=4", "optim.schedule=constant", dir=tmp_path / "short") == 0
+    monkeypatch.setattr(storage, "write", slow)
+    words = ["checkpoint.interval=4", "checkpoint.keep_n=null", "loop.total_steps=7", "optim.schedule=constant"]
+    assert train(*words, dir=tmp_path / "long") == 0
+    found = []
+    for folder in ("short", "long"):
+        weight = torch.empty(16, 4)
+        checkpoint = list_runs(tmp_path / folder)[0].checkpoints / "step_00000004"
+        storage.read(checkpoint, {"model.0.weight": weight}, None)
+        found.append(weight)
+    assert torch.equal(*found)
+
+
+def test_old_checkpoints_go_only_after_the_new_one_came(train, tmp_path: Path, monkeypatch) -> None:
+    write, seen = storage.write, []
+
+    def look(folder: Path, *args: Any) -> None:
+        seen.append(sorted(p.name for p in folder.parent.glob("step_*")))
+        write(folder, *args)
+
+    monkeypatch.setattr(storage, "write", look)
+    assert train("checkpoint.interval=4", "checkpoint.keep_n=1", dir=tmp_path) == 0
+    assert seen == [[], ["step_00000004"], ["step_00000008"]]
+
+
+def test_best_survives_a_resume(train, tmp_path: Path) -> None:
+    words = ["loop.eval_interval=2", "optim.schedule=constant", "log.backends=[jsonl]", "checkpoint.keep_n=1"]
+    assert train(*words, "loop.total_steps=6", dir=tmp_path) == 0
+    [run] = list_runs(tmp_path)
+    best = (run.checkpoints / "best").resolve().name
+    (run.checkpoints / "best").unlink()  # as if killed just before the link was made
+    worse = ["optim.lr=3.0", "loop.clip_grad_norm=null", "loop.total_steps=10"]
+    assert train(*words, *worse, "resume=auto", dir=tmp_path) == 0
+    assert (run.checkpoints / "best").resolve().name == best
+
+
+def test_evaluation_leaves_no_trace_in_the_training(train, tmp_path: Path, monkeypatch, tiny_engine: type) -> None:
+    prepare, step = tiny_engine.prepare_dataloader, tiny_engine.eval_step
+
+    def drawing_loader(self: Any, split: str) -> Any:
+        torch.rand(3 if split == "eval" else 0)
+        return prepare(self, split)
+
+    def drawing_step(self: Any, ctx: Any, batch: Any) -> None:
+        torch.rand(5)
+        step(self, ctx, batch)
+
+    monkeypatch.setattr(tiny_engine, "prepare_dataloader", drawing_loader)
+    monkeypatch.setattr(tiny_engine, "eval_step", drawing_step)
+    for interval in ("null", "2", "5"):
+        assert train("tiny.dropout=0.3", f"loop.eval_interval={interval}", dir=tmp_path / interval) == 0
+    assert losses(tmp_path / "null") == losses(tmp_path / "2") == losses(tmp_path / "5")
+
+
+def test_nan_in_an_evaluation_is_no_result_and_never_the_best(train, tmp_path: Path, monkeypatch, tiny_engine) -> None:
+    monkeypatch.setattr(tiny_engine, "eval_step", lambda self, ctx, batch: ctx.log("loss", float("nan"), 1))
+    assert train("loop.eval_interval=6", dir=tmp_path) == 0
+    assert [r["loss"] for r in read_metrics(tmp_path, "eval")] == [None, None]
+    assert not (list_runs(tmp_path)[0].checkpoints / "best").exists()
+
+
+def test_resume_auto_passes_over_launches_that_never_trained(train, tmp_path: Path) -> None:
+    assert train("loop.total_steps=6", dir=tmp_path) == 0
+    assert train("data.global_batch_size=7", dir=tmp_path) == EXIT_USER_ERROR
+    assert train("workflow=shout", dir=tmp_path) == 0
+    assert train("workflow=evaluate", "resume=auto", dir=tmp_path) == 0
+    assert train("resume=auto", dir=tmp_path) == 0
+    assert [r["step"] for r in list_runs(tmp_path)[0].records("train")] == [2, 4, 6, 8, 10, 12]
+
+
+def test_folder_of_a_launch_killed_at_once_is_used_again(train, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert train("project.run_id=mine", "resume=auto", dir=tmp_path) == 0
+
+
+def test_torch_loader_with_its_own_generator_resumes_exactly(train, tmp_path: Path, monkeypatch, tiny_engine) -> None:
+    prepare = tiny_engine.prepare_dataloader
+
+    def own_generator(self: Any, split: str) -> Any:
+        found = prepare(self, split)
+        if split == "eval":
+            return found
+        return DataLoader(found.dataset, 4, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    monkeypatch.setattr(tiny_engine, "prepare_dataloader", own_generator)
+    assert train("loop.total_steps=20", dir=tmp_path / "straight") == 0
+    cut = ["loop.total_steps=20", "resume=auto", "tiny.fault=sigterm"]
+    for step in (8, 15):
+        assert train(*cut, f"tiny.fault_step={step}", dir=tmp_path / "cut") == EXIT_INTERRUPTED
+    assert train("loop.total_steps=20", "resume=auto", dir=tmp_path / "cut") == 0
+    assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
+
+
+def test_schedulers_that_change_more_than_the_rate_resume_exactly(
+    train, tmp_path: Path, monkeypatch, tiny_engine
+) -> None:
+    def one_cycle(self: Any, optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+
+    monkeypatch.setattr(tiny_engine, "prepare_scheduler", one_cycle)
+    assert train(dir=tmp_path / "straight") == 0
+    assert train("tiny.fault=sigterm", "tiny.fault_step=5", dir=tmp_path / "cut") == EXIT_INTERRUPTED
+    assert train("resume=auto", dir=tmp_path / "cut") == 0
+    assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
+
+
+def test_state_that_could_not_be_read_again_is_refused_when_written(
+    train, tmp_path, monkeypatch, capsys, tiny_engine
+) -> None:
+    monkeypatch.setattr(tiny_engine, "extra_state", lambda self: {"where": Path("/tmp")})
+    assert train(dir=tmp_path) == EXIT_USER_ERROR
+    assert "Look at extra_state()" in capsys.readouterr().err
+
+
+def test_parts_that_a_recipe_keeps_in_eval_mode_stay_there(train, tmp_path: Path, monkeypatch, tiny_engine) -> None:
+    before = tiny_engine.before_train
+    modes = []
+
+    def frozen(self: Any) -> None:
+        before(self)
+        self.model[3].eval()
+
+    monkeypatch.setattr(tiny_engine, "before_train", frozen)
+    monkeypatch.setattr(tiny_engine, "train_post_step", lambda self, ctx: modes.append(self.model[3].training))
+    assert train("loop.eval_interval=2", "loop.total_steps=4", dir=tmp_path) == 0
+    assert modes == [False] * 4
+
+
+def test_epochs_reach_samplers_wherever_they_sit() -> None:
+    from torch.utils.data import BatchSampler
+
+    from mvp_engine.distributed import World
+
+    sampler = DistributedSampler(list(range(8)), 2, 0)
+    loader = DataLoader(list(range(8)), batch_sampler=BatchSampler(sampler, 2, False))
+    feed = Feed(loader, 1, World(0, 2, 0, 2, torch.device("cpu")))
+    feed.take()
+    feed.advance(1)
+    feed.next_epoch()
+    assert sampler.epoch == 1
+
+
+def test_every_rank_goes_on_with_its_own_cursor(ranks2, tmp_path: Path) -> None:
+    assert ranks2.run(own_cursors) == [[[4, 6], [8]], [[5, 7], [9]]]
+
+
+class Stateful:
+    def __init__(self, rank: int) -> None:
+        self.rank, self.at = rank, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "rank": self.rank}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state["rank"] == self.rank
+        self.at = state["at"]
+
+    def __iter__(self) -> Any:
+        while self.at < 5:
+            self.at += 1
+            yield 2 * (self.at - 1) + self.rank
+
+
+def own_cursors() -> list[list[int]]:
+    from mvp_engine.distributed import World
+
+    world = World.join("cpu")
+    first, second = (Feed(Stateful(world.rank), 2, world) for _ in range(2))
+    first.take()
+    first.advance(2)
+    second.load_state_dict(first.state_dict(), world.all_gather(first.rank_state_dict()))
+    rest = [second.take(), second.take()]
+    world.close()
+    return rest
+
+
+def test_ranks_with_loaders_of_different_lengths_stay_together(ranks2, tmp_path: Path) -> None:
+    words = ["tiny.loader=uneven", "loop.total_steps=null", "loop.epochs=2", "loop.eval_interval=3", "log.interval=1"]
+    assert ranks2.launch(TINY, *words, f"project.dir={tmp_path}", "data.global_batch_size=8") == [0, 0]
+    assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 17))  # 4 and 8 micro-batches an epoch
+
+
+def test_replicas_begin_with_the_weights_of_rank_0(ranks2) -> None:
+    assert ranks2.run(same_start) == [0.0, 0.0]
+
+
+def same_start() -> float:
+    from mvp_engine.distributed import World
+
+    world = World.join("cpu")
+    weight = torch.full((2,), float(world.rank))
+    world.same_everywhere([weight])
+    world.close()
+    return float(weight.sum())
+
+
+def test_gradient_that_comes_twice_in_one_backward_is_an_error(ranks2) -> None:
+    for text in ranks2.run(twice):
+        assert "use_reentrant=False" in text
+
+
+def twice() -> str:
+    from torch.utils.checkpoint import checkpoint
+
+    from mvp_engine.distributed import GradientReducer, World
+
+    world = World.join("cpu")
+    layer = nn.Linear(4, 4)
+    assert world.host_group is not None
+    reducer = GradientReducer(list(layer.parameters()), world.host_group)
+    reducer.zero_grad()
+    reducer.arm()
+    x = torch.randn(2, 4, requires_grad=True)
+    try:
+        checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True).sum().backward()
+        return "no error"
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        reducer.finish()
+        world.close()
+
+
+def test_magic_transformer_learns_to_sort(train, tmp_path: Path, capsys) -> None:
+    words = ["task.digits=4", "loop.total_steps=200", "loop.eval_interval=200", "task.eval_problems=200"]
+    words += ["data.micro_batch_size=64", "data.global_batch_size=64", "log.backends=[jsonl]"]
+    assert train(*words, config=MAGIC, dir=tmp_path) == 0
+    assert read_metrics(tmp_path, "eval")[-1]["exact_match"] > 0.95
+    capsys.readouterr()
+    assert train(*words, "workflow=solve", "resume=auto", config=MAGIC, dir=tmp_path) == 0
+    assert capsys.readouterr().out.count("right") >= 4
+
+
+def test_reserved_metric_names_are_refused() -> None:
+    from mvp_engine.distributed import World
+    from mvp_engine.log import MetricStore
+
+    with pytest.raises(ValueError, match="a metric cannot be called 'step'"):
+        MetricStore(World(0, 1, 0, 1, torch.device("cpu"))).add("step", 1.0)
+
+
+def test_mistake_before_the_ranks_meet_is_told_by_one_of_each_machine(capsys, monkeypatch) -> None:
+    from mvp_engine.launch import launch
+
+    for rank, local, told in (("0", "0", 1), ("1", "1", 0), ("2", "0", 1)):
+        monkeypatch.setitem(os.environ, "RANK", rank)
+        monkeypatch.setitem(os.environ, "LOCAL_RANK", local)
+        assert launch("/nowhere.yaml", []) == EXIT_USER_ERROR
+        assert capsys.readouterr().err.count("config file not found") == told
