@@ -138,10 +138,12 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size
     """How many micro-batches each rank adds up for one optimizer step."""
     per_pass = micro_batch_size * world_size
     if global_batch_size % per_pass:
+        below = max(1, global_batch_size // per_pass) * per_pass
+        nearest = sorted({below, (global_batch_size // per_pass + 1) * per_pass})
         raise UserError(
             f"data.global_batch_size={global_batch_size} is not a multiple of data.micro_batch_size={micro_batch_size} "
             f"times {world_size} data-parallel rank(s) = {per_pass}. The nearest that fit: "
-            f"{max(1, global_batch_size // per_pass) * per_pass} or {(global_batch_size // per_pass + 1) * per_pass}."
+            f"{' or '.join(map(str, nearest))}; or choose another data.micro_batch_size."
         )
     return global_batch_size // per_pass
 
