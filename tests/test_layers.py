@@ -26,7 +26,7 @@ def imported(file: Path) -> set[str]:
             found |= {below} if below else {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {a.name.removeprefix("mvp_engine.") for a in node.names if a.name.startswith("mvp_engine.")}
-    return found - {"__version__"}
+    return found - {"__version__", "PARENT"}
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "mvp_engine").rglob("*.py")), ids=lambda f: f.name)

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from mvp_engine import PARENT
 from mvp_engine.errors import UserError
 
 _FIRST_FAILURE = "first_failure"
@@ -33,6 +34,7 @@ class World:
     device: torch.device
     host_group: dist.ProcessGroup | None = None  # gloo, for the main thread's agreements
     store: PrefixStore | None = None
+    siblings: list[int] = field(default_factory=list)  # the processes of this machine's ranks
     leaving: bool = False  # this rank is past its last collective, so peers may end as they like
 
     @classmethod
@@ -42,6 +44,8 @@ class World:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
         world = cls(int(os.environ.get("RANK", "0")), size, local_rank, local_size, _pick_device(device, local_rank))
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            world._watch_the_others()
         if size > 1:
             # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors too.
             own_gpu = world.device.type == "cuda" and local_size <= torch.cuda.device_count()
@@ -57,8 +61,8 @@ class World:
                 device_id=world.device if own_gpu else None,
             )
             world.host_group = world.new_host_group()
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            world._watch_the_others()
+            here = _node()
+            world.siblings = [pid for node, pid in world.all_gather((here, os.getpid())) if node == here]
         return world
 
     @property
@@ -121,16 +125,13 @@ class World:
 
         A collective with a dead rank would never return, and a job whose launcher was killed should not go on unseen.
         """
-        launcher = os.getppid()
-        siblings = [pid for node, pid in self.all_gather((_node(), os.getpid())) if node == _node()]
 
         def watch() -> None:
             while not self.leaving:
-                time.sleep(0.5)
-                gone = [pid for pid in siblings if not _alive(pid)]
-                if gone:
-                    time.sleep(4.0)  # most often the broken collective raises by itself, with a better message
-                if not self.leaving and (gone or os.getppid() != launcher):
+                gone = [pid for pid in self.siblings if not _alive(pid)]
+                # When a rank is gone, most often the broken collective raises by itself, with a better message.
+                time.sleep(4.0 if gone else 0.5)
+                if not self.leaving and (gone or os.getppid() != PARENT):
                     who = f"process {gone[0]}" if gone else "the launcher"
                     print(f"[rank {self.rank}] {who} of this job died; leaving", file=sys.stderr, flush=True)
                     os._exit(1)

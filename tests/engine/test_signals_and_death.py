@@ -95,6 +95,21 @@ def test_a_rank_that_vanishes_takes_the_others_with_it(tmp_path: Path) -> None:
     assert "of this job died; leaving" in output
 
 
+@pytest.mark.parametrize("seconds", [0.3, 1.5, 2.5])
+def test_ranks_do_not_outlive_a_launcher_that_is_killed_while_they_start(tmp_path: Path, seconds: float) -> None:
+    process = spawn(*TORCHRUN, *LAUNCH, *LONG, f"project.dir={tmp_path}")
+    while not (ranks := _children(process.pid)):
+        time.sleep(0.05)
+    time.sleep(seconds)
+    ranks = _children(process.pid)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+
+
 def test_torchrun_restart_resumes_by_itself(tmp_path: Path) -> None:
     words = ["tiny.fault=crash_once", "tiny.fault_step=7", "checkpoint.interval=2", "log.interval=1"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
