@@ -47,11 +47,11 @@ class SequenceShard:
 
     def to_heads(self, x_Htd: Tensor) -> Tensor:
         """All heads of this rank's tokens -> this rank's heads of all tokens, (h, T, d)."""
-        return _ToHeads.apply(x_Htd, self)
+        return _Swap.apply(x_Htd, self, True)
 
     def to_tokens(self, x_hTd: Tensor) -> Tensor:
         """The way back, (H, t, d)."""
-        return _ToTokens.apply(x_hTd, self)
+        return _Swap.apply(x_hTd, self, False)
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
@@ -87,26 +87,17 @@ def _to_tokens(x_hTd: Tensor, shard: SequenceShard) -> Tensor:
     return torch.cat(_exchange(parts, [shape] * len(parts), shard.group), dim=0)
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: SequenceShard) -> Tensor:
-        ctx.shard = shard
-        return _to_heads(x, shard)
+class _Swap(torch.autograd.Function):
+    """Tokens for heads, or heads for tokens: each is the other's backward."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grad, ctx.shard), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: SequenceShard) -> Tensor:
-        ctx.shard = shard
-        return _to_tokens(x, shard)
+    def forward(ctx: Any, x: Tensor, shard: SequenceShard, to_heads: bool) -> Tensor:
+        ctx.shard, ctx.to_heads = shard, to_heads
+        return _to_heads(x, shard) if to_heads else _to_tokens(x, shard)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grad, ctx.shard), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _to_tokens(grad, ctx.shard) if ctx.to_heads else _to_heads(grad, ctx.shard), None, None
 
 
 class _Gather(torch.autograd.Function):

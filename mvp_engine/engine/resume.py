@@ -86,6 +86,8 @@ def _go_on(run: Run, config: Config, why: str) -> Start:
     run.note(status="running", launcher=launcher_id())
     if checkpoints:
         return Start(run, checkpoints[-1], f"{why}: going on with {run.dir} from {checkpoints[-1].name}")
+    if parent := run.info.get("parent"):
+        return Start(run, find_checkpoint(Path(parent)), f"{why}: {run.dir} starts again from {parent}")
     return Start(run, None, f"{why}: run {run.dir} has no complete checkpoint, it starts again from step 0")
 
 

@@ -18,7 +18,7 @@ from mvp_engine.checkpoint import storage
 from mvp_engine.checkpoint.manager import recover
 from mvp_engine.config import compose
 from mvp_engine.engine.feed import Feed
-from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from mvp_engine.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
 
 
@@ -166,6 +166,25 @@ def test_resume_auto_passes_over_launches_that_never_trained(train, tmp_path: Pa
     assert train("workflow=evaluate", "resume=auto", dir=tmp_path) == 0
     assert train("resume=auto", dir=tmp_path) == 0
     assert [r["step"] for r in list_runs(tmp_path)[0].records("train")] == [2, 4, 6, 8, 10, 12]
+
+
+def test_killed_before_its_first_checkpoint_a_branch_begins_where_it_branched(train, tmp_path: Path) -> None:
+    assert train("checkpoint.interval=4", "log.interval=2", dir=tmp_path) == 0
+    first = list_runs(tmp_path)[-1]
+    branch = [
+        f"resume={first.checkpoints / 'step_00000004'}",
+        "log.interval=2",
+        "tiny.fault=raise",
+        "tiny.fault_step=7",
+    ]
+    assert train(*branch, dir=tmp_path) == EXIT_BUG
+    second = list_runs(tmp_path)[-1]
+    second.note(status="running")  # as kill -9 leaves it
+    assert train("resume=auto", "log.interval=2", dir=tmp_path) == 0
+    assert [(r["step"], r["loss"]) for r in second.records("train")] == [
+        (r["step"], r["loss"]) for r in first.records("train")
+    ]
+    assert "starts again from" in (second.dir / "log.txt").read_text()
 
 
 def test_folder_of_a_launch_killed_at_once_is_used_again(train, tmp_path: Path) -> None:
