@@ -1,7 +1,8 @@
 """SIGTERM and Ctrl-C: the first asks for a stop after the current step, a second Ctrl-C leaves at once.
 
 A thread reads the signals from a pipe that Python's C code writes to as they arrive: a Python handler alone would have
-to wait until the main thread comes back from a long computation or a hung collective.
+to wait until the main thread comes back from a long computation or a hung collective. The handler notes the request
+too: where the main thread is running Python, a busy machine may let the thread wait longer than a step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class StopSignals:
         self._write.setblocking(False)
         self._fd_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, lambda *_: None)  # the thread does what is to be done
+            self._before[number] = signal.signal(number, self._note)
         threading.Thread(target=self._watch, name="mvp-signals", daemon=True).start()
         return self
 
@@ -46,15 +47,19 @@ class StopSignals:
             signal.set_wakeup_fd(self._fd_before)
             self._write.close()  # ends the thread
 
+    def _note(self, number: int, *_: object) -> None:
+        self.requested = self.requested or signal.Signals(number).name
+
     def _watch(self) -> None:
-        first = 0.0
+        first: float | None = None
         while numbers := self._read.recv(16):
             for number in numbers:
                 if number not in (signal.SIGTERM, signal.SIGINT):
                     continue
                 now = time.monotonic()
-                if self.requested is None:
-                    self.requested, first = signal.Signals(number).name, now
+                if first is None:
+                    first = now
+                    self._note(number)
                     os.write(2, f"{self.requested}: {self._message}\n".encode() if self._message else b"")
                 elif number == signal.SIGINT and not (_under_torchrun() and now - first < ECHO_SECONDS):
                     if self._leave:
