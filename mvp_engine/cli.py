@@ -57,6 +57,16 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", metavar="key=value")
         command.set_defaults(run=_config, what=name)
 
+    text = "a checkpoint as a Hugging Face folder; needs no GPU, and memory for one file"
+    merge = commands.add_parser("merge", help=text, description=text)
+    merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run folder: its newest")
+    merge.add_argument("out", metavar="OUT", help="the folder to write")
+    merge.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: that of the pretrained folder"
+    )
+    merge.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB", help="size of a weight file (5)")
+    merge.set_defaults(run=_merge)
+
     runs = commands.add_parser("runs", help="list, show, plot and compare runs").add_subparsers(required=True)
     listing = runs.add_parser("list", help="all runs, oldest first")
     show = runs.add_parser("show", help="one run: status, last figures, checkpoints")
@@ -122,6 +132,17 @@ def _config(args: argparse.Namespace) -> None:
         print(composed.config.to_yaml(), end="")
     else:
         print(json.dumps(composed.json_schema(), indent=2))
+
+
+def _merge(args: argparse.Namespace) -> None:
+    import torch
+
+    from mvp_engine.checkpoint.manager import find_checkpoint
+    from mvp_engine.model_engine.merge import merge
+
+    checkpoint = find_checkpoint(Path(args.checkpoint))
+    merge(checkpoint, Path(args.out), args.dtype and getattr(torch, args.dtype), int(args.max_file_gb * 1e9))
+    print(f"{checkpoint} is now the Hugging Face folder {args.out}")
 
 
 def _runs_list(args: argparse.Namespace) -> None:

@@ -203,7 +203,7 @@ def launcher_id() -> str | None:
 
 def flat_keys(tree: object, prefix: str = "") -> dict[str, object]:
     """A tree of dicts as one dict of dotted keys."""
-    if not isinstance(tree, dict):
+    if not isinstance(tree, dict) or (prefix and not tree):
         return {prefix[:-1]: tree}
     return {key: value for name, child in tree.items() for key, value in flat_keys(child, f"{prefix}{name}.").items()}
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -33,8 +36,12 @@ class RankPool:
         answers = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(timeout):
+                for process in self.processes:  # where do they hang?
+                    os.kill(process.pid or 0, signal.SIGUSR1)
+                time.sleep(1.0)
                 self.close()
-                raise TimeoutError(f"rank {rank} of {self.size} gave no answer in {timeout} s")
+                errors = "\n".join(error for error, _ in answers if error)
+                raise TimeoutError(f"rank {rank} of {self.size} gave no answer in {timeout} s\n{errors}")
             answers.append(pipe.recv())
         for rank, (error, _) in enumerate(answers):
             if error:
@@ -64,11 +71,16 @@ def _launch(config: str, overrides: list[str]) -> int:
 
 def _serve(rank: int, size: int, pipe: Any) -> None:
     import torch
+    from torch.distributed.tensor import debug
 
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
+    clearers = [function for name, function in vars(debug).items() if name.startswith("_clear_")]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     while True:
         function, args, port = pipe.recv()
+        for clear in clearers:  # DTensor remembers meshes, whose process groups ended with the call before
+            clear()
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         try:
             pipe.send((None, function(*args)))

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from mvp_engine import __version__
 from mvp_engine.checkpoint import storage
@@ -32,13 +31,14 @@ LOGGER = logging.getLogger("mvp_engine")
 
 
 class CheckpointManager:
-    def __init__(self, folder: Path, config: Checkpoint, world: World) -> None:
-        self.folder, self.config, self.world = folder, config, world
+    def __init__(self, folder: Path, config: Checkpoint, world: World, along: Path | None = None) -> None:
+        """`along`: a folder that goes into each checkpoint as it is, if there is one."""
+        self.folder, self.config, self.world, self.along = folder, config, world, along
         self.group = world.new_host_group()  # its own: the writing thread must not cross the main thread's collectives
         self._thread: threading.Thread | None = None
         self._best: int | None = None
         self.failed = False  # the last checkpoint was not written
-        self._copies: dict[str, Tensor] = {}  # in host memory, used again for every checkpoint
+        self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # on the host, used again for every checkpoint
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(f".tmp-{STEP_PREFIX}*"):
@@ -48,7 +48,7 @@ class CheckpointManager:
         world.barrier()
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """Copy the tensors now, write them in the background. A failure to write is a loud warning, not the end."""
+        """Copy what this rank writes now, write it in the background. A failure is a loud warning, not the end."""
         self.wait()
         staged = self._stage(tensors)
         versions = {"mvp_engine": __version__, "torch": torch.__version__}
@@ -58,17 +58,17 @@ class CheckpointManager:
         if not self.config.background:
             self.wait()
 
-    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _stage(self, tensors: dict[str, Tensor]) -> list[storage.Piece]:
         """Copies that training cannot change any more."""
-        staged = {}
-        for name, tensor in tensors.items():
-            copy = self._copies.get(name)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
-            staged[name] = copy.copy_(tensor.detach(), non_blocking=True)
+        staged = []
+        for piece in storage.cut(tensors):
+            data, copy = piece.data, self._copies.get((piece.name, piece.offset))
+            if copy is None or copy.shape != data.shape or copy.dtype != data.dtype:
+                copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+            staged.append(piece._replace(data=copy.copy_(data, non_blocking=True)))
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()  # one wait for all copies
-        self._copies = staged
+        self._copies = {(piece.name, piece.offset): piece.data for piece in staged}
         return staged
 
     def mark_best(self, step: int) -> None:
@@ -90,36 +90,39 @@ class CheckpointManager:
     def __exit__(self, *_: object) -> None:
         self.wait()
 
-    def _write(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    def _write(self, step: int, staged: list[storage.Piece], meta: dict[str, Any]) -> None:
         name = f"{STEP_PREFIX}{step:08d}"
         beside = self.folder / f".tmp-{name}"
         started = time.monotonic()
         self.failed = False
         try:
-            storage.write(beside, tensors, self.group)
+            storage.write(beside, staged, self.group)
             if self.world.is_main:
+                if self.along and self.along.is_dir():
+                    shutil.copytree(self.along, beside / self.along.name, dirs_exist_ok=True)
                 (beside / "meta.json").write_text(json.dumps({**meta, "saved": time.time()}, indent=2) + "\n")
                 self._publish(beside, self.folder / name)
                 LOGGER.info("checkpoint %s (%.2f s)", self.folder / name, time.monotonic() - started)
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - training goes on, the old ones stay
+        except Exception as error:  # noqa: BLE001 - training goes on, the old ones stay
             self.failed = True
             LOGGER.error(
-                "CHECKPOINT AT STEP %d WAS NOT WRITTEN: %s. Training goes on; the older checkpoints are whole. "
+                "CHECKPOINT AT STEP %d WAS NOT WRITTEN: %s: %s. Training goes on; the older checkpoints are whole. "
                 "Free space or mend the folder %s before the next one is due.",
                 step,
-                _root_cause(error),
+                type(error).__name__,
+                error,
                 self.folder,
             )
             if self.world.is_main:
                 shutil.rmtree(beside, ignore_errors=True)
 
     def _publish(self, beside: Path, final: Path) -> None:
-        _sync(beside / "meta.json")
-        _sync(beside)
+        storage.sync(beside / "meta.json")
+        storage.sync(beside)
         if final.exists():  # of the same step, with less in it; `recover` finds the new one if we are killed here
             self._discard(final)
         os.replace(beside, final)
-        _sync(self.folder)
+        storage.sync(self.folder)
         _link(self.folder / "latest", final.name)
         self._link_best()
         self._prune()
@@ -173,18 +176,3 @@ def _link(link: Path, target: str) -> None:
     beside.unlink(missing_ok=True)
     beside.symlink_to(target)
     os.replace(beside, link)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _root_cause(error: BaseException) -> str:
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {type(cause).__name__}: {cause}"
-    return f"{type(error).__name__}: {error}"

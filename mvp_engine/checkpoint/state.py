@@ -6,6 +6,8 @@ on the order of the parameter groups.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mvp_engine.checkpoint import storage
+from mvp_engine.checkpoint.pieces import is_writer
+from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
 
 
@@ -27,15 +32,18 @@ class SavedState:
 
 
 def collect(
-    model: nn.Module, optimizer: torch.optim.Optimizer, shared: dict[str, Any], own: dict[str, Any], rank: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    shared: dict[str, Any],
+    own: dict[str, Any],
+    rank: int,
+    owner: Callable[[str, Tensor], bool] = is_writer,
 ) -> dict[str, Tensor]:
-    """Everything this rank has to save. Tensors are still those of the model and the optimizer."""
-    tensors, other = {}, {}
-    for name, value in model.state_dict().items():
-        if isinstance(value, Tensor):
-            tensors[f"model.{name}"] = value
-        else:
-            other[name] = value  # a module's get_extra_state
+    """Everything this rank has to write. Tensors are still those of the model and the optimizer.
+
+    Of what several ranks have, each writes that which it is the `owner` of; so every rank must have the same names.
+    """
+    tensors, other = _tensors(model)
     names = _names(model)
     scalars: dict[str, dict[str, Any]] = {}
     for param, state in optimizer.state.items():
@@ -48,11 +56,23 @@ def collect(
         {**{k: v for k, v in g.items() if k != "params"}, "params": [_name(names, p) for p in g["params"]]}
         for g in optimizer.param_groups
     ]
-    shared = {**shared, "model_extra": other, "optim_groups": groups, "optim_scalars": scalars}
+    # Buffers may differ between ranks: rank 0's count, as in an evaluation.
+    rank_0s = {f"model.{name}" for name, buffer in model.named_buffers() if not isinstance(buffer, DTensor)}
+    mine = {n: t for n, t in tensors.items() if (rank == 0 if n in rank_0s else owner(n, t))}
     if rank == 0:
-        tensors["shared"] = storage.to_bytes(shared)
-    tensors[f"rank.{rank:05d}"] = storage.to_bytes(own)
-    return tensors
+        shared = {**shared, "model_extra": other, "optim_groups": groups, "optim_scalars": scalars}
+        mine["shared"] = storage.to_bytes(shared)
+    mine[f"rank.{rank:05d}"] = storage.to_bytes(own)
+    return mine
+
+
+def save(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
+    """Write a checkpoint now and wait. The folder must not be there yet, and comes when it is complete."""
+    beside = folder.with_name(f".tmp-{folder.name}")
+    storage.write(beside, storage.cut(tensors), world.host_group)
+    with storage.together(world.host_group):
+        if world.is_main:
+            os.replace(beside, folder)
 
 
 def restore(
@@ -67,31 +87,28 @@ def restore(
     Of the parameter groups only the learning rates are taken, unless `whole_groups`: the rest is the config's, which
     may have been changed.
     """
-    saved = storage.entries(folder)
-    blobs = {n: torch.empty(e.size, dtype=torch.uint8) for n, e in saved.items() if n == "shared" or n[:5] == "rank."}
-    tensors: dict[str, Tensor] = dict(blobs)
-    weights = {f"model.{n}": v for n, v in model.state_dict().items() if isinstance(v, Tensor)}
-    _check_fit(folder, weights, saved)
-    tensors |= weights
-    states: dict[nn.Parameter, dict[str, Any]] = {}
-    for name, param in model.named_parameters() if optimizer else ():
-        prefix = f"optim.{name}."
-        for key in [n for n in saved if n.startswith(prefix) and "." not in n[len(prefix) :]]:
-            entry = saved[key]
-            dtype = entry.properties.dtype
-            # Moments are laid out like their parameter; step counts are plain scalars.
-            like = entry.size == param.shape
-            tensors[key] = (
-                torch.empty_like(param.detach(), dtype=dtype) if like else torch.empty(entry.size, dtype=dtype)
-            )
-            states.setdefault(param, {})[key[len(prefix) :]] = tensors[key]
-    storage.read(folder, tensors, group)
-    shared = storage.from_bytes(tensors["shared"])
+    with storage.together(group):
+        reader = storage.Reader(folder)
+        saved = reader.entries
+        tensors, _ = _tensors(model)
+        _check_fit(folder, tensors, saved)
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        params = dict(model.named_parameters()) if optimizer else {}
+        for full, entry in saved.items():
+            name, _, key = full.removeprefix("optim.").rpartition(".")
+            if name in params and full.startswith("optim."):
+                # Moments are laid out like their parameter; step counts are plain scalars.
+                like = params[name].detach() if entry.shape == params[name].shape else torch.empty(entry.shape)
+                tensors[full] = torch.empty_like(like, dtype=entry.dtype)
+                states.setdefault(params[name], {})[key] = tensors[full]
+        reader.fill(tensors)
+        shared = storage.from_bytes(reader.read("shared"))
+        ranks = [storage.from_bytes(reader.read(name)) for name in sorted(saved) if name.startswith("rank.")]
     if shared["model_extra"]:
         model.load_state_dict(shared["model_extra"], strict=False)
     if optimizer:
         _restore_optimizer(model, optimizer, states, shared, folder, whole_groups)
-    return SavedState(shared, [storage.from_bytes(tensors[n]) for n in sorted(blobs) if n != "shared"])
+    return SavedState(shared, ranks)
 
 
 def _restore_optimizer(
@@ -122,15 +139,15 @@ def _restore_optimizer(
     optimizer.load_state_dict(packed)
 
 
-def _check_fit(folder: Path, weights: dict[str, Tensor], saved: dict[str, Any]) -> None:
+def _check_fit(folder: Path, weights: dict[str, Tensor], saved: dict[str, storage.Entry]) -> None:
     missing = [n for n in weights if n not in saved]
     extra = [n for n in saved if n.startswith("model.") and n not in weights]
-    shapes = [n for n, w in weights.items() if n in saved and saved[n].size != w.shape]
+    shapes = [n for n, w in weights.items() if n in saved and saved[n].shape != w.shape]
     if missing or extra or shapes:
         parts = []
         if shapes:
             n = shapes[0]
-            parts.append(f"{n} is {tuple(saved[n].size)} there and {tuple(weights[n].shape)} here")
+            parts.append(f"{n} is {tuple(saved[n].shape)} there and {tuple(weights[n].shape)} here")
         if missing:
             parts.append(f"it lacks {', '.join(missing[:3])}")
         if extra:
@@ -138,6 +155,18 @@ def _check_fit(folder: Path, weights: dict[str, Tensor], saved: dict[str, Any]) 
         raise UserError(
             f"checkpoint {folder} does not fit this model: {'; '.join(parts)}. Was the model config changed?"
         )
+
+
+def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a model, tied ones under the first of their names only; and what is none (`get_extra_state`)."""
+    tensors: dict[str, Tensor] = {}
+    values = model.state_dict(keep_vars=True)
+    seen: set[int] = set()
+    for name, value in values.items():
+        if isinstance(value, Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            tensors[f"model.{name}"] = value
+    return tensors, {name: value for name, value in values.items() if not isinstance(value, Tensor)}
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:

@@ -1,73 +1,165 @@
-"""Reading and writing one checkpoint folder with PyTorch's distributed checkpoint (DCP).
+"""Reading and writing one checkpoint folder: a safetensors file for each rank that wrote.
 
-The folder holds tensors under flat names. What is no tensor travels as bytes inside a uint8 tensor, so that a
-checkpoint has one format and one moment of completion. DCP itself unpickles its index without restriction; here the
-index may only name DCP's own records, and bytes are read with `weights_only`.
+A tensor lies there as boxes; each file says of which tensors its boxes are part and where in them they belong. So a
+rank writes what it has without asking the others, and whoever reads takes the boxes that overlap its own, whatever the
+layout was. What is no tensor travels as bytes inside a uint8 tensor. Nothing is unpickled freely: headers are JSON,
+and bytes are read with `weights_only`.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import os
 import pickle
-import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
+from mvp_engine.checkpoint.pieces import pieces
 from mvp_engine.errors import UserError
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-_ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_ALLOWED = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_record = module in _ALLOWED_MODULES and "." not in name and isinstance(_attribute(module, name), type)
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_record or is_dtype or (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"checkpoint index names {module}.{name}, which no checkpoint of ours holds")
+class Piece(NamedTuple):
+    """A box of a tensor, to be written."""
+
+    name: str
+    whole: torch.Size
+    offset: tuple[int, ...]
+    data: Tensor
 
 
-def _attribute(module: str, name: str) -> Any:
-    return getattr(__import__(module, fromlist=[name]), name, None)
+class Entry(NamedTuple):
+    """A tensor that a checkpoint holds."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    pieces: dict[Box, Any]  # slices of mapped files
 
 
-class SafeReader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _IndexUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"{self.path}/.metadata is not a checkpoint index")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+def cut(tensors: dict[str, Tensor]) -> Iterator[Piece]:
+    """This rank's pieces of the tensors, as views."""
+    for name, tensor in tensors.items():
+        for offset, data in pieces(tensor):
+            yield Piece(name, tensor.shape, offset, data)
 
 
-def write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Write this rank's part; returns when all ranks have written theirs. A failure on one rank raises on all."""
-    writer = FileSystemWriter(folder, overwrite=True)
-    save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+def write(folder: Path, parts: Iterable[Piece], group: dist.ProcessGroup | None) -> None:
+    """Write this rank's file; returns when all ranks have written theirs. A failure on one rank raises on all."""
+    rank, ranks = (group.rank(), group.size()) if group else (0, 1)
+    with together(group):
+        data, about = {}, {}
+        for name, whole, offset, tensor in parts:
+            key = f"{name}@{','.join(map(str, offset))}"
+            data[key] = tensor.cpu().contiguous()  # copies nothing that is so already
+            about[key] = {"name": name, "dtype": str(tensor.dtype), "shape": whole, "offset": offset}
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _file(folder, rank)
+        save_file(data, file, {"ranks": str(ranks), "pieces": json.dumps(about)})
+        file.chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
+        sync(file)
 
 
-def entries(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """The tensors that a checkpoint holds, by name, without reading them."""
-    known = SafeReader(folder).read_metadata().state_dict_metadata
-    return {name: entry for name, entry in known.items() if isinstance(entry, TensorStorageMetadata)}
+class Reader:
+    """One checkpoint folder. Opening it reads headers; of the data only what is asked for is read, from mapped files.
+
+    Pieces that several ranks wrote count once. Distinct ones never overlap, so sizes tell whether all are there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.entries: dict[str, Entry] = {}
+        rank, ranks = 0, 1
+        while rank < ranks:
+            ranks, rank = self._open(_file(folder, rank)), rank + 1
+        for name, entry in self.entries.items():
+            if sum(prod(shape) for _, shape in entry.pieces) != prod(entry.shape):
+                raise UserError(f"checkpoint {folder} has only parts of {name}. Resume from an older one.")
+
+    def _open(self, path: Path) -> int:
+        try:
+            file = safe_open(path, "pt")
+            about = file.metadata()
+            for key, part in json.loads(about["pieces"]).items():
+                data, dtype = file.get_slice(key), getattr(torch, part["dtype"].removeprefix("torch."))
+                entry = self.entries.setdefault(part["name"], Entry(torch.Size(part["shape"]), dtype, {}))
+                entry.pieces[tuple(part["offset"]), tuple(data.get_shape())] = data
+            return int(about["ranks"])
+        except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise UserError(f"checkpoint file {path} cannot be read ({why}). Resume from an older one.") from error
+
+    def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
+        """A box of a tensor, or the whole, on the CPU."""
+        entry = self.entries[name]
+        box = torch.empty(torch.Size(entry.shape if shape is None else shape), dtype=entry.dtype)
+        self._copy(entry, (0,) * box.ndim if offset is None else offset, box)
+        return box
+
+    def fill(self, tensors: dict[str, Tensor]) -> None:
+        """Fill the tensors in place; of a DTensor the part that this rank holds."""
+        for name, tensor in tensors.items():
+            there, here = tuple(self.entries[name].shape), tuple(tensor.shape)
+            if there != here:
+                raise UserError(f"checkpoint {self.folder}: {name} is {there} there and {here} here")
+            for offset, part in pieces(tensor):
+                self._copy(self.entries[name], offset, part)
+
+    def _copy(self, entry: Entry, offset: Sequence[int], box: Tensor) -> None:
+        ends = [o + n for o, n in zip(offset, box.shape, strict=True)]
+        if any(end > size for end, size in zip(ends, entry.shape, strict=True)):
+            raise IndexError(f"there is no {tuple(box.shape)} at {tuple(offset)} in {tuple(entry.shape)}")
+        for (start, size), data in entry.pieces.items():
+            low = [max(o, s) for o, s in zip(offset, start, strict=True)]
+            high = [min(end, s + n) for end, s, n in zip(ends, start, size, strict=True)]
+            both = list(zip(low, high, strict=True))
+            if all(a < b for a, b in both):
+                here, there = (
+                    tuple(slice(a - o, b - o) for (a, b), o in zip(both, origin, strict=True))
+                    for origin in (offset, start)
+                )
+                box[here].copy_(data[there])
 
 
-def read(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fill `tensors` in place."""
-    load(tensors, storage_reader=SafeReader(folder), process_group=group, no_dist=group is None)
+@contextmanager
+def together(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """What fails on one rank fails on all, so that none waits for one that has given up."""
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised below, when the others know
+        mine = error
+    verdict = mine if mine is None or isinstance(mine, UserError) else f"{type(mine).__name__}: {mine}"
+    verdicts = [verdict] * (group.size() if group else 1)
+    if group:
+        dist.all_gather_object(verdicts, verdict, group=group)
+    for rank, told in enumerate(verdicts):
+        if isinstance(told, UserError):
+            raise told
+        if told:
+            raise RuntimeError(f"rank {rank}: {told}") from mine
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}.safetensors"
 
 
 def to_bytes(value: Any) -> Tensor:

@@ -1,6 +1,6 @@
 """Configuration: `default.yaml` < the recipe's YAML < the command line, checked by a strict schema."""
 
 from mvp_engine.config.compose import Composed, compose
-from mvp_engine.config.schema import Config, Section
+from mvp_engine.config.schema import Config, Model, Section
 
-__all__ = ["Composed", "Config", "Section", "compose"]
+__all__ = ["Composed", "Config", "Model", "Section", "compose"]

@@ -11,7 +11,7 @@ A recipe adds keys of its own by subclassing `Config` and naming the subclass as
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
@@ -55,6 +55,7 @@ class Optim(Section):
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
     eps: Positive
     weight_decay: NonNegative
+    rates: dict[str, NonNegative]
     schedule: Literal["cosine", "linear", "constant"]
     warmup_steps: int = Field(ge=0)
     min_lr_ratio: Fraction
@@ -70,6 +71,17 @@ class Log(Section):
     backends: list[str]
 
 
+class Model(Section):
+    type: str
+    backend: str
+    path: str | None
+    config: dict[str, Any]
+    freeze: list[str]
+    recompute: Literal["none", "selective", "full"]
+    compile: str | None
+    offload: Literal["none", "optimizer", "all"]
+
+
 class Checkpoint(Section):
     interval: Count | None
     keep_n: Count | None
@@ -83,6 +95,7 @@ class Parallel(Section):
     replicate: Literal[-1] | Count
     shard: Count
     sequence: Count
+    tensor: Count
     timeout: Positive
 
 
@@ -94,6 +107,7 @@ class Config(Section):
     seed: int = Field(ge=0, lt=2**63)
     deterministic: bool
     device: Literal["auto", "cpu", "cuda"]
+    model: Model
     loop: Loop
     data: Data
     optim: Optim

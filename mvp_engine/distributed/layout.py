@@ -1,7 +1,8 @@
-"""How the ranks of a job share one model: which hold copies, which hold shards, which share the tokens of a batch.
+"""How the ranks of a job share one model: which hold copies, which hold shards, which share tokens or matrices.
 
 Dimensions by name, outermost first: `replicate` (copies), `shard` (FSDP2), `sequence` (Ulysses; such ranks hold shards
-of their own too). A layout is a value that is handed around; two of them can live in one process.
+of their own too), `tensor` (tensor parallel). A layout is a value that is handed around; two of them can live in one
+process.
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ class Layout:
     replicate: int = 1
     shard: int = 1
     sequence: int = 1
+    tensor: int = 1
     shard_mesh: DeviceMesh | None = None  # (replicate, shard * sequence), or the second alone; None: nothing is sharded
+    tensor_mesh: DeviceMesh | None = None
     sequence_group: dist.ProcessGroup | None = None
+    data_group: dist.ProcessGroup | None = None  # one rank of each group that trains on the same data
 
     @classmethod
     def of(cls, world: World, config: Parallel) -> Layout:
         """The layout that the config asks for on these ranks, or an explanation."""
-        others = config.shard * config.sequence
+        others = config.shard * config.sequence * config.tensor
         replicate = world.size // others if config.replicate == -1 else config.replicate
         if replicate * others != world.size or replicate < 1:
-            asked = f"replicate={config.replicate}, shard={config.shard}, sequence={config.sequence}"
+            asked = ", ".join(
+                f"{name}={getattr(config, name)}" for name in ("replicate", "shard", "sequence", "tensor")
+            )
             raise UserError(
                 f"parallel: {asked} do not multiply to the {world.size} process(es) that were started. "
                 f"Start {abs(config.replicate) * others} (torchrun --nproc_per_node), or change them; "
@@ -39,15 +45,25 @@ class Layout:
             )
         if world.size == 1:
             return cls(world)
-        device = world.device.type
-        mesh = group = None
+        device, same_data = world.device.type, config.sequence * config.tensor
+        shard_mesh = tensor_mesh = sequence_group = None
         if others > 1:
-            shape = (replicate, others) if replicate > 1 else (others,)
-            mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+            # FSDP2 wants its mesh and the tensor-parallel one to be parts of the same whole.
+            shape = (replicate, config.shard * config.sequence, config.tensor)
+            mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+            shard_mesh = mesh["replicate", "shard"] if replicate > 1 else mesh["shard"]
+            tensor_mesh = mesh["tensor"] if config.tensor > 1 else None
         if config.sequence > 1:
-            pairs = init_device_mesh(device, (world.size // config.sequence, config.sequence))
-            group = pairs.get_group(1)
-        return cls(world, replicate, config.shard, config.sequence, mesh, group)
+            cube = init_device_mesh(device, (world.size // same_data, config.sequence, config.tensor))
+            sequence_group = cube.get_group(1)
+        data_group = init_device_mesh(device, (world.size // same_data, same_data)).get_group(0)
+        sizes = (replicate, config.shard, config.sequence, config.tensor)
+        return cls(world, *sizes, shard_mesh, tensor_mesh, sequence_group, data_group)
+
+    @property
+    def same_data(self) -> int:
+        """How many ranks work together on the same data, and so give the same losses."""
+        return self.sequence * self.tensor
 
     @property
     def data_size(self) -> int:
@@ -56,8 +72,14 @@ class Layout:
 
     @property
     def data_rank(self) -> int:
-        return self.world.rank // self.sequence
+        return self.world.rank // self.same_data
 
     @property
-    def sequence_rank(self) -> int:
-        return self.world.rank % self.sequence
+    def speaks(self) -> bool:
+        """Is this the one rank among those with the same data whose outputs count?"""
+        return self.world.rank % self.same_data == 0
+
+    @property
+    def dropout_rank(self) -> int:
+        """Ranks that share matrices hold the same activations, so they must drop the same ones."""
+        return self.world.rank // self.tensor

@@ -18,10 +18,15 @@ BUCKET_BYTES = 32 * 2**20
 class _Bucket:
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
-        self.flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
-        self.views = [v.view_as(p) for v, p in zip(self.flat.split([p.numel() for p in params]), params, strict=True)]
+        self.allocate()
+        self.summed: Tensor | None = None  # over ranks already, by an earlier `finish` of this step
         self.waiting = 0
         self.work: dist.Work | None = None
+
+    def allocate(self) -> None:
+        sizes = [p.numel() for p in self.params]
+        self.flat = torch.zeros(sum(sizes), dtype=self.params[0].dtype, device=self.params[0].device)
+        self.views = [v.view_as(p) for v, p in zip(self.flat.split(sizes), self.params, strict=True)]
 
 
 class GradientReducer:
@@ -30,7 +35,7 @@ class GradientReducer:
         self._host_group = host_group
         self._touched: set[nn.Parameter] = set()  # in this step
         self._counted: set[nn.Parameter] = set()  # in its last backward
-        self._armed = False
+        self._armed = self._finished = False
         self._next = 0
         for bucket in self.buckets:
             for param in bucket.params:
@@ -38,7 +43,20 @@ class GradientReducer:
 
     def zero_grad(self) -> None:
         self._touched.clear()
+        self._finished = False
         for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.summed = None
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                param.grad = view
+
+    def begin(self) -> None:
+        """More gradients of this step follow: what is summed already must not be sent again."""
+        if not self._finished:
+            return
+        self._finished = False
+        for bucket in self.buckets:
+            bucket.summed = bucket.flat.clone()
             bucket.flat.zero_()
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
@@ -65,9 +83,24 @@ class GradientReducer:
             assert bucket.work is not None
             bucket.work.wait()
             bucket.work = None
+            if bucket.summed is not None:
+                bucket.flat += bucket.summed
+                bucket.summed = None
+        self._finished = True
         for param, is_used in zip(params, used.tolist(), strict=True):
             if not is_used:
                 param.grad = None
+
+    def release(self) -> None:
+        """Give the memory back while the parameters are elsewhere; there are no gradients then."""
+        for bucket in self.buckets:
+            bucket.flat, bucket.views = bucket.flat.new_empty(0), []
+            for param in bucket.params:
+                param.grad = None
+
+    def allocate(self) -> None:
+        for bucket in self.buckets:
+            bucket.allocate()
 
     def _hook(self, bucket: _Bucket, param: nn.Parameter) -> Callable[[Tensor], None]:
         def on_gradient(_: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mvp_engine.log.metrics import MetricStore
-from mvp_engine.model_engine.module import StepNumbers
+from mvp_engine.model_engine.base import StepNumbers
 
 
 @dataclass

@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from mvp_engine.checkpoint import CheckpointManager
-from mvp_engine.checkpoint import state as checkpoint_state
 from mvp_engine.config.schema import Config
 from mvp_engine.data import (
     SampleLoader,
@@ -33,7 +32,6 @@ from mvp_engine.data import (
     set_rng_state,
 )
 from mvp_engine.distributed import Layout, World
-from mvp_engine.distributed.sharding import shard_model
 from mvp_engine.engine.context import StepContext
 from mvp_engine.engine.feed import Feed
 from mvp_engine.engine.guard import SkipGuard
@@ -43,9 +41,8 @@ from mvp_engine.engine.state import collect_state, restore_state
 from mvp_engine.errors import Interrupted, UserError
 from mvp_engine.log import LogHub, MetricStore
 from mvp_engine.log.backends import RunInfo
-from mvp_engine.model_engine import ModuleEngine, StepNumbers
+from mvp_engine.model_engine import ModelEngine, ModelSource, Settings, StepNumbers, engine_class
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler
-from mvp_engine.model_engine.packed import PackedModel
 from mvp_engine.runs import Run
 from mvp_engine.signals import StopSignals
 
@@ -82,7 +79,13 @@ class Engine:
     # ---- What a recipe brings -------------------------------------------------------------------------------------
 
     def prepare_model(self) -> nn.Module:
-        raise NotImplementedError(f"{type(self).__name__} must define prepare_model()")
+        """By default the Hugging Face model that `config.model` describes."""
+        model = self.config.model
+        if model.type == "module":
+            raise UserError(
+                f"{type(self).__name__} must define prepare_model(), or the config name a model.type and a model.path"
+            )
+        return engine_class(model.type, model.backend).build_model(ModelSource(model.path, model.config))
 
     def prepare_dataloader(self, split: str) -> Iterable[Any] | None:
         """An iterable of micro-batches for "train" or "eval", one epoch an iteration."""
@@ -140,8 +143,9 @@ class Engine:
         message = "finishing this step, then saving. Ctrl-C once more leaves at once."
         with StopSignals(message) as self.signals:
             self.before_train()
-            self.do_train()
-            self.after_train()
+            with self.model_engine.train_mode():
+                self.do_train()
+                self.after_train()
 
     def evaluate(self) -> dict[str, float | None]:
         """Evaluate on the "eval" split: inside a training, or as a workflow on the checkpoint that `resume` names."""
@@ -160,19 +164,17 @@ class Engine:
         accumulation = accumulation_steps(self.global_batch_size, config.data.micro_batch_size, self.layout.data_size)
         self.feed = Feed(self._loader("train"), accumulation, self.world)
         self.total_steps = self._planned_steps()
-        model = self._build_model().train()
-        optimizer = self.prepare_optimizer(model)
-        scheduler = self.prepare_scheduler(optimizer)
-        self.model_engine = ModuleEngine(
-            model, self.layout, optimizer, scheduler, config.loop.precision, config.loop.clip_grad_norm
-        )
+        self.model_engine = self._build_model_engine()
+        self.model_engine.initialize(self.prepare_optimizer, self.prepare_scheduler)
         self.guard = SkipGuard(config.guard, self.run.dir, self.world.rank)
         self.meter = Meter(self.world, self.global_batch_size)
-        seed_everything(derived_seed(config.seed, "rank", self.world.rank))
+        seed_everything(derived_seed(config.seed, "rank", self.layout.dropout_rank))
         if self.checkpoint:
             restore_state(self, self.checkpoint)
         self._open_log()
-        manager = CheckpointManager(self.run.checkpoints, config.checkpoint, self.world)
+        if self.world.is_main:
+            self.model_engine.describe(self.run.dir / "hf")
+        manager = CheckpointManager(self.run.checkpoints, config.checkpoint, self.world, self.run.dir / "hf")
         self.checkpoints = self._closing.enter_context(manager)
         if self.best and self.best["step"] <= self.step:
             manager.mark_best(self.best["step"])
@@ -286,7 +288,7 @@ class Engine:
         self.world.same_everywhere(list(self.model.buffers()))  # running statistics: rank 0's count
         with self.model_engine.eval_mode():
             for micro_batch, counts in self.model_engine.in_step(limited):
-                self.model_engine.infer_batch(micro_batch, partial(self.eval_step, ctx if counts else aside))
+                self.model_engine.infer_step(micro_batch, partial(self.eval_step, ctx if counts else aside))
                 batches += counts
         set_rng_state(outside)
         if not any(self.world.any(batches > 0)):
@@ -313,9 +315,10 @@ class Engine:
 
     def before_evaluate(self) -> None:
         """The model with the checkpoint's weights, ready for `evaluate` or for a workflow of your own."""
-        self.model_engine = ModuleEngine(self._build_model(), self.layout, precision=self.config.loop.precision)
+        self.model_engine = self._build_model_engine()
+        self.model_engine.initialize()
         if self.checkpoint:
-            shared = checkpoint_state.restore(self.checkpoint, self.model, None, self.world.host_group).shared
+            shared = self.model_engine.restore(self.checkpoint).shared
             self.step, self.epoch = shared["step"], shared["feed"]["epoch"]
             self.load_extra_state(shared["extra"])
         self._open_log()
@@ -323,23 +326,27 @@ class Engine:
             self.logger.warning("no checkpoint is loaded: the weights are those of prepare_model()")
 
     def _metric_store(self, forgiving: bool = True) -> MetricStore:
-        return MetricStore(self.world, counts=self.layout.sequence_rank == 0, forgiving=forgiving)
+        return MetricStore(self.world, counts=self.layout.speaks, forgiving=forgiving)
 
     def _settle(self) -> None:
         self.model_engine.settle()
         self.guard.take(self.model_engine.take_outcomes(), self.feed)
 
-    def _build_model(self) -> nn.Module:
-        seed_everything(derived_seed(self.config.seed, "model"))
-        self.model = self.prepare_model().to(self.device)
-        self.world.same_everywhere([*self.model.parameters(), *self.model.buffers()])
-        if self.layout.sequence_group is not None:
-            if not isinstance(self.model, PackedModel):
-                raise UserError(f"parallel.sequence > 1 needs a packed model; {type(self.model).__name__} is none")
-            self.model.share_sequences(self.layout.sequence_group)
-        if self.layout.shard_mesh is not None:
-            shard_model(self.model, self.layout.shard_mesh)
-        return self.model
+    def _build_model_engine(self) -> ModelEngine:
+        config, model = self.config, self.config.model
+        kind = engine_class(model.type, model.backend)
+        seed_everything(derived_seed(config.seed, "model"))
+        self.model = self.prepare_model()
+        settings = Settings(
+            precision=config.loop.precision,
+            clip_grad_norm=config.loop.clip_grad_norm,
+            seed=config.seed,
+            freeze=tuple(model.freeze),
+            recompute=model.recompute,
+            compile=model.compile,
+            offload=model.offload,
+        )
+        return kind(self.model, self.layout, settings)
 
     def _loader(self, split: str) -> Iterable[Any]:
         seed_everything(derived_seed(self.config.seed, "data", split))

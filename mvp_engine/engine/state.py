@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
-from mvp_engine.checkpoint import state
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 
 if TYPE_CHECKING:
@@ -23,7 +21,6 @@ def collect_state(engine: Engine) -> dict[str, Tensor]:
         "evaluated_at": engine.evaluated_at,
         "feed": engine.feed.state_dict(),
         "guard": engine.guard.state_dict(),
-        "model_engine": engine.model_engine.state_dict(),
         "extra": engine.extra_state(),
     }
     own: dict[str, Any] = {
@@ -32,19 +29,17 @@ def collect_state(engine: Engine) -> dict[str, Tensor]:
         "feed": engine.feed.rank_state_dict(),
         "buffers": {name: buffer.cpu() for name, buffer in engine.model.named_buffers()},  # running statistics differ
     }
-    return state.collect(engine.model, engine.model_engine.optimizer, shared, own, engine.world.rank)
+    return engine.model_engine.collect(shared, own)
 
 
 def restore_state(engine: Engine, checkpoint: Path) -> None:
     """Put everything back as it was when `checkpoint` was written."""
-    model_engine, rank, group = engine.model_engine, engine.world.rank, engine.world.host_group
-    whole = not isinstance(model_engine.scheduler, LambdaLR)  # what another scheduler does to the groups is its state
-    saved = state.restore(checkpoint, engine.model, model_engine.optimizer, group, whole)
+    rank = engine.world.rank
+    saved = engine.model_engine.restore(checkpoint)
     engine.step, engine.best = saved.shared["step"], saved.shared["best"]
     engine.evaluated_at = saved.shared["evaluated_at"]
     mine = checkpoint.resolve().parent == engine.run.checkpoints.resolve()
     engine.saved_at = engine.step if mine else -1
-    model_engine.load_state_dict(saved.shared["model_engine"])
     engine.guard.load_state_dict(saved.shared["guard"], engine.step)
     engine.feed.load_state_dict(saved.shared["feed"], [own["feed"] for own in saved.ranks])
     engine.epoch = engine.feed.epoch
@@ -59,4 +54,4 @@ def restore_state(engine: Engine, checkpoint: Path) -> None:
     if rank == 0:  # with another number of ranks: sums go on here, generators begin anew
         for other in saved.ranks:
             engine.metrics.merge(other["metrics"])
-    seed_everything(derived_seed(engine.config.seed, "rank", rank, "step", engine.step))
+    seed_everything(derived_seed(engine.config.seed, "rank", engine.layout.dropout_rank, "step", engine.step))

@@ -1,5 +1,26 @@
 """Model engines: one model on one parallel layout, from building it to its optimizer step."""
 
-from mvp_engine.model_engine.module import ModuleEngine, Outcome, StepNumbers
+from mvp_engine.model_engine.base import (
+    ModelEngine,
+    ModelSource,
+    Outcome,
+    Settings,
+    StepNumbers,
+    engine_class,
+    register,
+)
+from mvp_engine.model_engine.fsdp.engine import FSDPEngine
+from mvp_engine.model_engine.types import LanguageModelEngine, ValueModelEngine
 
-__all__ = ["ModuleEngine", "Outcome", "StepNumbers"]
+__all__ = [
+    "FSDPEngine",
+    "LanguageModelEngine",
+    "ModelEngine",
+    "ModelSource",
+    "Outcome",
+    "Settings",
+    "StepNumbers",
+    "ValueModelEngine",
+    "engine_class",
+    "register",
+]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,20 +18,42 @@ from mvp_engine.errors import UserError
 
 def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:
     """Fused AdamW. Weight decay reaches matrices only: not norms, not biases, not embeddings."""
+    rates = _rates(model, config)
     embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
-    decay: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for param in model.parameters():
+    groups: dict[str, dict[str, Any]] = {}
+    for name, param in model.named_parameters():
         if param.requires_grad:
-            (plain if param.ndim < 2 or param in embeddings else decay).append(param)
-    if not decay and not plain:
+            plain = param.ndim < 2 or param in embeddings
+            pattern, rate = rates.get(name, (None, config.lr))
+            label = "no_decay" if plain else "decay"
+            group = groups.setdefault(
+                label if pattern is None else f"{pattern}/{label}",
+                {"params": [], "lr": rate, "weight_decay": 0.0 if plain else config.weight_decay},
+            )
+            group["params"].append(param)
+    if not groups:
         raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
-    groups = [
-        {"params": decay, "weight_decay": config.weight_decay, "name": "decay"},
-        {"params": plain, "weight_decay": 0.0, "name": "no_decay"},
-    ]
     betas = (config.betas[0], config.betas[1])
-    return torch.optim.AdamW([g for g in groups if g["params"]], config.lr, betas, config.eps, fused=True)
+    named = [{**group, "name": name} for name, group in sorted(groups.items())]
+    return torch.optim.AdamW(named, config.lr, betas, config.eps, fused=True)
+
+
+def _rates(model: nn.Module, config: Optim) -> dict[str, tuple[str, float]]:
+    """For each parameter that `optim.rates` speaks of, the first pattern that fits, and its rate."""
+    found: dict[str, tuple[str, float]] = {}
+    for pattern, rate in config.rates.items():
+        for name in matching(model, pattern, "optim.rates"):
+            found.setdefault(name, (pattern, rate))
+    return found
+
+
+def matching(model: nn.Module, pattern: str, key: str) -> list[str]:
+    """The names of the parameters that a pattern fits; it must fit some."""
+    names = [name for name, _ in model.named_parameters()]
+    if not (found := [name for name in names if fnmatchcase(name, pattern)]):
+        near = difflib.get_close_matches(pattern, names, 3, 0.0)
+        raise UserError(f"{key}: no parameter is called {pattern!r}. Near it are {', '.join(near)}")
+    return found
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: Optim, total_steps: int | None) -> LambdaLR:

@@ -1,5 +1,6 @@
 """Hugging Face models on packed batches: the backbone as transformers has it, the head composed around it.
 
+The backbone may have encoders: what `batch.media` holds is handed to its forward under its own names.
 `LanguageModel` gives log-probs and entropy of the labels, `ValueModel` one number per token. Neither rewrites a class
 of transformers, and neither ever holds the logits of a whole batch. `check_packing` finds the models that look across
 boundaries, or whose head does something that is not known here, before they train on wrong numbers.
@@ -7,16 +8,22 @@ boundaries, or whose head does something that is not known here, before they tra
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mvp_engine.batch import PackedBatch
+from mvp_engine.checkpoint.hf_export import Target
 from mvp_engine.distributed.sequence import SequenceShard, check_heads
 from mvp_engine.errors import UserError
+from mvp_engine.model_engine.source import read_config
 from mvp_engine.ops import attention
 from mvp_engine.ops.linear_cross_entropy import linear_log_probs
 
@@ -24,44 +31,85 @@ Outputs = dict[str, Tensor]
 
 
 def packed_config(config: Any) -> Any:
-    """The Hugging Face config, set to packed attention in its text backbone."""
+    """The Hugging Face config of a model that will be wrapped, set to packed attention."""
     config._attn_implementation = attention.register()
-    config.use_cache = False
     return config
 
 
 class PackedModel(nn.Module):
     """A backbone on packed batches. Subclasses turn its hidden states into what they are asked for by name."""
 
+    model_type = ""  # the name that it is registered under
     provides: tuple[str, ...] = ("hidden_states",)
+    fresh: tuple[str, ...] = ()  # patterns of parameters that a pretrained folder need not have
+    source: Path | None = None  # the Hugging Face folder that the weights come from
+    export_dtype = torch.float32
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.hf = backbone
+        attention.use(backbone.config)
         self.sequence_group: dist.ProcessGroup | None = None
 
-    def share_sequences(self, group: dist.ProcessGroup) -> None:
-        """From now on the ranks of `group` share the tokens of each batch. They must be given the same batches."""
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        raise NotImplementedError(f"{cls.__name__} must define from_config(config)")
+
+    @classmethod
+    def on_meta(cls, path: str | Path | None, overrides: dict[str, Any] | None = None) -> Self:
+        """The model of a Hugging Face folder, or of a config alone, without weights: a model engine gives them."""
+        config = read_config(path, overrides or {})
+        dtype, config.dtype = config.dtype, torch.float32  # weights are float32, whatever the folder has
+        with torch.device("meta"):
+            model = cls.from_config(config)
+        model.source = Path(path) if path else None
+        model.export_dtype = dtype or torch.float32
+        return model
+
+    def share_sequences(self, group: dist.ProcessGroup, tensor: int = 1) -> None:
+        """From now on the ranks of `group` share the tokens of each batch. They must be given the same batches.
+
+        `tensor`: how many ranks share the heads of each layer already.
+        """
         config: Any = self.hf.config.get_text_config()  # type: ignore[union-attr, operator]
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        check_heads(config.num_attention_heads, kv_heads, dist.get_world_size(group))
+        check_heads(config.num_attention_heads // tensor, kv_heads // tensor, dist.get_world_size(group))
         self.sequence_group = group
 
     def base(self) -> nn.Module:
         """The part of the model that ends with hidden states."""
         return self.hf
 
+    def export_target(self, dtype: torch.dtype | None = None) -> Target:
+        """What a Hugging Face folder of this model holds."""
+        skeleton = self._skeleton(type(self.hf))
+        names = {name: f"hf.{name}" for name in skeleton.state_dict()}
+        beside = tuple(name for name in self.state_dict() if not name.startswith("hf."))
+        return Target(skeleton, names, beside, dtype or self.export_dtype, self.source)
+
+    def _skeleton(self, kind: Any, **changes: Any) -> Any:
+        """A model of transformers like this one, without weights."""
+        config: Any = copy.deepcopy(self.hf.config)
+        config._attn_implementation = "eager"  # in all its parts
+        for name, value in changes.items():
+            setattr(config, name, value)
+        with torch.device("meta"):
+            return kind(config)
+
     def hidden(self, batch: PackedBatch, shard: SequenceShard | None = None) -> Tensor:
         """The last hidden states, (T, D), or this rank's part of them."""
-        ids, positions = batch.input_ids, batch.position_ids
+        ids, positions, more = batch.input_ids, batch.position_ids, _beside_tokens(self.base(), batch)
         if shard is not None:
+            if more:
+                raise UserError(f"parallel.sequence > 1 cannot share {', '.join(more)} yet: set it to 1")
             ids, positions = shard.cut(ids), shard.cut(positions, dim=-1)
+            more["sequence_shard"] = shard
         out = self.base()(
             input_ids=ids[None],
             position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
             use_cache=False,
             **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
-            **({} if shard is None else {"sequence_shard": shard}),
+            **more,
         )
         return out.last_hidden_state[0]
 
@@ -81,12 +129,37 @@ class PackedModel(nn.Module):
         return {"hidden_states": hidden_TD}
 
 
+def _beside_tokens(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:
+    """What the forward of `base` is given beside tokens: each kind of media that has items, its fields, token types.
+
+    Models that read token types see images in another way than text, and those with positions on three axes need all
+    three: without them transformers would go on as if images were text, so here it is an error.
+    """
+    given: dict[str, Any] = {}
+    for kind, media in batch.media.items():
+        if len(media.rows):
+            given |= {kind: media.values, **media.fields}
+    sees, who, axes = bool(given), type(base).__name__, hasattr(base, "get_rope_index")
+    if sees and axes and batch.position_ids.ndim == 1:
+        raise UserError(f"{who} has positions on three axes: build the batch's position_ids with its get_rope_index")
+    for types in ("token_type_ids",) if axes else ("token_type_ids", "mm_token_type_ids"):
+        if not (sees or types in batch.tokens) or types not in inspect.signature(base.forward).parameters:
+            continue
+        if types not in batch.tokens:
+            raise UserError(f"{who} reads {types} to see images: give them in the batch's tokens[{types!r}]")
+        given[types] = batch.tokens[types][None]
+    return given
+
+
 class LanguageModel(PackedModel):
     """Log-probs of the labels (0 where there is none) and entropy of the distribution, per token, in float32."""
 
+    model_type = "language_model"
     provides = ("log_probs", "entropy", "hidden_states")
 
     def __init__(self, causal_lm: Any, temperature: float = 1.0, chunk: int = 2048) -> None:
+        if causal_lm.base_model is causal_lm:
+            raise UserError(f"{type(causal_lm).__name__} has no backbone apart from its head, as a language model must")
         super().__init__(causal_lm)
         config = causal_lm.config.get_text_config()
         self.temperature, self.chunk = temperature, chunk
@@ -98,24 +171,34 @@ class LanguageModel(PackedModel):
 
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> LanguageModel:
-        from transformers import AutoModelForCausalLM
+        from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
 
-        return cls(AutoModelForCausalLM.from_config(packed_config(config)), **options)
+        multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+        auto = AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
+        return cls(auto.from_config(packed_config(config)), **options)
 
     def base(self) -> nn.Module:
         return self.hf.base_model  # type: ignore[return-value]
 
     def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
         head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
+        weight, bias = head.weight, head.bias
+        shared: dict[str, Any] = {}
+        if isinstance(weight, DTensor):  # each rank has a slice of the vocabulary
+            rows, ranks = weight.shape[0], weight.device_mesh.size()
+            start = min(rows, -(-rows // ranks) * weight.device_mesh.get_local_rank())
+            shared = {"group": weight.device_mesh.get_group(), "vocab_start": start}
+            weight, bias = weight.to_local(), None if bias is None else bias.to_local()
         log_probs_T, entropy_T = linear_log_probs(
             hidden_TD,
-            head.weight,
+            weight,
             labels_T,
-            head.bias,
+            bias,
             scale=self.scale,
             softcap=self.softcap,
             temperature=self.temperature,
             chunk=self.chunk,
+            **shared,
         )
         every = {"log_probs": log_probs_T, "entropy": entropy_T, "hidden_states": hidden_TD}
         return {name: every[name] for name in wanted}
@@ -124,19 +207,37 @@ class LanguageModel(PackedModel):
 class ValueModel(PackedModel):
     """One number per token, in float32: a linear head on any backbone."""
 
+    model_type = "value_model"
     provides = ("values", "hidden_states")
+    fresh = ("score.weight",)
 
     def __init__(self, backbone: Any) -> None:
         super().__init__(backbone)
         width = backbone.config.get_text_config().hidden_size
         self.score = nn.Linear(width, 1, bias=False)
-        nn.init.normal_(self.score.weight, std=0.02)
+        self._init_weights(self.score)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self.score:
+            nn.init.normal_(self.score.weight, std=0.02)
 
     @classmethod
     def from_config(cls, config: Any) -> ValueModel:
         from transformers import AutoModel
 
         return cls(AutoModel.from_config(packed_config(config)))
+
+    def export_target(self, dtype: torch.dtype | None = None) -> Target:
+        """transformers' sequence classifier with one label, where the family has one; else backbone and head apart."""
+        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+        kind: Any = type(self.hf.config)
+        if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            return super().export_target(dtype)
+        skeleton = self._skeleton(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[kind], num_labels=1)
+        prefix = f"{skeleton.base_model_prefix}."
+        names = {n: f"hf.{n.removeprefix(prefix)}" if n.startswith(prefix) else n for n in skeleton.state_dict()}
+        return Target(skeleton, names, dtype=dtype or self.export_dtype, side_files=self.source)
 
     def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
         values_T = self.score(hidden_TD).float()[:, 0]
@@ -165,7 +266,7 @@ def check_packing(model: PackedModel) -> None:
         if isinstance(model, LanguageModel):
             ours = torch.cat([model(batch, ["log_probs"])["log_probs"] for batch in singles])
             theirs = torch.cat([_own_log_probs(model, batch.input_ids) for batch in singles])
-    except NotImplementedError as error:
+    except (NotImplementedError, ValueError) as error:
         raise UserError(f"{config.model_type} cannot be trained on packed sequences: {error}") from None
     finally:
         model.train(training)
@@ -187,12 +288,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 def _own_log_probs(model: LanguageModel, ids: Tensor) -> Tensor:
     """What transformers itself makes of one sequence, with its own attention."""
-    config: Any = model.hf.config
-    before = config._attn_implementation
-    config._attn_implementation = "eager"
-    try:
+    with attention.own_attention(model.hf.config):
         log_p = model.hf(ids[None], use_cache=False).logits[0].float().div(model.temperature).log_softmax(-1)
-    finally:
-        config._attn_implementation = before
     picked = log_p[:-1].gather(-1, ids[1:, None])[:, 0]
     return torch.cat([picked, picked.new_zeros(1)])

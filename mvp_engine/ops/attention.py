@@ -1,15 +1,19 @@
 """Attention over packed sequences, registered with transformers: no sequence sees another, whatever the model.
 
-Legend: T tokens of all sequences, L tokens of one, H query heads, K key/value heads, d head size.
+Legend: T tokens of all sequences, L tokens of one, H query heads, K key/value heads, d head size, N items.
 
-A model built with `attn_implementation=NAME` calls `packed_attention` in every layer and makes no mask; the boundaries
-arrive as keyword arguments of the model's forward (`boundaries(batch)`). What a layer asks for and this cannot do is
-refused by name, never ignored.
+After `use(config)` the text layers of a model call `packed_attention` and make no mask; the boundaries arrive as
+keyword arguments of the model's forward (`boundaries(batch)`). Layers of its encoders call `encoder_attention`, with
+boundaries of their own or one item per row. What a layer asks for and this cannot do is refused by name, not ignored.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +24,8 @@ from torch.nn.attention.varlen import varlen_attn
 from mvp_engine.distributed.sequence import SequenceShard
 
 NAME = "mvp_packed"
+# Encoders that see "flash" hand over all their images in one call with boundaries, else they loop over images.
+ENCODER = "mvp_encoder_flash"
 
 # torch 2.11 takes fewer key/value heads as they come, later versions want to be told.
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -31,13 +37,72 @@ _HARMLESS = {
 }  # fmt: skip
 
 
+# What masks are made of. The first three say what attention does anyway; blocks are asked for sequence by sequence.
+_PLAIN = {"causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"}
+_BLOCKS = "blockwise_overlay"
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """A mask that is more than causal, such as images whose tokens all see each other: who may see whom, by index.
+
+    It has the shape of a mask tensor, since some models hand it to transformers' mask functions a second time.
+    """
+
+    allows: Callable[[int, int, Tensor, Tensor], Tensor]
+    shape: tuple[int, int, int, int]
+    ndim: int = 4
+
+    def between(self, start: int, end: int, device: torch.device) -> Tensor:
+        """The mask of the sequence from `start` to `end`, (L, L)."""
+        index = torch.arange(start, end, device=device)
+        return self.allows(0, 0, index[:, None], index[None, :])
+
+
 def register() -> str:
-    """Make `NAME` known to transformers (again is fine); gives the name."""
+    """Make both names known to transformers (again is fine); gives the name for text."""
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, _packed_mask)
+    AttentionInterface.register(ENCODER, encoder_attention)
+    AttentionMaskInterface.register(ENCODER, sdpa_mask)
     return NAME
+
+
+def use(config: Any) -> None:
+    """Packed attention in the text backbone of a model that is built, encoder attention in all that is not text.
+
+    Before it is built, only `NAME` may be set: transformers takes a name with "flash" for a kernel to download.
+    """
+    config._attn_implementation = register()  # here and in all below
+    text = config.get_text_config()
+    for sub in _below(config):
+        if any(part is text for part in _tree(sub)):
+            use(sub)
+        else:
+            sub._attn_implementation = ENCODER
+
+
+@contextmanager
+def own_attention(config: Any) -> Iterator[None]:
+    """The model with transformers' own plain attention in every part."""
+    before = [(part, part._attn_implementation) for part in _tree(config)]
+    config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        for part, name in before:  # those above come first, and set all below
+            part._attn_implementation = name
+
+
+def _below(config: Any) -> list[Any]:
+    return [sub for key in config.sub_configs if (sub := getattr(config, key, None)) is not None]
+
+
+def _tree(config: Any) -> list[Any]:
+    return [config, *(part for sub in _below(config) for part in _tree(sub))]
 
 
 def boundaries(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
@@ -50,8 +115,28 @@ def boundaries(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
     }
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
+def _packed_mask(
+    *, mask_function: Callable[..., Any], attention_mask: Any, kv_length: int, config: Any, **_: Any
+) -> Overlay | None:
+    """What a model asks of its mask besides causality and a window, which reach attention in other ways."""
+    if isinstance(attention_mask, Overlay):
+        return attention_mask
+    parts = _mask_parts(mask_function)
+    leaves_it_to_the_mask = getattr(config, "use_bidirectional_attention", None) is True  # PaliGemma's layers do
+    if parts <= _PLAIN and not leaves_it_to_the_mask:
+        return None
+    if parts <= {*_PLAIN, _BLOCKS}:
+        return Overlay(mask_function, (1, 1, kv_length, kv_length))
+    unknown = ", ".join(sorted(parts - {*_PLAIN, _BLOCKS}))
+    raise NotImplementedError(f"its mask has {unknown}, which packed attention does not have")
+
+
+def _mask_parts(function: Callable[..., Any]) -> set[str]:
+    """The functions that transformers put together to this one, by the names of their makers."""
+    maker = getattr(function, "__qualname__", repr(function)).split(".")[0]
+    if maker not in ("and_masks", "or_masks"):
+        return {maker}
+    return {name for part in inspect.getclosurevars(function).nonlocals["mask_functions"] for name in _mask_parts(part)}
 
 
 def packed_attention(
@@ -59,7 +144,7 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Overlay | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -74,21 +159,15 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """The signature of transformers' attention interface: (1, H, T, d) in, (1, T, H, d) out."""
     who = type(module).__name__
-    unknown = [name for name, value in others.items() if name not in _HARMLESS and value is not None]
-    if unknown:
-        raise NotImplementedError(
-            f"{who} asks attention for {', '.join(unknown)}, which packed attention does not have"
-        )
-    if attention_mask is not None:
+    _refuse(who, others)
+    if not isinstance(attention_mask, Overlay | None):
         raise NotImplementedError(f"{who} brings an attention mask of its own, which packed attention cannot honour")
     if cu_seq_lens_q is None or max_length_q is None:
         raise NotImplementedError(f"{who} was not told where sequences begin: its model drops keyword arguments")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise NotImplementedError(f"{who} calls attention with a batch or a cache; packed batches have neither")
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    q, k, v = query[0], key[0], value[0]
-    if torch.is_autocast_enabled(q.device.type):  # norms and rotary positions may have brought float32 back
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    q, k, v = (x[0] for x in _as_autocast(query, key, value))
     if sequence_shard is not None:
         ranks = len(sequence_shard.sizes)
         copies = max(1, ranks // k.shape[0])  # fewer key/value heads than ranks: each goes to several
@@ -96,14 +175,94 @@ def packed_attention(
         q, k, v = (sequence_shard.to_heads(x) for x in (q, k, v))
         s_aux = None if s_aux is None else s_aux.chunk(ranks)[sequence_shard.rank]
     how = (scaling, dropout, causal, sliding_window, softcap, s_aux)
-    if _flash_can(q, dropout, softcap, s_aux):
-        out = _flash(q, k, v, cu_seq_lens_q, max_length_q, scaling, causal, sliding_window)
-    else:
-        parts = [x.split(cu_seq_lens_q.diff().tolist(), dim=1) for x in (q, k, v)]
-        out = torch.cat([_one_sequence(qs, ks, vs, *how) for qs, ks, vs in zip(*parts, strict=True)], dim=1)
+    out = _each_sequence(q, k, v, cu_seq_lens_q, max_length_q, attention_mask, *how)
     if sequence_shard is not None:
         out = sequence_shard.to_tokens(out)
     return out.transpose(0, 1)[None], None
+
+
+def encoder_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    sequence_shard: SequenceShard | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """(N, H, L, d) in, (N, L, H, d) out: an item per row with a mask of its own if it likes, or all in one row with
+    boundaries. Ranks that share sequences each run the encoder whole."""
+    who = type(module).__name__
+    _refuse(who, others)
+    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
+    q, k, v = _as_autocast(query, key, value)
+    if cu_seq_lens_q is not None:
+        if query.shape[0] != 1 or query.shape[2] != key.shape[2] or attention_mask is not None:
+            raise NotImplementedError(f"{who} has boundaries and also a batch, a cache or a mask")
+        torch._assert_async(cu_seq_lens_q[-1] == query.shape[2], f"{who} was given boundaries that are not its own")
+        how = (scaling, dropout, causal, None, None, None)
+        longest = query.shape[2] if max_length_q is None else int(max_length_q)
+        return _each_sequence(q[0], k[0], v[0], cu_seq_lens_q, longest, None, *how).transpose(0, 1)[None], None
+    if attention_mask is not None and attention_mask.ndim != 4:
+        raise NotImplementedError(f"{who} has a mask of shape {tuple(attention_mask.shape)}, not (items, heads, L, L)")
+    out_NHLd = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        is_causal=causal and attention_mask is None,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out_NHLd.transpose(1, 2), None
+
+
+def _refuse(who: str, others: dict[str, Any]) -> None:
+    unknown = [name for name, value in others.items() if name not in _HARMLESS and value is not None]
+    if unknown:
+        raise NotImplementedError(
+            f"{who} asks attention for {', '.join(unknown)}, which packed attention does not have"
+        )
+
+
+def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Norms and rotary positions may have brought float32 back."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
+
+
+def _each_sequence(
+    q_HTd: Tensor,
+    k_KTd: Tensor,
+    v_KTd: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    overlay: Overlay | None,
+    scale: float | None,
+    dropout: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    if overlay is None and _flash_can(q_HTd, dropout, softcap, sinks_H):
+        return _flash(q_HTd, k_KTd, v_KTd, cu_seqlens, longest, scale, causal, window)
+    how = (scale, dropout, causal, window, softcap, sinks_H)
+    outs = []
+    for start, end in pairwise(cu_seqlens.tolist()):
+        allowed = None if overlay is None else overlay.between(start, end, q_HTd.device)
+        q, k, v = (x[:, start:end] for x in (q_HTd, k_KTd, v_KTd))
+        outs.append(_one_sequence(q, k, v, allowed, *how))
+    return torch.cat(outs, dim=1)
 
 
 def _flash_can(q: Tensor, dropout: float, softcap: float | None, sinks: Tensor | None) -> bool:
@@ -137,6 +296,7 @@ def _one_sequence(
     q_HLd: Tensor,
     k_KLd: Tensor,
     v_KLd: Tensor,
+    allowed_LL: Tensor | None,
     scale: float | None,
     dropout: float,
     causal: bool,
@@ -144,9 +304,9 @@ def _one_sequence(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
+    """`allowed_LL`, where there is one, has causality and window in it."""
     length = q_HLd.shape[1]
-    allowed_LL = None
-    if window is not None and window < length:
+    if allowed_LL is None and window is not None and window < length:
         distance = torch.arange(length, device=q_HLd.device)
         behind = distance[:, None] - distance[None, :]
         allowed_LL = (behind < window) & ((behind >= 0) if causal else (behind > -window))

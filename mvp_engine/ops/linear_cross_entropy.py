@@ -1,9 +1,13 @@
 """Log-probs and entropy of tokens straight from hidden states: the logits of a whole batch never exist at once.
 
-Legend: T tokens, C tokens of a chunk, D width, V vocabulary.
+Legend: T tokens, C tokens of a chunk, D width, V vocabulary (of this rank, where ranks share it), R ranks.
 
 The head's matmul and the softmax run in chunks of tokens; backward computes each chunk's logits again. What is alive at
 a time is one (C, V) block of logits instead of (T, V), and the gradient of the weight is summed in float32.
+
+Ranks may share the vocabulary, each with a slice of the head's rows. Four numbers per token say all that the others
+need to know of a slice, so forward has one collective, whatever the number of chunks; backward sums each chunk's
+gradient of the hidden states while the next chunk is computed.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 IGNORE = -100
@@ -26,17 +31,28 @@ def linear_log_probs(
     softcap: float | None = None,
     temperature: float = 1.0,
     chunk: int = 2048,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Float32 (log_probs, entropy), each (T,); log_probs is 0 where the label is IGNORE. Both carry gradients.
 
     The logits are `(hidden @ weight.T + bias) * scale`, then soft-capped, then divided by the temperature. Under
     autocast the matmuls run in its dtype, in backward too.
+
+    With a `group`, `weight` and `bias` are this rank's rows of the vocabulary, at least one, beginning with row
+    `vocab_start` of the whole; hidden states and labels (of the whole vocabulary) are the same on all ranks. So are the
+    results, to the bit. All ranks must give the same loss, which counts once: the gradients of weight and bias are
+    those of this rank's rows, that of the hidden states is complete on every rank.
     """
+    if (group is None) != (vocab_start is None):
+        raise ValueError(
+            "group and vocab_start go together: which ranks share the vocabulary, and this one's first row"
+        )
     device = hidden_TD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TD.dtype
     how = (scale, softcap, temperature, dtype)
     with torch.autocast(device, enabled=False):
-        return _LinearLogProbs.apply(hidden_TD, weight_VD, bias_V, labels_T, how, chunk)
+        return _LinearLogProbs.apply(hidden_TD, weight_VD, bias_V, labels_T, how, chunk, group, vocab_start or 0)
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, how: tuple[Any, ...]) -> Tensor:
@@ -52,6 +68,50 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, how: tu
     return logits_CV
 
 
+def _whole(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, ...]:
+    """Log-probs, norms and entropies of a chunk, from the logits of the whole vocabulary."""
+    norm_C = logits_CV.logsumexp(-1)
+    picked_C = logits_CV.gather(-1, labels_C.clamp(min=0)[:, None])[:, 0]
+    log_probs_C = torch.where(labels_C == IGNORE, 0.0, picked_C - norm_C)
+    probs_CV = (logits_CV - norm_C[:, None]).exp_()
+    return log_probs_C, norm_C, norm_C - torch.linalg.vecdot(probs_CV, logits_CV)
+
+
+def _slice(logits_CV: Tensor, labels_C: Tensor, vocab_start: int) -> tuple[Tensor, ...]:
+    """What the other ranks must know of this one's logits; the sums are relative to its own maximum.
+
+    The label's logit is -inf where another rank has it, so a label that no rank has gives a loss that is not finite.
+    """
+    max_C = logits_CV.amax(-1)
+    index_C, mine_C = _rows(labels_C, vocab_start, logits_CV.shape[1])
+    picked_C = logits_CV.gather(-1, index_C[:, None])[:, 0].masked_fill(~mine_C, float("-inf"))
+    logits_CV -= max_C[:, None]
+    exp_CV = logits_CV.exp()
+    return max_C, exp_CV.sum(-1), torch.linalg.vecdot(exp_CV, logits_CV), picked_C
+
+
+def _join(slices_4T: Tensor, labels_T: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """The results of `_whole`, from those of `_slice` on every rank."""
+    ranks, tokens = dist.get_world_size(group), len(labels_T)
+    slices_R4T = slices_4T.new_empty(ranks * 4, tokens)
+    dist.all_gather_into_tensor(slices_R4T, slices_4T, group=group)
+    max_RT, sum_RT, dot_RT, picked_RT = slices_R4T.view(ranks, 4, tokens).unbind(1)
+    max_T = max_RT.amax(0)
+    below_RT = max_RT - max_T
+    share_RT = below_RT.exp()
+    sum_T = (share_RT * sum_RT).sum(0)
+    dot_T = (share_RT * (dot_RT + below_RT * sum_RT)).sum(0)
+    log_sum_T = sum_T.log()
+    log_probs_T = torch.where(labels_T == IGNORE, 0.0, picked_RT.amax(0) - max_T - log_sum_T)
+    return log_probs_T, max_T + log_sum_T, log_sum_T - dot_T / sum_T
+
+
+def _rows(labels_C: Tensor, vocab_start: int, size: int) -> tuple[Tensor, Tensor]:
+    """Where the labels are among this rank's rows (any row for those that are not), and whether they are."""
+    index_C = labels_C - vocab_start
+    return index_C.clamp(0, size - 1), (index_C >= 0) & (index_C < size)
+
+
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -62,20 +122,18 @@ class _LinearLogProbs(torch.autograd.Function):
         labels_T: Tensor,
         how: tuple[Any, ...],
         chunk: int,
+        group: dist.ProcessGroup | None,
+        vocab_start: int,
     ) -> tuple[Tensor, Tensor]:
-        ctx.how, ctx.chunk = how, chunk
-        log_probs, norms, entropies = [], [], []
+        ctx.how, ctx.chunk, ctx.group, ctx.vocab_start = how, chunk, group, vocab_start
+        chunks = []
         for hidden_CD, labels_C in zip(hidden_TD.split(chunk), labels_T.split(chunk), strict=True):
             logits_CV = _logits(hidden_CD, weight_VD, bias_V, ctx.how)
-            norm_C = logits_CV.logsumexp(-1)
-            picked_C = logits_CV.gather(-1, labels_C.clamp(min=0)[:, None])[:, 0]
-            log_probs.append(torch.where(labels_C == IGNORE, 0.0, picked_C - norm_C))
-            probs_CV = (logits_CV - norm_C[:, None]).exp_()
-            entropies.append(norm_C - torch.linalg.vecdot(probs_CV, logits_CV))
-            norms.append(norm_C)
-        entropy_T = torch.cat(entropies)
-        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, labels_T, torch.cat(norms), entropy_T)
-        return torch.cat(log_probs), entropy_T
+            chunks.append(_whole(logits_CV, labels_C) if group is None else _slice(logits_CV, labels_C, vocab_start))
+        columns = [torch.cat(column) for column in zip(*chunks, strict=True)]
+        log_probs_T, norm_T, entropy_T = columns if group is None else _join(torch.stack(columns), labels_T, group)
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, labels_T, norm_T, entropy_T)
+        return log_probs_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, d_log_probs_T: Tensor, d_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
@@ -83,9 +141,10 @@ class _LinearLogProbs(torch.autograd.Function):
         scale, softcap, temperature, dtype = ctx.how
         weight_low = weight_VD.to(dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        d_hidden_TD = torch.empty_like(hidden_TD) if needs_hidden else None
+        d_hidden_TD = torch.empty_like(hidden_TD, memory_format=torch.contiguous_format) if needs_hidden else None
         d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         d_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
+        pending = []
         for start in range(0, len(hidden_TD), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             hidden_CD, labels_C = hidden_TD[rows], labels_T[rows]
@@ -97,17 +156,26 @@ class _LinearLogProbs(torch.autograd.Function):
             d_entropy_C = d_entropy_T[rows].float()
             inner_CV = log_p_CV.add_(entropy_T[rows, None]).mul_(d_entropy_C[:, None]).add_(d_label_C[:, None])
             d_logits_CV = p_CV.mul_(inner_CV).neg_()
-            d_logits_CV.scatter_add_(-1, labels_C.clamp(min=0)[:, None], d_label_C[:, None])
+            if ctx.group is None:
+                index_C = labels_C.clamp(min=0)
+            else:
+                index_C, mine_C = _rows(labels_C, ctx.vocab_start, len(weight_VD))
+                d_label_C = torch.where(mine_C, d_label_C, 0.0)
+            d_logits_CV.scatter_add_(-1, index_C[:, None], d_label_C[:, None])
             if softcap is not None:
                 capped_CV = logits_CV.mul_(temperature / softcap)
                 d_logits_CV *= 1 - capped_CV.square_()
             d_logits_CV = (d_logits_CV * (scale / temperature)).to(dtype)
             if d_hidden_TD is not None:
                 d_hidden_TD[rows] = d_logits_CV @ weight_low
+                if ctx.group is not None:
+                    pending.append(dist.all_reduce(d_hidden_TD[rows], group=ctx.group, async_op=True))
             if d_weight_VD is not None:
                 d_weight_VD += d_logits_CV.T @ hidden_CD.to(dtype)
             if d_bias_V is not None:
                 d_bias_V += d_logits_CV.sum(0, dtype=torch.float32)
+        for work in pending:
+            work.wait()
         d_weight = None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype)
         d_bias = None if d_bias_V is None else d_bias_V.to(bias_V.dtype)
-        return d_hidden_TD, d_weight, d_bias, None, None, None
+        return d_hidden_TD, d_weight, d_bias, None, None, None, None, None

@@ -5,7 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvp_engine.config import Config, Section
+from mvp_engine.config import Config, Model, Section
 from mvp_engine.data import SampleLoader
 from mvp_engine.engine import Engine, StepContext
 
@@ -19,7 +19,7 @@ class Task(Section):
     eval_problems: int
 
 
-class Model(Section):
+class MagicModel(Model):  # the engine's own keys (compile, recompute, ...) and these
     width: int
     heads: int
     layers: int
@@ -27,7 +27,7 @@ class Model(Section):
 
 class MagicConfig(Config):
     task: Task
-    model: Model
+    model: MagicModel
 
 
 class MagicEngine(Engine):

@@ -62,19 +62,17 @@ def test_each_rank_writes_its_own_shards(ranks2, tmp_path: Path) -> None:
     assert ranks2.launch(TINY, *words) == [0, 0]
     [run] = list_runs(tmp_path)
     checkpoint = run.checkpoint_list()[-1]
-    entries = storage.entries(checkpoint)
-    assert len(entries["model.0.weight"].chunks) == 2
-    assert len(entries["optim.0.weight.exp_avg"].chunks) == 2
-    whole = torch.empty(16, 4)
-    storage.read(checkpoint, {"model.0.weight": whole}, None)
-    assert bool(whole.isfinite().all())
+    reader = storage.Reader(checkpoint)
+    assert len(reader.entries["model.0.weight"].pieces) == 2
+    assert len(reader.entries["optim.0.weight.exp_avg"].pieces) == 2
+    assert bool(reader.read("model.0.weight").isfinite().all())
 
 
-@pytest.mark.parametrize("words", [{"shard": 3}, {"replicate": 2, "shard": 4}, {"sequence": 8}])
+@pytest.mark.parametrize("words", [{"shard": 3}, {"replicate": 2, "shard": 4}, {"sequence": 8}, {"tensor": 3}])
 def test_layouts_that_do_not_multiply_are_explained(words: dict[str, int]) -> None:
     from mvp_engine.config.schema import Parallel
 
     four = World(0, 4, 0, 4, torch.device("cpu"))
-    config = Parallel(**{"replicate": -1, "shard": 1, "sequence": 1, "timeout": 60.0, **words})
+    config = Parallel(**{"replicate": -1, "shard": 1, "sequence": 1, "tensor": 1, "timeout": 60.0, **words})
     with pytest.raises(UserError, match="do not multiply to the 4 process"):
         Layout.of(four, config)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+
+import torch
+from torch import Tensor
 
 SMALL = {
     "vocab_size": 99,
@@ -56,11 +60,194 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 REFUSED = ["falcon_h1", "mamba", "jamba", "bloom", "minimax", "stablelm"]
 
 
+# What each model of VISION has: tokens that stand for a piece of an image, a video or a sound.
+TOKENS = {"image_token_id": 90, "video_token_id": 91, "audio_token_id": 92, "vision_start_token_id": 93}
+
+MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SMALL_VIT = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 2,
+}
+PATCHES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 2,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+}
+WINDOWS = {**PATCHES, "window_size": 8, "fullatt_block_indexes": [1]}
+DEEPSTACK = {**PATCHES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+WHISPER = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+}
+RESAMPLER = {
+    "hidden_size": 32,
+    "resampler_n_latents": 3,
+    "resampler_depth": 1,
+    "resampler_n_heads": 2,
+    "resampler_head_dim": 8,
+    "num_key_value_heads": 1,
+}
+PINPOINTS = {"image_grid_pinpoints": [[8, 16], [16, 8], [16, 16]]}
+
+
+def parts(vision: dict[str, Any] | None, audio: dict[str, Any] | None = None, **text: Any) -> dict[str, Any]:
+    """The sub-configs of a model that sees or hears."""
+    found = {"text_config": {**SMALL, **text}, "vision_config": vision, "audio_config": audio}
+    return {name: config for name, config in found.items() if config is not None}
+
+
+def vit(model_type: str | None = None, **more: Any) -> dict[str, Any]:
+    return {**SMALL_VIT, **({} if model_type is None else {"model_type": model_type}), **more}
+
+
+# model type -> (what is special about it, what its config needs beyond TOKENS, how its media look: see `media_of`)
+VISION: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen2_vl": (
+        "positions on three axes",
+        parts({**PATCHES, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}, **MROPE),
+        "patches video",
+    ),
+    "qwen2_5_vl": ("positions on three axes, windows in the encoder", parts(WINDOWS, **MROPE), "patches video"),
+    "qwen3_vl": ("positions on three axes, features of several depths", parts(DEEPSTACK, **MROPE), "patches frame"),
+    "qwen3_vl_moe": ("the same, mixture of experts", parts(DEEPSTACK, **MROPE, **EXPERTS), "patches"),
+    "glm4v": ("positions on three axes", parts({**PATCHES, "image_size": 8}, **MROPE), "patches"),
+    "internvl": (
+        "tiles, InternViT",
+        parts(vit("internvl_vision", image_size=[8, 8], patch_size=[2, 2]), model_type="qwen2"),
+        "tiles",
+    ),
+    "gemma3": (
+        "SigLIP, the tokens of an image see each other",
+        {**parts(vit("siglip_vision_model"), **GEMMA), "mm_tokens_per_image": 4},
+        "tiles",
+    ),
+    "gemma4": (
+        "padded patches, the tokens of an image see each other",
+        parts(
+            vit(num_key_value_heads=2, head_dim=8, pooling_kernel_size=2, position_embedding_size=16),
+            **WINDOW,
+            use_bidirectional_attention="vision",
+            global_head_dim=8,
+            vocab_size_per_layer_input=99,
+            hidden_size_per_layer_input=8,
+        ),
+        "placed",
+    ),
+    "paligemma": (
+        "SigLIP, the tokens of the prompt see each other",
+        {**parts(vit("siglip_vision_model"), model_type="gemma"), "projection_dim": 32},
+        "tiles",
+    ),
+    "idefics2": (
+        "padded images, a resampler",
+        {**parts(vit(), model_type="mistral", **WINDOW), "perceiver_config": RESAMPLER},
+        "padded",
+    ),
+    "idefics3": ("padded tiles, SigLIP", {**parts(vit(), model_type="llama"), "scale_factor": 2}, "padded"),
+    "smolvlm": ("padded tiles, SigLIP", {**parts(vit(), model_type="llama"), "scale_factor": 2}, "padded"),
+    "llava": ("CLIP", parts(vit("clip_vision_model"), model_type="llama"), "tiles"),
+    "llava_next": (
+        "tiles of any resolution, CLIP",
+        {**parts(vit("clip_vision_model"), model_type="llama"), **PINPOINTS},
+        "anyres",
+    ),
+    "llava_onevision": (
+        "tiles of any resolution, SigLIP",
+        {**parts(vit("siglip_vision_model"), model_type="qwen2"), **PINPOINTS},
+        "anyres",
+    ),
+    "mistral3": (
+        "images of any size, Pixtral",
+        {**parts(vit("pixtral", head_dim=8), model_type="mistral"), "spatial_merge_size": 2},
+        "sized",
+    ),
+    "qwen2_audio": ("Whisper", parts(None, WHISPER, model_type="qwen2"), "sound"),
+    "qwen2_5_omni_thinker": (
+        "positions on three axes, windows in both encoders",
+        parts(WINDOWS, {**WHISPER, "output_dim": 32, "n_window": 4}, **MROPE),
+        "sound patches",
+    ),
+}
+
+# Models that need to be told which tokens are images.
+TYPES = {"gemma3": "token_type_ids", "paligemma": "token_type_ids", "gemma4": "mm_token_type_ids"}
+
+# Models that see and must be refused, with words of the reason.
+REFUSED_VISION: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama4": ("has no backbone apart from its head", parts(vit(vision_output_dim=16), num_local_experts=2)),
+    "lfm2_vl": ("look across boundaries", parts(vit(), layer_types=["conv", "full_attention"] * 2)),
+    "aya_vision": (
+        "log-probs differ from those of transformers' own forward",
+        {**parts(vit("siglip_vision_model"), model_type="cohere2", **WINDOW), "downsample_factor": 2},
+    ),
+}
+
+
+def media_of(look: str, large: bool, g: torch.Generator) -> tuple[str, Tensor, dict[str, Tensor]]:
+    """One image, video or sound as the processor of such a model gives it: its kind, values and fields."""
+    if look == "patches":
+        grid = torch.tensor([[1, 4, 8 if large else 4]])
+        return "pixel_values", torch.randn(int(grid.prod()), 24, generator=g), {"image_grid_thw": grid}
+    if look in ("video", "frame"):  # some models have a text token between frames
+        grid = torch.tensor([[2 if look == "video" else 1, 4, 8 if large else 4]])
+        return "pixel_values_videos", torch.randn(int(grid.prod()), 24, generator=g), {"video_grid_thw": grid}
+    if look == "tiles":
+        return "pixel_values", torch.randn(1 + large, 3, 8, 8, generator=g), {}
+    if look == "anyres":
+        size = torch.tensor([[16, 16] if large else [8, 16]])
+        return "pixel_values", torch.randn(5 if large else 3, 3, 8, 8, generator=g), {"image_sizes": size}
+    if look == "sized":
+        size = torch.tensor([[8, 8] if large else [4, 8]])
+        return "pixel_values", torch.randn(1, 3, 8, 8, generator=g), {"image_sizes": size}
+    if look == "padded":
+        mask = (torch.arange(8) < (8 if large else 4))[:, None].expand(1, 1, 8, 8)
+        return "pixel_values", torch.randn(1, 1, 3, 8, 8, generator=g) * mask, {"pixel_attention_mask": mask}
+    if look == "placed":
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1)[None].clone()
+        places[:, 16 if large else 8 :] = -1
+        return "pixel_values", torch.rand(1, 16, 12, generator=g), {"image_position_ids": places}
+    assert look == "sound"
+    mask = (torch.arange(32) < (32 if large else 20)).long()[None]
+    return "input_features", torch.randn(1, 8, 32, generator=g) * mask, {"feature_attention_mask": mask}
+
+
 def config_of(name: str) -> Any:
     from transformers import AutoConfig
 
+    if name in VISION or name in REFUSED_VISION:
+        special = (VISION if name in VISION else REFUSED_VISION)[name][1]
+        return AutoConfig.for_model(name, **copy.deepcopy({**TOKENS, **special}))
     extra = FAMILIES[name][1] if name in FAMILIES else {}
     return AutoConfig.for_model(name, **{**SMALL, **extra})
+
+
+def overrides_of(name: str) -> dict[str, Any]:
+    """The same as what a user would write under `model.config`."""
+    from transformers import CONFIG_MAPPING
+
+    known = CONFIG_MAPPING[name]()
+    return {"model_type": name, **{k: v for k, v in {**SMALL, **FAMILIES[name][1]}.items() if hasattr(known, k)}}
+
+
+def parallel(**sizes: int) -> Any:
+    """The `parallel` section of a config."""
+    from mvp_engine.config.schema import Parallel
+
+    return Parallel(**{"replicate": -1, "shard": 1, "sequence": 1, "tensor": 1, "timeout": 60.0, **sizes})
 
 
 def table() -> str:
@@ -69,5 +256,17 @@ def table() -> str:
     return "\n".join(["| model type | what is special about it |", "| --- | --- |", *rows])
 
 
+def vision_table() -> str:
+    """The second table there: what goes into `media` and, where models ask for it, into `tokens`."""
+    rows = []
+    for name, (special, _, looks) in VISION.items():
+        found = [media_of(look, False, torch.Generator()) for look in looks.split()]
+        media = "; ".join(f"`{kind}`" + "".join(f" + `{field}`" for field in fields) for kind, _, fields in found)
+        types = TYPES.get(name)
+        rows.append(f"| `{name}` | {media} | {f'`{types}`' if types else '-'} | {special} |")
+    head = ["| model type | `media` | `tokens` | what is special about it |", "| --- | --- | --- | --- |"]
+    return "\n".join([*head, *rows])
+
+
 if __name__ == "__main__":
-    print(table())
+    print(table(), vision_table(), sep="\n\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MAGIC, TINY, losses, read_metrics
-from test_module_engine import batches, engine, forward
+from test_fsdp_engine import batches, engine, forward
 
 from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_INTERRUPTED
@@ -23,7 +23,6 @@ def gpu() -> World:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_no_host_sync_inside_a_step(precision: str) -> None:
     part = engine(gpu(), precision=precision, clip_grad_norm=1.0)
-    part.model.cuda()
     store = MetricStore(part.world)
     data = [{**b, "tokens": b["tokens"].pin_memory()} for b in batches(3)]
     for step in range(4):
@@ -40,7 +39,6 @@ def test_no_host_sync_inside_a_step(precision: str) -> None:
 
 def test_a_skip_on_the_device_changes_nothing_and_the_schedule_waits() -> None:
     part = engine(gpu())
-    part.model.cuda()
     data = batches(3)
     part.train_batch(data, forward(part.model))
     part.settle()
@@ -109,5 +107,12 @@ def test_packed_language_model_on_the_gpu_follows_the_cpu(train, tmp_path: Path,
 def test_packed_language_model_on_two_ranks_of_one_gpu(train, ranks2, tmp_path: Path, layout: list[str]) -> None:
     assert train("data.micro_batch_size=8", config=LM, dir=tmp_path / "one") == 0
     words = [*layout, "data.micro_batch_size=2", f"project.dir={tmp_path / 'two'}"]
+    assert ranks2.launch(LM, *words) == [0, 0]
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-4)
+
+
+def test_tensor_parallel_on_two_ranks_of_one_gpu(train, ranks2, tmp_path: Path) -> None:
+    assert train("data.micro_batch_size=8", config=LM, dir=tmp_path / "one") == 0
+    words = ["parallel.tensor=2", "data.micro_batch_size=8", f"project.dir={tmp_path / 'two'}"]
     assert ranks2.launch(LM, *words) == [0, 0]
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-4)

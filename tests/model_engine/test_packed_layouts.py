@@ -8,21 +8,24 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, read_metrics
-from families import config_of
+from families import overrides_of, parallel
+from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.batch import PackedBatch
-from mvp_engine.config.schema import Parallel
+from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.sequence import check_heads
-from mvp_engine.distributed.sharding import shard_model
 from mvp_engine.errors import UserError
+from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.model_engine.packed import LanguageModel
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 
-# ranks, shard, sequence; the rest are replicas
-LAYOUTS = [(2, 2, 1), (2, 1, 2), (4, 2, 1), (4, 2, 2), (4, 1, 4), (4, 1, 2)]
+# ranks, shard, sequence, tensor; the rest are replicas
+LAYOUTS = [(2, 2, 1, 1), (2, 1, 2, 1), (4, 2, 1, 1), (4, 2, 2, 1), (4, 1, 4, 1), (4, 1, 2, 1)]
+LAYOUTS += [(2, 1, 1, 2), (4, 2, 1, 2), (4, 1, 2, 2), (4, 1, 1, 2)]
 FAMILIES = ["qwen3", "gpt_oss", "gemma2", "qwen3_moe", "gpt2"]
+WITH_PLAN = ["qwen3", "gemma2", "qwen3_moe", "phi3", "olmo2", "starcoder2"]  # of tensor parallel
 
 
 def batch() -> PackedBatch:
@@ -30,53 +33,53 @@ def batch() -> PackedBatch:
     return PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in (7, 3, 11, 2)])
 
 
-def gradients(model: LanguageModel) -> dict[str, torch.Tensor]:
-    out = model(batch(), ["log_probs", "entropy"])
-    (out["log_probs"].sum() - 0.1 * out["entropy"].sum()).backward()
-    found = {}
-    for name, param in model.named_parameters():
-        if param.grad is not None:
-            found[name] = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
-    return found
+def gradients(family: str, layout: Layout, **how: Any) -> dict[str, torch.Tensor]:
+    """Those of the summed loss of one batch that all data ranks have, from weights that come from the seed."""
+    engine = LanguageModelEngine(LanguageModel.on_meta(None, overrides_of(family)), layout, Settings(seed=5, **how))
+    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0), lambda sgd: LambdaLR(sgd, lambda _: 1.0))
+    engine.model.eval()  # some have dropout
+
+    def loss(micro_batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        out = engine.model(micro_batch, ["log_probs", "entropy"])
+        return out["log_probs"].sum() - 0.1 * out["entropy"].sum(), micro_batch.weight
+
+    engine.optimizer_zero_grad()
+    halves = batch().split(14).parts
+    for half in halves:  # two calls add up to one step
+        engine.forward_backward_batch([half], loss)
+    grads = {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
+    return {name: whole(grad) / layout.data_size for name, grad in grads.items()}
 
 
-def on_layout(shard: int, sequence: int, families: list[str]) -> dict[str, dict[str, torch.Tensor]]:
-    """The gradients of each family, from ranks that all have the same batch: summed over data ranks."""
+def on_layout(shard: int, sequence: int, tensor: int, families: list[str]) -> dict[str, dict[str, torch.Tensor]]:
     world = World.join("cpu")
-    layout = Layout.of(world, Parallel(replicate=-1, shard=shard, sequence=sequence, timeout=60.0))
-    result = {}
-    for family in families:
-        torch.manual_seed(0)
-        model = LanguageModel.from_config(config_of(family), chunk=6).eval()
-        if layout.sequence_group is not None:
-            model.share_sequences(layout.sequence_group)
-        assert layout.shard_mesh is not None
-        shard_model(model, layout.shard_mesh)
-        result[family] = {name: grad / layout.data_size for name, grad in gradients(model).items()}
+    layout = Layout.of(world, parallel(shard=shard, sequence=sequence, tensor=tensor))
+    result = {family: gradients(family, layout) for family in families}
     world.close()
     return result
 
 
-@pytest.mark.parametrize(("ranks", "shard", "sequence"), LAYOUTS)
-def test_every_gradient_is_that_of_one_rank(request, ranks: int, shard: int, sequence: int) -> None:
-    results = request.getfixturevalue(f"ranks{ranks}").run(on_layout, shard, sequence, FAMILIES)
-    for family in FAMILIES:
-        torch.manual_seed(0)
-        expected = gradients(LanguageModel.from_config(config_of(family), chunk=6).eval())
+@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), LAYOUTS)
+def test_every_gradient_is_that_of_one_rank(request, ranks: int, shard: int, sequence: int, tensor: int) -> None:
+    families = FAMILIES if tensor == 1 else WITH_PLAN
+    results = request.getfixturevalue(f"ranks{ranks}").run(on_layout, shard, sequence, tensor, families)
+    for family in families:
+        expected = gradients(family, Layout(World.join("cpu")))
         for result in results:
             assert result[family].keys() == expected.keys()
             for name, grad in expected.items():
                 assert torch.allclose(result[family][name], grad, rtol=1e-5, atol=1e-5), (family, name)
 
 
-@pytest.mark.parametrize(("ranks", "shard", "sequence"), LAYOUTS)
+@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), LAYOUTS)
 def test_losses_over_five_steps_are_those_of_one_rank(
-    request, train, tmp_path: Path, ranks: int, shard: int, sequence: int
+    request, train, tmp_path: Path, ranks: int, shard: int, sequence: int, tensor: int
 ) -> None:
     words = ["loop.eval_interval=5"]
     assert train(*words, "data.micro_batch_size=8", config=LM, dir=tmp_path / "one") == 0
     pool = request.getfixturevalue(f"ranks{ranks}")
-    layout = [f"parallel.shard={shard}", f"parallel.sequence={sequence}", "data.micro_batch_size=2"]
+    layout = [f"parallel.shard={shard}", f"parallel.sequence={sequence}", f"parallel.tensor={tensor}"]
+    layout += ["data.micro_batch_size=2"]
     assert pool.launch(LM, *words, *layout, f"project.dir={tmp_path / 'many'}") == [0] * ranks
     for split in ("train", "eval"):
         one, many = read_metrics(tmp_path / "one", split), read_metrics(tmp_path / "many", split)
@@ -112,16 +115,10 @@ def test_two_engines_with_different_layouts_live_in_one_process(ranks4) -> None:
 def two_layouts() -> dict[str, Any]:
     world = World.join("cpu")
     both = []
-    for shard, sequence in ((4, 1), (2, 2)):
-        torch.manual_seed(0)
-        layout = Layout.of(world, Parallel(replicate=-1, shard=shard, sequence=sequence, timeout=60.0))
-        model = LanguageModel.from_config(config_of("qwen3")).eval()
-        if layout.sequence_group is not None:
-            model.share_sequences(layout.sequence_group)
-        assert layout.shard_mesh is not None
-        shard_model(model, layout.shard_mesh)
-        both.append(model)
-    with torch.no_grad():
-        outs = [model(batch(), ["log_probs"])["log_probs"] for model in both for _ in range(2)]
+    for sizes in ({"shard": 4}, {"shard": 2, "sequence": 2}, {"tensor": 2, "shard": 2}):
+        model = LanguageModel.on_meta(None, overrides_of("qwen3"))
+        both.append(LanguageModelEngine(model, Layout.of(world, parallel(**sizes)), Settings(seed=5)))
+        both[-1].initialize()
+    outs = [engine.infer_batch(batch(), ["log_probs"], budget=11)["log_probs"] for engine in both for _ in range(2)]
     world.close()
     return {"same": all(torch.allclose(out, outs[0], rtol=1e-5, atol=1e-5) for out in outs)}

@@ -1,4 +1,4 @@
-"""Packed attention: on a GPU the fast kernel gives what the plain one gives."""
+"""Packed and encoder attention: who sees whom; on a GPU the fast kernel gives what the plain one gives."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.ops import attention
-from mvp_engine.ops.attention import boundaries, packed_attention
+from mvp_engine.ops.attention import boundaries, encoder_attention, packed_attention
 
 LENGTHS = [5, 1, 40, 17]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def inputs(device: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 2, size: int = 32) -> list[Tensor]:
@@ -56,7 +57,58 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
         packed_attention(nn.Identity(), *tensors, torch.ones(1))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_masks_are_honoured_or_refused_by_name() -> None:
+    from transformers import LlamaConfig
+    from transformers import masking_utils as masks
+
+    config = LlamaConfig(attn_implementation=attention.register(), attention_chunk_size=4)
+    made: dict[str, Any] = {"config": config, "inputs_embeds": torch.zeros(1, 63, 8), "past_key_values": None}
+    assert masks.create_causal_mask(**made, attention_mask=None) is None
+    images = torch.where((torch.arange(63) >= 50) & (torch.arange(63) < 55), 0, -1)[None]
+    overlay = masks.create_causal_mask(**made, attention_mask=None, block_sequence_ids=images)
+    tensors = inputs("cpu", torch.float32)
+    ends = boundaries(torch.tensor([0, 5, 6, 46, 63], dtype=torch.int32), 40)
+    out = packed_attention(nn.Identity(), *tensors, overlay, **ends)[0]
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor[:, :, 54] += 1.0  # the last token of the image, in the last sequence
+    seen = (out != packed_attention(nn.Identity(), *tensors, overlay, **ends)[0]).flatten(2).any(-1)[0]
+    assert seen.nonzero()[:, 0].tolist() == list(range(50, 63))
+    with pytest.raises(NotImplementedError, match="its mask has chunked_overlay"):
+        masks.create_chunked_causal_mask(**made, attention_mask=None)
+    with pytest.raises(NotImplementedError, match="its mask has bidirectional_mask_function"):
+        masks.create_bidirectional_mask(**made, attention_mask=None)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_an_encoder_may_have_an_item_per_row_a_mask_or_boundaries(device: str) -> None:
+    dtype, tolerance = (torch.float32, 1e-6) if device == "cpu" else (torch.bfloat16, 2e-2)
+    q, k, v = (x.detach() for x in inputs(device, dtype, kv_heads=8))
+    rows = [x.reshape(8, 9, 7, 32).transpose(0, 1) for x in (q[0], k[0], v[0])]  # nine items of seven tokens
+    per_row, _ = encoder_attention(nn.Identity(), *rows, None)
+    ends = torch.arange(0, 64, 7, dtype=torch.int32, device=device)
+    together, _ = encoder_attention(nn.Identity(), q, k, v, None, **boundaries(ends, 7), is_causal=False)
+    assert torch.allclose(per_row.reshape(1, 63, 8, 32), together, atol=tolerance)
+    short = (torch.arange(7, device=device) < 5).expand(9, 1, 7, 7)
+    masked, _ = encoder_attention(nn.Identity(), *rows, short)
+    cut, _ = encoder_attention(nn.Identity(), *(x[:, :, :5] for x in rows), None)
+    assert torch.allclose(masked[:, :5], cut, atol=tolerance)
+
+
+def test_what_an_encoder_cannot_do_is_refused_by_name() -> None:
+    tensors = inputs("cpu", torch.float32, kv_heads=8)
+    ends = torch.tensor([0, 30], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="Identity asks attention for softcap"):
+        encoder_attention(nn.Identity(), *tensors, None, softcap=2.0)
+    with pytest.raises(NotImplementedError, match="has a mask of shape"):
+        encoder_attention(nn.Identity(), *tensors, torch.ones(1, 63))
+    with pytest.raises(NotImplementedError, match="has boundaries and also a batch"):
+        encoder_attention(nn.Identity(), *(x.expand(2, -1, -1, -1) for x in tensors), None, **boundaries(ends, 30))
+    with pytest.raises(RuntimeError, match="was given boundaries that are not its own"):
+        encoder_attention(nn.Identity(), *tensors, None, **boundaries(ends, 30))
+
+
+@needs_gpu
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"is_causal": False}, {"scaling": 0.3}], ids=str)
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_fast_kernel_gives_what_the_plain_one_gives(monkeypatch, options: dict[str, Any], kv_heads: int) -> None:
@@ -67,7 +119,7 @@ def test_fast_kernel_gives_what_the_plain_one_gives(monkeypatch, options: dict[s
         assert float((a.float() - b).norm() / b.norm()) < 1e-2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_fast_kernel_does_not_wait_for_the_gpu() -> None:
     tensors = inputs("cuda", torch.bfloat16)
     attend(tensors)

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mvp_engine.distributed import World
 from mvp_engine.ops.linear_cross_entropy import IGNORE, linear_log_probs
 
 WAYS: list[dict[str, Any]] = [{}, {"scale": 0.3}, {"softcap": 2.0}, {"scale": 1.7, "softcap": 1.5, "temperature": 0.7}]
@@ -60,14 +62,15 @@ def test_it_passes_the_numerical_gradient_check() -> None:
 
 
 class Biggest(TorchDispatchMode):
-    """The size of the biggest tensor that any operation makes."""
+    """The size of the biggest tensor that any operation makes, and how many of the operations are collectives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements = 0
+        self.elements = self.collectives = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.collectives += func.namespace == "c10d"
         for tensor in out if isinstance(out, tuple | list) else [out]:
             if isinstance(tensor, Tensor):
                 self.elements = max(self.elements, tensor.numel())
@@ -103,3 +106,96 @@ def test_frozen_parts_get_no_gradient() -> None:
     linear_log_probs(hidden, weight.detach(), labels, chunk=8)[0].sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
+
+
+def loss_of(log_probs: Tensor, entropy: Tensor) -> Tensor:
+    weights = torch.linspace(-1, 1, len(log_probs))
+    return (log_probs * weights + 0.3 * entropy * weights.flip(0)).sum()
+
+
+def cut(cuts: list[int], how: list[dict[str, Any]]) -> list[list[Tensor | None]]:
+    """For each way: values and gradients, from this rank's rows of the vocabulary."""
+    world = World.join("cpu")
+    start, end = cuts[world.rank : world.rank + 2]
+    results: list[list[Tensor | None]] = []
+    for way in how:
+        way = dict(way)
+        hidden, weight, labels, bias = inputs(bias=way.pop("bias"))
+        weight = weight.detach()[start:end].requires_grad_()
+        bias = None if bias is None else bias.detach()[start:end].requires_grad_()
+        out = linear_log_probs(hidden, weight, labels, bias, **way, group=dist.group.WORLD, vocab_start=start)
+        loss_of(*out).backward()
+        results.append([*(x.detach() for x in out), hidden.grad, weight.grad, None if bias is None else bias.grad])
+    world.close()
+    return results
+
+
+@pytest.mark.parametrize("cuts", [[0, 25, 50], [0, 17, 50], [0, 49, 50]], ids=str)
+def test_ranks_that_share_the_vocabulary_get_the_values_and_gradients_of_one(ranks2, cuts: list[int]) -> None:
+    ways = [{"chunk": c, "bias": b, **how} for how in WAYS for b in (False, True) for c in (5, 64)]
+    for way, first, second in zip(ways, *ranks2.run(cut, cuts, ways), strict=True):
+        how = {name: value for name, value in way.items() if name not in ("bias", "chunk")}
+        hidden, weight, labels, bias = inputs(bias=way["bias"])
+        log_probs, entropy = plain(hidden, weight, labels, bias, **how)
+        loss_of(log_probs, entropy).backward()
+        for mine, other in zip(first[:2], second[:2], strict=True):
+            assert torch.equal(mine, other)
+        assert bool((first[0][labels == IGNORE] == 0).all())
+        assert torch.allclose(first[0], log_probs, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(first[1], entropy, rtol=1e-5, atol=1e-6)
+        for rank, (*_, d_hidden, d_weight, d_bias) in enumerate([first, second]):
+            rows = slice(*cuts[rank : rank + 2])
+            assert torch.allclose(d_hidden, hidden.grad, rtol=1e-5, atol=1e-5)
+            assert torch.allclose(d_weight, weight.grad[rows], rtol=1e-5, atol=1e-5)
+            assert bias is None or torch.allclose(d_bias, bias.grad[rows], rtol=1e-5, atol=1e-5)
+
+
+def watched(tokens: int, vocab: int, chunk: int) -> list[int]:
+    """The biggest tensor; the collectives of forward, of backward, and of backward through frozen hidden states."""
+    world = World.join("cpu")
+    rows = slice(world.rank * vocab // 2, (world.rank + 1) * vocab // 2)
+    found = [0]
+    for frozen in (False, True):
+        hidden, weight, labels, _ = inputs(tokens, 16, vocab)
+        weight = weight.detach()[rows].requires_grad_()
+        with Biggest() as forward:
+            out = linear_log_probs(
+                hidden.detach() if frozen else hidden,
+                weight,
+                labels,
+                chunk=chunk,
+                group=dist.group.WORLD,
+                vocab_start=rows.start,
+            )
+        with Biggest() as backward:
+            (out[0].sum() + out[1].sum()).backward()
+        found = [max(found[0], forward.elements, backward.elements), *found[1:]]
+        found += [backward.collectives] if frozen else [forward.collectives, backward.collectives]
+    world.close()
+    return found
+
+
+def test_a_shared_vocabulary_keeps_the_promise_of_memory_with_one_collective_forward(ranks2) -> None:
+    tokens, vocab, chunk = 512, 1000, 64
+    assert ranks2.run(watched, tokens, vocab, chunk) == [[chunk * vocab // 2, 1, tokens // chunk, 0]] * 2
+
+
+def label_of_nobody() -> tuple[float, float]:
+    world = World.join("cpu")
+    hidden, weight, labels, _ = inputs(vocab=50)
+    labels[1] = 50
+    rows = slice(25 * world.rank, 25 * world.rank + 25)
+    out = linear_log_probs(hidden, weight[rows], labels, group=dist.group.WORLD, vocab_start=rows.start)[0]
+    world.close()
+    return float(out[1]), float(out[2:].sum())
+
+
+def test_a_label_that_no_rank_has_is_never_a_finite_loss(ranks2) -> None:
+    for lost, rest in ranks2.run(label_of_nobody):
+        assert lost == float("-inf")
+        assert abs(rest) < float("inf")
+
+
+def test_a_group_without_this_ranks_first_row_is_refused() -> None:
+    with pytest.raises(ValueError, match="group and vocab_start go together"):
+        linear_log_probs(*inputs(), vocab_start=0)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from families import config_of
+from families import config_of, overrides_of
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -16,6 +16,7 @@ from mvp_engine.model_engine.packed import LanguageModel
 class Lm(Section):
     family: str
     sequences: int
+    weights: bool = False  # at once, for a backend that wants them
 
 
 class LmConfig(Config):
@@ -43,7 +44,11 @@ class LmEngine(Engine):
     config: LmConfig
 
     def prepare_model(self) -> nn.Module:
-        return LanguageModel.from_config(config_of(self.config.lm.family), chunk=16)
+        if self.config.lm.weights:
+            return LanguageModel.from_config(config_of(self.config.lm.family), chunk=16)
+        model = LanguageModel.on_meta(None, overrides_of(self.config.lm.family))
+        model.chunk = 16
+        return model
 
     def prepare_dataloader(self, split: str) -> Any:
         size = self.config.lm.sequences if split == "train" else 5

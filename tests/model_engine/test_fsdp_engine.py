@@ -11,12 +11,20 @@ from torch import Tensor, nn
 
 from mvp_engine.config.schema import Optim
 from mvp_engine.distributed import Layout, World
-from mvp_engine.model_engine import ModuleEngine
-from mvp_engine.model_engine.module import LossScale, to_device
+from mvp_engine.errors import UserError
+from mvp_engine.model_engine import FSDPEngine, Settings
+from mvp_engine.model_engine.fsdp.numbers import LossScale, to_device
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler, lr_factor
 
 OPTIM = Optim(
-    lr=0.1, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, schedule="cosine", warmup_steps=0, min_lr_ratio=0.0
+    lr=0.1,
+    betas=[0.9, 0.95],
+    eps=1e-8,
+    weight_decay=0.1,
+    rates={},
+    schedule="cosine",
+    warmup_steps=0,
+    min_lr_ratio=0.0,
 )
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -34,12 +42,11 @@ class Net(nn.Module):
         return out + self.spare.weight.sum() if spare else out
 
 
-def engine(world: World = ALONE, **options: Any) -> ModuleEngine:
+def engine(world: World = ALONE, optim: Optim = OPTIM, **options: Any) -> FSDPEngine:
     torch.manual_seed(3)
-    model = Net()
-    optimizer = build_optimizer(model, OPTIM)
-    scheduler = build_scheduler(optimizer, OPTIM, 10)
-    return ModuleEngine(model, Layout(world, replicate=world.size), optimizer, scheduler, **options)
+    part = FSDPEngine(Net(), Layout(world, replicate=world.size), Settings(**options))
+    part.initialize(lambda model: build_optimizer(model, optim), lambda made: build_scheduler(made, optim, 10))
+    return part
 
 
 def batches(count: int) -> list[dict[str, Any]]:
@@ -55,7 +62,7 @@ def forward(model: nn.Module) -> Any:
     return step
 
 
-def gradients(part: ModuleEngine) -> dict[str, Tensor]:
+def gradients(part: FSDPEngine) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in part.model.named_parameters() if p.grad is not None}
 
 
@@ -91,6 +98,56 @@ def _share(share: list[int]) -> dict[str, Any]:
     result = {"norm": float(numbers.grad_norm), "gradients": gradients(part)}
     world.close()
     return result
+
+
+def test_gradients_add_up_over_several_calls(ranks2) -> None:
+    one, data = engine(), batches(5)
+    expected = one.train_batch(data, forward(one.model))
+    alone = engine()
+    alone.optimizer_zero_grad()
+    for batch in data:
+        alone.forward_backward_batch([batch], forward(alone.model))
+    assert float(alone.optimizer_step().grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-5)
+    for result in ranks2.run(_several_calls):
+        assert result["norm"] == pytest.approx(float(expected.grad_norm), rel=1e-5)
+        assert result["gradients"].keys() == gradients(one).keys()
+        for name, gradient in gradients(one).items():
+            assert torch.allclose(result["gradients"][name], gradient, rtol=1e-5, atol=1e-7), name
+
+
+def _several_calls() -> dict[str, Any]:
+    world = World.join("cpu")
+    part, data = engine(world), batches(5)
+    part.optimizer_zero_grad()
+    for first in (data[:2], data[2:4], data[4:]):  # in the last call rank 1 has nothing to do
+        part.forward_backward_batch(first[world.rank :: 2], forward(part.model))
+    norm = part.optimizer_step().grad_norm
+    result = {"norm": float(norm), "gradients": gradients(part)}
+    world.close()
+    return result
+
+
+def test_frozen_parts_get_no_gradient_and_no_update() -> None:
+    part = engine(freeze=("token.*", "out.bias"))
+    before = {n: p.clone() for n, p in part.model.named_parameters()}
+    part.train_batch(batches(5), forward(part.model))
+    changed = {n for n, p in part.model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == {"norm.weight", "norm.bias", "out.weight", "spare.weight"}
+    with pytest.raises(UserError, match=r"model\.freeze: no parameter is called 'tokens.*'. Near it are token.weight"):
+        engine(freeze=("tokens.*",))
+
+
+def test_parts_have_rates_of_their_own() -> None:
+    part = engine(optim=OPTIM.model_copy(update={"rates": {"out.*": 0.01, "*.bias": 0.0}}))
+    names = {p: n for n, p in part.model.named_parameters()}
+    rates = {names[p]: g["lr"] for g in part.optimizer.param_groups for p in g["params"]}
+    assert rates["out.weight"] == rates["out.bias"] == 0.01
+    assert rates["norm.bias"] == 0.0
+    assert rates["token.weight"] == 0.1
+    part.train_batch(batches(3), forward(part.model))
+    assert part.rates["lr/out.*/decay"] == 0.01
+    with pytest.raises(UserError, match=r"optim\.rates: no parameter is called 'head"):
+        engine(optim=OPTIM.model_copy(update={"rates": {"head": 0.1}}))
 
 
 def test_parameter_that_nobody_used_has_no_gradient_on_any_layout(ranks2) -> None:

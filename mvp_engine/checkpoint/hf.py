@@ -1,0 +1,167 @@
+"""Hugging Face folders in: each rank reads its own slices of the safetensors, through transformers' conversion tables.
+
+The tables say which entries of the files become which parameters, under which names and by which operations (experts
+that are stacked, projections that are fused). An entry that is only renamed is read slice by slice; where parameters
+are made of a list of entries, such as experts, a rank reads those of its own rows; anything else is converted whole,
+one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mvp_engine.checkpoint.pieces import pieces
+from mvp_engine.errors import UserError
+
+LOGGER = logging.getLogger("mvp_engine")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+MAPPED_BYTES = 64 * 2**20
+
+Box = tuple[slice, ...]
+
+
+class Folder:
+    """The safetensors of a Hugging Face folder, by the names of their entries."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if (path / INDEX).is_file():
+            names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+        elif (path / SINGLE).is_file():
+            names = [SINGLE]
+        else:
+            found = sorted(file.name for file in path.glob("*.bin"))
+            why = f"; {found[0]} would have to be unpickled: save it again as safetensors" if found else ""
+            raise UserError(f"{path} has neither {SINGLE} nor {INDEX}{why}")
+        self._files: dict[str, Path] = {}
+        self._shapes: dict[str, list[int]] = {}
+        self._open: tuple[Path, Any] | None = None
+        self._mapped = 0
+        for name in names:
+            try:
+                file = safe_open(path / name, framework="pt")
+                for key in file.keys():  # noqa: SIM118 - no mapping
+                    self._files[key], self._shapes[key] = path / name, file.get_slice(key).get_shape()
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path / name} cannot be read: {error}. Is the download complete?") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def meta(self, key: str) -> Tensor:
+        return torch.empty(self._shapes[key], device="meta")
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        """A slice of an entry. What was read from a mapped file stays resident until it is closed, so that is soon."""
+        if self._open is None or self._open[0] != self._files[key] or self._mapped > MAPPED_BYTES:
+            self._open, self._mapped = (self._files[key], safe_open(self._files[key], framework="pt")), 0
+        value: Tensor = self._open[1].get_slice(key)[box if box else ...]
+        self._mapped += value.nbytes
+        return value
+
+
+class _Converted:
+    """Parameters that a converter of transformers makes of several entries."""
+
+    def __init__(self, folder: Folder, model: Any, converter: Any, first: str, keys: list[tuple[str, str]]) -> None:
+        self.folder, self.model, self.converter, self.first = folder, model, converter, first
+        self.lists: dict[str, list[str]] = {}
+        for key, pattern in keys:
+            self.lists.setdefault(pattern, []).append(key)
+        self.shapes = {name: value.shape for name, value in self._convert(folder.meta, None).items()}
+        self._cached: dict[str, Tensor] | None = None
+        self._by_rows = self._one_row_each()
+
+    def _one_row_each(self) -> bool:
+        """Is each row of the parameter made of one entry of each list? Then a part of the rows needs but these."""
+        count = {len(keys) for keys in self.lists.values()}
+        rows = [shape[0] if shape else 0 for shape in self.shapes.values()]
+        if len(self.shapes) != 1 or count != set(rows):
+            return False
+        one = self._convert(self.folder.meta, slice(0, 1))
+        return [value.shape for value in one.values()] == [(1, *shape[1:]) for shape in self.shapes.values()]
+
+    def read(self, name: str, box: Box) -> Tensor:
+        if self._by_rows and box:
+            return next(iter(self._convert(self.folder.read, box[0]).values()))[(slice(None), *box[1:])]
+        if self._cached is None:
+            self._cached = self._convert(self.folder.read, None)
+        return self._cached[name][box]
+
+    def forget(self) -> None:
+        self._cached = None
+
+    def _convert(self, read: Callable[[str], Tensor], rows: slice | None) -> dict[str, Tensor]:
+        converter = copy.deepcopy(self.converter)
+        for pattern, keys in self.lists.items():
+            for key in keys[rows] if rows else keys:
+                converter.add_tensor(self.first, key, pattern, read(key))
+        given = converter.convert(self.first, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in given.items()}
+
+
+def load(model: Any, path: Path, params: Mapping[str, Tensor]) -> tuple[set[str], list[str]]:
+    """Fill `params` (by their names in the Hugging Face `model`) from a folder; each rank its own part of them.
+
+    Gives the names that were filled, and the entries of the files that nothing asked for.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    folder = Folder(path)
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    known = dict(model.state_dict())
+    groups: dict[str, list[tuple[str, str | None]]] = {}
+    for key in sorted(folder, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        if name not in known and key in known:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, known)
+        groups.setdefault(name, []).append((key, pattern))
+    loaded: set[str] = set()
+    unused: list[str] = []
+    for name, keys in groups.items():
+        key, pattern = keys[0]
+        if pattern is None:
+            if name not in params:
+                unused += [key for key, _ in keys]
+                continue
+            _fill(name, params[name], folder.meta(key).shape, partial(folder.read, key), path)
+            loaded.add(name)
+            continue
+        made = _Converted(folder, model, by_pattern[pattern], name, [(k, str(p)) for k, p in keys])
+        for target, shape in made.shapes.items():
+            if target in params:
+                _fill(target, params[target], shape, partial(made.read, target), path)
+                loaded.add(target)
+        if not made.shapes.keys() & loaded:
+            unused += [key for key, _ in keys]
+    return loaded, unused
+
+
+def load_plain(path: Path, params: Mapping[str, Tensor]) -> None:
+    """Fill `params` from entries of the same names: what stands beside the Hugging Face model."""
+    folder = Folder(path)
+    for name, param in params.items():
+        _fill(name, param, folder.meta(name).shape, partial(folder.read, name), path)
+
+
+def _fill(name: str, param: Tensor, shape: torch.Size, read: Callable[[Box], Tensor], path: Path) -> None:
+    if param.shape != shape:
+        raise UserError(f"{path}: {name} is {tuple(shape)} there and {tuple(param.shape)} in the model's config")
+    with torch.no_grad():
+        for offset, part in pieces(param):
+            part.copy_(read(tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))))

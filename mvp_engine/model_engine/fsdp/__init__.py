@@ -1,0 +1,1 @@
+"""The FSDP2 backend: PyTorch modules, replicated, sharded, cut by tokens or by matrices."""

@@ -1,0 +1,85 @@
+"""From a model to the same model on its layout: freeze, cut, recompute, compile, shard, and only then weights.
+
+The order is FSDP2's: what changes a block's forward comes before the block is sharded. A model on the meta device gets
+its weights last, each rank its own part, so that no rank ever holds the whole of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from mvp_engine.distributed import Layout
+from mvp_engine.distributed.sharding import blocks, shard_model
+from mvp_engine.errors import UserError
+from mvp_engine.model_engine.base import Settings
+from mvp_engine.model_engine.fsdp.numbers import DTYPES
+from mvp_engine.model_engine.fsdp.tensor import share_matrices
+from mvp_engine.model_engine.fsdp.weights import give_weights
+from mvp_engine.model_engine.optim import matching
+from mvp_engine.model_engine.packed import PackedModel
+
+
+def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
+    freeze(model, settings.freeze)
+    world = layout.world
+    skeleton = copy.deepcopy(model) if any(param.is_meta for param in model.parameters()) else None
+    if skeleton is None:
+        model.to(world.device)
+        world.same_everywhere([*model.parameters(), *model.buffers()])
+    if layout.same_data > 1 and not isinstance(model, PackedModel):
+        raise UserError(
+            f"parallel.sequence > 1 and parallel.tensor > 1 need a packed model; {type(model).__name__} is none"
+        )
+    if layout.tensor_mesh is not None:
+        assert isinstance(model, PackedModel)
+        share_matrices(model, layout.tensor_mesh)
+    if layout.sequence_group is not None:
+        assert isinstance(model, PackedModel)
+        model.share_sequences(layout.sequence_group, layout.tensor)
+    for block in blocks(model):
+        if settings.recompute != "none":
+            _recompute(block, selective=settings.recompute == "selective")
+        if settings.compile is not None:
+            block.compile(backend=settings.compile)
+    if layout.shard_mesh is not None:
+        shard_model(model, layout.shard_mesh, DTYPES[settings.precision])
+    if skeleton is not None:
+        give_weights(model, skeleton, world.device, settings.seed)
+
+
+def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        for name in matching(model, pattern, "model.freeze"):
+            model.get_parameter(name).requires_grad_(False)
+
+
+# Worth keeping: what takes longest to compute again. All else is cheap, and most of the memory.
+_KEPT = {"mm", "addmm", "bmm", "_scaled_dot_product", "_flash_attention", "_cudnn_attention", "_grouped_mm"}
+
+
+def _keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op.overloadpacket.__name__ if hasattr(op, "overloadpacket") else getattr(op, "__name__", "")
+    kept = any(name == kind or (kind[0] == "_" and kind in name) for kind in _KEPT)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _recompute(block: nn.Module, selective: bool) -> None:
+    """From now on the block's forward keeps its inputs (and, if selective, the costly results), not all it computes."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+    forward = block.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    block.forward = recomputed

@@ -1,0 +1,333 @@
+"""Any `nn.Module`, replicated or sharded over the ranks: plain modules with no ceremony, and Hugging Face models.
+
+It owns the numbers of a step: sum the losses and weights of all micro-batches and ranks, divide once, clip, update,
+move the schedule. Whether a step was finite is decided on the device, equally on every rank. The host learns of it one
+step later on a GPU (`settle`), so it never waits for a step that the GPU is still working on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from mvp_engine.batch import PackedBatch
+from mvp_engine.checkpoint import hf_export, state
+from mvp_engine.checkpoint.pieces import whole
+from mvp_engine.distributed import GradientReducer, Layout
+from mvp_engine.distributed.sharding import sharded_modules
+from mvp_engine.errors import UserError
+from mvp_engine.log.metrics import device_scalar
+from mvp_engine.model_engine import merge
+from mvp_engine.model_engine.base import ForwardStep, ModelEngine, Outcome, Settings, StepNumbers, register
+from mvp_engine.model_engine.fsdp import numbers
+from mvp_engine.model_engine.fsdp.build import place
+from mvp_engine.model_engine.fsdp.offload import move_model, move_optimizer
+from mvp_engine.model_engine.packed import PackedModel
+
+
+@register("module", "fsdp")
+class FSDPEngine(ModelEngine):
+    def __init__(self, model: nn.Module, layout: Layout, settings: Settings | None = None) -> None:
+        super().__init__(model, layout, settings)
+        self.dtype = numbers.DTYPES[self.settings.precision]
+        self._filler: Any = None  # the last micro-batch seen, for passes in which only other ranks have one
+        self._outcomes: list[Outcome] = []
+        self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        self._on_host: set[str] = set()  # of "model" and "optimizer"
+        self.training = False  # there is an optimizer
+        self.reducer: GradientReducer | None = None
+
+    def initialize(
+        self,
+        optimizer: Callable[[nn.Module], Optimizer] | None = None,
+        scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    ) -> None:
+        place(self.model, self.layout, self.settings)
+        self.sharded = list(sharded_modules(self.model))
+        if optimizer is not None and scheduler is not None:
+            self.training = True
+            self.model.train()
+            self.optimizer = optimizer(self.model)
+            self.scheduler = scheduler(self.optimizer)
+            self._prepare_training()
+        if self.settings.offload != "none":
+            self.to("cpu", model=self.settings.offload == "all")
+
+    def _prepare_training(self) -> None:
+        self.params = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if self.world.host_group and not self.sharded:
+            self.reducer = GradientReducer(self.params, self.world.host_group)
+        self.scale = numbers.LossScale(self.world.device) if self.settings.precision == "fp16" else None
+        # Fused optimizers skip a step by themselves when this flag is set, so the host need not read it first.
+        can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        self._device_skip = self.world.device.type == "cuda" and can_skip
+
+    # ---- A step ---------------------------------------------------------------------------------------------------
+
+    def forward_backward_batch(self, micro_batches: list[Any], forward_step: ForwardStep) -> Tensor:
+        if self.reducer:
+            self.reducer.begin()
+        totals = torch.zeros_like(self._totals)
+        rounds = self._rounds(micro_batches)
+        for index, (micro_batch, counts) in enumerate(rounds):
+            with self.autocast():
+                loss_sum, weight = numbers.checked(forward_step(self._on_device(micro_batch)))
+            if counts:
+                totals += torch.stack([loss_sum.detach().double(), device_scalar(weight, self.world.device)])
+            else:
+                loss_sum = loss_sum.nan_to_num(0.0, 0.0, 0.0) * 0.0
+            self._before_backward(last=index == len(rounds) - 1)
+            (loss_sum * self.scale.value if self.scale else loss_sum).backward()
+        if self.reducer:
+            self.reducer.finish()
+        self._totals += totals
+        return totals
+
+    def _rounds(self, micro_batches: list[Any]) -> list[tuple[Any, bool]]:
+        """The micro-batches, each with whether it counts."""
+        rounds = [(micro_batch, True) for micro_batch in micro_batches]
+        if not self.sharded:
+            return rounds
+        most = max(self.world.all_gather(len(micro_batches)))
+        filler = self._filler_like(micro_batches) if most else None
+        return rounds + [(filler, False)] * (most - len(rounds))
+
+    def in_step(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+        for micro_batch in micro_batches:
+            if self.sharded:
+                self.world.any(True)
+                self._filler_like([micro_batch])
+            yield micro_batch, True
+        while self.sharded and self.world.any(False)[0]:
+            yield self._filler_like([]), False
+
+    def _filler_like(self, micro_batches: list[Any]) -> Any:
+        """A micro-batch for a pass that does not count; all ranks ask at the same time.
+
+        Sharded ranks gather parameters from each other in every pass, so all make the same number of passes. A rank
+        that never had a micro-batch of its own gets another's.
+        """
+        if micro_batches:
+            self._filler = micro_batches[-1]
+        if self.world.any(self._filler is None)[0]:
+            self._filler = next(found for found in self.world.all_gather(self._filler) if found is not None)
+        return self._filler
+
+    def _before_backward(self, last: bool) -> None:
+        """Gradients travel during the last backward of a call only."""
+        if self.reducer and last:
+            self.reducer.arm()
+        for module in self.sharded[:1]:  # the root tells the others
+            module.set_requires_gradient_sync(last)
+            module.set_is_last_backward(last)
+
+    def optimizer_zero_grad(self) -> None:
+        self._totals.zero_()
+        if self.reducer:
+            self.reducer.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def optimizer_step(self) -> StepNumbers:
+        self.settle()
+        totals = self._totals.clone()
+        grads = [p.grad for p in self.params if p.grad is not None]
+        squares = numbers.share_of_squares(grads, self.world.size).to(totals.device)
+        # Ranks that work on the same data have the same losses, which count once.
+        sums = torch.cat([totals / self.layout.same_data, squares[None]])
+        if self.world.size > 1:
+            dist.all_reduce(sums)
+        loss_sum, weight, squares = sums
+        divisor = weight * self.scale.value if self.scale else weight
+        norm = squares.sqrt() / divisor
+        factor = 1.0 / divisor
+        if self.settings.clip_grad_norm is not None:
+            factor = factor * (self.settings.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        if local:
+            torch._foreach_mul_(local, factor.float())
+        self.rates = self._learning_rates()
+        bad_loss, bad_norm = ~loss_sum.isfinite(), ~norm.isfinite()
+        self._update(bad_loss * numbers.BAD_LOSS + (weight <= 0) * numbers.NO_WEIGHT + bad_norm * numbers.BAD_GRADIENT)
+        return StepNumbers(totals[0], totals[1], norm)
+
+    def _update(self, code: Tensor) -> None:
+        bad = code > 0
+        scale = self.scale.value if self.scale else torch.ones((), device=code.device)
+        verdict = torch.stack([code.double(), scale.double()])
+        if self._device_skip:
+            self.optimizer.found_inf, self.optimizer.grad_scale = bad.float(), None  # type: ignore[attr-defined]
+            self.optimizer.step()
+            host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+            host.copy_(verdict, non_blocking=True)
+            self._pending = (host, torch.cuda.current_stream().record_event())
+        else:
+            if not bool(bad):
+                self.optimizer.step()
+            self._pending = (verdict.cpu(), None)
+            self.settle()
+        if self.scale:
+            self.scale.update(bad)
+
+    def settle(self) -> None:
+        if self._pending is None:
+            return
+        (host, event), self._pending = self._pending, None
+        if event is not None:
+            event.synchronize()
+        code, scale = host.tolist()
+        reason, overflow = numbers.reason_of(int(code), scale if self.scale else None)
+        if reason is None:
+            self.lr_scheduler_step()
+        self._outcomes.append(Outcome(reason, overflow))
+
+    def take_outcomes(self) -> list[Outcome]:
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def lr_scheduler_step(self) -> None:
+        self.scheduler.step()
+
+    def infer_step(self, micro_batch: Any, step: Callable[[Any], Any]) -> Any:
+        with self.autocast():
+            return step(self._on_device(micro_batch))
+
+    def infer_batch(self, batch: PackedBatch, outputs: Iterable[str], budget: int | None = None) -> dict[str, Tensor]:
+        wanted = tuple(outputs)
+        split = batch.split(budget or batch.num_tokens)
+        parts: list[dict[str, Tensor]] = []
+        with self.eval_mode():
+            for part, counts in self.in_step(split.parts):
+                given = self.infer_step(part, lambda micro_batch: self.model(micro_batch, wanted))
+                if counts:
+                    parts.append(given)
+        return {name: split.merge_tokens([part[name] for part in parts]) for name in wanted}
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.world.device.type, self.dtype)
+
+    def _learning_rates(self) -> dict[str, float]:
+        """`lr`, or `lr/<group>` for each group where they differ."""
+        rates = {str(g.get("name", i)): float(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)}
+        if len(set(rates.values())) == 1:
+            return {"lr": next(iter(rates.values()))}
+        return {f"lr/{name}": rate for name, rate in rates.items()}
+
+    def _on_device(self, micro_batch: Any) -> Any:
+        return micro_batch if self.world.device.type == "cpu" else numbers.to_device(micro_batch, self.world.device)
+
+    # ---- Where things are -----------------------------------------------------------------------------------------
+
+    def train_mode(self) -> contextlib.AbstractContextManager[None]:
+        return self._loaded(optimizer=True)  # the modules are in the modes that their owner wants
+
+    @contextlib.contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with self._loaded(optimizer=False), torch.no_grad():
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    @contextlib.contextmanager
+    def _loaded(self, optimizer: bool) -> Iterator[None]:
+        """On the device for the time of this context, if it is kept on the host otherwise; contexts may be nested."""
+        away = {part for part in self._on_host if part == "model" or optimizer}
+        if away:
+            self.to(self.world.device.type, model="model" in away, optimizer="optimizer" in away)
+        try:
+            yield
+        finally:
+            if away:
+                self.to("cpu", model="model" in away, optimizer="optimizer" in away)
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        if self.world.device.type == "cpu":
+            return  # host and device are the same memory
+        to_host = device == "cpu"
+        target = torch.device("cpu") if to_host else self.world.device
+        self.settle()
+        if model and ("model" in self._on_host) != to_host:
+            if self.training:
+                self.optimizer.zero_grad(set_to_none=True)
+            if self.reducer and to_host:
+                self.reducer.release()
+            move_model(self.model, target)
+            if self.reducer and not to_host:
+                self.reducer.allocate()
+            self._on_host ^= {"model"}
+        if optimizer and self.training and ("optimizer" in self._on_host) != to_host:
+            move_optimizer(self.optimizer, target)
+            self._on_host ^= {"optimizer"}
+
+    # ---- State ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self._pending is None, "settle() comes first"
+        scale = [float(self.scale.value), int(self.scale.good)] if self.scale else None
+        schedule = {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
+        return {"scheduler": schedule, "scale": scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(self.scheduler, LambdaLR):
+            # Where it stands comes from the checkpoint, its rates from the config, which may have been changed.
+            self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
+            self.scheduler._step_count = state["scheduler"]["_step_count"]
+            factors = [factor(self.scheduler.last_epoch) for factor in self.scheduler.lr_lambdas]
+            rates = [base * factor for base, factor in zip(self.scheduler.base_lrs, factors, strict=True)]
+            self.scheduler._last_lr = list(rates)
+            for group, base, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs, rates, strict=True):
+                group["initial_lr"], group["lr"] = base, rate
+        else:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.scale and state["scale"]:
+            self.scale.value.fill_(state["scale"][0])
+            self.scale.good.fill_(state["scale"][1])
+
+    def collect(self, shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Tensor]:
+        shared = {**shared, "model_engine": self.state_dict()}
+        return state.collect(self.model, self.optimizer, shared, own, self.world.rank)
+
+    def restore(self, folder: Path) -> state.SavedState:
+        if not self.training:
+            return state.restore(folder, self.model, None, self.world.host_group)
+        # What a scheduler that is no function of the step did to the parameter groups is part of its state.
+        whole_groups = not isinstance(self.scheduler, LambdaLR)
+        saved = state.restore(folder, self.model, self.optimizer, self.world.host_group, whole_groups)
+        self.load_state_dict(saved.shared["model_engine"])
+        return saved
+
+    def describe(self, folder: Path) -> None:
+        if isinstance(self.model, PackedModel) and self.model.model_type:
+            merge.describe(self.model, folder)
+
+    def export_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        tensors = self._packed().state_dict()
+        target = self._packed().export_target(dtype)
+        hf_export.export(target, folder, lambda n: whole(tensors[n]), lambda n: tensors[n].shape, self.world)
+
+    def get_per_tensor_param(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        tensors = self._packed().state_dict()
+        plan = hf_export.Plan(self._packed().export_target(dtype), lambda n: tensors[n].shape)
+        for group in plan.groups:
+            yield from plan.entries(group, lambda n: whole(tensors[n]))
+
+    def _packed(self) -> PackedModel:
+        if not isinstance(self.model, PackedModel):
+            raise UserError(f"{type(self.model).__name__} is no Hugging Face model, so it has no such folder or names")
+        return self.model

@@ -1,0 +1,148 @@
+"""Weights for a model that was built on the meta device and is on its layout already: read, or drawn from the seed.
+
+Random weights are drawn unit by unit (a block, or what is outside of all blocks), whole, on the CPU, by the model's own
+rules; each rank then keeps its part. So they are the same on every layout, and no rank holds more than one unit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mvp_engine.checkpoint import hf
+from mvp_engine.checkpoint.pieces import pieces
+from mvp_engine.data import derived_seed
+from mvp_engine.distributed.sharding import blocks
+from mvp_engine.errors import UserError
+from mvp_engine.model_engine.packed import PackedModel
+
+LOGGER = logging.getLogger("mvp_engine")
+
+
+def give_weights(model: nn.Module, skeleton: nn.Module, device: torch.device, seed: int) -> None:
+    """`skeleton` is the same model, still on the meta device and untouched by any layout."""
+    _allocate(model, device)
+    loaded: set[str] = set()
+    if isinstance(model, PackedModel) and model.source is not None:
+        loaded = _read(model, skeleton)
+    real = dict(model.state_dict(keep_vars=True)) | dict(model.named_buffers())
+    owners = _owners(skeleton)
+    for name, modules in _units(skeleton):
+        _draw(modules, owners, real, loaded, derived_seed(seed, "weights", name))
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Memory for this rank's part of everything; parameters that were tied stay so."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in made:
+                    empty = torch.empty_like(tensor, device=device)
+                    is_param = isinstance(tensor, nn.Parameter)
+                    made[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_param else empty
+                kind[name] = made[tensor]  # type: ignore[assignment]
+
+
+def _read(model: PackedModel, skeleton: nn.Module) -> set[str]:
+    """Fill the model from its folder; what is missing must be something that the model type adds."""
+    assert model.source is not None
+    own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    prefix = "hf."
+    assert isinstance(skeleton, PackedModel)
+    found, unused = hf.load(
+        skeleton.hf, model.source, {n.removeprefix(prefix): value for n, value in own.items() if n.startswith(prefix)}
+    )
+    filled = {own[prefix + name] for name in found}  # tied ones with each other
+    loaded = {name for name, value in own.items() if value in filled}
+    if extra := [name for name in own if not name.startswith(prefix) and name in unused]:
+        hf.load_plain(model.source, {name: own[name] for name in extra})
+        loaded |= set(extra)
+        unused = [name for name in unused if name not in extra]
+    missing = [n for n in own if n not in loaded and not any(fnmatchcase(n, fresh) for fresh in model.fresh)]
+    if missing:
+        raise UserError(
+            f"{model.source} lacks {len(missing)} parameter(s) of {type(skeleton.hf).__name__}, such as {missing[0]}. "
+            "Is it a folder of this architecture?"
+        )
+    if drawn := [n for n in own if n not in loaded]:
+        LOGGER.info("not in %s, so drawn from the seed: %s", model.source, ", ".join(drawn))
+    if unused:
+        LOGGER.info("in %s, but not in the model: %s", model.source, ", ".join(unused[:5]))
+    return loaded
+
+
+def _units(skeleton: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
+    names = {module: name for name, module in skeleton.named_modules()}
+    inside: set[nn.Module] = set()
+    for block in blocks(skeleton):
+        inside |= set(block.modules())
+        yield names[block], {names[module]: module for module in block.modules()}
+    yield "", {name: module for module, name in names.items() if module not in inside}
+
+
+def _draw(
+    modules: dict[str, nn.Module], owners: dict[nn.Module, Any], real: dict[str, Tensor], loaded: set[str], seed: int
+) -> None:
+    """Draw what was not read, and compute the buffers, of some modules of the skeleton; copy them into the model."""
+    drawn: dict[str, Tensor] = {}
+    ties: dict[Tensor, Tensor] = {}
+    for prefix, module in modules.items():
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if tensor is None or full in loaded:
+                    continue
+                if tensor not in ties:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    if empty.is_floating_point():
+                        empty.fill_(float("nan"))  # to see that nothing was forgotten
+                    ties[tensor] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+                kind[name] = ties[tensor]  # type: ignore[assignment]
+                drawn[full] = ties[tensor]
+    if not drawn:
+        return
+    with torch.random.fork_rng([]), torch.no_grad():
+        torch.manual_seed(seed)
+        for module in reversed(list(modules.values())):
+            _own_rule(module, owners[module])
+    back = {new: old for old, new in ties.items()}
+    for full, value in drawn.items():
+        if value.is_floating_point() and bool(value.isnan().any()):
+            raise UserError(f"{full} is neither in a folder nor drawn by the model's own rules; give it a value there")
+        with torch.no_grad():
+            for offset, part in pieces(real[full]):
+                part.copy_(value[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))])
+    for module in modules.values():
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                if tensor is not None and tensor in back:
+                    kind[name] = back[tensor]  # type: ignore[assignment]
+
+
+def _owners(model: nn.Module) -> dict[nn.Module, Any]:
+    """For each module, the part of the model that knows how it is drawn."""
+    owners: dict[nn.Module, Any] = {}
+
+    def walk(module: nn.Module, owner: Any) -> None:
+        owner = module if hasattr(module, "_init_weights") else owner
+        owners[module] = owner
+        for child in module.children():
+            walk(child, owner)
+
+    walk(model, None)
+    return owners
+
+
+def _own_rule(module: nn.Module, owner: Any) -> None:
+    if owner is not None:
+        owner._init_weights(module)
+    elif (reset := getattr(module, "reset_parameters", None)) is not None:
+        reset()

@@ -1,0 +1,147 @@
+"""What a rank holds of a tensor is known exactly, however the tensor was cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from mvp_engine.checkpoint.pieces import is_writer, pieces, runs
+from mvp_engine.checkpoint.pieces import whole as put_together
+from mvp_engine.distributed import World
+
+FUSED = _StridedShard(0, split_factor=2)
+
+
+def numbered(*shape: int) -> Tensor:
+    return torch.arange(1.0, 1 + prod(shape)).view(shape)
+
+
+def test_plain_tensor_is_one_piece() -> None:
+    for tensor in (numbered(3, 4), torch.tensor(2.5), torch.empty(0, 3), nn.Parameter(numbered(2))):
+        [(offset, part)] = pieces(tensor)
+        assert offset == (0,) * tensor.ndim
+        assert part.shape == tensor.shape
+        assert part.data_ptr() == tensor.data_ptr()
+        assert not part.requires_grad
+
+
+# Placements on a mesh of 4, or of 2 x 2; what DTensor cuts from left to right, so that its full_tensor() is the judge.
+CUT = [
+    *(((size, 3), (4,), (Shard(0),)) for size in (8, 7, 5, 3, 1)),  # the last ranks have less, or none
+    ((3, 10), (4,), (Shard(1),)),
+    ((5, 6), (2, 2), (Replicate(), Shard(0))),
+    ((5, 6), (2, 2), (Shard(1), Replicate())),
+    ((5, 7), (2, 2), (Shard(1), Shard(0))),
+    ((9, 2), (2, 2), (Shard(0), Shard(0))),
+    ((16, 2), (4,), (FUSED,)),
+    ((3, 8), (4,), (_StridedShard(1, split_factor=2),)),
+    ((4, 6), (2, 2), (_StridedShard(1, split_factor=3), Shard(0))),
+    ((), (2, 2), (Replicate(), Replicate())),
+    ((0, 4), (4,), (Shard(0),)),
+]
+# Placements on the tensor mesh of 2, then FSDP2 over 2.
+SHARED = [*(((size, 4), Shard(0)) for size in (8, 7, 9, 5, 3, 1)), ((6, 5), Shard(1)), ((5, 4), Replicate())]
+SHARED += [((size, 4), FUSED) for size in (8, 12, 4)]
+
+
+def test_pieces_of_all_ranks_are_the_whole(ranks4) -> None:
+    answers = ranks4.run(all_pieces)
+    for case in range(len(CUT) + len(SHARED)):
+        expected, _, as_torch_has_it = answers[0][case]
+        found = torch.zeros_like(expected)
+        written = torch.zeros_like(expected)
+        for answer in answers:
+            for offset, part, writes in answer[case][1]:
+                box = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+                found[box] = part
+                written[box] += writes
+        assert torch.equal(found, expected), case
+        assert torch.equal(written, torch.ones_like(expected)), case  # each number by one rank
+        if as_torch_has_it is not None:
+            assert torch.equal(found, as_torch_has_it)
+
+
+def all_pieces() -> list[tuple[Tensor, list[Any], Tensor | None]]:
+    world = World.join("cpu")
+    found = []
+    for shape, mesh, placements in CUT:
+        whole = numbered(*shape)
+        tensor = distribute_tensor(whole, init_device_mesh("cpu", mesh), placements)
+        assert torch.equal(put_together(tensor), whole)
+        found.append((whole, described(tensor), tensor.full_tensor()))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    for shape, placement in SHARED:
+        whole, module = numbered(*shape), nn.Module()
+        module.weight = nn.Parameter(distribute_tensor(whole, mesh["tensor"], [placement]))
+        fully_shard(module, mesh=mesh["shard"])
+        assert torch.equal(put_together(module.weight.detach()), whole)
+        # Of a fused weight under FSDP2 torch gives a wrong full_tensor(), or an error, depending on its version.
+        judge = None if placement is FUSED else module.weight.full_tensor().detach()
+        found.append((whole, described(module.weight), judge))
+    world.close()
+    return found
+
+
+def described(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor, bool]]:
+    return [(offset, part.clone(), is_writer("name", tensor)) for offset, part in pieces(tensor)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 12, 13, 24, 25])
+@pytest.mark.parametrize("tensor_ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["split", "fused", "fused, as torch 2.11 marks it"])
+def test_fsdp_cuts_what_tensor_parallel_left(size: int, tensor_ranks: int, kind: str) -> None:
+    """On meshes where sizes that do not divide make DTensor's order of cutting differ from what FSDP2 does."""
+    inner: Placement = Shard(0) if kind == "split" else _StridedShard(0, split_factor=3)
+    outer = Shard(0) if "2.11" in kind else _StridedShard(0, split_factor=tensor_ranks)
+    for first in range(3):
+        for second in range(tensor_ranks):
+            parts = torch.arange(size).tensor_split([-(-size // 3), 2 * -(-size // 3)]) if "fused" in kind else None
+            left = torch.cat([chunk(p, tensor_ranks, second) for p in parts or [torch.arange(size)]])
+            expected = chunk(left, 3, first).tolist()
+            found = runs(size, 0, (Replicate(), outer, inner), (2, 3, tensor_ranks), (1, first, second))
+            assert [n for begin, _, length in found for n in range(begin, begin + length)] == expected
+            assert [start for _, start, _ in found] == [sum(r[2] for r in found[:i]) for i in range(len(found))]
+            assert all(a[0] + a[2] != b[0] for a, b in pairwise(found))  # as long as can be
+
+
+def chunk(tensor: Tensor, shares: int, index: int) -> Tensor:
+    chunks = tensor.chunk(shares)
+    return chunks[index] if index < len(chunks) else tensor[:0]
+
+
+def test_what_is_written_is_spread_over_the_ranks(ranks4) -> None:
+    for plain, replicated in ranks4.run(share_of_names):
+        assert 10 < plain < 40
+        assert 10 < replicated < 40
+
+
+def share_of_names() -> tuple[int, int]:
+    world = World.join("cpu")
+    mesh = init_device_mesh("cpu", (2, 2))
+    names = [f"layers.{n}.weight" for n in range(100)]
+    replicated = distribute_tensor(torch.ones(2), mesh, (Replicate(), Replicate()))
+    found = [sum(is_writer(name, tensor) for name in names) for tensor in (torch.ones(2), replicated)]
+    world.close()
+    return found[0], found[1]
+
+
+def test_sums_still_pending_are_refused(ranks2) -> None:
+    assert ranks2.run(pending) == ["a tensor with sums still pending has no value to save or to fill"] * 2
+
+
+def pending() -> str:
+    world = World.join("cpu")
+    tensor = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()])
+    with pytest.raises(ValueError) as caught:
+        pieces(tensor)
+    world.close()
+    return str(caught.value)

@@ -1,0 +1,64 @@
+"""The attention benchmark counts, compares and reports rightly; what it measures needs a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from torch.nn.functional import scaled_dot_product_attention
+
+SCRIPT = ROOT / "benchmarks" / "packed_attention.py"
+
+
+@pytest.fixture
+def bench(monkeypatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("packed_attention", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "packed_attention", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "timed", lambda *_, **__: 2.0)
+    return module
+
+
+def across_boundaries(bench: ModuleType) -> Any:
+    def attend(*qkv: Any) -> Any:
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+    return lambda case: bench._with_autograd(case, attend)
+
+
+def test_dry_run_shows_each_mix_with_its_flops(bench: ModuleType, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--dry"])
+    bench.main()
+    output = capsys.readouterr().out
+    assert [line.split(" | ")[0].strip("| ") for line in output.strip().splitlines()[2:]] == [
+        m.name for m in bench.MIXES
+    ]
+    assert "| 8 x 4096 | 8 | 32768 | 4096 | 0.5499 | 1.3747 |" in output
+    pairs = sum(key <= query for query in range(9) for key in range(9)) + 1  # who sees whom, in sequences of 9 and 1
+    assert bench.Mix("", (9, 1)).forward_flops == pairs * 16 * 128 * 4
+
+
+def test_right_kernels_get_figures_and_wrong_ones_a_reason(bench: ModuleType, monkeypatch) -> None:
+    case = bench.Case.of(bench.Mix("tiny", (9, 1, 5)), "cpu")
+    monkeypatch.setitem(bench.KERNELS, "leaky", across_boundaries(bench))
+    monkeypatch.setitem(bench.KERNELS, "broken", lambda case: 1 / 0)
+    names = ["varlen_attn (ours)", "SDPA per sequence (our fallback)", "leaky", "broken"]
+    ours, fallback, leaky, broken = rows = [bench.measure(name, case, 2) for name in names]
+    for row in (ours, fallback):
+        assert max(row["error"].values()) < 2e-2
+        assert row["forward_tflops"] == pytest.approx(case.mix.forward_flops / 2e-3 / 1e12)
+        assert row["backward_tflops"] == pytest.approx(2.5 * row["forward_tflops"])
+    assert "wrong by out" in leaky["why"]
+    assert "ZeroDivisionError" in broken["why"]
+    assert "forward_ms" not in leaky
+    assert bench.measure("cuDNN SDPA, dense (ceiling)", case, 2) is None  # lengths differ
+    assert "time was up" in bench.measure("varlen_attn (ours)", case, 2, late=True)["why"]
+    assert len({line.count("|") for line in bench.table(rows).splitlines()}) == 1
