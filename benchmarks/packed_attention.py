@@ -1,0 +1,397 @@
+"""Packed causal attention on one GPU: which kernel is how fast, at which mix of sequence lengths.
+
+    PYTHONPATH=. python benchmarks/packed_attention.py --out benchmarks/results/packed_attention.json
+    python benchmarks/packed_attention.py --dry    # the mixes and their FLOPs, without a GPU
+
+Legend: T tokens of all sequences, L of one, S sequences, H query heads, K key/value heads, G = H / K, d head size.
+
+Every kernel gets the same (T, H, d) and (T, K, d) tensors in bfloat16. Its output and its three gradients must first
+agree with plain float32 attention, sequence by sequence: the worst difference, over the largest value, is in the table.
+Then forward and backward are timed apart with CUDA events, the median of all rounds; before each, a write of 1 GiB
+empties the cache and gives the host a head start over the GPU. FLOPs are those of the causal triangles, counted from
+the lengths: 4 H d L (L + 1) / 2 for forward, 2.5 times that for backward. Not in these times, but told: what the first
+call costs (compiling, cuDNN's graphs), and FlexAttention's block mask, which each new mix of lengths needs again. A
+kernel that cannot, or is wrong, says why in its row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from mvp_engine.ops import attention
+
+H, K, D = 16, 8, 128
+SCALE = D**-0.5
+TOLERANCE = 2e-2  # of the largest value: bfloat16 keeps 8 bits, and probabilities are rounded to it on the way
+WARMUP = 3
+FIGURES = ("forward_ms", "forward_tflops", "backward_ms", "backward_tflops")
+ROOM = 256  # rows of zeros behind the tokens, for kernels that load whole tiles
+
+
+@dataclass(frozen=True)
+class Mix:
+    name: str
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def forward_flops(self) -> int:
+        return 4 * H * D * sum(n * (n + 1) // 2 for n in self.lengths)
+
+    @property
+    def backward_flops(self) -> int:
+        return self.forward_flops * 5 // 2
+
+
+def _drawn(count: int, low: int, high: int) -> Mix:
+    dice = random.Random(0)
+    return Mix(f"{count} of {low}..{high}", tuple(dice.randint(low, high) for _ in range(count)))
+
+
+MIXES = [
+    Mix("8 x 4096", (4096,) * 8),
+    _drawn(16, 200, 4000),
+    Mix("1 x 16384", (16384,)),
+    Mix("64 x 512", (512,) * 64),
+    _drawn(128, 20, 500),
+]
+
+
+@dataclass
+class Case:
+    """One mix with its tensors, and what plain float32 attention makes of them: out, dq, dk, dv."""
+
+    mix: Mix
+    inputs: tuple[Tensor, ...]  # q (T, H, d), k and v (T, K, d)
+    d_out: Tensor  # (T, H, d)
+    cu_seqlens: Tensor
+    expected: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, mix: Mix, device: str) -> Case:
+        g = torch.Generator(device).manual_seed(0)
+        *qkv, d_out = (torch.randn(mix.tokens, h, D, device=device, generator=g).bfloat16() for h in (H, K, K, H))
+        ends = torch.tensor([0, *mix.lengths]).cumsum(0)
+        case = cls(mix, tuple(x.requires_grad_() for x in qkv), d_out, ends.int().to(device))
+        case.expected = reference(case)
+        return case
+
+
+def reference(case: Case) -> tuple[Tensor, ...]:
+    """One sequence and one key/value head at a time, so that the longest fits."""
+    given = [t.detach().float() for t in (*case.inputs, case.d_out)]
+    out_THd, dq_THd, dk_TKd, dv_TKd = (torch.empty_like(given[i]) for i in (0, 0, 1, 2))
+    start = 0
+    for length in case.mix.lengths:
+        rows = slice(start, start + length)
+        start += length
+        future_LL = torch.ones(length, length, dtype=torch.bool, device=given[0].device).triu(1)
+        for head in range(K):
+            group = slice(head * H // K, (head + 1) * H // K)
+            q_GLd = given[0][rows, group].transpose(0, 1).detach().requires_grad_()
+            k_Ld, v_Ld = (given[i][rows, head].detach().requires_grad_() for i in (1, 2))
+            scores_GLL = (q_GLd @ k_Ld.T * SCALE).masked_fill(future_LL, float("-inf"))
+            out_GLd = scores_GLL.softmax(-1) @ v_Ld
+            d_out_GLd = given[3][rows, group].transpose(0, 1)
+            dq_GLd, dk_Ld, dv_Ld = torch.autograd.grad(out_GLd, (q_GLd, k_Ld, v_Ld), d_out_GLd)
+            out_THd[rows, group] = out_GLd.detach().transpose(0, 1)
+            dq_THd[rows, group] = dq_GLd.transpose(0, 1)
+            dk_TKd[rows, head], dv_TKd[rows, head] = dk_Ld, dv_Ld
+    return out_THd, dq_THd, dk_TKd, dv_TKd
+
+
+@dataclass
+class Kernel:
+    """`forward` gives (T, H, d); `backward` turns that into dq, dk, dv. `note` goes into the table."""
+
+    forward: Callable[[], Tensor]
+    backward: Callable[[Tensor], tuple[Tensor, ...]]
+    note: str = ""
+
+
+def _with_autograd(case: Case, attend: Callable[..., Tensor], note: str = "") -> Kernel:
+    def backward(out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, case.inputs, case.d_out)
+
+    return Kernel(lambda: attend(*case.inputs), backward, note)
+
+
+def ours(case: Case) -> Kernel:
+    """What a model's layers call: torch's varlen_attn on a GPU."""
+    layer: Any = nn.Module()
+    where = attention.boundaries(case.cu_seqlens, max(case.mix.lengths))
+
+    def attend(*qkv: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+        return attention.packed_attention(layer, q, k, v, None, **where)[0][0]
+
+    return _with_autograd(case, attend)
+
+
+def fallback(case: Case) -> Kernel:
+    """The same call where varlen_attn cannot serve: SDPA for each sequence, after a wait for the GPU's lengths."""
+    kernel = ours(case)
+
+    def attend(*_: Tensor) -> Tensor:
+        with mock.patch.object(attention, "_flash_can", return_value=False):
+            return kernel.forward()
+
+    return _with_autograd(case, attend)
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=False)  # one kernel for each number of tokens: its best case
+
+
+def flex(case: Case) -> Kernel:
+    """FlexAttention, compiled, with a block mask for causal documents."""
+    lengths = case.cu_seqlens.diff()
+    owner_T = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+
+    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (owner_T[q] == owner_T[k]) & (q >= k)
+
+    sizes = (None, None, case.mix.tokens, case.mix.tokens)
+    mask = create_block_mask(allowed, *sizes, device=str(lengths.device))
+    mask_ms = timed(lambda _: create_block_mask(allowed, *sizes, device=str(lengths.device)), rounds=3)
+
+    def attend(*qkv: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+        return _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+    return _with_autograd(case, attend, f"block mask, not compiled: {mask_ms:.1f} ms")
+
+
+def dense(case: Case) -> Kernel | None:
+    """A ceiling, where lengths are equal: cuDNN on a (S, H, L, d) batch, without any packing."""
+    if len(set(case.mix.lengths)) > 1:
+        return None
+    count, length = len(case.mix.lengths), case.mix.lengths[0]
+
+    def attend(*qkv: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out_SHLd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out_SHLd.transpose(1, 2).flatten(0, 1)
+
+    return _with_autograd(case, attend)
+
+
+def ragged(case: Case) -> Kernel:
+    """cuDNN's frontend, told where each sequence begins (ragged offsets) and how long it is (padding mask)."""
+    import cudnn  # nvidia-cudnn-frontend
+
+    started = time.perf_counter()
+    count, longest, tokens = len(case.mix.lengths), max(case.mix.lengths), case.mix.tokens
+    handle = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+    bf16, fp32, int32 = cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT, cudnn.data_type.INT32
+
+    # What each tensor is: its buffer; its (dim, stride, type) in a graph, as if padded; which offsets say where it is.
+    heads = {"q": H, "k": K, "v": K, "o": H, "do": H, "dq": H, "dk": K, "dv": K}
+    offsets = {name: "offset_kv" if h == K else "offset_q" for name, h in heads.items()}
+    buffers = {n: case.d_out.new_zeros(tokens + ROOM, h, D) for n, h in heads.items()}
+    for name, value in zip(("q", "k", "v", "do"), (*case.inputs, case.d_out), strict=True):
+        buffers[name][:tokens] = value.detach()
+    as_graph = {n: ([count, h, longest, D], [longest * h * D, D, h * D, 1], bf16) for n, h in heads.items()}
+    buffers["stats"] = torch.zeros(count, H, longest, 1, device="cuda")
+    as_graph["stats"] = ([count, H, longest, 1], [H * longest, longest, 1, 1], fp32)
+    lengths = case.cu_seqlens.diff()
+    small = {"length_q": lengths, "length_kv": lengths}
+    small |= {"offset_q": case.cu_seqlens * (H * D), "offset_kv": case.cu_seqlens * (K * D)}
+    for name, value in small.items():
+        buffers[name] = value.int().view(-1, 1, 1, 1).contiguous()
+        as_graph[name] = ([len(value), 1, 1, 1], [1, 1, 1, 1], int32)
+
+    def begin(*names: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """A graph, its inputs (the small ones among them), and the options that both directions share."""
+        graph = cudnn.pygraph(io_data_type=bf16, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
+        made: dict[str, Any] = {}
+        for name in (*small, *names):
+            dim, stride, data_type = as_graph[name]
+            made[name] = graph.tensor(dim=dim, stride=stride, data_type=data_type)
+            if name in offsets:
+                made[name].set_ragged_offset(made[offsets[name]])
+        options = {"attn_scale": SCALE, "use_padding_mask": True, "diagonal_band_right_bound": 0}
+        options |= {"seq_len_q": made["length_q"], "seq_len_kv": made["length_kv"]}
+        return graph, made, options | {"diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT}
+
+    def finish(graph: Any, made: dict[str, Any], **outputs: Any) -> Callable[[], tuple[Tensor, ...]]:
+        """Name the outputs and build; gives what runs the graph and returns them."""
+        for name, tensor in outputs.items():
+            dim, stride, data_type = as_graph[name]
+            tensor.set_output(True).set_dim(dim).set_stride(stride).set_data_type(data_type)
+            if name in offsets:
+                tensor.set_ragged_offset(made[offsets[name]])
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        graph.check_support()
+        graph.build_plans()
+        workspace = torch.empty(max(1, graph.get_workspace_size()), device="cuda", dtype=torch.uint8)
+        pack = {tensor: buffers[name] for name, tensor in (made | outputs).items()}
+        kept = tuple(buffers[name][:tokens] for name in outputs)
+        return lambda: graph.execute(pack, workspace, handle=handle) or kept
+
+    forward_graph, made, options = begin("q", "k", "v")
+    o, stats = forward_graph.sdpa(made["q"], made["k"], made["v"], generate_stats=True, name="forward", **options)
+    run_forward = finish(forward_graph, made, o=o, stats=stats)
+    graph, made, options = begin(*(names := ("q", "k", "v", "o", "do", "stats")))
+    total = -(-tokens // 64) * 64
+    options |= {"max_total_seq_len_q": total, "max_total_seq_len_kv": total}
+    dq, dk, dv = graph.sdpa_backward(*(made[name] for name in names), name="backward", **options)
+    run_backward = finish(graph, made, dq=dq, dk=dk, dv=dv)
+    built = time.perf_counter() - started
+    # Newer frontends bring kernels of their own.
+    by = [getattr(getattr(g, "selected_engine", None), "name", "the library") for g in (forward_graph, graph)]
+    note = f"graphs built in {built:.1f} s; run by {' and '.join(by)}"
+    return Kernel(lambda: run_forward()[0], lambda _: run_backward(), note)
+
+
+# What cannot harm the others comes first: after an illegal access nothing more runs in this process.
+KERNELS: dict[str, Callable[[Case], Kernel | None]] = {
+    "varlen_attn (ours)": ours,
+    "SDPA per sequence (our fallback)": fallback,
+    "cuDNN SDPA, dense (ceiling)": dense,
+    "FlexAttention": flex,
+    "cuDNN frontend, ragged": ragged,
+}
+
+
+@cache
+def _cache_filler() -> Tensor:
+    return torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+
+
+def timed(run: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None, rounds: int = 15) -> float:
+    """Median milliseconds of `run(prepare())`, the preparation not counted."""
+    pairs = []
+    for _ in range(WARMUP + rounds):
+        given = prepare()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        _cache_filler().zero_()
+        start.record()
+        run(given)
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in pairs[WARMUP:])
+
+
+def measure(name: str, case: Case, rounds: int, late: bool = False) -> dict[str, Any] | None:
+    """A row of the table: figures, or why there are none. None where the kernel has no such case."""
+    row: dict[str, Any] = {"mix": case.mix.name, "kernel": name}
+    try:
+        if late:
+            raise TimeoutError("not run, time was up")
+        started = time.perf_counter()
+        kernel = KERNELS[name](case)
+        if kernel is None:
+            return None
+        out = kernel.forward()
+        found = (out, *kernel.backward(out))
+        worst = [float((a.detach() - b).abs().max() / b.abs().max()) for a, b in zip(found, case.expected, strict=True)]
+        row |= {"first_call_s": round(time.perf_counter() - started, 2), "note": kernel.note}
+        row["error"] = dict(zip(("out", "dq", "dk", "dv"), worst, strict=True))
+        if not all(error <= TOLERANCE for error in worst):  # also when it is no number
+            raise ValueError(f"wrong by {', '.join(f'{key} {value:.1e}' for key, value in row['error'].items())}")
+        del out, found
+        forward_ms = timed(lambda _: kernel.forward(), rounds=rounds)
+        backward_ms = timed(kernel.backward, kernel.forward, rounds)
+        rates = (case.mix.forward_flops / forward_ms / 1e9, case.mix.backward_flops / backward_ms / 1e9)
+        row |= dict(zip(FIGURES, (forward_ms, rates[0], backward_ms, rates[1]), strict=True))
+    except Exception as error:  # noqa: BLE001 - goes into the table
+        traceback.print_exc()
+        row["why"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200].replace("|", "/")
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| mix | kernel | forward ms | TFLOP/s | backward ms | TFLOP/s | worst error | first call s | note |"]
+    lines += ["| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"]
+    for row in rows:
+        figures = [f"{row[key]:.3f}" if key in row else "-" for key in FIGURES]
+        figures.append(f"{max(row['error'].values()):.1e}" if "error" in row else "-")
+        figures.append(str(row.get("first_call_s", "-")))
+        lines.append("| " + " | ".join([row["mix"], row["kernel"], *figures, row.get("why") or row["note"]]) + " |")
+    return "\n".join(lines)
+
+
+def mixes_table() -> str:
+    lines = ["| mix | sequences | tokens | longest | forward TFLOP | backward TFLOP |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for mix in MIXES:
+        flops = f"{mix.forward_flops / 1e12:.4f} | {mix.backward_flops / 1e12:.4f}"
+        lines.append(f"| {mix.name} | {len(mix.lengths)} | {mix.tokens} | {max(mix.lengths)} | {flops} |")
+    return "\n".join(lines)
+
+
+def about() -> dict[str, Any]:
+    gpu = torch.cuda.get_device_properties(0)
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "triton", "cudnn")}
+    versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}
+    versions["cudnn_frontend"], versions["cudnn"] = versions["cudnn"], torch.backends.cudnn.version()
+    return {
+        "hardware": f"{gpu.name}, {gpu.multi_processor_count} multiprocessors, {gpu.total_memory >> 30} GiB",
+        "versions": versions,
+        "command": "python benchmarks/packed_attention.py " + " ".join(sys.argv[1:]),
+        "shape": {"query_heads": H, "key_value_heads": K, "head_size": D, "dtype": "bfloat16"},
+        "mixes": {mix.name: list(mix.lengths) for mix in MIXES},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="also write everything as JSON")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=110, help="begin nothing new after that")
+    parser.add_argument("--kernels", nargs="*", default=[""], help="those whose names contain one of these")
+    parser.add_argument("--dry", action="store_true", help="only show the mixes and their FLOPs")
+    args = parser.parse_args()
+    if args.dry:
+        print(mixes_table())
+        return
+    if not torch.cuda.is_available():
+        sys.exit("this needs a GPU; --dry shows the mixes")
+    torch.set_float32_matmul_precision("highest")
+    started = time.perf_counter()
+    cases = [Case.of(mix, "cuda") for mix in MIXES]
+    rows: list[dict[str, Any]] = []
+    for name in (name for name in KERNELS if any(word in name for word in args.kernels)):
+        for case in cases:
+            row = measure(name, case, args.rounds, time.perf_counter() - started > args.seconds)
+            rows += [] if row is None else [row]
+            print(row, file=sys.stderr, flush=True)
+        if args.out:  # after each kernel, should the next one take the process with it
+            result = {**about(), "seconds": round(time.perf_counter() - started, 1), "rows": rows}
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(result, indent=2) + "\n")
+    order = [mix.name for mix in MIXES]
+    print(table(sorted(rows, key=lambda row: order.index(row["mix"]))))
+
+
+if __name__ == "__main__":
+    main()
