@@ -56,6 +56,7 @@ class PackedBatch:
     tokens: dict[str, Tensor] = field(default_factory=dict)  # (T, ...) each: advantages, old log-probs, ...
     sequences: dict[str, Tensor] = field(default_factory=dict)  # (S, ...) each: rewards, sample ids, ...
     media: dict[str, Media] = field(default_factory=dict)
+    beside: list[PackedBatch] = field(default_factory=list)  # run along by the model, their outputs dropped
     max_seqlen: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -154,6 +155,24 @@ class PackedBatch:
             {kind: _concat_media([(b.media[kind], b.num_sequences) for b in batches]) for kind in first.media},
         )
 
+    def with_beside(self) -> PackedBatch:
+        """One batch with what is to run along at its end: nothing but what a model's forward takes."""
+        if not self.beside:
+            return self
+        every = [self, *self.beside]
+        axes = max(batch.position_ids.ndim for batch in every)
+        kinds = {kind: media for batch in every for kind, media in batch.media.items()}
+        types = {name for batch in every for name in batch.tokens if name.endswith("token_type_ids")}
+        alike = []
+        for batch in every:
+            if missing := sorted(types - set(batch.tokens)):
+                raise ValueError(f"some batches have tokens[{missing[0]!r}] and some do not; give them in every batch")
+            positions = batch.position_ids if batch.position_ids.ndim == axes else batch.position_ids.expand(3, -1)
+            media = {kind: batch.media.get(kind) or kinds[kind].select([]) for kind in kinds}
+            tokens = {name: batch.tokens[name] for name in types}
+            alike.append(PackedBatch(batch.input_ids, batch.labels, positions, batch.cu_seqlens, tokens, media=media))
+        return PackedBatch.concat(alike)
+
     def filler(self) -> PackedBatch:
         """The smallest batch of this kind that trains nothing: one token without a label, no media items."""
         one = self.select([0])
@@ -213,6 +232,7 @@ class PackedBatch:
             tokens={name: change(value) for name, value in self.tokens.items()},
             sequences={name: change(value) for name, value in self.sequences.items()},
             media={kind: moved(media) for kind, media in self.media.items()},
+            beside=[batch._map(change) for batch in self.beside],
             max_seqlen=self.max_seqlen,
         )
         return new

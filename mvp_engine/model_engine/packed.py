@@ -98,6 +98,8 @@ class PackedModel(nn.Module):
 
     def hidden(self, batch: PackedBatch, shard: SequenceShard | None = None) -> Tensor:
         """The last hidden states, (T, D), or this rank's part of them."""
+        if batch.beside:  # a slice sends zeros back to what was run along, never a product with zero
+            return self.hidden(batch.with_beside(), shard)[: batch.num_tokens]
         ids, positions, more = batch.input_ids, batch.position_ids, _beside_tokens(self.base(), batch)
         if shard is not None:
             if more:

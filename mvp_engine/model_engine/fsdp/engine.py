@@ -31,6 +31,7 @@ from mvp_engine.model_engine.base import ForwardStep, ModelEngine, Outcome, Sett
 from mvp_engine.model_engine.fsdp import numbers
 from mvp_engine.model_engine.fsdp.build import place
 from mvp_engine.model_engine.fsdp.offload import move_model, move_optimizer
+from mvp_engine.model_engine.fsdp.passes import Pass, Passes
 from mvp_engine.model_engine.packed import PackedModel
 
 
@@ -39,7 +40,7 @@ class FSDPEngine(ModelEngine):
     def __init__(self, model: nn.Module, layout: Layout, settings: Settings | None = None) -> None:
         super().__init__(model, layout, settings)
         self.dtype = numbers.DTYPES[self.settings.precision]
-        self._filler: Any = None  # the last micro-batch seen, for passes in which only other ranks have one
+        self._passes = Passes(self.world)
         self._outcomes: list[Outcome] = []
         self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
@@ -93,35 +94,12 @@ class FSDPEngine(ModelEngine):
         self._totals += totals
         return totals
 
-    def _rounds(self, micro_batches: list[Any]) -> list[tuple[Any, bool]]:
+    def _rounds(self, micro_batches: list[Any]) -> list[Pass]:
         """The micro-batches, each with whether it counts."""
-        rounds = [(micro_batch, True) for micro_batch in micro_batches]
-        if not self.sharded:
-            return rounds
-        most = max(self.world.all_gather(len(micro_batches)))
-        filler = self._filler_like(micro_batches) if most else None
-        return rounds + [(filler, False)] * (most - len(rounds))
+        return self._passes.together(micro_batches) if self.sharded else [(batch, True) for batch in micro_batches]
 
-    def in_step(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-        for micro_batch in micro_batches:
-            if self.sharded:
-                self.world.any(True)
-                self._filler_like([micro_batch])
-            yield micro_batch, True
-        while self.sharded and self.world.any(False)[0]:
-            yield self._filler_like([]), False
-
-    def _filler_like(self, micro_batches: list[Any]) -> Any:
-        """A micro-batch for a pass that does not count; all ranks ask at the same time.
-
-        Sharded ranks gather parameters from each other in every pass, so all make the same number of passes. A rank
-        that never had a micro-batch of its own gets another's.
-        """
-        if micro_batches:
-            self._filler = micro_batches[-1]
-        if self.world.any(self._filler is None)[0]:
-            self._filler = next(found for found in self.world.all_gather(self._filler) if found is not None)
-        return self._filler
+    def in_step(self, micro_batches: Iterable[Any]) -> Iterator[Pass]:
+        return self._passes.through(micro_batches) if self.sharded else ((batch, True) for batch in micro_batches)
 
     def _before_backward(self, last: bool) -> None:
         """Gradients travel during the last backward of a call only."""

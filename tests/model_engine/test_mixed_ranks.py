@@ -1,0 +1,81 @@
+"""Ranks with text, images, videos, sounds or nothing side by side: no hang, and the gradients of one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import parallel
+from test_vision import lively, samples
+from torch.optim.lr_scheduler import LambdaLR
+
+from mvp_engine.batch import PackedBatch
+from mvp_engine.checkpoint.pieces import whole
+from mvp_engine.distributed import Layout, World
+from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.model_engine.packed import LanguageModel
+
+NAMES = ["qwen3_vl", "qwen2_5_vl", "llava", "internvl", "gemma3", "smolvlm", "qwen2_audio", "qwen2_5_omni_thinker"]
+# What each of four ranks has: [], or micro-batches of samples 0 (text), 1 (one item), 2 (two, of two kinds if any)
+SHARES = [[[0], [0]], [[1]], [], [[2, 0], [0], [1]]]
+ENCODERS = ("*vision*", "*visual*", "*audio*")
+
+
+def share(model: LanguageModel, name: str, share: list[list[int]]) -> list[PackedBatch]:
+    ones = samples(model, name)
+    # A batch of text does not even have an empty list of images.
+    text = PackedBatch(ones[0].input_ids, ones[0].labels, ones[0].position_ids, ones[0].cu_seqlens, ones[0].tokens)
+    return [text if members == [0] else PackedBatch.concat([ones[i] for i in members]) for members in share]
+
+
+def trained(name: str, layout: Layout, shares: list[list[list[int]]], frozen: bool) -> dict[str, torch.Tensor]:
+    """Gradients and evaluated log-probs after one step in which rank r has share r of the data."""
+    model = lively(LanguageModel, name)
+    names = [n for n, _ in model.named_parameters()]
+    freeze = [p for p in ENCODERS if any(p[1:-1] in n for n in names)] if frozen else []
+    mine = share(model, name, [batch for part in shares[layout.data_rank :: layout.data_size] for batch in part])
+    engine = LanguageModelEngine(model, layout, Settings(freeze=tuple(freeze)))
+    engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0), lambda o: LambdaLR(o, lambda _: 1.0))
+    engine.model.eval()
+
+    def loss(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        out = engine.model(batch, ["log_probs", "entropy"])
+        return out["entropy"].sum() - out["log_probs"].sum(), batch.weight
+
+    engine.train_batch(mine, loss)
+    found = {n: whole(p.grad) for n, p in engine.model.named_parameters() if p.grad is not None}
+    with engine.eval_mode():
+        losses = [engine.infer_step(b, loss)[0] * counts for b, counts in engine.in_step(mine)]
+    found["evaluated"] = torch.stack(losses).sum()
+    return found
+
+
+def on_ranks(name: str, sizes: dict[str, int], frozen: bool) -> dict[str, Any]:
+    world = World.join("cpu")
+    found = trained(name, Layout.of(world, parallel(**sizes)), SHARES, frozen)
+    found["evaluated"] = sum(world.all_gather(found["evaluated"]))  # type: ignore[assignment]
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("name", NAMES)
+def test_four_ranks_with_all_kinds_of_data(ranks4, name: str, frozen: bool) -> None:
+    check(ranks4.run(on_ranks, name, {"shard": 4}, frozen), name, frozen)
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, {"shard": 2}), (4, {"shard": 2})])
+def test_other_layouts(request, ranks: int, sizes: dict[str, int]) -> None:
+    check(request.getfixturevalue(f"ranks{ranks}").run(on_ranks, "qwen3_vl", sizes, False), "qwen3_vl", False)
+
+
+def check(results: list[dict[str, torch.Tensor]], name: str, frozen: bool) -> None:
+    expected = trained(name, Layout(World(0, 1, 0, 1, torch.device("cpu"))), SHARES, frozen)
+    seen = [n for n in expected if any(part in n for part in ("vision", "visual", "audio"))]
+    assert bool(seen) != frozen
+    for result in results:
+        assert set(result) == set(expected)
+        for key, value in expected.items():
+            scale = max(1.0, float(value.abs().max()))
+            assert torch.allclose(result[key] / scale, value / scale, rtol=1e-5, atol=1e-5), key
