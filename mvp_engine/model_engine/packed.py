@@ -43,6 +43,7 @@ class PackedModel(nn.Module):
     provides: tuple[str, ...] = ("hidden_states",)
     fresh: tuple[str, ...] = ()  # patterns of parameters that a pretrained folder need not have
     source: Path | None = None  # the Hugging Face folder that the weights come from
+    side_files: Path | None = None  # the folder with tokenizer, processor and the like, if another
     export_dtype = torch.float32
 
     def __init__(self, backbone: nn.Module) -> None:
@@ -85,7 +86,7 @@ class PackedModel(nn.Module):
         skeleton = self._skeleton(type(self.hf))
         names = {name: f"hf.{name}" for name in skeleton.state_dict()}
         beside = tuple(name for name in self.state_dict() if not name.startswith("hf."))
-        return Target(skeleton, names, beside, dtype or self.export_dtype, self.source)
+        return Target(skeleton, names, beside, dtype or self.export_dtype, self.side_files or self.source)
 
     def _skeleton(self, kind: Any, **changes: Any) -> Any:
         """A model of transformers like this one, without weights."""
@@ -239,7 +240,7 @@ class ValueModel(PackedModel):
         skeleton = self._skeleton(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[kind], num_labels=1)
         prefix = f"{skeleton.base_model_prefix}."
         names = {n: f"hf.{n.removeprefix(prefix)}" if n.startswith(prefix) else n for n in skeleton.state_dict()}
-        return Target(skeleton, names, dtype=dtype or self.export_dtype, side_files=self.source)
+        return Target(skeleton, names, (), dtype or self.export_dtype, self.side_files or self.source)
 
     def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
         values_T = self.score(hidden_TD).float()[:, 0]

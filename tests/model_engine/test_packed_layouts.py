@@ -87,6 +87,17 @@ def test_losses_over_five_steps_are_those_of_one_rank(
         assert [r.get("totals") for r in one] == [r.get("totals") for r in many]  # counted once
 
 
+@pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.tensor=2"], ["parallel.sequence=2"]], ids=str)
+def test_bf16_follows_fp32(train, ranks2, tmp_path: Path, layout: list[str]) -> None:
+    """Weights travel as bf16; the masters and the sums of gradients stay float32."""
+    assert train("data.micro_batch_size=8", config=LM, dir=tmp_path / "one") == 0
+    words = [*layout, "loop.precision=bf16", "data.micro_batch_size=2", f"project.dir={tmp_path / 'two'}"]
+    assert ranks2.launch(LM, *words) == [0, 0]
+    one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
+    assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], rel=2e-2)
+    assert [r["grad_norm"] for r in one] == pytest.approx([r["grad_norm"] for r in two], rel=1e-1)
+
+
 def test_a_run_goes_on_over_layouts(train, ranks2, ranks4, tmp_path: Path) -> None:
     words = ["data.micro_batch_size=2", "optim.schedule=constant"]  # so that a shorter run is the same run, cut
     assert train(*words, "loop.total_steps=8", config=LM, dir=tmp_path / "straight") == 0
