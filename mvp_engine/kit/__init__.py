@@ -1,0 +1,1 @@
+"""Kits: small suites of calls that recipes use as they like."""

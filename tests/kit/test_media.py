@@ -1,0 +1,400 @@
+"""What a plan counts is what the processor makes, for every family; limits travel with the processor that is saved."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from mvp_engine.batch import PackedBatch
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data.limits import Info, Limits, limited_processor
+from mvp_engine.kit.data.media import MediaHandler, expand
+from mvp_engine.kit.data.rows import BadRow, Part
+
+HERE = Path(".")
+PATCH = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+AREAS = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
+TILES = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 16}}
+SQUARE = {"height": 16, "width": 16}
+GRIDS = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
+
+
+def tokenizer(*special: str, **named: str) -> Any:
+    """Of bytes, but two line breaks are one token: neighbours of an expansion may merge with it."""
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"ĊĊ": 256}
+    bare = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = decoders.ByteLevel()
+    new = hf.PreTrainedTokenizerFast(
+        tokenizer_object=bare,
+        eos_token="<|im_end|>",
+        model_input_names=["input_ids", "attention_mask"],
+        extra_special_tokens=named,
+    )
+    new.add_special_tokens({"additional_special_tokens": list(special)})
+    return new
+
+
+def qwen(kind: Any, film: Any) -> Any:
+    words = tokenizer("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    return kind(hf.Qwen2VLImageProcessor(**PATCH, size=AREAS), words, film(**PATCH, size=AREAS))
+
+
+def internvl() -> Any:
+    names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+    words = tokenizer(**names, video_token="<video>")
+    pictures, films = hf.GotOcr2ImageProcessor(size=SQUARE), hf.InternVLVideoProcessor(size=SQUARE)
+    return hf.InternVLProcessor(pictures, words, films, image_seq_length=4)
+
+
+def smolvlm() -> Any:
+    films = hf.SmolVLMVideoProcessor(
+        size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, num_frames=6, fps=1
+    )
+    words = tokenizer("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", "<video>", *GRIDS)
+    return hf.SmolVLMProcessor(hf.SmolVLMImageProcessor(**TILES), words, films, image_seq_len=4)
+
+
+def idefics3() -> Any:
+    words = tokenizer("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *GRIDS)
+    return hf.Idefics3Processor(hf.Idefics3ImageProcessor(**TILES), words, image_seq_len=4)
+
+
+def llava(kind: Any = hf.LlavaProcessor, pictures: Any = None) -> Any:
+    pictures = pictures or hf.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE)
+    kept = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return kind(pictures, tokenizer("<image>"), **kept)
+
+
+def gemma3() -> Any:
+    words = tokenizer(boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>")
+    return hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=SQUARE), words, image_seq_length=4)
+
+
+def ears() -> Any:
+    return hf.WhisperFeatureExtractor(feature_size=8, chunk_length=2)
+
+
+def omni() -> Any:
+    named = {f"{kind}_token": f"<|{kind.upper()}|>" for kind in ("image", "video", "audio")}
+    named |= {f"{name}_token": f"<|{name}|>" for name in ("vision_bos", "vision_eos", "audio_bos", "audio_eos")}
+    pictures = hf.Qwen2VLImageProcessor(**PATCH, size=AREAS)
+    return hf.Qwen2_5OmniProcessor(pictures, hf.Qwen2VLVideoProcessor(**PATCH), ears(), tokenizer(**named))
+
+
+def llava_next() -> Any:
+    grids = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
+    return llava(
+        hf.LlavaNextProcessor, hf.LlavaNextImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE, **grids)
+    )
+
+
+FAMILIES = {
+    "qwen2_vl": lambda: qwen(hf.Qwen2VLProcessor, hf.Qwen2VLVideoProcessor),
+    "qwen2_5_vl": lambda: qwen(hf.Qwen2_5_VLProcessor, hf.Qwen2VLVideoProcessor),
+    "qwen3_vl": lambda: qwen(hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor),
+    "llava": llava,
+    "llava_next": llava_next,
+    "internvl": internvl,
+    "gemma3": gemma3,
+    "idefics3": idefics3,
+    "smolvlm": smolvlm,
+    "qwen2_audio": lambda: hf.Qwen2AudioProcessor(ears(), tokenizer("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")),
+    "qwen2_5_omni": omni,
+}
+SIZES = [(37, 53), (8, 8), (100, 30), (16, 16), (5, 60), (333, 200), (64, 64)]  # height, width
+LENGTHS = [5000, 16000, 400, 31999, 32000, 12345, 640]
+
+
+@cache
+def made(name: str) -> Any:
+    return FAMILIES[name]()
+
+
+@cache
+def handler(name: str) -> MediaHandler:
+    return MediaHandler(made(name))
+
+
+def photo() -> np.ndarray:
+    from sklearn.datasets import load_sample_image
+
+    return np.array(load_sample_image("china.jpg"))
+
+
+def item(kind: str, i: int) -> Part:
+    """Cut from a photograph, in several sizes; a wave of noise."""
+    height, width = SIZES[i]
+    if kind == "image":
+        return Part(kind, photo()[:height, :width].copy())
+    if kind == "video":
+        return Part(kind, np.stack([photo()[j : j + height, :width] for j in range([5, 1, 12, 7, 3, 2, 30][i])]))
+    rng = np.random.default_rng(i)
+    return Part(kind, rng.standard_normal(LENGTHS[i]).astype(np.float32), {"sampling_rate": 16000})
+
+
+def own(processor: Any, text: str, infos: list[Info], items: list[Any]) -> dict[str, Any]:
+    """What the processor itself makes of a whole conversation."""
+    given: dict[str, Any] = {"text_kwargs": {"add_special_tokens": False}}
+    for kind, name in (("image", "images"), ("video", "videos"), ("audio", "audio")):
+        if some := [one for info, one in zip(infos, items, strict=True) if info.kind == kind]:
+            given[name] = [some] if kind == "video" else some
+    seen = [info for info in infos if info.kind == "video"]
+    films = [
+        {"total_num_frames": i.frames, "fps": i.fps, "duration": i.seconds, "frames_indices": i.picks()} for i in seen
+    ]
+    if films:
+        rate = {"fps": seen[0].take / seen[0].seconds} if type(processor) is hf.Qwen2_5OmniProcessor else {}
+        given["videos_kwargs"] = {"video_metadata": [films], "do_sample_frames": False, **rate}
+    if "audio" in given:
+        given["audio_kwargs"] = {"sampling_rate": 16000}
+    return dict(processor(text=[text], **given, return_tensors="pt"))
+
+
+def conversation(processor: Any, kinds: list[str]) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
+    """A question with media in it and an answer, its spans with loss, and where the placeholders are."""
+    text, places = "<|im_end|>What is\n", []
+    for kind in kinds:
+        token = getattr(processor, f"{kind}_token")
+        places.append((len(text), len(text) + len(token)))
+        text += token + "\n"
+    answer = "\nA house, äöü.<|im_end|>"
+    return text + answer + "\n", [(len(text), len(text) + len(answer))], places
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_plan_counts_what_the_processor_makes_in_every_size(name: str) -> None:
+    media = handler(name)
+    for kind in media.kinds:
+        for i in range(len(SIZES)):
+            part = item(kind, i)
+            info = media.probe(part, HERE)
+            texts, _ = media.collate([info], [media.decode(part, info, HERE)])
+            assert texts == [media.expansion(info)], (kind, i)
+            assert media.cost(info).tokens == len(media.tokenizer(texts[0], add_special_tokens=False).input_ids)
+            assert media.cost(info).encoder > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conversations_are_those_of_the_processor_itself(name: str) -> None:
+    processor, media = made(name), handler(name)
+    mixes = [[], *([kind] for kind in media.kinds), *([kind] * 3 for kind in media.kinds if kind != "video")]
+    if name not in ("smolvlm", "qwen2_audio", "llava", "llava_next", "gemma3", "idefics3"):  # takes the images for lost
+        mixes.append(["video", *(["audio"] if "audio" in media.kinds else []), "image", "image"])
+    batches = []
+    for mix in mixes:
+        parts = [item(kind, i) for i, kind in enumerate(mix)]
+        infos = [media.probe(part, HERE) for part in parts]
+        items = [media.decode(part, info, HERE) for part, info in zip(parts, infos, strict=True)]
+        text, loss, places = conversation(processor, mix)
+        expansions, tensors = media.collate(infos, items)
+        got = media.encode(text, loss, places, expansions)
+        expected = own(processor, text, infos, items)
+        assert got.input_ids.tolist() == expected.pop("input_ids")[0].tolist()
+        types = {key: expected.pop(key)[0] for key in ("token_type_ids", "mm_token_type_ids") if key in expected}
+        ours = media.token_types(got.input_ids)
+        assert ours.keys() == types.keys()
+        assert all(torch.equal(ours[key], types[key]) for key in types)
+        for kind, one in tensors.items():
+            for key, value in {kind: one.values, **one.fields}.items():
+                if len(one.rows):  # the processor may have padded to a common number of tiles
+                    theirs = expected.pop(key)
+                    theirs = theirs.reshape(-1, *value.shape[1:]) if theirs.ndim > value.ndim - 1 else theirs
+                    if theirs.shape != value.shape and value.ndim > 3:
+                        theirs = theirs[theirs.flatten(1).abs().sum(1) > 0]
+                    assert torch.equal(theirs.to(value.dtype), value), key
+        assert expected.keys() <= {"attention_mask"}
+        learned = media.tokenizer.decode(got.input_ids[got.loss_mask])
+        assert learned.strip("\n") == "A house, äöü.<|im_end|>"
+        assert len(got.spans) == len(mix)
+        for (start, end), info in zip(got.spans, infos, strict=True):
+            assert media.expansion(info) in media.tokenizer.decode(got.input_ids[start:end])
+            assert not got.loss_mask[start:end].any()
+        tokens = {key: [value] for key, value in ours.items()}
+        batches.append(PackedBatch.from_sequences([got.input_ids], [got.loss_mask], tokens=tokens, media=tensors))
+    packed = PackedBatch.concat(batches)  # text alone and all mixes lie together
+    assert packed.num_sequences == len(mixes)
+
+
+def test_spans_move_with_what_is_expanded_before_them() -> None:
+    text, moved = expand("a<i>b<i>c", [(1, 4), (5, 8)], ["12345", "6"])
+    assert text == "a12345b6c"
+    assert [moved(i) for i in (0, 1, 4, 5, 8, 9)] == [0, 1, 6, 7, 8, 9]
+
+
+def test_a_token_carries_loss_if_any_of_its_characters_does() -> None:
+    media = handler("gemma3")
+    text = "\n" + media.placeholder("image") + "\n"
+    info = media.probe(item("image", 0), HERE)
+    got = media.encode(text, [(0, len(text))], [(1, len(text) - 1)], [media.expansion(info)])
+    assert (
+        media.tokenizer.decode(got.input_ids)
+        == "\n\n\n<start_of_image>" + "<image_soft_token>" * 4 + "<end_of_image>\n\n\n"
+    )
+    assert (got.spans, got.loss_mask.tolist()) == ([(0, 9)], [False] * 9 + [True])  # "\n\n" and "\n" on both sides
+
+
+def test_a_placeholder_that_somebody_wrote_is_never_taken_for_one() -> None:
+    media = handler("qwen3_vl")
+    with pytest.raises(BadRow, match="placeholder_in_text"):
+        media.encode("say <|image_pad|>", [], [], [])
+
+
+def big(kind: str) -> Info:
+    return Info(kind, 400, 300, frames=40, fps=2.0, take=12 if kind == "video" else 0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_item_shrinks_to_the_tokens_that_are_left(name: str) -> None:
+    media = handler(name)
+    for kind in media.kinds:
+        if kind == "audio":
+            assert media.shrink(Info("audio", samples=16000, rate=16000), 5) is None
+            continue
+        info = big(kind)
+        whole = media.cost(info).tokens
+        small = media.shrink(info, whole * 2 // 3)
+        if name in ("llava", "gemma3"):
+            assert small is None
+            continue
+        assert small is not None
+        assert 0 < media.cost(small).tokens <= whole * 2 // 3
+        blank = np.zeros((small.take, 300, 400, 3), np.uint8) if kind == "video" else np.zeros((300, 400, 3), np.uint8)
+        assert media.collate([small], [blank])[0] == [media.expansion(small)]
+        assert media.shrink(info, 0) is None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_limits_are_kept_and_come_back_with_a_saved_processor(name: str, tmp_path: Path) -> None:
+    limits = Limits(fps=1.0, max_frames=4, chunk_seconds=1, min_pixels=64, max_pixels=1000, video_max_pixels=2048)
+    if name in ("gemma3", "llava", "internvl", "smolvlm", "qwen2_5_omni"):  # one size for all, or for all frames
+        limits = Limits(fps=1.0, max_frames=4, chunk_seconds=1, max_pixels=1000)
+    before = made(name).to_dict()
+    media = MediaHandler(made(name), limits)
+    assert made(name).to_dict() == before
+    media.processor.save_pretrained(tmp_path)
+    again = MediaHandler(type(media.processor).from_pretrained(tmp_path))
+    for kind in media.kinds:
+        if kind == "audio":
+            assert again.processor.feature_extractor.n_samples == 16000
+            assert media.empty()["input_features"].values.shape[-1] == 100
+            continue
+        if kind == "video":
+            assert (again.limits.fps, again.limits.max_frames) == (1.0, 4)
+            assert again.processor.video_processor.do_sample_frames
+        info = big(kind)
+        assert media.expansion(info) == again.expansion(info)
+        if name not in ("gemma3", "llava") and kind == "image":
+            assert media.cost(info).tokens < handler(name).cost(info).tokens
+        frames = np.zeros((20, 30, 40, 3), np.uint8)
+        assert kind == "image" or media.probe(Part("video", frames, {"fps": 2}), HERE).take == 4
+
+
+def test_limits_that_a_family_cannot_keep_are_refused() -> None:
+    with pytest.raises(UserError, match="CLIPImageProcessor makes all pictures 16x16, more than the 255 pixels"):
+        limited_processor(made("llava"), Limits(max_pixels=255))
+    with pytest.raises(UserError, match="Qwen2_5OmniProcessor fixes the size of videos in its code"):
+        limited_processor(made("qwen2_5_omni"), Limits(video_max_pixels=255))
+
+
+def test_a_row_may_ask_for_less_of_an_item() -> None:
+    media, picture = handler("qwen3_vl"), photo()
+    plain = media.probe(Part("image", picture), HERE)
+    less = media.probe(Part("image", picture, {"max_pixels": 1024, "detail": "low"}), HERE)
+    assert media.cost(plain).tokens > 16 >= media.cost(less).tokens
+    assert media.collate([less], [picture])[0] == [media.expansion(less)]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_5_omni"])
+def test_models_are_told_how_far_apart_frames_are(name: str) -> None:
+    media, part = handler(name), Part("video", np.zeros((6, 16, 16, 3), np.uint8), {"fps": 0.5})
+    info = media.probe(part, HERE)
+    fields = media.collate([info], [part.value])[1]["pixel_values_videos"].fields
+    (field,) = fields.keys() - {"video_grid_thw"}
+    assert fields[field].tolist() == [4.0]  # two frames, of two seconds each
+
+
+def test_what_a_model_cannot_take_is_a_bad_row() -> None:
+    def reason(name: str, part: Part) -> str:
+        media = handler(name)
+        with pytest.raises(BadRow) as bad:
+            media.cost(media.probe(part, HERE))
+        return bad.value.reason
+
+    wave = {"sampling_rate": 16000}
+    assert reason("llava", item("video", 0)) == "unsupported"
+    assert reason("qwen2_audio", item("image", 0)) == "unsupported"
+    assert reason("qwen2_audio", Part("audio", np.zeros(32001, np.float32), wave)) == "too_long"
+    assert reason("qwen2_audio", Part("audio", np.zeros(10, np.float32), wave)) == "too_short"
+    assert reason("qwen3_vl", Part("image", np.zeros((2, 900, 3), np.uint8))) == "refused"
+
+
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+def test_junk_is_a_bad_row_whatever_it_is(kind: str) -> None:
+    media = handler("qwen2_5_omni")
+    junk: list[Any] = [
+        None,
+        True,
+        -1,
+        1e400,
+        "",
+        " ",
+        "\ud800",
+        "a" * 300,
+        "data:",
+        "://",
+        b"",
+        [],
+        [[]],
+        [None],
+        {},
+        {1},
+    ]
+    junk += [{"bytes": []}, {"path": {}}, {"array": [[1], [1, 2]], "sampling_rate": 9}, {"array": "x"}, object(), print]
+    junk += [{"array": [1.0], "sampling_rate": rate} for rate in (None, 0, -5, "fast", 10**40)]
+    junk += [np.array(["a"]), np.zeros(0), np.zeros((2, 2, 2, 2, 2)), np.array(None), [b"x", 3], ["a.png", None]]
+    parts = [Part(kind, value) for value in junk]
+    if kind != "audio":
+        parts += [Part(kind, item(kind, 0).value, {"max_pixels": word}) for word in ("x", [], -1, 0, 10**400, np.nan)]
+    for part in parts:
+        with pytest.raises(BadRow):
+            media.decode(part, media.probe(part, HERE), HERE)
+
+
+def test_families_that_do_not_fit_are_refused_at_once() -> None:
+    pictures = hf.PixtralImageProcessor(patch_size={"height": 4, "width": 4}, size={"longest_edge": 32})
+    pixtral = hf.PixtralProcessor(pictures, tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]"), patch_size=4)
+    with pytest.raises(UserError, match="PixtralProcessor gives images of different sizes shapes that cannot"):
+        MediaHandler(pixtral)
+    odd = copy.copy(made("llava"))
+    odd.replace_image_token = lambda images, image_idx, **options: "<image>" * (2 + image_idx)
+    with pytest.raises(UserError, match="LlavaProcessor makes something else of two images than of each"):
+        MediaHandler(odd)
+    siglip = hf.SiglipImageProcessor(size=SQUARE)
+    siglip.image_seq_length = 4
+    with pytest.raises(UserError, match="PaliGemmaProcessor cannot be asked for one item at a time"):
+        MediaHandler(hf.PaliGemmaProcessor(siglip, tokenizer("<image>")))
+
+
+def test_text_alone_needs_no_processor() -> None:
+    media = MediaHandler(tokenizer())
+    assert (media.kinds, media.empty()) == ([], {})
+    got = media.encode("Hä?<|im_end|>", [(3, 13)], [], [])
+    assert (got.loss_mask.tolist(), got.spans) == ([False] * 4 + [True], [])
+    with pytest.raises(BadRow, match="unsupported"):
+        media.probe(item("image", 0), HERE)
+
+
+def test_a_handler_goes_to_workers_as_it_is() -> None:
+    media = handler("qwen3_vl")
+    info = media.probe(item("image", 2), HERE)
+    assert pickle.loads(pickle.dumps(media)).expansion(info) == media.expansion(info)

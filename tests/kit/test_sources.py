@@ -1,0 +1,390 @@
+"""Every kind of file gives its rows by index, in any process; broken ones are named; mixing is exact and repeatable."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data.rows import BadRow, read_row
+from mvp_engine.kit.data.sources import Mixture, Source, open_source
+
+ROWS = [{"prompt": f"Is {i} even?", "completion": "yes" if i % 2 == 0 else "nö"} for i in range(10)]
+
+
+def jsonl(file: Path, rows: list[Any] = ROWS) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return file
+
+
+def parquet(file: Path) -> Path:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.Table.from_pylist(ROWS), file, row_group_size=3, compression="none", use_dictionary=False)
+    return file
+
+
+def arrow(file: Path, stream: bool = False) -> Path:
+    pa = pytest.importorskip("pyarrow")
+    table = pa.Table.from_pylist(ROWS)
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(str(file), table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    return file
+
+
+def on_disk(folder: Path) -> Path:
+    """As `datasets` saves one: Arrow streams, and a state that names them."""
+    folder.mkdir()
+    arrow(folder / "data-00000-of-00002.arrow", stream=True)
+    arrow(folder / "data-00001-of-00002.arrow", stream=True)
+    files = [{"filename": file.name} for file in sorted(folder.glob("*.arrow"))]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def tar(file: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(file, "w") as out:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            out.addfile(info, io.BytesIO(data))
+    return file
+
+
+def shard(file: Path) -> Path:
+    return tar(file, {f"{i:03}.json": json.dumps(row).encode() for i, row in enumerate(ROWS)})
+
+
+KINDS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "a.jsonl": (jsonl, "a.jsonl:4"),
+    "lines.json": (jsonl, "lines.json:4"),
+    "a.json": (lambda file: file.write_text(json.dumps(ROWS, indent=1)) and file, "a.json[3]"),
+    "a.parquet": (parquet, "a.parquet[3]"),
+    "a.arrow": (arrow, "a.arrow[3]"),
+    "stream.arrow": (lambda file: arrow(file, stream=True), "stream.arrow[3]"),
+    "saved": (on_disk, "saved/data-00000-of-00002.arrow[3]"),
+    "a.tar": (shard, "a.tar:003"),
+    "no_suffix": (parquet, "no_suffix[3]"),
+}
+
+
+@pytest.fixture(params=KINDS)
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    make, where = KINDS[request.param]
+    return make(tmp_path / request.param), where
+
+
+def test_every_kind_gives_its_rows_in_any_order_and_says_where_they_are(made: tuple[Path, str]) -> None:
+    path, where = made
+    source = open_source(path)
+    rows = ROWS * 2 if path.name == "saved" else ROWS
+    assert len(source) == len(rows)
+    assert [source[index] for index in reversed(range(len(source)))] == rows[::-1]
+    assert list(source) == rows  # ends with an IndexError, as sequences do
+    assert source.where(3) == where
+    assert source.root == (path if path.is_dir() else path.parent)
+
+
+def test_a_source_is_small_to_send_and_reads_on_the_other_side(made: tuple[Path, str]) -> None:
+    source = open_source(made[0])
+    source[1]  # opens what it opens
+    sent = pickle.dumps(source)
+    assert len(sent) < 3000
+    assert list(pickle.loads(sent)) == list(source)
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # pyarrow and file positions, shared with the parent
+        assert pool.map(source.__getitem__, range(len(source)), chunksize=1) == list(source)
+
+
+def test_the_fingerprint_is_that_of_the_content(made: tuple[Path, str], tmp_path: Path) -> None:
+    path, _ = made
+    before = open_source(path).fingerprint
+    moved = tmp_path / "elsewhere" / path.name
+    (shutil.copytree if path.is_dir() else shutil.copy)(path, moved if path.is_dir() else jsonl(moved))
+    os.utime(moved, (0, 0))
+    assert open_source(moved).fingerprint == before
+    file = sorted(moved.glob("*.arrow"))[-1] if moved.is_dir() else moved
+    data = file.read_bytes()
+    at = data.rindex(b"Is 7 even?")
+    file.write_bytes(data[:at] + b"Is 7 odd??" + data[at + 10 :])
+    assert open_source(moved).fingerprint != before
+
+
+def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    rows = {"image": [{"bytes": b"x", "path": None}, {"bytes": b"y", "path": "b.png"}], "text": ["a", "b"]}
+    data = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "both")
+    with pytest.raises(UserError, match=r"both/test, .*both/train"):
+        open_source(tmp_path / "both")
+    source = open_source(tmp_path / "both" / "train")
+    assert [read_row(row).media()[0].value["path"] for row in source] == [None, "b.png"]
+
+
+def test_lines_keep_their_numbers_past_blank_ones_and_broken_ones_are_bad_rows(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    lines = [b'\xef\xbb\xbf{"text": "a"}\r', b"\r", b"", b'{"text": "b"']
+    lines += [b"[1]", b"\xff", b"[" * 99_999, b'{"text": "c"}']
+    file.write_bytes(b"\n".join(lines))
+    source = open_source(file)
+    assert len(source) == 6
+    assert (source[0], source[5]) == ({"text": "a"}, {"text": "c"})
+    assert [source.where(index) for index in range(6)] == [f"a.jsonl:{line}" for line in (1, 4, 5, 6, 7, 8)]
+    for index, reason in ((1, "bad_json"), (2, "wrong_type"), (3, "bad_json"), (4, "bad_json")):
+        with pytest.raises(BadRow) as caught:
+            source[index]
+        assert caught.value.reason == reason
+
+
+def test_lines_are_found_across_the_chunks_in_which_a_file_is_passed_over(tmp_path: Path) -> None:
+    rows = [{"text": "x" * (1 << 20), "n": n} for n in range(40)]  # past two chunks of 16 MiB
+    source = open_source(jsonl(tmp_path / "a.jsonl", rows))
+    assert [row["n"] for row in source] == list(range(40))
+
+
+def test_shards_group_members_by_name_wherever_they_lie(tmp_path: Path) -> None:
+    long = "a/" + "long" * 50  # needs a header of its own
+    members = {
+        "b/1.txt": b"A cat\n",
+        "b/2.json": b'{"prompt": "<image><image>?", "completion": "2"}',
+        f"{long}.TXT": b"Far",
+    }
+    members |= {
+        "b/1.jpg": b"cat",
+        "b/2.0.png": b"x",
+        "b/2.1.png": b"y",
+        f"{long}.wav": b"w",
+        "b/._1.jpg": b"",
+        "b/1.cls": b"3",
+    }
+    source = open_source(tar(tmp_path / "a.tar", members))
+    rows = list(source)
+    assert rows[0] == {"text": "A cat", "images": [b"cat"], "cls": b"3"}
+    assert rows[1] == {"prompt": "<image><image>?", "completion": "2", "images": [b"x", b"y"]}
+    assert rows[2] == {"text": "Far", "audios": [b"w"]}
+    assert [source.where(index) for index in range(3)] == ["a.tar:b/1", "a.tar:b/2", f"a.tar:{long}"]
+    assert [part.value for part in read_row(rows[1]).media()] == [b"x", b"y"]
+    assert [(m.role, m.text) for m in read_row(rows[0]).messages] == [("user", ""), ("assistant", "A cat")]
+
+
+def test_bad_members_are_bad_rows(tmp_path: Path) -> None:
+    source = open_source(tar(tmp_path / "a.tar", {"1.json": b"[]", "2.json": b"{", "3.txt": b"\xff", "4.jpg": b"x"}))
+    for index, reason in enumerate(["wrong_type", "bad_json", "bad_text", "unknown_format"]):
+        with pytest.raises(BadRow) as caught:
+            read_row(source[index])
+        assert caught.value.reason == reason
+
+
+def test_a_members_media_take_the_place_of_the_names_that_the_row_has_for_them(tmp_path: Path) -> None:
+    row = {"image": "1.jpg", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "A"}]}
+    source = open_source(tar(tmp_path / "a.tar", {"1.json": json.dumps(row).encode(), "1.jpg": b"x"}))
+    assert [part.value for part in read_row(source[0]).media()] == [b"x"]
+
+
+def test_a_folder_of_images_is_its_captions_or_its_metadata(tmp_path: Path) -> None:
+    files = {
+        "cats/1.v2.jpg": b"c",
+        "cats/1.v2.txt": b"A cat",
+        "2.PNG": b"d",
+        "2.txt": b"A dog",
+        "readme.txt": b"no row",
+    }
+    files |= {".a.jpg": b"", ".git/1.jpg": b"", "3.mp4": b"v", "notes.md": b"", "4.json": b'{"text": "alone"}'}
+    for name, data in files.items():
+        (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "a" / name).write_bytes(data)
+    source = open_source(tmp_path / "a")
+    assert list(source) == [
+        {"text": "A dog", "images": ["2.PNG"]},
+        {"videos": ["3.mp4"]},  # nothing is said about it: `read_row` refuses it
+        {"text": "A cat", "images": ["cats/1.v2.jpg"]},
+    ]
+    assert source.where(2) == "cats/1.v2.jpg"
+    assert source.root == tmp_path / "a"
+    before = source.fingerprint
+    (tmp_path / "a" / "2.txt").write_bytes(b"A cow")
+    assert open_source(tmp_path / "a").fingerprint != before
+
+    rows = [{"file_name": "2.PNG", "text": "A dog"}, {"file_name": "2.exe"}, {"text": "t"}]
+    jsonl(tmp_path / "a" / "metadata.jsonl", rows)
+    source = open_source(tmp_path / "a")
+    assert source[0] == {"text": "A dog", "images": ["2.PNG"]}
+    assert source[2] == {"text": "t"}
+    assert source.where(2) == "a/metadata.jsonl:3"
+    with pytest.raises(BadRow, match="bad_media"):
+        source[1]
+
+
+def test_a_folder_of_texts_is_documents(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt"):
+        (tmp_path / name).write_text(f"This is {name}\n")
+    assert list(open_source(tmp_path)) == [{"text": "This is a.txt"}, {"text": "This is b.txt"}]
+
+
+def test_globs_and_lists_are_one_source_with_one_root(tmp_path: Path) -> None:
+    first, second = jsonl(tmp_path / "x" / "b.jsonl", ROWS[:3]), jsonl(tmp_path / "y" / "a.jsonl", ROWS[3:])
+    for path in (
+        str(tmp_path / "*" / "*.jsonl"),
+        f"{tmp_path}/**/*.jsonl",
+        [first, second],
+        [str(first), f"{tmp_path}/y/*"],
+    ):
+        source = open_source(path)
+        assert list(source) == ROWS
+        assert [source.where(2), source.where(3)] == ["x/b.jsonl:3", "y/a.jsonl:1"]
+        assert source.root == tmp_path
+    assert open_source([second, first])[0] == ROWS[3]
+    assert open_source(first, root=tmp_path).root == tmp_path
+    assert len(open_source(jsonl(tmp_path / "odd[1].jsonl"))) == len(ROWS)
+
+
+def test_media_of_folders_in_one_source_are_found_from_the_common_root(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jpg").write_bytes(b"x")
+        (tmp_path / name / "1.txt").write_text(name)
+    jsonl(tmp_path / "b" / "metadata.jsonl", [{"file_name": "1.jpg", "text": "b"}])
+    source = open_source([tmp_path / "a", tmp_path / "b"])
+    assert source.root == tmp_path
+    assert [row["images"] for row in source] == [["a/1.jpg"], ["b/1.jpg"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("gone.jsonl", None, "nothing at"),
+        ("*.jsonl", None, "nothing at"),
+        ("empty.jsonl", b"", "is empty"),
+        ("blank.jsonl", b"\n\r\n", "no rows"),
+        ("none.json", b"[]", "no rows"),
+        ("half.json", b'[{"text": "a"}', "not a JSON list"),
+        ("number.json", b"3", "not a JSON list"),
+        ("a.jsonl.gz", b"\x1f\x8b00", "unpack it"),
+        ("a.tar", b"x" * 2000, "no whole tar"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1", "cannot be read"),
+        ("a.arrow", b"nothing of the kind", "cannot be read"),
+        ("a.csv", b"a,b\n", "none of jsonl"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, data: bytes | None, words: str) -> None:
+    if name.endswith((".parquet", ".arrow")):
+        pytest.importorskip("pyarrow")
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=words) as caught:
+        open_source(tmp_path / name)
+    assert name in str(caught.value)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = parquet(tmp_path / "a.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"a\.parquet needs pyarrow: pip install pyarrow"):
+        open_source(file)
+
+
+def test_a_shard_that_was_cut_short_is_named(tmp_path: Path) -> None:
+    whole = tar(tmp_path / "a.tar", {"1.jpg": b"x" * 5000, "2.jpg": b"y" * 5000}).read_bytes()
+    (tmp_path / "b.tar").write_bytes(whole[:7000])
+    with pytest.raises(UserError, match=r"b\.tar is no whole tar file"):
+        open_source(tmp_path / "b.tar")
+
+
+def test_folders_without_rows_lists_without_files_and_doubles_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(UserError, match="no rows"):
+        open_source(tmp_path / "a")
+    file = jsonl(tmp_path / "a" / "train.jsonl")
+    (tmp_path / "a" / "1.jpg").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"holds train\.jsonl"):
+        open_source(tmp_path / "a")
+    with pytest.raises(UserError, match="named twice"):
+        open_source([file, str(tmp_path / "a" / "*.jsonl")])
+    with pytest.raises(UserError, match="needs a file"):
+        open_source([])
+    (tmp_path / "a" / "state.json").write_text("{}")
+    with pytest.raises(UserError, match="not what `datasets` writes"):
+        open_source(tmp_path / "a")
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[Source]:
+    sizes = {"a": 10, "b": 7, "c": 1}
+    return [
+        open_source(jsonl(tmp_path / f"{name}.jsonl", [{"n": n} for n in range(size)])) for name, size in sizes.items()
+    ]
+
+
+def counts(order: np.ndarray) -> Counter[tuple[int, int]]:
+    return Counter(map(tuple, order.tolist()))
+
+
+def test_repeats_are_exact(three: list[Source]) -> None:
+    mixture = Mixture(list(zip("abc", three, [1, 2, 3.0], strict=True)))
+    assert (mixture.names, mixture.counts, len(mixture)) == (["a", "b", "c"], [10, 14, 3], 27)
+    for epoch in range(3):
+        seen = counts(mixture.order(5, epoch))
+        assert seen == {(s, r): n for s, size, n in ((0, 10, 1), (1, 7, 2), (2, 1, 3)) for r in range(size)}
+
+
+def test_parts_of_a_source_take_turns_over_epochs(three: list[Source]) -> None:
+    mixture = Mixture([("a", three[0], 0.5), ("b", three[1], 1.5)])
+    assert mixture.counts == [5, 10]
+    epochs = [counts(mixture.order(0, epoch)) for epoch in range(14)]
+    assert all(epochs[e].total() == 15 for e in range(14))
+    halves = [{row for source, row in epoch if source == 0} for epoch in epochs]
+    assert halves[0] | halves[1] == set(range(10))
+    assert halves[0] != halves[2]  # another half each time, not the same one
+    seen: Counter[tuple[int, int]] = sum(epochs, Counter())
+    assert {seen[0, row] for row in range(10)} == {7}
+    assert {seen[1, row] for row in range(7)} == {20}
+
+
+def test_weights_share_out_an_epoch_as_long_as_all_sources(three: list[Source]) -> None:
+    mixture = Mixture([("a", three[0], 1), ("b", three[1], 2), ("c", three[2], 1)], by="weight")
+    assert mixture.counts == [4, 9, 4]  # of 18 by 1 : 2 : 1; halves are rounded to even
+    seen = counts(mixture.order(0, 0))
+    assert seen[2, 0] == 4
+    assert {seen[1, row] for row in range(7)} == {1, 2}  # once round, and two of them again
+    same = Mixture([("a", three[0], 0.1), ("b", three[1], 0.2), ("c", three[2], 0.1)], by="weight")
+    assert (same.order(3, 4) == mixture.order(3, 4)).all()
+
+
+def test_the_order_follows_from_seed_and_epoch_alone(three: list[Source]) -> None:
+    parts = list(zip("abc", three, [1, 2, 3], strict=True))
+    order = Mixture(parts).order(1, 2)
+    assert (pickle.loads(pickle.dumps(Mixture(parts))).order(1, 2) == order).all()
+    assert order.shape == (27, 2)
+    for other in (Mixture(parts).order(1, 3), Mixture(parts).order(2, 2)):
+        assert (other[:, 0] != order[:, 0]).any()
+        assert counts(other) == counts(order)
+    assert [source for source, _ in order.tolist()] != sorted(source for source, _ in order.tolist())
+    plain = Mixture(parts).order(1, 2, shuffle=False).tolist()
+    assert plain == [*([0, n] for n in range(10)), *([1, n % 7] for n in range(14)), *[[2, 0]] * 3]
+
+
+@pytest.mark.parametrize("share", [0, -1, float("nan"), float("inf"), "2", None, 0.01])
+def test_shares_that_give_nothing_are_refused(three: list[Source], share: Any) -> None:
+    for by in ("repeats", "weight"):
+        with pytest.raises(UserError):
+            Mixture([("a", three[0], share), ("b", three[1], 1)], by=by)
+
+
+def test_mixtures_want_names_and_a_way(three: list[Source]) -> None:
+    for parts, by in (([], "repeats"), ([("a", three[0], 1)] * 2, "repeats"), ([("a", three[0], 1)], "size")):
+        with pytest.raises(UserError, match="mixture wants"):
+            Mixture(parts, by=by)
