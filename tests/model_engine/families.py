@@ -239,8 +239,8 @@ def overrides_of(name: str) -> dict[str, Any]:
     """The same as what a user would write under `model.config`."""
     from transformers import CONFIG_MAPPING
 
-    known = CONFIG_MAPPING[name]()
-    return {"model_type": name, **{k: v for k, v in {**SMALL, **FAMILIES[name][1]}.items() if hasattr(known, k)}}
+    known, extra = CONFIG_MAPPING[name](), FAMILIES.get(name, ("", {}))[1]
+    return {"model_type": name, **{k: v for k, v in {**SMALL, **extra}.items() if hasattr(known, k)}}
 
 
 def parallel(**sizes: int) -> Any:

@@ -156,6 +156,40 @@ def on_ranks(how: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
+NORMS = {**overrides_of("glm4_moe"), "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2}
+NORMS |= {"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+
+
+def test_norms_of_heads_that_a_plan_forgets_get_whole_gradients(ranks2, monkeypatch) -> None:
+    """transformers' plan does not name them, and each rank would have its own part of the gradient without a word."""
+    monkeypatch.setattr("test_packed_layouts.overrides_of", lambda _: NORMS)
+    expected = gradients("glm4_moe", ALONE)
+    for found in ranks2.run(with_norms, True):
+        assert all(torch.allclose(found[name], grad, rtol=1e-5, atol=1e-5) for name, grad in expected.items())
+    for said in ranks2.run(with_norms, False):
+        assert re.search(r"parallel\.tensor=2: \S+[qk]_norm.weight gets another gradient on each rank", said)
+
+
+def with_norms(found: bool) -> Any:
+    import test_packed_layouts as layouts
+    from families import parallel
+
+    from mvp_engine.model_engine.fsdp import tensor
+
+    world = World.join("cpu")
+    before = layouts.overrides_of, tensor._norms_of_heads
+    layouts.overrides_of = lambda _: NORMS
+    if not found:
+        tensor._norms_of_heads = lambda *_: set()
+    try:
+        return gradients("glm4_moe", Layout.of(world, parallel(tensor=2)))
+    except UserError as error:
+        return str(error)
+    finally:
+        layouts.overrides_of, tensor._norms_of_heads = before
+        world.close()
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

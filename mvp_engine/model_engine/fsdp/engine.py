@@ -32,6 +32,7 @@ from mvp_engine.model_engine.fsdp import numbers
 from mvp_engine.model_engine.fsdp.build import place
 from mvp_engine.model_engine.fsdp.offload import move_model, move_optimizer
 from mvp_engine.model_engine.fsdp.passes import Pass, Passes
+from mvp_engine.model_engine.fsdp.tensor import check_gradients
 from mvp_engine.model_engine.packed import PackedModel
 
 
@@ -65,6 +66,9 @@ class FSDPEngine(ModelEngine):
             self.to("cpu", model=self.settings.offload == "all")
 
     def _prepare_training(self) -> None:
+        if self.layout.tensor_mesh is not None:
+            with self.autocast():
+                check_gradients(self._packed(), self.layout.tensor_mesh)
         self.params = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         if self.world.host_group and not self.sharded:
             self.reducer = GradientReducer(self.params, self.world.host_group)

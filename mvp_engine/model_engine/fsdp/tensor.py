@@ -8,14 +8,18 @@ micro-batches again; here the sum is a part of the backward itself.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from mvp_engine.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine.packed import PackedModel
 
@@ -41,8 +45,54 @@ def share_matrices(model: PackedModel, mesh: DeviceMesh) -> None:
         )
     _register()
     plan = {name: _SUMMED if style == "replicated_with_grad_allreduce" else style for name, style in plan.items()}
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    plan = dict.fromkeys(_norms_of_heads(hf, plan, head), _SUMMED) | plan
     apply_tensor_parallelism(hf, mesh, plan)
     hf.tie_weights()  # sharding made new parameters of what was one
+
+
+def _norms_of_heads(hf: Any, plan: dict[str, str], head: int) -> set[str]:
+    """Norms of single heads beside projections that are cut by heads: some plans forget that they need a sum, too."""
+    found = set()
+    for name, module in hf.named_modules():
+        generic, _, child = re.sub(r"\.\d+(?=\.|$)", ".*", name).rpartition(".")
+        by_heads = all(plan.get(f"{generic}.{other}") == "colwise" for other in ("q_proj", "k_proj"))
+        if by_heads and {tuple(param.shape) for param in module.parameters()} == {(head,)}:
+            found.add(f"{generic}.{child}")
+    return found
+
+
+def check_gradients(model: PackedModel, mesh: DeviceMesh) -> None:
+    """What all ranks hold alike must get the same gradient on all of them.
+
+    A plan that does not say that a weight is used on a part of the heads only would give each rank a part of its
+    gradient, and nobody would notice. Here a small batch is run, and such a weight is refused by name.
+    """
+    device = next(model.parameters()).device
+    vocabulary = model.hf.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    ids = torch.randint(vocabulary, (24,), generator=torch.Generator().manual_seed(0))
+    batch = PackedBatch.from_sequences([ids[:15], ids[15:]]).to(device)
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    hidden = model(batch, ["hidden_states"])["hidden_states"].float()
+    direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    (hidden * direction).sum().backward()
+    for name, param in model.named_parameters():
+        if param.grad is None or (isinstance(param, DTensor) and "tensor" in (param.device_mesh.mesh_dim_names or ())):
+            continue
+        grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+        high, low = grad.clone(), grad.clone()
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=mesh.get_group())
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=mesh.get_group())
+        if high.numel() and float((high - low).max()) > 1e-2 * float(torch.maximum(high.abs(), low.abs()).max()):
+            raise UserError(
+                f"parallel.tensor={mesh.size()}: {name} gets another gradient on each rank: transformers' plan for "
+                "this model does not say how it is shared. Set parallel.tensor=1."
+            )
+    for param in model.parameters():
+        param.grad = None
+    for module, mode in training:
+        module.training = mode
 
 
 def _register() -> None:

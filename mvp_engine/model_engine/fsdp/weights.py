@@ -116,7 +116,9 @@ def _draw(
     back = {new: old for old, new in ties.items()}
     for full, value in drawn.items():
         if value.is_floating_point() and bool(value.isnan().any()):
-            raise UserError(f"{full} is neither in a folder nor drawn by the model's own rules; give it a value there")
+            raise UserError(
+                f"{full} is not drawn by its model's _init_weights, so it can only be read from a folder (model.path)"
+            )
         with torch.no_grad():
             for offset, part in pieces(real[full]):
                 part.copy_(value[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))])
