@@ -41,12 +41,13 @@ class SampleLoader:
     ) -> None:
         if not isinstance(dataset, Sized):
             raise UserError(f"{type(dataset).__name__} has no __len__; SampleLoader needs a map-style dataset")
-        self.dataset, self.size = dataset, len(dataset)
+        self.dataset: Any = dataset
+        self._tell_epoch(0)
         self.micro_batch_size = micro_batch_size
         self.global_batch_size = global_batch_size or micro_batch_size * world_size
         self.accumulation = accumulation_steps(self.global_batch_size, micro_batch_size, world_size)
         self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
-        self.epoch, self.start, self._yielded = 0, 0, 0
+        self.start, self._yielded = 0, 0
         self._make = lambda items, sampler: DataLoader(
             items,
             batch_sampler=sampler,
@@ -60,14 +61,22 @@ class SampleLoader:
         return math.ceil(self.size / self.global_batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch, self.start, self._yielded = epoch, 0, 0
+        self._tell_epoch(epoch)
+        self.start, self._yielded = 0, 0
 
     def state_dict(self) -> dict[str, int]:
         steps = math.ceil(self._yielded / self.accumulation)
         return {"epoch": self.epoch, "samples": min(self.size, self.start + steps * self.global_batch_size)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.start, self._yielded = state["epoch"], state["samples"], 0
+        self._tell_epoch(state["epoch"])
+        self.start, self._yielded = state["samples"], 0
+
+    def _tell_epoch(self, epoch: int) -> None:
+        """A dataset with `set_epoch` may be another one in each epoch, and of another size."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        self.epoch, self.size = epoch, len(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
         self._yielded = 0

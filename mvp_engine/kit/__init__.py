@@ -1,1 +1,5 @@
 """Kits: small suites of calls that recipes use as they like."""
+
+from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit
+
+__all__ = ["DataSource", "Limits", "MLLMData", "MLLMDataKit"]

@@ -1,6 +1,6 @@
 """Rows as users have them, to packed batches that a model can train on."""
 
-from mvp_engine.kit.data.kit import DataSource, MLLMData, MLLMDataKit, PackDataset, PackLoader
+from mvp_engine.kit.data.kit import DataSource, MLLMData, MLLMDataKit, PackLoader
 from mvp_engine.kit.data.limits import Limits
 
-__all__ = ["DataSource", "Limits", "MLLMData", "MLLMDataKit", "PackDataset", "PackLoader"]
+__all__ = ["DataSource", "Limits", "MLLMData", "MLLMDataKit", "PackLoader"]

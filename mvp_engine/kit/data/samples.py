@@ -1,0 +1,214 @@
+"""From a row to the tokens that a model reads, and with its media decoded, to a batch of one sequence.
+
+A plan counts with `prepare`, a worker goes on from it with `load`: what is counted is what is trained on.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mvp_engine.batch import IGNORE, Media, PackedBatch
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data import media as through_processor
+from mvp_engine.kit.data.limits import Info, Limits
+from mvp_engine.kit.data.media import MediaHandler, expand
+from mvp_engine.kit.data.rows import BadRow, Part, read_row
+from mvp_engine.kit.data.template import Placeholder, Rendered, Template, Tokens, cut
+
+Positions = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Media]], Tensor]
+OVERLONG = ("drop", "truncate", "shrink", "error")
+_CODE = ("decode", "limits", "media", "rows", "samples", "sources", "template")  # what has a say in a row's cost
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A row in tokens, its media not decoded yet: in the order of the text, without those that were cut off."""
+
+    ids: list[int]
+    loss: list[bool]
+    parts: list[Part]
+    infos: list[Info]
+    expansions: list[str]
+
+
+class RopePositions:
+    """Positions on three axes as the model itself makes them, by its `get_rope_index`; no weights are needed."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = copy.deepcopy(config)
+
+    @classmethod
+    def of(cls, config: Any) -> RopePositions | None:
+        """None where the model counts its tokens like any other."""
+        made = cls(config)
+        return made if hasattr(made._model, "get_rope_index") else None
+
+    @cached_property
+    def _model(self) -> Any:
+        from mvp_engine.model_engine.packed import LanguageModel
+
+        with torch.device("meta"):
+            return LanguageModel.from_config(copy.deepcopy(self.config)).base()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config}
+
+    def __call__(self, ids: Tensor, types: Mapping[str, Tensor], media: Mapping[str, Media]) -> Tensor:
+        fields = {name: value for one in media.values() if len(one.rows) for name, value in one.fields.items()}
+        if not any(len(one.rows) for one in media.values()):
+            return torch.arange(len(ids)).expand(3, -1)
+        if "feature_attention_mask" in fields:
+            fields["audio_seqlens"] = fields["feature_attention_mask"].sum(-1)
+        if "video_second_per_grid" in fields:
+            fields["second_per_grids"] = fields["video_second_per_grid"]
+        fields |= {name: value[None] for name, value in types.items()}
+        known = inspect.signature(self._model.get_rope_index).parameters
+        given = {name: value for name, value in fields.items() if name in known}
+        found = self._model.get_rope_index(ids[None], attention_mask=torch.ones_like(ids)[None], **given)[0]
+        return found[:, 0].long()
+
+
+class Sampler:
+    """Rows for one model: its processor (or tokenizer) with its chat template, under limits."""
+
+    def __init__(
+        self,
+        processor: Any,
+        limits: Limits | None = None,
+        *,
+        most_tokens: int,
+        overlong: str = "drop",
+        options: Mapping[str, Any] | None = None,
+        positions: Positions | None = None,
+    ) -> None:
+        self.media, self.template = MediaHandler(processor, limits), Template(processor, **(options or {}))
+        self.most_tokens, self.overlong, self.positions = most_tokens, overlong, positions
+        kinds = [kind for kind in self.media.kinds if kind in self.template.placeholders]
+        self._with_outer = {kind: _takes_outer(self.media, kind, self.template.placeholders[kind]) for kind in kinds}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Another one when anything changes that has a say in a row's cost, save for `most_tokens` and `overlong`."""
+        import transformers
+
+        tokenizer, processor = self.media.tokenizer, self.media.processor
+        told = [transformers.__version__, tokenizer.backend_tokenizer.to_str(), repr(tokenizer.special_tokens_map)]
+        told += [json.dumps(self.template.speaker.chat_template), repr(sorted(self.template.options.items()))]
+        told += [repr(self.media.limits), processor.to_json_string() if self.media.kinds else ""]
+        told += [Path(__file__).with_name(f"{name}.py").read_text() for name in _CODE]
+        return hashlib.blake2b("\0".join(told).encode(), digest_size=16).hexdigest()
+
+    def prepare(self, raw: Mapping[str, Any], format: str | None, root: Path, fit: bool = True) -> Prepared:
+        """BadRow if it cannot be trained on; with `fit`, an over-long row is cut or its media shrink, if asked for."""
+        row = read_row(raw, format)
+        rendered, every = self.template.render(row), row.media()
+        parts = [every[place.index] for place in rendered.media]
+        infos = [self.media.probe(part, root) for part in parts]
+        tokens, expansions = self._tokens(rendered, infos)
+        if not fit or len(tokens.ids) <= self.most_tokens:
+            return Prepared(tokens.ids, tokens.loss, parts, infos, expansions)
+        if self.overlong == "shrink":
+            infos = self._shrunk(infos, len(tokens.ids))
+            tokens, expansions = self._tokens(rendered, infos)
+            if len(tokens.ids) <= self.most_tokens:
+                return Prepared(tokens.ids, tokens.loss, parts, infos, expansions)
+        elif self.overlong == "truncate":
+            ids, loss, kept = cut(tokens.ids, tokens.loss, [place.outer for place in tokens.media], self.most_tokens)
+            return Prepared(ids, loss, parts[:kept], infos[:kept], expansions[:kept])
+        raise BadRow("overlong", f"{len(tokens.ids)} tokens; {self.most_tokens} are allowed")
+
+    def encoder_cost(self, prepared: Prepared) -> int:
+        """Numbers that encoders read."""
+        return sum(self.media.cost(info).encoder for info in prepared.infos)
+
+    def load(self, prepared: Prepared, root: Path, fields: Mapping[str, int]) -> PackedBatch:
+        """Decode the media. `fields` go into the batch's `sequences`."""
+        decoded = [
+            self.media.decode(part, info, root) for part, info in zip(prepared.parts, prepared.infos, strict=True)
+        ]
+        texts, media = self.media.collate(prepared.infos, decoded)
+        if texts != prepared.expansions:
+            raise BadRow("changed", "the processor makes other tokens of the media than it did without their content")
+        return self._batch(torch.tensor(prepared.ids), torch.tensor(prepared.loss), media, fields)
+
+    def nothing(self, fields: Mapping[str, int]) -> PackedBatch:
+        """The smallest batch of this kind that trains nothing, for a pack of which no row is left."""
+        eos = self.media.tokenizer.eos_token_id
+        batch = self._batch(torch.tensor([eos or 0]), torch.tensor([False]), self.media.empty(), fields)
+        return replace(batch, labels=torch.full_like(batch.labels, IGNORE))
+
+    def _batch(self, ids: Tensor, loss: Tensor, media: dict[str, Media], fields: Mapping[str, int]) -> PackedBatch:
+        types = self.media.token_types(ids)
+        positions = torch.arange(len(ids)) if self.positions is None else self.positions(ids, types, media)
+        return PackedBatch.from_sequences(
+            [ids],
+            [loss],
+            position_ids=[positions],
+            tokens={name: [value] for name, value in types.items()},
+            sequences={name: torch.tensor([value]) for name, value in fields.items()},
+            media=media,
+        )
+
+    def _tokens(self, rendered: Rendered, infos: Sequence[Info]) -> tuple[Tokens, list[str]]:
+        """Tokens of the text with each placeholder expanded to what the processor makes of the item."""
+        expansions = [self.media.expansion(info) for info in infos]
+        if not expansions:
+            return self.template.tokenize(rendered), []
+        places = [place.outer if self._with_outer[place.kind] else place.span for place in rendered.media]
+        text, moved = expand(rendered.text, places, expansions)
+        found = []
+        for place, (start, end) in zip(rendered.media, places, strict=True):
+            piece = self.template.special_pattern.search(text, moved(start), moved(end))  # any will do
+            if piece is None:
+                raise UserError(f"what the processor makes of {place.kind} has no special token of the tokenizer")
+            outer = moved(place.outer[0]), moved(place.outer[1])
+            found.append(Placeholder(place.index, place.kind, piece.span(), outer))
+        loss = tuple((moved(start), moved(end)) for start, end in rendered.loss)
+        return self.template.tokenize(replace(rendered, text=text, loss=loss, media=tuple(found))), expansions
+
+    def _shrunk(self, infos: Sequence[Info], tokens: int) -> list[Info]:
+        """Each item in the same proportion, so that the row fits. Sounds stay as they are."""
+        costs = [self.media.cost(info).tokens for info in infos]
+        fixed = tokens - sum(cost for cost, info in zip(costs, infos, strict=True) if info.kind != "audio")
+        share = (self.most_tokens - fixed) / max(1, tokens - fixed)
+        new = []
+        for cost, info in zip(costs, infos, strict=True):
+            small = info if info.kind == "audio" else self.media.shrink(info, int(cost * share)) if share > 0 else None
+            if small is None:
+                raise BadRow("overlong", f"{tokens} tokens, and its media cannot shrink to fit {self.most_tokens}")
+            new.append(small)
+        return new
+
+
+def _takes_outer(media: MediaHandler, kind: str, written: Sequence[str]) -> bool:
+    """Whether what a processor makes of an item already has the tokens that a chat template writes around it.
+
+    Some processors write them where they are not there, or take them away with the placeholder, so it is asked.
+    """
+    before, token, behind = written
+    if token != media.placeholder(kind):
+        who = type(media.processor).__name__
+        raise UserError(
+            f"the chat template writes {token!r} for {kind}, but {who} looks for {media.placeholder(kind)!r}"
+        )
+    info = Info(kind, 64, 48, 4, 2.0, 4, media.rate // 2, media.rate)
+    asked = [(info, through_processor._blank(info, "cpu"))]
+    alone, inside = (
+        through_processor._ask(media.processor, asked, text, media.rate)[0] for text in (token, before + token + behind)
+    )
+    if inside not in (before + alone + behind, alone):
+        raise UserError(
+            f"cannot tell what the processor makes of {before + token + behind!r}: it gives {inside[:200]!r}"
+        )
+    return bool(before + behind) and inside == alone

@@ -1,0 +1,375 @@
+"""MLLMDataKit from files to a model that learns: masks, media, over-long and bad rows, all of it counted."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from PIL import Image
+from templates.tiny import FOLDER, tokenizer
+
+from mvp_engine.batch import IGNORE, PackedBatch
+from mvp_engine.errors import UserError
+from mvp_engine.kit import MLLMData, MLLMDataKit
+from mvp_engine.kit.data import media
+from mvp_engine.kit.data.rows import read_row
+from mvp_engine.kit.data.template import Template
+from mvp_engine.model_engine.packed import LanguageModel
+
+PATCH: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+AREAS = {"shortest_edge": 8 * 8, "longest_edge": 32 * 32}
+VIT: dict[str, Any] = {
+    **PATCH,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+TEXT: dict[str, Any] = {
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+@cache
+def qwen3_vl() -> Any:
+    words = tokenizer("qwen_vl")
+    films = hf.Qwen3VLVideoProcessor(**PATCH, size=AREAS)
+    template = (FOLDER / "qwen_vl.jinja").read_text()
+    return hf.Qwen3VLProcessor(hf.Qwen2VLImageProcessor(**PATCH, size=AREAS), words, films, chat_template=template)
+
+
+def model_config() -> Any:
+    ids: dict[str, Any] = {
+        f"{kind}_token_id": tokenizer("qwen_vl").convert_tokens_to_ids(f"<|{kind}_pad|>") for kind in ("image", "video")
+    }
+    ids["vision_start_token_id"] = tokenizer("qwen_vl").convert_tokens_to_ids("<|vision_start|>")
+    rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+    return hf.Qwen3VLConfig(text_config={**TEXT, **rope}, vision_config=VIT, **ids)
+
+
+def chat(question: Any, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def picture(file: Path, width: int, height: int, seed: int = 0) -> str:
+    drawn = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(drawn).save(file)
+    return file.name
+
+
+def write(file: Path, rows: list[Any]) -> Path:
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return file
+
+
+def made(file: Path, processor: Any, config: Any = None, **settings: Any) -> MLLMDataKit:
+    given = {"sources": [{"path": str(file)}], "micro_batch_tokens": 256, "packs_per_step": 2}
+    given |= {"cache": str(file.parent / "cache"), **settings}
+    return MLLMDataKit(MLLMData.model_validate(given), processor, model_config=config)
+
+
+def with_images(folder: Path, rows: int = 12) -> list[dict[str, Any]]:
+    found = []
+    for i in range(rows):
+        names = [picture(folder / f"{i}_{j}.png", 16 + 8 * (i % 3), 16 + 4 * j, i) for j in range(i % 3)]
+        question = [*({"type": "image", "image": name} for name in names), {"type": "text", "text": f"How many? {i}"}]
+        found.append(chat(question, f"{len(names)} pictures."))
+    return found
+
+
+def learns(model: LanguageModel, batches: list[PackedBatch], steps: int = 8) -> list[float]:
+    optimizer, means = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        total = torch.stack([-model(batch, ["log_probs"])["log_probs"].sum() for batch in batches]).sum()
+        loss = total / torch.stack([batch.weight for batch in batches]).sum()
+        loss.backward()
+        optimizer.step()
+        means.append(float(loss.detach()))
+    return means
+
+
+def test_chats_are_trained_on_as_the_template_masks_them(tmp_path: Path) -> None:
+    rows = [chat(f"What is {i}?", f"It is {'very ' * (i % 7)}{i}.") for i in range(40)]
+    kit = made(write(tmp_path / "chat.jsonl", rows), tokenizer("qwen2_5"))
+    template, seen = Template(tokenizer("qwen2_5")), set()
+    for batch in kit.loader("train"):
+        assert batch.num_tokens <= 256
+        for s, sample in enumerate(batch.sequences["sample"].tolist()):
+            ids, loss, _ = template.tokenize(template.render(read_row(rows[sample])))
+            part = batch.select([s])
+            assert part.input_ids.tolist() == ids
+            assert part.position_ids.tolist() == list(range(len(ids)))
+            expected = [id if has else IGNORE for id, has in zip(ids[1:], loss[1:], strict=True)]
+            assert part.labels.tolist() == [*expected, IGNORE]
+            seen.add(sample)
+    assert seen == set(range(40))
+
+
+def test_text_alone_needs_no_chat_template_and_is_learnt(tmp_path: Path) -> None:
+    words = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer("zephyr").backend_tokenizer, eos_token="</s>")
+    kit = made(write(tmp_path / "text.jsonl", [{"text": f"hello world {i % 3}"} for i in range(30)]), words)
+    batches = list(kit.loader("train"))
+    torch.manual_seed(0)
+    means = learns(LanguageModel.from_config(hf.Qwen3Config(**TEXT)), batches)
+    assert means[-1] < 0.5 * means[0]
+    assert kit.summary("train").startswith("train: 30 rows an epoch (text: 30)")
+
+
+def test_images_go_through_the_processor_and_a_model_learns(tmp_path: Path) -> None:
+    rows, processor, config = with_images(tmp_path), qwen3_vl(), model_config()
+    kit = made(write(tmp_path / "pictures.jsonl", rows), processor, config)
+    batches = list(kit.loader("train", num_workers=1))
+    torch.manual_seed(0)
+    model = LanguageModel.from_config(config)
+    for batch in batches:
+        for s, sample in enumerate(batch.sequences["sample"].tolist()):
+            check_against_processor(batch.select([s]), rows[sample], tmp_path, model)
+    assert sum(len(batch.media["pixel_values"].rows) for batch in batches) == 12
+    means = learns(model, batches)
+    assert means[-1] < 0.7 * means[0]
+
+
+def check_against_processor(one: PackedBatch, row: dict[str, Any], folder: Path, model: LanguageModel) -> None:
+    """Tokens, pixels and positions are those that transformers itself makes of the row."""
+    names = [block["image"] for block in row["messages"][0]["content"] if block["type"] == "image"]
+    text = qwen3_vl().apply_chat_template(row["messages"], tokenize=False)
+    images = [Image.open(folder / name) for name in names] or None
+    expected = qwen3_vl()(text=[text], images=images, return_tensors="pt", return_mm_token_type_ids=True)
+    assert torch.equal(one.input_ids, expected["input_ids"][0])
+    grids = {"image_grid_thw": expected["image_grid_thw"]} if names else {}
+    base: Any = model.base()
+    positions, _ = base.get_rope_index(expected["input_ids"], expected["mm_token_type_ids"], **grids)
+    assert torch.equal(one.position_ids, positions[:, 0])
+    if names:
+        assert torch.equal(one.media["pixel_values"].values, expected["pixel_values"])
+        assert torch.equal(one.media["pixel_values"].fields["image_grid_thw"], expected["image_grid_thw"])
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+def test_a_video_becomes_what_the_processor_makes_of_the_whole_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swallows: bool
+) -> None:
+    """Some versions of transformers take the tokens around a video's placeholder away with it."""
+    frames = [picture(tmp_path / f"{i}.png", 16, 16, i) for i in range(4)]
+    row = {**chat("<video>What?", "A film."), "videos": [frames]}
+    shown = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]}, row["messages"][1]]
+    text, token = qwen3_vl().apply_chat_template(shown, tokenize=False), "<|video_pad|>"
+    whole = f"<|vision_start|>{token}<|vision_end|>"
+    if swallows:
+        ask, text = media._ask, text.replace(whole, token)
+        monkeypatch.setattr(
+            media, "_ask", lambda p, a, t, *more, **m: ask(p, a, token if t == whole else t, *more, **m)
+        )
+    batch = next(iter(made(write(tmp_path / "films.jsonl", [row]), qwen3_vl(), model_config()).loader("train")))
+    film = torch.stack([torch.from_numpy(np.array(Image.open(tmp_path / name))).permute(2, 0, 1) for name in frames])
+    about = {"total_num_frames": 4, "fps": 2.0, "duration": 2.0, "frames_indices": [0, 1, 2, 3]}
+    given = {"videos": [[film]], "videos_kwargs": {"video_metadata": [[about]], "do_sample_frames": False}}
+    expected = qwen3_vl()(text=[text], **given, return_tensors="pt")
+    assert batch.input_ids.tolist() == expected["input_ids"][0].tolist()
+    assert torch.equal(batch.media["pixel_values_videos"].values, expected["pixel_values_videos"])
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "shrink", "error"])
+def test_over_long_rows(tmp_path: Path, overlong: str) -> None:
+    wide = picture(tmp_path / "wide.png", 32, 32)
+    blocks = [{"type": "image", "image": wide}] * 4
+    rows = [chat("Hi", "Yes"), chat("Hi", "long " * 200), chat([*blocks, {"type": "text", "text": "?"}], "Four.")]
+    kit = made(
+        write(tmp_path / "long.jsonl", rows),
+        qwen3_vl(),
+        model_config(),
+        row_tokens=90,
+        overlong=overlong,
+        max_bad_fraction=0.7,
+    )
+    if overlong == "error":
+        with pytest.raises(UserError, match=r"2 row\(s\) have more than 90 tokens, such as long.jsonl:2, long.jsonl:3"):
+            kit.loader("train")
+        return
+    batches = {s: b.select([i]) for b in kit.loader("train") for i, s in enumerate(b.sequences["sample"].tolist())}
+    assert all(batch.num_tokens <= 90 for batch in batches.values())
+    assert all(int(batch.weight) > 0 for batch in batches.values())
+    lost = kit.summary("train")
+    if overlong == "drop":
+        assert batches.keys() == {0}
+        assert "Bad rows: none. Over-long rows dropped: 2" in lost
+    elif overlong == "truncate":  # the question of the third is all that would be left
+        assert batches.keys() == {0, 1}
+        assert batches[1].num_tokens == 90
+        assert "Bad rows: 1 nothing_to_learn. Over-long rows truncated: 2" in lost
+    else:
+        assert batches.keys() == {0, 2}
+        assert len(batches[2].media["pixel_values"].rows) == 4
+        assert "Bad rows: 1 overlong. Over-long rows shrunk: 2" in lost
+
+
+def test_bad_rows_are_named_counted_and_left_out(tmp_path: Path) -> None:
+    rows: list[Any] = [chat("Hi", f"Yes {i}") for i in range(20)]
+    rows[3], rows[7] = "{broken", {"question": "?"}
+    rows[11] = chat([{"type": "image", "image": "gone.png"}], "None.")
+    rows[15] = chat([{"type": "image", "image": "../../etc/passwd"}], "None.")
+    file = write(tmp_path / "rows.jsonl", rows)
+    out = tmp_path / "run"
+    kit = made(file, qwen3_vl(), model_config(), max_bad_fraction=0.2)
+    for rank in (1, 0, 0):  # the last is a resume
+        loader = kit.loader("train", rank=rank, world_size=2, folder=out)
+    listed = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
+    expected = {"rows.jsonl:4": "bad_json", "rows.jsonl:8": "unknown_format"}
+    expected |= {"rows.jsonl:12": "missing_file", "rows.jsonl:16": "path_escape"}
+    assert {line["where"]: line["reason"] for line in listed} == expected
+    assert len(listed) == 4
+    assert loader.bad_rows.counts["rows", "missing_file"] == 1
+    samples = {s for batch in kit.loader("train") for s in batch.sequences["sample"].tolist()}
+    assert samples == set(range(20)) - {3, 7, 11, 15}
+    for settings in ({"max_bad_fraction": 0.15}, {"max_bad_fraction": 1.0, "max_bad_rows": 3}):
+        with pytest.raises(UserError, match=r"4 of 20 rows are bad, and 3 are allowed .*1 bad_json.*rows.jsonl:4"):
+            made(file, qwen3_vl(), model_config(), **settings).loader("train")
+
+
+def test_rows_whose_files_were_mended_are_taken_back(tmp_path: Path) -> None:
+    rows = [chat("Hi", "Yes"), chat([{"type": "image", "image": "late.png"}], "None.")]
+    file = write(tmp_path / "rows.jsonl", rows)
+    assert "1 missing_file" in made(file, qwen3_vl()).summary("train")
+    picture(tmp_path / "late.png", 16, 16)
+    assert "Bad rows: none" in made(file, qwen3_vl()).summary("train")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_picture_that_breaks_after_the_plan_costs_its_row_and_nothing_else(tmp_path: Path, workers: int) -> None:
+    file = write(tmp_path / "pictures.jsonl", with_images(tmp_path))
+    kit = made(file, qwen3_vl(), model_config(), max_bad_fraction=0.2, micro_batch_tokens=128)
+    kit.names()
+    cut_off = tmp_path / "4_0.png"
+    cut_off.write_bytes(cut_off.read_bytes()[:100])
+    for _ in range(2):
+        loader = kit.loader("train", folder=tmp_path, num_workers=workers)
+        samples = sorted(s for batch in loader for s in batch.sequences["sample"].tolist() if s >= 0)
+    listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
+    assert [(line["where"], line["reason"]) for line in listed] == [("pictures.jsonl:5", "corrupt")]
+    assert samples == sorted(set(range(12)) - {4})
+    strict = made(file, qwen3_vl(), model_config(), max_bad_rows=0, max_bad_fraction=1.0, micro_batch_tokens=128)
+    with pytest.raises(UserError, match="0 are allowed"):
+        list(strict.loader("train", num_workers=workers))
+
+
+def test_a_picture_that_grew_after_the_plan_never_takes_a_pack_over_its_budget(tmp_path: Path) -> None:
+    name = picture(tmp_path / "a.png", 16, 16)
+    file = write(tmp_path / "one.jsonl", [chat([{"type": "image", "image": name}], "One.")])
+    tokens = int(made(file, qwen3_vl()).dataset("train").plan.tokens[0])
+    tight, roomy = (made(file, qwen3_vl(), max_bad_fraction=1.0, micro_batch_tokens=n) for n in (tokens, tokens + 20))
+    loaders = [kit.loader("train", folder=tmp_path / str(i)) for i, kit in enumerate((tight, roomy))]
+    picture(tmp_path / name, 32, 32)
+    lost, grown = (next(iter(loader)) for loader in loaders)
+    assert (lost.num_tokens, grown.num_tokens) == (1, tokens + 12)
+    assert '"reason": "overlong"' in (tmp_path / "0" / "bad_rows.jsonl").read_text()
+
+
+def test_a_pack_of_which_nothing_is_left_trains_nothing(tmp_path: Path) -> None:
+    name = picture(tmp_path / "a.png", 16, 16)
+    file = write(tmp_path / "one.jsonl", [chat([{"type": "image", "image": name}], "One.")])
+    kit = made(file, qwen3_vl(), model_config(), max_bad_fraction=1.0)
+    good = next(iter(kit.loader("train")))
+    (tmp_path / name).unlink()
+    (batch,) = list(kit.loader("train"))
+    assert int(batch.weight) == 0
+    assert batch.num_tokens == 1
+    assert PackedBatch.concat([good, batch]).num_sequences == 2  # of the same kind
+    LanguageModel.from_config(model_config())(batch, ["log_probs"])
+
+
+def test_a_bug_in_a_handler_raises_and_names_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit = made(write(tmp_path / "a.jsonl", [{"text": "hello"}]), tokenizer("zephyr"))
+    loader = kit.loader("train")
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(kit.sampler.media, "collate", broken)
+    with pytest.raises(ZeroDivisionError, match="a bug") as caught:
+        list(loader)
+    assert "while reading a.jsonl:1" in caught.value.__notes__
+
+
+def test_each_source_has_a_loss_of_its_own(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(9)]) for name in "ab"]
+    kit = made(paths[0], tokenizer("zephyr"), sources=[{"path": str(path), "name": path.stem * 2} for path in paths])
+    batch = next(iter(kit.loader("train")))
+    log_probs = torch.where(batch.labels != IGNORE, -torch.arange(batch.num_tokens).float(), 0.0)
+    found = kit.source_losses(log_probs, batch)
+    assert list(found) == ["loss_aa", "loss_bb"]
+    for i, (total, weight) in enumerate(found.values()):
+        part = [s for s, source in enumerate(batch.sequences["source"].tolist()) if source == i]
+        spans = [slice(*batch.cu_seqlens[s : s + 2].tolist()) for s in part]
+        assert float(total) == -sum(float(log_probs[span].sum()) for span in spans)
+        assert int(weight) == sum(int((batch.labels[span] != IGNORE).sum()) for span in spans) > 0
+
+
+def test_settings_that_cannot_be_are_explained(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{"text": "hello"}])
+    tries: list[tuple[dict[str, Any], str]] = [
+        ({"limits": {"pixels": 3}}, "there is no limit pixels"),
+        ({"global_batch_tokens": 300, "packs_per_step": None}, "multiple of micro_batch_tokens"),
+        ({"sources": [{"path": str(file), "format": "chatty"}]}, "choose one of"),
+    ]
+    for settings, words in tries:
+        with pytest.raises(ValueError, match=words):
+            made(file, tokenizer("zephyr"), **settings)
+    call: Callable[..., Any] = made(file, tokenizer("zephyr"), packs_per_step=None).loader
+    with pytest.raises(UserError, match="how large is a step"):
+        call("train")
+    with pytest.raises(UserError, match="no source has split: eval"):
+        call("eval", packs_per_step=1)
+    limits = made(file, tokenizer("zephyr"), limits={"max_pixels": 64 * 64}).settings
+    assert limits.model_dump()["limits"]["max_pixels"] == 4096
+    assert MLLMData.model_validate(limits.model_dump()) == limits
+
+
+def test_an_engine_gives_sizes_ranks_and_seed_and_the_ranks_must_agree(tmp_path: Path) -> None:
+    kit = made(
+        write(tmp_path / "a.jsonl", [{"text": "hello world"} for _ in range(99)]),
+        tokenizer("zephyr"),
+        packs_per_step=None,
+    )
+    answers = [lambda mine: [mine, mine], lambda mine: [mine, "other"]]
+    for agrees, gather in zip((True, False), answers, strict=True):
+        engine: Any = SimpleNamespace(
+            config=SimpleNamespace(seed=5, data=SimpleNamespace(micro_batch_size=1, num_workers=0)),
+            layout=SimpleNamespace(data_rank=1, data_size=2),
+            world=SimpleNamespace(all_gather=gather, is_main=True),
+            device=torch.device("cpu"),
+            run=SimpleNamespace(dir=tmp_path),
+            global_batch_size=4,
+        )
+        if agrees:
+            loader = kit.engine_loader(engine)
+            same = kit.loader("train", packs_per_step=4, seed=5, rank=1, world_size=2)
+            assert all(a.equals(b) for a, b in zip(loader, same, strict=True))
+            assert loader.accumulation == 2
+            again = pickle.loads(pickle.dumps(loader.dataset))
+            assert again[0][0].equals(loader.dataset[0][0])
+            continue
+        with pytest.raises(UserError, match="Do all nodes see the same files"):
+            kit.engine_loader(engine)
+        engine.config.data.micro_batch_size = 2
+        with pytest.raises(UserError, match=r"set data.micro_batch_size=1 and data.global_batch_size=4"):
+            kit.engine_loader(engine)

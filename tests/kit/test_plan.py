@@ -1,0 +1,227 @@
+"""The plan: every row once, never over the budget, hardly a gap, the same whoever asks; costs are found once."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from templates.tiny import tokenizer
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit import MLLMData, MLLMDataKit
+from mvp_engine.kit.data import plan as planning
+from mvp_engine.kit.data.kit import PackLoader
+from mvp_engine.kit.data.plan import Plan, make_packs, make_plan
+
+
+def lengths(rows: int, seed: int = 0, most: int = 4096) -> np.ndarray:
+    drawn = np.exp(np.random.default_rng(seed).normal(6, 1, rows))
+    return np.clip(drawn, 32, most).astype(np.int64)
+
+
+def planned(tokens: np.ndarray, budget: int = 8192, packs: int = 8, seed: int = 0) -> Plan:
+    order = np.stack([np.zeros(len(tokens), np.int64), np.arange(len(tokens))], 1)
+    encoder = (tokens % 7 == 0) * tokens * 500
+    shuffle = np.random.default_rng(seed)
+    return make_plan(order, tokens, encoder, budget=budget, packs_per_step=packs, shuffle=shuffle)
+
+
+@pytest.mark.parametrize("budget", [4096, 8192, 16384])
+@pytest.mark.parametrize("rows", [1, 3, 10_000])
+def test_each_row_is_in_one_pack_and_no_pack_is_over_its_budget(rows: int, budget: int) -> None:
+    tokens = lengths(rows)
+    plan = planned(tokens, budget)
+    packs = [plan.pack(i)[0][:, 1].tolist() for i in range(len(plan))]
+    assert sorted(row for pack in packs for row in pack) == list(range(rows))
+    assert all(0 < tokens[pack].sum() <= budget for pack in packs)
+    assert all(plan.pack(i)[1].tolist() == tokens[pack].tolist() for i, pack in enumerate(packs))
+    assert plan.steps == -(-len(packs) // 8)
+    assert rows < 10_000 or plan.fill >= 0.99
+
+
+def test_a_million_rows_are_planned_in_seconds_and_packs_are_full() -> None:
+    tokens, begun = lengths(1_000_000), time.perf_counter()
+    plan = planned(tokens)
+    assert plan.fill >= 0.99
+    assert time.perf_counter() - begun < 60  # a few, on a machine with nothing else to do
+
+
+def test_rows_that_fit_nowhere_are_refused() -> None:
+    assert make_packs(np.array([5, 5, 5], np.int64), 5) == [[0], [1], [2]]
+    for tokens in ([6], [0]):
+        with pytest.raises(ValueError, match="do not fit"):
+            make_packs(np.array(tokens, np.int64), 5)
+
+
+def test_packs_that_ranks_take_side_by_side_are_the_most_alike() -> None:
+    tokens = lengths(20_000)
+    plan = planned(tokens, packs=16)
+    encoder = (tokens % 7 == 0) * tokens * 500
+    work = np.array([(tokens + encoder // planning.PATCH)[plan.pack(i)[0][:, 1]].sum() for i in range(len(plan))])
+    whole = work[: len(work) // 16 * 16].reshape(-1, 4, 4)  # step, micro-batch, rank
+    assert (np.diff(whole.reshape(-1, 16), axis=1) <= 0).all()
+    waste = 1 - whole.mean(2).sum() / whole.max(2).sum()
+    mixed = np.random.default_rng(0).permutation(work)[: whole.size].reshape(-1, 4)
+    assert waste < 0.5 * (1 - mixed.mean(1).sum() / mixed.max(1).sum())  # 2.8 % and 8.7 % of the time of all ranks
+
+
+# With a kit around it
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+
+
+def write_texts(file: Path, rows: int, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
+    texts = [" ".join(rng.choice(WORDS, rng.integers(1, 30))) for _ in range(rows)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def kit(folder: Path, workers: int = 0, **settings: Any) -> MLLMDataKit:
+    given = {"sources": [{"path": str(folder / "a.jsonl")}, {"path": str(folder / "b.jsonl")}], "packs_per_step": 4}
+    given |= {"micro_batch_tokens": 256, "cache": str(folder / "cache"), **settings}
+    return MLLMDataKit(MLLMData.model_validate(given), tokenizer("zephyr"), num_workers=workers)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("texts")
+    write_texts(made / "a.jsonl", 150)
+    write_texts(made / "b.jsonl", 60, seed=1)
+    kit(made).names()
+    return made
+
+
+def steps(loaders: list[PackLoader], most: int | None = None) -> list[list[int]]:
+    """The samples of each global step, put together from all ranks, in the order of the packs."""
+    found: list[list[list[int]]] = []
+    for loader in loaders:
+        for i, batch in enumerate(loader):
+            step = i // loader.accumulation
+            if step == most:
+                break
+            found += [[] for _ in range(step + 1 - len(found))]
+            found[step].append(batch.sequences["sample"].tolist())
+    return [sorted(sample for pack in packs for sample in pack) for packs in found]
+
+
+def test_every_epoch_has_every_row_once_in_an_order_of_its_own(folder: Path) -> None:
+    loader = kit(folder).loader("train", seed=3)
+    first = steps([loader])
+    loader.set_epoch(1)
+    second = steps([loader])
+    for epoch in (first, second):
+        assert sorted(sample for step in epoch for sample in step) == list(range(210))
+    assert len(second) == loader.steps_per_epoch
+    assert first != second
+    assert first == steps([kit(folder).loader("train", seed=3)])
+    assert first != steps([kit(folder).loader("train", seed=4)])
+    assert loader.dataset.plan.fill > 0.9
+
+
+@pytest.mark.parametrize("worlds", [(1, 2, 4), (2, 1, 4), (4, 2, 1)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stopping_twice_and_going_on_with_other_ranks_gives_the_straight_order(
+    folder: Path, worlds: tuple[int, ...], workers: int
+) -> None:
+    made = kit(folder)
+    straight = made.loader("train")
+    straight.set_epoch(2)
+    expected, got, state = steps([straight]), list[list[int]](), None
+    for world, most in zip(worlds, (2, 1, None), strict=True):
+        options: dict[str, Any] = {"world_size": world, "num_workers": workers if world < 4 else 0}
+        loaders = [made.loader("train", rank=rank, **options) for rank in range(world)]
+        for loader in loaders:
+            loader.load_state_dict(state) if state else loader.set_epoch(2)
+        if most is None:
+            got += steps(loaders)
+            break
+        taken: list[list[int]] = [[] for _ in range(most)]
+        for loader in loaders:
+            iterator = iter(loader)
+            for i in range(most * loader.accumulation):
+                taken[i // loader.accumulation] += next(iterator).sequences["sample"].tolist()
+        got += [sorted(step) for step in taken]
+        state = json.loads(json.dumps(loaders[-1].state_dict()))
+        assert all(loader.state_dict() == state for loader in loaders)
+    assert got == expected
+    assert sorted(sample for step in got for sample in step) == list(range(210))
+
+
+def test_packs_are_the_same_to_the_bit_with_workers_and_after_a_resume(folder: Path) -> None:
+    made = kit(folder)
+    alone = list(made.loader("train"))
+    assert all(a.equals(b) for a, b in zip(alone, made.loader("train", num_workers=2), strict=True))
+    later = made.loader("train")
+    later.load_state_dict({**later.state_dict(), "samples": 4})
+    assert all(a.equals(b) for a, b in zip(alone[4:], later, strict=True))
+
+
+def test_a_cursor_into_another_plan_is_refused(folder: Path) -> None:
+    state = kit(folder).loader("train").state_dict()
+    for changed in ({"micro_batch_tokens": 512}, {"packs_per_step": 2}, {"sources": [{"path": f"{folder}/a.jsonl"}]}):
+        with pytest.raises(UserError, match="not what the checkpoint was trained with"):
+            kit(folder, **changed).loader("train").load_state_dict(state)
+    kit(folder).loader("train").load_state_dict(state)
+
+
+def test_costs_are_found_once_in_processes_or_not_and_anew_when_something_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_texts(tmp_path / "a.jsonl", 150)
+    write_texts(tmp_path / "b.jsonl", 60, seed=1)
+    measured: list[int] = []
+    each = planning._each
+
+    def counted(measure: Any, chunks: list[list[int]], workers: int) -> Any:
+        measured.extend(map(len, chunks))
+        return each(measure, chunks, workers)
+
+    monkeypatch.setattr(planning, "_each", counted)
+    first = kit(tmp_path, workers=2).dataset("train").plan
+    assert sum(measured) == 210
+    measured.clear()
+    assert kit(tmp_path, micro_batch_tokens=256).dataset("train").plan.digest == first.digest
+    assert not measured
+    assert kit(tmp_path, cache=str(tmp_path / "other")).dataset("train").plan.digest == first.digest  # one process
+    measured.clear()
+    write_texts(tmp_path / "b.jsonl", 61, seed=1)
+    kit(tmp_path).names()
+    assert sum(measured) == 61
+    measured.clear()
+    kit(tmp_path, limits={"max_frames": 3}).names()
+    assert sum(measured) == 211
+
+
+def test_steps_tokens_and_fill_are_told_before_the_first_step(folder: Path) -> None:
+    made = kit(folder)
+    loader = made.loader("train")
+    batches = list(loader)
+    told = made.summary("train")
+    assert f"{sum(batch.num_tokens for batch in batches):,} tokens in {len(batches)} packs of 256" in told
+    assert f"{loader.steps_per_epoch} steps of 4" in told
+    assert "210 rows an epoch (a: 150, b: 60)" in told
+    assert "Bad rows: none" in told
+
+
+def test_mixing_by_repeats_and_by_weight(folder: Path) -> None:
+    paths = [str(folder / "a.jsonl"), str(folder / "b.jsonl")]
+    twice = [{"path": paths[0]}, {"path": paths[1], "repeats": 2.0}]
+    samples = [s for step in steps([kit(folder, sources=twice).loader("train")]) for s in step]
+    assert np.bincount(samples).tolist() == [1] * 150 + [2] * 60
+    halves = [{"path": path, "weight": 1.0} for path in paths]
+    loader = kit(folder, sources=halves).loader("train")
+    sources = np.concatenate([batch.sequences["source"].numpy() for batch in loader])
+    assert np.bincount(sources).tolist() == [105, 105]
+    with pytest.raises(ValueError, match="repeats and weights do not mix"):
+        kit(folder, sources=[{"path": paths[0], "weight": 1.0}, {"path": paths[1]}])
+
+
+def test_sample_ids_say_where_rows_come_from(folder: Path) -> None:
+    loader = kit(folder).loader("train", rank=1, world_size=2)
+    batch = next(iter(loader))
+    lines = [f"a.jsonl:{s + 1}" if s < 150 else f"b.jsonl:{s - 149}" for s in batch.sequences["sample"].tolist()]
+    assert loader.sample_ids(0, 1) == lines
