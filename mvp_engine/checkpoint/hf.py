@@ -21,12 +21,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mvp_engine.checkpoint.pieces import pieces
+from mvp_engine.checkpoint.storage import Slices
 from mvp_engine.errors import UserError
 
 LOGGER = logging.getLogger("mvp_engine")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-MAPPED_BYTES = 64 * 2**20
 
 Box = tuple[slice, ...]
 
@@ -46,8 +45,7 @@ class Folder:
             raise UserError(f"{path} has neither {SINGLE} nor {INDEX}{why}")
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, list[int]] = {}
-        self._open: tuple[Path, Any] | None = None
-        self._mapped = 0
+        self._slices = Slices()
         for name in names:
             try:
                 file = safe_open(path / name, framework="pt")
@@ -63,12 +61,7 @@ class Folder:
         return torch.empty(self._shapes[key], device="meta")
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
-        """A slice of an entry. What was read from a mapped file stays resident until it is closed, so that is soon."""
-        if self._open is None or self._open[0] != self._files[key] or self._mapped > MAPPED_BYTES:
-            self._open, self._mapped = (self._files[key], safe_open(self._files[key], framework="pt")), 0
-        value: Tensor = self._open[1].get_slice(key)[box if box else ...]
-        self._mapped += value.nbytes
-        return value
+        return self._slices.read(self._files[key], key, box or ())
 
 
 class _Converted:

@@ -2,7 +2,8 @@
 
 What is exported is described by a skeleton, a transformers model on the meta device, whose names and conversion tables
 say which of our tensors make which entries. Where the tensors come from is up to the caller: a model on its ranks, or a
-checkpoint on disk. No more than the entries of one file are held at a time.
+checkpoint on disk. Entries go to their file one by one: no more than a parameter, or a group that is converted
+together, is held at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mvp_engine.checkpoint.hf import INDEX, SINGLE
@@ -25,6 +25,12 @@ from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
 
 MAX_FILE_BYTES = 5 * 10**9
+
+KINDS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 
 # What a folder holds beside weights and config: tokenizer, processor, chat template, generation settings.
 SIDE_FILES = (
@@ -50,13 +56,18 @@ class _Group:
     """Parameters that become entries together; most often one of each."""
 
     sources: list[str] = field(default_factory=list)
-    sizes: dict[str, int] = field(default_factory=dict)  # elements of each entry
+    entries: dict[str, Tensor] = field(default_factory=dict)  # on the meta device
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries.values())
 
 
 class Plan:
     """Which of our tensors become which entries."""
 
-    def __init__(self, target: Target, shape: Callable[[str], torch.Size]) -> None:
+    def __init__(self, target: Target, like: Callable[[str], Tensor]) -> None:
+        """`like` gives a tensor of ours on the meta device."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, apply_converters
 
@@ -76,10 +87,9 @@ class Plan:
                 self.patterns[name] = (first, pattern)
             groups.setdefault(first if pattern is not None else name, _Group()).sources.append(name)
         self.groups = list(groups.values())
+        self.groups += [_Group([name]) for name in target.extras]
         for group in self.groups:
-            meta = {name: torch.empty(shape(target.names[name]), device="meta") for name in group.sources}
-            group.sizes = {name: value.numel() for name, value in self.convert(meta).items()}
-        self.groups += [_Group([name], {name: shape(name).numel()}) for name in target.extras]
+            group.entries = dict(self.entries(group, like))
 
     def convert(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """The entries that the parameters of one group become."""
@@ -103,12 +113,11 @@ class Plan:
         files: list[list[_Group]] = [[]]
         room = limit
         for group in self.groups:
-            size = sum(group.sizes.values()) * self.target.dtype.itemsize
-            if size > room and files[-1]:
+            if group.bytes > room and files[-1]:
                 files.append([])
                 room = limit
             files[-1].append(group)
-            room -= size
+            room -= group.bytes
         return files
 
     def entries(self, group: _Group, fetch: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -139,7 +148,7 @@ def export(
     target: Target,
     folder: Path,
     fetch: Callable[[str], Tensor],
-    shape: Callable[[str], torch.Size],
+    like: Callable[[str], Tensor],
     world: World,
     limit: int = MAX_FILE_BYTES,
 ) -> None:
@@ -147,20 +156,19 @@ def export(
     if world.broadcast(folder.exists() and any(folder.iterdir())):
         raise UserError(f"{folder} is there already and not empty; choose another name, or remove it")
     beside = folder.with_name(f".tmp-{folder.name}")
-    plan = Plan(target, shape)
+    plan = Plan(target, like)
     files = plan.files(limit)
     names = [SINGLE] if len(files) == 1 else [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in _from_1(files)]
     failure = _attempt(lambda: _begin(beside)) if world.is_main else None
     world.barrier()
     for index, (name, groups) in enumerate(zip(names, files, strict=True)):
-        mine = index % world.size == world.rank
-        held: dict[str, Tensor] = {}
+        mine = index % world.size == world.rank and failure is None
+        if mine:
+            failure = _attempt(partial(_write_header, beside / name, groups))
         for group in groups:
-            for entry, value in plan.entries(group, fetch):  # on every rank: fetching is done together
+            for _, value in plan.entries(group, fetch):  # on every rank: fetching is done together
                 if mine and failure is None:
-                    held[entry] = value.cpu().contiguous().clone()
-        if mine and failure is None:
-            failure = _attempt(partial(save_file, held, beside / name, {"format": "pt"}))
+                    failure = _attempt(partial(_append, beside / name, value))
     if world.is_main and failure is None:
         failure = _attempt(lambda: _describe(beside, plan, names, files))
     failures = [found for found in world.all_gather(failure) if found]
@@ -173,6 +181,24 @@ def export(
             folder.rmdir()
         beside.replace(folder)
     world.barrier()
+
+
+def _write_header(path: Path, groups: list[_Group]) -> None:
+    """The beginning of a safetensors file: what it holds, and where."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for group in groups:
+        for name, entry in group.entries.items():
+            start, end = end, end + entry.nbytes
+            header[name] = {"dtype": KINDS[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def _append(path: Path, value: Tensor) -> None:
+    with open(path, "ab") as file:
+        value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tofile(file)
 
 
 def _from_1(files: list[Any]) -> range:
@@ -196,8 +222,8 @@ def _begin(beside: Path) -> None:
 def _describe(beside: Path, plan: Plan, names: list[str], files: list[list[_Group]]) -> None:
     """Everything but the weights."""
     if len(names) > 1:
-        where = {e: name for name, groups in zip(names, files, strict=True) for group in groups for e in group.sizes}
-        size = sum(sum(group.sizes.values()) for group in plan.groups) * plan.target.dtype.itemsize
+        where = {e: name for name, groups in zip(names, files, strict=True) for group in groups for e in group.entries}
+        size = sum(group.bytes for group in plan.groups)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
         (beside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     write_side_files(plan.target, beside)

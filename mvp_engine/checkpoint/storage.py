@@ -30,6 +30,24 @@ from mvp_engine.errors import UserError
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
 
+class Slices:
+    """Slices of safetensors files. What was read of a mapped file stays resident until it is closed, which is soon."""
+
+    LIMIT = 64 * 2**20
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._file: Any = None
+        self._mapped = 0
+
+    def read(self, path: Path, key: str, box: tuple[slice, ...]) -> Tensor:
+        if path != self._path or self._mapped > self.LIMIT:
+            self._path, self._file, self._mapped = path, safe_open(path, "pt"), 0
+        value: Tensor = self._file.get_slice(key)[box or ...]
+        self._mapped += value.nbytes
+        return value
+
+
 class Piece(NamedTuple):
     """A box of a tensor, to be written."""
 
@@ -44,7 +62,7 @@ class Entry(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
-    pieces: dict[Box, Any]  # slices of mapped files
+    pieces: dict[Box, tuple[Path, str]]  # in which file, under which key
 
 
 def cut(tensors: dict[str, Tensor]) -> Iterator[Piece]:
@@ -79,6 +97,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
+        self._slices = Slices()
         rank, ranks = 0, 1
         while rank < ranks:
             ranks, rank = self._open(_file(folder, rank)), rank + 1
@@ -91,9 +110,9 @@ class Reader:
             file = safe_open(path, "pt")
             about = file.metadata()
             for key, part in json.loads(about["pieces"]).items():
-                data, dtype = file.get_slice(key), getattr(torch, part["dtype"].removeprefix("torch."))
+                dtype, size = getattr(torch, part["dtype"].removeprefix("torch.")), file.get_slice(key).get_shape()
                 entry = self.entries.setdefault(part["name"], Entry(torch.Size(part["shape"]), dtype, {}))
-                entry.pieces[tuple(part["offset"]), tuple(data.get_shape())] = data
+                entry.pieces[tuple(part["offset"]), tuple(size)] = (path, key)
             return int(about["ranks"])
         except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
@@ -119,7 +138,7 @@ class Reader:
         ends = [o + n for o, n in zip(offset, box.shape, strict=True)]
         if any(end > size for end, size in zip(ends, entry.shape, strict=True)):
             raise IndexError(f"there is no {tuple(box.shape)} at {tuple(offset)} in {tuple(entry.shape)}")
-        for (start, size), data in entry.pieces.items():
+        for (start, size), (path, key) in entry.pieces.items():
             low = [max(o, s) for o, s in zip(offset, start, strict=True)]
             high = [min(end, s + n) for end, s, n in zip(ends, start, size, strict=True)]
             both = list(zip(low, high, strict=True))
@@ -128,7 +147,7 @@ class Reader:
                     tuple(slice(a - o, b - o) for (a, b), o in zip(both, origin, strict=True))
                     for origin in (offset, start)
                 )
-                box[here].copy_(data[there])
+                box[here].copy_(self._slices.read(path, key, there))
 
 
 @contextmanager

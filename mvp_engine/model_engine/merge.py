@@ -44,5 +44,9 @@ def merge(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, limit: 
         raise UserError(f"{checkpoint} lacks {', '.join(missing[:3])}, which {type(model.hf).__name__} has")
     target = model.export_target(dtype or getattr(torch, about["dtype"]))
     alone = World(0, 1, 0, 1, torch.device("cpu"))
-    read, shape = (lambda n: reader.read(stored(n))), (lambda n: reader.entries[stored(n)].shape)
-    hf_export.export(target, out, read, shape, alone, limit)
+
+    def like(name: str) -> torch.Tensor:
+        entry = reader.entries[stored(name)]
+        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+    hf_export.export(target, out, lambda name: reader.read(stored(name)), like, alone, limit)

@@ -301,11 +301,11 @@ class FSDPEngine(ModelEngine):
     def export_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         tensors = self._packed().state_dict()
         target = self._packed().export_target(dtype)
-        hf_export.export(target, folder, lambda n: whole(tensors[n]), lambda n: tensors[n].shape, self.world)
+        hf_export.export(target, folder, lambda n: whole(tensors[n]), lambda n: _on_meta(tensors[n]), self.world)
 
     def get_per_tensor_param(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         tensors = self._packed().state_dict()
-        plan = hf_export.Plan(self._packed().export_target(dtype), lambda n: tensors[n].shape)
+        plan = hf_export.Plan(self._packed().export_target(dtype), lambda n: _on_meta(tensors[n]))
         for group in plan.groups:
             yield from plan.entries(group, lambda n: whole(tensors[n]))
 
@@ -313,3 +313,7 @@ class FSDPEngine(ModelEngine):
         if not isinstance(self.model, PackedModel):
             raise UserError(f"{type(self.model).__name__} is no Hugging Face model, so it has no such folder or names")
         return self.model
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
