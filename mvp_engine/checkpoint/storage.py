@@ -36,14 +36,15 @@ class Slices:
     LIMIT = 64 * 2**20
 
     def __init__(self) -> None:
-        self._path: Path | None = None
-        self._file: Any = None
+        self._files: dict[Path, Any] = {}
         self._mapped = 0
 
     def read(self, path: Path, key: str, box: tuple[slice, ...]) -> Tensor:
-        if path != self._path or self._mapped > self.LIMIT:
-            self._path, self._file, self._mapped = path, safe_open(path, "pt"), 0
-        value: Tensor = self._file.get_slice(key)[box or ...]
+        if self._mapped > self.LIMIT:
+            self._files, self._mapped = {}, 0
+        if path not in self._files:
+            self._files[path] = safe_open(path, "pt")
+        value: Tensor = self._files[path].get_slice(key)[box or ...]
         self._mapped += value.nbytes
         return value
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def collect_state(engine: Engine) -> dict[str, Tensor]:
     """This rank's part of a checkpoint of this moment."""
     shared = {
+        "layout": _sizes(engine),
         "step": engine.step,
         "best": engine.best,
         "evaluated_at": engine.evaluated_at,
@@ -23,11 +24,13 @@ def collect_state(engine: Engine) -> dict[str, Tensor]:
         "guard": engine.guard.state_dict(),
         "extra": engine.extra_state(),
     }
+    kept = engine.model.state_dict()
     own: dict[str, Any] = {
         "rng": rng_state(),
         "metrics": engine.metrics.state_dict(),
         "feed": engine.feed.rank_state_dict(),
-        "buffers": {name: buffer.cpu() for name, buffer in engine.model.named_buffers()},  # running statistics differ
+        # Running statistics differ between ranks; what is not saved with a model is computed from its config.
+        "buffers": {name: buffer.cpu() for name, buffer in engine.model.named_buffers() if name in kept},
     }
     return engine.model_engine.collect(shared, own)
 
@@ -44,14 +47,20 @@ def restore_state(engine: Engine, checkpoint: Path) -> None:
     engine.feed.load_state_dict(saved.shared["feed"], [own["feed"] for own in saved.ranks])
     engine.epoch = engine.feed.epoch
     engine.load_extra_state(saved.shared["extra"])
-    if len(saved.ranks) == engine.world.size:
+    if len(saved.ranks) == engine.world.size and saved.shared["layout"] == _sizes(engine):
         own = saved.ranks[rank]
-        for name, buffer in engine.model.named_buffers():
-            buffer.copy_(own["buffers"][name])
+        buffers = dict(engine.model.named_buffers())
+        for name, saved_buffer in own["buffers"].items():
+            buffers[name].copy_(saved_buffer)
         engine.metrics.load_state_dict(own["metrics"])
         set_rng_state(own["rng"])
         return
-    if rank == 0:  # with another number of ranks: sums go on here, generators begin anew
+    if rank == 0:  # on another layout: sums go on here, generators begin anew
         for other in saved.ranks:
             engine.metrics.merge(other["metrics"])
     seed_everything(derived_seed(engine.config.seed, "rank", engine.layout.dropout_rank, "step", engine.step))
+
+
+def _sizes(engine: Engine) -> list[int]:
+    layout = engine.layout
+    return [layout.replicate, layout.shard, layout.sequence, layout.tensor]

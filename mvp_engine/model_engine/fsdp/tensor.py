@@ -74,9 +74,15 @@ def check_gradients(model: PackedModel, mesh: DeviceMesh) -> None:
     batch = PackedBatch.from_sequences([ids[:15], ids[15:]]).to(device)
     training = [(module, module.training) for module in model.modules()]
     model.eval()
-    hidden = model(batch, ["hidden_states"])["hidden_states"].float()
-    direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(device)
-    (hidden * direction).sum().backward()
+    try:
+        hidden = model(batch, ["hidden_states"])["hidden_states"].float()
+        if not hidden.requires_grad:  # all of it is frozen
+            return
+        direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(device)
+        (hidden * direction).sum().backward()
+    finally:
+        for module, mode in training:
+            module.training = mode
     for name, param in model.named_parameters():
         if param.grad is None or (isinstance(param, DTensor) and "tensor" in (param.device_mesh.mesh_dim_names or ())):
             continue
@@ -91,8 +97,6 @@ def check_gradients(model: PackedModel, mesh: DeviceMesh) -> None:
             )
     for param in model.parameters():
         param.grad = None
-    for module, mode in training:
-        module.training = mode
 
 
 def _register() -> None:
