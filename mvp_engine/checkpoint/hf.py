@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,11 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mvp_engine.checkpoint.pieces import pieces
+from mvp_engine.checkpoint.pieces import box, pieces
 from mvp_engine.checkpoint.storage import Slices
 from mvp_engine.errors import UserError
 
-LOGGER = logging.getLogger("mvp_engine")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 Box = tuple[slice, ...]
@@ -92,9 +90,6 @@ class _Converted:
             self._cached = self._convert(self.folder.read, None)
         return self._cached[name][box]
 
-    def forget(self) -> None:
-        self._cached = None
-
     def _convert(self, read: Callable[[str], Tensor], rows: slice | None) -> dict[str, Tensor]:
         converter = copy.deepcopy(self.converter)
         for pattern, keys in self.lists.items():
@@ -157,4 +152,4 @@ def _fill(name: str, param: Tensor, shape: torch.Size, read: Callable[[Box], Ten
         raise UserError(f"{path}: {name} is {tuple(shape)} there and {tuple(param.shape)} in the model's config")
     with torch.no_grad():
         for offset, part in pieces(param):
-            part.copy_(read(tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))))
+            part.copy_(read(box(offset, part)))

@@ -158,7 +158,11 @@ def export(
     beside = folder.with_name(f".tmp-{folder.name}")
     plan = Plan(target, like)
     files = plan.files(limit)
-    names = [SINGLE] if len(files) == 1 else [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in _from_1(files)]
+    names = (
+        [SINGLE]
+        if len(files) == 1
+        else [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    )
     failure = _attempt(lambda: _begin(beside)) if world.is_main else None
     world.barrier()
     for index, (name, groups) in enumerate(zip(names, files, strict=True)):
@@ -199,10 +203,6 @@ def _write_header(path: Path, groups: list[_Group]) -> None:
 def _append(path: Path, value: Tensor) -> None:
     with open(path, "ab") as file:
         value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tofile(file)
-
-
-def _from_1(files: list[Any]) -> range:
-    return range(1, len(files) + 1)
 
 
 def _attempt(act: Callable[[], Any]) -> str | None:

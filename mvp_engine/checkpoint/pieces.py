@@ -40,6 +40,11 @@ def pieces(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
     return found
 
 
+def box(offset: Sequence[int], part: Tensor) -> tuple[slice, ...]:
+    """Where a piece lies in the whole."""
+    return tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+
+
 def runs(
     size: int, dim: int, placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> list[tuple[int, int, int]]:
@@ -100,7 +105,7 @@ def whole(tensor: Tensor) -> Tensor:
     # where they belong; they are added up as bytes, since -0.0 + 0.0 is another number.
     out = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
     for offset, part in pieces(tensor):
-        out[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))] = part
+        out[box(offset, part)] = part
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
             dist.all_reduce(out.view(torch.uint8), group=tensor.device_mesh.get_group(axis))

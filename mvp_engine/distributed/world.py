@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -34,8 +33,7 @@ class World:
     device: torch.device
     host_group: dist.ProcessGroup | None = None  # gloo, for the main thread's agreements
     store: PrefixStore | None = None
-    siblings: list[int] = field(default_factory=list)  # the processes of this machine's ranks
-    leaving: bool = False  # this rank is past its last collective, so peers may end as they like
+    watch: _Watch | None = None
 
     @classmethod
     def join(cls, device: str = "auto", timeout: float = 600.0) -> World:
@@ -45,7 +43,7 @@ class World:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
         world = cls(int(os.environ.get("RANK", "0")), size, local_rank, local_size, _pick_device(device, local_rank))
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            world._watch_the_others()
+            world.watch = _Watch(world.rank)
         if size > 1:
             # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors too.
             own_gpu = world.device.type == "cuda" and local_size <= torch.cuda.device_count()
@@ -62,7 +60,9 @@ class World:
             )
             world.host_group = world.new_host_group()
             here = _node()
-            world.siblings = [pid for node, pid in world.all_gather((here, os.getpid())) if node == here]
+            siblings = [pid for node, pid in world.all_gather((here, os.getpid())) if node == here]
+            if world.watch:
+                world.watch.siblings = siblings
         return world
 
     @property
@@ -106,8 +106,9 @@ class World:
         return dist.new_group(backend="gloo") if self.size > 1 else None
 
     def close(self) -> None:
+        if self.watch:
+            self.watch.end()  # this rank is past its last collective, so the others may end as they like
         if self.size > 1 and dist.is_initialized():
-            self.leaving = True
             self.barrier()
             dist.destroy_process_group()
 
@@ -120,23 +121,33 @@ class World:
         except (RuntimeError, ValueError):  # the store went down with its host: nothing left to ask
             return self.rank
 
-    def _watch_the_others(self) -> None:
-        """End this process when torchrun or another rank of this machine is gone.
 
-        A collective with a dead rank would never return, and a job whose launcher was killed should not go on unseen.
-        """
+class _Watch:
+    """Ends this process when torchrun or another rank of this machine is gone.
 
-        def watch() -> None:
-            while not self.leaving:
-                gone = [pid for pid in self.siblings if not _alive(pid)]
-                # When a rank is gone, most often the broken collective raises by itself, with a better message.
-                time.sleep(4.0 if gone else 0.5)
-                if not self.leaving and (gone or os.getppid() != PARENT):
-                    who = f"process {gone[0]}" if gone else "the launcher"
-                    print(f"[rank {self.rank}] {who} of this job died; leaving", file=sys.stderr, flush=True)
-                    os._exit(1)
+    A collective with a dead rank would never return, and a job whose launcher was killed should not go on unseen. The
+    thread knows nothing of the World: the last holder of a process group must not be a thread that ends with Python.
+    """
 
-        threading.Thread(target=watch, name="mvp-watch", daemon=True).start()
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.siblings: list[int] = []  # the processes of this machine's ranks
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="mvp-watch", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.is_set():
+            gone = [pid for pid in self.siblings if not _alive(pid)]
+            # When a rank is gone, most often the broken collective raises by itself, with a better message.
+            if not self._ended.wait(4.0 if gone else 0.5) and (gone or os.getppid() != PARENT):
+                who = f"process {gone[0]}" if gone else "the launcher"
+                print(f"[rank {self.rank}] {who} of this job died; leaving", file=sys.stderr, flush=True)
+                os._exit(1)
 
 
 def _node() -> str:

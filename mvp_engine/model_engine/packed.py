@@ -36,6 +36,11 @@ def packed_config(config: Any) -> Any:
     return config
 
 
+def heads_of(config: Any) -> tuple[int, int]:
+    """How many query heads and key/value heads a text config has."""
+    return config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
 class PackedModel(nn.Module):
     """A backbone on packed batches. Subclasses turn its hidden states into what they are asked for by name."""
 
@@ -73,8 +78,8 @@ class PackedModel(nn.Module):
         `tensor`: how many ranks share the heads of each layer already.
         """
         config: Any = self.hf.config.get_text_config()  # type: ignore[union-attr, operator]
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        check_heads(config.num_attention_heads // tensor, kv_heads // tensor, dist.get_world_size(group))
+        heads, kv_heads = heads_of(config)
+        check_heads(heads // tensor, kv_heads // tensor, dist.get_world_size(group))
         self.sequence_group = group
 
     def base(self) -> nn.Module:

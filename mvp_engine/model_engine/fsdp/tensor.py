@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from mvp_engine.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine.packed import PackedModel
+from mvp_engine.model_engine.packed import PackedModel, heads_of
 
 _SUMMED = "mvp_replicated_with_summed_gradient"
 
@@ -36,16 +36,16 @@ def share_matrices(model: PackedModel, mesh: DeviceMesh) -> None:
     ranks = mesh.size()
     if not any("layers" in name for name in plan):
         raise UserError(f"parallel.tensor={ranks}: {config.model_type} has no tensor-parallel plan in transformers")
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads, kv_heads = heads_of(config)
     by_heads = any(name.endswith(("k_proj", "query_key_value")) and style == "colwise" for name, style in plan.items())
-    if by_heads and (config.num_attention_heads % ranks or kv_heads % ranks):
+    if by_heads and (heads % ranks or kv_heads % ranks):
         raise UserError(
-            f"parallel.tensor={ranks} cannot share {config.num_attention_heads} query and {kv_heads} key/value heads "
+            f"parallel.tensor={ranks} cannot share {heads} query and {kv_heads} key/value heads "
             f"of {config.model_type}: it must divide both"
         )
     _register()
     plan = {name: _SUMMED if style == "replicated_with_grad_allreduce" else style for name, style in plan.items()}
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
     plan = dict.fromkeys(_norms_of_heads(hf, plan, head), _SUMMED) | plan
     apply_tensor_parallelism(hf, mesh, plan)
     hf.tie_weights()  # sharding made new parameters of what was one

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.checkpoint import hf
-from mvp_engine.checkpoint.pieces import pieces
+from mvp_engine.checkpoint.pieces import box, pieces
 from mvp_engine.data import derived_seed
 from mvp_engine.distributed.sharding import blocks
 from mvp_engine.errors import UserError
@@ -121,7 +121,7 @@ def _draw(
             )
         with torch.no_grad():
             for offset, part in pieces(real[full]):
-                part.copy_(value[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))])
+                part.copy_(value[box(offset, part)])
     for module in modules.values():
         for kind in (module._parameters, module._buffers):
             for name, tensor in kind.items():
