@@ -20,7 +20,7 @@ from templates.tiny import FOLDER, tokenizer
 from mvp_engine.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.data import media
+from mvp_engine.kit.data import asking
 from mvp_engine.kit.data.rows import read_row
 from mvp_engine.kit.data.template import Template
 from mvp_engine.model_engine.packed import LanguageModel
@@ -176,9 +176,9 @@ def test_a_video_becomes_what_the_processor_makes_of_the_whole_conversation(
     text, token = qwen3_vl().apply_chat_template(shown, tokenize=False), "<|video_pad|>"
     whole = f"<|vision_start|>{token}<|vision_end|>"
     if swallows:
-        ask, text = media._ask, text.replace(whole, token)
+        ask, text = asking.ask, text.replace(whole, token)
         monkeypatch.setattr(
-            media, "_ask", lambda p, a, t, *more, **m: ask(p, a, token if t == whole else t, *more, **m)
+            asking, "ask", lambda p, a, t, *more, **m: ask(p, a, token if t == whole else t, *more, **m)
         )
     batch = next(iter(made(write(tmp_path / "films.jsonl", [row]), qwen3_vl(), model_config()).loader("train")))
     film = torch.stack([torch.from_numpy(np.array(Image.open(tmp_path / name))).permute(2, 0, 1) for name in frames])

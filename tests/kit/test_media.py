@@ -12,112 +12,18 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from processors import FAMILIES, SQUARE, made, tokenizer
 
 from mvp_engine.batch import PackedBatch
 from mvp_engine.errors import UserError
+from mvp_engine.kit.data.asking import expand
 from mvp_engine.kit.data.limits import Info, Limits, limited_processor
-from mvp_engine.kit.data.media import MediaHandler, expand
+from mvp_engine.kit.data.media import MediaHandler
 from mvp_engine.kit.data.rows import BadRow, Part
 
 HERE = Path(".")
-PATCH = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-AREAS = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
-TILES = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 16}}
-SQUARE = {"height": 16, "width": 16}
-GRIDS = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
-
-
-def tokenizer(*special: str, **named: str) -> Any:
-    """Of bytes, but two line breaks are one token: neighbours of an expansion may merge with it."""
-    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"ĊĊ": 256}
-    bare = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
-    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bare.decoder = decoders.ByteLevel()
-    new = hf.PreTrainedTokenizerFast(
-        tokenizer_object=bare,
-        eos_token="<|im_end|>",
-        model_input_names=["input_ids", "attention_mask"],
-        extra_special_tokens=named,
-    )
-    new.add_special_tokens({"additional_special_tokens": list(special)})
-    return new
-
-
-def qwen(kind: Any, film: Any) -> Any:
-    words = tokenizer("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-    return kind(hf.Qwen2VLImageProcessor(**PATCH, size=AREAS), words, film(**PATCH, size=AREAS))
-
-
-def internvl() -> Any:
-    names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
-    words = tokenizer(**names, video_token="<video>")
-    pictures, films = hf.GotOcr2ImageProcessor(size=SQUARE), hf.InternVLVideoProcessor(size=SQUARE)
-    return hf.InternVLProcessor(pictures, words, films, image_seq_length=4)
-
-
-def smolvlm() -> Any:
-    films = hf.SmolVLMVideoProcessor(
-        size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, num_frames=6, fps=1
-    )
-    words = tokenizer("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", "<video>", *GRIDS)
-    return hf.SmolVLMProcessor(hf.SmolVLMImageProcessor(**TILES), words, films, image_seq_len=4)
-
-
-def idefics3() -> Any:
-    words = tokenizer("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *GRIDS)
-    return hf.Idefics3Processor(hf.Idefics3ImageProcessor(**TILES), words, image_seq_len=4)
-
-
-def llava(kind: Any = hf.LlavaProcessor, pictures: Any = None) -> Any:
-    pictures = pictures or hf.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE)
-    kept = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return kind(pictures, tokenizer("<image>"), **kept)
-
-
-def gemma3() -> Any:
-    words = tokenizer(boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>")
-    return hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=SQUARE), words, image_seq_length=4)
-
-
-def ears() -> Any:
-    return hf.WhisperFeatureExtractor(feature_size=8, chunk_length=2)
-
-
-def omni() -> Any:
-    named = {f"{kind}_token": f"<|{kind.upper()}|>" for kind in ("image", "video", "audio")}
-    named |= {f"{name}_token": f"<|{name}|>" for name in ("vision_bos", "vision_eos", "audio_bos", "audio_eos")}
-    pictures = hf.Qwen2VLImageProcessor(**PATCH, size=AREAS)
-    return hf.Qwen2_5OmniProcessor(pictures, hf.Qwen2VLVideoProcessor(**PATCH), ears(), tokenizer(**named))
-
-
-def llava_next() -> Any:
-    grids = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
-    return llava(
-        hf.LlavaNextProcessor, hf.LlavaNextImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE, **grids)
-    )
-
-
-FAMILIES = {
-    "qwen2_vl": lambda: qwen(hf.Qwen2VLProcessor, hf.Qwen2VLVideoProcessor),
-    "qwen2_5_vl": lambda: qwen(hf.Qwen2_5_VLProcessor, hf.Qwen2VLVideoProcessor),
-    "qwen3_vl": lambda: qwen(hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor),
-    "llava": llava,
-    "llava_next": llava_next,
-    "internvl": internvl,
-    "gemma3": gemma3,
-    "idefics3": idefics3,
-    "smolvlm": smolvlm,
-    "qwen2_audio": lambda: hf.Qwen2AudioProcessor(ears(), tokenizer("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")),
-    "qwen2_5_omni": omni,
-}
 SIZES = [(37, 53), (8, 8), (100, 30), (16, 16), (5, 60), (333, 200), (64, 64)]  # height, width
 LENGTHS = [5000, 16000, 400, 31999, 32000, 12345, 640]
-
-
-@cache
-def made(name: str) -> Any:
-    return FAMILIES[name]()
 
 
 @cache

@@ -13,8 +13,9 @@ from templates.tiny import tokenizer
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMData, MLLMDataKit
+from mvp_engine.kit.data import costs as costing
 from mvp_engine.kit.data import plan as planning
-from mvp_engine.kit.data.kit import PackLoader
+from mvp_engine.kit.data.packs import PackLoader
 from mvp_engine.kit.data.plan import Plan, make_packs, make_plan
 
 
@@ -174,13 +175,13 @@ def test_costs_are_found_once_in_processes_or_not_and_anew_when_something_change
     write_texts(tmp_path / "a.jsonl", 150)
     write_texts(tmp_path / "b.jsonl", 60, seed=1)
     measured: list[int] = []
-    each = planning._each
+    each = costing._each
 
     def counted(measure: Any, chunks: list[list[int]], workers: int) -> Any:
         measured.extend(map(len, chunks))
         return each(measure, chunks, workers)
 
-    monkeypatch.setattr(planning, "_each", counted)
+    monkeypatch.setattr(costing, "_each", counted)
     first = kit(tmp_path, workers=2).dataset("train").plan
     assert sum(measured) == 210
     measured.clear()

@@ -9,165 +9,28 @@ Text only is the case of a tokenizer instead of a processor.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field, TypeAdapter, field_validator, model_validator
 from torch import Tensor
 
 from mvp_engine.batch import IGNORE, PackedBatch
-from mvp_engine.config.schema import Count, Fraction, Positive, Section
-from mvp_engine.data import SampleLoader
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.limits import Limits
-from mvp_engine.kit.data.plan import BadRecord, Costs, PackDataset, find_costs
-from mvp_engine.kit.data.rows import FORMATS
+from mvp_engine.kit.data.bad import BadRecord, BadRows
+from mvp_engine.kit.data.costs import Costs, find_costs
+from mvp_engine.kit.data.mixture import Mixture
+from mvp_engine.kit.data.packs import PackDataset, PackLoader
 from mvp_engine.kit.data.samples import RopePositions, Sampler
-from mvp_engine.kit.data.sources import Mixture, open_source
+from mvp_engine.kit.data.settings import DataSource, MLLMData
+from mvp_engine.kit.data.sources import open_source
 
 LOGGER = logging.getLogger("mvp_engine")
-
-
-class DataSource(Section):
-    path: str | list[str]  # a file, a folder, a glob, or several
-    name: str | None = None  # in metrics and messages; None: that of the file
-    split: str = "train"
-    format: str | None = None  # of its rows; None: recognised
-    repeats: Positive | None = None  # how often an epoch has its rows; None: once
-    weight: Positive | None = None  # instead: its share of the rows; for all sources or none
-    root: str | None = None  # the folder that media paths are in; None: the file's
-
-    @field_validator("format")
-    @classmethod
-    def _known(cls, value: str | None) -> str | None:
-        if value is not None and value not in FORMATS:
-            raise ValueError(f"choose one of {', '.join(FORMATS)}")
-        return value
-
-
-class MLLMData(Section):
-    """The settings of a kit, for a recipe's config."""
-
-    sources: list[DataSource] = Field(min_length=1)
-    micro_batch_tokens: Count  # of a pack, which is a micro-batch
-    packs_per_step: Count | None = None  # in a step, over all ranks; or ...
-    global_batch_tokens: Count | None = None  # ... a multiple of micro_batch_tokens. With an engine neither is needed
-    row_tokens: Count | None = None  # the longest row; None: a whole pack
-    overlong: Literal["drop", "truncate", "shrink", "error"] = "drop"
-    limits: Limits = Limits()
-    template: dict[str, Any] = Field(default_factory=dict)  # options for the chat template
-    max_bad_fraction: Fraction = 0.01  # of the rows; with more bad ones the run stops
-    max_bad_rows: int | None = Field(default=None, ge=0)
-    cache: str | None = None  # where costs are kept; None: in the user's cache folder
-
-    @field_validator("limits", mode="before")
-    @classmethod
-    def _read_limits(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        known = [field.name for field in dataclasses.fields(Limits)]
-        if unknown := [name for name in value if name not in known]:
-            raise ValueError(f"there is no limit {unknown[0]}; there are {', '.join(known)}")
-        return TypeAdapter(Limits).validate_python(dict(value))
-
-    @model_validator(mode="after")
-    def _agree(self) -> MLLMData:
-        total = self.global_batch_tokens
-        if total is not None and (self.packs_per_step is not None or total % self.micro_batch_tokens):
-            raise ValueError("give packs_per_step, or global_batch_tokens as a multiple of micro_batch_tokens")
-        for split in {source.split for source in self.sources}:
-            mixed = [source for source in self.sources if source.split == split]
-            weighed = [source.weight is not None for source in mixed]
-            if any(weighed) and (not all(weighed) or any(source.repeats is not None for source in mixed)):
-                raise ValueError(f"give all sources of {split} a weight, or none: repeats and weights do not mix")
-        return self
-
-    @property
-    def step_packs(self) -> int | None:
-        return self.global_batch_tokens // self.micro_batch_tokens if self.global_batch_tokens else self.packs_per_step
-
-
-class BadRows:
-    """Counted by source and reason, each row once; listed in a file, where there is one; too many are an error."""
-
-    def __init__(self, settings: MLLMData, rows: int, file: Path | None = None) -> None:
-        by_count = rows if settings.max_bad_rows is None else settings.max_bad_rows
-        self.most, self.rows, self.file = min(by_count, int(settings.max_bad_fraction * rows)), rows, file
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self._seen: set[tuple[str, str]] = set()
-        self._listed: set[tuple[str, str]] = set()
-        if file is not None and file.exists():
-            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-            self._listed = {(line["source"], line["where"]) for line in lines}
-
-    def add(self, records: Iterable[BadRecord], list_them: bool = True) -> None:
-        new = [record for record in records if (record.source, record.where) not in self._seen]
-        self._seen |= {(record.source, record.where) for record in new}
-        self.counts.update((record.source, record.reason) for record in new)
-        fresh = [record for record in new if (record.source, record.where) not in self._listed]
-        if self.file is not None and list_them and fresh:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.file, "a", encoding="utf-8") as out:
-                out.write("".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in fresh))
-        total = self.counts.total()
-        if new and total > self.most:
-            shown = "; ".join(f"{one.where}: {one.reason}: {one.detail[:200]}" for one in new[:3])
-            raise UserError(
-                f"data: {total} of {self.rows} rows are bad, and {self.most} are allowed ({self}). Such as {shown}. "
-                f"{f'All are in {self.file}. ' if self.file else ''}Mend them, or raise max_bad_fraction, max_bad_rows"
-            )
-
-    def __str__(self) -> str:
-        return ", ".join(f"{source}: {n} {reason}" for (source, reason), n in sorted(self.counts.items())) or "none"
-
-
-class PackLoader(SampleLoader):
-    """This rank's packs of the current epoch as PackedBatches, with the cursor of a `SampleLoader`: packs done."""
-
-    dataset: PackDataset
-
-    def __init__(self, dataset: PackDataset, bad_rows: BadRows, data_id: str, **options: Any) -> None:
-        self.bad_rows, self.data_id = bad_rows, data_id
-        options |= {"global_batch_size": dataset.packs_per_step, "seed": dataset.seed, "collate_fn": _only}
-        super().__init__(dataset, micro_batch_size=1, shuffle=False, **options)
-
-    def __iter__(self) -> Iterator[PackedBatch]:
-        for batch, bad in super().__iter__():
-            self.bad_rows.add(bad)
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "plan": self._plan_id()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if state["plan"] != self._plan_id():
-            raise UserError(
-                "the data, the processor or the packing is not what the checkpoint was trained with, so its place in "
-                "the epoch means nothing here: put them back, or start a new run from its weights (model.path)"
-            )
-
-    def sample_ids(self, first: int, last: int) -> list[Any]:
-        """Where the rows of this rank's micro-batches `first` to `last` (exclusive) come from."""
-        sources = self.dataset.mixture.sources
-        packs = [self.dataset.plan.pack(index)[0] for index in super().sample_ids(first, last)]
-        return [sources[which].where(row) for pack in packs for which, row in pack.tolist()]
-
-    def _plan_id(self) -> str:
-        return f"{self.data_id}-{self.dataset.plan.digest}"
-
-
-def _only(items: list[Any]) -> Any:
-    return items[0]
 
 
 class MLLMDataKit:

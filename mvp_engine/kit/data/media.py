@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,9 @@ from torch import Tensor
 
 from mvp_engine.batch import Media
 from mvp_engine.errors import UserError
+from mvp_engine.kit.data import asking
 from mvp_engine.kit.data import decode as reading
+from mvp_engine.kit.data.asking import TYPES, Span, expand
 from mvp_engine.kit.data.limits import (
     PARTS,
     Info,
@@ -35,9 +36,6 @@ from mvp_engine.kit.data.limits import (
 )
 from mvp_engine.kit.data.rows import BadRow, Part
 
-VALUES = ("pixel_values", "pixel_values_videos", "input_features")  # what forwards call the items themselves
-TYPES = ("token_type_ids", "mm_token_type_ids")
-Span = tuple[int, int]
 PLANS = 512  # remembered answers; one may be a text of 100 kB
 STEPS = 80  # of shrinking, each by a factor of 2 ** (1 / 4) in pixels
 
@@ -177,11 +175,11 @@ class MediaHandler:
         """What was decoded for one sequence: the text that each item becomes, and media for a PackedBatch."""
         texts, found = [], {name: [none] for name, none in self._empty.items()}
         for info, item in zip(infos, items, strict=True):
-            text, answer = _ask(self._under(info), [(info, item)], self.placeholder(info.kind), self.rate)
-            name, media = _media(answer)
+            text, answer = asking.ask(self._under(info), [(info, item)], self.placeholder(info.kind), self.rate)
+            name, media = asking.as_media(answer)
             texts.append(text)
             found[name].append(media)
-        return texts, {name: _joined(ones) for name, ones in found.items()}
+        return texts, {name: asking.joined(ones) for name, ones in found.items()}
 
     def encode(self, text: str, loss: Iterable[Span], places: Sequence[Span], expansions: Sequence[str]) -> Encoded:
         """A rendered conversation in tokens. `loss` and `places` (of the placeholders) are spans of its characters.
@@ -233,7 +231,7 @@ class MediaHandler:
             raise BadRow("refused", f"{who} refuses {info.kind} of this size: {error} ({info})") from None
         if not text:
             raise BadRow("too_short", f"{info.kind} of {info.seconds:.3f} seconds becomes no token at all")
-        return text, _media(answer)[1].values.numel()
+        return text, asking.as_media(answer)[1].values.numel()
 
     def _ask_of_size(self, info: Info) -> tuple[str, dict[str, Any]]:
         """What would be made of such an item, from nothing but its size if the processor can do that."""
@@ -242,8 +240,8 @@ class MediaHandler:
             part = copy.copy(getattr(processor, PARTS[info.kind]))
             part.resample = 2  # bilinear: the filter has no say in sizes, and not all of them can do without data
             setattr(processor, PARTS[info.kind], part)
-        blank = _blank(info, "meta" if self._blind[info.kind] else "cpu")
-        return _ask(processor, [(info, blank)], self.placeholder(info.kind), self.rate, short=True)
+        blank = asking.blank(info, "meta" if self._blind[info.kind] else "cpu")
+        return asking.ask(processor, [(info, blank)], self.placeholder(info.kind), self.rate, short=True)
 
     def _can_be_blind(self, info: Info, text: str) -> bool:
         self._blind[info.kind] = info.kind != "audio"
@@ -277,15 +275,15 @@ class MediaHandler:
         for kind in self.kinds:
             infos = [Info(kind, 64, 48, 4, 2.0, 4, self.rate // 2, self.rate)]
             infos += [Info(kind, 96, 200, 4, 2.0, 4, self.rate, self.rate)]
-            asked = [(info, _blank(info, "cpu")) for info in infos]
+            asked = [(info, asking.blank(info, "cpu")) for info in infos]
             tries = [asked[:1], asked[1:], asked]
             texts, answers = zip(
-                *(_ask(self.processor, a, self.placeholder(kind), self.rate) for a in tries), strict=True
+                *(asking.ask(self.processor, a, self.placeholder(kind), self.rate) for a in tries), strict=True
             )
             if texts[0] + texts[1] != texts[2]:
                 raise UserError(f"{who} makes something else of two {kind}s than of each: it is not supported")
             self._blind[kind] = self._can_be_blind(infos[0], texts[0])
-            for name, media in map(_media, answers[:2]):
+            for name, media in map(asking.as_media, answers[:2]):
                 none = media.select([])
                 none = replace(
                     none, values=none.values.clone()
@@ -296,99 +294,3 @@ class MediaHandler:
                     differ = [list(map(tuple, some.values())) for some in shapes]
                     raise UserError(f"{who} gives {kind}s of different sizes shapes that cannot be packed: {differ}")
         return found
-
-
-def expand(text: str, places: Sequence[Span], expansions: Sequence[str]) -> tuple[str, Callable[[int], int]]:
-    """The text with each placeholder expanded, and where a character that was before or behind one has gone."""
-    starts, shifts, pieces, done = [], [0], [], 0
-    for (start, end), expansion in zip(places, expansions, strict=True):
-        pieces += [text[done:start], expansion]
-        starts.append(start)
-        shifts.append(shifts[-1] + len(expansion) - (end - start))
-        done = end
-
-    def moved(at: int) -> int:
-        return at + shifts[bisect_right(starts, at - 1)]
-
-    return "".join([*pieces, text[done:]]), moved
-
-
-class _Listener:
-    """In a tokenizer's place: it notes the text that a processor made."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.text = tokenizer, ""
-
-    def __call__(self, text: list[str], **options: Any) -> Any:
-        self.text = text[0]
-        return self.tokenizer(text, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-
-def _ask(
-    processor: Any, asked: Sequence[tuple[Info, Any]], placeholder: str, rate: int, short: bool = False
-) -> tuple[str, dict[str, Any]]:
-    """What a processor makes of items of one kind: the text in place of placeholders, and the model's inputs."""
-    copied = copy.copy(processor)
-    listener = copied.tokenizer = _Listener(processor.tokenizer)
-    infos, items = [info for info, _ in asked], [item for _, item in asked]
-    given: dict[str, Any] = {"text": [placeholder * len(asked)], "text_kwargs": {"add_special_tokens": False}}
-    if infos[0].kind == "image":
-        given["images"] = items
-    elif infos[0].kind == "video":
-        about = [{"total_num_frames": info.frames, "frames_indices": info.picks(), "fps": info.fps} for info in infos]
-        about = [{**one, "duration": info.seconds} for one, info in zip(about, infos, strict=True)]
-        # Colours before height and width: the other way round is taken for it where a frame is 3 high.
-        frames = [one if isinstance(one, Tensor) else torch.from_numpy(one).permute(0, 3, 1, 2) for one in items]
-        given["videos"], given["videos_kwargs"] = [frames], {"video_metadata": [about], "do_sample_frames": False}
-        given["videos_kwargs"]["fps"] = infos[0].take / infos[0].seconds  # Qwen2.5-Omni takes it for that of `frames`
-    else:
-        given["audio"], given["audio_kwargs"] = items, {"sampling_rate": rate, "padding": "max_length"}
-        if short and hasattr(processor.feature_extractor, "hop_length"):  # not padded to minutes
-            longest = max(len(item) for item in items)
-            given["audio_kwargs"]["max_length"] = longest + 8 * processor.feature_extractor.hop_length
-    answer = dict(copied(**given, return_tensors="pt"))
-    for name in ("input_ids", "attention_mask", *TYPES):
-        answer.pop(name, None)
-    return listener.text, answer
-
-
-def _blank(info: Info, device: str) -> Any:
-    if info.kind == "image":
-        return torch.zeros(3, info.height, info.width, dtype=torch.uint8, device=device)
-    if info.kind == "video":
-        return torch.zeros(info.take, 3, info.height, info.width, dtype=torch.uint8, device=device)
-    return np.zeros(info.samples, dtype=np.float32)
-
-
-def _media(answer: dict[str, Any]) -> tuple[str, Media]:
-    """One item, or as many as it has tiles where each has a field of its own, such as a mask."""
-    names = [name for name in VALUES if name in answer]
-    if len(names) != 1 or not all(isinstance(value, Tensor) for value in answer.values()):
-        raise UserError(f"this processor gives {sorted(answer)}: one of {', '.join(VALUES)} is wanted, and its fields")
-    values = answer[names[0]]
-    fields = {name: value for name, value in answer.items() if name != names[0]}
-    rows = [len(values)]
-    if values.ndim == 5:  # a batch of one, its tiles, colours, height, width
-        if fields and all(value.shape[:2] == values.shape[:2] for value in fields.values()):
-            values, fields = values.transpose(0, 1), {name: value.transpose(0, 1) for name, value in fields.items()}
-            rows = [1] * len(values)
-        else:
-            values = values.flatten(0, 1)
-            rows = [len(values)]
-    return names[0], Media(values, torch.tensor(rows), torch.zeros(len(rows), dtype=torch.long), fields)
-
-
-def _joined(ones: list[Media]) -> Media:
-    """The first is empty, and gives the shapes."""
-    full = ones[1:] or ones
-    if len(full) == 1:
-        return full[0]
-    return Media(
-        torch.cat([one.values for one in full]),
-        torch.cat([one.rows for one in full]),
-        torch.cat([one.owner for one in full]),
-        {name: torch.cat([one.fields[name] for one in full]) for name in full[0].fields},
-    )

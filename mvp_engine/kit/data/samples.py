@@ -20,15 +20,26 @@ from torch import Tensor
 
 from mvp_engine.batch import IGNORE, Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data import media as through_processor
+from mvp_engine.kit.data import asking
+from mvp_engine.kit.data.asking import expand
 from mvp_engine.kit.data.limits import Info, Limits
-from mvp_engine.kit.data.media import MediaHandler, expand
+from mvp_engine.kit.data.media import MediaHandler
 from mvp_engine.kit.data.rows import BadRow, Part, read_row
 from mvp_engine.kit.data.template import Placeholder, Rendered, Template, Tokens, cut
 
 Positions = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Media]], Tensor]
 OVERLONG = ("drop", "truncate", "shrink", "error")
-_CODE = ("decode", "limits", "media", "rows", "samples", "sources", "template")  # what has a say in a row's cost
+_CODE = [
+    "asking",
+    "decode",
+    "limits",
+    "marks",
+    "media",
+    "rows",
+    "samples",
+    "sources",
+    "template",
+]  # what has a say in a row's cost
 
 
 @dataclass(frozen=True)
@@ -203,9 +214,9 @@ def _takes_outer(media: MediaHandler, kind: str, written: Sequence[str]) -> bool
             f"the chat template writes {token!r} for {kind}, but {who} looks for {media.placeholder(kind)!r}"
         )
     info = Info(kind, 64, 48, 4, 2.0, 4, media.rate // 2, media.rate)
-    asked = [(info, through_processor._blank(info, "cpu"))]
+    asked = [(info, asking.blank(info, "cpu"))]
     alone, inside = (
-        through_processor._ask(media.processor, asked, text, media.rate)[0] for text in (token, before + token + behind)
+        asking.ask(media.processor, asked, text, media.rate)[0] for text in (token, before + token + behind)
     )
     if inside not in (before + alone + behind, alone):
         raise UserError(

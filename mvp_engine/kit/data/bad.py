@@ -1,0 +1,55 @@
+"""Rows that cannot be trained on: named, counted, listed, and too many of them an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data.settings import MLLMData
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    source: str
+    where: str  # file and line, or what the file has in the place of lines
+    reason: str
+    detail: str
+
+
+class BadRows:
+    """Counted by source and reason, each row once; listed in a file, where there is one; too many are an error."""
+
+    def __init__(self, settings: MLLMData, rows: int, file: Path | None = None) -> None:
+        by_count = rows if settings.max_bad_rows is None else settings.max_bad_rows
+        self.most, self.rows, self.file = min(by_count, int(settings.max_bad_fraction * rows)), rows, file
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self._seen: set[tuple[str, str]] = set()
+        self._listed: set[tuple[str, str]] = set()
+        if file is not None and file.exists():
+            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+            self._listed = {(line["source"], line["where"]) for line in lines}
+
+    def add(self, records: Iterable[BadRecord], list_them: bool = True) -> None:
+        new = [record for record in records if (record.source, record.where) not in self._seen]
+        self._seen |= {(record.source, record.where) for record in new}
+        self.counts.update((record.source, record.reason) for record in new)
+        fresh = [record for record in new if (record.source, record.where) not in self._listed]
+        if self.file is not None and list_them and fresh:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.file, "a", encoding="utf-8") as out:
+                out.write("".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in fresh))
+        total = self.counts.total()
+        if new and total > self.most:
+            shown = "; ".join(f"{one.where}: {one.reason}: {one.detail[:200]}" for one in new[:3])
+            raise UserError(
+                f"data: {total} of {self.rows} rows are bad, and {self.most} are allowed ({self}). Such as {shown}. "
+                f"{f'All are in {self.file}. ' if self.file else ''}Mend them, or raise max_bad_fraction, max_bad_rows"
+            )
+
+    def __str__(self) -> str:
+        return ", ".join(f"{source}: {n} {reason}" for (source, reason), n in sorted(self.counts.items())) or "none"
