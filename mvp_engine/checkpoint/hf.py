@@ -33,10 +33,10 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if (path / INDEX).is_file():
-            names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
-        elif (path / SINGLE).is_file():
+        if (path / SINGLE).is_file():  # it comes first in transformers, too
             names = [SINGLE]
+        elif (path / INDEX).is_file():
+            names = _files_of(path / INDEX)
         else:
             found = sorted(file.name for file in path.glob("*.bin"))
             why = f"; {found[0]} would have to be unpickled: save it again as safetensors" if found else ""
@@ -60,6 +60,13 @@ class Folder:
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
         return self._slices.read(self._files[key], key, box or ())
+
+
+def _files_of(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} cannot be read: {type(error).__name__}: {error}. Is the download complete?") from None
 
 
 class _Converted:
@@ -121,20 +128,32 @@ def load(model: Any, path: Path, params: Mapping[str, Tensor]) -> tuple[set[str]
         groups.setdefault(name, []).append((key, pattern))
     loaded: set[str] = set()
     unused: list[str] = []
+    by_tensor: dict[int, str] = {}  # the name under which a parameter was filled
+
+    def fill(name: str, shape: torch.Size, read: Callable[[Box], Tensor]) -> None:
+        param = params[name]
+        first = by_tensor.setdefault(id(param), name)
+        if first == name:
+            _fill(name, param, shape, read, path)
+        elif param.shape != shape or any(not torch.equal(p, read(box(o, p)).to(p)) for o, p in pieces(param)):
+            raise UserError(
+                f"{path}: its config ties {name} to {first}, but its files have both, and they differ. "
+                "Set model.config.tie_word_embeddings=false to train them as they are"
+            )
+        loaded.add(name)
+
     for name, keys in groups.items():
         key, pattern = keys[0]
         if pattern is None:
             if name not in params:
                 unused += [key for key, _ in keys]
                 continue
-            _fill(name, params[name], folder.meta(key).shape, partial(folder.read, key), path)
-            loaded.add(name)
+            fill(name, folder.meta(key).shape, partial(folder.read, key))
             continue
         made = _Converted(folder, model, by_pattern[pattern], name, [(k, str(p)) for k, p in keys])
         for target, shape in made.shapes.items():
             if target in params:
-                _fill(target, params[target], shape, partial(made.read, target), path)
-                loaded.add(target)
+                fill(target, shape, partial(made.read, target))
         if not made.shapes.keys() & loaded:
             unused += [key for key, _ in keys]
     return loaded, unused

@@ -286,28 +286,3 @@ def test_value_models_are_merged(tmp_path: Path) -> None:
     assert same(again.model.state_dict(), engine.model.state_dict())
     batch = PackedBatch.from_sequences([IDS, IDS[:4]])
     assert torch.equal(*(e.infer_batch(batch, ["values"])["values"] for e in (engine, again)))
-
-
-def test_bad_folders_are_explained(tmp_path: Path, capsys) -> None:
-    with pytest.raises(UserError, match="is no folder"):
-        language_model(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="needs a model_type of transformers, not qwen33; near it are qwen3"):
-        language_model(None, model_type="qwen33")
-    with pytest.raises(UserError, match=r"model\.config\.hiden_size: qwen3 has no such setting\. Did you mean hidden"):
-        language_model(None, model_type="qwen3", hiden_size=3)
-    with pytest.raises(UserError, match=r"model\.config does not fit qwen3"):
-        language_model(None, model_type="qwen3", num_hidden_layers=2, layer_types=["full_attention"])
-    folder_of("qwen3", tmp_path / "good")
-    with pytest.raises(UserError, match=r"weight is \(99, 32\) there and \(120, 32\) in the model's config"):
-        language_model(tmp_path / "good", vocab_size=120)
-    with pytest.raises(UserError, match=r"lacks .* parameter"):
-        language_model(tmp_path / "good", num_hidden_layers=6, layer_types=["full_attention"] * 6)
-    weights = tmp_path / "good" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(UserError, match=r"cannot be read: .* Is the download complete"):
-        language_model(tmp_path / "good")
-    weights.rename(tmp_path / "good" / "pytorch_model.bin")
-    with pytest.raises(UserError, match="would have to be unpickled: save it again as safetensors"):
-        language_model(tmp_path / "good")
-    assert main(["merge", str(tmp_path / "good"), str(tmp_path / "out")]) == 2
-    assert "neither a complete checkpoint nor a run folder" in capsys.readouterr().err

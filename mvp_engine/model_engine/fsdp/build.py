@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from mvp_engine.checkpoint.storage import together
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.sharding import blocks, shard_model
 from mvp_engine.errors import UserError
@@ -51,7 +52,8 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     if layout.shard_mesh is not None:
         shard_model(model, layout.shard_mesh, DTYPES[settings.precision])
     if skeleton is not None:
-        give_weights(model, skeleton, world.device, settings.seed)
+        with together(world.host_group):  # a file may be damaged in one rank's part, or on one machine
+            give_weights(model, skeleton, world.device, settings.seed)
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:

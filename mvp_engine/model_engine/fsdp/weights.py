@@ -7,6 +7,7 @@ rules; each rank then keeps its part. So they are the same on every layout, and 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -68,15 +69,26 @@ def _read(model: PackedModel, skeleton: nn.Module) -> set[str]:
         unused = [name for name in unused if name not in extra]
     missing = [n for n in own if n not in loaded and not any(fnmatchcase(n, fresh) for fresh in model.fresh)]
     if missing:
+        head = skeleton.hf.get_output_embeddings()  # type: ignore[operator]
+        only_head = head is not None and {skeleton.get_parameter(name) for name in missing} <= set(head.parameters())
+        hint = "If its embeddings are its head too, set model.config.tie_word_embeddings=true."
         raise UserError(
             f"{model.source} lacks {len(missing)} parameter(s) of {type(skeleton.hf).__name__}, such as {missing[0]}. "
-            "Is it a folder of this architecture?"
+            + (hint if only_head else "Is it a folder of this architecture?")
         )
     if drawn := [n for n in own if n not in loaded]:
         LOGGER.info("not in %s, so drawn from the seed: %s", model.source, ", ".join(drawn))
-    if unused:
-        LOGGER.info("in %s, but not in the model: %s", model.source, ", ".join(unused[:5]))
+    if unused := [name for name in unused if not _expected(skeleton.hf, name)]:
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        LOGGER.warning("in %s, but not in the model: %s%s", model.source, ", ".join(unused[:5]), more)
     return loaded
+
+
+def _expected(model: Any, name: str) -> bool:
+    """May a folder have this entry, which its model has not? Heads beside a backbone, and what transformers drops."""
+    dropped = {r"rotary_emb\.inv_freq", r"position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())}
+    is_backbone = model.base_model is model and not name.startswith(f"{model.base_model_prefix}.")
+    return is_backbone or any(re.search(pattern, name) for pattern in dropped)
 
 
 def _units(skeleton: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
@@ -109,15 +121,18 @@ def _draw(
                 drawn[full] = ties[tensor]
     if not drawn:
         return
+    before = {full: value._version for full, value in drawn.items()}  # of integers, only writing tells
     with torch.random.fork_rng([]), torch.no_grad():
         torch.manual_seed(seed)
         for module in reversed(list(modules.values())):
             _own_rule(module, owners[module])
     back = {new: old for old, new in ties.items()}
     for full, value in drawn.items():
-        if value.is_floating_point() and bool(value.isnan().any()):
+        unset = value.isnan().any() if value.is_floating_point() else value._version == before[full]
+        if value.numel() and bool(unset):
             raise UserError(
-                f"{full} is not drawn by its model's _init_weights, so it can only be read from a folder (model.path)"
+                f"{full} has no value: its model's _init_weights does not set it. Set it there, or read it from a "
+                "folder that has it (model.path)"
             )
         with torch.no_grad():
             for offset, part in pieces(real[full]):

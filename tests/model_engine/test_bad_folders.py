@@ -1,0 +1,141 @@
+"""Folders that are damaged, half or not what their config says are explained; none becomes another model in silence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from families import parallel
+from safetensors.torch import save_file
+from test_hf_folders import alone, entries, folder_of, language_model, same
+
+from mvp_engine.cli import main
+from mvp_engine.distributed import Layout, World
+from mvp_engine.errors import UserError
+from mvp_engine.model_engine import FSDPEngine, ModelSource, ValueModelEngine
+from mvp_engine.model_engine.fsdp import weights as weights_of
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_head_that_differs_from_tied_embeddings_is_refused(changed: bool, tmp_path: Path) -> None:
+    theirs = folder_of("qwen3", tmp_path / "in")
+    weights = tmp_path / "in" / "model.safetensors"
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    if changed:
+        with pytest.raises(UserError, match=r"ties \S+ to \S+, but its files have both, and they differ"):
+            language_model(tmp_path / "in")
+        engine = language_model(tmp_path / "in", tie_word_embeddings=False)
+        assert same(engine.model.hf.state_dict(), theirs.state_dict())
+    else:  # two copies of one, as some tools write them
+        state = dict(entries(weights))
+        save_file(state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}, weights, {"format": "pt"})
+        model = language_model(tmp_path / "in").model.hf
+        assert torch.equal(model.lm_head.weight, state["model.embed_tokens.weight"])
+
+
+def test_a_head_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
+    folder_of("qwen3", tmp_path / "in")
+    weights = tmp_path / "in" / "model.safetensors"
+    state = dict(entries(weights))
+    save_file({n: v for n, v in state.items() if n != "lm_head.weight"}, weights, {"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 1 .*lm_head\.weight\. .* set model\.config\.tie_word_embeddings=true"):
+        language_model(tmp_path / "in")
+    model = language_model(tmp_path / "in", tie_word_embeddings=True).model.hf
+    assert torch.equal(model.lm_head.weight, state["model.embed_tokens.weight"])
+
+
+def test_of_one_file_and_an_index_the_one_that_transformers_reads_is_read(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder_of("qwen3", tmp_path / "in", max_shard_size="50KB")
+    state = {name: value * 2 for name, value in folder_of("qwen3", tmp_path / "one").state_dict().items()}
+    save_file(state, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "in").state_dict()
+    assert same(language_model(tmp_path / "in").model.hf.state_dict(), theirs)
+
+
+def test_a_different_head_in_one_ranks_part_is_refused_on_all(ranks2, tmp_path: Path) -> None:
+    folder_of("qwen3", tmp_path / "in")
+    weights = tmp_path / "in" / "model.safetensors"
+    state = dict(entries(weights))
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state["lm_head.weight"][-1] += 1  # a row of the second rank's
+    save_file(state, weights, {"format": "pt"})
+    for said in ranks2.run(load_tied, tmp_path / "in"):
+        assert "they differ" in said
+
+
+def load_tied(path: Path) -> str:
+    world = World.join("cpu")
+    try:
+        language_model(path, Layout.of(world, parallel(shard=2)), tie_word_embeddings=True)
+    except UserError as error:
+        return str(error)
+    finally:
+        world.close()
+    return "nothing"
+
+
+def test_extra_entries_of_a_folder_are_told(tmp_path: Path, monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(weights_of.LOGGER, "warning", lambda text, *args: said.append(text % args))
+    folder_of("qwen3", tmp_path / "in")
+    weights = tmp_path / "in" / "model.safetensors"
+    extra = {f"vision.{i}": torch.zeros(2) for i in range(7)}
+    save_file(dict(entries(weights)) | extra, weights, {"format": "pt"})
+    language_model(tmp_path / "in")
+    [message] = said
+    assert "not in the model: vision.0, vision.1, vision.2, vision.3, vision.4 and 2 more" in message
+    ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "in"))), alone()).initialize()
+    assert said == [message]  # the head of another model is no surprise beside a backbone
+
+
+@pytest.mark.parametrize("rule", [True, False])
+def test_integer_buffers_that_nobody_sets_are_refused(rule: bool) -> None:
+    class Counted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 2)
+            self.register_buffer("order", torch.arange(3), persistent=False)
+
+        def reset_parameters(self) -> None:
+            if rule:
+                self.order.copy_(torch.arange(3))
+
+    with torch.device("meta"):
+        model = Counted()
+    engine = FSDPEngine(model, alone())
+    if rule:
+        engine.initialize()
+        assert engine.model.order.tolist() == [0, 1, 2]
+    else:
+        with pytest.raises(UserError, match=r"order has no value: its model's _init_weights does not set it"):
+            engine.initialize()
+
+
+def test_bad_folders_are_explained(tmp_path: Path, capsys) -> None:
+    with pytest.raises(UserError, match="is no folder"):
+        language_model(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="needs a model_type of transformers, not qwen33; near it are qwen3"):
+        language_model(None, model_type="qwen33")
+    with pytest.raises(UserError, match=r"model\.config\.hiden_size: qwen3 has no such setting\. Did you mean hidden"):
+        language_model(None, model_type="qwen3", hiden_size=3)
+    with pytest.raises(UserError, match=r"model\.config does not fit qwen3"):
+        language_model(None, model_type="qwen3", num_hidden_layers=2, layer_types=["full_attention"])
+    folder_of("qwen3", tmp_path / "good")
+    with pytest.raises(UserError, match=r"weight is \(99, 32\) there and \(120, 32\) in the model's config"):
+        language_model(tmp_path / "good", vocab_size=120)
+    with pytest.raises(UserError, match=r"lacks .* parameter"):
+        language_model(tmp_path / "good", num_hidden_layers=6, layer_types=["full_attention"] * 6)
+    weights = tmp_path / "good" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"cannot be read: .* Is the download complete"):
+        language_model(tmp_path / "good")
+    weights.rename(tmp_path / "good" / "pytorch_model.bin")
+    with pytest.raises(UserError, match="would have to be unpickled: save it again as safetensors"):
+        language_model(tmp_path / "good")
+    assert main(["merge", str(tmp_path / "good"), str(tmp_path / "out")]) == 2
+    assert "neither a complete checkpoint nor a run folder" in capsys.readouterr().err
