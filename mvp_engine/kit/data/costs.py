@@ -51,8 +51,8 @@ class Measure:
 
     def _one(self, row: int) -> tuple[int, int] | tuple[str, str]:
         try:
-            prepared = self.sampler.prepare(self.source[row], self.format, self.source.root, self.fit)
-            return len(prepared.ids), self.sampler.encoder_cost(prepared)
+            sides = self.sampler.prepare(self.source[row], self.format, self.source.root, self.fit)
+            return sum(len(side.ids) for side in sides), self.sampler.encoder_cost(sides)
         except BadRow as bad:
             return bad.reason, bad.detail
         except Exception as error:

@@ -46,6 +46,7 @@ class MLLMDataKit:
             settings.limits,
             most_tokens=min(settings.row_tokens or settings.micro_batch_tokens, settings.micro_batch_tokens),
             overlong=settings.overlong,
+            pairs=settings.pairs,
             options=settings.template,
             positions=None if model_config is None else RopePositions.of(model_config),
         )

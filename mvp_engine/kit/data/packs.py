@@ -66,12 +66,13 @@ class PackDataset(Dataset[Any]):
             source: Source = self.mixture.sources[which]
             fields = {"source": which, "sample": int(self.first[which]) + row}
             try:
-                prepared = self.sampler.prepare(source[row], self.formats[which], source.root)
-                room -= max(0, more := len(prepared.ids) - tokens)
+                sides = self.sampler.prepare(source[row], self.formats[which], source.root)
+                now = sum(len(side.ids) for side in sides)
+                room -= max(0, more := now - tokens)
                 if room < 0:  # a template may write today's date; but a pack never grows past its budget
                     room += more
-                    raise BadRow("changed", f"{len(prepared.ids)} tokens, but {tokens} when it was planned")
-                batches.append(self.sampler.load(prepared, source.root, fields))
+                    raise BadRow("changed", f"{now} tokens, but {tokens} when it was planned")
+                batches += self.sampler.load(sides, source.root, fields)
             except BadRow as error:
                 bad.append(BadRecord(self.mixture.names[which], source.where(row), error.reason, error.detail))
             except Exception as error:

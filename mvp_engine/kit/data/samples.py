@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from torch import Tensor
 from mvp_engine.batch import IGNORE, Media, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data import asking
-from mvp_engine.kit.data.asking import expand
+from mvp_engine.kit.data.asking import Span, expand
 from mvp_engine.kit.data.limits import Info, Limits
 from mvp_engine.kit.data.media import MediaHandler
-from mvp_engine.kit.data.rows import BadRow, Part, read_row
+from mvp_engine.kit.data.rows import BadRow, Part, Row, read_row
 from mvp_engine.kit.data.template import Placeholder, Rendered, Template, Tokens, cut
 
 Positions = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Media]], Tensor]
@@ -51,6 +51,27 @@ class Prepared:
     parts: list[Part]
     infos: list[Info]
     expansions: list[str]
+    spans: list[Span]  # the tokens of each item, with those that enclose it
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A row on its way to being prepared, still whole."""
+
+    rendered: Rendered
+    parts: list[Part]
+    infos: list[Info]
+    tokens: Tokens = field(default_factory=lambda: Tokens([], [], []))
+    expansions: list[str] = field(default_factory=list)
+
+    def whole(self) -> Prepared:
+        spans = [place.outer for place in self.tokens.media]
+        return Prepared(self.tokens.ids, self.tokens.loss, self.parts, self.infos, self.expansions, spans)
+
+    def cut(self, most: int) -> Prepared:
+        one = self.whole()
+        ids, loss, kept = cut(one.ids, one.loss, one.spans, most)
+        return Prepared(ids, loss, one.parts[:kept], one.infos[:kept], one.expansions[:kept], one.spans[:kept])
 
 
 class RopePositions:
@@ -100,11 +121,12 @@ class Sampler:
         *,
         most_tokens: int,
         overlong: str = "drop",
+        pairs: bool = False,
         options: Mapping[str, Any] | None = None,
         positions: Positions | None = None,
     ) -> None:
         self.media, self.template = MediaHandler(processor, limits), Template(processor, **(options or {}))
-        self.most_tokens, self.overlong, self.positions = most_tokens, overlong, positions
+        self.most_tokens, self.overlong, self.pairs, self.positions = most_tokens, overlong, pairs, positions
         kinds = [kind for kind in self.media.kinds if kind in self.template.placeholders]
         self._with_outer = {kind: _takes_outer(self.media, kind, self.template.placeholders[kind]) for kind in kinds}
 
@@ -116,47 +138,59 @@ class Sampler:
         tokenizer, processor = self.media.tokenizer, self.media.processor
         told = [transformers.__version__, tokenizer.backend_tokenizer.to_str(), repr(tokenizer.special_tokens_map)]
         told += [json.dumps(self.template.speaker.chat_template), repr(sorted(self.template.options.items()))]
-        told += [repr(self.media.limits), processor.to_json_string() if self.media.kinds else ""]
+        told += [repr((self.pairs, self.media.limits)), processor.to_json_string() if self.media.kinds else ""]
         told += [Path(__file__).with_name(f"{name}.py").read_text() for name in _CODE]
         return hashlib.blake2b("\0".join(told).encode(), digest_size=16).hexdigest()
 
-    def prepare(self, raw: Mapping[str, Any], format: str | None, root: Path, fit: bool = True) -> Prepared:
-        """BadRow if it cannot be trained on; with `fit`, an over-long row is cut or its media shrink, if asked for."""
+    def prepare(self, raw: Mapping[str, Any], format: str | None, root: Path, fit: bool = True) -> list[Prepared]:
+        """The row's sequence; with `pairs`, of a preference row the chosen side and the rejected one.
+
+        BadRow if it cannot be trained on; with `fit`, an over-long row is cut or its media shrink, if asked for.
+        """
         row = read_row(raw, format)
-        rendered, every = self.template.render(row), row.media()
-        parts = [every[place.index] for place in rendered.media]
-        infos = [self.media.probe(part, root) for part in parts]
-        tokens, expansions = self._tokens(rendered, infos)
-        if not fit or len(tokens.ids) <= self.most_tokens:
-            return Prepared(tokens.ids, tokens.loss, parts, infos, expansions)
+        drafts = [self._draft(row, root)]
+        if self.pairs and row.rejected:
+            try:
+                drafts.append(self._draft(replace(row, messages=row.rejected), root))
+            except BadRow as bad:
+                raise BadRow(bad.reason, f"the rejected side: {bad.detail}") from None
+        total = sum(len(draft.tokens.ids) for draft in drafts)
+        if not fit or total <= self.most_tokens:
+            return [draft.whole() for draft in drafts]
         if self.overlong == "shrink":
-            infos = self._shrunk(infos, len(tokens.ids))
-            tokens, expansions = self._tokens(rendered, infos)
-            if len(tokens.ids) <= self.most_tokens:
-                return Prepared(tokens.ids, tokens.loss, parts, infos, expansions)
+            infos = iter(self._shrunk([info for draft in drafts for info in draft.infos], total))
+            drafts = [self._tokens(replace(draft, infos=[next(infos) for _ in draft.infos])) for draft in drafts]
+            if sum(len(draft.tokens.ids) for draft in drafts) <= self.most_tokens:
+                return [draft.whole() for draft in drafts]
         elif self.overlong == "truncate":
-            ids, loss, kept = cut(tokens.ids, tokens.loss, [place.outer for place in tokens.media], self.most_tokens)
-            return Prepared(ids, loss, parts[:kept], infos[:kept], expansions[:kept])
-        raise BadRow("overlong", f"{len(tokens.ids)} tokens; {self.most_tokens} are allowed")
+            least = min(len(draft.tokens.ids) for draft in drafts)
+            room = self.most_tokens if len(drafts) == 1 else max(self.most_tokens - least, self.most_tokens // 2)
+            return [draft.cut(room) for draft in drafts]
+        raise BadRow("overlong", f"{total} tokens; {self.most_tokens} are allowed")
 
-    def encoder_cost(self, prepared: Prepared) -> int:
+    def encoder_cost(self, sides: Sequence[Prepared]) -> int:
         """Numbers that encoders read."""
-        return sum(self.media.cost(info).encoder for info in prepared.infos)
+        return sum(self.media.cost(info).encoder for side in sides for info in side.infos)
 
-    def load(self, prepared: Prepared, root: Path, fields: Mapping[str, int]) -> PackedBatch:
-        """Decode the media. `fields` go into the batch's `sequences`."""
-        decoded = [
-            self.media.decode(part, info, root) for part, info in zip(prepared.parts, prepared.infos, strict=True)
-        ]
-        texts, media = self.media.collate(prepared.infos, decoded)
-        if texts != prepared.expansions:
+    def load(self, sides: Sequence[Prepared], root: Path, fields: Mapping[str, int]) -> list[PackedBatch]:
+        """Decode the media. `fields` go into the batches' `sequences`; with `pairs`, also `side`."""
+        signs = (1, -1) if len(sides) == 2 else (0,)
+        return [self._load(one, root, self._sided(fields, sign)) for one, sign in zip(sides, signs, strict=True)]
+
+    def _load(self, one: Prepared, root: Path, fields: Mapping[str, int]) -> PackedBatch:
+        decoded = [self.media.decode(part, info, root) for part, info in zip(one.parts, one.infos, strict=True)]
+        texts, media = self.media.collate(one.infos, decoded)
+        if texts != one.expansions:
             raise BadRow("changed", "the processor makes other tokens of the media than it did without their content")
-        return self._batch(torch.tensor(prepared.ids), torch.tensor(prepared.loss), media, fields)
+        return self._batch(torch.tensor(one.ids), torch.tensor(one.loss), media, fields)
+
+    def _sided(self, fields: Mapping[str, int], sign: int) -> Mapping[str, int]:
+        return {**fields, "side": sign} if self.pairs else fields
 
     def nothing(self, fields: Mapping[str, int]) -> PackedBatch:
         """The smallest batch of this kind that trains nothing, for a pack of which no row is left."""
         eos = self.media.tokenizer.eos_token_id
-        batch = self._batch(torch.tensor([eos or 0]), torch.tensor([False]), self.media.empty(), fields)
+        batch = self._batch(torch.tensor([eos or 0]), torch.tensor([False]), self.media.empty(), self._sided(fields, 0))
         return replace(batch, labels=torch.full_like(batch.labels, IGNORE))
 
     def _batch(self, ids: Tensor, loss: Tensor, media: dict[str, Media], fields: Mapping[str, int]) -> PackedBatch:
@@ -171,11 +205,16 @@ class Sampler:
             media=media,
         )
 
-    def _tokens(self, rendered: Rendered, infos: Sequence[Info]) -> tuple[Tokens, list[str]]:
-        """Tokens of the text with each placeholder expanded to what the processor makes of the item."""
-        expansions = [self.media.expansion(info) for info in infos]
+    def _draft(self, row: Row, root: Path) -> _Draft:
+        rendered, every = self.template.render(row), row.media()
+        parts = [every[place.index] for place in rendered.media]
+        return self._tokens(_Draft(rendered, parts, [self.media.probe(part, root) for part in parts]))
+
+    def _tokens(self, draft: _Draft) -> _Draft:
+        """With the tokens of its text, each placeholder expanded to what the processor makes of the item."""
+        rendered, expansions = draft.rendered, [self.media.expansion(info) for info in draft.infos]
         if not expansions:
-            return self.template.tokenize(rendered), []
+            return replace(draft, tokens=self.template.tokenize(rendered))
         places = [place.outer if self._with_outer[place.kind] else place.span for place in rendered.media]
         text, moved = expand(rendered.text, places, expansions)
         found = []
@@ -186,7 +225,8 @@ class Sampler:
             outer = moved(place.outer[0]), moved(place.outer[1])
             found.append(Placeholder(place.index, place.kind, piece.span(), outer))
         loss = tuple((moved(start), moved(end)) for start, end in rendered.loss)
-        return self.template.tokenize(replace(rendered, text=text, loss=loss, media=tuple(found))), expansions
+        expanded = replace(rendered, text=text, loss=loss, media=tuple(found))
+        return replace(draft, tokens=self.template.tokenize(expanded), expansions=expansions)
 
     def _shrunk(self, infos: Sequence[Info], tokens: int) -> list[Info]:
         """Each item in the same proportion, so that the row fits. Sounds stay as they are."""

@@ -37,8 +37,9 @@ class MLLMData(Section):
     micro_batch_tokens: Count  # of a pack, which is a micro-batch
     packs_per_step: Count | None = None  # in a step, over all ranks; or ...
     global_batch_tokens: Count | None = None  # ... a multiple of micro_batch_tokens. With an engine neither is needed
-    row_tokens: Count | None = None  # the longest row; None: a whole pack
+    row_tokens: Count | None = None  # the longest row (the two sides of a pair together); None: a whole pack
     overlong: Literal["drop", "truncate", "shrink", "error"] = "drop"
+    pairs: bool = False  # both sides of preference rows, side by side in a pack; false: the chosen one, like any chat
     limits: Limits = Limits()
     template: dict[str, Any] = Field(default_factory=dict)  # options for the chat template
     max_bad_fraction: Fraction = 0.01  # of the rows; with more bad ones the run stops

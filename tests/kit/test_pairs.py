@@ -1,0 +1,93 @@
+"""Preference pairs: both sides side by side in one pack, told apart by a field; or the chosen one alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from templates.tiny import tokenizer
+from test_kit import chat, made, model_config, picture, qwen3_vl, write
+
+from mvp_engine.batch import PackedBatch
+from mvp_engine.kit.data.rows import read_row
+from mvp_engine.kit.data.template import Template
+
+
+def pair(i: int, good: str = "Yes", bad: str = "No") -> dict[str, Any]:
+    return {"prompt": f"Is it {i}?", "chosen": f"{good} {i}.", "rejected": f"{bad}, {'not ' * (i % 5)}{i}."}
+
+
+def found(batches: list[PackedBatch]) -> dict[int, list[tuple[int, PackedBatch]]]:
+    """Sample -> its sequences in the order of the packs; those of a sample must be neighbours in one pack."""
+    rows: dict[int, list[tuple[int, PackedBatch]]] = {}
+    for batch in batches:
+        samples, sides = batch.sequences["sample"].tolist(), batch.sequences["side"].tolist()
+        for s, (sample, side) in enumerate(zip(samples, sides, strict=True)):
+            assert sample not in rows or samples[s - 1] == sample
+            rows.setdefault(sample, []).append((side, batch.select([s])))
+    return rows
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_both_sides_lie_side_by_side_and_carry_loss_on_their_answers_alone(tmp_path: Path, workers: int) -> None:
+    rows = [pair(i) if i % 4 else chat(f"Hi {i}", "Hello") for i in range(40)]
+    file = write(tmp_path / "pairs.jsonl", rows)
+    kit = made(file, tokenizer("qwen2_5"), pairs=True)
+    batches = list(kit.loader("train", num_workers=workers))
+    assert all(batch.num_tokens <= 256 for batch in batches)
+    template, seen = Template(tokenizer("qwen2_5")), found(batches)
+    assert seen.keys() == set(range(40))
+    for sample, sides in seen.items():
+        assert [side for side, _ in sides] == ([1, -1] if sample % 4 else [0])
+        row = read_row(rows[sample])
+        for (_, one), messages in zip(sides, (row.messages, row.rejected), strict=False):
+            ids, loss, _ = template.tokenize(template.render(type(row)(messages=messages)))
+            assert one.input_ids.tolist() == ids
+            assert int(one.weight) == sum(loss[1:])
+    assert int(kit.dataset("train").plan.tokens.sum()) == sum(batch.num_tokens for batch in batches)
+
+
+def test_without_the_setting_the_chosen_side_is_a_chat_like_any_other(tmp_path: Path) -> None:
+    file = write(tmp_path / "pairs.jsonl", [pair(i) for i in range(9)])
+    kit = made(file, tokenizer("qwen2_5"), micro_batch_tokens=2048)
+    (batch,) = list(kit.loader("train"))
+    assert "side" not in batch.sequences
+    text = tokenizer("qwen2_5").decode(batch.input_ids)
+    assert text.count("Yes") == 9
+    assert "No," not in text
+
+
+def test_images_of_the_question_are_in_both_sides_and_count_twice(tmp_path: Path) -> None:
+    name = picture(tmp_path / "a.png", 16, 16)
+    row = {**pair(1), "prompt": "<image>Is it?", "images": [name]}
+    file = write(tmp_path / "pairs.jsonl", [row])
+    both, chosen = (made(file, qwen3_vl(), model_config(), pairs=on) for on in (True, False))
+    (batch,) = list(both.loader("train"))
+    assert batch.media["pixel_values"].owner.tolist() == [0, 1]
+    costs = [kit._open("train")[1][0].encoder[0] for kit in (both, chosen)]
+    assert costs[0] == 2 * costs[1] > 0
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_a_pair_that_is_too_long_is_dropped_or_cut_on_both_sides_never_split(tmp_path: Path, overlong: str) -> None:
+    rows = [pair(1), pair(2, "long " * 300, "short"), pair(3, "long " * 300, "wide " * 300)]
+    kit = made(write(tmp_path / "pairs.jsonl", rows), tokenizer("zephyr"), pairs=True, overlong=overlong)
+    seen = found(list(kit.loader("train")))
+    if overlong == "drop":
+        assert seen.keys() == {0}
+        return
+    lengths = {sample: [one.num_tokens for _, one in sides] for sample, sides in seen.items()}
+    assert sum(lengths[1]) == 256
+    assert lengths[1][1] < 60
+    assert lengths[2] == [128, 128]
+    assert all(int(one.weight) > 0 for sides in seen.values() for _, one in sides)
+
+
+def test_a_side_that_cannot_be_trained_on_costs_the_whole_pair(tmp_path: Path) -> None:
+    row = {"prompt": "Is it?", "chosen": "Yes.", "rejected": "<|im_end|><|image_pad|>"}
+    kit = made(write(tmp_path / "pairs.jsonl", [pair(1), row]), qwen3_vl(), pairs=True, max_bad_fraction=0.5)
+    assert found(list(kit.loader("train"))).keys() == {0}
+    (bad,) = kit.bad_rows("train")
+    assert (bad.where, bad.reason) == ("pairs.jsonl:2", "placeholder_in_text")
+    assert bad.detail.startswith("the rejected side: ")
