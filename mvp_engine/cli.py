@@ -57,6 +57,20 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", metavar="key=value")
         command.set_defaults(run=_config, what=name)
 
+    text = "rows as the model sees them, with what is learnt, lengths, packing and bad rows"
+    data = commands.add_parser("data", help="look at training data").add_subparsers(required=True, metavar="COMMAND")
+    look = data.add_parser("inspect", help=text, description=text)
+    look.add_argument("what", metavar="FILE|CONFIG", help="rows in any format, or a recipe's YAML file")
+    look.add_argument("overrides", nargs="*", metavar="key=value", help="for a config")
+    look.add_argument("--model", metavar="FOLDER", help="a model's folder, for its processor or tokenizer")
+    look.add_argument("--split", default="train", help="of a config's sources (train)")
+    look.add_argument("--row", metavar="N", help="show this row, all of it: its number from 0, or its file:line")
+    look.add_argument("--limit", type=int, default=3, metavar="N", help="rows to show (3)")
+    look.add_argument("--tokens", type=int, default=8192, metavar="N", help="of a pack, for a file (8192)")
+    look.add_argument("--decode", action="store_true", help="decode all media, which finds broken ones")
+    look.add_argument("--json", action="store_true", help="for programs")
+    look.set_defaults(run=_data_inspect)
+
     text = "a checkpoint as a Hugging Face folder; needs no GPU, and memory for one file"
     merge = commands.add_parser("merge", help=text, description=text)
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run folder: its newest")
@@ -132,6 +146,36 @@ def _config(args: argparse.Namespace) -> None:
         print(composed.config.to_yaml(), end="")
     else:
         print(json.dumps(composed.json_schema(), indent=2))
+
+
+def _data_inspect(args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from mvp_engine.kit import MLLMDataKit
+    from mvp_engine.kit.data.inspect import inspect_file, inspect_kit, kit_of, kit_of_file
+    from mvp_engine.kit.data.show import show
+
+    kit: MLLMDataKit | None = None
+    packs = 1
+    if Path(args.what).suffix in (".yaml", ".yml"):
+        from mvp_engine.config import compose
+
+        composed = compose(args.what, args.overrides)
+        sizes, kit = composed.config.data, kit_of(composed.engine_class, composed.config, args.model)
+        packs = kit.settings.step_packs or sizes.global_batch_size or sizes.micro_batch_size
+    elif args.overrides:
+        raise UserError(f"{args.overrides[0]!r}: only a config has keys")
+    elif args.model:
+        kit = kit_of_file(args.what, args.model, args.tokens)
+    if kit is None:
+        facts = inspect_file(args.what, limit=args.limit, row=args.row)
+    else:
+        facts = inspect_kit(kit, args.split, packs, limit=args.limit, row=args.row, decode=args.decode)
+    facts = {"data": args.what, "model": args.model, **facts}
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        show(facts, Console(highlight=False), whole=args.row is not None)
 
 
 def _merge(args: argparse.Namespace) -> None:

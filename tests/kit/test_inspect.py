@@ -1,0 +1,161 @@
+"""`mvp data inspect`: what it shows is what is trained on, for people with and without colours, and for programs."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from templates.tiny import tokenizer
+from test_kit import chat, qwen3_vl, with_images, write
+
+from mvp_engine.cli import main
+from mvp_engine.kit.data.show import show
+
+KEYS = ["data", "model", "split", "missing", "decoded", "sources", "sample", "lengths", "plan", "overlong", "bad"]
+KEYS += ["rows"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("data")
+    rows: list[Any] = [*with_images(made), chat("Hi", "long " * 200), {"prompt": "?", "chosen": "A", "rejected": "B"}]
+    rows[5], rows[6] = "{broken", {"question": "?"}
+    write(made / "rows.jsonl", rows)
+    cut_off = made / "4_0.png"
+    cut_off.write_bytes(cut_off.read_bytes()[:100])
+    qwen3_vl().save_pretrained(made / "model")
+    return made
+
+
+def inspect(capsys: Any, *words: str) -> dict[str, Any]:
+    assert main(["data", "inspect", *words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert sorted(facts) == sorted(KEYS)
+    return facts
+
+
+@pytest.fixture(autouse=True)
+def cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+
+
+def printed(facts: dict[str, Any], width: int, colours: bool = False) -> str:
+    out = io.StringIO()
+    show(facts, Console(file=out, width=width, force_terminal=colours, color_system="standard" if colours else None))
+    return out.getvalue()
+
+
+def test_a_file_alone_tells_formats_counts_and_bad_rows_and_what_is_missing(folder: Path, capsys: Any) -> None:
+    facts = inspect(capsys, str(folder / "rows.jsonl"), "--limit", "2")
+    assert facts["sources"][0] | {"name": ""} == {
+        "name": "",
+        "rows": 14,
+        "good": 12,
+        "bad": 2,
+        "overlong": 0,
+        "tokens": None,
+    }
+    assert facts["sample"]["formats"] == {"messages": 11, "bad": 2, "preference": 1}
+    assert {one["where"]: one["reason"] for one in facts["bad"]["rows"]} == {
+        "rows.jsonl:6": "bad_json",
+        "rows.jsonl:7": "unknown_format",
+    }
+    assert "--model FOLDER" in facts["missing"]
+    assert facts["plan"] is None
+    for width in (80, 120):
+        text = printed(facts, width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "assistant: «1 pictures.»" in text
+        assert "user: [image]How many? 1" in text
+        assert "give --model FOLDER" in " ".join(text.split())
+
+
+def test_with_a_model_rows_are_shown_as_it_sees_them(folder: Path, capsys: Any) -> None:
+    words = [str(folder / "rows.jsonl"), "--model", str(folder / "model"), "--tokens", "256"]
+    facts = inspect(capsys, *words)
+    processor = qwen3_vl()
+    row = facts["rows"][1]
+    (one,) = row["sequences"]
+    assert (row["row"], row["where"], row["format"], one["side"]) == (1, "rows.jsonl:2", "messages", 0)
+    learnt = [piece["text"] for piece in one["text"] if piece.get("learnt")]
+    assert learnt == ["1 pictures.<|im_end|>"]
+    assert one["learnt"] == len(processor.tokenizer(learnt[0]).input_ids)
+    (medium,) = one["media"]
+    assert (medium["kind"], medium["width"], medium["height"]) == ("image", 24, 16)
+    text = "".join(piece.get("text", "") for piece in one["text"])
+    assert one["tokens"] == len(processor.tokenizer(text).input_ids) + medium["tokens"]
+    assert facts["overlong"] == {"fate": "drop", "rows": 1}
+    assert facts["bad"]["total"] == 2
+    plan = facts["plan"]
+    assert (plan["rows"], plan["steps"]) == (11, plan["packs"])
+    assert plan["fill"] == pytest.approx(plan["tokens"] / plan["packs"] / 256, abs=1e-4)
+    assert sum(one["rows"] for one in facts["lengths"]["histogram"]) == 11
+    coloured, plain = printed(facts, 80, colours=True), printed(facts, 80)
+    assert "\x1b[1;32m1 pictures.<|im_end|>\x1b[0m" in coloured
+    assert "«1 pictures.<|im_end|>»" in plain
+    assert "\x1b" not in plain
+    decoded = inspect(capsys, *words, "--decode")
+    assert (decoded["bad"]["by_reason"]["corrupt"], decoded["sources"][0]["good"]) == (1, 10)
+
+
+def test_one_row_by_its_number_or_its_place_and_a_bad_one_says_why(folder: Path, capsys: Any) -> None:
+    words = [str(folder / "rows.jsonl"), "--model", str(folder / "model")]
+    for row in ("5", "rows.jsonl:6"):
+        (shown,) = inspect(capsys, *words, "--row", row)["rows"]
+        assert (shown["row"], shown["bad"]["reason"], shown["sequences"]) == (5, "bad_json", [])
+    assert main(["data", "inspect", *words, "--row", "99"]) == 2
+    assert "there are 14 rows" in capsys.readouterr().err
+    assert main(["data", "inspect", str(folder / "none.jsonl")]) == 2
+
+
+RECIPE = """
+from mvp_engine.config import Config
+from mvp_engine.engine import Engine
+from mvp_engine.kit import MLLMData
+
+class MyConfig(Config):
+    mllm: MLLMData
+
+class MyEngine(Engine):
+    config_class = MyConfig
+"""
+YAML = """
+project: {{name: mine}}
+model: {{path: {0}/words}}
+data: {{global_batch_size: 2}}
+mllm:
+  micro_batch_tokens: 512
+  pairs: true
+  sources: [{{path: {0}/a.jsonl}}, {{path: {0}/b.jsonl, split: eval}}]
+"""
+
+
+def test_a_config_shows_its_own_sources_and_steps(tmp_path: Path, capsys: Any) -> None:
+    tokenizer("zephyr").save_pretrained(tmp_path / "words")
+    write(
+        tmp_path / "a.jsonl", [{"prompt": f"Is it {i}?", "chosen": "Yes\x1b[2J", "rejected": "No"} for i in range(30)]
+    )
+    write(tmp_path / "b.jsonl", [{"text": "hello"}])
+    (tmp_path / "engine.py").write_text(RECIPE)
+    (tmp_path / "train.yaml").write_text(YAML.format(tmp_path))
+    facts = inspect(capsys, str(tmp_path / "train.yaml"))
+    assert [one["side"] for one in facts["rows"][0]["sequences"]] == [1, -1]
+    assert facts["plan"]["packs_per_step"] == 2
+    text = printed(facts, 80)
+    assert "\x1b" not in text  # what the row holds must not reach the terminal
+    assert "«Yes\\x1b[2J" in text
+    facts = inspect(capsys, str(tmp_path / "train.yaml"), "--split", "eval", "mllm.micro_batch_tokens=99")
+    assert facts["plan"]["micro_batch_tokens"] == 99
+    (tmp_path / "train.yaml").write_text(YAML.format(tmp_path).replace("model:", "# "))
+    assert main(["data", "inspect", str(tmp_path / "train.yaml")]) == 2
+    assert "give --model FOLDER" in capsys.readouterr().err
+    kit = "    @classmethod\n    def data_kit(cls, config):\n        raise SystemExit(7)\n"
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "engine.py").write_text(RECIPE + kit)
+    (tmp_path / "own" / "train.yaml").write_text(YAML.format(tmp_path))
+    with pytest.raises(SystemExit, match="7"):
+        main(["data", "inspect", str(tmp_path / "own" / "train.yaml")])
