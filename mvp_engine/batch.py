@@ -133,6 +133,7 @@ class PackedBatch:
             {name: value[index] for name, value in self.tokens.items()},
             {name: value[chosen] for name, value in self.sequences.items()},
             {kind: media.select(sequences) for kind, media in self.media.items()},
+            self.beside,
         )
 
     @staticmethod
@@ -153,6 +154,7 @@ class PackedBatch:
             {name: torch.cat([batch.tokens[name] for batch in batches]) for name in first.tokens},
             {name: torch.cat([batch.sequences[name] for batch in batches]) for name in first.sequences},
             {kind: _concat_media([(b.media[kind], b.num_sequences) for b in batches]) for kind in first.media},
+            [other for batch in batches for other in batch.beside],
         )
 
     def with_beside(self) -> PackedBatch:

@@ -52,14 +52,15 @@ class GradientReducer:
 
     def begin(self) -> None:
         """More gradients of this step follow: what is summed already must not be sent again."""
-        if not self._finished:
-            return
-        self._finished = False
         for bucket in self.buckets:
-            bucket.summed = bucket.flat.clone()
-            bucket.flat.zero_()
             for param, view in zip(bucket.params, bucket.views, strict=True):
+                if param.grad is None:  # not begun, not used, or cleared by somebody else
+                    view.zero_()
                 param.grad = view
+            if self._finished:
+                bucket.summed = bucket.flat.clone()
+                bucket.flat.zero_()
+        self._finished = False
 
     def arm(self) -> None:
         """The next backward is the last of this step: send each bucket as soon as it is complete."""

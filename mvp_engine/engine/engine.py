@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -193,7 +194,9 @@ class Engine:
             ctx = StepContext(self.step + 1, self.epoch, "train", self.metrics, micro_batches)
             self.guard.watch(ctx.step, self.feed.advance(len(micro_batches)))
             self.train_pre_step(ctx)
-            ctx.numbers = self.model_engine.train_batch(ctx.micro_batches, partial(self.forward_step, ctx))
+            aside = replace(ctx, metrics=self._metric_store())  # for passes that do not count
+            step, beside = partial(self.forward_step, ctx), partial(self.forward_step, aside)
+            ctx.numbers = self.model_engine.train_batch(ctx.micro_batches, step, beside)
             self.step = ctx.step
             self.train_post_step(ctx)
             self._after_step(ctx, ctx.numbers)

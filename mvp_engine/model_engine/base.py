@@ -110,10 +110,13 @@ class ModelEngine(abc.ABC):
     def optimizer_zero_grad(self) -> None: ...
 
     @abc.abstractmethod
-    def forward_backward_batch(self, micro_batches: list[Any], forward_step: ForwardStep) -> Tensor:
+    def forward_backward_batch(
+        self, micro_batches: list[Any], forward_step: ForwardStep, aside: ForwardStep | None = None
+    ) -> Tensor:
         """Add the gradients of the summed loss; gives this rank's [loss_sum, weight], on the device.
 
-        May be called several times before `optimizer_step`; ranks may have different numbers of micro-batches.
+        May be called several times before `optimizer_step`; ranks may have different numbers of micro-batches. A rank
+        with fewer may have to run along, which does not count: `aside` is what it runs then, if that is another step.
         """
 
     @abc.abstractmethod
@@ -124,10 +127,12 @@ class ModelEngine(abc.ABC):
     @abc.abstractmethod
     def lr_scheduler_step(self) -> None: ...
 
-    def train_batch(self, micro_batches: list[Any], forward_step: ForwardStep) -> StepNumbers:
+    def train_batch(
+        self, micro_batches: list[Any], forward_step: ForwardStep, aside: ForwardStep | None = None
+    ) -> StepNumbers:
         """One optimizer step over this rank's micro-batches (there may be none)."""
         self.optimizer_zero_grad()
-        self.forward_backward_batch(micro_batches, forward_step)
+        self.forward_backward_batch(micro_batches, forward_step, aside)
         return self.optimizer_step()
 
     @abc.abstractmethod

@@ -2,13 +2,13 @@
 
 The backbone may have encoders: what `batch.media` holds is handed to its forward under its own names.
 `LanguageModel` gives log-probs and entropy of the labels, `ValueModel` one number per token. Neither rewrites a class
-of transformers, and neither ever holds the logits of a whole batch. `check_packing` finds the models that look across
-boundaries, or whose head does something that is not known here, before they train on wrong numbers.
+of transformers, and neither ever holds the logits of a whole batch. `probe.py` finds the models that do not fit.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
@@ -129,12 +129,19 @@ class PackedModel(nn.Module):
             raise ValueError(f"{type(self).__name__} does not give {unknown}; it gives {', '.join(self.provides)}")
         if self.sequence_group is None:
             return self.outputs(self.hidden(batch), batch.labels, wanted)
+        if (spare := dist.get_world_size(self.sequence_group) - batch.num_tokens) > 0:  # a token for every rank
+            longer = dataclasses.replace(batch, beside=[*batch.beside, *[batch.filler()] * spare]).with_beside()
+            return {name: value[: batch.num_tokens] for name, value in self(longer, wanted).items()}
         shard = SequenceShard.of(self.sequence_group, batch.num_tokens)
         local = self.outputs(self.hidden(batch, shard), shard.cut(batch.labels), wanted)
         return {name: shard.gather(value) for name, value in local.items()}
 
     def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
         return {"hidden_states": hidden_TD}
+
+    def own_log_probs(self, batch: PackedBatch) -> Tensor | None:
+        """What transformers' own forward gives for the labels, where there is such a thing to compare with."""
+        return None
 
 
 def _beside_tokens(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:
@@ -211,6 +218,12 @@ class LanguageModel(PackedModel):
         every = {"log_probs": log_probs_T, "entropy": entropy_T, "hidden_states": hidden_TD}
         return {name: every[name] for name in wanted}
 
+    def own_log_probs(self, batch: PackedBatch) -> Tensor | None:
+        with attention.own_attention(self.hf.config):
+            logits = self.hf(batch.input_ids[None], use_cache=False).logits[0]
+        picked = logits.float().div(self.temperature).log_softmax(-1)[:-1].gather(-1, batch.labels[:-1, None])[:, 0]
+        return torch.cat([picked, picked.new_zeros(1)])
+
 
 class ValueModel(PackedModel):
     """One number per token, in float32: a linear head on any backbone."""
@@ -251,52 +264,3 @@ class ValueModel(PackedModel):
         values_T = self.score(hidden_TD).float()[:, 0]
         every = {"values": values_T, "hidden_states": hidden_TD}
         return {name: every[name] for name in wanted}
-
-
-@torch.no_grad()
-def check_packing(model: PackedModel) -> None:
-    """Two short sequences packed must give what each gives alone, and what transformers' own forward gives.
-
-    Refuses state-space and linear-attention mixers, position schemes that ignore `position_ids`, heads with unknown
-    steps, and layers that ask attention for something it does not have.
-    """
-    config: Any = model.hf.config
-    first = next(model.parameters())
-    tolerance = 1e-5 if first.dtype == torch.float32 else 3e-2
-    generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(config.get_text_config().vocab_size, (n,), generator=generator) for n in (9, 6)]
-    training = model.training
-    model.eval()
-    try:
-        together = model.hidden(PackedBatch.from_sequences(ids).to(first.device))
-        singles = [PackedBatch.from_sequences([i]).to(first.device) for i in ids]
-        alone = torch.cat([model.hidden(batch) for batch in singles])
-        if isinstance(model, LanguageModel):
-            ours = torch.cat([model(batch, ["log_probs"])["log_probs"] for batch in singles])
-            theirs = torch.cat([_own_log_probs(model, batch.input_ids) for batch in singles])
-    except (NotImplementedError, ValueError) as error:
-        raise UserError(f"{config.model_type} cannot be trained on packed sequences: {error}") from None
-    finally:
-        model.train(training)
-    if (worst := _difference(together, alone)) > tolerance:
-        raise UserError(
-            f"{config.model_type} cannot be trained on packed sequences: two in one batch differ from the same two "
-            f"alone by {worst:.1e}. Its layers look across boundaries (state-space or linear-attention mixers do)."
-        )
-    if isinstance(model, LanguageModel) and (worst := _difference(ours, theirs)) > tolerance:
-        raise UserError(
-            f"{config.model_type}: log-probs differ from those of transformers' own forward by {worst:.1e}. "
-            "The model does something between its backbone and its logits, or in attention, that is not known here."
-        )
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
-
-
-def _own_log_probs(model: LanguageModel, ids: Tensor) -> Tensor:
-    """What transformers itself makes of one sequence, with its own attention."""
-    with attention.own_attention(model.hf.config):
-        log_p = model.hf(ids[None], use_cache=False).logits[0].float().div(model.temperature).log_softmax(-1)
-    picked = log_p[:-1].gather(-1, ids[1:, None])[:, 0]
-    return torch.cat([picked, picked.new_zeros(1)])

@@ -79,7 +79,7 @@ def use(config: Any) -> None:
     config._attn_implementation = register()  # here and in all below
     text = config.get_text_config()
     for sub in _below(config):
-        if any(part is text for part in _tree(sub)):
+        if any(part is text for part in config_tree(sub)):
             use(sub)
         else:
             sub._attn_implementation = ENCODER
@@ -88,7 +88,7 @@ def use(config: Any) -> None:
 @contextmanager
 def own_attention(config: Any) -> Iterator[None]:
     """The model with transformers' own plain attention in every part."""
-    before = [(part, part._attn_implementation) for part in _tree(config)]
+    before = [(part, part._attn_implementation) for part in config_tree(config)]
     config._attn_implementation = "eager"
     try:
         yield
@@ -101,8 +101,9 @@ def _below(config: Any) -> list[Any]:
     return [sub for key in config.sub_configs if (sub := getattr(config, key, None)) is not None]
 
 
-def _tree(config: Any) -> list[Any]:
-    return [config, *(part for sub in _below(config) for part in _tree(sub))]
+def config_tree(config: Any) -> list[Any]:
+    """A config and those of all its parts, each above those below it."""
+    return [config, *(part for sub in _below(config) for part in config_tree(sub))]
 
 
 def boundaries(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from families import parallel
 from torch import Tensor, nn
 
+from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.config.schema import Optim
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
@@ -42,9 +45,9 @@ class Net(nn.Module):
         return out + self.spare.weight.sum() if spare else out
 
 
-def engine(world: World = ALONE, optim: Optim = OPTIM, **options: Any) -> FSDPEngine:
+def engine(world: World = ALONE, optim: Optim = OPTIM, shard: int = 1, **options: Any) -> FSDPEngine:
     torch.manual_seed(3)
-    part = FSDPEngine(Net(), Layout(world, replicate=world.size), Settings(**options))
+    part = FSDPEngine(Net(), Layout.of(world, parallel(shard=shard)), Settings(**options))
     part.initialize(lambda model: build_optimizer(model, optim), lambda made: build_scheduler(made, optim, 10))
     return part
 
@@ -63,7 +66,7 @@ def forward(model: nn.Module) -> Any:
 
 
 def gradients(part: FSDPEngine) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in part.model.named_parameters() if p.grad is not None}
+    return {name: whole(p.grad).clone() for name, p in part.model.named_parameters() if p.grad is not None}
 
 
 def test_gradients_are_those_of_the_mean_over_everything() -> None:
@@ -78,20 +81,22 @@ def test_gradients_are_those_of_the_mean_over_everything() -> None:
         assert torch.allclose(gradients(part)[name], gradient, rtol=1e-5, atol=1e-7), name
 
 
-def test_gradients_on_two_ranks_equal_one_even_with_uneven_micro_batches(ranks2) -> None:
+@pytest.mark.parametrize("shard", [1, 2])
+def test_gradients_on_two_ranks_equal_one_even_with_uneven_micro_batches(ranks2, shard: int) -> None:
+    """Only one micro-batch uses `spare`, so on one rank it has no gradient of its own."""
     one = engine()
     numbers = one.train_batch(batches(5), forward(one.model))
-    for share in ([4, 1], [5, 0], [0, 5], [2, 3]):
-        for result in ranks2.run(_share, share):
+    for share in ([4, 1], [5, 0], [0, 5], [1, 4]):
+        for result in ranks2.run(_share, share, shard):
             assert result["norm"] == pytest.approx(float(numbers.grad_norm), rel=1e-5)
             assert result["gradients"].keys() == gradients(one).keys()
             for name, gradient in gradients(one).items():
                 assert torch.allclose(result["gradients"][name], gradient, rtol=1e-5, atol=1e-7), (share, name)
 
 
-def _share(share: list[int]) -> dict[str, Any]:
+def _share(share: list[int], shard: int) -> dict[str, Any]:
     world = World.join("cpu")
-    part = engine(world)
+    part = engine(world, shard=shard)
     data = batches(5)
     mine = data[: share[0]] if world.rank == 0 else data[share[0] :]
     numbers = part.train_batch(mine, forward(part.model))
@@ -150,21 +155,70 @@ def test_parts_have_rates_of_their_own() -> None:
         engine(optim=OPTIM.model_copy(update={"rates": {"head": 0.1}}))
 
 
-def test_parameter_that_nobody_used_has_no_gradient_on_any_layout(ranks2) -> None:
-    for names in ranks2.run(_untouched):
+@pytest.mark.parametrize("shard", [1, 2])
+def test_parameter_that_nobody_used_has_no_gradient_on_any_layout(ranks2, shard: int) -> None:
+    for names in ranks2.run(_untouched, shard):
         assert "spare.weight" not in names
         assert "out.weight" in names
 
 
-def _untouched() -> list[str]:
+def _untouched(shard: int) -> list[str]:
     world = World.join("cpu")
-    part = engine(world)
+    part = engine(world, shard=shard)
     data = [{**b, "spare": False} for b in batches(4)]
     for _ in range(2):
         part.train_batch(data[world.rank :: 2], forward(part.model))
     names = list(gradients(part))
     world.close()
     return names
+
+
+def test_passes_that_do_not_count_are_run_aside(ranks2) -> None:
+    assert ranks2.run(_asides) == [(3, 0), (1, 2)]
+
+
+def _asides() -> tuple[int, int]:
+    world = World.join("cpu")
+    part, data, calls = engine(world, shard=2), batches(4), [0, 0]
+
+    def step(which: int, batch: Any) -> tuple[Tensor, int]:
+        calls[which] += 1
+        return forward(part.model)(batch)
+
+    part.train_batch(data[:3] if world.rank == 0 else data[3:], partial(step, 0), partial(step, 1))
+    world.close()
+    return calls[0], calls[1]
+
+
+@pytest.mark.parametrize("order", ["never before", "torch's own"])
+def test_replicas_stay_alike_whoever_clears_the_gradients(ranks2, order: str) -> None:
+    one, two = ranks2.run(_cleared, order)
+    for name, value in one.items():
+        assert torch.equal(value, two[name]), name
+
+
+def _cleared(order: str) -> dict[str, Tensor]:
+    world = World.join("cpu")
+    part, data = engine(world), batches(5)
+    for batch in (data[world.rank], data[2 + world.rank]):
+        part.forward_backward_batch([batch], forward(part.model))
+        part.optimizer_step()
+        part.optimizer_zero_grad() if order == "never before" else part.optimizer.zero_grad()
+    result = {name: param.detach().clone() for name, param in part.model.named_parameters()}
+    world.close()
+    return result
+
+
+def test_a_model_in_bf16_trains_in_float32() -> None:
+    half = FSDPEngine(Net().bfloat16(), Layout(ALONE), Settings(freeze=("token.*",), precision="bf16"))
+    half.initialize(lambda model: build_optimizer(model, OPTIM), lambda made: build_scheduler(made, OPTIM, 10))
+    kept = {name: param.dtype for name, param in half.model.named_parameters()}
+    assert kept.pop("token.weight") == torch.bfloat16
+    assert set(kept.values()) == {torch.float32}
+    half.train_batch(batches(2), forward(half.model))
+    full = FSDPEngine(Net().bfloat16(), Layout(ALONE), Settings(freeze=("token.*",)))
+    full.initialize()
+    assert {param.dtype for param in full.model.parameters()} == {torch.float32}
 
 
 def test_clipping_bounds_the_norm_and_reports_the_true_one() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from mvp_engine.batch import Media, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine.packed import LanguageModel, PackedModel, ValueModel, check_packing
+from mvp_engine.model_engine.packed import LanguageModel, PackedModel, ValueModel
+from mvp_engine.model_engine.probe import check_packing
 from mvp_engine.ops import attention
 
 M = TypeVar("M", bound=PackedModel)

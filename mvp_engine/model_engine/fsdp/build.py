@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mvp_engine.checkpoint.storage import together
@@ -32,6 +33,7 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     world = layout.world
     skeleton = copy.deepcopy(model) if any(param.is_meta for param in model.parameters()) else None
     if skeleton is None:
+        _full_precision(model, settings)
         model.to(world.device)
         world.same_everywhere([*model.parameters(), *model.buffers()])
     if layout.same_data > 1 and not isinstance(model, PackedModel):
@@ -51,9 +53,21 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
             block.compile(backend=settings.compile)
     if layout.shard_mesh is not None:
         shard_model(model, layout.shard_mesh, DTYPES[settings.precision])
+        if isinstance(model, PackedModel):
+            register_fsdp_forward_method(model, "own_log_probs")
     if skeleton is not None:
         with together(world.host_group):  # a file may be damaged in one rank's part, or on one machine
             give_weights(model, skeleton, world.device, settings.seed)
+
+
+def _full_precision(model: nn.Module, settings: Settings) -> None:
+    """What trains is kept in float32, whatever the model came in; what is frozen only if that is computed with."""
+    halves = (torch.bfloat16, torch.float16)
+    if isinstance(model, PackedModel):
+        model.export_dtype = next((p.dtype for p in model.parameters() if p.dtype in halves), model.export_dtype)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.dtype in halves and (tensor.requires_grad or settings.precision == "fp32"):
+            tensor.data = tensor.data.float()
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:

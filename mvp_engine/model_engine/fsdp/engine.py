@@ -22,8 +22,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from mvp_engine.batch import PackedBatch
 from mvp_engine.checkpoint import hf_export, state
 from mvp_engine.checkpoint.pieces import whole
+from mvp_engine.checkpoint.storage import together
 from mvp_engine.distributed import GradientReducer, Layout
-from mvp_engine.distributed.sharding import sharded_modules
+from mvp_engine.distributed.sharding import UsedParameters, sharded_modules
 from mvp_engine.errors import UserError
 from mvp_engine.log.metrics import device_scalar
 from mvp_engine.model_engine import merge
@@ -32,8 +33,8 @@ from mvp_engine.model_engine.fsdp import numbers
 from mvp_engine.model_engine.fsdp.build import place
 from mvp_engine.model_engine.fsdp.offload import move_model, move_optimizer
 from mvp_engine.model_engine.fsdp.passes import Pass, Passes
-from mvp_engine.model_engine.fsdp.tensor import check_gradients
 from mvp_engine.model_engine.packed import PackedModel
+from mvp_engine.model_engine.probe import check_gradients, check_packing
 
 
 @register("module", "fsdp")
@@ -48,6 +49,7 @@ class FSDPEngine(ModelEngine):
         self._on_host: set[str] = set()  # of "model" and "optimizer"
         self.training = False  # there is an optimizer
         self.reducer: GradientReducer | None = None
+        self._used: UsedParameters | None = None
 
     def initialize(
         self,
@@ -56,6 +58,9 @@ class FSDPEngine(ModelEngine):
     ) -> None:
         place(self.model, self.layout, self.settings)
         self.sharded = list(sharded_modules(self.model))
+        if isinstance(self.model, PackedModel):
+            with self.eval_mode(), self.autocast(), together(self.world.host_group):
+                check_packing(self.model, exact=self.dtype == torch.float32, own=self.layout.tensor_mesh is None)
         if optimizer is not None and scheduler is not None:
             self.training = True
             self.model.train()
@@ -68,10 +73,12 @@ class FSDPEngine(ModelEngine):
     def _prepare_training(self) -> None:
         if self.layout.tensor_mesh is not None:
             with self.autocast():
-                check_gradients(self._packed(), self.layout.tensor_mesh)
+                check_gradients(self._packed(), self.layout.tensor_mesh, self.world.host_group)
         self.params = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         if self.world.host_group and not self.sharded:
             self.reducer = GradientReducer(self.params, self.world.host_group)
+        if self.sharded:
+            self._used = UsedParameters(self.model, self.world.host_group)
         self.scale = numbers.LossScale(self.world.device) if self.settings.precision == "fp16" else None
         # Fused optimizers skip a step by themselves when this flag is set, so the host need not read it first.
         can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False)
@@ -79,14 +86,17 @@ class FSDPEngine(ModelEngine):
 
     # ---- A step ---------------------------------------------------------------------------------------------------
 
-    def forward_backward_batch(self, micro_batches: list[Any], forward_step: ForwardStep) -> Tensor:
+    def forward_backward_batch(
+        self, micro_batches: list[Any], forward_step: ForwardStep, aside: ForwardStep | None = None
+    ) -> Tensor:
         if self.reducer:
             self.reducer.begin()
         totals = torch.zeros_like(self._totals)
         rounds = self._rounds(micro_batches)
         for index, (micro_batch, counts) in enumerate(rounds):
+            step = forward_step if counts or aside is None else aside
             with self.autocast():
-                loss_sum, weight = numbers.checked(forward_step(self._on_device(micro_batch)))
+                loss_sum, weight = numbers.checked(step(self._on_device(micro_batch)))
             if counts:
                 totals += torch.stack([loss_sum.detach().double(), device_scalar(weight, self.world.device)])
             else:
@@ -115,6 +125,8 @@ class FSDPEngine(ModelEngine):
 
     def optimizer_zero_grad(self) -> None:
         self._totals.zero_()
+        if self._used:
+            self._used.clear()
         if self.reducer:
             self.reducer.zero_grad()
         else:
@@ -123,6 +135,8 @@ class FSDPEngine(ModelEngine):
     def optimizer_step(self) -> StepNumbers:
         self.settle()
         totals = self._totals.clone()
+        if self._used:
+            self._used.drop_the_others()
         grads = [p.grad for p in self.params if p.grad is not None]
         squares = numbers.share_of_squares(grads, self.world.size).to(totals.device)
         # Ranks that work on the same data have the same losses, which count once.
@@ -225,6 +239,8 @@ class FSDPEngine(ModelEngine):
         finally:
             for module, training in modes:
                 module.training = training
+            for part in self.sharded:  # or what is still gathered would outlive a change of the weights
+                part.reshard()
 
     @contextlib.contextmanager
     def _loaded(self, optimizer: bool) -> Iterator[None]:

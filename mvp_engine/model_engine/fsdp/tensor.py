@@ -12,14 +12,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from mvp_engine.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine.packed import PackedModel, heads_of
 
@@ -60,43 +57,6 @@ def _norms_of_heads(hf: Any, plan: dict[str, str], head: int) -> set[str]:
         if by_heads and {tuple(param.shape) for param in module.parameters()} == {(head,)}:
             found.add(f"{generic}.{child}")
     return found
-
-
-def check_gradients(model: PackedModel, mesh: DeviceMesh) -> None:
-    """What all ranks hold alike must get the same gradient on all of them.
-
-    A plan that does not say that a weight is used on a part of the heads only would give each rank a part of its
-    gradient, and nobody would notice. Here a small batch is run, and such a weight is refused by name.
-    """
-    device = next(model.parameters()).device
-    vocabulary = model.hf.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-    ids = torch.randint(vocabulary, (24,), generator=torch.Generator().manual_seed(0))
-    batch = PackedBatch.from_sequences([ids[:15], ids[15:]]).to(device)
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        hidden = model(batch, ["hidden_states"])["hidden_states"].float()
-        if not hidden.requires_grad:  # all of it is frozen
-            return
-        direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(device)
-        (hidden * direction).sum().backward()
-    finally:
-        for module, mode in training:
-            module.training = mode
-    for name, param in model.named_parameters():
-        if param.grad is None or (isinstance(param, DTensor) and "tensor" in (param.device_mesh.mesh_dim_names or ())):
-            continue
-        grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-        high, low = grad.clone(), grad.clone()
-        dist.all_reduce(high, dist.ReduceOp.MAX, group=mesh.get_group())
-        dist.all_reduce(low, dist.ReduceOp.MIN, group=mesh.get_group())
-        if high.numel() and float((high - low).max()) > 1e-2 * float(torch.maximum(high.abs(), low.abs()).max()):
-            raise UserError(
-                f"parallel.tensor={mesh.size()}: {name} gets another gradient on each rank: transformers' plan for "
-                "this model does not say how it is shared. Set parallel.tensor=1."
-            )
-    for param in model.parameters():
-        param.grad = None
 
 
 def _register() -> None:
