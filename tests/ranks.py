@@ -74,6 +74,7 @@ def _serve(rank: int, size: int, pipe: Any) -> None:
     from torch.distributed.tensor import debug
 
     faulthandler.register(signal.SIGUSR1)
+    multiprocessing.set_start_method("fork", force=True)  # as under torchrun; loader processes would import all anew
     torch.set_num_threads(1)
     clearers = [function for name, function in vars(debug).items() if name.startswith("_clear_")]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}

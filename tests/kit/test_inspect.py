@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from templates.tiny import tokenizer
-from test_kit import chat, qwen3_vl, with_images, write
+from tiny_vlm import chat, qwen3_vl, with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.kit.data.show import show

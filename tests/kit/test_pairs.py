@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from templates.tiny import tokenizer
-from test_kit import chat, made, model_config, picture, qwen3_vl, write
+from tiny_vlm import chat, made, model_config, picture, qwen3_vl, write
 
 from mvp_engine.batch import PackedBatch
 from mvp_engine.kit.data.rows import read_row

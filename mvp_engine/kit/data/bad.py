@@ -29,17 +29,14 @@ class BadRows:
         self.most, self.rows, self.file = min(by_count, int(settings.max_bad_fraction * rows)), rows, file
         self.counts: Counter[tuple[str, str]] = Counter()
         self._seen: set[tuple[str, str]] = set()
-        self._listed: set[tuple[str, str]] = set()
-        if file is not None and file.exists():
-            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-            self._listed = {(line["source"], line["where"]) for line in lines}
 
     def add(self, records: Iterable[BadRecord], list_them: bool = True) -> None:
         new = [record for record in records if (record.source, record.where) not in self._seen]
         self._seen |= {(record.source, record.where) for record in new}
         self.counts.update((record.source, record.reason) for record in new)
-        fresh = [record for record in new if (record.source, record.where) not in self._listed]
-        if self.file is not None and list_them and fresh:
+        if self.file is not None and list_them and new:
+            listed = self._listed()
+            fresh = [record for record in new if (record.source, record.where) not in listed]
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with open(self.file, "a", encoding="utf-8") as out:
                 out.write("".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in fresh))
@@ -50,6 +47,13 @@ class BadRows:
                 f"data: {total} of {self.rows} rows are bad, and {self.most} are allowed ({self}). Such as {shown}. "
                 f"{f'All are in {self.file}. ' if self.file else ''}Mend them, or raise max_bad_fraction, max_bad_rows"
             )
+
+    def _listed(self) -> set[tuple[str, str]]:
+        """By all ranks and in all launches: in another epoch another rank has the row."""
+        if self.file is None or not self.file.exists():
+            return set()
+        lines = [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        return {(line["source"], line["where"]) for line in lines}
 
     def __str__(self) -> str:
         return ", ".join(f"{source}: {n} {reason}" for (source, reason), n in sorted(self.counts.items())) or "none"

@@ -1,0 +1,70 @@
+"""A training on the kit that is killed in the middle of an epoch goes on where it was, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, losses, read_metrics
+from ranks import RankPool
+from tiny_vlm import with_images, write
+
+from mvp_engine.errors import EXIT_INTERRUPTED
+from mvp_engine.runs import list_runs
+
+CONFIG = ROOT / "tests" / "recipes" / "kit_vlm" / "train.yaml"
+ROWS, BROKEN = 48, 10
+
+
+def packs(folder: Path) -> list[list[list[int]]]:
+    """The packs of each step that counts, in the global order, whatever ranks had them; lost steps are left out."""
+    [run] = list_runs(folder)
+    notes = [json.loads(line) for file in run.dir.glob("seen-*") for line in file.read_text().splitlines()]
+    found = []
+    for step in range(1, max(note["step"] for note in notes) + 1):
+        tries = [note for note in notes if note["step"] == step]
+        last = [note for note in tries if note["began"] == max(note["began"] for note in tries)]
+        assert sorted(note["rank"] for note in last) == list(range(last[0]["ranks"])), step
+        by_place = {i * note["ranks"] + note["rank"]: rows for note in last for i, rows in enumerate(note["rows"])}
+        found.append([by_place[place] for place in range(len(by_place))])
+    return found
+
+
+def test_killed_and_resumed_on_other_ranks_the_rows_are_those_of_a_straight_run(
+    train: Any, ranks2: RankPool, ranks4: RankPool, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "rows.jsonl", with_images(tmp_path, ROWS))
+    cut_off = tmp_path / f"{BROKEN}_0.png"  # its header is fine: found out in a worker
+    cut_off.write_bytes(cut_off.read_bytes()[:100])
+    words = [f"mllm.sources=[{{path: {file}}}]", f"mllm.cache={tmp_path / 'cache'}", "resume=auto"]
+
+    assert ranks2.launch(CONFIG, *words, f"project.dir={tmp_path / 'straight'}") == [0, 0]
+    straight = packs(tmp_path / "straight")
+    assert len(straight) % 2 == 0
+    epoch = len(straight) // 2
+    assert epoch > 5  # so that all of it happens inside an epoch
+    for steps in (straight[:epoch], straight[epoch:]):
+        seen = Counter(row for step in steps for pack in step for row in pack)
+        assert seen == Counter(set(range(ROWS)) - {BROKEN})
+
+    same = f"project.dir={tmp_path / 'same'}"
+    with RankPool(2) as pool, pytest.raises(EOFError):
+        pool.launch(CONFIG, *words, same, "fate.kill_step=4")
+    shutil.copytree(tmp_path / "same", tmp_path / "other", symlinks=True)
+    assert ranks2.launch(CONFIG, *words, same, "fate.stop_step=5") == [EXIT_INTERRUPTED] * 2
+    assert ranks2.launch(CONFIG, *words, same) == [0, 0]
+    assert read_metrics(tmp_path / "same") == read_metrics(tmp_path / "straight")  # to the bit
+    assert packs(tmp_path / "same") == straight
+
+    other = f"project.dir={tmp_path / 'other'}"
+    assert train(*words, other, "fate.stop_step=5", config=CONFIG) == EXIT_INTERRUPTED
+    assert ranks4.launch(CONFIG, *words, other) == [0] * 4
+    assert packs(tmp_path / "other") == straight
+    assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "straight"), rel=1e-4)
+    [run] = list_runs(tmp_path / "other")
+    listed = [json.loads(line) for line in (run.dir / "bad_rows.jsonl").read_text().splitlines()]
+    assert [(line["where"], line["reason"]) for line in listed] == [(f"rows.jsonl:{BROKEN + 1}", "corrupt")]

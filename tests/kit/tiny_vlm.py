@@ -1,0 +1,85 @@
+"""What tests of the data kit share: a tiny Qwen3-VL with the real processor, and rows with pictures drawn for them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers as hf
+from PIL import Image
+from templates.tiny import FOLDER, tokenizer
+
+from mvp_engine.kit import MLLMData, MLLMDataKit
+
+PATCH: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+AREAS = {"shortest_edge": 8 * 8, "longest_edge": 32 * 32}
+VIT: dict[str, Any] = {
+    **PATCH,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+TEXT: dict[str, Any] = {
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+@cache
+def qwen3_vl() -> Any:
+    words = tokenizer("qwen_vl")
+    films = hf.Qwen3VLVideoProcessor(**PATCH, size=AREAS)
+    template = (FOLDER / "qwen_vl.jinja").read_text()
+    return hf.Qwen3VLProcessor(hf.Qwen2VLImageProcessor(**PATCH, size=AREAS), words, films, chat_template=template)
+
+
+def model_config() -> Any:
+    ids: dict[str, Any] = {
+        f"{kind}_token_id": tokenizer("qwen_vl").convert_tokens_to_ids(f"<|{kind}_pad|>") for kind in ("image", "video")
+    }
+    ids["vision_start_token_id"] = tokenizer("qwen_vl").convert_tokens_to_ids("<|vision_start|>")
+    rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+    return hf.Qwen3VLConfig(text_config={**TEXT, **rope}, vision_config=VIT, **ids)
+
+
+def chat(question: Any, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def picture(file: Path, width: int, height: int, seed: int = 0) -> str:
+    drawn = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(drawn).save(file)
+    return file.name
+
+
+def write(file: Path, rows: list[Any]) -> Path:
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return file
+
+
+def made(file: Path, processor: Any, config: Any = None, **settings: Any) -> MLLMDataKit:
+    given = {"sources": [{"path": str(file)}], "micro_batch_tokens": 256, "packs_per_step": 2}
+    given |= {"cache": str(file.parent / "cache"), **settings}
+    return MLLMDataKit(MLLMData.model_validate(given), processor, model_config=config)
+
+
+def with_images(folder: Path, rows: int = 12) -> list[dict[str, Any]]:
+    found = []
+    for i in range(rows):
+        names = [picture(folder / f"{i}_{j}.png", 16 + 8 * (i % 3), 16 + 4 * j, i) for j in range(i % 3)]
+        question = [*({"type": "image", "image": name} for name in names), {"type": "text", "text": f"How many? {i}"}]
+        found.append(chat(question, f"{len(names)} pictures."))
+    return found
