@@ -7,8 +7,8 @@ makes the same one and takes its stride, and a cursor into it is right on any nu
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left, insort
-from collections.abc import Iterable
+import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -17,6 +17,8 @@ import numpy as np
 
 WINDOW = 1024  # packs that are filled together: enough for hardly a gap, few enough that neighbours differ by epoch
 PATCH = 1024  # numbers that an encoder reads, for about the work of one token
+CHOICE = 8  # rows with media, and as many without, that are considered for a place in a pack
+GAP = 0.02  # of a pack, below which it matters only that it is filled
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def make_plan(
 
     Inside a step the packs are sorted by work, so that those which ranks take side by side are the most alike.
     """
-    packs = make_packs(tokens, budget)
+    packs = make_packs(tokens, encoder, budget)
     if shuffle is not None:
         packs = [packs[i] for i in shuffle.permutation(len(packs))]
     work = tokens + encoder // PATCH
@@ -78,29 +80,48 @@ def make_plan(
     return Plan(order[flat].astype(np.int64), ends, tokens[flat], budget, packs_per_step)
 
 
-def make_packs(tokens: np.ndarray, budget: int, window: int = WINDOW) -> list[list[int]]:
-    """Indices in packs of at most `budget` tokens: best-fit decreasing, among rows that follow one another."""
+def make_packs(tokens: np.ndarray, encoder: np.ndarray, budget: int, window: int = WINDOW) -> list[list[int]]:
+    """Indices in packs of at most `budget` tokens and about equal encoder work, among rows that follow one another."""
     if len(tokens) and not 0 < int(tokens.min()) <= int(tokens.max()) <= budget:
         raise ValueError(f"rows of {tokens.min()} to {tokens.max()} tokens do not fit packs of {budget}")
     groups = (np.cumsum(tokens) - 1) // (window * budget)
     borders = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(tokens)]
-    return [pack for start, end in pairwise(borders) for pack in _fit(tokens, start, end, budget)]
+    parts = [slice(start, end) for start, end in pairwise(borders)]
+    return [
+        [part.start + i for i in pack]
+        for part in parts
+        for pack in _fit(tokens[part].tolist(), encoder[part].tolist(), budget)
+    ]
 
 
-def _fit(tokens: np.ndarray, start: int, end: int, budget: int) -> Iterable[list[int]]:
-    sizes = tokens[start:end]
-    packs: list[list[int]] = []
-    least, base = int(sizes.min(initial=budget)), len(sizes)
-    rooms: list[int] = []  # room * base + pack of those that are open, in order
-    for i in np.argsort(-sizes, kind="stable").tolist():
-        size = int(sizes[i])
-        at = bisect_left(rooms, size * base)
-        if at < len(rooms):
-            room, pack = divmod(rooms.pop(at), base)
-        else:
-            room, pack = budget, len(packs)
-            packs.append([])
-        packs[pack].append(start + i)
-        if room - size >= least:
-            insort(rooms, (room - size) * base + pack)
-    return [sorted(pack) for pack in packs]
+def _fit(tokens: list[int], encoder: list[int], budget: int) -> list[list[int]]:
+    """One pack after the other. Each begins with the largest row that is left, and goes on with the largest that fit.
+
+    Of the few largest that fit it takes the one whose encoder work for its size is nearest to what the pack still needs
+    for its share. The last gap is closed by size alone.
+    """
+    pools = []  # rows with media, and without: indices, sizes, encoder work for each token; from small to large
+    for has in (True, False):
+        rows = sorted((i for i, work in enumerate(encoder) if (work > 0) == has), key=tokens.__getitem__)
+        pools.append((rows, [tokens[i] for i in rows], [encoder[i] / tokens[i] for i in rows]))
+    left, work, packs = sum(tokens), sum(encoder), list[list[int]]()
+    while left:
+        room, need, pack = budget, work * budget / left, list[int]()
+        while room:
+            by_size, wanted = not pack or not need or room < GAP * budget, need / room
+            best, least, largest, at = None, math.inf, 0, 0
+            for pool in pools:
+                _, sizes, density = pool
+                end = bisect_right(sizes, room)
+                for k in range(max(0, end - (1 if by_size else CHOICE)), end):
+                    miss = 0.0 if by_size else abs(density[k] - wanted)
+                    if miss < least or (miss == least and sizes[k] > largest):
+                        best, least, largest, at = pool, miss, sizes[k], k
+            if best is None:
+                break
+            row, size = best[0].pop(at), best[1].pop(at)
+            best[2].pop(at)
+            pack.append(row)
+            room, need, left, work = room - size, need - encoder[row], left - size, work - encoder[row]
+        packs.append(sorted(pack))
+    return packs
