@@ -79,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: that of the pretrained folder"
     )
     merge.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB", help="size of a weight file (5)")
+    merge.add_argument(
+        "--engine", metavar="FILE", help="what registers a model type of your own, if it has moved since the training"
+    )
     merge.set_defaults(run=_merge)
 
     runs = commands.add_parser("runs", help="list, show, plot and compare runs").add_subparsers(required=True)
@@ -185,7 +188,8 @@ def _merge(args: argparse.Namespace) -> None:
     from mvp_engine.model_engine.merge import merge
 
     checkpoint = find_checkpoint(Path(args.checkpoint))
-    merge(checkpoint, Path(args.out), args.dtype and getattr(torch, args.dtype), int(args.max_file_gb * 1e9))
+    dtype, limit = args.dtype and getattr(torch, args.dtype), int(args.max_file_gb * 1e9)
+    merge(checkpoint, Path(args.out).expanduser().resolve(), dtype, limit, args.engine)
     print(f"{checkpoint} is now the Hugging Face folder {args.out}")
 
 

@@ -153,7 +153,7 @@ def export(
     limit: int = MAX_FILE_BYTES,
 ) -> None:
     """Write the folder, which must not exist yet. All ranks call it; `fetch` may be a collective of theirs."""
-    if world.broadcast(folder.exists() and any(folder.iterdir())):
+    if world.broadcast(folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UserError(f"{folder} is there already and not empty; choose another name, or remove it")
     beside = folder.with_name(f".tmp-{folder.name}")
     plan = Plan(target, like)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine import __version__
 from mvp_engine.checkpoint import storage
 from mvp_engine.config.schema import Checkpoint
 from mvp_engine.distributed import World
@@ -51,8 +50,7 @@ class CheckpointManager:
         """Copy what this rank writes now, write it in the background. A failure is a loud warning, not the end."""
         self.wait()
         staged = self._stage(tensors)
-        versions = {"mvp_engine": __version__, "torch": torch.__version__}
-        meta = {"step": step, **meta, "world_size": self.world.size, **versions}
+        meta = {"step": step, **meta, "world_size": self.world.size}
         self._thread = threading.Thread(target=self._write, args=(step, staged, meta), name="mvp-checkpoint")
         self._thread.start()
         if not self.config.background:
@@ -100,8 +98,11 @@ class CheckpointManager:
             if self.world.is_main:
                 if self.along and self.along.is_dir():
                     shutil.copytree(self.along, beside / self.along.name, dirs_exist_ok=True)
-                (beside / "meta.json").write_text(json.dumps({**meta, "saved": time.time()}, indent=2) + "\n")
-                self._publish(beside, self.folder / name)
+                # One of the same step has less in it; `recover` finds the new one if we are killed in between.
+                storage.publish(beside, self.folder / name, meta)
+                _link(self.folder / "latest", name)
+                self._link_best()
+                self._prune()
                 LOGGER.info("checkpoint %s (%.2f s)", self.folder / name, time.monotonic() - started)
         except Exception as error:  # noqa: BLE001 - training goes on, the old ones stay
             self.failed = True
@@ -116,17 +117,6 @@ class CheckpointManager:
             if self.world.is_main:
                 shutil.rmtree(beside, ignore_errors=True)
 
-    def _publish(self, beside: Path, final: Path) -> None:
-        storage.sync(beside / "meta.json")
-        storage.sync(beside)
-        if final.exists():  # of the same step, with less in it; `recover` finds the new one if we are killed here
-            self._discard(final)
-        os.replace(beside, final)
-        storage.sync(self.folder)
-        _link(self.folder / "latest", final.name)
-        self._link_best()
-        self._prune()
-
     def _link_best(self) -> None:
         name = f"{STEP_PREFIX}{self._best or 0:08d}"
         if self.world.is_main and (self.folder / name / "meta.json").is_file():
@@ -140,12 +130,7 @@ class CheckpointManager:
             step = checkpoint_step(old) or 0
             if old.name == best or (self.config.keep_every and step % self.config.keep_every == 0):
                 continue
-            self._discard(old)
-
-    def _discard(self, old: Path) -> None:
-        gone = self.folder / f".tmp-{old.name}-old"  # renamed first: half a checkpoint must not look like one
-        os.replace(old, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+            storage.discard(old)
 
 
 def recover(folder: Path) -> None:
@@ -167,8 +152,8 @@ def find_checkpoint(path: Path) -> Path:
         if found := complete_checkpoints(folder):
             return found[-1]
     if not path.exists():
-        raise UserError(f"resume={path}: there is no such folder")
-    raise UserError(f"resume={path}: neither a complete checkpoint nor a run folder that has one")
+        raise UserError(f"{path}: there is no such folder")
+    raise UserError(f"{path}: neither a complete checkpoint nor a run folder that has one")
 
 
 def _link(link: Path, target: str) -> None:

@@ -6,7 +6,7 @@ on the order of the parameter groups.
 
 from __future__ import annotations
 
-import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,8 @@ from mvp_engine.checkpoint.pieces import is_writer
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
 
+HF = "hf"  # in a checkpoint: config, tokenizer and all else of a Hugging Face folder but the weights
+
 
 @dataclass(frozen=True)
 class SavedState:
@@ -33,20 +35,20 @@ class SavedState:
 
 def collect(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     shared: dict[str, Any],
     own: dict[str, Any],
     rank: int,
     owner: Callable[[str, Tensor], bool] = is_writer,
 ) -> dict[str, Tensor]:
-    """Everything this rank has to write. Tensors are still those of the model and the optimizer.
+    """Everything this rank has to write. Tensors are still those of the model and the optimizer, if there is one.
 
     Of what several ranks have, each writes that which it is the `owner` of; so every rank must have the same names.
     """
-    tensors, other = _tensors(model)
+    tensors, other = tensors_of(model)
     names = _names(model)
     scalars: dict[str, dict[str, Any]] = {}
-    for param, state in optimizer.state.items():
+    for param, state in optimizer.state.items() if optimizer else ():
         for key, value in state.items():
             if isinstance(value, Tensor):
                 tensors[f"optim.{_name(names, param)}.{key}"] = value
@@ -54,7 +56,7 @@ def collect(
                 scalars.setdefault(_name(names, param), {})[key] = value
     groups = [
         {**{k: v for k, v in g.items() if k != "params"}, "params": [_name(names, p) for p in g["params"]]}
-        for g in optimizer.param_groups
+        for g in (optimizer.param_groups if optimizer else ())
     ]
     # Buffers may differ between ranks: rank 0's count, as in an evaluation.
     rank_0s = {f"model.{name}" for name, buffer in model.named_buffers() if not isinstance(buffer, DTensor)}
@@ -66,13 +68,25 @@ def collect(
     return mine
 
 
-def save(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
-    """Write a checkpoint now and wait. The folder must not be there yet, and comes when it is complete."""
+def save(
+    folder: Path, tensors: dict[str, Tensor], world: World, describe: Callable[[Path], None] = lambda _: None
+) -> None:
+    """Write a checkpoint now and wait. It has its name when it is complete; an older one of that name makes place.
+
+    `describe` writes what `mvp merge` needs to know into a folder inside.
+    """
     beside = folder.with_name(f".tmp-{folder.name}")
+    with storage.together(world.host_group):
+        if world.is_main:
+            older = storage.file_of(folder, 0).is_file()
+            if folder.exists() and not older and (folder.is_file() or any(folder.iterdir())):
+                raise UserError(f"{folder} is there already and is no checkpoint; choose another name, or remove it")
+            shutil.rmtree(beside, ignore_errors=True)
     storage.write(beside, storage.cut(tensors), world.host_group)
     with storage.together(world.host_group):
         if world.is_main:
-            os.replace(beside, folder)
+            describe(beside / HF)
+            storage.publish(beside, folder, {"world_size": world.size})
 
 
 def restore(
@@ -90,8 +104,8 @@ def restore(
     with storage.together(group):
         reader = storage.Reader(folder)
         saved = reader.entries
-        tensors, _ = _tensors(model)
-        _check_fit(folder, tensors, saved)
+        tensors, _ = tensors_of(model)
+        check_fit(folder, tensors, saved)
         states: dict[nn.Parameter, dict[str, Any]] = {}
         params = dict(model.named_parameters()) if optimizer else {}
         for full, entry in saved.items():
@@ -101,8 +115,13 @@ def restore(
                 like = params[name].detach() if entry.shape == params[name].shape else torch.empty(entry.shape)
                 tensors[full] = torch.empty_like(like, dtype=entry.dtype)
                 states.setdefault(params[name], {})[key] = tensors[full]
-        reader.fill(tensors)
         shared = storage.from_bytes(reader.read("shared"))
+        if optimizer and not shared["optim_groups"]:
+            raise UserError(
+                f"checkpoint {folder} holds weights only, since it was saved without an optimizer. Load it without "
+                "one, or export it and begin with that folder"
+            )
+        reader.fill(tensors)
         ranks = [storage.from_bytes(reader.read(name)) for name in sorted(saved) if name.startswith("rank.")]
     if shared["model_extra"]:
         model.load_state_dict(shared["model_extra"], strict=False)
@@ -139,7 +158,7 @@ def _restore_optimizer(
     optimizer.load_state_dict(packed)
 
 
-def _check_fit(folder: Path, weights: dict[str, Tensor], saved: dict[str, storage.Entry]) -> None:
+def check_fit(folder: Path, weights: dict[str, Tensor], saved: dict[str, storage.Entry]) -> None:
     missing = [n for n in weights if n not in saved]
     extra = [n for n in saved if n.startswith("model.") and n not in weights]
     shapes = [n for n, w in weights.items() if n in saved and saved[n].shape != w.shape]
@@ -157,7 +176,7 @@ def _check_fit(folder: Path, weights: dict[str, Tensor], saved: dict[str, storag
         )
 
 
-def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a model, tied ones under the first of their names only; and what is none (`get_extra_state`)."""
     tensors: dict[str, Tensor] = {}
     values = model.state_dict(keep_vars=True)

@@ -12,6 +12,8 @@ import io
 import json
 import os
 import pickle
+import shutil
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -24,8 +26,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mvp_engine import __version__
 from mvp_engine.checkpoint.pieces import pieces
 from mvp_engine.errors import UserError
+
+META = "meta.json"  # a checkpoint that has it is complete
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
@@ -83,7 +88,7 @@ def write(folder: Path, parts: Iterable[Piece], group: dist.ProcessGroup | None)
             data[key] = tensor.cpu().contiguous()  # copies nothing that is so already
             about[key] = {"name": name, "dtype": str(tensor.dtype), "shape": whole, "offset": offset}
         folder.mkdir(parents=True, exist_ok=True)
-        file = _file(folder, rank)
+        file = file_of(folder, rank)
         save_file(data, file, {"ranks": str(ranks), "pieces": json.dumps(about)})
         file.chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
         sync(file)
@@ -101,7 +106,7 @@ class Reader:
         self._slices = Slices()
         rank, ranks = 0, 1
         while rank < ranks:
-            ranks, rank = self._open(_file(folder, rank)), rank + 1
+            ranks, rank = self._open(file_of(folder, rank)), rank + 1
         for name, entry in self.entries.items():
             if sum(prod(shape) for _, shape in entry.pieces) != prod(entry.shape):
                 raise UserError(f"checkpoint {folder} has only parts of {name}. Resume from an older one.")
@@ -170,6 +175,25 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
             raise RuntimeError(f"rank {rank}: {told}") from mine
 
 
+def publish(beside: Path, final: Path, meta: dict[str, Any]) -> None:
+    """Give a checkpoint that is written its name. `meta.json` comes last; one of the same name makes place."""
+    about = {**meta, "mvp_engine": __version__, "torch": torch.__version__, "saved": time.time()}
+    (beside / META).write_text(json.dumps(about, indent=2) + "\n")
+    sync(beside / META)
+    sync(beside)
+    if final.exists():
+        discard(final)
+    os.replace(beside, final)
+    sync(final.parent)
+
+
+def discard(old: Path) -> None:
+    gone = old.with_name(f".tmp-{old.name}-old")  # renamed first: half a checkpoint must not look like one
+    shutil.rmtree(gone, ignore_errors=True)
+    os.replace(old, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -178,7 +202,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _file(folder: Path, rank: int) -> Path:
+def file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.safetensors"
 
 

@@ -322,8 +322,9 @@ class Engine:
         self.model_engine.initialize()
         if self.checkpoint:
             shared = self.model_engine.restore(self.checkpoint).shared
-            self.step, self.epoch = shared["step"], shared["feed"]["epoch"]
-            self.load_extra_state(shared["extra"])
+            if "step" in shared:  # else it is of a model engine, not of a training
+                self.step, self.epoch = shared["step"], shared["feed"]["epoch"]
+                self.load_extra_state(shared["extra"])
         self._open_log()
         if not self.checkpoint:
             self.logger.warning("no checkpoint is loaded: the weights are those of prepare_model()")

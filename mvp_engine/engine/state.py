@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
+from mvp_engine.errors import UserError
 
 if TYPE_CHECKING:
     from mvp_engine.engine.engine import Engine
@@ -39,6 +40,11 @@ def restore_state(engine: Engine, checkpoint: Path) -> None:
     """Put everything back as it was when `checkpoint` was written."""
     rank = engine.world.rank
     saved = engine.model_engine.restore(checkpoint)
+    if "step" not in saved.shared:
+        raise UserError(
+            f"{checkpoint} is of a model engine, not of a training: it does not say where in the data to go on. "
+            "Make a Hugging Face folder of it (mvp merge) and begin with that (model.path)."
+        )
     engine.step, engine.best = saved.shared["step"], saved.shared["best"]
     engine.evaluated_at = saved.shared["evaluated_at"]
     mine = checkpoint.resolve().parent == engine.run.checkpoints.resolve()

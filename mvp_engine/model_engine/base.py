@@ -90,7 +90,10 @@ class ModelEngine(abc.ABC):
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     ) -> None:
-        """Put the model on its layout, with weights; then make optimizer and schedule. Without them: inference only."""
+        """Put the model on its layout, with weights; then make optimizer and schedule.
+
+        Without a schedule the rates stay as they are, without an optimizer the model is for inference only.
+        """
 
     @abc.abstractmethod
     def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
@@ -172,21 +175,24 @@ class ModelEngine(abc.ABC):
     def restore(self, folder: Path) -> SavedState:
         """Put back weights, moments and schedule from a checkpoint of any layout; gives the caller's small state."""
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Weights, optimizer and schedule; complete or not there. All ranks call it, each writes its part."""
-        self.settle()
-        save(folder, self.collect({}, {}), self.world)
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """Weights, optimizer and schedule; complete or not there. All ranks call it, each writes its part.
 
-    def load_checkpoint(self, folder: Path) -> None:
-        """What `save_checkpoint`, or a training, wrote on any layout."""
-        self.restore(folder)
+        A checkpoint that is there already is replaced, but no other folder is.
+        """
+        self.settle()
+        save(Path(folder).expanduser().resolve(), self.collect({}, {}), self.world, self.describe)
+
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """What `save_checkpoint`, or a training, wrote on any layout; without an optimizer, the weights of it."""
+        self.restore(Path(folder).expanduser())
 
     @abc.abstractmethod
     def describe(self, folder: Path) -> None:
         """Write beside a checkpoint what `mvp merge` needs to know, if the model can be merged."""
 
     @abc.abstractmethod
-    def export_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+    def export_hf(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """A complete Hugging Face folder. All ranks call it, each writes its share of the files."""
 
     @abc.abstractmethod
@@ -220,6 +226,10 @@ def register(model_type: str, backend: str) -> Callable[[type[ModelEngine]], typ
     """A class decorator: this is the model engine for a model type on a backend."""
 
     def add(engine: type[ModelEngine]) -> type[ModelEngine]:
+        if not (isinstance(engine, type) and issubclass(engine, ModelEngine)):
+            raise TypeError(f"({model_type}, {backend}): {engine!r} is no class that derives from ModelEngine")
+        if missing := sorted(engine.__abstractmethods__):
+            raise TypeError(f"({model_type}, {backend}): {engine.__qualname__} lacks {', '.join(missing)}")
         known = _REGISTRY.setdefault((model_type, backend), engine)
         if (known.__module__, known.__qualname__) != (engine.__module__, engine.__qualname__):
             raise ValueError(f"({model_type}, {backend}) is {known.__qualname__} already")
@@ -229,9 +239,13 @@ def register(model_type: str, backend: str) -> Callable[[type[ModelEngine]], typ
     return add
 
 
+def is_registered(model_type: str, backend: str = "fsdp") -> bool:
+    return (model_type, backend) in _REGISTRY
+
+
 def engine_class(model_type: str, backend: str = "fsdp") -> type[ModelEngine]:
     """The model engine that is registered for them, or an explanation."""
-    if (model_type, backend) not in _REGISTRY:
+    if not is_registered(model_type, backend):
         known = ", ".join(f"{t} on {b}" for t, b in sorted(_REGISTRY))
         near = difflib.get_close_matches(model_type, {t for t, _ in _REGISTRY}, 1)
         hint = f" Did you mean {near[0]}?" if near and near[0] != model_type else ""

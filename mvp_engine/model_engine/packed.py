@@ -36,6 +36,19 @@ def packed_config(config: Any) -> Any:
     return config
 
 
+def from_auto(auto: Any, config: Any) -> Any:
+    """The model that one of transformers' auto classes makes of a config, set to packed attention."""
+    kind = config.model_type
+    if type(config) not in auto._model_mapping:
+        raise UserError(f"transformers has no {kind} for {auto.__name__}: take another model.type, or another model")
+    try:
+        return auto.from_config(packed_config(config))
+    except Exception as error:
+        if isinstance(error, KeyError) and attention.NAME in error.args:
+            raise UserError(f"{kind} has attention of its own, which takes no packed sequences") from None
+        raise UserError(f"{kind} cannot be built from this config: {type(error).__name__}: {error}") from error
+
+
 def heads_of(config: Any) -> tuple[int, int]:
     """How many query heads and key/value heads a text config has."""
     return config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -189,8 +202,10 @@ class LanguageModel(PackedModel):
         from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
 
         multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+        if getattr(config, "is_encoder_decoder", False):
+            raise UserError(f"{config.model_type} is an encoder with a decoder, not a language model on one sequence")
         auto = AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
-        return cls(auto.from_config(packed_config(config)), **options)
+        return cls(from_auto(auto, config), **options)
 
     def base(self) -> nn.Module:
         return self.hf.base_model  # type: ignore[return-value]
@@ -246,7 +261,7 @@ class ValueModel(PackedModel):
     def from_config(cls, config: Any) -> ValueModel:
         from transformers import AutoModel
 
-        return cls(AutoModel.from_config(packed_config(config)))
+        return cls(from_auto(AutoModel, config))
 
     def export_target(self, dtype: torch.dtype | None = None) -> Target:
         """transformers' sequence classifier with one label, where the family has one; else backbone and head apart."""

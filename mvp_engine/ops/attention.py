@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from mvp_engine.distributed.sequence import SequenceShard
+from mvp_engine.errors import UserError
 
 NAME = "mvp_packed"
 # Encoders that see "flash" hand over all their images in one call with boundaries, else they loop over images.
@@ -40,6 +41,10 @@ _HARMLESS = {
 # What masks are made of. The first three say what attention does anyway; blocks are asked for sequence by sequence.
 _PLAIN = {"causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"}
 _BLOCKS = "blockwise_overlay"
+
+
+class NotHonoured(UserError, NotImplementedError):
+    """A model asks attention for something that packed attention does not have."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ def _packed_mask(
     if parts <= {*_PLAIN, _BLOCKS}:
         return Overlay(mask_function, (1, 1, kv_length, kv_length))
     unknown = ", ".join(sorted(parts - {*_PLAIN, _BLOCKS}))
-    raise NotImplementedError(f"its mask has {unknown}, which packed attention does not have")
+    raise NotHonoured(f"the mask of {config.model_type} has {unknown}, which packed attention does not have")
 
 
 def _mask_parts(function: Callable[..., Any]) -> set[str]:
@@ -162,11 +167,11 @@ def packed_attention(
     who = type(module).__name__
     _refuse(who, others)
     if not isinstance(attention_mask, Overlay | None):
-        raise NotImplementedError(f"{who} brings an attention mask of its own, which packed attention cannot honour")
+        raise NotHonoured(f"{who} brings an attention mask of its own, which packed attention cannot honour")
     if cu_seq_lens_q is None or max_length_q is None:
-        raise NotImplementedError(f"{who} was not told where sequences begin: its model drops keyword arguments")
+        raise NotHonoured(f"{who} was not told where sequences begin: its model drops keyword arguments")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
-        raise NotImplementedError(f"{who} calls attention with a batch or a cache; packed batches have neither")
+        raise NotHonoured(f"{who} calls attention with a batch or a cache; packed batches have neither")
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     q, k, v = (x[0] for x in _as_autocast(query, key, value))
     if sequence_shard is not None:
@@ -205,13 +210,13 @@ def encoder_attention(
     q, k, v = _as_autocast(query, key, value)
     if cu_seq_lens_q is not None:
         if query.shape[0] != 1 or query.shape[2] != key.shape[2] or attention_mask is not None:
-            raise NotImplementedError(f"{who} has boundaries and also a batch, a cache or a mask")
+            raise NotHonoured(f"{who} has boundaries and also a batch, a cache or a mask")
         torch._assert_async(cu_seq_lens_q[-1] == query.shape[2], f"{who} was given boundaries that are not its own")
         how = (scaling, dropout, causal, None, None, None)
         longest = query.shape[2] if max_length_q is None else int(max_length_q)
         return _each_sequence(q[0], k[0], v[0], cu_seq_lens_q, longest, None, *how).transpose(0, 1)[None], None
     if attention_mask is not None and attention_mask.ndim != 4:
-        raise NotImplementedError(f"{who} has a mask of shape {tuple(attention_mask.shape)}, not (items, heads, L, L)")
+        raise NotHonoured(f"{who} has a mask of shape {tuple(attention_mask.shape)}, not (items, heads, L, L)")
     out_NHLd = F.scaled_dot_product_attention(
         q,
         k,
@@ -228,9 +233,7 @@ def encoder_attention(
 def _refuse(who: str, others: dict[str, Any]) -> None:
     unknown = [name for name, value in others.items() if name not in _HARMLESS and value is not None]
     if unknown:
-        raise NotImplementedError(
-            f"{who} asks attention for {', '.join(unknown)}, which packed attention does not have"
-        )
+        raise NotHonoured(f"{who} asks attention for {', '.join(unknown)}, which packed attention does not have")
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

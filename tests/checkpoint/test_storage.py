@@ -156,7 +156,7 @@ def build(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return state._tensors(model)[0] | {
+    return state.tensors_of(model)[0] | {
         f"optim.{name}.{key}": value
         for name, param in model.named_parameters()
         for key, value in optimizer.state[param].items()
@@ -169,7 +169,9 @@ def test_any_layout_reads_any_other(ranks4, tmp_path: Path) -> None:
     for answer in ranks4.run(over_layouts, str(tmp_path)):
         assert answer == []
     for layout in LAYOUTS:
-        keys = list(chain.from_iterable(safe_open(file, "pt").keys() for file in (tmp_path / layout).iterdir()))
+        keys = list(
+            chain.from_iterable(safe_open(file, "pt").keys() for file in (tmp_path / layout).glob("*.safetensors"))
+        )
         assert len(keys) == len(set(keys))  # nothing is written twice
         reader = storage.Reader(tmp_path / layout)
         assert reader.entries.keys() == {*expected, "shared", *(f"rank.{n:05d}" for n in range(4))}
@@ -204,7 +206,7 @@ def over_layouts(folder: str) -> list[str]:
 
 def test_writing_is_shared_but_buffers_are_rank_0s(ranks2, tmp_path: Path) -> None:
     ranks2.run(save_replicated, str(tmp_path / "x"))
-    files = [safe_open(file, "pt") for file in sorted((tmp_path / "x").iterdir())]
+    files = [safe_open(file, "pt") for file in sorted((tmp_path / "x").glob("*.safetensors"))]
     keys = [set(file.keys()) for file in files]
     assert all(any(".weight" in key for key in part) for part in keys)
     reader = storage.Reader(tmp_path / "x")
@@ -234,12 +236,12 @@ def test_all_ranks_say_which_file_is_damaged(ranks2, tmp_path: Path, where: str)
 
 def read_damaged(folder: str, hidden: bool) -> str:
     world = World.join("cpu")
-    real = storage._file
+    real = storage.file_of
     if hidden and world.rank == 1:  # as on a machine whose disk lacks the file
-        storage._file = lambda folder, rank: real(folder, 2 * rank)
+        storage.file_of = lambda folder, rank: real(folder, 2 * rank)
     with pytest.raises(UserError) as caught:
         state.restore(Path(folder), Model(), None, world.host_group)
-    storage._file = real
+    storage.file_of = real
     world.close()
     return str(caught.value)
 

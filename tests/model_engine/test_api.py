@@ -57,8 +57,6 @@ def test_a_model_type_is_added_as_the_page_says(follow, tmp_path: Path) -> None:
     assert logits.std() > 0
     engine.export_hf(tmp_path / "out")
     engine.save_checkpoint(tmp_path / "saved")
-    engine.describe(tmp_path / "saved" / "hf")
-    (tmp_path / "saved" / "meta.json").write_text("{}")
     assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
     for folder in ("out", "merged"):
         again = kind(kind.build_model(ModelSource(str(tmp_path / folder))), ALONE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from families import parallel
 from safetensors.torch import save_file
 from test_hf_folders import alone, entries, folder_of, language_model, same
 
+from mvp_engine.batch import PackedBatch
 from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine import FSDPEngine, ModelSource, ValueModelEngine
 from mvp_engine.model_engine.fsdp import weights as weights_of
+from mvp_engine.model_engine.source import read_config
 
 
 @pytest.mark.parametrize("changed", [True, False])
@@ -139,3 +142,69 @@ def test_bad_folders_are_explained(tmp_path: Path, capsys) -> None:
         language_model(tmp_path / "good")
     assert main(["merge", str(tmp_path / "good"), str(tmp_path / "out")]) == 2
     assert "neither a complete checkpoint nor a run folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gptj", "n_layer": 1}, "gptj has attention of its own, which takes no packed sequences"),
+        ({"model_type": "t5"}, "t5 is an encoder with a decoder"),
+        ({"model_type": "whisper"}, "whisper is an encoder with a decoder"),
+        ({"model_type": "vit"}, "transformers has no vit for AutoModelForCausalLM"),
+        ({"model_type": "gpt2", "n_embd": 30, "n_head": 4}, "gpt2 cannot be built from this config: ValueError"),
+        (
+            {"model_type": "gemma3", "hidden_size": 8},
+            "Did you mean model.config.text_config.hidden_size?",
+        ),
+        ({"model_type": "qwen3", "rope_theta": 8}, "Did you mean model.config.rope_parameters.rope_theta?"),
+        ({"model_type": "qwen3", "to_dict": 1}, "model.config.to_dict: qwen3 has no such setting"),
+        (
+            {"model_type": "gemma4_text", "rope_parameters": {"rope_theta": 8}},
+            "there is one for each of sliding_attention, full_attention",
+        ),
+        (
+            {"model_type": "bert", "num_hidden_layers": 1, "vocab_size": 99},
+            "the mask of bert has bidirectional",
+        ),
+    ],
+    ids=str,
+)
+def test_models_that_cannot_be_are_explained(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        language_model(None, **config).infer_batch(PackedBatch.from_sequences([torch.arange(4)]), ["log_probs"])
+    assert message in str(refused.value)
+
+
+def test_settings_go_over_those_of_the_folder(tmp_path: Path) -> None:
+    """Also one number among several, and one that layers may differ in."""
+    config = folder_of("qwen3", tmp_path / "in").config
+    config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
+    config.save_pretrained(tmp_path / "in")
+    found = read_config(tmp_path / "in", {"rope_parameters": {"rope_theta": 200.0}})
+    assert found.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 200.0}
+    assert read_config(None, {"model_type": "gemma4_text", "head_dim": 8}).to_dict()["head_dim"] == 8
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    folder_of("qwen3", tmp_path / "in", max_shard_size="50KB")
+    files = {name: (tmp_path / "in" / name).read_text() for name in ("config.json", "model.safetensors.index.json")}
+    for name, text in [(n, t) for n in files for t in ('{"half', "[]", "{}", '{"weight_map": 3, "model_type": "own"}')]:
+        (tmp_path / "in" / name).write_text(text)
+        with pytest.raises(UserError, match=f"{name} cannot be read"):
+            language_model(tmp_path / "in")
+        (tmp_path / "in" / name).write_text(files[name])
+    shard = min((tmp_path / "in").glob("model-*.safetensors"))
+    shard.unlink()
+    with pytest.raises(UserError, match=f"{shard.name} cannot be read: .* Is the download complete"):
+        language_model(tmp_path / "in")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        language_model(tmp_path / "empty")
+
+
+def test_an_export_replaces_nothing(tmp_path: Path) -> None:
+    folder_of("qwen3", tmp_path / "in")
+    engine = language_model(tmp_path / "in")
+    for path in (tmp_path / "in", tmp_path / "in" / "config.json"):
+        with pytest.raises(UserError, match="is there already"):
+            engine.export_hf(str(path))

@@ -278,8 +278,6 @@ def test_value_models_are_merged(tmp_path: Path) -> None:
         lambda adam: torch.optim.lr_scheduler.LambdaLR(adam, lambda _: 1.0),
     )
     engine.save_checkpoint(tmp_path / "saved")
-    engine.describe(tmp_path / "saved" / "hf")
-    (tmp_path / "saved" / "meta.json").write_text("{}")
     assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
     again = ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "out"))), alone())
     again.initialize()

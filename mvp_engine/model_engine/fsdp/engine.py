@@ -56,16 +56,18 @@ class FSDPEngine(ModelEngine):
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     ) -> None:
+        if scheduler is not None and optimizer is None:
+            raise UserError("initialize(scheduler=...) needs an optimizer that the scheduler is for")
         place(self.model, self.layout, self.settings)
         self.sharded = list(sharded_modules(self.model))
         if isinstance(self.model, PackedModel):
             with self.eval_mode(), self.autocast(), together(self.world.host_group):
                 check_packing(self.model, exact=self.dtype == torch.float32, own=self.layout.tensor_mesh is None)
-        if optimizer is not None and scheduler is not None:
+        if optimizer is not None:
             self.training = True
             self.model.train()
             self.optimizer = optimizer(self.model)
-            self.scheduler = scheduler(self.optimizer)
+            self.scheduler = scheduler(self.optimizer) if scheduler else LambdaLR(self.optimizer, lambda _: 1.0)
             self._prepare_training()
         if self.settings.offload != "none":
             self.to("cpu", model=self.settings.offload == "all")
@@ -277,6 +279,8 @@ class FSDPEngine(ModelEngine):
 
     def state_dict(self) -> dict[str, Any]:
         assert self._pending is None, "settle() comes first"
+        if not self.training:
+            return {}
         scale = [float(self.scale.value), int(self.scale.good)] if self.scale else None
         schedule = {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
         return {"scheduler": schedule, "scale": scale}
@@ -299,7 +303,8 @@ class FSDPEngine(ModelEngine):
 
     def collect(self, shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Tensor]:
         shared = {**shared, "model_engine": self.state_dict()}
-        return state.collect(self.model, self.optimizer, shared, own, self.world.rank)
+        optimizer = self.optimizer if self.training else None
+        return state.collect(self.model, optimizer, shared, own, self.world.rank)
 
     def restore(self, folder: Path) -> state.SavedState:
         if not self.training:
@@ -314,10 +319,11 @@ class FSDPEngine(ModelEngine):
         if isinstance(self.model, PackedModel) and self.model.model_type:
             merge.describe(self.model, folder)
 
-    def export_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+    def export_hf(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         tensors = self._packed().state_dict()
         target = self._packed().export_target(dtype)
-        hf_export.export(target, folder, lambda n: whole(tensors[n]), lambda n: _on_meta(tensors[n]), self.world)
+        fetch, like = (lambda n: whole(tensors[n])), (lambda n: _on_meta(tensors[n]))
+        hf_export.export(target, Path(folder).expanduser().resolve(), fetch, like, self.world)
 
     def get_per_tensor_param(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         tensors = self._packed().state_dict()

@@ -1,0 +1,200 @@
+"""Checkpoints of a model engine by itself, and merging them: with a recipe's own model type, in another process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, run_process
+from families import overrides_of, parallel
+from test_api import adam, constant
+from test_hf_folders import alone, entries, same
+
+from mvp_engine.batch import PackedBatch
+from mvp_engine.cli import main
+from mvp_engine.distributed import Layout, World
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, ModelEngine, ModelSource, Settings, register
+from mvp_engine.model_engine.base import _REGISTRY
+
+LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
+BATCH = PackedBatch.from_sequences([torch.arange(3, 12), torch.arange(5, 9)])
+
+
+def language_model(seed: int, layout: Layout | None = None, train: bool = True) -> LanguageModelEngine:
+    model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
+    engine = LanguageModelEngine(model, layout or alone(), Settings(seed=seed))
+    engine.initialize(*((adam, constant) if train else ()))
+    return engine
+
+
+def step(engine: ModelEngine) -> None:
+    engine.train_batch([BATCH], lambda b: (-engine.model(b, ["log_probs"])["log_probs"].sum(), b.weight))
+
+
+def test_saving_again_replaces_a_checkpoint_but_nothing_else(tmp_path: Path, monkeypatch) -> None:
+    engine = language_model(1)
+    monkeypatch.chdir(tmp_path)
+    engine.save_checkpoint("runs/saved")
+    step(engine)
+    engine.save_checkpoint(str(tmp_path / "runs" / "saved"))
+    again = language_model(2)
+    again.load_checkpoint("runs/saved")
+    assert same(again.model.state_dict(), engine.model.state_dict())
+    assert len(again.optimizer.state) == len(engine.optimizer.state) > 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["saved"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("!")
+    for path in ("mine", "mine/thesis.txt"):
+        with pytest.raises(UserError, match="is there already and is no checkpoint"):
+            engine.save_checkpoint(path)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "!"
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    engine = language_model(1)
+    engine.save_checkpoint(tmp_path / "saved")
+    before = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    step(engine)
+    monkeypatch.setattr(engine, "describe", lambda folder: 1 / 0)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        engine.save_checkpoint(tmp_path / "saved")
+    again = language_model(2, train=False)
+    again.load_checkpoint(tmp_path / "saved")
+    assert same(again.model.state_dict(), before)
+
+
+def test_what_an_engine_saves_can_be_merged_and_evaluated_but_not_resumed(train, tmp_path: Path, capsys) -> None:
+    engine = language_model(1)
+    engine.save_checkpoint(tmp_path / "saved")
+    meta = json.loads((tmp_path / "saved" / "meta.json").read_text())
+    assert meta["world_size"] == 1
+    assert meta["torch"] == torch.__version__
+    assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
+    merged = LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(str(tmp_path / "out"))), alone())
+    merged.initialize()
+    assert same(merged.model.state_dict(), engine.model.state_dict())
+    words = [f"resume={tmp_path / 'saved'}", "lm.family=qwen3"]
+    assert train("workflow=evaluate", *words, config=LM, dir=tmp_path / "runs") == 0
+    assert train(*words, config=LM, dir=tmp_path / "runs") == EXIT_USER_ERROR
+    assert "is of a model engine, not of a training" in capsys.readouterr().err
+
+
+def test_engines_without_an_optimizer_save_and_load(ranks2, tmp_path: Path) -> None:
+    engine = language_model(1, train=False)
+    engine.save_checkpoint(tmp_path / "weights")
+    for found in ranks2.run(reshard, tmp_path / "weights", tmp_path / "two"):
+        assert torch.allclose(found, engine.infer_batch(BATCH, ["log_probs"])["log_probs"], atol=1e-6)
+    back = language_model(3, train=False)
+    back.load_checkpoint(tmp_path / "two")
+    assert same(back.model.state_dict(), engine.model.state_dict())
+    with pytest.raises(UserError, match="holds weights only, since it was saved without an optimizer"):
+        language_model(4).load_checkpoint(tmp_path / "weights")
+
+
+def reshard(path: Path, out: Path) -> torch.Tensor:
+    world = World.join("cpu")
+    engine = language_model(2, Layout.of(world, parallel(shard=2)), train=False)
+    engine.load_checkpoint(path)
+    engine.save_checkpoint(out)
+    engine.save_checkpoint(out)  # replaced by all ranks together
+    log_probs = engine.infer_batch(BATCH, ["log_probs"])["log_probs"]
+    world.close()
+    return log_probs
+
+
+def test_without_a_scheduler_the_rate_stays_and_without_an_optimizer_there_is_none(tmp_path: Path) -> None:
+    model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
+    engine = LanguageModelEngine(model, alone(), Settings(seed=1))
+    engine.initialize(adam)
+    expected = language_model(1)
+    for each in (engine, expected):
+        step(each)
+        step(each)
+    assert same(engine.model.state_dict(), expected.model.state_dict())
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.load_checkpoint(tmp_path / "saved")
+    model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
+    with pytest.raises(UserError, match=r"initialize\(scheduler=\.\.\.\) needs an optimizer"):
+        LanguageModelEngine(model, alone()).initialize(scheduler=constant)
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_merged(tmp_path: Path, capsys) -> None:
+    engine = language_model(1)
+    engine.save_checkpoint(tmp_path / "saved")
+
+    def refused(*words: str) -> str:
+        assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out"), *words]) == EXIT_USER_ERROR
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
+    config, about = (tmp_path / "saved" / "hf" / name for name in ("config.json", "mvp.json"))
+    good = json.loads(config.read_text())
+    config.write_text(json.dumps(good | {"intermediate_size": 64}))
+    assert "gate_proj.weight is (48, 32) there and (64, 32) here" in refused()
+    config.write_text(json.dumps(good | {"num_hidden_layers": 1, "layer_types": good["layer_types"][:1]}))
+    assert "it also has model.hf.model.layers.1." in refused()
+    config.write_text('{"model_type": "qw')
+    assert "config.json cannot be read" in refused()
+    config.write_text(json.dumps(good))
+    for text in ('{"model_type"', "[]", '{"model_type": "language_model", "dtype": "float31"}'):
+        about.write_text(text)
+        assert "mvp.json is damaged" in refused()
+    about.write_text('{"model_type": "mine", "dtype": "float32", "engine": "/nowhere/engine.py"}')
+    assert "there is no file /nowhere/engine.py. Name the file or module that registers it" in refused()
+    assert "which json does not register" in refused("--engine", "json")
+    about.unlink()
+    assert "has no hf/mvp.json" in refused()
+
+
+def test_a_recipes_own_model_type_is_merged_by_the_command(train, tmp_path: Path, monkeypatch, capsys) -> None:
+    """The recipe's folder is of no package and the command knows nothing of it but what the checkpoint says."""
+    monkeypatch.setattr("mvp_engine.model_engine.base._REGISTRY", registry := dict(_REGISTRY))
+    page = (ROOT / "docs" / "model_engine.md").read_text().split("## Adding a model type\n")[1]
+    folder = tmp_path / "tagger"
+    folder.mkdir()
+    (folder / "types.py").write_text(page.split("```python\n")[1].split("```")[0])
+    (folder / "engine.py").write_text(RECIPE)
+    model = {"type": "token_classifier", "config": overrides_of("qwen3")}
+    (folder / "train.yaml").write_text(json.dumps({"model": model, "loop": {"total_steps": 1}}))
+    assert train("project.run_id=a", config=folder / "train.yaml", dir=tmp_path) == 0
+    words = ["merge", str(tmp_path / "a"), str(tmp_path / "out")]
+    code, said = run_process("-m", "mvp_engine.cli", *words, cwd=tmp_path)
+    assert code == 0, said
+    assert "classes.weight" in dict(entries(tmp_path / "out" / "model.safetensors"))
+    del registry["token_classifier", "fsdp"]  # as in another process
+    folder.rename(tmp_path / "moved")
+    words[-1] = str(tmp_path / "again")
+    assert main(words) == EXIT_USER_ERROR
+    assert "there is no file" in capsys.readouterr().err
+    assert main([*words, "--engine", str(tmp_path / "moved" / "types.py")]) == 0
+
+
+RECIPE = """
+import torch
+from mvp_engine.batch import PackedBatch
+from mvp_engine.engine import Engine
+from .types import TokenClassifierEngine
+
+
+class Tagger(Engine):
+    def prepare_dataloader(self, split):
+        return [PackedBatch.from_sequences([torch.arange(3, 12)])]
+
+    def forward_step(self, ctx, batch):
+        return self.model(batch, ["class_logits"])["class_logits"].square().sum(), batch.weight
+"""
+
+
+def test_only_whole_model_engines_are_registered() -> None:
+    class Half(ModelEngine):
+        def settle(self) -> None:
+            pass
+
+    with pytest.raises(TypeError, match=r"\(mine, fsdp\): .*Half lacks collect, describe"):
+        register("mine", "fsdp")(Half)
+    for thing in (torch.nn.Linear, FSDPEngine(torch.nn.Linear(2, 2), alone()), print):
+        with pytest.raises(TypeError, match="is no class that derives from ModelEngine"):
+            register("mine", "fsdp")(thing)  # type: ignore[arg-type]
