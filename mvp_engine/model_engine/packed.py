@@ -94,6 +94,13 @@ class PackedModel(nn.Module):
         heads, kv_heads = heads_of(config)
         check_heads(heads // tensor, kv_heads // tensor, dist.get_world_size(group))
         self.sequence_group = group
+        if (decoder := self.decoder()) is not self.base():
+            decoder.register_forward_pre_hook(_cut_inputs, with_kwargs=True)
+
+    def decoder(self) -> nn.Module:
+        """The text layers, which see tokens and media as one sequence of embeddings."""
+        base: Any = self.base()
+        return base.get_decoder()
 
     def base(self) -> nn.Module:
         """The part of the model that ends with hidden states."""
@@ -121,9 +128,8 @@ class PackedModel(nn.Module):
             return self.hidden(batch.with_beside(), shard)[: batch.num_tokens]
         ids, positions, more = batch.input_ids, batch.position_ids, _beside_tokens(self.base(), batch)
         if shard is not None:
-            if more:
-                raise UserError(f"parallel.sequence > 1 cannot share {', '.join(more)} yet: set it to 1")
-            ids, positions = shard.cut(ids), shard.cut(positions, dim=-1)
+            if self.decoder() is self.base():  # else it is cut where media are in place
+                ids, positions = shard.cut(ids), shard.cut(positions, dim=-1)
             more["sequence_shard"] = shard
         out = self.base()(
             input_ids=ids[None],
@@ -142,9 +148,12 @@ class PackedModel(nn.Module):
             raise ValueError(f"{type(self).__name__} does not give {unknown}; it gives {', '.join(self.provides)}")
         if self.sequence_group is None:
             return self.outputs(self.hidden(batch), batch.labels, wanted)
-        if (spare := dist.get_world_size(self.sequence_group) - batch.num_tokens) > 0:  # a token for every rank
-            longer = dataclasses.replace(batch, beside=[*batch.beside, *[batch.filler()] * spare]).with_beside()
-            return {name: value[: batch.num_tokens] for name, value in self(longer, wanted).items()}
+        spare = dist.get_world_size(self.sequence_group) - batch.num_tokens
+        if spare > 0:  # a token for every rank
+            batch = dataclasses.replace(batch, beside=[*batch.beside, *[batch.filler()] * spare])
+        if batch.beside:
+            longer = self.forward(batch.with_beside(), wanted)
+            return {name: value[: batch.num_tokens] for name, value in longer.items()}
         shard = SequenceShard.of(self.sequence_group, batch.num_tokens)
         local = self.outputs(self.hidden(batch, shard), shard.cut(batch.labels), wanted)
         return {name: shard.gather(value) for name, value in local.items()}
@@ -155,6 +164,30 @@ class PackedModel(nn.Module):
     def own_log_probs(self, batch: PackedBatch) -> Tensor | None:
         """What transformers' own forward gives for the labels, where there is such a thing to compare with."""
         return None
+
+
+def _cut_inputs(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """This rank's part of what a decoder is given. Each rank ran the encoders on everything; a part of their gradient
+    comes back on each, and the sum over ranks is the whole."""
+    shard: SequenceShard | None = kwargs.get("sequence_shard")
+    if shard is None:
+        return None
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    if (layers := given.pop("deepstack_visual_embeds", None)) is not None:  # a row for each True of the mask
+        mask = given["visual_pos_masks"][0]
+        rows = torch.zeros_like(mask).index_fill(0, shard.cut(torch.arange(len(mask), device=mask.device)), True)[mask]
+        kwargs = {**kwargs, "deepstack_visual_embeds": [layer[rows] for layer in layers]}
+    for name, value in given.items():
+        if name in _BY_TOKEN:
+            kwargs = {**kwargs, name: shard.cut(value, _BY_TOKEN[name])}
+        elif isinstance(value, Tensor) and sum(shard.sizes) in value.shape and not name.startswith("cu_seq_lens"):
+            who = type(decoder).__name__
+            raise UserError(f"parallel.sequence > 1: {who} is given {name}, and it is not known how to share that")
+    return args, kwargs
+
+
+# The inputs of a decoder with a row for each token, and the dimension of the rows.
+_BY_TOKEN = {"inputs_embeds": 1, "position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
 
 
 def _beside_tokens(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:

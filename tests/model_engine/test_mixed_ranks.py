@@ -53,8 +53,9 @@ def trained(name: str, layout: Layout, shares: list[list[list[int]]], frozen: bo
 
 def on_ranks(name: str, sizes: dict[str, int], frozen: bool) -> dict[str, Any]:
     world = World.join("cpu")
-    found = trained(name, Layout.of(world, parallel(**sizes)), SHARES, frozen)
-    found["evaluated"] = sum(world.all_gather(found["evaluated"]))  # type: ignore[assignment]
+    layout = Layout.of(world, parallel(**sizes))
+    found = trained(name, layout, SHARES, frozen)
+    found["evaluated"] = sum(world.all_gather(found["evaluated"])) / layout.same_data  # type: ignore[assignment]
     world.close()
     return found
 
@@ -65,9 +66,17 @@ def test_four_ranks_with_all_kinds_of_data(ranks4, name: str, frozen: bool) -> N
     check(ranks4.run(on_ranks, name, {"shard": 4}, frozen), name, frozen)
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [(2, {"shard": 2}), (4, {"shard": 2})])
-def test_other_layouts(request, ranks: int, sizes: dict[str, int]) -> None:
-    check(request.getfixturevalue(f"ranks{ranks}").run(on_ranks, "qwen3_vl", sizes, False), "qwen3_vl", False)
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_that_share_sequences_share_media(ranks4, name: str) -> None:
+    check(ranks4.run(on_ranks, name, {"shard": 2, "sequence": 2}, False), name, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "sizes"),
+    [("qwen3_vl", 2, {"shard": 2}), ("qwen3_vl", 4, {"shard": 2}), ("llava", 4, {"tensor": 2, "shard": 2})],
+)
+def test_other_layouts(request, name: str, ranks: int, sizes: dict[str, int]) -> None:
+    check(request.getfixturevalue(f"ranks{ranks}").run(on_ranks, name, sizes, False), name, False)
 
 
 def check(results: list[dict[str, torch.Tensor]], name: str, frozen: bool) -> None:

@@ -67,7 +67,7 @@ def test_a_wrapped_model_is_tried_too() -> None:
 
 def test_fewer_tokens_than_ranks_can_be_shared(ranks4) -> None:
     alone = log_probs({})
-    for shared in ranks4.run(log_probs, {"sequence": 4}):
+    for shared in [*ranks4.run(log_probs, {"sequence": 4}), *ranks4.run(log_probs, {"sequence": 2, "shard": 2})]:
         for got, expected in zip(shared, alone, strict=True):
             assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
 
