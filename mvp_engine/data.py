@@ -11,6 +11,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -38,6 +39,7 @@ class SampleLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        timeout: float = 0.0,  # seconds to wait for a worker; 0: for ever
     ) -> None:
         if not isinstance(dataset, Sized):
             raise UserError(f"{type(dataset).__name__} has no __len__; SampleLoader needs a map-style dataset")
@@ -54,6 +56,7 @@ class SampleLoader:
             collate_fn=_Surfacing(collate_fn or default_collate),
             num_workers=num_workers,
             pin_memory=pin_memory,
+            timeout=timeout if num_workers else 0.0,
         )
 
     @property
@@ -80,13 +83,13 @@ class SampleLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._yielded = 0
-        # torch's DataLoader draws a seed from the global generator when it starts: keep that off the training's stream.
-        state = torch.get_rng_state()
-        source = iter(self._make(_Seeded(self.dataset, self.seed, self.epoch), self._micro_batches()))
-        torch.set_rng_state(state)
-        for micro_batch in source:
+        for micro_batch in self._items():
             self._yielded += 1
             yield micro_batch
+
+    def _items(self) -> Iterator[Any]:
+        with keep_rng_state():
+            return iter(self._make(_Seeded(self.dataset, self.seed, self.epoch), self._micro_batches()))
 
     def sample_ids(self, first: int, last: int) -> list[int]:
         """The dataset indices of this rank's micro-batches `first` to `last` (exclusive), counted from the cursor."""
@@ -168,6 +171,14 @@ def seed_everything(seed: int, cuda: bool = True) -> None:
     torch.default_generator.manual_seed(seed)
     if cuda and torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def keep_rng_state() -> Iterator[None]:
+    """torch's DataLoader draws a seed from the global generator when it starts: keep that off the training's stream."""
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
 
 
 def rng_state() -> dict[str, Any]:

@@ -101,6 +101,7 @@ class MLLMDataKit:
             dataset,
             bad,
             self._data_id(split),
+            self.settings.stall_seconds,
             rank=rank,
             world_size=world_size,
             num_workers=self.num_workers if num_workers is None else num_workers,

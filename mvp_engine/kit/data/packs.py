@@ -18,6 +18,7 @@ from mvp_engine.kit.data.plan import Plan, make_plan
 from mvp_engine.kit.data.rows import BadRow
 from mvp_engine.kit.data.samples import Sampler
 from mvp_engine.kit.data.sources import Source
+from mvp_engine.kit.data.watch import Watch
 
 
 class PackDataset(Dataset[Any]):
@@ -37,6 +38,7 @@ class PackDataset(Dataset[Any]):
     ) -> None:
         self.mixture, self.formats, self.costs, self.sampler = mixture, formats, costs, sampler
         self.budget, self.packs_per_step, self.seed, self.shuffle = budget, packs_per_step, seed, shuffle
+        self.watch = Watch()
         self.first = np.cumsum([0, *(len(source) for source in mixture.sources)])  # sample ids count through all
         self.epoch = -1
         self.set_epoch(0)
@@ -65,6 +67,7 @@ class PackDataset(Dataset[Any]):
         for (which, row), tokens in zip(pairs.tolist(), planned.tolist(), strict=True):
             source: Source = self.mixture.sources[which]
             fields = {"source": which, "sample": int(self.first[which]) + row}
+            self.watch.at(source.where(row))
             try:
                 sides = self.sampler.prepare(source[row], self.formats[which], source.root)
                 now = sum(len(side.ids) for side in sides)
@@ -87,15 +90,20 @@ class PackLoader(SampleLoader):
 
     dataset: PackDataset
 
-    def __init__(self, dataset: PackDataset, bad_rows: BadRows, data_id: str, **options: Any) -> None:
-        self.bad_rows, self.data_id = bad_rows, data_id
+    def __init__(
+        self, dataset: PackDataset, bad_rows: BadRows, data_id: str, stall_seconds: float = 300.0, **options: Any
+    ) -> None:
+        self.bad_rows, self.data_id, self.stall_seconds = bad_rows, data_id, stall_seconds
         options |= {"global_batch_size": dataset.packs_per_step, "seed": dataset.seed, "collate_fn": _only}
-        super().__init__(dataset, micro_batch_size=1, shuffle=False, **options)
+        super().__init__(dataset, micro_batch_size=1, shuffle=False, timeout=stall_seconds, **options)
 
     def __iter__(self) -> Iterator[PackedBatch]:
         for batch, bad in super().__iter__():
             self.bad_rows.add(bad)
             yield batch
+
+    def _items(self) -> Iterator[Any]:
+        return self.dataset.watch.items(super()._items, self.stall_seconds)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "plan": self._plan_id()}

@@ -44,6 +44,7 @@ class MLLMData(Section):
     template: dict[str, Any] = Field(default_factory=dict)  # options for the chat template
     max_bad_fraction: Fraction = 0.01  # of the rows; with more bad ones the run stops
     max_bad_rows: int | None = Field(default=None, ge=0)
+    stall_seconds: Positive = 300.0  # workers that give nothing for so long, twice, and are at the same rows: an error
     cache: str | None = None  # where costs are kept; None: in the user's cache folder
 
     @field_validator("limits", mode="before")
