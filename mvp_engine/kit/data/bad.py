@@ -24,11 +24,17 @@ class BadRecord:
 class BadRows:
     """Counted by source and reason, each row once; listed in a file, where there is one; too many are an error."""
 
-    def __init__(self, settings: MLLMData, rows: int, file: Path | None = None) -> None:
-        by_count = rows if settings.max_bad_rows is None else settings.max_bad_rows
-        self.most, self.rows, self.file = min(by_count, int(settings.max_bad_fraction * rows)), rows, file
+    def __init__(self, settings: MLLMData, rows: int, file: Path | None = None, least: int = 0) -> None:
+        """`rows` may grow, as those of streams do; the fraction is then of at least so many."""
+        self.settings, self.rows, self.least, self.file = settings, rows, least, file
         self.counts: Counter[tuple[str, str]] = Counter()
         self._seen: set[tuple[str, str]] = set()
+
+    @property
+    def most(self) -> int:
+        """How many are allowed."""
+        share = int(self.settings.max_bad_fraction * max(self.rows, self.least))
+        return share if self.settings.max_bad_rows is None else min(self.settings.max_bad_rows, share)
 
     def add(self, records: Iterable[BadRecord], list_them: bool = True) -> None:
         new = [record for record in records if (record.source, record.where) not in self._seen]

@@ -29,8 +29,11 @@ from mvp_engine.kit.data.packs import PackDataset, PackLoader
 from mvp_engine.kit.data.samples import RopePositions, Sampler
 from mvp_engine.kit.data.settings import DataSource, MLLMData
 from mvp_engine.kit.data.sources import open_source
+from mvp_engine.kit.data.streams import Stream, Streams
+from mvp_engine.kit.data.windows import StreamLoader, WindowedPacks
 
 LOGGER = logging.getLogger("mvp_engine")
+LEAST = 1000  # rows of a stream, before which a fraction of bad ones says little
 
 
 class MLLMDataKit:
@@ -55,9 +58,12 @@ class MLLMDataKit:
         self.cache = Path(settings.cache).expanduser() if settings.cache else default
         self._opened: dict[str, tuple[Mixture, list[Costs]]] = {}
 
+    def is_stream(self, split: str = "train") -> bool:
+        return self._sources(split)[0].stream
+
     def names(self, split: str = "train") -> list[str]:
         """The sources; a batch's `sequences["source"]` is an index into them."""
-        return self._open(split)[0].names
+        return [source.name or _name(source.path) for source in self._sources(split)]
 
     def dataset(
         self, split: str = "train", *, packs_per_step: int | None = None, seed: int = 0, shuffle: bool | None = None
@@ -108,23 +114,52 @@ class MLLMDataKit:
             pin_memory=pin_memory,
         )
 
-    def engine_loader(self, engine: Any, split: str = "train") -> PackLoader:
+    def stream_loader(
+        self,
+        split: str = "train",
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        num_workers: int | None = None,
+        pin_memory: bool = False,
+        folder: str | Path | None = None,
+    ) -> StreamLoader:
+        """Micro-batches of one pack each, from sources that are streams. How many there will be nobody knows."""
+        given, streams = self._sources(split), self._streams(split)
+        lanes, workers = self.settings.stream_lanes, self.num_workers if num_workers is None else num_workers
+        if any(stream.once for stream in streams):
+            lanes, workers = 1, 0
+            if world_size > 1:
+                raise UserError("data: a pipe can be read by one rank alone: write it to a file")
+        packs = WindowedPacks(
+            Streams(streams, [source.weight or 1.0 for source in given]),
+            self.sampler,
+            budget=self.settings.micro_batch_tokens,
+            window=self.settings.stream_window,
+            lanes=lanes,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            shuffle=split == "train" if shuffle is None else shuffle,
+        )
+        bad = BadRows(self.settings, 0, None if folder is None else Path(folder) / "bad_rows.jsonl", LEAST)
+        stall = self.settings.stall_seconds
+        return StreamLoader(packs, bad, num_workers=workers, pin_memory=pin_memory, stall_seconds=stall)
+
+    def engine_loader(self, engine: Any, split: str = "train") -> PackLoader | StreamLoader:
         """For `prepare_dataloader`: sizes, ranks, workers and seed of the engine. All ranks must call it."""
         packs, data = self.settings.step_packs or engine.global_batch_size, engine.config.data
         if data.micro_batch_size != 1 or packs != engine.global_batch_size:
             raise UserError(
                 f"a micro-batch is one pack: set data.micro_batch_size=1 and data.global_batch_size={packs}"
             )
-        loader = self.loader(
-            split,
-            packs_per_step=packs,
-            rank=engine.layout.data_rank,
-            world_size=engine.layout.data_size,
-            seed=engine.config.seed,
-            num_workers=data.num_workers,
-            pin_memory=engine.device.type == "cuda",
-            folder=engine.run.dir,
-        )
+        options = {"rank": engine.layout.data_rank, "world_size": engine.layout.data_size, "seed": engine.config.seed}
+        options |= {"num_workers": data.num_workers, "pin_memory": engine.device.type == "cuda"}
+        if self.is_stream(split):
+            return self.stream_loader(split, folder=engine.run.dir, **options)
+        loader = self.loader(split, packs_per_step=packs, folder=engine.run.dir, **options)
         if len(set(engine.world.all_gather(loader._plan_id()))) > 1:
             raise UserError("data: the ranks found different costs for the same rows. Do all nodes see the same files?")
         if engine.world.is_main:
@@ -167,11 +202,22 @@ class MLLMDataKit:
             raise UserError(f"data: no source has split: {split}")
         return found
 
+    def _streams(self, split: str) -> list[Stream]:
+        given = self._sources(split)
+        if not given[0].stream:
+            raise UserError(f"data: the sources of {split} are no streams: set stream: true for each, or use loader")
+        names = self.names(split)
+        return [Stream(name, one.path, one.root, one.format) for name, one in zip(names, given, strict=True)]
+
     def _open(self, split: str) -> tuple[Mixture, list[Costs]]:
         if split not in self._opened:
             given = self._sources(split)
             sources = [open_source(one.path, one.root) for one in given]
-            names = [one.name or Path(one.path if isinstance(one.path, str) else one.path[0]).stem for one in given]
+            if given[0].stream:
+                raise UserError(
+                    f"data: the sources of {split} are streams, of which no plan is made: use stream_loader"
+                )
+            names = self.names(split)
             by = "weight" if given[0].weight is not None else "repeats"
             shares = [(one.weight if by == "weight" else one.repeats) or 1.0 for one in given]
             mixture = Mixture(list(zip(names, sources, shares, strict=True)), by)
@@ -203,3 +249,11 @@ class MLLMDataKit:
     def _data_id(self, split: str) -> str:
         told = " ".join(source.fingerprint for source in self._open(split)[0].sources)
         return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+
+
+def _name(path: str | list[str]) -> str:
+    """Of a file, of a function, or stdin."""
+    first = Path(path if isinstance(path, str) else path[0])
+    if ":" in first.name and not first.exists():
+        return first.name.rpartition(":")[2]
+    return "stdin" if first.name == "-" else Path(first.name.removesuffix(".gz")).stem

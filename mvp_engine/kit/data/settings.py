@@ -21,6 +21,7 @@ class DataSource(Section):
     repeats: Positive | None = None  # how often an epoch has its rows; None: once
     weight: Positive | None = None  # instead: its share of the rows; for all sources or none
     root: str | None = None  # the folder that media paths are in; None: the file's
+    stream: bool = False  # read one row after the other: also pipes ("-"), .gz files, and `file.py:function`
 
     @field_validator("format")
     @classmethod
@@ -44,6 +45,8 @@ class MLLMData(Section):
     template: dict[str, Any] = Field(default_factory=dict)  # options for the chat template
     max_bad_fraction: Fraction = 0.01  # of the rows; with more bad ones the run stops
     max_bad_rows: int | None = Field(default=None, ge=0)
+    stream_window: Count = 64  # packs that are filled together, where sources are streams
+    stream_lanes: Count = 4  # packers of each rank that share the streams; at most so many workers help
     stall_seconds: Positive = 300.0  # workers that give nothing for so long, twice, and are at the same rows: an error
     cache: str | None = None  # where costs are kept; None: in the user's cache folder
 
@@ -67,6 +70,9 @@ class MLLMData(Section):
             weighed = [source.weight is not None for source in mixed]
             if any(weighed) and (not all(weighed) or any(source.repeats is not None for source in mixed)):
                 raise ValueError(f"give all sources of {split} a weight, or none: repeats and weights do not mix")
+            flows = [source.stream for source in mixed]
+            if any(flows) and (not all(flows) or any(source.repeats is not None for source in mixed)):
+                raise ValueError(f"all sources of {split} must be streams, or none; and streams take no repeats")
         return self
 
     @property

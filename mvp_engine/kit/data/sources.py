@@ -109,7 +109,9 @@ def _open(file: Path, name: str, root: Path) -> list[_File]:
         raise UserError(f"data: {file} is empty")
     kind, first = file.suffix.lower(), head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if head[:2] == b"\x1f\x8b" or kind in (".gz", ".tgz", ".zst", ".bz2", ".xz", ".zip"):
-        raise UserError(f"data: {file} is compressed, and rows are read in any order: unpack it first")
+        raise UserError(
+            f"data: {file} is compressed, and rows are read in any order: unpack it first, or set stream: true"
+        )
     if kind == ".parquet" or head[:4] == b"PAR1":
         return [_Arrow(file, name, parquet=True)]
     if kind == ".arrow" or head[:6] == b"ARROW1":
@@ -164,7 +166,7 @@ class _JsonLines(_File):
     def row(self, index: int) -> dict[str, Any]:
         with open(self.file, "rb") as stream:  # each time: it is quick, and forked processes share no position
             stream.seek(int(self.starts[index]))
-            row = _object(stream.read(int(self.ends[index] - self.starts[index])), "the line")
+            row = parse_object(stream.read(int(self.ends[index] - self.starts[index])), "the line")
         if self.folder is not None and "file_name" in row:
             name = row.pop("file_name")
             if not isinstance(name, str) or _suffix(name) not in _KIND_OF:
@@ -192,7 +194,7 @@ class _JsonList(_File):
         return json.loads(self.file.read_bytes())
 
     def row(self, index: int) -> dict[str, Any]:
-        return dict(_object(self._rows[index], "the entry"))
+        return dict(parse_object(self._rows[index], "the entry"))
 
 
 class _Arrow(_File):
@@ -250,7 +252,7 @@ class _Shard(_File):
             with tarfile.open(file, "r:") as tar:
                 for member in tar:
                     if member.isreg() and not member.name.rpartition("/")[2].startswith((".", "__")):
-                        samples.setdefault(_key(member.name), []).append(member.offset)
+                        samples.setdefault(sample_key(member.name), []).append(member.offset)
                         digest.update(f"{member.name} {member.size}\n".encode(errors="backslashreplace"))
         except tarfile.TarError as error:
             raise UserError(f"data: {file} is no whole tar file: {error}") from None
@@ -269,10 +271,10 @@ class _Shard(_File):
                     yield member.name, data
 
     def row(self, index: int) -> dict[str, Any]:
-        return _sample((name, data.read()) for name, data in self._members(index))
+        return sample_of((name, data.read()) for name, data in self._members(index))
 
     def where(self, index: int) -> str:
-        return f"{self.name}:{_key(next(self._members(index))[0])}"
+        return f"{self.name}:{sample_key(next(self._members(index))[0])}"
 
 
 class _Folder(_File):
@@ -297,20 +299,22 @@ class _Folder(_File):
 
     def row(self, index: int) -> dict[str, Any]:
         names = self.samples[index]
-        return _sample((name, name if _suffix(name) in _KIND_OF else (self.root / name).read_bytes()) for name in names)
+        return sample_of(
+            (name, name if _suffix(name) in _KIND_OF else (self.root / name).read_bytes()) for name in names
+        )
 
     def where(self, index: int) -> str:
         return self.samples[index][0]
 
 
-def _sample(members: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def sample_of(members: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """A row from several files: see the rule at the top."""
     row: dict[str, Any] = {}
     own: dict[str, Any] = {}
     for name, value in members:
         suffix = _suffix(name)
         if suffix == "json":
-            row = _object(value, "the .json file")
+            row = parse_object(value, "the .json file")
         elif suffix == "txt":
             try:
                 own["text"] = value.decode("utf-8-sig").strip()
@@ -323,7 +327,7 @@ def _sample(members: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if not (key in MEDIA and f"{key}s" in own)} | own
 
 
-def _object(value: Any, what: str) -> dict[str, Any]:
+def parse_object(value: Any, what: str) -> dict[str, Any]:
     try:
         value = json.loads(value) if isinstance(value, bytes) else value
     except (ValueError, RecursionError) as error:
@@ -333,7 +337,7 @@ def _object(value: Any, what: str) -> dict[str, Any]:
     return value
 
 
-def _key(name: str) -> str:
+def sample_key(name: str) -> str:
     folder, slash, base = name.rpartition("/")
     return folder + slash + base.partition(".")[0]
 
