@@ -27,7 +27,7 @@ def tokenizer(*special: str, **named: str) -> Any:
         model_input_names=["input_ids", "attention_mask"],
         extra_special_tokens=named,
     )
-    new.add_special_tokens({"additional_special_tokens": list(special)})
+    new.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *special]})
     return new
 
 
@@ -63,7 +63,8 @@ def llava(kind: Any = hf.LlavaProcessor, pictures: Any = None) -> Any:
 
 
 def gemma3() -> Any:
-    words = tokenizer(boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>")
+    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    words = tokenizer("<start_of_turn>", "<end_of_turn>", **named)
     return hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=SQUARE), words, image_seq_length=4)
 
 
@@ -100,6 +101,45 @@ FAMILIES = {
 }
 
 
+def turns(marks: dict[str, str], begin: str = "'<|im_start|>' + m.role + '\\n'", stop: str = "<|im_end|>") -> str:
+    """A chat template: how a turn begins (an expression of Jinja), how it ends, what it writes for media."""
+    part = "{{ p.text if p.type == 'text' else " + str(marks) + "[p.type] }}"
+    body = (
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        + part
+        + "{% endfor %}{% endif %}"
+    )
+    ask = f"{{% if add_generation_prompt %}}{{% set m = {{'role': 'assistant'}} %}}{{{{ {begin} }}}}{{% endif %}}"
+    return f"{{% for m in messages %}}{{{{ {begin} }}}}{body}{{{{ '{stop}\\n' }}}}{{% endfor %}}{ask}"
+
+
+QWEN = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
+OMNI = {kind: f"<|vision_bos|><|{kind.upper()}|><|vision_eos|>" for kind in ("image", "video")}
+TALL = "m.role | capitalize + (': ' if m.content is string else ':')"
+TEMPLATES = {
+    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl"], turns(QWEN)),
+    **dict.fromkeys(["llava", "llava_next"], turns({"image": "<image>\n"}, "m.role | upper + ': '")),
+    "internvl": turns({"image": "<IMG_CONTEXT>\n", "video": "<video>\n"}),
+    "gemma3": turns(
+        {"image": "<start_of_image>"},
+        "'<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n'",
+        "<end_of_turn>",
+    ),
+    **dict.fromkeys(
+        ["idefics3", "smolvlm"], turns({"image": "<image>", "video": "<video>"}, TALL, "<end_of_utterance>")
+    ),
+    "qwen2_5_omni": turns({**OMNI, "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}),
+}
+
+
 @cache
 def made(name: str) -> Any:
     return FAMILIES[name]()
+
+
+@cache
+def talking(name: str) -> Any:
+    """With a chat template in the manner of the family; the class of some has one of its own."""
+    processor = FAMILIES[name]()
+    processor.chat_template = TEMPLATES.get(name, processor.chat_template)
+    return processor

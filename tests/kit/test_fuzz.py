@@ -1,0 +1,49 @@
+"""Five thousand rows, most of them odd or bad, from the file to the packs: each is trained on once or named."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from fuzz import ANY, Fuzz
+from processors import talking
+
+from mvp_engine.kit import MLLMData, MLLMDataKit
+
+ROWS = 5000
+WORKERS = 2
+
+
+def test_five_thousand_fuzzed_rows_are_trained_on_once_or_named_with_the_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "in" / "data"
+    folder.mkdir(parents=True)
+    lines = Fuzz(folder).lines(ROWS)
+    text = b"".join(line + (b"\r\n\n" if i % 50 == 7 else b"\n") for i, (line, _) in enumerate(lines))  # some blank
+    (folder / "rows.jsonl").write_bytes(text)
+    settings = MLLMData.model_validate(
+        {
+            "sources": [{"path": str(folder / "rows.jsonl")}],
+            "micro_batch_tokens": 8192,
+            "packs_per_step": 1,
+            "max_bad_fraction": 1.0,
+            "cache": str(tmp_path / "cache"),
+        }
+    )
+    kit = MLLMDataKit(settings, talking("qwen2_5_omni"), num_workers=WORKERS)
+    trained = Counter(
+        sample for batch in kit.loader("train", folder=tmp_path) for sample in batch.sequences["sample"].tolist()
+    )
+    listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
+    reasons = {record["where"]: record["reason"] for record in listed}
+    assert len(reasons) == len(listed)  # each once
+    wrong, blank = [], 0
+    for i, (line, expected) in enumerate(lines):
+        reason = reasons.pop(f"rows.jsonl:{i + 1 + blank}", None)
+        blank += i % 50 == 7
+        fine = trained.pop(i, 0) == (reason is None)
+        if not fine or expected not in (ANY, reason):
+            wrong.append((line[:200], expected, reason))
+    assert not wrong, wrong[:20]
+    assert not reasons  # and nothing else was listed or trained on
+    assert not trained
