@@ -75,8 +75,9 @@ def ears() -> Any:
 def omni() -> Any:
     named = {f"{kind}_token": f"<|{kind.upper()}|>" for kind in ("image", "video", "audio")}
     named |= {f"{name}_token": f"<|{name}|>" for name in ("vision_bos", "vision_eos", "audio_bos", "audio_eos")}
-    pictures = hf.Qwen2VLImageProcessor(**PATCH, size=AREAS)
-    return hf.Qwen2_5OmniProcessor(pictures, hf.Qwen2VLVideoProcessor(**PATCH), ears(), tokenizer(**named))
+    patch: dict[str, Any] = {**PATCH, "patch_size": 14}  # its videos have 100,000 pixels, whatever one asks for
+    pictures = hf.Qwen2VLImageProcessor(**patch, size=AREAS)
+    return hf.Qwen2_5OmniProcessor(pictures, hf.Qwen2VLVideoProcessor(**patch), ears(), tokenizer(**named))
 
 
 def llava_next() -> Any:

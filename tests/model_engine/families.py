@@ -183,6 +183,15 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }
 
+# Families whose own processor the data kit is tried with, and what they take in its rows.
+IMAGE, FILMS = "image", "image, video"
+KIT = {
+    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm"], FILMS),
+    **dict.fromkeys(["gemma3", "idefics3", "llava", "llava_next"], IMAGE),
+    "qwen2_audio": "audio",
+    "qwen2_5_omni_thinker": "image, video, audio",
+}
+
 # Models that need to be told which tokens are images.
 TYPES = {"gemma3": "token_type_ids", "paligemma": "token_type_ids", "gemma4": "mm_token_type_ids"}
 
@@ -263,8 +272,11 @@ def vision_table() -> str:
         found = [media_of(look, False, torch.Generator()) for look in looks.split()]
         media = "; ".join(f"`{kind}`" + "".join(f" + `{field}`" for field in fields) for kind, _, fields in found)
         types = TYPES.get(name)
-        rows.append(f"| `{name}` | {media} | {f'`{types}`' if types else '-'} | {special} |")
-    head = ["| model type | `media` | `tokens` | what is special about it |", "| --- | --- | --- | --- |"]
+        rows.append(f"| `{name}` | {media} | {f'`{types}`' if types else '-'} | {KIT.get(name, '-')} | {special} |")
+    head = [
+        "| model type | `media` | `tokens` | data kit | what is special about it |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     return "\n".join([*head, *rows])
 
 

@@ -1,0 +1,149 @@
+"""From files to gradients, for each family: packs are what its own processor and transformers make of each row."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from families import KIT, TOKENS, VISION
+from PIL import Image
+from processors import talking
+from test_media import own
+from test_vision import check_packed_is_alone, close
+from transformers import AutoConfig
+
+from mvp_engine.batch import IGNORE, PackedBatch
+from mvp_engine.kit import MLLMData, MLLMDataKit
+from mvp_engine.kit.data.limits import Info
+from mvp_engine.model_engine.packed import LanguageModel
+from mvp_engine.ops import attention
+
+RATE = 16000
+Asked = list[tuple[str, int]]  # kind and number of the media of a question
+
+
+def model_of(name: str, processor: Any) -> LanguageModel:
+    """The tiny model of the other tests, for pictures and tokens of the size that the tiny processors make."""
+    special = copy.deepcopy(VISION[name][1])
+    special["text_config"] |= {"vocab_size": 400, "max_position_embeddings": 4096}
+    vision = special.get("vision_config", {})
+    patch = getattr(getattr(processor, "image_processor", None), "patch_size", 4)
+    for key, value in {"image_size": 16, "patch_size": patch, "window_size": 4 * patch}.items():
+        if key in vision:
+            vision[key] = [value, value] if isinstance(vision[key], list) else value
+    if "audio_config" in special:
+        special["audio_config"]["max_source_positions"] = 100
+    if "image_grid_pinpoints" in special:
+        special["image_grid_pinpoints"] = processor.image_processor.image_grid_pinpoints
+    vocab = processor.tokenizer.get_vocab()
+    named = {
+        f"{kind}_token_id": [getattr(one, f"{kind}_token", "") for one in (processor.tokenizer, processor)]
+        for kind in ("image", "video", "audio")
+    }
+    named |= {
+        "vision_start_token_id": ["<|vision_start|>", "<|vision_bos|>"],
+        "audio_start_token_id": ["<|audio_bos|>"],
+    }
+    ids = {key: vocab[token] for key, tokens in named.items() for token in reversed(tokens) if token in vocab}
+    torch.manual_seed(0)
+    model = LanguageModel.from_config(AutoConfig.for_model(name, **{**TOKENS, **special, **ids}))
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)  # so that what a token sees makes a difference of far more than 1e-5
+    return model.eval()
+
+
+def file_of(folder: Path, kind: str, i: int) -> Any:
+    """A picture, frames of a video, or a wave; of several sizes."""
+    rng = np.random.default_rng(i)
+    if kind == "audio":
+        soundfile.write(folder / f"{i}.wav", rng.uniform(-1, 1, 4000 + 3000 * i).astype(np.float32), RATE, "FLOAT")
+        return f"{i}.wav"
+    names = [f"{kind}{i}_{frame}.png" for frame in range(1 if kind == "image" else 4)]
+    for name in names:
+        Image.fromarray(rng.integers(0, 255, (24 + 16 * i, 40, 3), dtype=np.uint8)).save(folder / name)
+    return names[0] if kind == "image" else names
+
+
+def opened(folder: Path, kind: str, file: Any) -> tuple[Info, Any]:
+    """As the processor itself takes it, not read by the kit."""
+    if kind == "audio":
+        wave, _ = soundfile.read(folder / file, dtype="float32")
+        return Info("audio", samples=len(wave), rate=RATE), wave
+    if kind == "image":
+        return Info("image"), Image.open(folder / file)
+    frames = torch.stack([torch.from_numpy(np.array(Image.open(folder / name))).permute(2, 0, 1) for name in file])
+    return Info("video", frames=len(file), fps=2.0, take=len(file)), frames
+
+
+def own_log_probs(model: LanguageModel, given: dict[str, Any]) -> torch.Tensor:
+    """What transformers makes of what its processor gave."""
+    with attention.own_attention(model.hf.config), torch.no_grad():
+        logits = model.hf(**given, use_cache=False).logits[0]
+    picked = logits.log_softmax(-1)[:-1].gather(-1, given["input_ids"][0, 1:, None])[:, 0]
+    return torch.cat([picked, picked.new_zeros(1)])
+
+
+@pytest.mark.parametrize("name", KIT)
+def test_packs_are_what_the_family_makes_of_each_row_alone(name: str, tmp_path: Path) -> None:
+    processor = talking(name.removesuffix("_thinker"))
+    model, kinds = model_of(name, processor), KIT[name].split(", ")
+    questions: list[Asked] = [[], *([(kind, i)] for i, kind in enumerate(kinds)), [(kinds[0], 0), (kinds[0], 1)]]
+    if len(kinds) > 1 and name != "smolvlm":  # whose processor takes one kind at a time
+        questions.append([(kind, i) for i, kind in enumerate([*kinds, "image"])])
+    rows = []
+    for i, asked in enumerate(questions):
+        blocks: list[Any] = [{"type": kind, kind: file_of(tmp_path, kind, n), "fps": 2.0} for kind, n in asked]
+        content: Any = [*blocks, {"type": "text", "text": f"What is {i}?"}] if asked else "Hello."
+        rows.append(
+            {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": f"It is {i}."}]}
+        )
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"sources": [{"path": str(tmp_path / "rows.jsonl")}], "micro_batch_tokens": 16384, "packs_per_step": 1}
+    settings |= {"cache": str(tmp_path / "cache"), "max_bad_fraction": 0.0}
+    kit = MLLMDataKit(MLLMData.model_validate(settings), processor, model_config=model.hf.config)
+    assert kit.sampler.media.kinds == kinds
+    (pack,) = kit.loader("train")
+    order = pack.sequences["sample"].tolist()
+    assert sorted(order) == list(range(len(rows)))
+    ones = [pack.select([order.index(i)]) for i in range(len(rows))]
+    for one, row, asked in zip(ones, rows, questions, strict=True):
+        check_row(model, processor, one, row, [opened(tmp_path, b["type"], b[b["type"]]) for b in media_of(row, asked)])
+    check_packed_is_alone(model, ones, ["log_probs"])
+    assert close(model(pack, ["log_probs"])["log_probs"], torch.cat([alone(model, ones[i]) for i in order]))
+
+
+def media_of(row: dict[str, Any], asked: Asked) -> list[dict[str, Any]]:
+    return row["messages"][0]["content"][: len(asked)] if asked else []
+
+
+def alone(model: LanguageModel, one: PackedBatch) -> torch.Tensor:
+    return model(one, ["log_probs"])["log_probs"]
+
+
+def check_row(model: LanguageModel, processor: Any, one: PackedBatch, row: dict[str, Any], media: list[Any]) -> None:
+    """Tokens, mask and log-probs are those of the family's processor, chat template and model for the row alone."""
+    shown = [{**message, "content": _typed(message["content"])} for message in row["messages"]]
+    text = processor.apply_chat_template(shown, processor.chat_template, tokenize=False)  # SmolVLM's has two
+    given = own(processor, text, [info for info, _ in media], [item for _, item in media])
+    assert one.input_ids.tolist() == given["input_ids"][0].tolist()
+    answer, places = row["messages"][1]["content"], (one.labels != IGNORE).nonzero()[:, 0]
+    assert torch.equal(one.labels[places], one.input_ids[places + 1])
+    stop = text[text.rindex(answer) + len(answer) :].strip()
+    learnt = processor.tokenizer.decode(one.labels[places])
+    assert learnt.lstrip() == answer + stop  # a blank before it is learnt where the prompt does not end in one
+    assert places[-1] - places[0] + 1 == len(places)
+    assert close(alone(model, one)[places], own_log_probs(model, given)[places])
+
+
+def _typed(content: Any) -> Any:
+    """Without the values of media, as templates know it."""
+    if isinstance(content, str):
+        return content
+    return [block if block["type"] == "text" else {"type": block["type"]} for block in content]
