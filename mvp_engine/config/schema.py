@@ -62,6 +62,7 @@ class Optim(Section):
 
 
 class Guard(Section):
+    spike_sigmas: Positive | None
     max_consecutive_skips: Count
     max_total_skips: Count | None
 

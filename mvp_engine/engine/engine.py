@@ -344,6 +344,7 @@ class Engine:
         settings = Settings(
             precision=config.loop.precision,
             clip_grad_norm=config.loop.clip_grad_norm,
+            spike_sigmas=config.guard.spike_sigmas,
             seed=config.seed,
             freeze=tuple(model.freeze),
             recompute=model.recompute,

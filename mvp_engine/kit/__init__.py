@@ -1,5 +1,6 @@
 """Kits: small suites of calls that recipes use as they like."""
 
 from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit
+from mvp_engine.kit.loss import TokenLoss, TokenNormedLossKit
 
-__all__ = ["DataSource", "Limits", "MLLMData", "MLLMDataKit"]
+__all__ = ["DataSource", "Limits", "MLLMData", "MLLMDataKit", "TokenLoss", "TokenNormedLossKit"]

@@ -35,6 +35,7 @@ class Settings:
 
     precision: str = "fp32"  # of the computation: fp32, bf16 or fp16; weights and sums of gradients stay float32
     clip_grad_norm: float | None = None
+    spike_sigmas: float | None = None  # a loss so far above those before it is not learnt from
     seed: int = 0  # of weights that are not read from anywhere
     freeze: tuple[str, ...] = ()  # patterns of parameter names that do not train
     recompute: str = "none"  # none, selective or full

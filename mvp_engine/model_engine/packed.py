@@ -213,10 +213,10 @@ def _beside_tokens(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:
 
 
 class LanguageModel(PackedModel):
-    """Log-probs of the labels (0 where there is none) and entropy of the distribution, per token, in float32."""
+    """Log-probs of the labels (0 where there is none), entropy and more of the distribution, per token, in float32."""
 
     model_type = "language_model"
-    provides = ("log_probs", "entropy", "hidden_states")
+    provides = ("log_probs", "entropy", "log_z", "mean_log_probs", "hidden_states")
 
     def __init__(self, causal_lm: Any, temperature: float = 1.0, chunk: int = 2048) -> None:
         if causal_lm.base_model is causal_lm:
@@ -252,7 +252,7 @@ class LanguageModel(PackedModel):
             start = min(rows, -(-rows // ranks) * weight.device_mesh.get_local_rank())
             shared = {"group": weight.device_mesh.get_group(), "vocab_start": start}
             weight, bias = weight.to_local(), None if bias is None else bias.to_local()
-        log_probs_T, entropy_T = linear_log_probs(
+        scores = linear_log_probs(
             hidden_TD,
             weight,
             labels_T,
@@ -261,9 +261,10 @@ class LanguageModel(PackedModel):
             softcap=self.softcap,
             temperature=self.temperature,
             chunk=self.chunk,
+            mean="mean_log_probs" in wanted,
             **shared,
         )
-        every = {"log_probs": log_probs_T, "entropy": entropy_T, "hidden_states": hidden_TD}
+        every = {**scores._asdict(), "hidden_states": hidden_TD}
         return {name: every[name] for name in wanted}
 
     def own_log_probs(self, batch: PackedBatch) -> Tensor | None:

@@ -16,7 +16,7 @@ from mvp_engine.config.schema import Optim
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine import FSDPEngine, Settings
-from mvp_engine.model_engine.fsdp.numbers import LossScale, to_device
+from mvp_engine.model_engine.fsdp.numbers import LossScale, SpikeWatch, to_device
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler, lr_factor
 
 OPTIM = Optim(
@@ -323,3 +323,45 @@ def test_batches_of_any_shape_move() -> None:
     assert moved["x"][1][0].device.type == "meta"
     assert moved["y"].a.device.type == "meta"
     assert moved["x"][1][1] == "text"
+
+
+@pytest.mark.parametrize("fault", [1000.0, float("nan")])
+def test_a_spike_or_nan_on_one_rank_is_skipped_by_both_and_training_goes_on(ranks2, fault: float) -> None:
+    one, two = ranks2.run(_faulty, fault)
+    assert one == two
+    reasons, again = one
+    why = "the loss is not finite" if fault != fault else "the loss is far above those before it"
+    assert reasons == [None] * 25 + [why] + [None] * 3
+    assert again == [why, None]  # an engine that took over its state knows what is usual
+
+
+def _faulty(fault: float) -> tuple[list[str | None], list[str | None]]:
+    world = World.join("cpu")
+    mine = batches(5)[world.rank]
+
+    def run(part: FSDPEngine, factors: list[float]) -> list[str | None]:
+        for factor in factors:
+            broken = factor if world.rank == 1 else 1.0
+            part.train_batch([mine], lambda b, x=broken: ((given := forward(part.model)(b))[0] * x, given[1]))
+        return [outcome.reason for outcome in part.take_outcomes()]
+
+    calm = OPTIM.model_copy(update={"lr": 1e-3})
+    first, second = (engine(world, calm, spike_sigmas=6.0) for _ in range(2))
+    reasons = run(first, [1.0] * 25 + [fault] + [1.0] * 3)
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(first.state_dict())
+    again = run(second, [fault, 1.0])
+    world.close()
+    return reasons, again
+
+
+def test_a_loss_that_stays_high_is_the_new_level() -> None:
+    watch = SpikeWatch(6.0, torch.device("cpu"))
+    noise = torch.randn(200, generator=torch.Generator().manual_seed(0)).double()
+    told = [bool(watch.judge(2.0 + 0.1 * x)) for x in noise[:100]]
+    assert not any(told)
+    told = [bool(watch.judge(9.0 + 0.1 * x)) for x in noise[100:]]
+    assert told == [True] * SpikeWatch.PATIENCE + [False] * (100 - SpikeWatch.PATIENCE)
+    before = watch.state
+    assert not bool(watch.judge(torch.tensor(float("nan"), dtype=torch.float64)))
+    assert torch.equal(watch.state, before)

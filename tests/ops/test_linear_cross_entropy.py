@@ -25,13 +25,19 @@ def inputs(tokens: int = 23, width: int = 8, vocab: int = 50, bias: bool = False
     return hidden, weight, labels, torch.randn(vocab, generator=g, requires_grad=True) if bias else None  # type: ignore[return-value]
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, **how: Any) -> tuple[Tensor, Tensor]:
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, **how: Any) -> tuple[Tensor, ...]:
     logits = torch.nn.functional.linear(hidden, weight, bias) * how.get("scale", 1.0)
     if cap := how.get("softcap"):
         logits = cap * torch.tanh(logits / cap)
-    log_p = (logits / how.get("temperature", 1.0)).log_softmax(-1)
+    logits = logits / how.get("temperature", 1.0)
+    log_p = logits.log_softmax(-1)
     picked = log_p.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-    return torch.where(labels == IGNORE, 0.0, picked), -(log_p.exp() * log_p).sum(-1)
+    return (
+        torch.where(labels == IGNORE, 0.0, picked),
+        -(log_p.exp() * log_p).sum(-1),
+        logits.logsumexp(-1),
+        log_p.mean(-1),
+    )
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
@@ -39,9 +45,8 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, **how: Any)
 @pytest.mark.parametrize("chunk", [5, 23, 64])
 def test_values_and_gradients_are_those_of_the_plain_way(how: dict[str, Any], bias: bool, chunk: int) -> None:
     ours, theirs = inputs(bias=bias), inputs(bias=bias)
-    weights = torch.linspace(-1, 1, 23)
-    for result in (a := linear_log_probs(*ours, **how, chunk=chunk), b := plain(*theirs, **how)):
-        (result[0] * weights + 0.3 * result[1] * weights.flip(0)).sum().backward()
+    for result in (a := linear_log_probs(*ours, **how, chunk=chunk, mean=True), b := plain(*theirs, **how)):
+        loss_of(*result).backward()
     for x, y in zip(a, b, strict=True):
         assert torch.allclose(x, y, rtol=1e-5, atol=1e-6)
     for x, y in zip(ours, theirs, strict=True):
@@ -81,8 +86,7 @@ def test_full_logits_are_never_alive() -> None:
     tokens, width, vocab, chunk = 512, 16, 1000, 64
     hidden, weight, labels, _ = inputs(tokens, width, vocab)
     with Biggest() as biggest:
-        log_probs, entropy = linear_log_probs(hidden, weight, labels, chunk=chunk)
-        (log_probs.sum() + entropy.sum()).backward()
+        sum(score.sum() for score in linear_log_probs(hidden, weight, labels, chunk=chunk, mean=True)).backward()
     assert biggest.elements == chunk * vocab < tokens * vocab / 4
     hidden, weight, labels, _ = inputs(tokens, width, vocab)
     with Biggest() as biggest:
@@ -108,9 +112,9 @@ def test_frozen_parts_get_no_gradient() -> None:
     assert weight.grad is None
 
 
-def loss_of(log_probs: Tensor, entropy: Tensor) -> Tensor:
+def loss_of(log_probs: Tensor, entropy: Tensor, log_z: Tensor, mean: Tensor) -> Tensor:
     weights = torch.linspace(-1, 1, len(log_probs))
-    return (log_probs * weights + 0.3 * entropy * weights.flip(0)).sum()
+    return (log_probs * weights + (0.3 * entropy + 0.01 * log_z.square()) * weights.flip(0) + 0.2 * mean).sum()
 
 
 def cut(cuts: list[int], how: list[dict[str, Any]]) -> list[list[Tensor | None]]:
@@ -123,7 +127,9 @@ def cut(cuts: list[int], how: list[dict[str, Any]]) -> list[list[Tensor | None]]
         hidden, weight, labels, bias = inputs(bias=way.pop("bias"))
         weight = weight.detach()[start:end].requires_grad_()
         bias = None if bias is None else bias.detach()[start:end].requires_grad_()
-        out = linear_log_probs(hidden, weight, labels, bias, **way, group=dist.group.WORLD, vocab_start=start)
+        out = linear_log_probs(
+            hidden, weight, labels, bias, **way, mean=True, group=dist.group.WORLD, vocab_start=start
+        )
         loss_of(*out).backward()
         results.append([*(x.detach() for x in out), hidden.grad, weight.grad, None if bias is None else bias.grad])
     world.close()
@@ -136,13 +142,12 @@ def test_ranks_that_share_the_vocabulary_get_the_values_and_gradients_of_one(ran
     for way, first, second in zip(ways, *ranks2.run(cut, cuts, ways), strict=True):
         how = {name: value for name, value in way.items() if name not in ("bias", "chunk")}
         hidden, weight, labels, bias = inputs(bias=way["bias"])
-        log_probs, entropy = plain(hidden, weight, labels, bias, **how)
-        loss_of(log_probs, entropy).backward()
-        for mine, other in zip(first[:2], second[:2], strict=True):
+        expected = plain(hidden, weight, labels, bias, **how)
+        loss_of(*expected).backward()
+        for mine, other, right in zip(first[:4], second[:4], expected, strict=True):
             assert torch.equal(mine, other)
+            assert torch.allclose(mine, right, rtol=1e-5, atol=1e-6)
         assert bool((first[0][labels == IGNORE] == 0).all())
-        assert torch.allclose(first[0], log_probs, rtol=1e-5, atol=1e-6)
-        assert torch.allclose(first[1], entropy, rtol=1e-5, atol=1e-6)
         for rank, (*_, d_hidden, d_weight, d_bias) in enumerate([first, second]):
             rows = slice(*cuts[rank : rank + 2])
             assert torch.allclose(d_hidden, hidden.grad, rtol=1e-5, atol=1e-5)
@@ -168,7 +173,7 @@ def watched(tokens: int, vocab: int, chunk: int) -> list[int]:
                 vocab_start=rows.start,
             )
         with Biggest() as backward:
-            (out[0].sum() + out[1].sum()).backward()
+            (out.log_probs.sum() + out.entropy.sum()).backward()
         found = [max(found[0], forward.elements, backward.elements), *found[1:]]
         found += [backward.collectives] if frozen else [forward.collectives, backward.collectives]
     world.close()

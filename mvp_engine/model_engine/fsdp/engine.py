@@ -82,6 +82,8 @@ class FSDPEngine(ModelEngine):
         if self.sharded:
             self._used = UsedParameters(self.model, self.world.host_group)
         self.scale = numbers.LossScale(self.world.device) if self.settings.precision == "fp16" else None
+        sigmas = self.settings.spike_sigmas
+        self.spikes = numbers.SpikeWatch(sigmas, self.world.device) if sigmas is not None else None
         # Fused optimizers skip a step by themselves when this flag is set, so the host need not read it first.
         can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._device_skip = self.world.device.type == "cuda" and can_skip
@@ -156,7 +158,11 @@ class FSDPEngine(ModelEngine):
             torch._foreach_mul_(local, factor.float())
         self.rates = self._learning_rates()
         bad_loss, bad_norm = ~loss_sum.isfinite(), ~norm.isfinite()
-        self._update(bad_loss * numbers.BAD_LOSS + (weight <= 0) * numbers.NO_WEIGHT + bad_norm * numbers.BAD_GRADIENT)
+        code = bad_loss * numbers.BAD_LOSS + (weight <= 0) * numbers.NO_WEIGHT + bad_norm * numbers.BAD_GRADIENT
+        if self.spikes:
+            loss = torch.where(code > 0, torch.nan, loss_sum / weight)
+            code = code + self.spikes.judge(loss) * numbers.SPIKE
+        self._update(code)
         return StepNumbers(totals[0], totals[1], norm)
 
     def _update(self, code: Tensor) -> None:
@@ -175,7 +181,7 @@ class FSDPEngine(ModelEngine):
             self._pending = (verdict.cpu(), None)
             self.settle()
         if self.scale:
-            self.scale.update(bad)
+            self.scale.update((code & numbers.BAD_GRADIENT) > 0)
 
     def settle(self) -> None:
         if self._pending is None:
@@ -283,7 +289,7 @@ class FSDPEngine(ModelEngine):
             return {}
         scale = [float(self.scale.value), int(self.scale.good)] if self.scale else None
         schedule = {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
-        return {"scheduler": schedule, "scale": scale}
+        return {"scheduler": schedule, "scale": scale, "spikes": self.spikes.state.tolist() if self.spikes else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if isinstance(self.scheduler, LambdaLR):
@@ -297,6 +303,8 @@ class FSDPEngine(ModelEngine):
                 group["initial_lr"], group["lr"] = base, rate
         else:
             self.scheduler.load_state_dict(state["scheduler"])
+        if self.spikes and state.get("spikes"):
+            self.spikes.state = torch.tensor(state["spikes"], dtype=torch.float64, device=self.world.device)
         if self.scale and state["scale"]:
             self.scale.value.fill_(state["scale"][0])
             self.scale.good.fill_(state["scale"][1])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BAD_LOSS, NO_WEIGHT, BAD_GRADIENT = 1, 2, 4
+BAD_LOSS, NO_WEIGHT, BAD_GRADIENT, SPIKE = 1, 2, 4, 8
 
 
 class LossScale:
@@ -34,6 +34,34 @@ class LossScale:
             bad, (self.value / 2).clamp(min=self.LOWEST), torch.where(grow, self.value * 2, self.value)
         )
         self.good = torch.where(grow, 0, self.good)
+
+
+class SpikeWatch:
+    """Is a loss far above those before it? Kept on the device, from numbers that are the same on all ranks.
+
+    It knows a moving mean and deviation of the losses that were taken. A spike is not taken into them; but after
+    `PATIENCE` in a row the loss is where it is now, and they begin anew.
+    """
+
+    PATIENCE, WARMUP, MEMORY = 5, 20, 0.98
+
+    def __init__(self, sigmas: float, device: torch.device) -> None:
+        self.sigmas = sigmas
+        self.state = torch.zeros(4, dtype=torch.float64, device=device)  # losses taken, spikes in a row, mean, variance
+
+    def judge(self, loss: Tensor) -> Tensor:
+        """Is it one? What is not finite is left to others, and changes nothing here."""
+        taken, row, mean, variance = self.state
+        above = loss - mean
+        spike = loss.isfinite() & (taken >= self.WARMUP) & (above > self.sigmas * variance.sqrt() + 1e-3 * mean.abs())
+        lost = row + 1 >= self.PATIENCE
+        weight = (1 / (taken + 1)).clamp(min=1 - self.MEMORY)  # a plain mean at first
+        after = torch.stack(
+            [taken + 1, torch.zeros_like(row), mean + weight * above, (1 - weight) * (variance + weight * above**2)]
+        )
+        ignored = torch.where(lost, torch.zeros_like(self.state), torch.stack([taken, row + 1, mean, variance]))
+        self.state = torch.where(loss.isfinite(), torch.where(spike, ignored, after), self.state)
+        return spike
 
 
 def share_of_squares(grads: list[Tensor], ranks: int) -> Tensor:
@@ -88,6 +116,6 @@ def reason_of(code: int, scale: float | None) -> tuple[str | None, bool]:
         return "the batch has weight 0 (nothing to train on)", False
     if code & BAD_LOSS:
         return "the loss is not finite", False
-    if scale is not None and scale > LossScale.LOWEST:
+    if code & BAD_GRADIENT and scale is not None and scale > LossScale.LOWEST:
         return f"fp16 gradients overflowed at loss scale {scale:g}", True
-    return "a gradient is not finite", False
+    return "a gradient is not finite" if code & BAD_GRADIENT else "the loss is far above those before it", False
