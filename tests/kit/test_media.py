@@ -14,12 +14,13 @@ import torch
 import transformers as hf
 from processors import FAMILIES, SQUARE, made, tokenizer
 
-from mvp_engine.batch import PackedBatch
+from mvp_engine.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.asking import expand
 from mvp_engine.kit.data.limits import Info, Limits, limited_processor
 from mvp_engine.kit.data.media import MediaHandler
 from mvp_engine.kit.data.rows import BadRow, Part
+from mvp_engine.kit.data.samples import Sampler
 
 HERE = Path(".")
 SIZES = [(37, 53), (8, 8), (100, 30), (16, 16), (5, 60), (333, 200), (64, 64)]  # height, width
@@ -66,15 +67,29 @@ def own(processor: Any, text: str, infos: list[Info], items: list[Any]) -> dict[
     return dict(processor(text=[text], **given, return_tensors="pt"))
 
 
-def conversation(processor: Any, kinds: list[str]) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
-    """A question with media in it and an answer, its spans with loss, and where the placeholders are."""
-    text, places = "<|im_end|>What is\n", []
-    for kind in kinds:
-        token = getattr(processor, f"{kind}_token")
-        places.append((len(text), len(text) + len(token)))
-        text += token + "\n"
-    answer = "\nA house, äöü.<|im_end|>"
-    return text + answer + "\n", [(len(text), len(text) + len(answer))], places
+TEMPLATE = """{% for m in messages %}{{ '<|im_end|>' if m.role == 'user' else '' }}{% for p in m.content %}
+{%- if p.type == 'text' %}{{ p.text }}{% else %}{{ PLACES[p.type] }}{% endif %}{% endfor %}
+{{- '' if m.role == 'user' else '<|im_end|>\n' }}{% endfor %}"""
+
+
+def sampler(name: str, **options: Any) -> Sampler:
+    """With a chat template that writes what the family's processor looks for."""
+    processor = copy.copy(made(name))
+    places = {kind: getattr(processor, f"{kind}_token") for kind in handler(name).kinds}
+    processor.chat_template = TEMPLATE.replace("PLACES", repr(places))
+    return Sampler(processor, most_tokens=100_000, **options)
+
+
+def conversation(processor: Any, parts: list[Part]) -> tuple[dict[str, Any], str]:
+    """A row that asks about media, and its text with the placeholders in it."""
+    blocks, text = [{"type": "text", "text": "What is\n"}], "<|im_end|>What is\n"
+    for part in parts:
+        value = {"array": part.value, **part.options} if part.kind == "audio" else part.value
+        blocks += [{"type": part.kind, part.kind: value}, {"type": "text", "text": "\n"}]
+        text += getattr(processor, f"{part.kind}_token") + "\n"
+    answer = [{"type": "text", "text": "\nA house, äöü."}]
+    messages = [{"role": "user", "content": blocks}, {"role": "assistant", "content": answer}]
+    return {"messages": messages}, text + "\nA house, äöü.<|im_end|>\n"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -92,41 +107,38 @@ def test_a_plan_counts_what_the_processor_makes_in_every_size(name: str) -> None
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_conversations_are_those_of_the_processor_itself(name: str) -> None:
-    processor, media = made(name), handler(name)
+    processor, media, rows = made(name), handler(name), sampler(name)
     mixes = [[], *([kind] for kind in media.kinds), *([kind] * 3 for kind in media.kinds if kind != "video")]
     if name not in ("smolvlm", "qwen2_audio", "llava", "llava_next", "gemma3", "idefics3"):  # takes the images for lost
         mixes.append(["video", *(["audio"] if "audio" in media.kinds else []), "image", "image"])
     batches = []
     for mix in mixes:
         parts = [item(kind, i) for i, kind in enumerate(mix)]
-        infos = [media.probe(part, HERE) for part in parts]
-        items = [media.decode(part, info, HERE) for part, info in zip(parts, infos, strict=True)]
-        text, loss, places = conversation(processor, mix)
-        expansions, tensors = media.collate(infos, items)
-        got = media.encode(text, loss, places, expansions)
-        expected = own(processor, text, infos, items)
+        row, text = conversation(processor, parts)
+        (one,) = sides = rows.prepare(row, None, HERE)
+        (got,) = rows.load(sides, HERE, {})
+        items = [media.decode(part, info, HERE) for part, info in zip(parts, one.infos, strict=True)]
+        expected = own(processor, text, one.infos, items)
         assert got.input_ids.tolist() == expected.pop("input_ids")[0].tolist()
         types = {key: expected.pop(key)[0] for key in ("token_type_ids", "mm_token_type_ids") if key in expected}
-        ours = media.token_types(got.input_ids)
-        assert ours.keys() == types.keys()
-        assert all(torch.equal(ours[key], types[key]) for key in types)
-        for kind, one in tensors.items():
-            for key, value in {kind: one.values, **one.fields}.items():
-                if len(one.rows):  # the processor may have padded to a common number of tiles
+        assert got.tokens.keys() == types.keys()
+        assert all(torch.equal(got.tokens[key], types[key]) for key in types)
+        for kind, found in got.media.items():
+            for key, value in {kind: found.values, **found.fields}.items():
+                if len(found.rows):  # the processor may have padded to a common number of tiles
                     theirs = expected.pop(key)
                     theirs = theirs.reshape(-1, *value.shape[1:]) if theirs.ndim > value.ndim - 1 else theirs
                     if theirs.shape != value.shape and value.ndim > 3:
                         theirs = theirs[theirs.flatten(1).abs().sum(1) > 0]
                     assert torch.equal(theirs.to(value.dtype), value), key
         assert expected.keys() <= {"attention_mask"}
-        learned = media.tokenizer.decode(got.input_ids[got.loss_mask])
+        learned = media.tokenizer.decode(got.labels[got.labels != IGNORE])
         assert learned.strip("\n") == "A house, äöü.<|im_end|>"
-        assert len(got.spans) == len(mix)
-        for (start, end), info in zip(got.spans, infos, strict=True):
-            assert media.expansion(info) in media.tokenizer.decode(got.input_ids[start:end])
-            assert not got.loss_mask[start:end].any()
-        tokens = {key: [value] for key, value in ours.items()}
-        batches.append(PackedBatch.from_sequences([got.input_ids], [got.loss_mask], tokens=tokens, media=tensors))
+        assert len(one.spans) == len(mix)
+        for (start, end), expansion in zip(one.spans, one.expansions, strict=True):
+            assert expansion in media.tokenizer.decode(one.ids[start:end])
+            assert not any(one.loss[start:end])
+        batches.append(got)
     packed = PackedBatch.concat(batches)  # text alone and all mixes lie together
     assert packed.num_sequences == len(mixes)
 
@@ -137,22 +149,24 @@ def test_spans_move_with_what_is_expanded_before_them() -> None:
     assert [moved(i) for i in (0, 1, 4, 5, 8, 9)] == [0, 1, 6, 7, 8, 9]
 
 
-def test_a_token_carries_loss_if_any_of_its_characters_does() -> None:
-    media = handler("gemma3")
-    text = "\n" + media.placeholder("image") + "\n"
-    info = media.probe(item("image", 0), HERE)
-    got = media.encode(text, [(0, len(text))], [(1, len(text) - 1)], [media.expansion(info)])
-    assert (
-        media.tokenizer.decode(got.input_ids)
-        == "\n\n\n<start_of_image>" + "<image_soft_token>" * 4 + "<end_of_image>\n\n\n"
-    )
-    assert (got.spans, got.loss_mask.tolist()) == ([(0, 9)], [False] * 9 + [True])  # "\n\n" and "\n" on both sides
+def test_line_breaks_beside_an_image_may_merge_with_its_own() -> None:
+    """Gemma3 puts two line breaks on either side of an image: what they merge with belongs to the image's span."""
+    rows = sampler("gemma3")
+    blocks: list[Any] = [{"type": "text", "text": "\n"}, {"type": "image", "image": item("image", 0).value}]
+    row = {"role": "assistant", "content": [*blocks, {"type": "text", "text": "\nNo."}]}
+    (one,) = rows.prepare({"messages": [{"role": "user", "content": "So?"}, row]}, None, HERE)
+    words = [rows.media.tokenizer.decode([id]) for id in one.ids]
+    image = ["<start_of_image>", *["<image_soft_token>"] * 4, "<end_of_image>"]
+    assert words == ["<|im_end|>", "S", "o", "?", "\n\n", "\n", *image, "\n\n", "\n", "N", "o", ".", "<|im_end|>", "\n"]
+    assert one.spans == [(4, 13)]
+    learnt = [word for word, has in zip(words, one.loss, strict=True) if has]
+    assert learnt == ["\n", "N", "o", ".", "<|im_end|>"]
 
 
 def test_a_placeholder_that_somebody_wrote_is_never_taken_for_one() -> None:
-    media = handler("qwen3_vl")
+    rows = sampler("qwen3_vl")
     with pytest.raises(BadRow, match="placeholder_in_text"):
-        media.encode("say <|image_pad|>", [], [], [])
+        rows.prepare({"prompt": "say <|image_pad|>", "completion": "No."}, None, HERE)
 
 
 def big(kind: str) -> Info:
@@ -294,8 +308,6 @@ def test_families_that_do_not_fit_are_refused_at_once() -> None:
 def test_text_alone_needs_no_processor() -> None:
     media = MediaHandler(tokenizer())
     assert (media.kinds, media.empty()) == ([], {})
-    got = media.encode("Hä?<|im_end|>", [(3, 13)], [], [])
-    assert (got.loss_mask.tolist(), got.spans) == ([False] * 4 + [True], [])
     with pytest.raises(BadRow, match="unsupported"):
         media.probe(item("image", 0), HERE)
 

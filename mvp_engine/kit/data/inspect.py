@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.kit import MLLMDataKit
+from mvp_engine.kit.data.kit import MLLMDataKit, load_processor
 from mvp_engine.kit.data.rows import MEDIA, BadRow, Row, read_row, recognise
 from mvp_engine.kit.data.samples import Prepared, Sampler
 from mvp_engine.kit.data.settings import MLLMData
@@ -24,18 +24,6 @@ from mvp_engine.kit.data.sources import Source, open_source
 
 SAMPLE = 1000  # rows of a source that are looked at for formats and media
 BINS = 10
-
-
-def load_processor(folder: str | Path) -> Any:
-    """The processor of a model's folder, or its tokenizer where it has no processor."""
-    if not Path(folder).expanduser().is_dir():
-        raise UserError(f"there is no folder {folder} with a model's processor or tokenizer")
-    from transformers import AutoProcessor
-
-    try:
-        return AutoProcessor.from_pretrained(Path(folder).expanduser(), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} has no processor or tokenizer that transformers can read: {error}") from None
 
 
 def kit_of(engine_class: Any, config: Any, model: str | None = None) -> MLLMDataKit:

@@ -251,6 +251,18 @@ class MLLMDataKit:
         return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
 
+def load_processor(folder: str | Path) -> Any:
+    """The processor of a model's folder, or its tokenizer where it has no processor."""
+    if not Path(folder).expanduser().is_dir():
+        raise UserError(f"there is no folder {folder} with a model's processor or tokenizer")
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(Path(folder).expanduser(), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} has no processor or tokenizer that transformers can read: {error}") from None
+
+
 def _name(path: str | list[str]) -> str:
     """Of a file, of a function, or stdin."""
     first = Path(path if isinstance(path, str) else path[0])

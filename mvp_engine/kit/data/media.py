@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from mvp_engine.batch import Media
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data import asking
 from mvp_engine.kit.data import decode as reading
-from mvp_engine.kit.data.asking import TYPES, Span, expand
+from mvp_engine.kit.data.asking import TYPES
 from mvp_engine.kit.data.limits import (
     PARTS,
     Info,
@@ -44,15 +44,6 @@ STEPS = 80  # of shrinking, each by a factor of 2 ** (1 / 4) in pixels
 class Cost:
     tokens: int  # in the text
     encoder: int  # numbers that an encoder reads
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A conversation in tokens, with its media expanded."""
-
-    input_ids: Tensor  # (T,)
-    loss_mask: Tensor  # (T,) bool
-    spans: list[Span]  # the tokens of each item, which must not be cut
 
 
 def probe(part: Part, limits: Limits, root: Path) -> Info:
@@ -136,7 +127,8 @@ class MediaHandler:
         info = probe(part, self.limits, root)
         most = getattr(self.processor.feature_extractor, "n_samples", math.inf) if part.kind == "audio" else math.inf
         if part.kind == "audio" and info.length(self.rate) > most:  # it would be cut without a word
-            raise BadRow("too_long", f"audio of {info.seconds:.1f} seconds; the model hears {most / self.rate:g}")
+            heard = f"the processor hears {most / self.rate:g} (limits.chunk_seconds, where the encoder takes more)"
+            raise BadRow("too_long", f"audio of {info.seconds:.1f} seconds; {heard}")
         return info
 
     def decode(self, part: Part, info: Info, root: Path) -> Any:
@@ -180,28 +172,6 @@ class MediaHandler:
             texts.append(text)
             found[name].append(media)
         return texts, {name: asking.joined(ones) for name, ones in found.items()}
-
-    def encode(self, text: str, loss: Iterable[Span], places: Sequence[Span], expansions: Sequence[str]) -> Encoded:
-        """A rendered conversation in tokens. `loss` and `places` (of the placeholders) are spans of its characters.
-
-        A token carries loss if any of its characters does, since a space before a word may be the template's.
-        """
-        text, moved = expand(text, places, expansions)
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = np.array(found["input_ids"], dtype=np.int64)
-        begin, end = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2).T.copy()
-        begin[1:] = np.where(begin[1:] == end[1:], np.minimum(begin[1:], end[:-1]), begin[1:])  # trimmed blanks
-        carries = np.zeros(len(text) + 1, dtype=np.int64)
-        for a, b in loss:
-            carries[moved(a) + 1 : moved(b) + 1] = 1
-        inside = np.zeros(len(ids), dtype=bool)
-        spans = [(int((end <= moved(a)).sum()), int((begin < moved(b)).sum())) for a, b in places]
-        for a, b in spans:
-            inside[a:b] = True
-        if (np.isin(ids, list(self._pieces)) & ~inside).any():
-            raise BadRow("placeholder_in_text", "a text holds what stands for media in this model")
-        sums = carries.cumsum()
-        return Encoded(torch.from_numpy(ids), torch.from_numpy((sums[end] > sums[begin]) & ~inside), spans)
 
     def token_types(self, input_ids: Tensor) -> dict[str, Tensor]:
         """What else forwards of this family want of each token, by name: for the `tokens` of a PackedBatch."""

@@ -9,6 +9,7 @@ import copy
 import hashlib
 import inspect
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,9 +25,10 @@ from mvp_engine.kit.data import asking
 from mvp_engine.kit.data.asking import Span, expand
 from mvp_engine.kit.data.limits import Info, Limits
 from mvp_engine.kit.data.media import MediaHandler
-from mvp_engine.kit.data.rows import BadRow, Part, Row, read_row
+from mvp_engine.kit.data.rows import BadRow, Message, Part, Row, read_row
 from mvp_engine.kit.data.template import Placeholder, Rendered, Template, Tokens, cut
 
+LOGGER = logging.getLogger("mvp_engine")
 Positions = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Media]], Tensor]
 OVERLONG = ("drop", "truncate", "shrink", "error")
 _CODE = [
@@ -129,6 +131,17 @@ class Sampler:
         self.most_tokens, self.overlong, self.pairs, self.positions = most_tokens, overlong, pairs, positions
         kinds = [kind for kind in self.media.kinds if kind in self.template.placeholders]
         self._with_outer = {kind: _takes_outer(self.media, kind, self.template.placeholders[kind]) for kind in kinds}
+
+        self._warn_of_no_stop()
+
+    def _warn_of_no_stop(self) -> None:
+        turns = [Message(role, (Part("text", role),)) for role in ("user", "assistant") * 2]
+        try:
+            stops = not self.template.speaker.chat_template or self.template.render(Row(tuple(turns))).stops
+        except BadRow:  # a template for something else; each row will be told
+            return
+        if not stops:
+            LOGGER.warning("the chat template writes no special token behind an answer: the model learns no stopping")
 
     @cached_property
     def fingerprint(self) -> str:

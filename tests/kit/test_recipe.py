@@ -1,0 +1,78 @@
+"""The recipe of docs/data.md, word for word: it trains, each source has its loss, and budgets go out with the model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+from conftest import ROOT
+from templates.tiny import tokenizer
+from test_kit import chat, model_config, qwen3_vl, with_images, write
+
+from mvp_engine.cli import main
+from mvp_engine.kit import MLLMData, MLLMDataKit
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    page = (ROOT / "docs" / "data.md").read_text()
+    for name, code in re.findall(r"`(chat/[^`]+)`:\n\n```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(code)
+    write(tmp_path / "pictures.jsonl", with_images(tmp_path, 24))
+    write(tmp_path / "texts.jsonl", [chat(f"Count to {i}", " ".join(map(str, range(i)))) for i in range(1, 20)])
+    hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
+    qwen3_vl().save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    (file,) = folder.glob("outputs/*/metrics.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_the_recipe_of_the_docs_trains_with_a_loss_for_each_source(recipe: Path, capsys: Any) -> None:
+    words = ["chat/configs/train.yaml", "log.interval=1", "optim.lr=0.01"]
+    assert main(["train", *words]) == 0
+    lines = records(recipe)
+    for line in lines:  # the loss is the mean over all tokens, so it lies between those of the sources
+        parts = [line[key] for key in ("loss_pictures", "loss_texts") if line.get(key) is not None]
+        assert min(parts) - 1e-4 <= line["loss"] <= max(parts) + 1e-4
+    assert all(any(line.get(key) is not None for line in lines) for key in ("loss_pictures", "loss_texts"))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    capsys.readouterr()
+    assert main(["data", "inspect", "chat/configs/train.yaml", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["plan"]["steps"] == len(lines)
+    (run,) = recipe.glob("outputs/*")
+    assert main(["merge", str(run), "merged"]) == 0
+    processor = hf.AutoProcessor.from_pretrained("merged")
+    assert processor.image_processor.size["longest_edge"] == 512  # limits.max_pixels of the recipe
+    assert hf.AutoModelForImageTextToText.from_pretrained("merged") is not None
+
+
+def test_the_same_recipe_trains_on_streams(recipe: Path) -> None:
+    config = recipe / "chat" / "configs" / "train.yaml"
+    text = config.read_text().replace("name: pictures", "stream: true").replace("repeats: 2.0", "stream: true")
+    config.write_text(text)
+    assert main(["train", str(config), "log.interval=1", "loop.total_steps=3", "loop.epochs=null"]) == 0
+    assert [line["step"] for line in records(recipe)] == [1, 2, 3]
+
+
+def test_a_template_without_a_stop_token_is_warned_of_once(tmp_path: Path, caplog: Any) -> None:
+    source = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    write(tmp_path / "a.jsonl", [chat("Hi", "Yes")] * 3)
+    settings = {"sources": [{"path": f"{tmp_path}/a.jsonl"}], "micro_batch_tokens": 99, "packs_per_step": 1}
+    for words, warnings in ((tokenizer("zephyr", chat_template=source), 1), (tokenizer("zephyr"), 0)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="mvp_engine"):
+            kit = MLLMDataKit(MLLMData.model_validate({**settings, "cache": str(tmp_path)}), words)
+            list(kit.loader("train"))
+        assert sum("learns no stopping" in line for line in caplog.messages) == warnings
