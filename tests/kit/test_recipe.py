@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from test_kit import chat, model_config, qwen3_vl, with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.kit import MLLMData, MLLMDataKit
+from mvp_engine.kit.data import samples
 
 
 @pytest.fixture
@@ -66,13 +66,12 @@ def test_the_same_recipe_trains_on_streams(recipe: Path) -> None:
     assert [line["step"] for line in records(recipe)] == [1, 2, 3]
 
 
-def test_a_template_without_a_stop_token_is_warned_of_once(tmp_path: Path, caplog: Any) -> None:
-    source = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+def test_a_template_without_a_stop_token_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, told = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", list[str]()
+    monkeypatch.setattr(samples.LOGGER, "warning", told.append)
     write(tmp_path / "a.jsonl", [chat("Hi", "Yes")] * 3)
     settings = {"sources": [{"path": f"{tmp_path}/a.jsonl"}], "micro_batch_tokens": 99, "packs_per_step": 1}
-    for words, warnings in ((tokenizer("zephyr", chat_template=source), 1), (tokenizer("zephyr"), 0)):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="mvp_engine"):
-            kit = MLLMDataKit(MLLMData.model_validate({**settings, "cache": str(tmp_path)}), words)
-            list(kit.loader("train"))
-        assert sum("learns no stopping" in line for line in caplog.messages) == warnings
+    for words, warnings in ((tokenizer("zephyr"), 0), (tokenizer("zephyr", chat_template=source), 1)):
+        kit = MLLMDataKit(MLLMData.model_validate({**settings, "cache": str(tmp_path)}), words)
+        list(kit.loader("train"))
+        assert sum("learns no stopping" in line for line in told) == warnings
