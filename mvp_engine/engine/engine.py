@@ -205,7 +205,7 @@ class Engine:
         self._settle()
         # Left to do only if the end came as a surprise, with a loader of unknown length. A checkpoint of this step
         # would not know of it, and is written again.
-        if not self.metrics.empty:
+        if any(self.world.any(not self.metrics.empty)):
             self._log_interval()
             self.saved_at = -1
         if self.config.loop.eval_interval and self.evaluated_at != self.step:
@@ -252,7 +252,8 @@ class Engine:
     def _after_step(self, ctx: StepContext, numbers: StepNumbers) -> None:
         config = self.config
         self.metrics.add("loss", numbers.loss_sum, numbers.weight)
-        self.metrics.add("grad_norm", numbers.grad_norm)
+        if self.world.is_main:  # it is the same on all ranks, and a step counts once, however many they are
+            self.metrics.add("grad_norm", numbers.grad_norm)
         self.guard.take(self.model_engine.take_outcomes(), self.feed)
         self.meter.steps += 1
         asked, self._stopped = self.world.any(self.signals.requested is not None, ctx.stop)

@@ -72,6 +72,9 @@ class MetricStore:
         return means, totals
 
     def state_dict(self) -> dict[str, Any]:
+        """Nothing on a rank that does not count: on another layout the sums of all ranks are added up."""
+        if not self.counts:
+            return {"host": {}, "names": [], "device": torch.zeros(0, 2)}
         device = torch.stack(list(self._device.values())).cpu() if self._device else torch.zeros(0, 2)
         return {"host": {k: list(v) for k, v in self._host.items()}, "names": list(self._device), "device": device}
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MAGIC, TINY, losses, read_metrics
+from conftest import MAGIC, ROOT, TINY, losses, read_metrics
 
 from mvp_engine.checkpoint import storage
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import EXIT_INTERRUPTED, UserError
 from mvp_engine.runs import list_runs
 
+LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 SHARDED = [(2, 1, 2), (4, 1, 4), (4, 2, 2)]  # ranks, replicate, shard
 
 
@@ -46,6 +47,27 @@ def test_a_run_goes_on_over_layouts(train, ranks2, ranks4, tmp_path: Path) -> No
     assert ranks4.launch(TINY, *cut, "parallel.shard=4", "tiny.fault_step=9") == [EXIT_INTERRUPTED] * 4
     assert train(*cut, "tiny.fault=null", dir=tmp_path / "cut") == 0
     assert losses(tmp_path / "straight") == pytest.approx(losses(tmp_path / "cut"), rel=1e-5)
+
+
+def test_half_an_interval_counts_once_on_another_layout(train, ranks2, ranks4, tmp_path: Path) -> None:
+    """Ranks that share sequences or matrices have the same tokens, and all ranks the same norm."""
+    words = ["log.interval=4", "checkpoint.interval=2", "optim.schedule=constant", "data.micro_batch_size=2"]
+    assert train(*words, "loop.total_steps=4", config=LM, dir=tmp_path / "straight") == 0
+    [straight] = read_metrics(tmp_path / "straight")
+    four = [*words, "loop.total_steps=3", "parallel.shard=2", "parallel.sequence=2", f"project.dir={tmp_path / '4'}"]
+    assert ranks4.launch(LM, *four) == [0] * 4
+    again = [*words, f"resume={list_runs(tmp_path / '4')[-1].checkpoint_list()[0]}"]
+    assert train(*again, "loop.total_steps=4", config=LM, dir=tmp_path / "1") == 0
+    two = [*again, "parallel.tensor=2", f"project.dir={tmp_path / '2'}"]
+    assert ranks2.launch(LM, *two, "loop.total_steps=4") == [0] * 2
+    for name in ("1", "2"):
+        found = read_metrics(tmp_path / name)[-1]
+        assert found["totals"] == straight["totals"]
+        assert found["grad_norm"] == pytest.approx(straight["grad_norm"], rel=1e-4)
+        assert found["loss"] == pytest.approx(straight["loss"], rel=1e-5)
+    # With nothing left to do, the half interval is logged by all ranks together, though only one has it.
+    assert ranks2.launch(LM, *two, "loop.total_steps=2") == [0] * 2
+    assert read_metrics(tmp_path / "2")[-1]["step"] == 2
 
 
 def test_sharded_resume_is_bit_equal(ranks2, tmp_path: Path) -> None:
