@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mvp_engine.batch import PackedBatch
+from mvp_engine.batch import IGNORE, PackedBatch
 from mvp_engine.checkpoint.hf_export import Target
 from mvp_engine.distributed.sequence import SequenceShard, check_heads
 from mvp_engine.errors import UserError
@@ -50,8 +50,11 @@ def from_auto(auto: Any, config: Any) -> Any:
 
 
 def heads_of(config: Any) -> tuple[int, int]:
-    """How many query heads and key/value heads a text config has."""
-    return config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    """How many query heads and key/value heads a text config has; the fewest, where layers differ."""
+    view = getattr(config, "per_layer_config", None)
+    layers = [config] if view is None else [view[index] for index in range(config.num_hidden_layers)]
+    heads = [(part.num_attention_heads, getattr(part, "num_key_value_heads", None)) for part in layers]
+    return min(q for q, _ in heads), min(kv or q for q, kv in heads)
 
 
 class PackedModel(nn.Module):
@@ -146,13 +149,19 @@ class PackedModel(nn.Module):
         unknown = [name for name in wanted if name not in self.provides]
         if unknown:
             raise ValueError(f"{type(self).__name__} does not give {unknown}; it gives {', '.join(self.provides)}")
+        if not batch.labels.is_cuda:  # else it was done on the way to the GPU, where nobody waits for an answer
+            self.check(batch)
+        made = self._made(batch, wanted)  # FSDP2 warns of views: changing one in place would lose its hooks
+        return {name: value.clone() if value._is_view() else value for name, value in made.items()}
+
+    def _made(self, batch: PackedBatch, wanted: tuple[str, ...]) -> Outputs:
         if self.sequence_group is None:
             return self.outputs(self.hidden(batch), batch.labels, wanted)
         spare = dist.get_world_size(self.sequence_group) - batch.num_tokens
         if spare > 0:  # a token for every rank
             batch = dataclasses.replace(batch, beside=[*batch.beside, *[batch.filler()] * spare])
         if batch.beside:
-            longer = self.forward(batch.with_beside(), wanted)
+            longer = self._made(batch.with_beside(), wanted)
             return {name: value[: batch.num_tokens] for name, value in longer.items()}
         shard = SequenceShard.of(self.sequence_group, batch.num_tokens)
         local = self.outputs(self.hidden(batch, shard), shard.cut(batch.labels), wanted)
@@ -160,6 +169,12 @@ class PackedModel(nn.Module):
 
     def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
         return {"hidden_states": hidden_TD}
+
+    def check(self, batch: PackedBatch) -> None:
+        """Refuse a batch, on the host, that this model would take for something else."""
+        config: Any = self.hf.config
+        if not config.sub_configs:  # encoders may have tokens of their own outside of the embeddings
+            _refuse_outside(batch, "input_ids", self.hf.get_input_embeddings())  # type: ignore[operator]
 
     def own_log_probs(self, batch: PackedBatch) -> Tensor | None:
         """What transformers' own forward gives for the labels, where there is such a thing to compare with."""
@@ -188,6 +203,18 @@ def _cut_inputs(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
 
 # The inputs of a decoder with a row for each token, and the dimension of the rows.
 _BY_TOKEN = {"inputs_embeds": 1, "position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
+
+
+def _refuse_outside(batch: PackedBatch, field: str, layer: Any) -> None:
+    """A token that is none would be scored as another, or end in an index error without a place."""
+    values, size = getattr(batch, field), layer.weight.shape[0]
+    bad = ((values < 0) | (values >= size)) & ((values != IGNORE) | (field != "labels"))
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        sequence = int((batch.cu_seqlens <= at).sum()) - 1
+        place = f"position {at - int(batch.cu_seqlens[sequence])} of sequence {sequence}"
+        ignored = f"; {IGNORE} says that there is none" if field == "labels" else ""
+        raise UserError(f"{field}: {int(values[at])} at {place} is none of the model's {size} tokens{ignored}")
 
 
 def _beside_tokens(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:
@@ -242,6 +269,10 @@ class LanguageModel(PackedModel):
 
     def base(self) -> nn.Module:
         return self.hf.base_model  # type: ignore[return-value]
+
+    def check(self, batch: PackedBatch) -> None:
+        super().check(batch)
+        _refuse_outside(batch, "labels", self.hf.get_output_embeddings())  # type: ignore[operator]
 
     def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
         head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]

@@ -7,6 +7,7 @@ its weights last, each rank its own part, so that no rank ever holds the whole o
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -29,6 +30,8 @@ from mvp_engine.model_engine.packed import PackedModel
 
 
 def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
+    if settings.compile is not None:
+        _check_backend(settings.compile)
     freeze(model, settings.freeze)
     world = layout.world
     skeleton = copy.deepcopy(model) if any(param.is_meta for param in model.parameters()) else None
@@ -68,6 +71,15 @@ def _full_precision(model: nn.Module, settings: Settings) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.dtype in halves and (tensor.requires_grad or settings.precision == "fp32"):
             tensor.data = tensor.data.float()
+
+
+def _check_backend(name: str) -> None:
+    from torch._dynamo import list_backends
+
+    if name not in (known := list_backends(exclude_tags=())):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known)}."
+        raise UserError(f"model.compile={name} is no backend of torch.compile. {hint}")
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:

@@ -230,7 +230,11 @@ class FSDPEngine(ModelEngine):
         return {f"lr/{name}": rate for name, rate in rates.items()}
 
     def _on_device(self, micro_batch: Any) -> Any:
-        return micro_batch if self.world.device.type == "cpu" else numbers.to_device(micro_batch, self.world.device)
+        if self.world.device.type == "cpu":
+            return micro_batch
+        if isinstance(self.model, PackedModel) and isinstance(micro_batch, PackedBatch) and micro_batch.labels.is_cpu:
+            self.model.check(micro_batch)
+        return numbers.to_device(micro_batch, self.world.device)
 
     # ---- Where things are -----------------------------------------------------------------------------------------
 

@@ -42,20 +42,30 @@ def share_matrices(model: PackedModel, mesh: DeviceMesh) -> None:
         )
     _register()
     plan = {name: _SUMMED if style == "replicated_with_grad_allreduce" else style for name, style in plan.items()}
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    plan = dict.fromkeys(_norms_of_heads(hf, plan, head), _SUMMED) | plan
+    plan = dict.fromkeys(_norms_of_heads(hf, plan), _SUMMED) | plan
     apply_tensor_parallelism(hf, mesh, plan)
     hf.tie_weights()  # sharding made new parameters of what was one
 
 
-def _norms_of_heads(hf: Any, plan: dict[str, str], head: int) -> set[str]:
-    """Norms of single heads beside projections that are cut by heads: some plans forget that they need a sum, too."""
+def _norms_of_heads(hf: Any, plan: dict[str, str]) -> set[str]:
+    """Norms of single heads beside projections that are cut by heads: some plans forget that they need a sum, too.
+
+    Norms with a weight for each head would have to be cut, which no plan says and no style does.
+    """
     found = set()
     for name, module in hf.named_modules():
         generic, _, child = re.sub(r"\.\d+(?=\.|$)", ".*", name).rpartition(".")
-        by_heads = all(plan.get(f"{generic}.{other}") == "colwise" for other in ("q_proj", "k_proj"))
-        if by_heads and {tuple(param.shape) for param in module.parameters()} == {(head,)}:
+        if not all(plan.get(f"{generic}.{other}") == "colwise" for other in ("q_proj", "k_proj")):
+            continue
+        head = getattr(hf.get_submodule(name.rpartition(".")[0]), "head_dim", None)  # layers may differ in it
+        shapes = {tuple(param.shape) for param in module.parameters()}
+        if shapes == {(head,)}:
             found.add(f"{generic}.{child}")
+        elif f"{generic}.{child}" not in plan and any(len(s) == 2 and s[1] == head for s in shapes):
+            raise UserError(
+                f"parallel.tensor > 1: {name} has a weight for each head, and transformers' plan for "
+                f"{hf.config.get_text_config().model_type} does not say how it is shared. Set parallel.tensor=1."
+            )
     return found
 
 
