@@ -13,6 +13,7 @@ from templates.tiny import tokenizer
 from tiny_vlm import chat, qwen3_vl, with_images, write
 
 from mvp_engine.cli import main
+from mvp_engine.kit.data import inspect as inspecting
 from mvp_engine.kit.data.show import show
 
 KEYS = ["data", "model", "split", "missing", "decoded", "sources", "sample", "lengths", "plan", "overlong", "bad"]
@@ -159,3 +160,22 @@ def test_a_config_shows_its_own_sources_and_steps(tmp_path: Path, capsys: Any) -
     (tmp_path / "own" / "train.yaml").write_text(YAML.format(tmp_path))
     with pytest.raises(SystemExit, match="7"):
         main(["data", "inspect", str(tmp_path / "own" / "train.yaml")])
+
+
+def test_of_streams_the_beginning_is_shown(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspecting, "SAMPLE", 6)
+    tokenizer("zephyr").save_pretrained(tmp_path / "words")
+    rows: list[Any] = [chat("Hi", f"Yes {i}") for i in range(9)]
+    rows[2], rows[3] = "{broken", chat("Hi", "long " * 999)
+    write(tmp_path / "a.jsonl", rows)
+    (tmp_path / "engine.py").write_text(RECIPE)
+    config = YAML.format(tmp_path).replace("a.jsonl}", "a.jsonl, stream: true}")
+    (tmp_path / "train.yaml").write_text(config)
+    facts = inspect(capsys, str(tmp_path / "train.yaml"))
+    about = {"name": "a", "rows": 6, "good": 4, "bad": 1, "overlong": 1}
+    assert {key: facts["sources"][0][key] for key in about} == about
+    assert (facts["bad"]["rows"][0]["where"], facts["bad"]["by_reason"]) == ("a.jsonl:3", {"bad_json": 1})
+    assert [row["where"] for row in facts["rows"]] == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"]
+    assert "only the first 6 rows" in " ".join(printed(facts, 80).split())
+    (row,) = inspect(capsys, str(tmp_path / "train.yaml"), "--row", "a.jsonl:4")["rows"]
+    assert row["bad"]["reason"] == "overlong"

@@ -258,6 +258,18 @@ def test_what_a_model_cannot_take_is_a_bad_row() -> None:
     assert reason("qwen3_vl", Part("image", np.zeros((2, 900, 3), np.uint8))) == "refused"
 
 
+def test_sounds_longer_than_the_processor_hears_are_bad_rows_until_it_is_told_to_hear_more() -> None:
+    sound = Part("audio", np.random.default_rng(0).standard_normal(40000).astype(np.float32), {"sampling_rate": 16000})
+    with pytest.raises(BadRow, match=r"2.5 seconds; the processor hears 2 \(limits.chunk_seconds"):
+        handler("qwen2_5_omni").probe(sound, HERE)
+    longer = MediaHandler(made("qwen2_5_omni"), Limits(chunk_seconds=3))
+    info = longer.probe(sound, HERE)
+    texts, found = longer.collate([info], [longer.decode(sound, info, HERE)])
+    assert texts == [longer.expansion(info)]
+    assert found["input_features"].values.shape[-1] == 300
+    assert int(found["input_features"].fields["feature_attention_mask"].sum()) == 250
+
+
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
 def test_junk_is_a_bad_row_whatever_it_is(kind: str) -> None:
     media = handler("qwen2_5_omni")

@@ -50,6 +50,8 @@ def inspect_kit(
     kit: MLLMDataKit, split: str, packs: int, *, limit: int = 3, row: str | None = None, decode: bool = False
 ) -> dict[str, Any]:
     """Everything about a split. `row` is a number over all sources, or a place such as `rows.jsonl:17`."""
+    if kit.is_stream(split):
+        return _inspect_streams(kit, split, limit, row)
     dataset = kit.dataset(split, packs_per_step=packs)
     mixture, costs = kit._open(split)
     bad, broken = kit.bad_rows(split), Counter[str]()
@@ -127,6 +129,64 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
     }
 
 
+class _Now:
+    """A row of a stream, in the place of a source that has it alone."""
+
+    def __init__(self, place: str, raw: Any, root: Path) -> None:
+        self.place, self.raw, self.root = place, raw, root
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _: int) -> Any:
+        if isinstance(self.raw, BadRow):
+            raise self.raw
+        return self.raw
+
+    def where(self, _: int) -> str:
+        return self.place
+
+
+def _inspect_streams(kit: MLLMDataKit, split: str, limit: int, row: str | None) -> dict[str, Any]:
+    """The beginning of each stream. What is in the rest, only reading it can tell."""
+    sources, bad, shown, lengths = [], list[dict[str, Any]](), list[dict[str, Any]](), list[int]()
+    sample: dict[str, Any] = {"rows": 0, "formats": Counter(), "media": Counter()}
+    for stream in kit._streams(split):
+        first, lost, long, number = len(lengths), len(bad), 0, -1
+        for number, (place, read) in enumerate(islice(stream, SAMPLE)):
+            now = _Now(place, None, stream.root)
+            try:
+                now.raw = read()
+                sides = kit.sampler.prepare(now.raw, stream.format, stream.root)
+                lengths.append(sum(len(side.ids) for side in sides))
+            except BadRow as error:
+                now.raw = now.raw or error
+                long += error.reason == "overlong"
+                if error.reason != "overlong":
+                    bad.append({"source": stream.name, "where": place, "reason": error.reason, "detail": error.detail})
+            found = _sample([now], [stream.format])
+            sample = {key: sample[key] + (n if key == "rows" else Counter(n)) for key, n in found.items()}
+            if row in (str(sample["rows"] - 1), place) if row is not None else number < limit:
+                told = _row(kit.sampler, now, 0, stream.format)
+                shown.append({"row": sample["rows"] - 1, "source": stream.name, **told})
+        count = {"rows": number + 1, "good": len(lengths) - first, "bad": len(bad) - lost, "overlong": long}
+        sources.append({"name": stream.name, **count, "tokens": sum(lengths[first:])})
+    if row is not None and not shown:
+        raise UserError(f"--row {row}: it is not among the first {SAMPLE:,} rows of a stream")
+    return {
+        "split": split,
+        "missing": f"streams have no plan, and only the first {SAMPLE:,} rows of each were looked at",
+        "decoded": False,
+        "sources": sources,
+        "sample": sample,
+        "lengths": _lengths(np.array(lengths, np.int64), "tokens"),
+        "plan": None,
+        "overlong": {"fate": kit.settings.overlong, "rows": sum(one["overlong"] for one in sources)},
+        "bad": _bad(bad),
+        "rows": shown,
+    }
+
+
 def _find(sources: Sequence[Source], row: str) -> tuple[int, int]:
     """Which source, and which of its rows."""
     if row.isdecimal():
@@ -143,7 +203,7 @@ def _find(sources: Sequence[Source], row: str) -> tuple[int, int]:
     raise UserError(f"--row {row}: no row is called that; give its number, or its place such as {sources[0].where(0)}")
 
 
-def _row(sampler: Sampler, source: Source, number: int, format: str | None) -> dict[str, Any]:
+def _row(sampler: Sampler, source: Source | _Now, number: int, format: str | None) -> dict[str, Any]:
     """A row as the model sees it."""
     told: dict[str, Any] = {"where": source.where(number), "format": format, "bad": None, "sequences": []}
     try:
@@ -208,7 +268,7 @@ def _said(row: Row, side: int) -> dict[str, Any]:
     return {"side": side, "tokens": None, "learnt": None, "media": media, "text": pieces}
 
 
-def _sample(sources: Sequence[Source], formats: Sequence[str | None]) -> dict[str, Any]:
+def _sample(sources: Sequence[Source | _Now], formats: Sequence[str | None]) -> dict[str, Any]:
     """Formats and media of at most SAMPLE rows of each source, evenly spread."""
     rows, kinds, media = 0, Counter[str](), Counter[str]()
     for source, format in zip(sources, formats, strict=True):

@@ -23,7 +23,7 @@ def show(facts: dict[str, Any], console: Console, whole: bool = False) -> None:
     _histogram(facts["lengths"], console)
     _bad(facts, console)
     if facts["rows"]:
-        how = "as they are read: what would be" if facts["missing"] else "as the model sees them: what is"
+        how = "as they are read: what would be" if facts["overlong"] is None else "as the model sees them: what is"
         marked = ("between « and »", "") if plain else ("green", LEARNT)
         console.print(Text.assemble(f"\nRows {how} learnt is ", marked))
     for row in facts["rows"]:
@@ -49,9 +49,9 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
     if plan is not None:
         packs = f"{plan['packs']:,} packs of {plan['micro_batch_tokens']:,} tokens, {plan['fill']:.1%} full"
         _line(console, "plan", f"{packs}; {plan['steps']:,} steps of {plan['packs_per_step']} an epoch")
-        if facts["overlong"]["rows"]:
-            fate = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}[facts["overlong"]["fate"]]
-            _line(console, "over-long", f"{facts['overlong']['rows']:,} rows {fate}")
+    if facts["overlong"] is not None and facts["overlong"]["rows"]:
+        fate = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}[facts["overlong"]["fate"]]
+        _line(console, "over-long", f"{facts['overlong']['rows']:,} rows {fate}")
     if facts["missing"]:
         _line(console, "missing", Text(facts["missing"], WRONG))
 
