@@ -29,6 +29,10 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
+Part = Literal["vision", "audio", "projector", "llm"]
+Recompute = Literal["none", "selective", "full"]
+
+
 class Project(Section):
     name: str = Field(pattern=r"^[\w][\w.+-]*$")
     dir: str
@@ -78,8 +82,8 @@ class Model(Section):
     path: str | None
     config: dict[str, Any]
     freeze: list[str]
-    recompute: Literal["none", "selective", "full"]
-    compile: str | None
+    recompute: Recompute | dict[Part, Recompute]
+    compile: str | dict[Part, str | None] | None
     offload: Literal["none", "optimizer", "all"]
 
 

@@ -44,6 +44,7 @@ from mvp_engine.log import LogHub, MetricStore
 from mvp_engine.log.backends import RunInfo
 from mvp_engine.model_engine import ModelEngine, ModelSource, Settings, StepNumbers, engine_class
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler
+from mvp_engine.model_engine.parts import table
 from mvp_engine.runs import Run
 from mvp_engine.signals import StopSignals
 
@@ -180,6 +181,8 @@ class Engine:
         if self.best and self.best["step"] <= self.step:
             manager.mark_best(self.best["step"])
         self.logger.info("run %s: %s", self.run.dir, self._summary(accumulation))
+        if parts := table(self.model, self.model_engine.optimizer):
+            self.logger.info("what trains:\n%s", parts)
         if self.done:
             self.logger.info("nothing left to do: raise loop.total_steps or loop.epochs to train on")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,9 +37,9 @@ class Settings:
     clip_grad_norm: float | None = None
     spike_sigmas: float | None = None  # a loss so far above those before it is not learnt from
     seed: int = 0  # of weights that are not read from anywhere
-    freeze: tuple[str, ...] = ()  # patterns of parameter names that do not train
-    recompute: str = "none"  # none, selective or full
-    compile: str | None = None  # a backend of torch.compile, for each block
+    freeze: tuple[str, ...] = ()  # parts, or patterns of parameter names, that do not train
+    recompute: str | Mapping[Any, str] = "none"  # none, selective or full; or one of them by part
+    compile: str | Mapping[Any, str | None] | None = None  # a backend of torch.compile, for each block; or by part
     offload: str = "none"  # none, optimizer or all: in host memory outside of train_mode and eval_mode
 
 

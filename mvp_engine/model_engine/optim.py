@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.config.schema import Optim
 from mvp_engine.errors import UserError
+from mvp_engine.model_engine.parts import PARTS, parts_of
 
 
 def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:
@@ -48,10 +49,15 @@ def _rates(model: nn.Module, config: Optim) -> dict[str, tuple[str, float]]:
 
 
 def matching(model: nn.Module, pattern: str, key: str) -> list[str]:
-    """The names of the parameters that a pattern fits; it must fit some."""
-    names = [name for name, _ in model.named_parameters()]
+    """The names of the parameters that a pattern fits, or of those of the part that it names; it must fit some."""
+    parts, names = parts_of(model), [name for name, _ in model.named_parameters()]
+    if pattern in parts.values():
+        return [name for name in names if parts[name] == pattern]
+    if pattern in PARTS and parts:
+        has = ", ".join(part for part in PARTS if part in parts.values())
+        raise UserError(f"{key}: {type(model).__name__} has no part {pattern}; it has {has}")
     if not (found := [name for name in names if fnmatchcase(name, pattern)]):
-        near = difflib.get_close_matches(pattern, names, 3, 0.0)
+        near = difflib.get_close_matches(pattern, [*names, *sorted(set(parts.values()))], 3, 0.0)
         raise UserError(f"{key}: no parameter is called {pattern!r}. Near it are {', '.join(near)}")
     return found
 

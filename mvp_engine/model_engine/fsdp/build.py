@@ -27,6 +27,7 @@ from mvp_engine.model_engine.fsdp.tensor import share_matrices
 from mvp_engine.model_engine.fsdp.weights import give_weights
 from mvp_engine.model_engine.optim import matching
 from mvp_engine.model_engine.packed import PackedModel
+from mvp_engine.model_engine.parts import PARTS, by_part, parts_of
 
 
 def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
@@ -49,11 +50,15 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     if layout.sequence_group is not None:
         assert isinstance(model, PackedModel)
         model.share_sequences(layout.sequence_group, layout.tensor)
+    parts, names = parts_of(model), {param: name for name, param in model.named_parameters()}
+    recompute = by_part(model, settings.recompute, "model.recompute")
+    compiled = by_part(model, settings.compile, "model.compile")
     for block in blocks(model):
-        if settings.recompute != "none":
-            _recompute(block, selective=settings.recompute == "selective")
-        if settings.compile is not None:
-            block.compile(backend=settings.compile)
+        part = parts.get(names[next(block.parameters())], PARTS[0])  # without parts, all are the same
+        if (mode := recompute.get(part, "none")) != "none":
+            _recompute(block, selective=mode == "selective")
+        if (backend := compiled.get(part)) is not None:
+            block.compile(backend=backend)
     if layout.shard_mesh is not None:
         shard_model(model, layout.shard_mesh, DTYPES[settings.precision])
         if isinstance(model, PackedModel):

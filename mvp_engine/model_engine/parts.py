@@ -1,0 +1,100 @@
+"""The parts of a model by name: `vision`, `audio`, `projector`, `llm`. Each parameter belongs to exactly one.
+
+They are found by structure, not by a table of models. The decoder says where the text layers are; an encoder is a
+sub-model that was built from a sub-config of its own; what stands beside both leads from one to the other. Where
+nothing does, the encoder ends with its projector itself. Heads (`lm_head`, that of a value model) belong to the `llm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from mvp_engine.config.schema import Part
+from mvp_engine.errors import UserError
+from mvp_engine.model_engine.packed import PackedModel
+
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+def parts_of(model: nn.Module) -> dict[str, Part]:
+    """The part of each parameter, by its name; of a model that is no Hugging Face model, nothing is known."""
+    if not isinstance(model, PackedModel):
+        return {}
+    base, decoder = model.base(), model.decoder()
+    owners: dict[nn.Module, Part] = {model: "llm"}
+    if decoder is not base:
+        owners |= {base: "projector", decoder: "llm"}
+        encoders = dict(_encoders(base, decoder))
+        owners |= encoders
+        beside = [child for child in base.children() if child is not decoder and child not in encoders]
+        if not any(True for child in beside for _ in child.parameters()):
+            owners |= {child: "projector" for encoder in encoders for child in _after_blocks(encoder)}
+    found: dict[str, Part] = {}
+
+    def walk(module: nn.Module, prefix: str, part: Part) -> None:
+        part = owners.get(module, part)
+        for name, _ in module.named_parameters(recurse=False):
+            found[prefix + name] = part
+        for name, child in module.named_children():
+            walk(child, f"{prefix}{name}.", part)
+
+    walk(model, "", "llm")
+    return {name: found[name] for name, _ in model.named_parameters()}  # a tied one under its first name
+
+
+def _encoders(base: Any, decoder: nn.Module) -> Iterator[tuple[nn.Module, Part]]:
+    """Sub-models beside the decoder that have a config of their own for something to see or to hear."""
+    kinds: dict[str, Part] = {"vision": "vision", "image": "vision", "video": "vision", "audio": "audio"}
+    for key in base.config.sub_configs:
+        part = next((part for word, part in kinds.items() if word in key), None)
+        config = getattr(base.config, key, None)
+        if part is not None and config is not None:
+            yield from ((c, part) for c in base.children() if getattr(c, "config", None) is config and c is not decoder)
+
+
+def _after_blocks(encoder: nn.Module) -> Iterator[nn.Module]:
+    """What an encoder has after its blocks, but for norms: mergers and projections. Convolutions are its beginning,
+    wherever they stand."""
+    children = list(encoder.named_children())
+    lists = [index for index, (_, child) in enumerate(children) if isinstance(child, nn.ModuleList)]
+    for name, child in children[lists[0] + 1 :] if lists else ():
+        if not name.startswith("conv") and any(param.ndim > 1 for param in child.parameters()):
+            yield child
+
+
+def by_part(model: nn.Module, setting: Any, key: str) -> Mapping[str, Any]:
+    """A setting for all parts alike, or for some of them, as one for each part that the model has."""
+    known = set(parts_of(model).values())
+    if not isinstance(setting, Mapping):
+        return dict.fromkeys(PARTS, setting)
+    if unknown := [part for part in setting if part not in known]:
+        has = f"it has {', '.join(part for part in PARTS if part in known)}" if known else "parts are not known of it"
+        raise UserError(f"{key}: {type(model).__name__} has no part {unknown[0]}; {has}")
+    return setting
+
+
+def table(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """What trains, by part: parameters, how many of them train, and at which rates. "" if there are no parts."""
+    parts = parts_of(model)
+    rates = {p: group["lr"] for group in (optimizer.param_groups if optimizer else ()) for p in group["params"]}
+    rows = [("part", "parameters", "train", "", "rate")]
+    params = dict(model.named_parameters())
+    for part in (*(part for part in PARTS if part in parts.values()), "all"):
+        own = {name: param for name, param in params.items() if part in (parts[name], "all")} if parts else {}
+        trained = {name: param for name, param in own.items() if param.requires_grad}
+        total, train = (sum(param.numel() for param in some.values()) for some in (own, trained))
+        seen = sorted({rates[param] for param in trained.values() if param in rates}) if part != "all" else []
+        adapters = sum(".lora_A." in name for name in trained)
+        what = f"{', '.join(f'{rate:g}' for rate in seen)}" + (f"  LoRA on {adapters} layers" if adapters else "")
+        share = f"{100 * train / max(1, total):.4g} %"
+        rows.append((part, f"{total:,}", f"{train:,}", share, what if train else "frozen"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)), row[4]]).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines) if parts else ""

@@ -1,0 +1,108 @@
+"""Parts by name: every parameter in exactly one; freezing, rates, recomputing and compiling by part."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+from families import FAMILIES, VISION, config_of
+from test_hf_folders import alone
+from test_vision import samples
+
+from mvp_engine.batch import PackedBatch
+from mvp_engine.errors import UserError
+from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.model_engine.packed import LanguageModel, ValueModel
+from mvp_engine.model_engine.parts import parts_of, table
+
+# Where the parts of each family are, by patterns; all that fits none of them is the llm's.
+VISUAL = {"vision": "visual.*", "projector": "visual.merger.*"}
+TOWER = {"vision": "vision_tower.*", "projector": "multi_modal_projector.*"}
+NEWLINE = {**TOWER, "projector": "multi_modal_projector.* image_newline"}
+IDEFICS = {"vision": "vision_model.*", "projector": "connector.*"}
+EXPECTED: dict[str, dict[str, str]] = {
+    "qwen2_vl": VISUAL,
+    "qwen2_5_vl": VISUAL,
+    "qwen3_vl": {**VISUAL, "projector": "visual.merger.* visual.deepstack_merger_list.*"},
+    "qwen3_vl_moe": {**VISUAL, "projector": "visual.merger.* visual.deepstack_merger_list.*"},
+    "glm4v": {**VISUAL, "projector": "visual.merger.* visual.downsample.*"},
+    "gemma4": {"vision": "vision_tower.*", "projector": "embed_vision.*"},
+    "idefics2": IDEFICS,
+    "idefics3": IDEFICS,
+    "smolvlm": IDEFICS,
+    "llava_next": NEWLINE,
+    "llava_onevision": NEWLINE,
+    "qwen2_audio": {"audio": "audio_tower.*", "projector": "multi_modal_projector.*"},
+    "qwen2_5_omni_thinker": {**VISUAL, "audio": "audio_tower.*", "projector": "visual.merger.* audio_tower.proj.*"},
+}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *VISION])
+def test_every_parameter_belongs_to_exactly_one_part(family: str) -> None:
+    with torch.device("meta"):
+        models = [kind.from_config(config_of(family)) for kind in (LanguageModel, ValueModel)]
+    patterns = EXPECTED.get(family, TOWER if family in VISION else {})
+    for model in models:
+        parts = parts_of(model)
+        assert list(parts) == [name for name, _ in model.named_parameters()]
+        for name, part in parts.items():
+            inner = name.removeprefix("hf.").removeprefix("model.")
+            fits = [p for p, pattern in patterns.items() if any(fnmatchcase(inner, one) for one in pattern.split())]
+            assert part == ("projector" if "projector" in fits else (*fits, "llm")[0]), name
+        assert set(parts.values()) == {*patterns, "llm"}
+        sizes = [int(row.split()[1].replace(",", "")) for row in table(model).splitlines()[1:]]
+        assert sum(sizes[:-1]) == sizes[-1] == sum(param.numel() for param in model.parameters())
+
+
+def trained(settings: Settings) -> tuple[LanguageModelEngine, dict[str, torch.Tensor]]:
+    """A tiny Qwen3-VL after a step on images; and its weights before."""
+    torch.manual_seed(0)
+    model = LanguageModel.from_config(config_of("qwen3_vl"))
+    engine = LanguageModelEngine(model, alone(), settings)
+    engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.5))
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    batch = PackedBatch.concat(samples(model, "qwen3_vl"))
+    engine.train_batch([batch], lambda b: (-model(b, ["log_probs"])["log_probs"].sum(), b.weight))
+    return engine, before
+
+
+@pytest.mark.parametrize("frozen", [("vision",), ("vision", "llm"), ("projector", "hf.lm_head.*")])
+def test_frozen_means_no_gradient_and_no_update(frozen: tuple[str, ...]) -> None:
+    engine, before = trained(Settings(freeze=frozen))
+    parts = parts_of(engine.model)
+    for name, param in engine.model.named_parameters():
+        still = parts[name] in frozen or (name == "hf.lm_head.weight" and "hf.lm_head.*" in frozen)
+        assert param.requires_grad != still
+        if still:
+            assert param.grad is None
+            assert torch.equal(param, before[name]), name
+        else:
+            assert not torch.equal(param, before[name]), name
+    shown = {line.split()[0]: line for line in table(engine.model, engine.optimizer).splitlines()}
+    assert all(shown[part].endswith("frozen") for part in frozen if part in shown)
+    assert "0.01" in shown["projector" if "projector" not in frozen else "vision"]
+
+
+def test_blocks_of_a_part_are_recomputed_and_compiled() -> None:
+    plain, _ = trained(Settings())
+    engine, _ = trained(Settings(recompute={"vision": "full", "projector": "selective"}, compile={"llm": "eager"}))
+    changed = {name.split(".")[2] for name, module in engine.model.named_modules() if "forward" in vars(module)}
+    assert changed == {"visual"}
+    compiled = {name for name, module in engine.model.named_modules() if module._compiled_call_impl is not None}
+    assert compiled == {f"hf.model.language_model.layers.{i}" for i in range(4)}
+    for name, param in engine.model.named_parameters():
+        assert torch.allclose(param, plain.model.get_parameter(name), atol=1e-6), name
+
+
+def test_a_part_that_a_model_does_not_have_is_refused() -> None:
+    for settings, words in (
+        (Settings(freeze=("audio",)), "model.freeze: LanguageModel has no part audio; it has vision, projector, llm"),
+        (Settings(recompute={"audio": "full"}), "model.recompute: LanguageModel has no part audio; it has vision"),
+    ):
+        with pytest.raises(UserError, match=words):
+            trained(settings)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(UserError, match=r"model.compile: Linear has no part llm; parts are not known of it"):
+        LanguageModelEngine(model, alone(), Settings(compile={"llm": "eager"})).initialize()
+    assert table(model) == ""
