@@ -31,8 +31,10 @@ from mvp_engine.model_engine.parts import PARTS, by_part, parts_of
 
 
 def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
-    if settings.compile is not None:
-        _check_backend(settings.compile)
+    parts, recompute = parts_of(model), by_part(model, settings.recompute, "model.recompute")
+    compiled = by_part(model, settings.compile, "model.compile")
+    for backend in {*compiled.values()} - {None}:
+        _check_backend(backend)
     freeze(model, settings.freeze)
     world = layout.world
     skeleton = copy.deepcopy(model) if any(param.is_meta for param in model.parameters()) else None
@@ -50,9 +52,7 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     if layout.sequence_group is not None:
         assert isinstance(model, PackedModel)
         model.share_sequences(layout.sequence_group, layout.tensor)
-    parts, names = parts_of(model), {param: name for name, param in model.named_parameters()}
-    recompute = by_part(model, settings.recompute, "model.recompute")
-    compiled = by_part(model, settings.compile, "model.compile")
+    names = {param: name for name, param in model.named_parameters()}
     for block in blocks(model):
         part = parts.get(names[next(block.parameters())], PARTS[0])  # without parts, all are the same
         if (mode := recompute.get(part, "none")) != "none":
