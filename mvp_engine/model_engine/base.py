@@ -40,7 +40,7 @@ class Settings:
     freeze: tuple[str, ...] = ()  # parts, or patterns of parameter names, that do not train
     recompute: str | Mapping[Any, str] = "none"  # none, selective or full; or one of them by part
     compile: str | Mapping[Any, str | None] | None = None  # a backend of torch.compile, for each block; or by part
-    offload: str = "none"  # none, optimizer or all: in host memory outside of train_mode and eval_mode
+    offload: str = "none"  # none, optimizer or all: in host memory outside of train_mode; eval_mode has the model
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from test_packed_layouts import gradients
 from mvp_engine.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, ValueModelEngine
+from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, ModelSource, Settings, ValueModelEngine
 
 
 def batch_with(field: str, value: int) -> PackedBatch:
@@ -87,3 +87,32 @@ def on_ranks(config: dict[str, Any], sizes: dict[str, int]) -> Any:
     finally:
         layouts.overrides_of = before
         world.close()
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+def test_offloading_makes_room_for_the_evaluations_of_a_training(offload: str, train, monkeypatch) -> None:
+    """On a CPU nothing moves: here is seen who is asked to be where. test_cuda_models moves memory."""
+    seen: dict[str, list[set[str]]] = {}
+
+    def to(self: FSDPEngine, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        named = {name for name, wanted in (("model", model), ("optimizer", optimizer)) if wanted}
+        self._on_host ^= named if self.training else set()  # both places are called cpu here
+
+    def watched(name: str) -> Any:
+        real = getattr(FSDPEngine, name)
+
+        def call(self: FSDPEngine, *args: Any) -> Any:
+            seen.setdefault(name, []).append(set(self._on_host))
+            return real(self, *args)
+
+        return call
+
+    monkeypatch.setattr(FSDPEngine, "to", to)
+    for name in ("train_batch", "infer_step", "describe"):
+        monkeypatch.setattr(FSDPEngine, name, watched(name))
+    assert train(f"model.offload={offload}", "loop.total_steps=4", "loop.eval_interval=2") == 0
+    away = {"none": set(), "optimizer": {"optimizer"}, "all": {"model", "optimizer"}}[offload]
+    assert seen["describe"] == [away]  # before the first step
+    assert seen["train_batch"] == [set()] * 4
+    assert seen["infer_step"] == [away & {"optimizer"}] * len(seen["infer_step"])
+    assert len(seen["infer_step"]) > 1

@@ -256,15 +256,22 @@ class FSDPEngine(ModelEngine):
 
     @contextlib.contextmanager
     def _loaded(self, optimizer: bool) -> Iterator[None]:
-        """On the device for the time of this context, if it is kept on the host otherwise; contexts may be nested."""
-        away = {part for part in self._on_host if part == "model" or optimizer}
-        if away:
-            self.to(self.world.device.type, model="model" in away, optimizer="optimizer" in away)
+        """On the device for the time of this context, but for an optimizer that is to be offloaded and is not needed.
+
+        Contexts may be nested: an evaluation inside of a training has the optimizer on the host.
+        """
+        before = set(self._on_host)
+        idle = {"optimizer"} if self.settings.offload != "none" else before & {"optimizer"}
+        self._keep_on_host(set() if optimizer else idle)
         try:
             yield
         finally:
-            if away:
-                self.to("cpu", model="model" in away, optimizer="optimizer" in away)
+            self._keep_on_host(before)
+
+    def _keep_on_host(self, parts: set[str]) -> None:
+        for part in parts ^ self._on_host:
+            where = "cpu" if part in parts else self.world.device.type
+            self.to(where, model=part == "model", optimizer=part == "optimizer")
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
         if self.world.device.type == "cpu":
