@@ -34,14 +34,14 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    (file,) = folder.glob("outputs/*/metrics.jsonl")
+    (file,) = folder.glob("*/metrics.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_the_recipe_of_the_docs_trains_with_a_loss_for_each_source(recipe: Path, capsys: Any) -> None:
     words = ["chat/configs/train.yaml", "log.interval=1", "optim.lr=0.01"]
     assert main(["train", *words]) == 0
-    lines = records(recipe)
+    lines = records(recipe / "outputs")
     for line in lines:  # the loss is the mean over all tokens, so it lies between those of the sources
         parts = [line[key] for key in ("loss_pictures", "loss_texts") if line.get(key) is not None]
         assert min(parts) - 1e-4 <= line["loss"] <= max(parts) + 1e-4
@@ -58,12 +58,20 @@ def test_the_recipe_of_the_docs_trains_with_a_loss_for_each_source(recipe: Path,
     assert hf.AutoModelForImageTextToText.from_pretrained("merged") is not None
 
 
-def test_the_same_recipe_trains_on_streams(recipe: Path) -> None:
+def test_the_same_recipe_trains_on_streams_and_goes_on_to_the_bit(recipe: Path) -> None:
     config = recipe / "chat" / "configs" / "train.yaml"
     text = config.read_text().replace("name: pictures", "stream: true").replace("repeats: 2.0", "stream: true")
-    config.write_text(text)
-    assert main(["train", str(config), "log.interval=1", "loop.total_steps=3", "loop.epochs=null"]) == 0
-    assert [line["step"] for line in records(recipe)] == [1, 2, 3]
+    config.write_text(text + "  stream_window: 2\n")
+    words = ["train", str(config), "log.interval=1", "loop.epochs=null", "optim.schedule=constant"]
+    assert main([*words, "project.dir=straight", "loop.total_steps=4"]) == 0
+    for steps in (1, 3, 4):
+        assert main([*words, "project.dir=stopped", f"loop.total_steps={steps}", "resume=auto"]) == 0
+    straight, stopped = (
+        [(line["step"], line["epoch"], line["loss"]) for line in records(recipe / name)]
+        for name in ("straight", "stopped")
+    )
+    assert straight == stopped
+    assert [step for step, _, _ in straight] == [1, 2, 3, 4]
 
 
 def test_a_template_without_a_stop_token_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"given": self.given, "tokens": self.tokens}
-        return {"epoch": self.epoch, "turn": self.turn, "lanes": self.cursors, "of": self._id(), **counts}
+        return {"epoch": self.epoch, "turn": self.turn, "lanes": list(self.cursors), "of": self._id(), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["of"] != self._id():
