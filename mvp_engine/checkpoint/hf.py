@@ -171,4 +171,9 @@ def _fill(name: str, param: Tensor, shape: torch.Size, read: Callable[[Box], Ten
         raise UserError(f"{path}: {name} is {tuple(shape)} there and {tuple(param.shape)} in the model's config")
     with torch.no_grad():
         for offset, part in pieces(param):
-            part.copy_(read(box(offset, part)))
+            value = read(box(offset, part))
+            if part.is_floating_point() and (not value.is_floating_point() or value.itemsize < 2):
+                raise UserError(
+                    f"{path}: {name} is quantised ({value.dtype}), which cannot be trained; take the original"
+                )
+            part.copy_(value)

@@ -32,6 +32,8 @@ KINDS = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 
+EXPORTED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 # What a folder holds beside weights and config: tokenizer, processor, chat template, generation settings.
 SIDE_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken",
@@ -71,6 +73,9 @@ class Plan:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, apply_converters
 
+        if target.dtype not in EXPORTED:
+            known = ", ".join(map(str, EXPORTED))
+            raise UserError(f"dtype={target.dtype!r}: a folder is exported as one of {known}")
         self.target, self.model = target, target.skeleton
         mapping = get_model_conversion_mapping(self.model, add_legacy=False)
         # What a folder of another class would have called them is of no interest here.

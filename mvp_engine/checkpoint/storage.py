@@ -104,6 +104,8 @@ class Reader:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
         self._slices = Slices()
+        if not any(folder.glob("rank_*.safetensors")):
+            raise UserError(f"{folder} is no checkpoint: it has no rank_*.safetensors")
         rank, ranks = 0, 1
         while rank < ranks:
             ranks, rank = self._open(file_of(folder, rank)), rank + 1

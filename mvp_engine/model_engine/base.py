@@ -42,6 +42,16 @@ class Settings:
     compile: str | Mapping[Any, str | None] | None = None  # a backend of torch.compile, for each block; or by part
     offload: str = "none"  # none, optimizer or all: in host memory outside of train_mode; eval_mode has the model
 
+    def __post_init__(self) -> None:
+        recompute = self.recompute.values() if isinstance(self.recompute, Mapping) else [self.recompute]
+        for key, given, known in (
+            ("precision", [self.precision], ("fp32", "bf16", "fp16")),
+            ("recompute", recompute, ("none", "selective", "full")),
+            ("offload", [self.offload], ("none", "optimizer", "all")),
+        ):
+            if wrong := [value for value in given if value not in known]:
+                raise UserError(f"Settings: {key}={wrong[0]!r} is none of {', '.join(known)}")
+
 
 @dataclass(frozen=True)
 class ModelSource:

@@ -202,9 +202,25 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         language_model(tmp_path / "empty")
 
 
-def test_an_export_replaces_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantised_weights_are_refused_whatever_the_config_says(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder_of("qwen3", tmp_path / "in")
+    weights = tmp_path / "in" / "model.safetensors"
+    state = dict(entries(weights))
+    save_file(state | {"lm_head.weight": state["lm_head.weight"].to(dtype)}, weights, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"lm_head\.weight is quantised \({dtype}\)"):
+        language_model(tmp_path / "in")
+
+
+def test_an_export_replaces_nothing_and_knows_its_dtypes(tmp_path: Path) -> None:
     folder_of("qwen3", tmp_path / "in")
     engine = language_model(tmp_path / "in")
     for path in (tmp_path / "in", tmp_path / "in" / "config.json"):
         with pytest.raises(UserError, match="is there already"):
             engine.export_hf(str(path))
+    for dtype in ("bfloat16", torch.int8):
+        with pytest.raises(UserError, match=r"dtype=.*: a folder is exported as one of torch\.float32"):
+            engine.export_hf(tmp_path / "out", dtype)
+    for path in (tmp_path / "nowhere", tmp_path / "in"):
+        with pytest.raises(UserError, match="is no checkpoint: it has no rank_00000"):
+            engine.load_checkpoint(path)

@@ -116,3 +116,9 @@ def test_offloading_makes_room_for_the_evaluations_of_a_training(offload: str, t
     assert seen["train_batch"] == [set()] * 4
     assert seen["infer_step"] == [away & {"optimizer"}] * len(seen["infer_step"])
     assert len(seen["infer_step"]) > 1
+
+
+@pytest.mark.parametrize("wrong", [{"precision": "bf17"}, {"recompute": "ful"}, {"offload": "optimiser"}], ids=str)
+def test_settings_that_are_none_are_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=rf"Settings: \w+='{next(iter(wrong.values()))}' is none of"):
+        Settings(**wrong)  # type: ignore[arg-type]
