@@ -82,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument(
         "--engine", metavar="FILE", help="what registers a model type of your own, if it has moved since the training"
     )
+    merge.add_argument("--adapter", action="store_true", help="of a LoRA training: the adapter alone, for peft")
+    merge.add_argument("--base", metavar="FOLDER", help="of a LoRA training: the folder it began with, if it has moved")
     merge.set_defaults(run=_merge)
 
     runs = commands.add_parser("runs", help="list, show, plot and compare runs").add_subparsers(required=True)
@@ -191,8 +193,9 @@ def _merge(args: argparse.Namespace) -> None:
     if not args.max_file_gb > 0:
         raise UserError(f"--max-file-gb {args.max_file_gb}: a file must have some size")
     dtype, limit = args.dtype and getattr(torch, args.dtype), int(args.max_file_gb * 1e9)
-    merge(checkpoint, Path(args.out).expanduser().resolve(), dtype, limit, args.engine)
-    print(f"{checkpoint} is now the Hugging Face folder {args.out}")
+    out = Path(args.out).expanduser().resolve()
+    merge(checkpoint, out, dtype, limit, args.engine, args.base, args.adapter)
+    print(f"{checkpoint} is now the {'peft' if args.adapter else 'Hugging Face'} folder {args.out}")
 
 
 def _runs_list(args: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,6 +56,9 @@ class Folder:
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
+    def files(self) -> set[Path]:
+        return set(self._files.values())
+
     def meta(self, key: str) -> Tensor:
         return torch.empty(self._shapes[key], device="meta")
 
@@ -70,10 +74,12 @@ def _files_of(index: Path) -> list[str]:
 
 
 class _Converted:
-    """Parameters that a converter of transformers makes of several entries."""
+    """Parameters that a converter of transformers makes of several entries. `keep`: they are converted once."""
 
-    def __init__(self, folder: Folder, model: Any, converter: Any, first: str, keys: list[tuple[str, str]]) -> None:
-        self.folder, self.model, self.converter, self.first = folder, model, converter, first
+    def __init__(
+        self, folder: Folder, model: Any, converter: Any, first: str, keys: list[tuple[str, str]], keep: bool
+    ) -> None:
+        self.folder, self.model, self.converter, self.first, self.keep = folder, model, converter, first, keep
         self.lists: dict[str, list[str]] = {}
         for key, pattern in keys:
             self.lists.setdefault(pattern, []).append(key)
@@ -93,9 +99,9 @@ class _Converted:
     def read(self, name: str, box: Box) -> Tensor:
         if self._by_rows and box:
             return next(iter(self._convert(self.folder.read, box[0]).values()))[(slice(None), *box[1:])]
-        if self._cached is None:
-            self._cached = self._convert(self.folder.read, None)
-        return self._cached[name][box]
+        made = self._convert(self.folder.read, None) if self._cached is None else self._cached
+        self._cached = made if self.keep else None
+        return made[name][box]
 
     def _convert(self, read: Callable[[str], Tensor], rows: slice | None) -> dict[str, Tensor]:
         converter = copy.deepcopy(self.converter)
@@ -106,10 +112,13 @@ class _Converted:
         return {name: value[0] if isinstance(value, list) else value for name, value in given.items()}
 
 
-def load(model: Any, path: Path, params: Mapping[str, Tensor]) -> tuple[set[str], list[str]]:
-    """Fill `params` (by their names in the Hugging Face `model`) from a folder; each rank its own part of them.
+Made = dict[str, tuple[torch.Size, Callable[[Box], Tensor]]]  # a parameter's shape, and a way to read a box of it
 
-    Gives the names that were filled, and the entries of the files that nothing asked for.
+
+def parameters_in(model: Any, path: Path, keep: bool = True) -> Iterator[tuple[list[str], Made]]:
+    """The parameters of a Hugging Face `model` that a folder has: entries of the files, and what they make together.
+
+    `keep`: what is converted is kept until its group is dropped, for those who read a parameter box by box.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -126,6 +135,21 @@ def load(model: Any, path: Path, params: Mapping[str, Tensor]) -> tuple[set[str]
         if name not in known and key in known:
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, known)
         groups.setdefault(name, []).append((key, pattern))
+    for name, keys in groups.items():
+        key, pattern = keys[0]
+        made: Made = {name: (folder.meta(key).shape, partial(folder.read, key))}
+        if pattern is not None:
+            lists = [(key, str(pattern)) for key, pattern in keys]
+            converted = _Converted(folder, model, by_pattern[pattern], name, lists, keep)
+            made = {target: (shape, partial(converted.read, target)) for target, shape in converted.shapes.items()}
+        yield [key for key, _ in keys], made
+
+
+def load(model: Any, path: Path, params: Mapping[str, Tensor]) -> tuple[set[str], list[str]]:
+    """Fill `params` (by their names in the Hugging Face `model`) from a folder; each rank its own part of them.
+
+    Gives the names that were filled, and the entries of the files that nothing asked for.
+    """
     loaded: set[str] = set()
     unused: list[str] = []
     by_tensor: dict[int, str] = {}  # the name under which a parameter was filled
@@ -142,21 +166,25 @@ def load(model: Any, path: Path, params: Mapping[str, Tensor]) -> tuple[set[str]
             )
         loaded.add(name)
 
-    for name, keys in groups.items():
-        key, pattern = keys[0]
-        if pattern is None:
-            if name not in params:
-                unused += [key for key, _ in keys]
-                continue
-            fill(name, folder.meta(key).shape, partial(folder.read, key))
-            continue
-        made = _Converted(folder, model, by_pattern[pattern], name, [(k, str(p)) for k, p in keys])
-        for target, shape in made.shapes.items():
-            if target in params:
-                fill(target, shape, partial(made.read, target))
-        if not made.shapes.keys() & loaded:
-            unused += [key for key, _ in keys]
+    for keys, made in parameters_in(model, path):
+        for name in [name for name in made if name in params]:
+            fill(name, *made[name])
+        if not made.keys() & params.keys():
+            unused += keys
     return loaded, unused
+
+
+def fingerprint(path: Path) -> str:
+    """Tells folders of other weights apart, by a few kilobytes of each file."""
+    found = 0
+    for file in sorted(Folder(path).files()):
+        size = file.stat().st_size
+        with open(file, "rb") as data:
+            for place in range(16):
+                data.seek(size * place // 16)
+                found = crc32(data.read(4096), found)
+        found = crc32(f"{file.name} {size}".encode(), found)
+    return f"{found:08x}"
 
 
 def load_plain(path: Path, params: Mapping[str, Tensor]) -> None:

@@ -7,7 +7,7 @@ on the order of the parameter groups.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,16 @@ def collect(
     own: dict[str, Any],
     rank: int,
     owner: Callable[[str, Tensor], bool] = is_writer,
+    without: Set[str] = frozenset(),
 ) -> dict[str, Tensor]:
     """Everything this rank has to write. Tensors are still those of the model and the optimizer, if there is one.
+
+    `without`: names of tensors of the model that are kept elsewhere.
 
     Of what several ranks have, each writes that which it is the `owner` of; so every rank must have the same names.
     """
     tensors, other = tensors_of(model)
+    tensors = {name: value for name, value in tensors.items() if name.removeprefix("model.") not in without}
     names = _names(model)
     scalars: dict[str, dict[str, Any]] = {}
     for param, state in optimizer.state.items() if optimizer else ():
@@ -95,8 +99,11 @@ def restore(
     optimizer: torch.optim.Optimizer | None,
     group: dist.ProcessGroup | None,
     whole_groups: bool = False,
+    without: Set[str] = frozenset(),
 ) -> SavedState:
     """Load a checkpoint into the model and, where given, the optimizer; gives the small state.
+
+    `without`: names of tensors of the model that have their values already, and need not be in the checkpoint.
 
     Of the parameter groups only the learning rates are taken, unless `whole_groups`: the rest is the config's, which
     may have been changed.
@@ -105,6 +112,7 @@ def restore(
         reader = storage.Reader(folder)
         saved = reader.entries
         tensors, _ = tensors_of(model)
+        tensors = {n: value for n, value in tensors.items() if n in saved or n.removeprefix("model.") not in without}
         check_fit(folder, tensors, saved)
         states: dict[nn.Parameter, dict[str, Any]] = {}
         params = dict(model.named_parameters()) if optimizer else {}

@@ -2,5 +2,17 @@
 
 from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
 from mvp_engine.kit.loss import TokenLoss, TokenNormedLossKit
+from mvp_engine.kit.model import MLLMModelKit
+from mvp_engine.model_engine.lora import Lora
 
-__all__ = ["DataSource", "Limits", "MLLMData", "MLLMDataKit", "TokenLoss", "TokenNormedLossKit", "load_processor"]
+__all__ = [
+    "DataSource",
+    "Limits",
+    "Lora",
+    "MLLMData",
+    "MLLMDataKit",
+    "MLLMModelKit",
+    "TokenLoss",
+    "TokenNormedLossKit",
+    "load_processor",
+]

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from mvp_engine.checkpoint import hf_export, state, storage
+from mvp_engine.checkpoint import hf, hf_export, state, storage
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
 from mvp_engine.imports import load_spec
 from mvp_engine.model_engine.base import ModelSource, engine_class, is_registered
+from mvp_engine.model_engine.lora import Lora, add_adapters, export_adapter, merging
 from mvp_engine.model_engine.packed import PackedModel
 
 ABOUT = f"{state.HF}/mvp.json"
@@ -27,7 +33,10 @@ def describe(model: PackedModel, folder: Path) -> None:
     model.hf.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
     kind = engine_class(model.model_type) if is_registered(model.model_type) else type(model)
     dtype = str(target.dtype).removeprefix("torch.")
-    about = {"model_type": model.model_type, "dtype": dtype, "engine": _where(kind)}
+    about: dict[str, Any] = {"model_type": model.model_type, "dtype": dtype, "engine": _where(kind)}
+    if model.lora is not None:  # the base's weights may be left where they are
+        base = model.source and {"path": str(model.source.resolve()), "weights": hf.fingerprint(model.source)}
+        about |= {"lora": model.lora.model_dump(), "base": base or None}
     (folder / "mvp.json").write_text(json.dumps(about) + "\n")
 
 
@@ -49,35 +58,93 @@ def merge(
     dtype: torch.dtype | None = None,
     limit: int = hf_export.MAX_FILE_BYTES,
     engine: str | None = None,
+    base: str | None = None,
+    adapter: bool = False,
 ) -> None:
-    """`engine`: a file or module that makes a model type of your own known, if it is not where it was in training."""
-    model_type, saved_dtype, spec = _read_about(checkpoint)
-    _make_known(model_type, engine or spec, checkpoint)
-    model = engine_class(model_type).build_model(ModelSource(str(checkpoint / state.HF)))
+    """`engine`: a file or module that makes a model type of your own known, if it is not where it was in training.
+
+    `base`: the folder that adapters were trained on, if it has moved; `adapter`: write these alone, for `peft`.
+    """
+    about = _read_about(checkpoint)
+    _make_known(about.model_type, engine or about.engine, checkpoint)
+    model = engine_class(about.model_type).build_model(ModelSource(str(checkpoint / state.HF)))
     assert isinstance(model, PackedModel)
+    if about.lora is not None:
+        add_adapters(model, Lora.model_validate(about.lora))
     reader = storage.Reader(checkpoint)
-    state.check_fit(checkpoint, state.tensors_of(model)[0], reader.entries)
     tensors = model.state_dict(keep_vars=True)
     first = {id(value): name for name, value in reversed(tensors.items())}  # a tied one is stored under its first name
-    target = model.export_target(dtype or saved_dtype)
     alone = World(0, 1, 0, 1, torch.device("cpu"))
 
     def stored(name: str) -> str:
         return f"model.{first[id(tensors[name])]}"
 
-    def like(name: str) -> torch.Tensor:
-        entry = reader.entries[stored(name)]
-        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+    source = Path(base or about.base["path"]).expanduser() if about.base else None
+    if adapter:
+        model.source = source
+        export_adapter(model, out, lambda name: reader.read(stored(name)), alone)
+        return
+    needed, _ = state.tensors_of(model)
+    beside: dict[str, Callable[[], Tensor]] = {}
+    if source and about.base and not needed.keys() <= reader.entries.keys():
+        beside = _of_base(model, source, about.base, first)
+    here = {n: value for n, value in needed.items() if n in reader.entries or n not in beside}
+    state.check_fit(checkpoint, here, reader.entries)
 
-    hf_export.export(target, out, lambda name: reader.read(stored(name)), like, alone, limit)
+    def fetch(name: str) -> Tensor:
+        name = stored(name)
+        return reader.read(name) if name in reader.entries else beside[name]().float()
+
+    def like(name: str) -> Tensor:
+        entry = reader.entries.get(stored(name))
+        return torch.empty(tensors[name].shape, dtype=entry.dtype if entry else torch.float32, device="meta")
+
+    hf_export.export(model.export_target(dtype or about.dtype), out, merging(model, fetch), like, alone, limit)
 
 
-def _read_about(checkpoint: Path) -> tuple[str, torch.dtype, str | None]:
+def _of_base(
+    model: PackedModel, folder: Path, base: dict[str, str], first: dict[int, str]
+) -> dict[str, Callable[[], Tensor]]:
+    """What the folder that adapters were trained on has, by the names that a checkpoint would have it under."""
+    _same_base(folder, base, "Name the folder: mvp merge --base FOLDER")
+    tensors = model.hf.state_dict(keep_vars=True)
+    return {
+        f"model.{first[id(tensors[name])]}": partial(read, ())
+        for _, made in hf.parameters_in(model.hf, folder, keep=False)
+        for name, (_, read) in made.items()
+        if name in tensors and not tensors[name].requires_grad
+    }
+
+
+def check_base(checkpoint: Path, model: PackedModel) -> None:
+    """A checkpoint of adapters is only right on the weights that they were trained on."""
+    if (checkpoint / ABOUT).is_file() and (base := _read_about(checkpoint).base) and model.source:
+        _same_base(model.source, base, "Set model.path to the folder that the training began with")
+
+
+def _same_base(folder: Path, base: dict[str, str], fix: str) -> None:
+    if not folder.is_dir():
+        raise UserError(f"the adapters were trained on {base['path']}, and there is no folder {folder}. {fix}")
+    if hf.fingerprint(folder) != base["weights"]:
+        raise UserError(f"the adapters were trained on {base['path']}, and the weights in {folder} are others. {fix}")
+
+
+@dataclass(frozen=True)
+class _About:
+    model_type: str
+    dtype: torch.dtype
+    engine: str | None
+    lora: dict[str, Any] | None
+    base: dict[str, str] | None
+
+
+def _read_about(checkpoint: Path) -> _About:
     if not (checkpoint / ABOUT).is_file():
         raise UserError(f"{checkpoint} is no checkpoint of a Hugging Face model: it has no {ABOUT}")
     try:
         about = json.loads((checkpoint / ABOUT).read_text())
-        return about["model_type"], getattr(torch, about["dtype"]), about.get("engine")
+        more = (about.get(key) for key in ("engine", "lora", "base"))
+        return _About(about["model_type"], getattr(torch, about["dtype"]), *more)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{checkpoint / ABOUT} is damaged: {type(error).__name__}: {error}") from None
 

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from mvp_engine.errors import UserError
 from mvp_engine.model_engine.source import read_config
 from mvp_engine.ops import attention
 from mvp_engine.ops.linear_cross_entropy import linear_log_probs
+
+if TYPE_CHECKING:
+    from mvp_engine.model_engine.lora import Lora
 
 Outputs = dict[str, Tensor]
 
@@ -66,6 +69,8 @@ class PackedModel(nn.Module):
     source: Path | None = None  # the Hugging Face folder that the weights come from
     side_files: Path | None = None  # the folder with tokenizer, processor and the like, if another
     export_dtype = torch.float32
+    lora: Lora | None = None  # the adapters that it has
+    from_folder: frozenset[str] = frozenset()  # the tensors whose values were read there
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()

@@ -25,6 +25,7 @@ from mvp_engine.model_engine.base import Settings
 from mvp_engine.model_engine.fsdp.numbers import DTYPES
 from mvp_engine.model_engine.fsdp.tensor import share_matrices
 from mvp_engine.model_engine.fsdp.weights import give_weights
+from mvp_engine.model_engine.lora import set_magnitudes
 from mvp_engine.model_engine.optim import matching
 from mvp_engine.model_engine.packed import PackedModel
 from mvp_engine.model_engine.parts import PARTS, by_part, parts_of
@@ -48,6 +49,8 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
         )
     if layout.tensor_mesh is not None:
         assert isinstance(model, PackedModel)
+        if model.lora is not None:
+            raise UserError("LoRA does not go with parallel.tensor > 1: share the model with parallel.shard instead")
         share_matrices(model, layout.tensor_mesh)
     if layout.sequence_group is not None:
         assert isinstance(model, PackedModel)
@@ -66,6 +69,7 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     if skeleton is not None:
         with together(world.host_group):  # a file may be damaged in one rank's part, or on one machine
             give_weights(model, skeleton, world.device, settings.seed)
+    set_magnitudes(model)
 
 
 def _full_precision(model: nn.Module, settings: Settings) -> None:
@@ -90,7 +94,8 @@ def _check_backend(name: str) -> None:
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     for pattern in patterns:
         for name in matching(model, pattern, "model.freeze"):
-            model.get_parameter(name).requires_grad_(False)
+            if pattern not in PARTS or ".lora_" not in name:  # what a part is made of; adapters stand beside it
+                model.get_parameter(name).requires_grad_(False)
 
 
 # Worth keeping: what takes longest to compute again. All else is cheap, and most of the memory.

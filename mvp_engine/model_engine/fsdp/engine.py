@@ -33,6 +33,7 @@ from mvp_engine.model_engine.fsdp import numbers
 from mvp_engine.model_engine.fsdp.build import place
 from mvp_engine.model_engine.fsdp.offload import move_model, move_optimizer
 from mvp_engine.model_engine.fsdp.passes import Pass, Passes
+from mvp_engine.model_engine.lora import merging
 from mvp_engine.model_engine.packed import PackedModel
 from mvp_engine.model_engine.probe import check_gradients, check_packing
 
@@ -323,14 +324,25 @@ class FSDPEngine(ModelEngine):
     def collect(self, shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Tensor]:
         shared = {**shared, "model_engine": self.state_dict()}
         optimizer = self.optimizer if self.training else None
-        return state.collect(self.model, optimizer, shared, own, self.world.rank)
+        return state.collect(self.model, optimizer, shared, own, self.world.rank, without=self._elsewhere())
+
+    def _elsewhere(self) -> set[str]:
+        """Tensors that a checkpoint need not have: frozen under adapters, they are read from the folder again."""
+        model = self.model
+        if not isinstance(model, PackedModel) or model.lora is None:
+            return set()
+        return {name for name, p in model.named_parameters() if not p.requires_grad and name in model.from_folder}
 
     def restore(self, folder: Path) -> state.SavedState:
+        without = self._elsewhere()
+        if without:
+            with together(self.world.host_group):
+                merge.check_base(folder, self._packed())
         if not self.training:
-            return state.restore(folder, self.model, None, self.world.host_group)
+            return state.restore(folder, self.model, None, self.world.host_group, without=without)
         # What a scheduler that is no function of the step did to the parameter groups is part of its state.
         whole_groups = not isinstance(self.scheduler, LambdaLR)
-        saved = state.restore(folder, self.model, self.optimizer, self.world.host_group, whole_groups)
+        saved = state.restore(folder, self.model, self.optimizer, self.world.host_group, whole_groups, without)
         self.load_state_dict(saved.shared["model_engine"])
         return saved
 
@@ -341,14 +353,15 @@ class FSDPEngine(ModelEngine):
     def export_hf(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         tensors = self._packed().state_dict()
         target = self._packed().export_target(dtype)
-        fetch, like = (lambda n: whole(tensors[n])), (lambda n: _on_meta(tensors[n]))
+        fetch, like = merging(self.model, lambda n: whole(tensors[n])), (lambda n: _on_meta(tensors[n]))
         hf_export.export(target, Path(folder).expanduser().resolve(), fetch, like, self.world)
 
     def get_per_tensor_param(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         tensors = self._packed().state_dict()
         plan = hf_export.Plan(self._packed().export_target(dtype), lambda n: _on_meta(tensors[n]))
+        fetch = merging(self.model, lambda n: whole(tensors[n]))
         for group in plan.groups:
-            yield from plan.entries(group, lambda n: whole(tensors[n]))
+            yield from plan.entries(group, fetch)
 
     def _packed(self) -> PackedModel:
         if not isinstance(self.model, PackedModel):

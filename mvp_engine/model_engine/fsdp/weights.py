@@ -31,6 +31,7 @@ def give_weights(model: nn.Module, skeleton: nn.Module, device: torch.device, se
     loaded: set[str] = set()
     if isinstance(model, PackedModel) and model.source is not None:
         loaded = _read(model, skeleton)
+        model.from_folder = frozenset(loaded)
     real = dict(model.state_dict(keep_vars=True)) | dict(model.named_buffers())
     owners = _owners(skeleton)
     for name, modules in _units(skeleton):
@@ -77,11 +78,14 @@ def _read(model: PackedModel, skeleton: nn.Module) -> set[str]:
             + (hint if only_head else "Is it a folder of this architecture?")
         )
     if drawn := [n for n in own if n not in loaded]:
-        LOGGER.info("not in %s, so drawn from the seed: %s", model.source, ", ".join(drawn))
+        LOGGER.info("not in %s, so drawn from the seed: %s", model.source, _some(drawn))
     if unused := [name for name in unused if not _expected(skeleton.hf, name)]:
-        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
-        LOGGER.warning("in %s, but not in the model: %s%s", model.source, ", ".join(unused[:5]), more)
+        LOGGER.warning("in %s, but not in the model: %s", model.source, _some(unused))
     return loaded
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _expected(model: Any, name: str) -> bool:

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from mvp_engine.batch import PackedBatch
 from mvp_engine.config import Config, Section
 from mvp_engine.engine import Engine, StepContext
+from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine.packed import LanguageModel
 
 
@@ -21,6 +22,7 @@ class Lm(Section):
 
 class LmConfig(Config):
     lm: Lm
+    lora: Lora | None = None
 
 
 class Sequences(Dataset[Tensor]):
@@ -44,6 +46,8 @@ class LmEngine(Engine):
     config: LmConfig
 
     def prepare_model(self) -> nn.Module:
+        if self.config.model.path:
+            return MLLMModelKit(self.config.lora).build(self.config.model)
         if self.config.lm.weights:
             return LanguageModel.from_config(config_of(self.config.lm.family), chunk=16)
         model = LanguageModel.on_meta(None, overrides_of(self.config.lm.family))
