@@ -188,7 +188,7 @@ def test_rows_whose_files_were_mended_are_taken_back(tmp_path: Path) -> None:
 def test_a_picture_that_breaks_after_the_plan_costs_its_row_and_nothing_else(tmp_path: Path, workers: int) -> None:
     file = write(tmp_path / "pictures.jsonl", with_images(tmp_path))
     kit = made(file, qwen3_vl(), model_config(), max_bad_fraction=0.2, micro_batch_tokens=128)
-    kit.names()
+    kit.dataset("train")
     cut_off = tmp_path / "4_0.png"
     cut_off.write_bytes(cut_off.read_bytes()[:100])
     for _ in range(2):

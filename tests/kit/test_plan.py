@@ -115,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("texts")
     write_texts(made / "a.jsonl", 150)
     write_texts(made / "b.jsonl", 60, seed=1)
-    kit(made).names()
+    kit(made).dataset("train")
     return made
 
 
@@ -213,10 +213,10 @@ def test_costs_are_found_once_in_processes_or_not_and_anew_when_something_change
     assert kit(tmp_path, cache=str(tmp_path / "other")).dataset("train").plan.digest == first.digest  # one process
     measured.clear()
     write_texts(tmp_path / "b.jsonl", 61, seed=1)
-    kit(tmp_path).names()
+    kit(tmp_path).dataset("train")
     assert sum(measured) == 61
     measured.clear()
-    kit(tmp_path, limits={"max_frames": 3}).names()
+    kit(tmp_path, limits={"max_frames": 3}).dataset("train")
     assert sum(measured) == 211
 
 
