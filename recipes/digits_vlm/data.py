@@ -1,0 +1,135 @@
+"""The task: look at handwritten digits, answer in a chat. Rows, pictures and processor are made once, into a folder.
+
+scikit-learn's 1,797 digits are 8 x 8 pixels each. Here they are drawn larger, on paper of many sizes. Every fifth digit
+is held out: no drawing of it is ever trained on.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mvp_engine.errors import UserError
+
+ONE, TWO = "Which digit is this?", "Which is larger?"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
+SPECIAL += ["<|image_pad|>", "<|video_pad|>"]  # their places here are their ids; the config names some of them
+PATCHES: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+SIDES = (16, 33)  # of a drawing, in pixels: from, to (exclusive)
+
+TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- for part in ([{'type': 'text', 'text': message.content}] if message.content is string else message.content) %}
+        {%- if part.type == 'image' %}
+            {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+        {%- elif part.type == 'video' %}
+            {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+        {%- else %}
+            {{- part.text }}
+        {%- endif %}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def prepare(folder: Path, drawings: int, seed: int) -> None:
+    """Make the folder, unless it is there. Several processes may do so at once: the first to be done wins."""
+    about = {"drawings": drawings, "seed": seed, "version": 1}
+    if not (folder / "made.json").is_file():
+        beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+        shutil.rmtree(beside, ignore_errors=True)
+        (beside / "pictures").mkdir(parents=True)
+        _write_rows(beside, drawings, np.random.default_rng(seed))
+        make_processor().save_pretrained(beside / "processor")
+        (beside / "made.json").write_text(json.dumps(about) + "\n")
+        try:
+            beside.rename(folder)
+        except OSError:  # another process was quicker
+            shutil.rmtree(beside)
+    made = json.loads((folder / "made.json").read_text())
+    if made != about:
+        raise UserError(f"{folder} was made with {made}, not {about}: remove it, or set task.folder to another")
+
+
+def _write_rows(folder: Path, drawings: int, random: np.random.Generator) -> None:
+    """`<split>_one.jsonl` asks about each drawing, `<split>_two.jsonl` about as many pairs of different digits."""
+    images, labels = _digits()
+    held_out = np.arange(len(labels)) % 5 == 4
+    for split in ("train", "eval"):
+        chosen = np.flatnonzero(held_out == (split == "eval")).repeat(drawings if split == "train" else 1)
+        names = [f"pictures/{split}_{i:05d}_{labels[index]}.png" for i, index in enumerate(chosen)]
+        for name, index in zip(names, chosen, strict=True):
+            _draw(images[index], random).save(folder / name)
+        ones = [_row([name], ONE, str(labels[index])) for name, index in zip(names, chosen, strict=True)]
+        twos = []
+        while len(twos) < len(ones):
+            pair = random.integers(len(chosen), size=2)
+            digits = labels[chosen[pair]]
+            if digits[0] != digits[1]:
+                answer = str(max(digits))
+                twos.append(_row([names[i] for i in pair], TWO, answer))
+        for kind, rows in (("one", ones), ("two", twos)):
+            (folder / f"{split}_{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError:
+        raise UserError("this recipe's digits come with scikit-learn: pip install scikit-learn") from None
+    digits = load_digits()
+    return digits.images, digits.target
+
+
+def _draw(image: np.ndarray, random: np.random.Generator) -> Image.Image:
+    """Dark ink on paper of a random size: the digit a little turned, as large as 16 pixels to all of the paper."""
+    width, height = random.integers(*SIDES, size=2).tolist()
+    side = int(random.integers(SIDES[0], min(width, height) + 1))
+    ink = Image.fromarray((image * 255 / 16).astype(np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
+    ink = ink.rotate(random.uniform(-10, 10), Image.Resampling.BILINEAR)
+    paper = Image.new("L", (width, height), 255)
+    left, top = (int(random.integers(room + 1)) for room in (width - side, height - side))
+    paper.paste(Image.eval(ink, lambda value: 255 - value), (left, top))
+    return paper.convert("RGB")
+
+
+def _row(pictures: list[str], question: str, answer: str) -> dict[str, Any]:
+    content = [*({"type": "image", "image": name} for name in pictures), {"type": "text", "text": question}]
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
+
+
+def make_processor() -> Any:
+    """Qwen3-VL's own classes around a vocabulary of a few hundred tokens: bytes, and the words of this task."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2VLImageProcessor,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([f"user\n{ONE} {TWO} assistant\nThe first, The second, 1."] * 2, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=SPECIAL
+    )
+    size = {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}
+    images, films = Qwen2VLImageProcessor(**PATCHES, size=size), Qwen3VLVideoProcessor(**PATCHES, size=size)
+    return Qwen3VLProcessor(images, tokenizer, films, chat_template=TEMPLATE)
