@@ -21,6 +21,7 @@ class StepContext:
     metrics: MetricStore
     micro_batches: list[Any] = field(default_factory=list)
     numbers: StepNumbers | None = None  # set after the step
+    counts: bool = True  # False: an evaluation's pass that this rank only makes along with others
     stop: bool = False  # a hook sets this to end the training after this step (on any rank)
 
     def log(self, name: str, value: Tensor | float, weight: Tensor | float = 1.0) -> None:

@@ -114,6 +114,9 @@ class Engine:
         loss_sum, weight = self.forward_step(ctx, micro_batch)
         ctx.log("loss", loss_sum, weight)
 
+    def eval_end(self, ctx: StepContext) -> None:
+        """After the last micro-batch of an evaluation, on all ranks together: metrics that need them all."""
+
     def extra_state(self) -> dict[str, Any]:
         """State of the recipe's own for the checkpoint: tensors, numbers, strings, lists and dicts of them."""
         return {}
@@ -290,13 +293,17 @@ class Engine:
         if self._eval_loader is None:
             self._eval_loader = self._loader("eval")
         limited = islice(self._eval_loader, self.config.loop.eval_batches)
-        ctx, aside = (StepContext(self.step, self.epoch, "eval", self._metric_store(forgiving=False)) for _ in "ab")
+        ctx, aside = (
+            StepContext(self.step, self.epoch, "eval", self._metric_store(forgiving=False), counts=counts)
+            for counts in (True, False)
+        )
         batches = 0
         self.world.same_everywhere(list(self.model.buffers()))  # running statistics: rank 0's count
         with self.model_engine.eval_mode():
             for micro_batch, counts in self.model_engine.in_step(limited):
                 self.model_engine.infer_step(micro_batch, partial(self.eval_step, ctx if counts else aside))
                 batches += counts
+            self.eval_end(ctx)
         set_rng_state(outside)
         if not any(self.world.any(batches > 0)):
             raise UserError("the eval loader gave no batch; check what prepare_dataloader('eval') returns")

@@ -1,11 +1,13 @@
 """Kits: small suites of calls that recipes use as they like."""
 
 from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
+from mvp_engine.kit.generate import Answer, answer, generate
 from mvp_engine.kit.loss import TokenLoss, TokenNormedLossKit
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.model_engine.lora import Lora
 
 __all__ = [
+    "Answer",
     "DataSource",
     "Limits",
     "Lora",
@@ -14,5 +16,7 @@ __all__ = [
     "MLLMModelKit",
     "TokenLoss",
     "TokenNormedLossKit",
+    "answer",
+    "generate",
     "load_processor",
 ]

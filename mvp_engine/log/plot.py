@@ -1,9 +1,12 @@
-"""The pictures: loss curves of one run or several, as PNG. matplotlib is imported only when one is drawn."""
+"""The pictures: curves of one run or several. matplotlib is imported only when one is drawn."""
 
 from __future__ import annotations
 
+import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mvp_engine.runs import Run
 
@@ -12,36 +15,62 @@ COLOURS = ["#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2"]
 
 
 def plot_runs(runs: list[Run], metric: str, out: Path) -> int:
-    """Draw `metric` of training (line) and evaluation (dots) over steps; gives the number of points."""
+    """Draw `metric` of training (line) and evaluation (dots) over steps as PNG; gives the number of points."""
+    figure, (axes,) = _figure(1)
+    lines = []
+    for i, run in enumerate(runs):
+        label, colour = (run.id if len(runs) > 1 else "train"), COLOURS[i % len(COLOURS)]
+        lines += [(run, "train", metric, label, colour)]
+        own = (f"{run.id}, eval", colour) if len(runs) > 1 else ("eval", COLOURS[1])
+        lines += [(run, "eval", metric, *own)]
+    points = _draw(axes, lines, {"eval": "o"}, log=True)
+    axes.set_ylabel(metric, color=INK)
+    axes.set_title(runs[0].id if len(runs) == 1 else metric, color=INK, fontsize=11, loc="left")
+    beside = out.with_name(f".{out.name}.tmp")
+    figure.savefig(beside, format="png")
+    os.replace(beside, out)
+    return points
+
+
+def curves_svg(run: Run, panels: Sequence[Sequence[str]]) -> str:
+    """One picture with a panel for each group of metrics, as SVG. One alone in its panel has its training curve too."""
+    figure, every = _figure(len(panels))
+    for axes, metrics in zip(every, panels, strict=True):
+        lines: list[tuple[Run, str, str, str, str]] = []
+        for i, metric in enumerate(metrics):
+            own = ("eval", COLOURS[1]) if len(metrics) == 1 else (metric, COLOURS[i % len(COLOURS)])
+            lines += [(run, "train", metric, "train", COLOURS[0])] if len(metrics) == 1 else []
+            lines += [(run, "eval", metric, *own)]
+        _draw(axes, lines, {"eval": "o-"}, log=any("loss" in metric for metric in metrics))
+        axes.set_title(", ".join(metrics), color=INK, loc="left")
+    out = io.BytesIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue().decode()
+
+
+def _figure(panels: int) -> tuple[Any, list[Any]]:
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    points, positive = 0, True
-    for i, run in enumerate(runs):
-        colour = COLOURS[i % len(COLOURS)]
-        label = run.id if len(runs) > 1 else "train"
-        for split, style in (("train", "-"), ("eval", "o")):
-            pairs = [(r["step"], r[metric]) for r in run.records(split) if r.get(metric) is not None]
-            if not pairs:
-                continue
+    figure = Figure(figsize=(8, 4.5) if panels == 1 else (5 * panels, 3.2), dpi=120, layout="constrained")
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def _draw(axes: Any, lines: list[tuple[Run, str, str, str, str]], styles: dict[str, str], log: bool) -> int:
+    """Each line is a run, a split, a metric, a label and a colour; gives the number of points."""
+    points, values_seen = 0, list[float]()
+    for run, split, metric, label, colour in lines:
+        pairs = [(r["step"], r[metric]) for r in run.records(split) if r.get(metric) is not None]
+        if pairs:
             points += len(pairs)
-            positive = positive and all(value > 0 for _, value in pairs)
             steps, values = zip(*pairs, strict=True)
-            name = label if split == "train" else (f"{run.id}, eval" if len(runs) > 1 else "eval")
-            own = colour if split == "train" or len(runs) > 1 else COLOURS[1]
-            axes.plot(steps, values, style, color=own, label=name, linewidth=1.6, markersize=4.5)
-    if points and positive:
+            values_seen += values
+            axes.plot(steps, values, styles.get(split, "-"), color=colour, label=label, linewidth=1.6, markersize=4.5)
+    if log and points and min(values_seen) > 0:
         axes.set_yscale("log")
     axes.set_xlabel("step", color=INK)
-    axes.set_ylabel(metric, color=INK)
-    axes.set_title(runs[0].id if len(runs) == 1 else metric, color=INK, fontsize=11, loc="left")
     axes.grid(True, color=GRID, linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     if points:
         axes.legend(frameon=False)
-    beside = out.with_name(f".{out.name}.tmp")
-    figure.savefig(beside, format="png")
-    os.replace(beside, out)
     return points

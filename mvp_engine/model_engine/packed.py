@@ -25,7 +25,7 @@ from mvp_engine.distributed.sequence import SequenceShard, check_heads
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine.source import read_config
 from mvp_engine.ops import attention
-from mvp_engine.ops.linear_cross_entropy import linear_log_probs
+from mvp_engine.ops.linear_cross_entropy import linear_argmax, linear_log_probs
 
 if TYPE_CHECKING:
     from mvp_engine.model_engine.lora import Lora
@@ -245,10 +245,13 @@ def _beside_tokens(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:
 
 
 class LanguageModel(PackedModel):
-    """Log-probs of the labels (0 where there is none), entropy and more of the distribution, per token, in float32."""
+    """Log-probs of the labels (0 where there is none), entropy and more of the distribution, per token, in float32.
+
+    `next_tokens` are the most likely ones: what greedy decoding writes behind each position.
+    """
 
     model_type = "language_model"
-    provides = ("log_probs", "entropy", "log_z", "mean_log_probs", "hidden_states")
+    provides = ("log_probs", "entropy", "log_z", "mean_log_probs", "next_tokens", "hidden_states")
 
     def __init__(self, causal_lm: Any, temperature: float = 1.0, chunk: int = 2048) -> None:
         if causal_lm.base_model is causal_lm:
@@ -288,19 +291,13 @@ class LanguageModel(PackedModel):
             start = min(rows, -(-rows // ranks) * weight.device_mesh.get_local_rank())
             shared = {"group": weight.device_mesh.get_group(), "vocab_start": start}
             weight, bias = weight.to_local(), None if bias is None else bias.to_local()
-        scores = linear_log_probs(
-            hidden_TD,
-            weight,
-            labels_T,
-            bias,
-            scale=self.scale,
-            softcap=self.softcap,
-            temperature=self.temperature,
-            chunk=self.chunk,
-            mean="mean_log_probs" in wanted,
-            **shared,
-        )
-        every = {**scores._asdict(), "hidden_states": hidden_TD}
+        shared |= {"scale": self.scale, "softcap": self.softcap, "chunk": self.chunk}
+        every = {"hidden_states": hidden_TD}
+        if "next_tokens" in wanted:
+            every["next_tokens"] = linear_argmax(hidden_TD, weight, bias, **shared)
+        if set(wanted) - set(every):
+            shared |= {"temperature": self.temperature, "mean": "mean_log_probs" in wanted}
+            every |= linear_log_probs(hidden_TD, weight, labels_T, bias, **shared)._asdict()
         return {name: every[name] for name in wanted}
 
     def own_log_probs(self, batch: PackedBatch) -> Tensor | None:

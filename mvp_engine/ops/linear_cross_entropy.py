@@ -66,6 +66,34 @@ def linear_log_probs(
     return Scores(*given)
 
 
+@torch.no_grad()
+def linear_argmax(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    chunk: int = 2048,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int | None = None,
+) -> Tensor:
+    """The most likely token after each position, (T,) int64; the lower of two that are equal. Arguments as above."""
+    device = hidden_TD.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TD.dtype
+    how = (scale, softcap, 1.0, dtype)
+    with torch.autocast(device, enabled=False):
+        best = [_logits(hidden_CD, weight_VD, bias_V, how).max(-1) for hidden_CD in hidden_TD.split(chunk)]
+    value_T, index_T = torch.cat([one.values for one in best]), torch.cat([one.indices for one in best])
+    if group is None:
+        return index_T
+    ranks = dist.get_world_size(group)
+    values_RT, indices_RT = (like.new_empty(ranks, len(like)) for like in (value_T, index_T))
+    dist.all_gather_into_tensor(values_RT.view(-1), value_T, group=group)
+    dist.all_gather_into_tensor(indices_RT.view(-1), index_T + (vocab_start or 0), group=group)
+    return indices_RT.gather(0, values_RT.argmax(0)[None])[0]
+
+
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, how: tuple[Any, ...]) -> Tensor:
     scale, softcap, temperature, dtype = how
     bias_V = None if bias_V is None else bias_V.to(dtype)

@@ -4,6 +4,7 @@ scikit-learn's 1,797 digits are 8 x 8 pixels each. Here they are drawn larger, o
 is held out: no drawing of it is ever trained on.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -12,14 +13,22 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
 
 from mvp_engine.errors import UserError
 
 ONE, TWO = "Which digit is this?", "Which is larger?"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 SPECIAL += ["<|image_pad|>", "<|video_pad|>"]  # their places here are their ids; the config names some of them
-PATCHES: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-SIDES = (16, 33)  # of a drawing, in pixels: from, to (exclusive)
+PATCHES: dict[str, Any] = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
+SIDES = (16, 29)  # of a drawing, in pixels: from, to (exclusive)
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -41,23 +50,33 @@ TEMPLATE = """\
 """
 
 
-def prepare(folder: Path, drawings: int, seed: int) -> None:
-    """Make the folder, unless it is there. Several processes may do so at once: the first to be done wins."""
-    about = {"drawings": drawings, "seed": seed, "version": 1}
-    if not (folder / "made.json").is_file():
-        beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        shutil.rmtree(beside, ignore_errors=True)
-        (beside / "pictures").mkdir(parents=True)
-        _write_rows(beside, drawings, np.random.default_rng(seed))
-        make_processor().save_pretrained(beside / "processor")
-        (beside / "made.json").write_text(json.dumps(about) + "\n")
-        try:
-            beside.rename(folder)
-        except OSError:  # another process was quicker
-            shutil.rmtree(beside)
+def prepare(folder: Path, drawings: int) -> Any:
+    """Make the folder, if it is not there; gives its processor. Of several processes one makes it, the others wait."""
+    about = {"drawings": drawings, "version": 1}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "made.json").is_file():
+            _make(folder, about)
     made = json.loads((folder / "made.json").read_text())
     if made != about:
-        raise UserError(f"{folder} was made with {made}, not {about}: remove it, or set task.folder to another")
+        raise UserError(f"{folder} was made with {made}, not {about}: remove it, or set digits.folder to another")
+    return AutoProcessor.from_pretrained(folder / "processor")
+
+
+def _make(folder: Path, about: dict[str, int]) -> None:
+    """Beside, then renamed: a folder is complete, or another process' that was quicker."""
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    (beside / "pictures").mkdir(parents=True)
+    try:
+        _write_rows(beside, about["drawings"], np.random.default_rng(0))
+        make_processor().save_pretrained(beside / "processor")
+        (beside / "made.json").write_text(json.dumps(about) + "\n")
+        if folder.exists() and any(folder.iterdir()):
+            raise UserError(f"{folder} is there, but was not made here: set digits.folder to another")
+        beside.replace(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _write_rows(folder: Path, drawings: int, random: np.random.Generator) -> None:
@@ -73,9 +92,9 @@ def _write_rows(folder: Path, drawings: int, random: np.random.Generator) -> Non
         twos = []
         while len(twos) < len(ones):
             pair = random.integers(len(chosen), size=2)
-            digits = labels[chosen[pair]]
-            if digits[0] != digits[1]:
-                answer = str(max(digits))
+            one, two = labels[chosen[pair]].tolist()
+            if one != two:
+                answer = f"{one} > {two}: the first" if one > two else f"{one} < {two}: the second"
                 twos.append(_row([names[i] for i in pair], TWO, answer))
         for kind, rows in (("one", ones), ("two", twos)):
             (folder / f"{split}_{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -109,14 +128,6 @@ def _row(pictures: list[str], question: str, answer: str) -> dict[str, Any]:
 
 def make_processor() -> Any:
     """Qwen3-VL's own classes around a vocabulary of a few hundred tokens: bytes, and the words of this task."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import (
-        PreTrainedTokenizerFast,
-        Qwen2VLImageProcessor,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
-    )
-
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -126,7 +137,7 @@ def make_processor() -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator([f"user\n{ONE} {TWO} assistant\nThe first, The second, 1."] * 2, trainer)
+    backend.train_from_iterator([f"user\n{ONE} {TWO} assistant\n1 < 2: the second 1 > 2: the first"] * 2, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=SPECIAL
     )

@@ -1,0 +1,119 @@
+"""A run as one page: figures, curves, what the model answered beside the pictures it saw, the config, how to go on.
+
+The page is one file without scripts, and loads nothing from anywhere. Whatever comes from data is escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from mvp_engine.log.plot import curves_svg
+from mvp_engine.runs import Run, write_atomically
+
+_KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}  # by how their files begin
+_STYLE = """
+:root { color-scheme: light; --ink: #1f2933; --dim: #64707d; --line: #d9dee3; --good: #047857; --bad: #b91c1c; }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: #fff; max-width: 960px; margin: 0 auto;
+  padding: 32px 24px 64px; }
+h1 { font-size: 26px; margin: 0; } h2 { font-size: 18px; margin: 36px 0 10px; }
+.dim { color: var(--dim); margin: 2px 0 0; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(168px, 1fr)); gap: 12px; margin-top: 22px; }
+.figure { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
+.figure b { display: block; font-size: 21px; font-variant-numeric: tabular-nums; }
+.curves { width: 100%; height: auto; }
+table { border-collapse: collapse; width: 100%; }
+th { text-align: left; color: var(--dim); font-weight: 500; font-size: 13px; }
+th, td { padding: 7px 12px 7px 0; border-bottom: 1px solid var(--line); }
+td { overflow-wrap: anywhere; white-space: pre-wrap; }
+td img { height: 56px; width: 56px; object-fit: contain; image-rendering: pixelated; margin-right: 6px;
+  border: 1px solid var(--line); border-radius: 4px; vertical-align: middle; background: #f6f7f9; }
+.pictures { white-space: nowrap; } .right { color: var(--good); } .wrong { color: var(--bad); font-weight: 600; }
+tr.missed td { background: #fef2f2; }
+pre { background: #f6f7f9; border-radius: 8px; padding: 12px 16px; overflow-x: auto; font-size: 13px; }
+summary { cursor: pointer; color: var(--dim); }
+"""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question to the model. Pictures are the bytes of PNG, JPEG, GIF or WebP files."""
+
+    pictures: Sequence[bytes]
+    question: str
+    expected: str
+    written: str
+    right: bool
+
+
+def write_report(
+    file: Path,
+    run: Run,
+    *,
+    title: str,
+    subtitle: str,
+    figures: Mapping[str, str],
+    panels: Sequence[Sequence[str]],
+    examples: Sequence[Example],
+    config: str,
+    next_steps: Mapping[str, str],
+    shown: int = 24,
+) -> None:
+    """`panels` are groups of metrics to draw, `next_steps` are commands by what they do.
+
+    Of the examples at most `shown` are on the page; wrong ones come first, and have up to half of the places.
+    """
+    wrong = [example for example in examples if not example.right]
+    chosen = wrong[: max(shown // 2, shown - (len(examples) - len(wrong)))]
+    chosen += _spread([example for example in examples if example.right], shown - len(chosen))
+    right = sum(example.right for example in chosen)
+    curve = base64.b64encode(curves_svg(run, panels).encode()).decode()
+    parts = [
+        f"<h1>{escape(title)}</h1><p class=dim>{escape(subtitle)}</p>",
+        f"<div class=figures>{''.join(_figure(name, text) for name, text in figures.items())}</div>",
+        f'<h2>Curves</h2><img class=curves alt="curves over steps" src="data:image/svg+xml;base64,{curve}">',
+        "<h2>Answers</h2>",
+        f"<p class=dim>{len(examples):,} questions were asked, {len(wrong):,} answers are wrong. Shown are "
+        f"{len(chosen) - right:,} wrong ones, marked, and {right:,} right ones.</p>",
+        "<table><tr><th>picture<th>question<th>right answer<th>the model's answer<th></tr>",
+        *map(_row, chosen),
+        "</table><h2>How to go on</h2><table>",
+        *(f"<tr><td>{escape(what)}<td><code>{escape(command)}</code></tr>" for what, command in next_steps.items()),
+        f"</table><h2>Config</h2><details><summary>all keys of this run</summary><pre>{escape(config)}</pre></details>",
+    ]
+    # The policy forbids what escaping should have prevented, and every request to somewhere else.
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    page = (
+        f'<!doctype html><html lang=en><head><meta charset=utf-8><meta http-equiv="Content-Security-Policy" '
+        f'content="{policy}"><meta name=viewport content="width=device-width"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
+    write_atomically(file, page)
+
+
+def _figure(name: str, text: str) -> str:
+    return f"<div class=figure><b>{escape(text)}</b>{escape(name)}</div>"
+
+
+def _row(example: Example) -> str:
+    mark = "<span class=right>right</span>" if example.right else "<span class=wrong>wrong</span>"
+    texts = "".join(f"<td>{escape(text)}" for text in (example.question, example.expected, example.written))
+    kind = "" if example.right else " class=missed"
+    return f"<tr{kind}><td class=pictures>{''.join(map(_picture, example.pictures))}{texts}<td>{mark}</tr>"
+
+
+def _picture(data: bytes) -> str:
+    kind = next((kind for start, kind in _KINDS.items() if data.startswith(start)), None)
+    if kind is None:
+        return "[?]"
+    return f'<img alt="" src="data:image/{kind};base64,{base64.b64encode(data).decode()}">'
+
+
+def _spread(examples: Sequence[Example], count: int) -> Iterable[Example]:
+    """So many of them, evenly from beginning to end."""
+    count = min(count, len(examples))
+    return [examples[i * len(examples) // count] for i in range(count)]

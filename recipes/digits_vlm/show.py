@@ -1,0 +1,61 @@
+"""What a trained model says: a few answers of its export on the terminal, and all of it on a page."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mvp_engine.kit import Answer
+from mvp_engine.log.report import Example, write_report
+
+from .ask import ask
+
+ASKED_AGAIN = 6  # of the export: half with one picture, half with two
+
+
+def show(engine: Any, answers: list[Answer], figures: dict[str, float | None], export: Path) -> None:
+    folder, run = Path(engine.config.digits.folder), engine.run
+    rows = [json.loads(line) for kind in ("one", "two") for line in (folder / f"eval_{kind}.jsonl").open()]
+    looked = [_look(folder, rows[one.sample]) for one in answers]
+    chosen = range(0, len(answers), max(1, len(answers) // ASKED_AGAIN))[:ASKED_AGAIN]
+    again = ask(str(export), [looked[i] for i in chosen])
+    same = sum(answers[i].written == text for i, text in zip(chosen, again, strict=True))
+    print(f"\nAsked once more, from {export} with nothing but transformers:")
+    for i, text in zip(chosen, again, strict=True):
+        pictures = " ".join(Path(picture).name for picture in looked[i][0])
+        verdict = "right" if text == answers[i].expected else f"WRONG, it is {answers[i].expected}"
+        print(f"  {pictures:<36}{looked[i][1]:<24}{text:<10}{verdict}")
+    print(f"The same answer as in training: {same} of {len(again)}")
+
+    config, parameters = engine.config, sum(p.numel() for p in engine.model.parameters())
+    shown = {f"right, {kind} picture(s)": f"{figures[f'accuracy_{kind}']:.1%}" for kind in ("one", "two")}
+    shown |= {"held-out questions": f"{len(answers):,}", "parameters": f"{parameters:,}", "steps": f"{engine.step:,}"}
+    shown |= {"the export says the same": f"{same} of {len(again)}"}
+    examples = [
+        Example([Path(picture).read_bytes() for picture in pictures], question, one.expected, one.written, one.right)
+        for one, (pictures, question) in zip(answers, looked, strict=True)
+    ]
+    picture = folder / rows[0]["messages"][0]["content"][0]["image"]
+    recipe = "recipes/digits_vlm/configs/train.yaml"
+    write_report(
+        run.dir / "report.html",
+        run,
+        title="A tiny Qwen3-VL reads digits",
+        subtitle=f"{run.id}, step {engine.step}. None of these pictures was seen in training.",
+        figures=shown,
+        panels=[["loss"], ["accuracy_one", "accuracy_two"]],
+        examples=examples,
+        config=config.to_yaml(),
+        next_steps={
+            "Ask it yourself": f"python recipes/digits_vlm/ask.py {export} 'Which digit is this?' {picture}",
+            "Look at the data": f"mvp data inspect {recipe}",
+            "Train longer": f"mvp train {recipe} loop.epochs=8",
+            "On two processes": f"mvp train {recipe} --nproc 2",
+            "Compare runs": "mvp runs list",
+        },
+    )
+    print(f"\nThe report, with the curves and the pictures: {run.dir / 'report.html'}")
+
+
+def _look(folder: Path, row: dict[str, Any]) -> tuple[list[str], str]:
+    content = row["messages"][0]["content"]
+    return [str(folder / part["image"]) for part in content[:-1]], content[-1]["text"]
