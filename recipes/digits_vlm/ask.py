@@ -9,7 +9,9 @@ from PIL import Image
 def ask(folder: str, questions: Iterable[tuple[list[str], str]]) -> list[str]:
     """The answers to questions, each with its pictures."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     answers = []

@@ -28,7 +28,7 @@ ONE, TWO = "Which digit is this?", "Which is larger?"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 SPECIAL += ["<|image_pad|>", "<|video_pad|>"]  # their places here are their ids; the config names some of them
 PATCHES: dict[str, Any] = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
-SIDES = (16, 29)  # of a drawing, in pixels: from, to (exclusive)
+SIDES = (20, 36)  # of a drawing, in pixels: from, to (exclusive)
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -50,9 +50,9 @@ TEMPLATE = """\
 """
 
 
-def prepare(folder: Path, drawings: int) -> Any:
+def prepare(folder: Path, count: int, drawings: int) -> Any:
     """Make the folder, if it is not there; gives its processor. Of several processes one makes it, the others wait."""
-    about = {"drawings": drawings, "version": 1}
+    about = {"count": count, "drawings": drawings, "version": 1}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -65,39 +65,44 @@ def prepare(folder: Path, drawings: int) -> Any:
 
 
 def _make(folder: Path, about: dict[str, int]) -> None:
-    """Beside, then renamed: a folder is complete, or another process' that was quicker."""
+    """Beside, then renamed: the folder is complete or not there."""
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is there, but was not made by this recipe: set digits.folder to another")
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    (beside / "pictures").mkdir(parents=True)
     try:
-        _write_rows(beside, about["drawings"], np.random.default_rng(0))
+        (beside / "pictures").mkdir(parents=True)
+        for split in ("train", "eval"):
+            _write_rows(beside, split, chosen(split, about["count"], about["drawings"]))
         make_processor().save_pretrained(beside / "processor")
         (beside / "made.json").write_text(json.dumps(about) + "\n")
-        if folder.exists() and any(folder.iterdir()):
-            raise UserError(f"{folder} is there, but was not made here: set digits.folder to another")
         beside.replace(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _write_rows(folder: Path, drawings: int, random: np.random.Generator) -> None:
+def chosen(split: str, count: int, drawings: int) -> list[int]:
+    """Which of the first `count` digits are drawn for a split; for training each of them several times."""
+    held_out = split == "eval"
+    return [i for i in range(count) if (i % 5 == 4) == held_out for _ in range(1 if held_out else drawings)]
+
+
+def _write_rows(folder: Path, split: str, indices: list[int]) -> None:
     """`<split>_one.jsonl` asks about each drawing, `<split>_two.jsonl` about as many pairs of different digits."""
-    images, labels = _digits()
-    held_out = np.arange(len(labels)) % 5 == 4
-    for split in ("train", "eval"):
-        chosen = np.flatnonzero(held_out == (split == "eval")).repeat(drawings if split == "train" else 1)
-        names = [f"pictures/{split}_{i:05d}_{labels[index]}.png" for i, index in enumerate(chosen)]
-        for name, index in zip(names, chosen, strict=True):
-            _draw(images[index], random).save(folder / name)
-        ones = [_row([name], ONE, str(labels[index])) for name, index in zip(names, chosen, strict=True)]
-        twos = []
-        while len(twos) < len(ones):
-            pair = random.integers(len(chosen), size=2)
-            one, two = labels[chosen[pair]].tolist()
-            if one != two:
-                answer = f"{one} > {two}: the first" if one > two else f"{one} < {two}: the second"
-                twos.append(_row([names[i] for i in pair], TWO, answer))
-        for kind, rows in (("one", ones), ("two", twos)):
-            (folder / f"{split}_{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    random, (images, labels) = np.random.default_rng(len(split)), _digits()
+    digits = [int(labels[index]) for index in indices]
+    names = [f"pictures/{split}_{i:05d}_{digit}.png" for i, digit in enumerate(digits)]
+    for name, index in zip(names, indices, strict=True):
+        _draw(images[index], random).save(folder / name)
+    ones = [_row([name], ONE, str(digit)) for name, digit in zip(names, digits, strict=True)]
+    twos: list[dict[str, Any]] = []
+    while len(twos) < len(ones):
+        i, j = random.integers(len(digits), size=2).tolist()
+        a, b = digits[i], digits[j]
+        if a != b:
+            answer = f"{a} > {b}: the first" if a > b else f"{a} < {b}: the second"
+            twos.append(_row([names[i], names[j]], TWO, answer))
+    for kind, rows in (("one", ones), ("two", twos)):
+        (folder / f"{split}_{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
@@ -110,15 +115,10 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw(image: np.ndarray, random: np.random.Generator) -> Image.Image:
-    """Dark ink on paper of a random size: the digit a little turned, as large as 16 pixels to all of the paper."""
-    width, height = random.integers(*SIDES, size=2).tolist()
-    side = int(random.integers(SIDES[0], min(width, height) + 1))
-    ink = Image.fromarray((image * 255 / 16).astype(np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
-    ink = ink.rotate(random.uniform(-10, 10), Image.Resampling.BILINEAR)
-    paper = Image.new("L", (width, height), 255)
-    left, top = (int(random.integers(room + 1)) for room in (width - side, height - side))
-    paper.paste(Image.eval(ink, lambda value: 255 - value), (left, top))
-    return paper.convert("RGB")
+    """Dark ink on paper of a random size, which the digit fills, a little turned."""
+    ink = Image.fromarray((255 - image * 255 / 16).astype(np.uint8))
+    ink = ink.resize(tuple(random.integers(*SIDES, size=2).tolist()), Image.Resampling.BICUBIC)
+    return ink.rotate(random.uniform(-8, 8), Image.Resampling.BILINEAR, fillcolor=255).convert("RGB")
 
 
 def _row(pictures: list[str], question: str, answer: str) -> dict[str, Any]:
@@ -141,6 +141,7 @@ def make_processor() -> Any:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=SPECIAL
     )
-    size = {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}
-    images, films = Qwen2VLImageProcessor(**PATCHES, size=size), Qwen3VLVideoProcessor(**PATCHES, size=size)
+    size = {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}  # areas; the config's limits go over these
+    images = Qwen2VLImageProcessor(**PATCHES, size=size)
+    films = Qwen3VLVideoProcessor(**PATCHES, size=size, cap_pixels_per_frame=True)  # never seen here, but part of it
     return Qwen3VLProcessor(images, tokenizer, films, chat_template=TEMPLATE)

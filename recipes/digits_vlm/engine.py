@@ -19,7 +19,8 @@ from .show import show
 
 class Digits(Section):
     folder: str  # where pictures, rows and processor are made, once
-    drawings: int  # of each digit, each on paper of another size
+    count: int  # of the 1,797 digits; a fifth is held out
+    drawings: int  # of each, on paper of other sizes
 
 
 class DigitsConfig(Config):
@@ -33,7 +34,8 @@ class DigitsEngine(Engine):
 
     @classmethod
     def data_kit(cls, config: DigitsConfig) -> MLLMDataKit:
-        processor = prepare(Path(config.digits.folder), config.digits.drawings)
+        digits = config.digits
+        processor = prepare(Path(digits.folder), digits.count, digits.drawings)
         about = read_config(None, config.model.config)
         return MLLMDataKit(config.mllm, processor, model_config=about, num_workers=config.data.num_workers)
 

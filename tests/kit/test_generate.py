@@ -1,0 +1,106 @@
+"""Greedy decoding on packed batches: what transformers' own `generate` writes, whoever has how many prompts."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import VISION, parallel
+from test_vision import lively, samples
+
+from mvp_engine.batch import IGNORE, PackedBatch
+from mvp_engine.distributed import Layout, World
+from mvp_engine.kit.generate import answer, generate, split_answers
+from mvp_engine.model_engine import LanguageModelEngine
+from mvp_engine.model_engine.packed import LanguageModel
+
+FAMILIES = ["qwen3_vl", "qwen2_5_vl", "gemma3", "llava", "qwen2_audio"]
+NEW = 5
+
+
+def built(name: str, layout: Layout | None = None) -> tuple[LanguageModelEngine, list[PackedBatch]]:
+    model = lively(LanguageModel, name)
+    ones = (
+        samples(model, name) if name in VISION else [PackedBatch.from_sequences([torch.arange(3, n)]) for n in (9, 6)]
+    )
+    engine = LanguageModelEngine(model, layout or Layout(World(0, 1, 0, 1, torch.device("cpu"))))
+    engine.initialize()
+    return engine, ones
+
+
+def expected(folder: Path, name: str, ones: list[PackedBatch], stop: int) -> list[list[int]]:
+    """transformers on the exported folder, one prompt after the other, with a cache."""
+    from transformers import AutoModelForMultimodalLM
+
+    model = AutoModelForMultimodalLM.from_pretrained(folder).eval()
+    takes, found = inspect.signature(model.forward).parameters, []
+    for one in ones:
+        given: dict[str, Any] = {n: value[None] for n, value in one.tokens.items() if n in takes}
+        for kind, media in one.media.items():
+            given |= {kind: media.values, **media.fields} if len(media.rows) else {}
+        given |= {"input_ids": one.input_ids[None], "attention_mask": torch.ones_like(one.input_ids)[None]}
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": stop, "pad_token_id": 0}
+        found.append(model.generate(**given, **options)[0, one.num_tokens :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_are_those_of_transformers_on_the_exported_folder(name: str, tmp_path: Path) -> None:
+    engine, ones = built(name)
+    engine.export_hf(tmp_path / "export")
+    free = expected(tmp_path / "export", name, ones, stop=-1)
+    stop = free[-1][2]  # so that one answer ends early at least
+    theirs = expected(tmp_path / "export", name, ones, stop)
+    assert any(len(written) < NEW for written in theirs)
+    prompts = PackedBatch.concat(ones)
+    for budget in (None, 1, ones[-1].num_tokens + 9):
+        assert generate(engine, prompts, max_new_tokens=NEW, stop={stop}, budget=budget) == theirs
+
+
+def on_ranks(name: str, sizes: dict[str, int], stop: int) -> list[list[int]]:
+    """Where ranks have data of their own, rank r has r of the prompts, so the first has none."""
+    world = World.join("cpu")
+    layout = Layout.of(world, parallel(**sizes))
+    engine, ones = built(name, layout)
+    mine = ones[: layout.data_rank] if layout.data_size > 1 else ones
+    found = generate(engine, PackedBatch.concat(mine) if mine else None, max_new_tokens=NEW, stop={stop}, budget=40)
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{}, {"shard": 2}, {"sequence": 2}, {"tensor": 2}], ids=str)
+def test_every_layout_writes_the_same_and_ranks_without_prompts_do_not_hang(ranks2, sizes: dict[str, int]) -> None:
+    name = "qwen3" if "tensor" in sizes else "qwen3_vl"  # only text has a plan in transformers
+    engine, ones = built(name)
+    free = generate(engine, PackedBatch.concat(ones), max_new_tokens=NEW, stop=())
+    stop = free[0][1]
+    alone = [written[: written.index(stop) + 1] if stop in written else written for written in free]
+    found = ranks2.run(on_ranks, name, sizes, stop)
+    assert found == ([alone, alone] if sizes.keys() & {"sequence", "tensor"} else [[], alone[:1]])
+
+
+class Letters:
+    eos_token_id = 2
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(str(id) for id in ids if not skip_special_tokens or id != 2)
+
+
+def test_the_last_answer_of_a_row_is_asked_for() -> None:
+    engine, _ = built("qwen3_vl")
+    ids = torch.arange(10, 22)
+    mask = torch.zeros(12, dtype=torch.bool)
+    mask[3:5] = mask[8:11] = True
+    fields = {"source": torch.tensor([0, 1]), "sample": torch.tensor([4, 7])}
+    batch = PackedBatch.from_sequences([ids, ids[:4]], [mask, mask[:4] & False], sequences=fields)
+    prompts, answers, kept = split_answers(batch)
+    assert prompts is not None
+    assert (prompts.input_ids.tolist(), answers, kept) == (ids[:8].tolist(), [[18, 19, 20]], [0])
+    assert bool((prompts.labels == IGNORE).all())
+    (one,) = answer(engine, [batch], Letters(), max_new_tokens=3)
+    (written,) = generate(engine, prompts, max_new_tokens=3, stop={2})
+    assert (one.source, one.sample, one.expected, one.right) == (0, 4, "18 19 20", False)
+    assert one.written == Letters().decode(written, True)

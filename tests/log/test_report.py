@@ -1,0 +1,78 @@
+"""The page of a run: one file that loads nothing, and shows what data says without obeying it."""
+
+from __future__ import annotations
+
+import base64
+import html.parser
+import json
+from pathlib import Path
+
+from mvp_engine.log.report import Example, write_report
+from mvp_engine.runs import Run
+
+PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
+EVIL = "<script>alert(1)</script>\"'&<img src=http://evil>"
+
+
+class Reader(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def written(folder: Path, examples: list[Example], shown: int = 24) -> Reader:
+    records = [
+        {"step": s, "split": split, "loss": 3.0 / s, "accuracy": s / 9}
+        for s in (1, 2, 8)
+        for split in ("train", "eval")
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_report(
+        folder / "report.html",
+        Run(folder),
+        title=EVIL,
+        subtitle=EVIL,
+        figures={EVIL: EVIL},
+        panels=[["loss"], ["accuracy"]],
+        examples=examples,
+        config=EVIL,
+        next_steps={EVIL: EVIL},
+        shown=shown,
+    )
+    reader = Reader()
+    reader.feed((folder / "report.html").read_text())
+    return reader
+
+
+def test_data_cannot_write_into_the_page(tmp_path: Path) -> None:
+    page = written(tmp_path, [Example([PNG, b"<svg onload=alert(1)>"], EVIL, EVIL, EVIL, True)])
+    assert "script" not in {tag for tag, _ in page.tags}
+    sources = [given["src"] or "" for tag, given in page.tags if tag == "img"]
+    assert [source.split(";")[0] for source in sources] == ["data:image/svg+xml", "data:image/png"]
+    assert not [given for _, given in page.tags if any(name.startswith("on") for name in given)]
+    assert page.text.count(EVIL) == 11
+    (policy,) = [given["content"] for tag, given in page.tags if tag == "meta" and "http-equiv" in given]
+    assert "default-src 'none'" in (policy or "")
+
+
+def test_wrong_answers_are_shown_first_and_marked(tmp_path: Path) -> None:
+    right = [Example([PNG], "?", "4", "4", True)] * 50
+    wrong = [Example([PNG], "?", "4", f"no {i}", False) for i in range(9)]
+    page = written(tmp_path, [*right[:10], *wrong, *right], shown=10)
+    rows = [given for tag, given in page.tags if tag == "tr"]
+    assert [given.get("class") for given in rows].count("missed") == 5
+    assert (
+        "69 questions were asked, 9 answers are wrong. Shown are 5 wrong ones, marked, and 5 right ones." in page.text
+    )
+    assert "no 4" in page.text
+    assert "no 5" not in page.text
+    assert "0 questions were asked" in written(tmp_path, []).text
+    few = written(tmp_path, [*wrong, *right[:1]], shown=10)
+    assert "Shown are 9 wrong ones, marked, and 1 right ones." in few.text

@@ -1,0 +1,115 @@
+"""The demo's recipe, shrunken: train, resume, evaluate, report, export; on one rank and two."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, read_metrics
+
+from mvp_engine.config import compose
+from mvp_engine.errors import UserError
+from mvp_engine.kit import MLLMDataKit
+from mvp_engine.launch import launch
+from mvp_engine.runs import list_runs
+
+CONFIG = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
+SMALL = ["text_config.num_hidden_layers=2", "vision_config.depth=2", "vision_config.deepstack_visual_indexes=[0]"]
+SMALL = [f"model.config.{key}" for key in SMALL]
+QUICK = ["data.num_workers=0", "log.interval=1", "loop.eval_interval=null", "digits.drawings=1", "digits.count=60"]
+QUICK += ["mllm.micro_batch_tokens=256", "loop.total_steps=6", "loop.epochs=null"]
+
+
+def run(folder: Path, *more: str) -> int:
+    return launch(str(CONFIG), [f"project.dir={folder}", *SMALL, *QUICK, *more])
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(folder)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    assert run(folder, "checkpoint.interval=3") == 0
+    return folder
+
+
+def test_it_resumes_to_the_same_bits(trained: Path) -> None:
+    straight = losses(trained)
+    assert len(straight) == 6
+    checkpoint = list_runs(trained)[0].checkpoint_list()[0]
+    assert run(trained, f"resume={checkpoint}") == 0
+    assert losses(trained) == straight
+
+
+def test_report_and_export_hold_what_was_trained(trained: Path, capsys: Any) -> None:
+    from transformers import AutoProcessor
+
+    for _ in range(2):  # the second time all is there already
+        assert run(trained, "workflow=report", "resume=auto") == 0
+    told = capsys.readouterr().out
+    newest = list_runs(trained)[-1].dir
+    assert "The same answer as in training: 6 of 6" in told
+    assert str(newest / "report.html") in told
+    page = (newest / "report.html").read_text()
+    assert page.count("data:image/png") >= 24
+    assert "http" not in page.replace("http-equiv", "")
+    processor = AutoProcessor.from_pretrained(newest / "hf_step_6")
+    size = processor.image_processor.size  # the pixel budgets of the config, not those that it was made with
+    assert (size.shortest_edge, size.longest_edge) == (256, 2304)
+
+
+def test_two_ranks_with_different_numbers_of_questions_answer_like_one(ranks2, trained: Path) -> None:
+    run_dir = list_runs(trained)[0].dir
+    words = [f"project.dir={trained}", *SMALL, *QUICK, "workflow=evaluate", f"resume={run_dir}"]
+    words += ["data.global_batch_size=2"]  # three packs for two ranks
+    assert launch(str(CONFIG), words) == 0
+    for more in ("parallel.shard=1", "parallel.shard=2"):
+        assert ranks2.launch(CONFIG, *words, more) == [0, 0]
+    lines = [json.loads(line) for line in (run_dir / "evaluate.jsonl").read_text().splitlines()]
+    one, *others = ({key: value for key, value in line.items() if key != "split"} for line in lines)
+    assert len(others) == 2
+    for other in others:
+        assert other == pytest.approx(one, rel=1e-5)
+
+
+def test_held_out_digits_are_never_drawn_for_training_and_ids_are_those_of_the_config(trained: Path) -> None:
+    from digits_vlm import data
+
+    composed = compose(str(CONFIG), [f"project.dir={trained}", *QUICK])
+    engine: Any = composed.engine_class
+    kit = engine.data_kit(composed.config)
+    assert isinstance(kit, MLLMDataKit)
+    about = composed.config.model.config
+    tokenizer = kit.processor.tokenizer
+    for key, token in (("image_token_id", "<|image_pad|>"), ("vision_start_token_id", "<|vision_start|>")):
+        assert tokenizer.convert_tokens_to_ids(token) == about[key] == data.SPECIAL.index(token)
+    assert len(tokenizer) <= about["text_config"]["vocab_size"]
+    train, held_out = (data.chosen(split, 60, 3) for split in ("train", "eval"))
+    assert not set(train) & set(held_out)
+    assert sorted(train + 3 * held_out) == sorted(3 * list(range(60)))
+    tokens = [
+        rows for batch in kit.loader("train", packs_per_step=1) for rows in batch.media["pixel_values"].rows.tolist()
+    ]
+    assert len(set(tokens)) > 1  # pictures of several sizes
+
+
+def test_mistakes_are_explained(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from digits_vlm.data import prepare
+
+    with pytest.raises(UserError, match=r"was made with .*remove it, or set digits.folder"):
+        prepare(trained / "digits_data", 60, 2)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match="was not made by this recipe"):
+        prepare(tmp_path / "mine", 60, 1)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(UserError, match="pip install scikit-learn"):
+        prepare(tmp_path / "new", 60, 1)
+    assert not list(tmp_path.glob("*.tmp"))
+    assert torch.get_num_threads() == 1
