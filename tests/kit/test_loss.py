@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT, run_process
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config
 
 from mvp_engine.batch import IGNORE, PackedBatch
 from mvp_engine.engine.context import StepContext
+from mvp_engine.imports import import_file
 from mvp_engine.kit import TokenLoss, TokenNormedLossKit
 from mvp_engine.model_engine.packed import LanguageModel
 
@@ -80,3 +83,18 @@ def test_tokens_may_have_weights_of_their_own() -> None:
     log_probs = net(packed, ["log_probs"])["log_probs"]
     assert float(loss) == pytest.approx(float(-(log_probs * packed.tokens["weight"]).sum()), rel=1e-5)
     assert float(weight) == pytest.approx(float(packed.tokens["weight"][packed.labels != IGNORE].sum()))
+
+
+BROKEN = """
+def loss(ctx, model, batch):  # a mean of its own over the micro-batch
+    log_probs = model(batch, ["log_probs"])["log_probs"]
+    return -log_probs.sum() / batch.weight, 1.0
+"""
+
+
+def test_the_skills_check_passes_the_kit_and_fails_a_broken_loss(tmp_path: Path) -> None:
+    assert import_file(ROOT / "skills" / "loss" / "check.py").problems(TokenNormedLossKit()) == []
+    (tmp_path / "mine.py").write_text(BROKEN)
+    code, said = run_process("skills/loss/check.py", f"{tmp_path / 'mine.py'}:loss")
+    assert code == 1
+    assert "in parts of at most 11 tokens the loss is" in said
