@@ -17,6 +17,7 @@ kernel that cannot, or is wrong, says why in its row.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import random
@@ -44,7 +45,6 @@ SCALE = D**-0.5
 TOLERANCE = 2e-2  # of the largest value: bfloat16 keeps 8 bits, and probabilities are rounded to it on the way
 WARMUP = 3
 FIGURES = ("forward_ms", "forward_tflops", "backward_ms", "backward_tflops")
-ROOM = 256  # rows of zeros behind the tokens, for kernels that load whole tiles
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _with_autograd(case: Case, attend: Callable[..., Tensor], note: str = "") ->
 
 
 def ours(case: Case) -> Kernel:
-    """What a model's layers call: torch's varlen_attn on a GPU."""
+    """What a model's layers call: cuDNN's ragged kernels, where they are installed."""
     layer: Any = nn.Module()
     where = attention.boundaries(case.cu_seqlens, max(case.mix.lengths))
 
@@ -150,15 +150,22 @@ def ours(case: Case) -> Kernel:
     return _with_autograd(case, attend)
 
 
-def fallback(case: Case) -> Kernel:
-    """The same call where varlen_attn cannot serve: SDPA for each sequence, after a wait for the GPU's lengths."""
-    kernel = ours(case)
+def _without(*kernels: str) -> Callable[[Case], Kernel]:
+    """The same call where these cannot serve."""
 
-    def attend(*_: Tensor) -> Tensor:
-        with mock.patch.object(attention, "_flash_can", return_value=False):
-            return kernel.forward()
+    def build(case: Case) -> Kernel:
+        kernel = ours(case)
 
-    return _with_autograd(case, attend)
+        def attend(*_: Tensor) -> Tensor:
+            with contextlib.ExitStack() as off:
+                for name in kernels:
+                    where = attention.ragged if name == "can" else attention
+                    off.enter_context(mock.patch.object(where, name, return_value=False))
+                return kernel.forward()
+
+        return _with_autograd(case, attend)
+
+    return build
 
 
 @cache
@@ -200,84 +207,12 @@ def dense(case: Case) -> Kernel | None:
     return _with_autograd(case, attend)
 
 
-def ragged(case: Case) -> Kernel:
-    """cuDNN's frontend, told where each sequence begins (ragged offsets) and how long it is (padding mask)."""
-    import cudnn  # nvidia-cudnn-frontend
-
-    started = time.perf_counter()
-    count, longest, tokens = len(case.mix.lengths), max(case.mix.lengths), case.mix.tokens
-    handle = cudnn.create_handle()
-    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
-    bf16, fp32, int32 = cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT, cudnn.data_type.INT32
-
-    # What each tensor is: its buffer; its (dim, stride, type) in a graph, as if padded; which offsets say where it is.
-    heads = {"q": H, "k": K, "v": K, "o": H, "do": H, "dq": H, "dk": K, "dv": K}
-    offsets = {name: "offset_kv" if h == K else "offset_q" for name, h in heads.items()}
-    buffers = {n: case.d_out.new_zeros(tokens + ROOM, h, D) for n, h in heads.items()}
-    for name, value in zip(("q", "k", "v", "do"), (*case.inputs, case.d_out), strict=True):
-        buffers[name][:tokens] = value.detach()
-    as_graph = {n: ([count, h, longest, D], [longest * h * D, D, h * D, 1], bf16) for n, h in heads.items()}
-    buffers["stats"] = torch.zeros(count, H, longest, 1, device="cuda")
-    as_graph["stats"] = ([count, H, longest, 1], [H * longest, longest, 1, 1], fp32)
-    lengths = case.cu_seqlens.diff()
-    small = {"length_q": lengths, "length_kv": lengths}
-    small |= {"offset_q": case.cu_seqlens * (H * D), "offset_kv": case.cu_seqlens * (K * D)}
-    for name, value in small.items():
-        buffers[name] = value.int().view(-1, 1, 1, 1).contiguous()
-        as_graph[name] = ([len(value), 1, 1, 1], [1, 1, 1, 1], int32)
-
-    def begin(*names: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-        """A graph, its inputs (the small ones among them), and the options that both directions share."""
-        graph = cudnn.pygraph(io_data_type=bf16, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
-        made: dict[str, Any] = {}
-        for name in (*small, *names):
-            dim, stride, data_type = as_graph[name]
-            made[name] = graph.tensor(dim=dim, stride=stride, data_type=data_type)
-            if name in offsets:
-                made[name].set_ragged_offset(made[offsets[name]])
-        options = {"attn_scale": SCALE, "use_padding_mask": True, "diagonal_band_right_bound": 0}
-        options |= {"seq_len_q": made["length_q"], "seq_len_kv": made["length_kv"]}
-        return graph, made, options | {"diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT}
-
-    def finish(graph: Any, made: dict[str, Any], **outputs: Any) -> Callable[[], tuple[Tensor, ...]]:
-        """Name the outputs and build; gives what runs the graph and returns them."""
-        for name, tensor in outputs.items():
-            dim, stride, data_type = as_graph[name]
-            tensor.set_output(True).set_dim(dim).set_stride(stride).set_data_type(data_type)
-            if name in offsets:
-                tensor.set_ragged_offset(made[offsets[name]])
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        graph.check_support()
-        graph.build_plans()
-        workspace = torch.empty(max(1, graph.get_workspace_size()), device="cuda", dtype=torch.uint8)
-        pack = {tensor: buffers[name] for name, tensor in (made | outputs).items()}
-        kept = tuple(buffers[name][:tokens] for name in outputs)
-        return lambda: graph.execute(pack, workspace, handle=handle) or kept
-
-    forward_graph, made, options = begin("q", "k", "v")
-    o, stats = forward_graph.sdpa(made["q"], made["k"], made["v"], generate_stats=True, name="forward", **options)
-    run_forward = finish(forward_graph, made, o=o, stats=stats)
-    graph, made, options = begin(*(names := ("q", "k", "v", "o", "do", "stats")))
-    total = -(-tokens // 64) * 64
-    options |= {"max_total_seq_len_q": total, "max_total_seq_len_kv": total}
-    dq, dk, dv = graph.sdpa_backward(*(made[name] for name in names), name="backward", **options)
-    run_backward = finish(graph, made, dq=dq, dk=dk, dv=dv)
-    built = time.perf_counter() - started
-    # Newer frontends bring kernels of their own.
-    by = [getattr(getattr(g, "selected_engine", None), "name", "the library") for g in (forward_graph, graph)]
-    note = f"graphs built in {built:.1f} s; run by {' and '.join(by)}"
-    return Kernel(lambda: run_forward()[0], lambda _: run_backward(), note)
-
-
-# What cannot harm the others comes first: after an illegal access nothing more runs in this process.
 KERNELS: dict[str, Callable[[Case], Kernel | None]] = {
-    "varlen_attn (ours)": ours,
-    "SDPA per sequence (our fallback)": fallback,
+    "cuDNN, ragged (ours)": ours,
+    "varlen_attn (without cuDNN's frontend)": _without("can"),
+    "SDPA per sequence (without both)": _without("can", "_flash_can"),
     "cuDNN SDPA, dense (ceiling)": dense,
     "FlexAttention": flex,
-    "cuDNN frontend, ragged": ragged,
 }
 
 

@@ -50,7 +50,7 @@ def test_right_kernels_get_figures_and_wrong_ones_a_reason(bench: ModuleType, mo
     case = bench.Case.of(bench.Mix("tiny", (9, 1, 5)), "cpu")
     monkeypatch.setitem(bench.KERNELS, "leaky", across_boundaries(bench))
     monkeypatch.setitem(bench.KERNELS, "broken", lambda case: 1 / 0)
-    names = ["varlen_attn (ours)", "SDPA per sequence (our fallback)", "leaky", "broken"]
+    names = ["cuDNN, ragged (ours)", "SDPA per sequence (without both)", "leaky", "broken"]
     ours, fallback, leaky, broken = rows = [bench.measure(name, case, 2) for name in names]
     for row in (ours, fallback):
         assert max(row["error"].values()) < 2e-2
@@ -60,5 +60,5 @@ def test_right_kernels_get_figures_and_wrong_ones_a_reason(bench: ModuleType, mo
     assert "ZeroDivisionError" in broken["why"]
     assert "forward_ms" not in leaky
     assert bench.measure("cuDNN SDPA, dense (ceiling)", case, 2) is None  # lengths differ
-    assert "time was up" in bench.measure("varlen_attn (ours)", case, 2, late=True)["why"]
+    assert "time was up" in bench.measure("cuDNN, ragged (ours)", case, 2, late=True)["why"]
     assert len({line.count("|") for line in bench.table(rows).splitlines()}) == 1

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from mvp_engine.distributed import World
+from mvp_engine.log.peaks import device_peak
 
 
 class Meter:
@@ -35,6 +36,8 @@ class Meter:
         figures = {"step_s": per_step}
         rates = {"samples": float(self.samples_per_step * self.steps), **totals}
         figures |= {f"{name}_per_s": amount / seconds for name, amount in rates.items()}
+        if "flops" in totals and (peak := device_peak(self.world.device)):
+            figures["mfu"] = totals["flops"] / seconds / (peak * self.world.size)
         figures |= {"data_wait": waited / seconds, "memory_gib": peak_memory(self.world.device) / 2**30}
         if remaining_steps is not None:
             figures["eta_s"] = remaining_steps * per_step

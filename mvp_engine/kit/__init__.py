@@ -3,6 +3,7 @@
 from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
 from mvp_engine.kit.generate import Answer, answer, generate
 from mvp_engine.kit.loss import TokenLoss, TokenNormedLossKit
+from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.model_engine.lora import Lora
 
@@ -11,6 +12,7 @@ __all__ = [
     "DataSource",
     "Limits",
     "Lora",
+    "MFUKit",
     "MLLMData",
     "MLLMDataKit",
     "MLLMModelKit",

@@ -37,6 +37,9 @@ class TokenNormedLossKit:
 
     def __call__(self, ctx: StepContext, model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """`(loss_sum, weight)` of a micro-batch, for a recipe to return from `forward_step`."""
+        if self.settings == TokenLoss() and "weight" not in batch.tokens and "loss" in getattr(model, "provides", ()):
+            ctx.count("tokens", batch.num_tokens)
+            return model(batch, ["loss"])["loss"], batch.weight
         scores = model(batch, self.outputs)
         loss_T = self.per_token(scores, batch.labels)
         weight_T = self.weights(batch)

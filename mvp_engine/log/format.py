@@ -44,6 +44,8 @@ def shown(record: dict[str, Any]) -> list[tuple[str, str]]:
             pairs.append((key, number(value)))
     perf = record.get("perf", {})
     pairs += [(f"{k.removesuffix('_per_s')}/s", rate(v)) for k, v in perf.items() if k.endswith("_per_s")]
+    if "mfu" in perf:
+        pairs.append(("mfu", f"{100 * perf['mfu']:.1f}%"))
     if "data_wait" in perf:
         pairs.append(("data", f"{100 * perf['data_wait']:.1f}%"))
     if "memory_gib" in perf:

@@ -25,7 +25,7 @@ from mvp_engine.distributed.sequence import SequenceShard, check_heads
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine.source import read_config
 from mvp_engine.ops import attention
-from mvp_engine.ops.linear_cross_entropy import linear_argmax, linear_log_probs
+from mvp_engine.ops.linear_cross_entropy import linear_argmax, linear_log_probs, linear_loss
 
 if TYPE_CHECKING:
     from mvp_engine.model_engine.lora import Lora
@@ -76,6 +76,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = backbone
         attention.use(backbone.config)
+        backbone.get_input_embeddings().register_forward_hook(_low)  # type: ignore[operator]
         self.sequence_group: dist.ProcessGroup | None = None
 
     @classmethod
@@ -162,6 +163,10 @@ class PackedModel(nn.Module):
     def _made(self, batch: PackedBatch, wanted: tuple[str, ...]) -> Outputs:
         if self.sequence_group is None:
             return self.outputs(self.hidden(batch), batch.labels, wanted)
+        if "loss" in wanted:  # of all tokens, so it is made of what every rank has in the end
+            others = tuple(name for name in dict.fromkeys((*wanted, "log_probs")) if name != "loss")
+            given = self._made(batch, others)
+            return {name: given[name] if name != "loss" else -given["log_probs"].sum() for name in wanted}
         spare = dist.get_world_size(self.sequence_group) - batch.num_tokens
         if spare > 0:  # a token for every rank
             batch = dataclasses.replace(batch, beside=[*batch.beside, *[batch.filler()] * spare])
@@ -222,6 +227,14 @@ def _refuse_outside(batch: PackedBatch, field: str, layer: Any) -> None:
         raise UserError(f"{field}: {int(values[at])} at {place} is none of the model's {size} tokens{ignored}")
 
 
+def _low(module: nn.Module, args: Any, embedded_TD: Tensor) -> Tensor | None:
+    """Autocast leaves embeddings in float32, and all that is added to them: twice the memory of bf16, which is what
+    sharded ranks have. float16 could overflow there."""
+    device = embedded_TD.device.type
+    bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    return embedded_TD.bfloat16() if bf16 else None
+
+
 def _beside_tokens(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:
     """What the forward of `base` is given beside tokens: each kind of media that has items, its fields, token types.
 
@@ -247,11 +260,12 @@ def _beside_tokens(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:
 class LanguageModel(PackedModel):
     """Log-probs of the labels (0 where there is none), entropy and more of the distribution, per token, in float32.
 
-    `next_tokens` are the most likely ones: what greedy decoding writes behind each position.
+    `next_tokens` are the most likely ones: what greedy decoding writes behind each position. `loss` is minus the sum of
+    the log-probs as one number, and quicker.
     """
 
     model_type = "language_model"
-    provides = ("log_probs", "entropy", "log_z", "mean_log_probs", "next_tokens", "hidden_states")
+    provides = ("log_probs", "entropy", "log_z", "mean_log_probs", "next_tokens", "hidden_states", "loss")
 
     def __init__(self, causal_lm: Any, temperature: float = 1.0, chunk: int = 2048) -> None:
         if causal_lm.base_model is causal_lm:
@@ -291,13 +305,17 @@ class LanguageModel(PackedModel):
             start = min(rows, -(-rows // ranks) * weight.device_mesh.get_local_rank())
             shared = {"group": weight.device_mesh.get_group(), "vocab_start": start}
             weight, bias = weight.to_local(), None if bias is None else bias.to_local()
-        shared |= {"scale": self.scale, "softcap": self.softcap, "chunk": self.chunk}
+        how: dict[str, Any] = {"bias_V": bias, "scale": self.scale, "softcap": self.softcap, "chunk": self.chunk}
         every = {"hidden_states": hidden_TD}
         if "next_tokens" in wanted:
-            every["next_tokens"] = linear_argmax(hidden_TD, weight, bias, **shared)
-        if set(wanted) - set(every):
-            shared |= {"temperature": self.temperature, "mean": "mean_log_probs" in wanted}
-            every |= linear_log_probs(hidden_TD, weight, labels_T, bias, **shared)._asdict()
+            every["next_tokens"] = linear_argmax(hidden_TD, weight, **how, **shared)
+        how["temperature"] = self.temperature
+        if set(wanted) - set(every) == {"loss"} and not shared:
+            every["loss"] = linear_loss(hidden_TD, weight, labels_T, **how)
+        elif set(wanted) - set(every):
+            how["mean"] = "mean_log_probs" in wanted
+            every |= linear_log_probs(hidden_TD, weight, labels_T, **how, **shared)._asdict()
+            every["loss"] = -every["log_probs"].sum()
         return {name: every[name] for name in wanted}
 
     def own_log_probs(self, batch: PackedBatch) -> Tensor | None:

@@ -23,6 +23,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from mvp_engine.distributed.sequence import SequenceShard
 from mvp_engine.errors import UserError
+from mvp_engine.ops import ragged_attention as ragged
 
 NAME = "mvp_packed"
 # Encoders that see "flash" hand over all their images in one call with boundaries, else they loop over images.
@@ -258,8 +259,12 @@ def _each_sequence(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    if overlay is None and _flash_can(q_HTd, dropout, softcap, sinks_H):
-        return _flash(q_HTd, k_KTd, v_KTd, cu_seqlens, longest, scale, causal, window)
+    if overlay is None and dropout == 0.0 and softcap is None and sinks_H is None:
+        what = (q_HTd, k_KTd, v_KTd, cu_seqlens, longest, scale, causal, window)
+        if ragged.can(q_HTd, longest, causal, window):
+            return _ragged(*what)
+        if _flash_can(q_HTd):
+            return _flash(*what)
     how = (scale, dropout, causal, window, softcap, sinks_H)
     outs = []
     for start, end in pairwise(cu_seqlens.tolist()):
@@ -269,11 +274,16 @@ def _each_sequence(
     return torch.cat(outs, dim=1)
 
 
-def _flash_can(q: Tensor, dropout: float, softcap: float | None, sinks: Tensor | None) -> bool:
-    """torch's variable-length FlashAttention: one call for all sequences, no wait for the GPU."""
-    plain = dropout == 0.0 and softcap is None and sinks is None
+def _ragged(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, *how: Any) -> Tensor:
+    """cuDNN's kernels: one call for all sequences, no wait for the GPU, and the fastest where they exist."""
+    q, k, v = (x.transpose(0, 1) for x in (q_HTd, k_KTd, v_KTd))
+    return ragged.ragged_attention(q, k, v, *how).transpose(0, 1)
+
+
+def _flash_can(q: Tensor) -> bool:
+    """torch's variable-length FlashAttention: the same, on more GPUs and head sizes."""
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return plain and fits and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    return fits and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
 
 
 def _flash(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvp_engine.distributed import World
-from mvp_engine.ops.linear_cross_entropy import IGNORE, linear_log_probs
+from mvp_engine.ops.linear_cross_entropy import IGNORE, linear_log_probs, linear_loss
 
 WAYS: list[dict[str, Any]] = [{}, {"scale": 0.3}, {"softcap": 2.0}, {"scale": 1.7, "softcap": 1.5, "temperature": 0.7}]
 
@@ -52,6 +55,22 @@ def test_values_and_gradients_are_those_of_the_plain_way(how: dict[str, Any], bi
     for x, y in zip(ours, theirs, strict=True):
         if x is not None and x.requires_grad:
             assert torch.allclose(x.grad, y.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", WAYS, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_loss_and_its_gradients_are_those_of_the_plain_way(how: dict[str, Any], bias: bool) -> None:
+    ours, theirs = inputs(bias=bias), inputs(bias=bias)
+    a, b = linear_loss(*ours, **how, chunk=5), -plain(*theirs, **how)[0].sum()
+    assert torch.allclose(a, b, rtol=1e-5)
+    assert not linear_loss(*ours, **how, chunk=5).detach().requires_grad
+    for loss in (a, b):
+        (loss * 0.3).backward()
+    for x, y in zip(ours, theirs, strict=True):
+        if x is not None and x.requires_grad:
+            assert torch.allclose(x.grad, y.grad, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        assert torch.allclose(linear_loss(*ours, **how, chunk=5), b, rtol=1e-5)
 
 
 def test_it_passes_the_numerical_gradient_check() -> None:
@@ -204,3 +223,35 @@ def test_a_label_that_no_rank_has_is_never_a_finite_loss(ranks2) -> None:
 def test_a_group_without_this_ranks_first_row_is_refused() -> None:
     with pytest.raises(ValueError, match="group and vocab_start go together"):
         linear_log_probs(*inputs(), vocab_start=0)
+
+
+KERNELS = """
+import torch
+from mvp_engine.ops import linear_cross_entropy as ops
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+g = torch.Generator().manual_seed(0)
+raw = torch.randn(6, 20001, generator=g).bfloat16().to(device) * 3
+labels = torch.tensor([5, 20000, -100, 0, 9999, 8192]).to(device)
+label, p, entropy, flat = torch.randn(4, 6, generator=g).to(device)
+how = ops._How(0.7, None, 0.9, torch.bfloat16)
+plain = ops._whole(ops._logits(raw, how), labels, True)
+from mvp_engine.ops import logit_kernels
+for ours, theirs in zip(logit_kernels.row_numbers(raw, labels, how.factor), plain):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+beyond = logit_kernels.row_numbers(raw[:1], torch.tensor([20001], device=device), 1.0)[0]
+assert beyond.isnan().all(), "a label that is no token must not pass"
+label = label.masked_fill(labels < 0, 0.0)
+for given in (ops._Upstream(label, p), ops._Upstream(label, p, entropy), ops._Upstream(label, p, entropy, flat / 9e3)):
+    host = ops._Upstream(*(None if x is None else x.cpu() for x in given))
+    theirs = ops._gradient(raw.cpu(), labels.cpu(), plain[1].cpu(), plain[2].cpu(), host, how)
+    ours = logit_kernels.to_gradient_(raw.clone(), labels, plain[1], plain[2], *given, how.factor)
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-2, atol=1e-6)
+"""
+
+
+def test_kernels_give_what_the_plain_way_gives() -> None:
+    """In a process of its own: without a GPU Triton interprets them, which must be said before it is imported."""
+    environment = {**os.environ, **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
+    done = subprocess.run([sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

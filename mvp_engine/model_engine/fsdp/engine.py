@@ -154,8 +154,9 @@ class FSDPEngine(ModelEngine):
         factor = 1.0 / divisor
         if self.settings.clip_grad_norm is not None:
             factor = factor * (self.settings.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-        if local:
+        if self._device_skip:  # it multiplies on its way: a pass less over all gradients
+            self.optimizer.grad_scale = (1.0 / factor).float()  # type: ignore[attr-defined]
+        elif local := [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]:
             torch._foreach_mul_(local, factor.float())
         self.rates = self._learning_rates()
         bad_loss, bad_norm = ~loss_sum.isfinite(), ~norm.isfinite()
@@ -171,7 +172,7 @@ class FSDPEngine(ModelEngine):
         scale = self.scale.value if self.scale else torch.ones((), device=code.device)
         verdict = torch.stack([code.double(), scale.double()])
         if self._device_skip:
-            self.optimizer.found_inf, self.optimizer.grad_scale = bad.float(), None  # type: ignore[attr-defined]
+            self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
             self.optimizer.step()
             host = torch.empty(2, dtype=torch.float64, pin_memory=True)
             host.copy_(verdict, non_blocking=True)

@@ -61,4 +61,4 @@ class LmEngine(Engine):
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         if ctx.split == "train":
             ctx.count("tokens", micro_batch.num_tokens)
-        return -self.model(micro_batch, ["log_probs"])["log_probs"].sum(), micro_batch.weight
+        return self.model(micro_batch, ["loss"])["loss"], micro_batch.weight

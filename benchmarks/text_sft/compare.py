@@ -1,0 +1,155 @@
+"""Text SFT on one GPU: this engine, Hugging Face's Trainer, and the Trainer with Liger's kernels, in one run.
+
+    PYTHONPATH=. python benchmarks/text_sft/compare.py --out benchmarks/results/text_sft.json
+    python benchmarks/text_sft/compare.py --table benchmarks/results/text_sft.json     # into docs/performance.md
+
+Each side is a process of its own, with the same weights, sequences, order, optimizer, clipping and precision (bf16
+autocast over float32 weights). `mix` has lengths as chats have them, `full` nothing but 4,096 tokens, so that padding
+costs the Trainer nothing. A step is 32 (or 8) sequences, about 32k tokens. Tokens are useful ones, never padding; MFU
+is by MFUKit's formula, the same for all, of the card's peak. The first interval warms up and does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from data import PER_STEP, sequences, shape
+
+from mvp_engine.batch import PackedBatch
+from mvp_engine.kit import MFUKit
+from mvp_engine.log.peaks import device_peak
+from mvp_engine.model_engine.packed import LanguageModel
+
+HERE = Path(__file__).parent
+SIDES = ["ours", "Trainer", "Trainer + Liger"]
+INTERVAL = 5
+
+
+def ours(args: argparse.Namespace, mix: str, folder: Path) -> dict[str, Any]:
+    words = [f"loop.total_steps={args.steps}", f"log.interval={INTERVAL}", f"project.dir={folder}", *args.keys]
+    words += [f"sft.mix={mix}", f"sft.shape={args.shape}", f"sft.longest={args.longest}"]
+    words += [f"data.micro_batch_size={PER_STEP[mix] // 2}", f"data.global_batch_size={PER_STEP[mix]}"]
+    subprocess.run(
+        [sys.executable, "-m", "mvp_engine.launch", "--config", str(HERE / "train.yaml"), *words], check=True
+    )
+    (log,) = folder.glob("*/metrics.jsonl")
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    steps = [record["perf"]["step_s"] for record in records[1:]]
+    memory = records[-1]["perf"]["memory_gib"]
+    return {"losses": [record["loss"] for record in records], "seconds": sum(steps) * INTERVAL, "memory_gib": memory}
+
+
+def theirs(args: argparse.Namespace, mix: str, folder: Path, liger: bool) -> dict[str, Any]:
+    out = folder / "trainer.json"
+    how = {"out": str(out), "name": args.shape, "mix": mix, "steps": args.steps, "interval": INTERVAL}
+    how |= {"batch": args.batch, "liger": liger, "longest": args.longest}
+    subprocess.run([sys.executable, str(HERE / "trainer.py"), json.dumps(how)], check=True)
+    found = json.loads(out.read_text())
+    seconds = found["ends"][-1] - found["ends"][INTERVAL - 1]
+    return {"losses": found["losses"], "seconds": seconds, "memory_gib": found["memory_gib"]}
+
+
+def work(args: argparse.Namespace, mix: str) -> tuple[int, float]:
+    """Tokens and FLOPs of the steps that count."""
+    rows = sequences(mix, args.steps, args.longest)[INTERVAL * PER_STEP[mix] :]
+    batch = PackedBatch.from_sequences(rows)
+    return batch.num_tokens, float(MFUKit(LanguageModel.on_meta(None, shape(args.shape))).flops(batch))
+
+
+def measure(args: argparse.Namespace, side: str, mix: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"side": side, "mix": mix}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            where = (args, mix, Path(folder))
+            found = ours(*where) if side == "ours" else theirs(*where, liger=side != "Trainer")
+    except subprocess.CalledProcessError as error:
+        return {**row, "why": f"ended with {error.returncode}"}
+    tokens, flops = work(args, mix)
+    peak = device_peak(torch.device("cuda", 0)) if torch.cuda.is_available() else None
+    row |= {"tokens_per_s": tokens / found["seconds"], "step_ms": 1e3 * found["seconds"] / (args.steps - INTERVAL)}
+    row |= {
+        "mfu": flops / found["seconds"] / peak if peak else None,
+        "tokens_per_step": tokens / (args.steps - INTERVAL),
+    }
+    return {**row, "memory_gib": found["memory_gib"], "losses": found["losses"]}
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [
+        "| lengths | side | tokens/s | MFU | step | memory | last loss |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in result["rows"]:
+        head = f"| {row['mix']} | {row['side']} |"
+        if "why" in row:
+            lines.append(f"{head} - | - | - | - | {row['why']} |")
+            continue
+        mfu = "-" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
+        memory = "-" if row["memory_gib"] is None else f"{row['memory_gib']:.0f} GiB"
+        figures = (f"{row['tokens_per_s']:,.0f}", mfu, f"{row['step_ms']:.0f} ms", memory, f"{row['losses'][-1]:.3f}")
+        lines.append(f"{head} {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def into_page(result: dict[str, Any], page: Path) -> None:
+    text = re.sub(
+        r"(<!-- text_sft -->\n).*?(<!-- /text_sft -->)",
+        lambda found: f"{found[1]}{table(result)}\n{found[2]}",
+        page.read_text(),
+        flags=re.DOTALL,
+    )
+    page.write_text(text)
+
+
+def about() -> dict[str, Any]:
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in ("torch", "triton", "transformers", "accelerate", "liger-kernel", "nvidia-cudnn-frontend"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    return {
+        "hardware": gpu,
+        "versions": versions,
+        "command": "python benchmarks/text_sft/compare.py " + " ".join(sys.argv[1:]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write everything as JSON")
+    parser.add_argument("--table", type=Path, help="only put the table of this JSON into docs/performance.md")
+    parser.add_argument("--shape", default="qwen3_1_7b")
+    parser.add_argument("--mixes", nargs="*", default=["mix", "full"])
+    parser.add_argument("--sides", nargs="*", default=SIDES)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--longest", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=4, help="sequences that the Trainer takes at once")
+    parser.add_argument("--keys", nargs="*", default=[], help="keys of our config")
+    args = parser.parse_args()
+    if args.table:
+        into_page(json.loads(args.table.read_text()), HERE.parents[1] / "docs" / "performance.md")
+        return
+    result: dict[str, Any] = {**about(), "rows": []}
+    for mix in args.mixes:
+        for side in args.sides:
+            result["rows"].append(measure(args, side, mix))
+            print(result["rows"][-1], file=sys.stderr, flush=True)
+            if args.out:  # after each, should the next one take the process with it
+                args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""This engine's side: packed micro-batches, nothing padded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from mvp_engine.batch import PackedBatch
+from mvp_engine.config import Config, Section
+from mvp_engine.engine import Engine, StepContext
+from mvp_engine.kit import MFUKit
+from mvp_engine.model_engine import ModelSource, engine_class
+
+from .data import sequences, shape
+
+
+class Sft(Section):
+    shape: str
+    mix: str
+    longest: int
+
+
+class SftConfig(Config):
+    sft: Sft
+
+
+class SftEngine(Engine):
+    config_class = SftConfig
+    config: SftConfig
+
+    def prepare_model(self) -> nn.Module:
+        kind = engine_class("language_model", self.config.model.backend)
+        return kind.build_model(ModelSource(None, shape(self.config.sft.shape)))
+
+    def before_train(self) -> None:
+        super().before_train()
+        self.mfu = MFUKit(self.model)
+
+    def prepare_dataloader(self, split: str) -> Any:
+        size, steps = self.config.data.micro_batch_size, self.config.loop.total_steps or 1
+        rows = sequences(self.config.sft.mix, steps, self.config.sft.longest)
+        packs = [PackedBatch.from_sequences(rows[i : i + size]) for i in range(0, len(rows), size)]
+        return [pack.pin_memory() for pack in packs] if self.device.type == "cuda" else packs
+
+    def train_pre_step(self, ctx: StepContext) -> None:
+        self.mfu.count(ctx)
+
+    def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        return self.model(micro_batch, ["loss"])["loss"], micro_batch.weight
+
+    def save(self) -> None:
+        """No checkpoint: 20 GB that nobody wants."""

@@ -1,0 +1,98 @@
+"""The other side: Hugging Face's Trainer on the same weights and sequences, padded, with or without Liger's kernels."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mvp_engine.batch import IGNORE
+from mvp_engine.distributed import Layout, World
+from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
+
+if __package__:
+    from .data import LONGEST, PER_STEP, sequences, shape
+else:
+    from data import LONGEST, PER_STEP, sequences, shape
+
+
+def own_model(name: str, device: torch.device, seed: int) -> Any:
+    """transformers' model with the weights that our engine draws, and nothing else of ours."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = shape(name)
+    world = World(0, 1, 0, 1, device)
+    ours = LanguageModelEngine(
+        LanguageModelEngine.build_model(ModelSource(None, settings)), Layout(world), Settings(seed=seed)
+    )
+    ours.initialize()
+    config = AutoConfig.for_model(**settings, attn_implementation="sdpa", use_cache=False)
+    with device:
+        model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(ours.model.hf.state_dict())
+    return model
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    labels, mask = torch.full_like(ids, IGNORE), torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        size = len(row["input_ids"])
+        ids[i, :size], labels[i, :size], mask[i, :size] = row["input_ids"], row["input_ids"], 1
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def run(
+    out: Path, name: str, mix: str, steps: int, interval: int, batch: int, liger: bool, longest: int = LONGEST
+) -> None:
+    """Writes the losses, one of each interval, and the seconds at the end of each step."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    arguments = TrainingArguments(
+        output_dir=str(out.parent / "trainer"),
+        max_steps=steps,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=PER_STEP[mix] // batch,
+        bf16=device.type == "cuda",
+        use_cpu=device.type == "cpu",
+        optim="adamw_torch_fused",
+        learning_rate=1e-4,
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        logging_steps=interval,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        use_liger_kernel=liger,
+    )
+    data: Any = [{"input_ids": row} for row in sequences(mix, steps, longest)]
+    model = own_model(name, device, seed=0)
+    trainer = Trainer(model, arguments, data_collator=padded, train_dataset=data, callbacks=[Clock()])
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    out.write_text(json.dumps({"losses": losses, "ends": ends, "memory_gib": memory}))
+
+
+if __name__ == "__main__":
+    import sys
+
+    run(**json.loads(sys.argv[1], object_hook=lambda made: {**made, "out": Path(made["out"])}))

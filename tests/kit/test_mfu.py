@@ -1,0 +1,233 @@
+"""MFUKit: the formula against torch's FLOP counter, pairs against counting, peaks by name, one count for all ranks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from families import TOKENS
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from mvp_engine.batch import Media, PackedBatch
+from mvp_engine.distributed import World
+from mvp_engine.engine.meter import Meter
+from mvp_engine.kit import MFUKit
+from mvp_engine.kit.mfu import _seen
+from mvp_engine.log import peaks
+from mvp_engine.model_engine.packed import LanguageModel
+from mvp_engine.ops import attention
+
+TEXT = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "pad_token_id": 0}
+TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "max_position_embeddings": 256}
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [6, 5, 5]}}
+PATCHES = {"hidden_size": 96, "intermediate_size": 192, "out_hidden_size": 128, "depth": 3, "num_heads": 4}
+PATCHES |= {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
+VIT = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
+VIT |= {"image_size": 32, "patch_size": 4}
+WHISPER = {"d_model": 96, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 192}
+WHISPER |= {"num_mel_bins": 16, "max_source_positions": 40}
+SIGLIP = {**VIT, "model_type": "siglip_vision_model", "vision_use_head": False}
+
+# What is counted -> (model type, its config, what is seen, what trains: a pattern of names, or all)
+CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "Llama: GQA": ("llama", TEXT, "", ""),
+    "Qwen3: heads wider than the model": ("qwen3", {**TEXT, "tie_word_embeddings": True}, "", ""),
+    "Qwen3-MoE: 2 of 8 experts": ("qwen3_moe", {**TEXT, **MOE}, "", ""),
+    "Gemma 3: windows": ("gemma3_text", {**TEXT, "sliding_window": 16}, "", ""),
+    "GPT-2: fused projections": ("gpt2", {"n_embd": 128, "n_layer": 3, "n_head": 4, "vocab_size": 320}, "", ""),
+    "Qwen3-VL: encoder, deep features": (
+        "qwen3_vl",
+        {"vision_config": {**PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}},
+        "patches",
+        "",
+    ),
+    "Qwen2.5-VL: encoder with windows": (
+        "qwen2_5_vl",
+        {"vision_config": {**PATCHES, "window_size": 32, "fullatt_block_indexes": [1]}},
+        "patches",
+        "",
+    ),
+    "LLaVA: CLIP": ("llava", {"vision_config": {**VIT, "model_type": "clip_vision_model"}}, "images", ""),
+    "Gemma 3: SigLIP": ("gemma3", {"vision_config": SIGLIP, "mm_tokens_per_image": 16}, "images", ""),
+    "Qwen2-Audio: Whisper": ("qwen2_audio", {"audio_config": WHISPER}, "sounds", ""),
+    "Qwen3-VL, encoder frozen": (
+        "qwen3_vl",
+        {"vision_config": {**PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}},
+        "patches",
+        "language_model|merger|lm_head",
+    ),
+    "Qwen3-VL, projector alone": (
+        "qwen3_vl",
+        {"vision_config": {**PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}},
+        "patches",
+        "merger",
+    ),
+    "Llama, LoRA": ("llama", {**TEXT, "num_hidden_layers": 8}, "", "lora"),
+}
+
+
+class Adapted(nn.Module):
+    """A frozen matrix with a small one beside it, as adapters have it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, 16, bias=False)
+        self.lora_B = nn.Linear(16, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def model_of(case: str) -> LanguageModel:
+    from transformers import AutoConfig
+
+    kind, settings, seen, trains = CASES[case]
+    if seen:
+        mrope = MROPE if seen == "patches" else {}
+        settings = {**TOKENS, **settings, "text_config": {**TEXT, "head_dim": 32, **mrope}}
+    torch.manual_seed(0)
+    model = LanguageModel.from_config(AutoConfig.for_model(kind, **copy.deepcopy(settings)))
+    model.hf.config.get_text_config()._experts_implementation = "eager"  # what the counter can see
+    if trains == "lora":
+        for layer in model.base().layers:
+            layer.self_attn.q_proj, layer.mlp.down_proj = Adapted(layer.self_attn.q_proj), Adapted(layer.mlp.down_proj)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not trains or any(part in name for part in trains.split("|")))
+    return model
+
+
+def sample(case: str, seen: bool) -> PackedBatch:
+    """One sequence, with an image or a sound if it is to see or hear."""
+    kind, settings, look, _ = CASES[case]
+    ids, media, tokens = [torch.randint(3, 90, (30 if seen else 50,))], {}, {}
+    if look == "patches":
+        grid = torch.tensor([[1, 12, 20]])
+        media = {"pixel_values": (torch.randn(240, 96), {"image_grid_thw": grid}, 60)}
+    elif look == "images":
+        count = settings.get("mm_tokens_per_image", 64)
+        media = {"pixel_values": (torch.randn(1, 3, 32, 32), {}, count)}
+    elif look == "sounds":
+        mask = {"feature_attention_mask": torch.ones(1, 80, dtype=torch.long)}
+        media = {"input_features": (torch.randn(1, 16, 80), mask, 20)}
+    made = {}
+    for name, (values, fields, count) in media.items():
+        item = Media(values, torch.tensor([len(values)]), torch.tensor([0]), fields)
+        made[name] = item if seen else item.select([])
+        if seen:
+            ids.append(torch.full((count,), TOKENS["audio_token_id" if look == "sounds" else "image_token_id"]))
+    row = torch.cat(ids)
+    tokens = {"token_type_ids": [(row == 90).long()]} if kind == "gemma3" else {}
+    return PackedBatch.from_sequences([row], tokens=tokens, media=made)
+
+
+def counted(model: LanguageModel, one: PackedBatch) -> int:
+    """What torch counts in transformers' own forward of one sequence, and its backward."""
+    given: dict[str, Any] = {name: value[None] for name, value in one.tokens.items()}
+    for name, media in one.media.items():
+        given |= {name: media.values, **media.fields} if len(media.rows) else {}
+    with attention.own_attention(model.hf.config), FlopCounterMode(display=False) as counter:
+        where = one.position_ids[None]
+        logits = model.hf(input_ids=one.input_ids[None], position_ids=where, use_cache=False, **given).logits
+        logits.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, tuple[float, float]]:
+    """For each case, what the kit and the counter say of two sequences that are packed."""
+    found = {}
+    for case in CASES:
+        model = model_of(case)
+        ones = [
+            sample(case, seen=True),
+            sample(case, seen=CASES[case][3] == "merger"),
+        ]  # text alone would train nothing
+        together = float(MFUKit(model).flops(PackedBatch.concat(ones), masked=False))
+        found[case] = together, float(sum(counted(model, one) for one in ones))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_formula_gives_what_torch_counts(rows: dict[str, tuple[float, float]], case: str) -> None:
+    formula, counter = rows[case]
+    assert formula == pytest.approx(counter, rel=0.02)
+
+
+def test_the_table_in_the_docs_is_that_of_the_tests(rows: dict[str, tuple[float, float]]) -> None:
+    lines = ["| what | MFUKit, MFLOP | counter, MFLOP | apart |", "| --- | ---: | ---: | ---: |"]
+    for case, (formula, counter) in rows.items():
+        apart = f"{100 * (formula / counter - 1):+.2f} %"
+        lines.append(f"| {case} | {formula / 1e6:.2f} | {counter / 1e6:.2f} | {apart} |")
+    page = (ROOT / "docs" / "mfu.md").read_text()
+    assert page.split("<!-- table -->")[1].split("<!-- /table -->")[0].strip() == "\n".join(lines), "\n".join(lines)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 5, 40])
+def test_pairs_are_those_that_attend(window: int | None) -> None:
+    for length in (1, 2, 5, 17):
+        q, k = torch.arange(length)[:, None], torch.arange(length)[None]
+        allowed = (k <= q) & (q - k < (window or length))
+        assert _seen(torch.tensor([float(length)]), window).item() == allowed.sum().item()
+
+
+def test_windows_and_packing_make_attention_cheaper_and_nothing_else() -> None:
+    kit = MFUKit(model_of("Gemma 3: windows"))
+    long = PackedBatch.from_sequences([torch.randint(3, 90, (120,))])
+    halves = PackedBatch.from_sequences([torch.randint(3, 90, (60,)) for _ in "ab"])
+    assert kit.flops(halves) < kit.flops(long) < kit.flops(long, masked=False)
+    per_pair = 3 * 4 * 4 * 48  # forward and backward, 4 operations for each of 4 heads of 48
+    layers = [120 * 121 / 2 if kind == "full_attention" else 16 * 17 / 2 + 104 * 16 for kind in kit.config.layer_types]
+    saved = sum(120**2 - pairs for pairs in layers) * per_pair
+    assert float(kit.flops(long, masked=False) - kit.flops(long)) == pytest.approx(saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA B200", 2250),
+        ("AMD Instinct MI300X", 1307),
+        ("NVIDIA H20", 148),
+        ("Voodoo 2", None),
+    ],
+)
+def test_peaks_are_found_by_name(name: str, teraflops: float | None) -> None:
+    assert peaks.peak_of(name) == (None if teraflops is None else teraflops * 1e12)
+
+
+def test_an_unknown_gpu_is_told_once_and_has_no_mfu(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Voodoo 2")
+    said: list[Any] = []
+    monkeypatch.setattr(logging.getLogger("mvp_engine"), "warning", lambda *what: said.append(what))
+    peaks.device_peak.cache_clear()
+    try:
+        assert [peaks.device_peak(torch.device("cuda", 0)) for _ in "abc"] == [None] * 3
+    finally:
+        peaks.device_peak.cache_clear()
+    assert len(said) == 1
+    assert "Voodoo 2" in said[0]
+
+
+def test_mfu_is_of_the_peak_of_all_ranks(monkeypatch) -> None:
+    monkeypatch.setattr("mvp_engine.engine.meter.device_peak", lambda _: 5e12)
+    figures = {}
+    for size in (1, 4):
+        meter = Meter(World(0, size, 0, size, torch.device("cpu")), 1)
+        meter.steps, meter._started = 1, meter._started - 2.0
+        figures[size] = meter.read({"flops": 1e12, "tokens": 10.0}, 0.0, None)
+    assert figures[1]["mfu"] == pytest.approx(0.1, rel=1e-2)
+    assert figures[4]["mfu"] == pytest.approx(0.025, rel=1e-2)
+    assert "mfu" not in Meter(World(0, 1, 0, 1, torch.device("cpu")), 1).read({"tokens": 1.0}, 0.0, None)
