@@ -133,3 +133,22 @@ def test_compiled_blocks_follow_eager_ones() -> None:
     for how in ({"compile": "inductor"}, {"compile": "inductor", "recompute": "full"}, {"recompute": "selective"}):
         found = gradients(language_model(shape, seed=4, precision="bf16", **how), [batch])
         assert lowest_cosine(eager, found) > 0.995, how
+
+
+def test_packs_of_all_sizes_compile_few_times_and_never_wait() -> None:
+    shape = {**overrides_of("qwen3"), "head_dim": 32, "vocab_size": 512}
+    part = language_model(shape, precision="bf16", compile="inductor", clip_grad_norm=1.0)
+    forward = lambda batch: (part.model(batch, ["loss"])["loss"], batch.weight)  # noqa: E731
+    packs = [mix(512, [100 + 37 * i, 3 + i, 200]).pin_memory() for i in range(4)]
+    packs += [mix(512, [90] * (i + 2)).pin_memory() for i in range(4)]
+    torch._dynamo.utils.counters.clear()
+    for _ in range(2):
+        for pack in packs:
+            part.train_batch([pack], forward)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for pack in packs:
+            part.train_batch([pack], forward)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

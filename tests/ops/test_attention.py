@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from mvp_engine.ops import attention
+from mvp_engine.ops import attention, ragged_attention
 from mvp_engine.ops.attention import boundaries, encoder_attention, packed_attention
 
 LENGTHS = [5, 1, 40, 17]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_cudnn = pytest.mark.skipif(
+    not (torch.cuda.is_available() and ragged_attention.INSTALLED), reason="needs a GPU and nvidia-cudnn-frontend"
+)
 
 
 def inputs(device: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 2, size: int = 32) -> list[Tensor]:
@@ -129,3 +133,73 @@ def test_fast_kernel_does_not_wait_for_the_gpu() -> None:
         packed_attention(nn.Identity(), *tensors, None, **boundaries(ends, max(LENGTHS)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_packs_of_all_sizes_need_few_plans() -> None:
+    """A plan takes a tenth of a second and more; as many as packs would be slower than any kernel is fast."""
+    g = torch.Generator().manual_seed(0)
+    plans = set()
+    for _ in range(500):
+        lengths = torch.randint(64, 4097, (int(torch.randint(4, 33, (), generator=g)),), generator=g)
+        q = torch.empty(int(lengths.sum()), 16, 128, device="meta")
+        plan = ragged_attention._plan(q, q[:, :8], len(lengths), int(lengths.max()), 0.1, True, 0)
+        assert plan.sequences >= len(lengths)
+        assert plan.longest >= int(lengths.max())
+        assert plan.tokens >= len(q)
+        plans.add(plan)
+    assert len(plans) < 30
+
+
+@needs_cudnn
+@pytest.mark.parametrize("way", ["plain", "compiled", "recomputed"])
+@pytest.mark.parametrize(
+    ("options", "heads", "size"),
+    [
+        ({}, (8, 2), 128),
+        ({"sliding_window": 50}, (8, 4), 64),
+        ({"is_causal": False}, (4, 4), 80),
+        ({"scaling": 0.3}, (8, 8), 32),
+    ],
+    ids=str,
+)
+def test_cudnn_gives_what_varlen_gives(monkeypatch, way: str, options: dict[str, Any], heads: Any, size: int) -> None:
+    calls, run = [], ragged_attention._run
+    monkeypatch.setattr(ragged_attention, "_run", lambda *how: (calls.append(1), run(*how)))
+    lengths = [5, 1, 140, 70, 300]
+    ends = boundaries(torch.tensor([0, *lengths]).cumsum(0).int().cuda(), max(lengths))
+    g = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, h, sum(lengths), size, generator=g).cuda().bfloat16() for h in (*heads, heads[1])]
+    weight = torch.randn(1, sum(lengths), heads[0], size, generator=g).cuda().bfloat16()
+
+    def once(kind: str) -> list[Tensor]:
+        tensors = [x.clone().requires_grad_() for x in given]
+
+        def attended(*qkv: Tensor) -> Tensor:
+            return packed_attention(nn.Identity(), *qkv, None, **ends, **options)[0]
+
+        if kind == "compiled":
+            out = torch.compile(attended, fullgraph=True, dynamic=True)(*tensors)
+        elif kind == "recomputed":
+            out = checkpoint(attended, *tensors, use_reentrant=False)
+        else:
+            out = attended(*tensors)
+        return [out.detach(), *torch.autograd.grad(out, tensors, weight)]
+
+    ours = once(way)
+    assert len(calls) == (3 if way == "recomputed" else 2)
+    monkeypatch.setattr(ragged_attention, "INSTALLED", False)
+    for mine, theirs in zip(ours, once("plain"), strict=True):
+        assert float((mine.float() - theirs.float()).norm() / theirs.float().norm()) < 1e-2
+
+
+@needs_cudnn
+def test_cudnn_is_deterministic_when_asked() -> None:
+    ends = torch.tensor([0, 500, 700, 2000], dtype=torch.int32).cuda()
+    q, k, v = (torch.randn(2000, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 4, 4))
+    torch.use_deterministic_algorithms(True)
+    try:
+        out = [ragged_attention.ragged_attention(q, k, v, ends, 1300, None, True, None) for _ in "ab"]
+        grads = [torch.autograd.grad(o.float().square().sum(), (q, k, v)) for o in out]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

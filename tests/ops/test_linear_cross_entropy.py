@@ -255,3 +255,23 @@ def test_kernels_give_what_the_plain_way_gives() -> None:
     environment = {**os.environ, **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
     done = subprocess.run([sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_in_bf16_both_ways_agree_and_follow_float32() -> None:
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(700, 64, generator=g).cuda(), torch.randn(5000, 64, generator=g).cuda() * 0.2
+    labels = torch.randint(5000, (700,), generator=g).cuda()
+    labels[::5] = IGNORE
+    found = []
+    for kind in ("loss", "log_probs", "float32"):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16, enabled=kind != "float32"):
+            if kind == "loss":
+                loss = linear_loss(h, w, labels, chunk=256)
+            else:
+                loss = -linear_log_probs(h, w, labels, chunk=256)[0].sum()
+        loss.backward()
+        found.append([loss.detach(), h.grad, w.grad])
+    for mine, theirs, limit in ((found[0], found[1], 1e-5), (found[0], found[2], 1e-2)):
+        assert all(float((a - b).norm() / b.norm()) < limit for a, b in zip(mine, theirs, strict=True))
