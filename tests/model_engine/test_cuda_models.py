@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from mvp_engine.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
-from mvp_engine.model_engine.packed import _own_log_probs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -58,7 +57,7 @@ def test_bf16_parity_on_a_model_of_a_billion() -> None:
         outputs[name] = torch.cat([part.infer_batch(b, ["log_probs"])["log_probs"] for b in micro_batches])
         grads[name] = gradients(part, micro_batches)
     with torch.no_grad(), low.autocast():
-        theirs = torch.cat([_own_log_probs(low.model.eval(), b.input_ids.cuda()) for b in alone])
+        theirs = torch.cat([low.model.eval().own_log_probs(b.to("cuda")) for b in alone])
     apart = {name: (outputs[name] - outputs["fp32"]).abs() for name in ("packed", "alone")}
     apart["transformers"] = (theirs - outputs["fp32"]).abs()
     for name, difference in apart.items():
