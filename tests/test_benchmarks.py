@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from types import ModuleType
 from typing import Any
@@ -62,3 +63,19 @@ def test_right_kernels_get_figures_and_wrong_ones_a_reason(bench: ModuleType, mo
     assert bench.measure("cuDNN SDPA, dense (ceiling)", case, 2) is None  # lengths differ
     assert "time was up" in bench.measure("cuDNN, ragged (ours)", case, 2, late=True)["why"]
     assert len({line.count("|") for line in bench.table(rows).splitlines()}) == 1
+
+
+def test_the_table_of_text_sft_is_that_of_its_results(tmp_path, monkeypatch) -> None:
+    folder = ROOT / "benchmarks" / "text_sft"
+    monkeypatch.syspath_prepend(str(folder))
+    spec = importlib.util.spec_from_file_location("text_sft_compare", folder / "compare.py")
+    assert spec is not None
+    assert spec.loader is not None
+    compare = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(compare)
+    page = tmp_path / "page.md"
+    page.write_text((ROOT / "docs" / "performance.md").read_text().replace("| mix | ours |", "| mix | theirs |"))
+    compare.into_page(json.loads((ROOT / "benchmarks" / "results" / "text_sft.json").read_text()), page)
+    assert page.read_text() == (ROOT / "docs" / "performance.md").read_text()
+    assert len(compare.sequences("mix", 1)) == 32
+    assert [len(row) for row in compare.sequences("full", 1)] == [4096] * 8
