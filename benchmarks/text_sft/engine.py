@@ -47,6 +47,7 @@ class SftEngine(Engine):
         self.mfu.count(ctx)
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        ctx.count("tokens", micro_batch.num_tokens)
         return self.model(micro_batch, ["loss"])["loss"], micro_batch.weight
 
     def save(self) -> None:

@@ -3,7 +3,7 @@
 Legend: T tokens, L tokens of one sequence, H heads, d head size.
 
     self.mfu = MFUKit(self.model)        # after super().before_train()
-    self.mfu.count(ctx)                  # in train_pre_step; tokens/s and MFU are then in every line of the log
+    self.mfu.count(ctx)                  # in train_pre_step; MFU is then in every line of the log
 
 Counted is what a step must compute, once: 2 operations for each weight of a matrix and row that meets it, the pairs of
 tokens that attend to each other (causal, windows, packed sequences apart), the experts that a token really visits.
@@ -58,12 +58,11 @@ class MFUKit:
         self._costs: _Costs | None = None
 
     def count(self, ctx: StepContext) -> None:
-        """Add the step's tokens and FLOPs to the totals; the log makes `tokens/s` and `mfu` of them.
+        """Add the step's FLOPs to the totals; the log makes `mfu` of them. (Tokens are counted with the loss.)
 
         Ranks that share sequences all count them; the metrics take one rank of them, so they are in the sum once.
         """
         for batch in ctx.micro_batches:
-            ctx.count("tokens", batch.num_tokens)
             ctx.count("flops", self.flops(batch))
 
     def flops(self, batch: PackedBatch, *, masked: bool = True) -> Tensor:
