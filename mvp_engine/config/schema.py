@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -60,9 +60,17 @@ class Optim(Section):
     eps: Positive
     weight_decay: NonNegative
     rates: dict[str, NonNegative]
-    schedule: Literal["cosine", "linear", "constant"]
+    schedule: Literal["cosine", "linear", "constant", "wsd"]
     warmup_steps: int = Field(ge=0)
+    warmup_ratio: Fraction | None
+    decay_ratio: Fraction
     min_lr_ratio: Fraction
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Optim:
+        if self.warmup_ratio is not None and self.warmup_steps:
+            raise ValueError("give warmup_steps or warmup_ratio, not both")
+        return self
 
 
 class Guard(Section):

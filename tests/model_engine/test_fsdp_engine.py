@@ -27,6 +27,8 @@ OPTIM = Optim(
     rates={},
     schedule="cosine",
     warmup_steps=0,
+    warmup_ratio=None,
+    decay_ratio=0.2,
     min_lr_ratio=0.0,
 )
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -304,13 +306,18 @@ def test_evaluation_mode_restores_the_mode_of_every_module() -> None:
     assert not part.model.norm.training
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_schedules_start_end_and_never_rise_after_the_warm_up(schedule: str) -> None:
     config = OPTIM.model_copy(update={"schedule": schedule, "warmup_steps": 4, "min_lr_ratio": 0.1})
     factors = [lr_factor(step, config, 20) for step in range(25)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert all(a >= b for a, b in pairwise(factors[3:]))
     assert factors[20] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    if schedule == "wsd":
+        assert factors[4:17] == [1.0] * 13
+        assert factors[17:19] == pytest.approx([0.1 + 0.9 * (1 - 0.5), 0.1 + 0.9 * (1 - 0.5**0.5)])
+    share = config.model_copy(update={"warmup_steps": 0, "warmup_ratio": 0.2})
+    assert factors == [lr_factor(step, share, 20) for step in range(25)]
 
 
 def test_batches_of_any_shape_move() -> None:
