@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     merge.add_argument("--adapter", action="store_true", help="of a LoRA training: the adapter alone, for peft")
     merge.add_argument("--base", metavar="FOLDER", help="of a LoRA training: the folder it began with, if it has moved")
+    merge.add_argument("--ema", action="store_true", help="the averaged weights (optim.ema) instead of the last ones")
     merge.set_defaults(run=_merge)
 
     runs = commands.add_parser("runs", help="list, show, plot and compare runs").add_subparsers(required=True)
@@ -194,7 +195,7 @@ def _merge(args: argparse.Namespace) -> None:
         raise UserError(f"--max-file-gb {args.max_file_gb}: a file must have some size")
     dtype, limit = args.dtype and getattr(torch, args.dtype), int(args.max_file_gb * 1e9)
     out = Path(args.out).expanduser().resolve()
-    merge(checkpoint, out, dtype, limit, args.engine, args.base, args.adapter)
+    merge(checkpoint, out, dtype, limit, args.engine, args.base, args.adapter, args.ema)
     print(f"{checkpoint} is now the {'peft' if args.adapter else 'Hugging Face'} folder {args.out}")
 
 

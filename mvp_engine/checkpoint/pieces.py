@@ -20,24 +20,47 @@ from torch.distributed.tensor.placement_types import Placement
 
 def pieces(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
     """The boxes of a tensor that this rank holds: where in the whole each begins, and a view of its data."""
+    data = local(tensor.detach())
+    return [(offset, data[index]) for offset, index in boxes(tensor)]
+
+
+def boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """The same without the data: where in the whole each box begins, and where in what this rank holds it lies."""
+    everything = ((0,) * tensor.ndim, tuple(slice(0, size) for size in local(tensor).shape))
     if not isinstance(tensor, DTensor):
-        return [((0,) * tensor.ndim, tensor.detach())]
-    coordinate, local = tensor.device_mesh.get_coordinate(), tensor.to_local().detach()
+        return [everything]
+    coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
     if tensor.numel() == 0:
-        return [((0,) * tensor.ndim, local)]  # nothing to share out, but there
+        return [everything]  # nothing to share out, but there
     layout = (tensor.placements, tensor.device_mesh.shape, coordinate)
     sides = [runs(size, dim, *layout) for dim, size in enumerate(tensor.shape)]
-    if local.shape != tuple(sum(length for _, _, length in side) for side in sides):
-        raise ValueError(f"{tuple(tensor.shape)} as {layout} should be {sides} here, but is {tuple(local.shape)}")
-    found = []
-    for box in product(*sides):
-        view = local
-        for dim, (_, start, length) in enumerate(box):
-            view = view.narrow(dim, start, length)
-        found.append((tuple(begin for begin, _, _ in box), view))
-    return found
+    here = tuple(tensor.to_local().shape)
+    if here != tuple(sum(length for _, _, length in side) for side in sides):
+        raise ValueError(f"{tuple(tensor.shape)} as {layout} should be {sides} here, but is {here}")
+    return [
+        (tuple(begin for begin, _, _ in side), tuple(slice(start, start + length) for _, start, length in side))
+        for side in product(*sides)
+    ]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def empty_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An empty tensor of another size that the ranks share as they share `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return torch.empty(*shape, dtype=dtype, device=tensor.device)
+    mesh, size = tensor.device_mesh, torch.Size(shape)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "only ranks of its mesh hold a tensor"
+    sides = [runs(n, dim, tensor.placements, mesh.shape, coordinate) for dim, n in enumerate(size)]
+    here = torch.empty([sum(length for _, _, length in side) for side in sides], dtype=dtype, device=tensor.device)
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(here, mesh, tensor.placements, run_check=False, shape=size, stride=stride)
 
 
 def box(offset: Sequence[int], part: Tensor) -> tuple[slice, ...]:

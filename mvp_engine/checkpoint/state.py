@@ -22,6 +22,7 @@ from mvp_engine.checkpoint.pieces import is_writer
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
 
+EMA = "ema"  # what an optimizer calls an average of a parameter among its state
 HF = "hf"  # in a checkpoint: config, tokenizer and all else of a Hugging Face folder but the weights
 
 
@@ -119,9 +120,10 @@ def restore(
         for full, entry in saved.items():
             name, _, key = full.removeprefix("optim.").rpartition(".")
             if name in params and full.startswith("optim."):
-                # Moments are laid out like their parameter; step counts are plain scalars.
-                like = params[name].detach() if entry.shape == params[name].shape else torch.empty(entry.shape)
-                tensors[full] = torch.empty_like(like, dtype=entry.dtype)
+                # Moments are laid out like their parameter; step counts are plain scalars. An optimizer with state of
+                # other shapes says itself where that lies.
+                empty = getattr(optimizer, "empty_state", _empty_state)
+                tensors[full] = empty(params[name], key, entry.shape, entry.dtype)
                 states.setdefault(params[name], {})[key] = tensors[full]
         shared = storage.from_bytes(reader.read("shared"))
         if optimizer and not shared["optim_groups"]:
@@ -136,6 +138,10 @@ def restore(
     if optimizer:
         _restore_optimizer(model, optimizer, states, shared, folder, whole_groups)
     return SavedState(shared, ranks)
+
+
+def _empty_state(param: Tensor, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(param.detach() if shape == param.shape else torch.empty(shape), dtype=dtype)
 
 
 def _restore_optimizer(
@@ -164,6 +170,11 @@ def _restore_optimizer(
     packed = optimizer.state_dict()
     packed["state"] = {i: states[p] for i, p in enumerate(order) if p in states}
     optimizer.load_state_dict(packed)
+
+
+def average_of(name: str) -> str:
+    """Where a checkpoint has the average of a parameter, if it has one."""
+    return f"optim.{name}.{EMA}"
 
 
 def check_fit(folder: Path, weights: dict[str, Tensor], saved: dict[str, storage.Entry]) -> None:

@@ -315,7 +315,7 @@ class Engine:
         """Evaluate; is it the best so far?"""
         self.evaluated_at = self.step
         with self.meter.paused():
-            means = self._evaluate()
+            means = self.evaluate()
         name = self.config.checkpoint.best_metric
         if name is None:
             return False

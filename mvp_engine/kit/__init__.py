@@ -5,6 +5,7 @@ from mvp_engine.kit.generate import Answer, answer, generate
 from mvp_engine.kit.loss import TokenLoss, TokenNormedLossKit
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit
+from mvp_engine.kit.optim import OptimKit, OptimSettings
 from mvp_engine.model_engine.lora import Lora
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "MLLMData",
     "MLLMDataKit",
     "MLLMModelKit",
+    "OptimKit",
+    "OptimSettings",
     "TokenLoss",
     "TokenNormedLossKit",
     "answer",

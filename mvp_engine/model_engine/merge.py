@@ -60,10 +60,12 @@ def merge(
     engine: str | None = None,
     base: str | None = None,
     adapter: bool = False,
+    ema: bool = False,
 ) -> None:
     """`engine`: a file or module that makes a model type of your own known, if it is not where it was in training.
 
     `base`: the folder that adapters were trained on, if it has moved; `adapter`: write these alone, for `peft`.
+    `ema`: the averages of the weights, where the checkpoint has such.
     """
     about = _read_about(checkpoint)
     _make_known(about.model_type, engine or about.engine, checkpoint)
@@ -76,8 +78,13 @@ def merge(
     first = {id(value): name for name, value in reversed(tensors.items())}  # a tied one is stored under its first name
     alone = World(0, 1, 0, 1, torch.device("cpu"))
 
+    averages = {name for name in first.values() if state.average_of(name) in reader.entries} if ema else set()
+    if ema and not averages:
+        raise UserError(f"{checkpoint} has no averaged weights: they are kept with optim.ema, by recipes with OptimKit")
+
     def stored(name: str) -> str:
-        return f"model.{first[id(tensors[name])]}"
+        own = first[id(tensors[name])]
+        return state.average_of(own) if own in averages else f"model.{own}"
 
     source = Path(base or about.base["path"]).expanduser() if about.base else None
     if adapter:

@@ -25,7 +25,7 @@ def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:
 
 def parameter_groups(model: nn.Module, config: Optim) -> list[dict[str, Any]]:
     """What trains, by rate and by whether it decays; each group has a name."""
-    rates, plain = _rates(model, config), _without_decay(model)
+    rates, plain = _rates(model, config), without_decay(model)
     groups: dict[str, dict[str, Any]] = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
@@ -41,7 +41,7 @@ def parameter_groups(model: nn.Module, config: Optim) -> list[dict[str, Any]]:
     return [{**group, "name": name} for name, group in sorted(groups.items())]
 
 
-def _without_decay(model: nn.Module) -> set[nn.Parameter]:
+def without_decay(model: nn.Module) -> set[nn.Parameter]:
     """Vectors, norms of any shape, and embeddings: modules of such, or tables that a model keeps by itself."""
     found: set[nn.Parameter] = set()
     for module in model.modules():
