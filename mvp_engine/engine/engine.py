@@ -200,7 +200,7 @@ class Engine:
             ctx = StepContext(self.step + 1, self.epoch, "train", self.metrics, micro_batches)
             self.guard.watch(ctx.step, self.feed.advance(len(micro_batches)))
             self.train_pre_step(ctx)
-            aside = replace(ctx, metrics=self._metric_store())  # for passes that do not count
+            aside = replace(ctx, metrics=self._metric_store(), counts=False)  # for passes that do not count
             step, beside = partial(self.forward_step, ctx), partial(self.forward_step, aside)
             ctx.numbers = self.model_engine.train_batch(ctx.micro_batches, step, beside)
             self.step = ctx.step

@@ -57,6 +57,8 @@ def check_packing(model: PackedModel, *, exact: bool = True, own: bool = True) -
     finally:
         for module, mode in modes:
             module.training = mode
+    if apart != apart:
+        raise UserError(f"{kind} gives outputs that are not finite: are there such numbers among its weights?")
     if not apart <= near:
         raise UserError(
             f"{kind} cannot be trained on packed sequences: two in one batch differ from the same two alone by "

@@ -65,6 +65,15 @@ def test_a_wrapped_model_is_tried_too() -> None:
         FSDPEngine(model, Layout(World.join("cpu"))).initialize()
 
 
+def test_weights_that_are_not_finite_are_told() -> None:
+    model = LanguageModel.from_config(config_of("llama"))
+    with torch.no_grad():
+        model.hf.get_output_embeddings().weight[3] = float("nan")
+        model.base().norm.weight[0] = float("inf")
+    with pytest.raises(UserError, match="llama gives outputs that are not finite"):
+        FSDPEngine(model, Layout(World.join("cpu"))).initialize()
+
+
 def test_fewer_tokens_than_ranks_can_be_shared(ranks4) -> None:
     alone = log_probs({})
     for shared in [*ranks4.run(log_probs, {"sequence": 4}), *ranks4.run(log_probs, {"sequence": 2, "shard": 2})]:
