@@ -105,6 +105,8 @@ def _targets(model: PackedModel, wanted: list[str]) -> dict[str, nn.Linear]:
         for name, module in model.named_modules()
         if type(module) is nn.Linear and name.startswith("hf.") and module is not head and f"{name}.weight" in parts
     }
+    if not linears:
+        raise UserError(f"lora: {type(model.hf).__name__} has no linear layers but its head, so it takes no adapters")
     found: dict[str, nn.Linear] = {}
     for word in wanted:
         fits = {
@@ -130,9 +132,9 @@ def _adapted(linear: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         return out + more
     with torch.no_grad(), torch.autocast(out.device.type, enabled=False):  # the length is taken as a constant
         lengths = _lengths(linear.weight.float(), linear.lora_A.weight, linear.lora_B.weight, linear.lora_strength)
-    plain = out if linear.bias is None else out - linear.bias
-    turned = (linear.lora_magnitude_vector.weight / lengths).to(out.dtype) * (plain + more)
-    return turned if linear.bias is None else turned + linear.bias
+    longer = (linear.lora_magnitude_vector.weight / lengths).to(out.dtype)  # 1 at first, so nothing is changed then
+    plain = out if linear.bias is None else out - linear.bias.to(out.dtype)
+    return out + (longer - 1) * plain + longer * more
 
 
 def _lengths(weight: Tensor, a: Tensor, b: Tensor, strength: float) -> Tensor:

@@ -88,7 +88,7 @@ def table(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> s
         trained = {name: param for name, param in own.items() if param.requires_grad}
         total, train = (sum(param.numel() for param in some.values()) for some in (own, trained))
         seen = sorted({rates[param] for param in trained.values() if param in rates}) if part != "all" else []
-        adapters = sum(".lora_A." in name for name in trained)
+        adapters = sum(".lora_A." in name for name in trained) if part != "all" else 0
         what = f"{', '.join(f'{rate:g}' for rate in seen)}" + (f"  LoRA on {adapters} layers" if adapters else "")
         share = f"{100 * train / max(1, total):.4g} %"
         rows.append((part, f"{total:,}", f"{train:,}", share, what if train else "frozen"))

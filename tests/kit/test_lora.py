@@ -22,6 +22,7 @@ from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import FSDPEngine, ModelSource, Settings, engine_class
 from mvp_engine.model_engine.packed import LanguageModel, ValueModel
@@ -99,6 +100,41 @@ def test_training_begins_as_the_base_model_and_changes_adapters_only(base: Path,
     layers = [name for name in before if "lora_A" in name]
     assert len(layers) == 4 * 7  # all linear layers but the head
     assert f"LoRA on {len(layers)} layers" in MLLMModelKit.table(engine.model, engine.optimizer)
+
+
+def test_with_biases_too_training_begins_as_the_base_model(tmp_path: Path) -> None:
+    lively(LanguageModel, "qwen2").hf.save_pretrained(tmp_path / "qwen2")
+    plain, dora = (engine_of(tmp_path / "qwen2", lora, train=False) for lora in (None, Lora(rank=4, dora=True)))
+    found = [engine.infer_batch(BATCH, ["log_probs"])["log_probs"] for engine in (plain, dora)]
+    assert torch.equal(*found)
+
+
+def in_half_precision(folder: Path, sizes: dict[str, int]) -> dict[str, Tensor]:
+    world = World.join("cpu") if sizes else None
+    layout = Layout.of(world, parallel(**sizes)) if world else None
+    engine = engine_of(folder, Lora(rank=4, dora=True), layout, precision="bf16")
+    steps(engine, count=3)
+    found = weights(engine)
+    if world:
+        world.close()
+    return found
+
+
+def test_a_base_in_half_precision_stays_so_where_that_is_computed_with(ranks2, base: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    whole_base = engine_of(tmp_path / "half", Lora(), train=False)
+    assert all(param.dtype == torch.float32 for param in whole_base.model.parameters())  # computed in float32
+    before = weights(engine_of(tmp_path / "half", Lora(rank=4, dora=True), precision="bf16"))
+    for found in (
+        in_half_precision(tmp_path / "half", {}),
+        *ranks2.run(in_half_precision, tmp_path / "half", {"shard": 2}),
+    ):
+        for name, value in found.items():
+            assert value.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
+            assert torch.equal(value, before[name]) == (".lora_" not in name), name
+            assert value.isfinite().all()
 
 
 def on_layout(base: Path, sizes: dict[str, int], lora: Lora, settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -299,3 +335,17 @@ def test_dropout_and_a_frozen_part_leave_adapters_training(base: Path) -> None:
     steps(engine)
     found = [engine.infer_batch(BATCH, ["log_probs"])["log_probs"] for _ in "ab"]
     assert torch.equal(*found)
+
+
+def test_the_skills_check_passes_a_model_and_fails_one_that_forgets_an_adapter(seeing: Path) -> None:
+    check = import_file(ROOT / "skills" / "model" / "check.py")
+
+    def model() -> Any:
+        return MLLMModelKit(Lora(rank=2, targets=["llm", "vision"])).build(ModelSource(str(seeing)))
+
+    assert check.problems(seeing, model()) == []
+    broken = model()
+    broken.hf.model.language_model.layers[1].mlp.down_proj._forward_hooks.clear()
+    silent, unlike = check.problems(seeing, broken)
+    assert "1 adapter(s) have no effect on text, such as that of hf.model.language_model.layers.1.mlp.down" in silent
+    assert "merged weights give log-probs that differ" in unlike

@@ -37,6 +37,7 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     for backend in {*compiled.values()} - {None}:
         _check_backend(backend)
     freeze(model, settings.freeze)
+    _light_base(model, DTYPES[settings.precision])
     world = layout.world
     skeleton = copy.deepcopy(model) if any(param.is_meta for param in model.parameters()) else None
     if skeleton is None:
@@ -70,6 +71,16 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
         with together(world.host_group):  # a file may be damaged in one rank's part, or on one machine
             give_weights(model, skeleton, world.device, settings.seed)
     set_magnitudes(model)
+
+
+def _light_base(model: nn.Module, dtype: torch.dtype) -> None:
+    """What is frozen under adapters is kept in the precision that its folder has and that it is computed in."""
+    if isinstance(model, PackedModel) and model.lora is not None and model.export_dtype == dtype != torch.float32:
+        hf: Any = model.hf
+        whole = {*(hf._keep_in_fp32_modules or ()), *(hf._keep_in_fp32_modules_strict or ())}
+        for name, param in model.named_parameters():
+            if not param.requires_grad and not whole & {*name.split(".")}:
+                param.data = param.data.to(dtype)
 
 
 def _full_precision(model: nn.Module, settings: Settings) -> None:
