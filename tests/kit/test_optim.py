@@ -213,7 +213,7 @@ def test_muon_learns_and_moves_matrices_as_far_as_adamw_would(moments: str) -> N
 
 @pytest.mark.parametrize("words", [{}, {"moments": "bfloat16"}, {"moments": "int8"}, {"kind": "muon"}], ids=str)
 def test_a_step_that_is_not_to_count_changes_nothing(words: dict[str, Any]) -> None:
-    """As the engine asks for on a GPU: by a flag on the device, with gradients that are not finite."""
+    """As the engine asks for on a GPU: by a flag on the device, with gradients that are not finite, or not scaled."""
     model = net()
     optimizer: Any = OptimKit(settings(ema=0.9, **words)).build_optimizer(model)
     train(model, optimizer, 3)
@@ -225,8 +225,10 @@ def test_a_step_that_is_not_to_count_changes_nothing(words: dict[str, Any]) -> N
     optimizer.found_inf = torch.ones(())
     optimizer.step()
     assert same(contents(model, optimizer), before)
-    optimizer.found_inf = torch.zeros(())
-    train(model, optimizer, 1)
+    optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), torch.tensor(4.0)
+    optimizer.zero_grad()
+    (4 * loss_of(model)).backward()
+    optimizer.step()
     flagged = contents(model, optimizer)
     again = net()
     other = OptimKit(settings(ema=0.9, **words)).build_optimizer(again)

@@ -1,6 +1,7 @@
 """One optimizer for all parameters: AdamW or Muon by group, moments in few bits, an average of the weights beside them.
 
-All that it keeps is state of its parameters, laid out like them. A step that is not to count (`found_inf`) leaves
+All that it keeps is state of its parameters, laid out like them. On a GPU the engine says by numbers on the device what
+gradients are to be divided by (`grad_scale`) and whether a step is not to count (`found_inf`): such a step leaves
 everything as it was, without the host having to know.
 """
 
@@ -29,7 +30,9 @@ _KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",)}
 class KitOptimizer(Optimizer):
     """`names` gives each parameter its name, which its noise depends on; groups have a `kind`, adamw or muon."""
 
-    _step_supports_amp_scaling = True  # for whoever has a `found_inf`: it is obeyed
+    _step_supports_amp_scaling = True  # so the engine leaves both to us, as to torch's fused optimizers
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
 
     def __init__(
         self,
@@ -59,17 +62,16 @@ class KitOptimizer(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         if self._swapped:
             raise RuntimeError("the averaged weights are in place: no step before they are out again")
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
                 self._begin(param, group)
             if group["kind"] == "muon":
-                self._muon(params, group, found_inf)
+                self._muon(params, group)
             elif params:
-                self._adamw(params, group, found_inf)
+                self._adamw(params, group)
             for param in params if self.ema is not None else ():
-                self._average(param, found_inf)
+                self._average(param)
 
     def _begin(self, param: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
@@ -87,12 +89,12 @@ class KitOptimizer(Optimizer):
             for key in _KEYS[group["kind"]]
         ]
 
-    def _adamw(self, params: list[Tensor], group: dict[str, Any], found_inf: Tensor | None) -> None:
+    def _adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         if self.moments != "float32":
             few = [p for p in params if not all(m.dtype is torch.float32 for m in self._moments_of(p, group))]
             for param in few:
-                self._adamw_in_few_bits(param, group, found_inf)
+                self._adamw_in_few_bits(param, group)
             params = [param for param in params if all(param is not other for other in few)]
         states = [self.state[param] for param in params]
         adamw(
@@ -103,7 +105,8 @@ class KitOptimizer(Optimizer):
             [],
             [state["step"] for state in states],
             fused=True,
-            found_inf=found_inf,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -113,9 +116,9 @@ class KitOptimizer(Optimizer):
             maximize=False,
         )
 
-    def _adamw_in_few_bits(self, param: Tensor, group: dict[str, Any], found_inf: Tensor | None) -> None:
+    def _adamw_in_few_bits(self, param: Tensor, group: dict[str, Any]) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]
-        bad, step = self._count(param, found_inf)
+        bad, step = self._count(param)
         first, second = self._moments_of(param, group)
         keys = [self._key(param, moment.key) for moment in (first, second)]
         by_first, by_second = 1 - beta1 ** step.double(), (1 - beta2 ** step.double()).sqrt()
@@ -129,10 +132,10 @@ class KitOptimizer(Optimizer):
             first.write(part, m, keys[0], bad)
             second.write(part, v, keys[1], bad)
 
-    def _muon(self, params: list[Tensor], group: dict[str, Any], found_inf: Tensor | None) -> None:
+    def _muon(self, params: list[Tensor], group: dict[str, Any]) -> None:
         mu, momenta, bads = group["momentum"], [], []
         for param in params:
-            bad, _ = self._count(param, found_inf)
+            bad, _ = self._count(param)
             (moment,) = self._moments_of(param, group)
             ahead = torch.empty_like(param, dtype=torch.float32)
             for part in parts(param):
@@ -146,32 +149,32 @@ class KitOptimizer(Optimizer):
             change = direction.float() * (group["lr"] * muon.scale(params[i].shape))
             _move(local(params[i]), change, group["lr"] * group["weight_decay"], bads[i])
 
-    def _count(self, param: Tensor, found_inf: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    def _count(self, param: Tensor) -> tuple[Tensor | None, Tensor]:
         """Is the step bad, and which one is it? It counts if it is good."""
         step = self.state[param]["step"]
-        if found_inf is None:
+        if self.found_inf is None:
             return None, step.add_(1)
-        bad = found_inf.to(step.device) > 0
+        bad = self.found_inf > 0
         return bad, step.add_((~bad).float())
 
     def _key(self, param: Tensor, moment: str) -> Tensor:
         return key_of(self.seed, self.names[param], moment, self.state[param]["step"])
 
-    @staticmethod
-    def _weight_and_grad(param: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def _weight_and_grad(self, param: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         assert param.grad is not None
-        return local(param)[part.index], local(param.grad)[part.index].float()
+        grad = local(param.grad)[part.index].float()
+        return local(param)[part.index], grad if self.grad_scale is None else grad / self.grad_scale
 
     # ---- The average ----------------------------------------------------------------------------------------------
 
-    def _average(self, param: Tensor, found_inf: Tensor | None) -> None:
+    def _average(self, param: Tensor) -> None:
         """The average of what a parameter was after each of its updates; young ones weigh more at the beginning."""
         assert self.ema is not None
         state = self.state[param]
         step, mean = state["step"], local(state[EMA])
         share = 1 - ((1 + step) / (10 + step)).clamp(max=self.ema)
-        if found_inf is not None:
-            share = share * (1 - found_inf.to(step.device))
+        if self.found_inf is not None:
+            share = share * (1 - self.found_inf)
         mean.add_((local(param) - mean).mul_(share))
 
     @contextmanager
