@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -181,19 +182,14 @@ def export_adapter(model: nn.Module, folder: Path, fetch: Fetch, world: World) -
         raise UserError(f"{type(model).__name__} has no adapters to export: it was not trained with LoRA")
     target = model.export_target()
     theirs = {own: name for name, own in target.names.items()}
-    tensors, modules = {}, []
+    modules = _modules_to_save(model, target.skeleton, theirs)
+    tensors: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         if ".lora_" in name:
             layer, _, rest = name.partition(".lora_")
             key = theirs[f"{layer}.weight"].removesuffix(".weight") + ".lora_" + rest
             tensors[f"base_model.model.{key.replace('_vector.weight', '_vector')}"] = fetch(name)
         elif param.requires_grad:
-            module, _, _ = theirs.get(name, "").rpartition(".")
-            if isinstance(target.skeleton.get_submodule(module), type(target.skeleton.base_model)) or not module:
-                raise UserError(
-                    f"{name} trained in full, and peft cannot store it beside adapters: export merged weights"
-                )
-            modules.append(module)
             tensors[f"base_model.model.{theirs[name]}"] = fetch(name)
     layers = [theirs[f"{name}.weight"].removesuffix(".weight") for name, _ in adapted_layers(model)]
     kind = type(target.skeleton).__name__
@@ -207,7 +203,7 @@ def export_adapter(model: nn.Module, folder: Path, fetch: Fetch, world: World) -
         "use_rslora": model.lora.rslora,
         "use_dora": model.lora.dora,
         "target_modules": layers,
-        "modules_to_save": list(dict.fromkeys(modules)) or None,
+        "modules_to_save": modules or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -215,6 +211,21 @@ def export_adapter(model: nn.Module, folder: Path, fetch: Fetch, world: World) -
     with together(world.host_group):
         if world.is_main:
             _write(folder, about, tensors)
+
+
+def _modules_to_save(model: PackedModel, skeleton: Any, theirs: dict[str, str]) -> list[str]:
+    """The outermost modules that trained in full. `peft` stores whole modules, and forgets that weights were tied."""
+    full = [name for name, param in model.named_parameters() if param.requires_grad and ".lora_" not in name]
+    used = Counter(map(id, model.state_dict(keep_vars=True).values()))
+    owners = {theirs.get(name, name).rpartition(".")[0] for name in full}
+    outer = [module for module in owners if not any(module.startswith(f"{other}.") for other in owners)]
+    stored = {f"{module}.{key}": module for module in outer for key in skeleton.get_submodule(module).state_dict()}
+    kept = {theirs.get(name) for name in full if used[id(model.get_parameter(name))] == 1}
+    for name in full:
+        home = next((module for module in outer if f"{theirs.get(name)}".startswith(f"{module}.")), "")
+        if not home or any(key not in kept for key, module in stored.items() if module == home):
+            raise UserError(f"{name} trained in full, which peft cannot store beside adapters: export merged weights")
+    return sorted(outer)
 
 
 def _write(folder: Path, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -74,6 +74,8 @@ def merge(
     if about.lora is not None:
         add_adapters(model, Lora.model_validate(about.lora))
     reader = storage.Reader(checkpoint)
+    for name, param in model.named_parameters() if about.base else ():
+        param.requires_grad_(param.requires_grad and f"model.{name}" in reader.entries)  # or model.freeze forbade it
     tensors = model.state_dict(keep_vars=True)
     first = {id(value): name for name, value in reversed(tensors.items())}  # a tied one is stored under its first name
     alone = World(0, 1, 0, 1, torch.device("cpu"))

@@ -6,13 +6,16 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
+from conftest import MAGIC
 from families import FAMILIES, VISION, config_of
 from test_hf_folders import alone
 from test_vision import samples
 
 from mvp_engine.batch import PackedBatch
+from mvp_engine.config import compose
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.model_engine.optim import build_optimizer
 from mvp_engine.model_engine.packed import LanguageModel, ValueModel
 from mvp_engine.model_engine.parts import parts_of, table
 
@@ -82,6 +85,19 @@ def test_frozen_means_no_gradient_and_no_update(frozen: tuple[str, ...]) -> None
     shown = {line.split()[0]: line for line in table(engine.model, engine.optimizer).splitlines()}
     assert all(shown[part].endswith("frozen") for part in frozen if part in shown)
     assert "0.01" in shown["projector" if "projector" not in frozen else "vision"]
+
+
+def test_rates_by_part() -> None:
+    with torch.device("meta"):
+        model = LanguageModel.from_config(config_of("qwen3_vl"))
+    settings = compose(MAGIC).config.optim.model_copy(
+        update={"lr": 1.0, "rates": {"*.visual.pos*": 4, "vision": 2, "projector": 3}}
+    )
+    optimizer = build_optimizer(model, settings)
+    found = {param: group["lr"] for group in optimizer.param_groups for param in group["params"]}
+    expected = {"vision": 2, "projector": 3, "llm": 1}
+    for name, part in parts_of(model).items():
+        assert found[model.get_parameter(name)] == (4 if ".visual.pos" in name else expected[part])
 
 
 def test_blocks_of_a_part_are_recomputed_and_compiled() -> None:

@@ -1,0 +1,62 @@
+"""What the tests of adapters share: pretrained folders, an engine with adapters, a few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import ROOT
+from families import config_of
+from test_api import constant
+from test_hf_folders import alone
+from torch import Tensor
+
+from mvp_engine.batch import PackedBatch
+from mvp_engine.checkpoint.pieces import whole
+from mvp_engine.distributed import Layout
+from mvp_engine.kit import Lora, MLLMModelKit
+from mvp_engine.model_engine import FSDPEngine, ModelSource, Settings, engine_class
+from mvp_engine.model_engine.packed import LanguageModel
+
+LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
+BATCH = PackedBatch.from_sequences([torch.arange(3, 12), torch.arange(5, 9)])
+WIDE = {"hidden_size": 160, "intermediate_size": 320}  # so that a base is much more than its adapters
+
+
+def pretrained(folder: Path) -> Path:
+    """A folder of a text model."""
+    torch.manual_seed(0)
+    config = config_of("qwen3")
+    for name, value in WIDE.items():
+        setattr(config, name, value)
+    LanguageModel.from_config(config).hf.save_pretrained(folder)
+    return folder
+
+
+def engine_of(
+    folder: Path,
+    lora: Lora | None,
+    layout: Layout | None = None,
+    kind: str = "language_model",
+    train: bool = True,
+    **settings: Any,
+) -> FSDPEngine:
+    model = MLLMModelKit(lora).build(ModelSource(str(folder)), kind)
+    engine = engine_class(kind)(model, layout or alone(), Settings(seed=3, **settings))
+    assert isinstance(engine, FSDPEngine)
+    engine.initialize(*((adam, constant) if train else ()))
+    return engine
+
+
+def adam(model: torch.nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+
+
+def steps(engine: FSDPEngine, batch: PackedBatch = BATCH, count: int = 2, output: str = "log_probs") -> None:
+    for _ in range(count):
+        engine.train_batch([batch], lambda b: (-engine.model(b, [output])[output].sum(), b.weight))
+
+
+def weights(engine: FSDPEngine) -> dict[str, Tensor]:
+    return {name: whole(param.detach()).clone() for name, param in engine.model.named_parameters()}
