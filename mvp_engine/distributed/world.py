@@ -69,12 +69,12 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's `value`, on every rank."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The `value` of one rank, on every rank."""
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.host_group)
+        dist.broadcast_object_list(box, src=source, group=self.host_group)
         return box[0]
 
     def all_gather(self, value: Any) -> list[Any]:

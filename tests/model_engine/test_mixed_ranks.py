@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from families import parallel
+from families import overrides_of, parallel
 from test_vision import lively, samples
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.batch import PackedBatch
 from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.distributed import Layout, World
-from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 from mvp_engine.model_engine.packed import LanguageModel
 
 NAMES = ["qwen3_vl", "qwen2_5_vl", "llava", "internvl", "gemma3", "smolvlm", "qwen2_audio", "qwen2_5_omni_thinker"]
@@ -88,3 +88,27 @@ def check(results: list[dict[str, torch.Tensor]], name: str, frozen: bool) -> No
         for key, value in expected.items():
             scale = max(1.0, float(value.abs().max()))
             assert torch.allclose(result[key] / scale, value / scale, rtol=1e-5, atol=1e-5), key
+
+
+def test_a_rank_without_data_runs_a_batch_of_the_same_call(ranks2) -> None:
+    """One of an earlier call, here of an inference, may lack what the step reads."""
+    one, two = ranks2.run(after_inference)
+    assert one == two == pytest.approx(after_inference(alone=True), rel=1e-5)
+
+
+def after_inference(alone: bool = False) -> float:
+    world = World(0, 1, 0, 1, torch.device("cpu")) if alone else World.join("cpu", timeout=30.0)
+    layout = Layout.of(world, parallel(shard=world.size))
+    engine = LanguageModelEngine(
+        LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))), layout, Settings(seed=1)
+    )
+    engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0))
+    engine.infer_batch(PackedBatch.from_sequences([torch.arange(3, 20)]), ["log_probs"])
+    batch = PackedBatch.from_sequences([torch.arange(3, 20)], tokens={"advantage": [torch.ones(17)]})
+
+    def loss(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return -(engine.model(batch, ["log_probs"])["log_probs"] * batch.tokens["advantage"]).sum(), batch.weight
+
+    norm = float(engine.train_batch([batch] if world.rank == world.size - 1 else [], loss).grad_norm)
+    world.close()
+    return norm

@@ -23,27 +23,36 @@ Pass = tuple[Any, bool]  # a micro-batch, and whether it counts
 class Passes:
     def __init__(self, world: World) -> None:
         self.world = world
-        self._filler: Any = None  # the last micro-batch seen
+        self._filler: Any = None  # the last micro-batch of the call under way, or one that was lent for it
         self._samples: dict[str, PackedBatch] = {}  # one for each kind of media; the same on all ranks
 
     def through(self, micro_batches: Iterable[Any]) -> Iterator[Pass]:
         """One pass after the other, until no rank has a micro-batch left."""
+        self._filler = None
         for micro_batch in micro_batches:
-            yield from self.together([micro_batch])
-        while passes := self.together([]):
+            yield from self._round([micro_batch])
+        while passes := self._round([]):
             yield from passes
 
     def together(self, micro_batches: list[Any]) -> list[Pass]:
-        """As many passes as the rank with most micro-batches needs. All ranks ask at the same time."""
+        """As many passes as the rank with most micro-batches needs. All ranks ask at the same time.
+
+        What does not count is a micro-batch of this very call, if need be another rank's: an older one may be of
+        another kind, with other fields, and the caller's step would stumble over it on this rank alone.
+        """
+        self._filler = None
+        return self._round(micro_batches)
+
+    def _round(self, micro_batches: list[Any]) -> list[Pass]:
         self._filler = micro_batches[-1] if micro_batches else self._filler
         spare = None if self._filler is None else _kinds(self._filler)
         said = self.world.all_gather(([_kinds(micro_batch) for micro_batch in micro_batches], spare))
         most = max(len(kinds) for kinds, _ in said)
         if most == 0:
             return []
-        lent = next(spare for _, spare in said if spare is not None)
-        if any(spare is None for _, spare in said):  # for a rank that never had anything, another's
-            filler = next(found for found in self.world.all_gather(self._filler) if found is not None)
+        lender, lent = next((rank, spare) for rank, (_, spare) in enumerate(said) if spare is not None)
+        if any(spare is None for _, spare in said):
+            filler = self.world.broadcast(self._filler if self.world.rank == lender else None, lender)
             self._filler = filler if self._filler is None else self._filler
         passes = [(micro_batch, True) for micro_batch in micro_batches]
         passes += [(self._filler, False)] * (most - len(passes))
