@@ -78,9 +78,13 @@ def by_part(model: nn.Module, setting: Any, key: str) -> Mapping[str, Any]:
 
 
 def table(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-    """What trains, by part: parameters, how many of them train, and at which rates. "" if there are no parts."""
+    """What trains, by part: parameters, how many of them train, and at which rates, before any schedule.
+
+    It is empty for a model of which no parts are known.
+    """
     parts = parts_of(model)
-    rates = {p: group["lr"] for group in (optimizer.param_groups if optimizer else ()) for p in group["params"]}
+    groups = optimizer.param_groups if optimizer else []
+    rates = {param: group.get("initial_lr", group["lr"]) for group in groups for param in group["params"]}
     rows = [("part", "parameters", "train", "", "rate")]
     params = dict(model.named_parameters())
     for part in (*(part for part in PARTS if part in parts.values()), "all"):

@@ -7,12 +7,14 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 from conftest import MAGIC
-from families import FAMILIES, VISION, config_of
+from families import FAMILIES, VISION, config_of, parallel
 from test_hf_folders import alone
 from test_vision import samples
 
 from mvp_engine.batch import PackedBatch
+from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.config import compose
+from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.model_engine.optim import build_optimizer
@@ -58,14 +60,14 @@ def test_every_parameter_belongs_to_exactly_one_part(family: str) -> None:
         assert sum(sizes[:-1]) == sizes[-1] == sum(param.numel() for param in model.parameters())
 
 
-def trained(settings: Settings) -> tuple[LanguageModelEngine, dict[str, torch.Tensor]]:
+def trained(settings: Settings, layout: Layout | None = None) -> tuple[LanguageModelEngine, dict[str, torch.Tensor]]:
     """A tiny Qwen3-VL after a step on images; and its weights before."""
     torch.manual_seed(0)
     model = LanguageModel.from_config(config_of("qwen3_vl"))
-    engine = LanguageModelEngine(model, alone(), settings)
-    engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.5))
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
     batch = PackedBatch.concat(samples(model, "qwen3_vl"))
+    engine = LanguageModelEngine(model, layout or alone(), settings)
+    engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.5))
+    before = {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
     engine.train_batch([batch], lambda b: (-model(b, ["log_probs"])["log_probs"].sum(), b.weight))
     return engine, before
 
@@ -85,6 +87,24 @@ def test_frozen_means_no_gradient_and_no_update(frozen: tuple[str, ...]) -> None
     shown = {line.split()[0]: line for line in table(engine.model, engine.optimizer).splitlines()}
     assert all(shown[part].endswith("frozen") for part in frozen if part in shown)
     assert "0.01" in shown["projector" if "projector" not in frozen else "vision"]
+
+
+def on_two_ranks(frozen: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    world = World.join("cpu")
+    engine, before = trained(Settings(freeze=frozen), Layout.of(world, parallel(shard=2)))
+    found = {name: whole(param.detach()).clone() for name, param in engine.model.named_parameters()}
+    parts = parts_of(engine.model)
+    assert all(torch.equal(value, before[name]) == (parts[name] in frozen) for name, value in found.items())
+    world.close()
+    return found
+
+
+def test_frozen_parts_stay_frozen_on_shards(ranks2) -> None:
+    frozen = ("vision", "llm")
+    single, _ = trained(Settings(freeze=frozen))
+    for found in ranks2.run(on_two_ranks, frozen):
+        for name, param in single.model.named_parameters():
+            assert torch.allclose(found[name], param, atol=1e-5), name
 
 
 def test_rates_by_part() -> None:
