@@ -10,11 +10,13 @@ log-probs are aligned in the same way: entry t is about `labels[t]`. There is no
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 IGNORE = -100
 
@@ -295,8 +297,17 @@ def _labels(input_ids: Tensor, loss_mask: Tensor) -> Tensor:
 def _concat_media(parts: list[tuple[Media, int]]) -> Media:
     before = torch.tensor([0, *(sequences for _, sequences in parts)]).cumsum(0).tolist()
     return Media(
-        torch.cat([media.values for media, _ in parts]),
+        _cat_large([media.values for media, _ in parts]),
         torch.cat([media.rows for media, _ in parts]),
         torch.cat([media.owner + offset for (media, _), offset in zip(parts, before, strict=False)]),
         {name: torch.cat([media.fields[name] for media, _ in parts]) for name in parts[0][0].fields},
     )
+
+
+def _cat_large(parts: list[Tensor]) -> Tensor:
+    """In a loader's worker straight into shared memory, where it would be copied to on its way out."""
+    if get_worker_info() is None:
+        return torch.cat(parts)
+    shape = (sum(map(len, parts)), *parts[0].shape[1:])
+    storage = parts[0]._typed_storage()._new_shared(math.prod(shape), device=parts[0].device)
+    return torch.cat(parts, out=parts[0].new(storage).resize_(shape))

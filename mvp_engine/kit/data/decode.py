@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -66,22 +67,40 @@ def decode(part: Part, info: Info, limits: Limits, root: Path, rate: int = 0) ->
 def within(seconds: float, work: Callable[[], T], what: str) -> T:
     """The result of `work`, or BadRow("timeout").
 
-    It runs in a thread of its own, which is left behind when it does not come back: a decoder that hangs in C cannot be
+    It runs in a thread, which is left behind when it does not come back: a decoder that hangs in C cannot be
     interrupted by a signal, and a process per worker would copy every picture once more.
     """
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised again by result()
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="media").start()
+    (_idle.pop() if _idle else _new_thread()).put((work, future))
     wait([future], seconds)
     if not future.done():
         raise BadRow("timeout", f"{what} took more than {seconds:g} seconds")
     return future.result()
+
+
+_idle: list[SimpleQueue[Any]] = []  # where threads that have nothing to do wait for work
+os.register_at_fork(after_in_child=_idle.clear)  # threads do not go along
+
+
+def _new_thread() -> SimpleQueue[Any]:
+    tasks: SimpleQueue[Any] = SimpleQueue()
+
+    def serve() -> None:
+        while True:
+            work, future = tasks.get()
+            try:
+                result, error = work(), None
+            except BaseException as raised:  # noqa: BLE001 - raised again by result()
+                result, error = None, raised
+            _idle.append(tasks)
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+            del work, future, result, error  # a picture would live until the next comes
+
+    threading.Thread(target=serve, daemon=True, name="media").start()
+    return tasks
 
 
 def need(package: str, what: str) -> Any:

@@ -69,7 +69,7 @@ class PackDataset(Dataset[Any]):
             fields = {"source": which, "sample": int(self.first[which]) + row}
             self.watch.at(source.where(row))
             try:
-                sides = self.sampler.prepare(source[row], self.formats[which], source.root)
+                sides = self.sampler.prepare(source[row], self.formats[which], source.root, decode=True)
                 now = sum(len(side.ids) for side in sides)
                 room -= max(0, more := now - tokens)
                 if room < 0:  # a template may write today's date; but a pack never grows past its budget

@@ -54,6 +54,7 @@ class Prepared:
     infos: list[Info]
     expansions: list[str]
     spans: list[Span]  # the tokens of each item, with those that enclose it
+    media: dict[str, Media] | None = None  # decoded, where that was asked for
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,11 @@ class _Draft:
     infos: list[Info]
     tokens: Tokens = field(default_factory=lambda: Tokens([], [], []))
     expansions: list[str] = field(default_factory=list)
+    media: dict[str, Media] | None = None
 
     def whole(self) -> Prepared:
         spans = [place.outer for place in self.tokens.media]
-        return Prepared(self.tokens.ids, self.tokens.loss, self.parts, self.infos, self.expansions, spans)
+        return Prepared(self.tokens.ids, self.tokens.loss, self.parts, self.infos, self.expansions, spans, self.media)
 
     def cut(self, most: int) -> Prepared:
         one = self.whole()
@@ -155,16 +157,20 @@ class Sampler:
         told += [Path(__file__).with_name(f"{name}.py").read_text() for name in _CODE]
         return hashlib.blake2b("\0".join(told).encode(), digest_size=16).hexdigest()
 
-    def prepare(self, raw: Mapping[str, Any], format: str | None, root: Path, fit: bool = True) -> list[Prepared]:
+    def prepare(
+        self, raw: Mapping[str, Any], format: str | None, root: Path, fit: bool = True, decode: bool = False
+    ) -> list[Prepared]:
         """The row's sequence; with `pairs`, of a preference row the chosen side and the rejected one.
 
-        BadRow if it cannot be trained on; with `fit`, an over-long row is cut or its media shrink, if asked for.
+        BadRow if it cannot be trained on; with `fit`, an over-long row is cut or its media shrink, if asked for. With
+        `decode`, media that will not be cut or shrink are decoded on the way, so that nothing is asked for twice.
         """
         row = read_row(raw, format)
-        drafts = [self._draft(row, root)]
+        decode = decode and self.overlong not in ("truncate", "shrink")
+        drafts = [self._draft(row, root, decode)]
         if self.pairs and row.rejected:
             try:
-                drafts.append(self._draft(replace(row, messages=row.rejected), root))
+                drafts.append(self._draft(replace(row, messages=row.rejected), root, decode))
             except BadRow as bad:
                 raise BadRow(bad.reason, f"the rejected side: {bad.detail}") from None
         total = sum(len(draft.tokens.ids) for draft in drafts)
@@ -172,7 +178,8 @@ class Sampler:
             return [draft.whole() for draft in drafts]
         if self.overlong == "shrink":
             infos = iter(self._shrunk([info for draft in drafts for info in draft.infos], total))
-            drafts = [self._tokens(replace(draft, infos=[next(infos) for _ in draft.infos])) for draft in drafts]
+            drafts = [_Draft(draft.rendered, draft.parts, [next(infos) for _ in draft.infos]) for draft in drafts]
+            drafts = [self._tokens(draft) for draft in drafts]
             if sum(len(draft.tokens.ids) for draft in drafts) <= self.most_tokens:
                 return [draft.whole() for draft in drafts]
         elif self.overlong == "truncate":
@@ -191,11 +198,17 @@ class Sampler:
         return [self._load(one, root, self._sided(fields, sign)) for one, sign in zip(sides, signs, strict=True)]
 
     def _load(self, one: Prepared, root: Path, fields: Mapping[str, int]) -> PackedBatch:
-        decoded = [self.media.decode(part, info, root) for part, info in zip(one.parts, one.infos, strict=True)]
-        texts, media = self.media.collate(one.infos, decoded)
-        if texts != one.expansions:
-            raise BadRow("changed", "the processor makes other tokens of the media than it did without their content")
+        media = one.media
+        if media is None:
+            texts, media = self._decoded(one.parts, one.infos, root)
+            if texts != one.expansions:
+                what = "the processor makes other tokens of the media than it did without their content"
+                raise BadRow("changed", what)
         return self._batch(torch.tensor(one.ids), torch.tensor(one.loss), media, fields)
+
+    def _decoded(self, parts: list[Part], infos: list[Info], root: Path) -> tuple[list[str], dict[str, Media]]:
+        decoded = [self.media.decode(part, info, root) for part, info in zip(parts, infos, strict=True)]
+        return self.media.collate(infos, decoded)
 
     def _sided(self, fields: Mapping[str, int], sign: int) -> Mapping[str, int]:
         return {**fields, "side": sign} if self.pairs else fields
@@ -218,14 +231,23 @@ class Sampler:
             media=media,
         )
 
-    def _draft(self, row: Row, root: Path) -> _Draft:
+    def _draft(self, row: Row, root: Path, decode: bool) -> _Draft:
         rendered, every = self.template.render(row), row.media()
         parts = [every[place.index] for place in rendered.media]
-        return self._tokens(_Draft(rendered, parts, [self.media.probe(part, root) for part in parts]))
+        draft = _Draft(rendered, parts, [self.media.probe(part, root) for part in parts])
+        if decode and parts:
+            try:
+                texts, media = self._decoded(parts, draft.infos, root)
+            except (ValueError, ArithmeticError, RuntimeError):
+                self._tokens(draft)  # BadRow, if the processor refuses a size
+                raise
+            draft = replace(draft, expansions=texts, media=media) if all(texts) else draft
+        return self._tokens(draft)
 
     def _tokens(self, draft: _Draft) -> _Draft:
         """With the tokens of its text, each placeholder expanded to what the processor makes of the item."""
-        rendered, expansions = draft.rendered, [self.media.expansion(info) for info in draft.infos]
+        rendered = draft.rendered
+        expansions = draft.expansions or [self.media.expansion(info) for info in draft.infos]
         if not expansions:
             return replace(draft, tokens=self.template.tokenize(rendered))
         places = [place.outer if self._with_outer[place.kind] else place.span for place in rendered.media]

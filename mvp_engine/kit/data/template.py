@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jinja2
+import numpy as np
 
 from mvp_engine.errors import UserError
+from mvp_engine.kit.data.asking import encoded
 from mvp_engine.kit.data.marks import CLOSE, OPEN, PROBE, Span, compiled, take_apart
 from mvp_engine.kit.data.rows import MEDIA, BadRow, Message, Part, Row
 
@@ -75,7 +77,7 @@ class Template:
         if not getattr(self.tokenizer, "is_fast", False):
             raise UserError(f"masks need a fast tokenizer, which {type(self.tokenizer).__name__} is not")
         added = {id: token for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        self.special_ids = {*added, *self.tokenizer.all_special_ids}
+        self._special_ids = sorted({*added, *self.tokenizer.all_special_ids})
         self.special = tuple({*map(str, added.values()), *self.tokenizer.all_special_tokens})
         self.special_pattern = _any_of(self.special)
         bos = self.tokenizer.bos_token_id
@@ -122,19 +124,20 @@ class Template:
 
     def tokenize(self, rendered: Rendered) -> Tokens:
         """A token that overlaps a span with loss has it; a special token (it may swallow blanks) if it starts there."""
-        encoded = self.tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids, loss, spans = list(encoded["input_ids"]), list[bool](), list[Span]()
-        flags = bytearray(len(rendered.text))
-        for start, end in rendered.loss:
-            flags[start:end] = b"\1" * (end - start)
-        for id, (start, end) in zip(ids, encoded["offset_mapping"], strict=True):
-            if start == end and spans:  # some tokenizers trim blanks off offsets, and a token may be nothing else
-                start = min(start, spans[-1][1])
-            spans.append((start, end))
-            loss.append(1 in flags[start : start + 1 if id in self.special_ids else end])
+        found = encoded(self.tokenizer, rendered.text)
+        ids = found.ids
+        begin, end = np.array(found.offsets, np.int64).reshape(-1, 2).T.copy()
+        # Some tokenizers trim blanks off offsets, and a token may be nothing else.
+        begin[1:] = np.where(begin[1:] == end[1:], np.minimum(begin[1:], end[:-1]), begin[1:])
+        flags = np.zeros(len(rendered.text) + 2, np.int64)  # how many characters with loss come before
+        for start, stop in rendered.loss:
+            flags[start + 1 : stop + 1] = 1
+        before = flags.cumsum()
+        until = np.where(np.isin(ids, self._special_ids), begin + 1, end)
+        loss, spans = (before[until] > before[begin]).tolist(), np.stack([begin, end], axis=1)
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if rendered.bos and self.adds_bos and ids[:1] != [bos]:
-            ids, loss, spans = [bos, *ids], [False, *loss], [(0, 0), *spans]
+            ids, loss, spans = [bos, *ids], [False, *loss], np.concatenate([[[0, 0]], spans])
         if rendered.eos and eos is not None and ids[-1:] != [eos]:
             ids, loss = [*ids, eos], [*loss, True]
         media = [_by_token(place, spans, rendered.text) for place in rendered.media]
@@ -324,10 +327,10 @@ def _any_of(words: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)) or "(?!)")
 
 
-def _by_token(place: Placeholder, spans: list[Span], text: str) -> Placeholder:
+def _by_token(place: Placeholder, spans: np.ndarray, text: str) -> Placeholder:
     def tokens(start: int, end: int) -> Span:
-        hit = [i for i, span in enumerate(spans) if span[0] < end and start < span[1]]
-        return hit[0], hit[-1] + 1
+        hit = np.flatnonzero((spans[:, 0] < end) & (start < spans[:, 1]))
+        return int(hit[0]), int(hit[-1]) + 1
 
     first, end = tokens(*place.span)
     token = text[slice(*place.span)]
