@@ -78,6 +78,8 @@ class PackedModel(nn.Module):
         attention.use(backbone.config)
         backbone.get_input_embeddings().register_forward_hook(_low)  # type: ignore[operator]
         self.sequence_group: dist.ProcessGroup | None = None
+        self.decoder().register_forward_pre_hook(attention.without_mask, with_kwargs=True)
+        self.longest = _longest(backbone.config)
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
@@ -109,7 +111,7 @@ class PackedModel(nn.Module):
     def decoder(self) -> nn.Module:
         """The text layers, which see tokens and media as one sequence of embeddings."""
         base: Any = self.base()
-        return base.get_decoder()
+        return base.get_decoder() if hasattr(base, "get_decoder") else base
 
     def base(self) -> nn.Module:
         """The part of the model that ends with hidden states."""
@@ -133,6 +135,11 @@ class PackedModel(nn.Module):
 
     def hidden(self, batch: PackedBatch, shard: SequenceShard | None = None) -> Tensor:
         """The last hidden states, (T, D), or this rank's part of them."""
+        if self.longest is not None and batch.max_seqlen > self.longest:
+            raise UserError(
+                f"a sequence of {batch.max_seqlen} tokens: rotary positions of this model change for a batch in which "
+                f"one is longer than {self.longest}, so packed sequences would change each other. Keep them shorter"
+            )
         if batch.beside:  # a slice sends zeros back to what was run along, never a product with zero
             return self.hidden(batch.with_beside(), shard)[: batch.num_tokens]
         ids, positions, more = batch.input_ids, batch.position_ids, _beside_tokens(self.base(), batch)
@@ -189,6 +196,21 @@ class PackedModel(nn.Module):
     def own_log_probs(self, batch: PackedBatch) -> Tensor | None:
         """What transformers' own forward gives for the labels, where there is such a thing to compare with."""
         return None
+
+
+def _longest(config: Any) -> int | None:
+    """The length from which on rotary frequencies depend on the longest sequence of a batch, if they ever do."""
+    found = []
+    for part in attention.config_tree(config):
+        given = getattr(part, "rope_parameters", None) or {}
+        for rope in (given, *(value for value in given.values() if isinstance(value, dict))):
+            if rope.get("rope_type") in ("longrope", "dynamic"):
+                before = rope.get("original_max_position_embeddings")
+                before = (
+                    before or getattr(part, "original_max_position_embeddings", None) or part.max_position_embeddings
+                )
+                found.append(int(before))
+    return min(found, default=None)
 
 
 def _cut_inputs(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

@@ -1,7 +1,7 @@
 """Trials before training: a model that would train on wrong numbers is refused at the start, by name.
 
-A few random tokens go through the model as it stands on its layout, so all ranks call these together. What they find
-is about the architecture, not about the weights: it shows with any.
+A few random tokens go through the model as it stands on its layout, so all ranks call these together, and agree on
+what they saw.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ TRIALS = 3  # a router of experts may be on the edge between two of them, and ti
 
 
 @torch.no_grad()
-def check_packing(model: PackedModel, *, exact: bool = True, own: bool = True) -> None:
+def check_packing(
+    model: PackedModel, *, exact: bool = True, own: bool = True, group: dist.ProcessGroup | None = None
+) -> None:
     """Two short sequences packed must give what each gives alone, and what transformers' own forward gives.
+
+    Above all, neither may change with the other: that is seen to the last bit, since nothing else differs.
 
     Refuses state-space and linear-attention mixers, position schemes that ignore `position_ids`, heads with unknown
     steps, and layers that ask attention for something it does not have. `exact`: the computation is in float32.
-    `own`: compare with transformers' forward, which knows nothing of matrices that are shared.
+    `own`: compare with transformers' forward, which knows nothing of matrices that are shared. `group`: all ranks.
 
     In half precision the bar is the noise of this very model: a causal model's first tokens do not depend on later
     ones, so what changes when these are left out is rounding. A model with attention of its own may not even be causal
@@ -45,24 +49,32 @@ def check_packing(model: PackedModel, *, exact: bool = True, own: bool = True) -
     try:
         with torch.compiler.set_stance("force_eager"):
             for seed in range(TRIALS):
-                ones = _sequences(model, (9, 6), seed)
+                ones, others = _sequences(model, (9, 6), seed), _sequences(model, (9, 6), seed + TRIALS)
                 packed = _hidden(model, PackedBatch.concat(ones))
+                noise = 0.0 if exact else 4 * _noise(model, ones[0])
+                moved = max(
+                    _worst(packed[9:], _hidden(model, PackedBatch.concat([others[0], ones[1]]))[9:]),
+                    _worst(packed[:9], _hidden(model, PackedBatch.concat([ones[0], others[1]]))[:9]),
+                )
                 apart = _difference(packed, torch.cat([_hidden(model, one) for one in ones]))
-                near = 1e-5 if exact else min(0.1, max(1e-4, 4 * _noise(model, ones[0])))
                 unlike = _from_transformers(model, ones) if own else 0.0
-                if apart <= near and unlike <= (1e-5 if exact else 3e-2):
+                moved, apart, unlike, noise = _agreed([moved, apart, unlike, noise], group)
+                near = 1e-5 if exact else min(0.1, max(1e-4, noise))
+                if moved <= max(1e-5, min(0.1, noise)) and apart <= near and unlike <= (1e-5 if exact else 3e-2):
                     return
-    except (NotImplementedError, ValueError, KeyError) as error:
-        raise UserError(f"{kind} cannot be trained on packed sequences: {error}") from None
+    except Exception as error:
+        what = str(error) if isinstance(error, NotImplementedError | UserError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{kind} cannot be trained on packed sequences: {what}") from error
     finally:
         for module, mode in modes:
             module.training = mode
-    if apart != apart:
+    if apart == float("inf"):
         raise UserError(f"{kind} gives outputs that are not finite: are there such numbers among its weights?")
-    if not apart <= near:
+    if not apart <= near or unlike <= (1e-5 if exact else 3e-2):
         raise UserError(
-            f"{kind} cannot be trained on packed sequences: two in one batch differ from the same two alone by "
-            f"{apart:.1e}. Its layers look across boundaries (state-space or linear-attention mixers do)."
+            f"{kind} cannot be trained on packed sequences: two in one batch change each other by {moved:.1e} and "
+            f"differ from the same two alone by {apart:.1e}. Its layers look across boundaries (state-space or "
+            "linear-attention mixers do)."
         )
     raise UserError(
         f"{kind}: log-probs differ from those of transformers' own forward by {unlike:.1e}. "
@@ -130,6 +142,18 @@ def _from_transformers(model: PackedModel, ones: list[PackedBatch]) -> float:
 def _hidden(model: PackedModel, batch: PackedBatch) -> Tensor:
     name = "hidden_states" if "hidden_states" in model.provides else model.provides[0]
     return model(batch, [name])[name]
+
+
+def _agreed(numbers: list[float], group: dist.ProcessGroup | None) -> list[float]:
+    """The largest of all ranks, so that all of them go the same way."""
+    largest = torch.tensor(numbers, dtype=torch.float64).nan_to_num(nan=torch.inf)
+    if group is not None:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest.tolist()
+
+
+def _worst(a: Tensor, b: Tensor) -> float:
+    return float((a - b).float().abs().max() / b.float().abs().max().clamp(min=1e-6))
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

@@ -65,6 +65,32 @@ class Overlay:
         return self.allows(0, 0, index[:, None], index[None, :])
 
 
+@dataclass(frozen=True)
+class Window:
+    """A mask that is causal within a window. Most layers tell attention their window, too; some leave it at that."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class NoMask:
+    """What a decoder is given for its mask: without one transformers would look for sequences in the positions, and
+    wait for the GPU to see whether there are several. It has the shape of one."""
+
+    shape: tuple[int, int, int, int]
+    ndim: int = 4
+
+
+def without_mask(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """A forward pre-hook for decoders."""
+    inputs = kwargs.get("inputs_embeds") if kwargs.get("inputs_embeds") is not None else kwargs.get("input_ids")
+    packed = decoder.config._attn_implementation == NAME  # type: ignore[union-attr]
+    if not packed or inputs is None or kwargs.get("attention_mask") is not None:
+        return None
+    tokens = inputs.shape[1]
+    return args, {**kwargs, "attention_mask": NoMask((1, 1, tokens, tokens))}
+
+
 def register() -> str:
     """Make both names known to transformers (again is fine); gives the name for text."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -124,26 +150,30 @@ def boundaries(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
 
 def _packed_mask(
     *, mask_function: Callable[..., Any], attention_mask: Any, kv_length: int, config: Any, **_: Any
-) -> Overlay | None:
-    """What a model asks of its mask besides causality and a window, which reach attention in other ways."""
+) -> Overlay | Window | None:
+    """What a model asks of its mask besides causality, which attention knows of."""
     if isinstance(attention_mask, Overlay):
         return attention_mask
-    parts = _mask_parts(mask_function)
+    found = dict(_mask_parts(mask_function))
+    parts = set(found)
     leaves_it_to_the_mask = getattr(config, "use_bidirectional_attention", None) is True  # PaliGemma's layers do
     if parts <= _PLAIN and not leaves_it_to_the_mask:
-        return None
+        window = found.get("sliding_window_overlay")
+        return None if window is None else Window(inspect.getclosurevars(window).nonlocals["sliding_window"])
     if parts <= {*_PLAIN, _BLOCKS}:
         return Overlay(mask_function, (1, 1, kv_length, kv_length))
     unknown = ", ".join(sorted(parts - {*_PLAIN, _BLOCKS}))
     raise NotHonoured(f"the mask of {config.model_type} has {unknown}, which packed attention does not have")
 
 
-def _mask_parts(function: Callable[..., Any]) -> set[str]:
-    """The functions that transformers put together to this one, by the names of their makers."""
+def _mask_parts(function: Callable[..., Any]) -> list[tuple[str, Callable[..., Any]]]:
+    """The functions that transformers put together to this one, with the names of their makers."""
     maker = getattr(function, "__qualname__", repr(function)).split(".")[0]
     if maker not in ("and_masks", "or_masks"):
-        return {maker}
-    return {name for part in inspect.getclosurevars(function).nonlocals["mask_functions"] for name in _mask_parts(part)}
+        return [(maker, function)]
+    return [
+        found for part in inspect.getclosurevars(function).nonlocals["mask_functions"] for found in _mask_parts(part)
+    ]
 
 
 def packed_attention(
@@ -151,7 +181,7 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Overlay | None,
+    attention_mask: Tensor | Overlay | Window | NoMask | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -167,8 +197,12 @@ def packed_attention(
     """The signature of transformers' attention interface: (1, H, T, d) in, (1, T, H, d) out."""
     who = type(module).__name__
     _refuse(who, others)
-    if not isinstance(attention_mask, Overlay | None):
+    if isinstance(attention_mask, Tensor):
         raise NotHonoured(f"{who} brings an attention mask of its own, which packed attention cannot honour")
+    if isinstance(attention_mask, Window):
+        if sliding_window not in (None, attention_mask.size):
+            raise NotHonoured(f"{who} has a window of {sliding_window} and a mask with one of {attention_mask.size}")
+        sliding_window = attention_mask.size
     if cu_seq_lens_q is None or max_length_q is None:
         raise NotHonoured(f"{who} was not told where sequences begin: its model drops keyword arguments")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
@@ -182,10 +216,11 @@ def packed_attention(
         q, k, v = (sequence_shard.to_heads(x) for x in (q, k, v))
         s_aux = None if s_aux is None else s_aux.chunk(ranks)[sequence_shard.rank]
     how = (scaling, dropout, causal, sliding_window, softcap, s_aux)
-    out = _each_sequence(q, k, v, cu_seq_lens_q, max_length_q, attention_mask, *how)
+    overlay = attention_mask if isinstance(attention_mask, Overlay) else None
+    out = _each_sequence(q, k, v, cu_seq_lens_q, max_length_q, overlay, *how)
     if sequence_shard is not None:
         out = sequence_shard.to_tokens(out)
-    return out.transpose(0, 1)[None], None
+    return out.transpose(0, 1)[None].contiguous(), None  # some models view it
 
 
 def encoder_attention(
@@ -263,7 +298,7 @@ def _each_sequence(
         what = (q_HTd, k_KTd, v_KTd, cu_seqlens, longest, scale, causal, window)
         if ragged.can(q_HTd, longest, causal, window):
             return _ragged(*what)
-        if _flash_can(q_HTd):
+        if _flash_can(q_HTd, v_KTd):
             return _flash(*what)
     how = (scale, dropout, causal, window, softcap, sinks_H)
     outs = []
@@ -280,9 +315,9 @@ def _ragged(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, *how: Any) -> Tensor:
     return ragged.ragged_attention(q, k, v, *how).transpose(0, 1)
 
 
-def _flash_can(q: Tensor) -> bool:
+def _flash_can(q: Tensor, v: Tensor) -> bool:
     """torch's variable-length FlashAttention: the same, on more GPUs and head sizes."""
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and v.shape[-1] == q.shape[-1]
     return fits and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
 
 

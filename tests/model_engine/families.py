@@ -23,6 +23,7 @@ SMALL = {
 }
 
 WINDOW = {"sliding_window": 3}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GEMMA = {"query_pre_attn_scalar": 8, **WINDOW}
 
 # model type -> (what is special about it, what its config needs beyond SMALL)
@@ -33,6 +34,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("GQA, query and key norms", {}),
     "qwen3_moe": ("mixture of experts", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "mixtral": ("mixture of experts", {"num_local_experts": 4}),
+    "qwen2_moe": (
+        "mixture of experts, window only in the mask",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 16,
+            "use_sliding_window": True,
+            "max_window_layers": 0,
+            **WINDOW,
+        },
+    ),
+    "phimoe": ("mixture of experts, window only in the mask", {"num_local_experts": 4, **WINDOW}),
     "olmoe": ("mixture of experts", {"num_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": (
         "attention sinks, sliding window, mixture of experts",
@@ -64,7 +76,6 @@ REFUSED = ["falcon_h1", "mamba", "jamba", "bloom", "minimax", "stablelm"]
 TOKENS = {"image_token_id": 90, "video_token_id": 91, "audio_token_id": 92, "vision_start_token_id": 93}
 
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SMALL_VIT = {
     "hidden_size": 16,
     "intermediate_size": 24,

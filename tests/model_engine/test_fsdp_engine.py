@@ -192,20 +192,25 @@ def _asides() -> tuple[int, int]:
     return calls[0], calls[1]
 
 
-@pytest.mark.parametrize("order", ["never before", "torch's own"])
+@pytest.mark.parametrize("order", ["never before", "torch's own", "nobody"])
 def test_replicas_stay_alike_whoever_clears_the_gradients(ranks2, order: str) -> None:
     one, two = ranks2.run(_cleared, order)
+    alone = _cleared("always", ALONE)
     for name, value in one.items():
         assert torch.equal(value, two[name]), name
+        assert torch.allclose(value, alone[name], rtol=1e-5, atol=1e-6), name
 
 
-def _cleared(order: str) -> dict[str, Tensor]:
-    world = World.join("cpu")
+def _cleared(order: str, world: World | None = None) -> dict[str, Tensor]:
+    world = world or World.join("cpu")
     part, data = engine(world), batches(5)
-    for batch in (data[world.rank], data[2 + world.rank]):
-        part.forward_backward_batch([batch], forward(part.model))
+    for batch in (data[:2], data[2:4]):
+        if order == "always":
+            part.optimizer_zero_grad()
+        part.forward_backward_batch(batch[world.rank :: world.size], forward(part.model))
         part.optimizer_step()
-        part.optimizer_zero_grad() if order == "never before" else part.optimizer.zero_grad()
+        if order != "nobody":
+            part.optimizer.zero_grad() if order == "torch's own" else part.optimizer_zero_grad()
     result = {name: param.detach().clone() for name, param in part.model.named_parameters()}
     world.close()
     return result

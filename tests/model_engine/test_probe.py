@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import config_of, overrides_of, parallel
+from families import SMALL, config_of, overrides_of, parallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, Settings
+from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, Settings, probe
 from mvp_engine.model_engine.packed import LanguageModel
 
 
@@ -126,3 +126,54 @@ def test_what_runs_along_stays_with_a_batch() -> None:
     one.beside = [one.filler()]
     assert one.select([1]).beside == one.beside
     assert PackedBatch.concat([one, one]).beside == one.beside * 2
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_sequences_that_would_change_the_positions_of_others_are_refused(kind: str) -> None:
+    rope: dict[str, Any] = {
+        "rope_type": kind,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+        "factor": 4.0,
+    }
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = config_of("phi3" if kind == "longrope" else "llama")
+    config.rope_parameters = rope
+    config.max_position_embeddings = 64
+    config.original_max_position_embeddings = 16
+    model = LanguageModel.from_config(config).eval()
+    FSDPEngine(model, Layout(World.join("cpu"))).initialize()
+    model(PackedBatch.from_sequences([torch.arange(16), torch.arange(9)]), ["log_probs"])
+    with pytest.raises(UserError, match=r"a sequence of 17 tokens: .* longer than 16"):
+        model(PackedBatch.from_sequences([torch.arange(17), torch.arange(9)]), ["log_probs"])
+
+
+def test_one_layer_that_looks_across_is_enough() -> None:
+    more = {"model_type": "lfm2", "layer_types": ["full_attention", "conv", "full_attention"], "num_hidden_layers": 3}
+    for precision in ("fp32", "bf16"):
+        model = LanguageModel.on_meta(None, {k: v for k, v in SMALL.items() if k != "head_dim"} | more)
+        with pytest.raises(UserError, match="two in one batch change each other"):
+            LanguageModelEngine(model, Layout(World.join("cpu")), Settings(precision=precision)).initialize()
+
+
+def test_ranks_agree_on_what_they_saw(ranks2) -> None:
+    """One rank alone sees something in the first trial: both try again, and nobody waits for ever."""
+    assert ranks2.run(tipped) == [2, 2]
+
+
+def tipped() -> int:
+    world = World.join("cpu")
+    trials, once = [], probe._difference
+
+    def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+        trials.append(a)
+        return 1.0 if len(trials) == 1 and world.rank == 1 else once(a, b)
+
+    probe._difference = difference
+    try:
+        start("qwen3", world, shard=2)
+    finally:
+        probe._difference = once
+    world.close()
+    return len(trials) // 2

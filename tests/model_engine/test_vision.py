@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from conftest import ROOT
-from families import REFUSED_VISION, TYPES, VISION, config_of, media_of, parallel, vision_table
+from families import REFUSED_VISION, TYPES, VISION, config_of, media_of, vision_table
 from torch import Tensor
 
 from mvp_engine.batch import Media, PackedBatch
-from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine.packed import LanguageModel, PackedModel, ValueModel
 from mvp_engine.model_engine.probe import check_packing
@@ -187,35 +186,6 @@ def test_each_part_has_its_own_attention() -> None:
     with attention.own_attention(config):
         assert set(names()) == {"eager"}
     assert names() == expected
-
-
-def shared(families: list[str]) -> list[dict[str, Tensor]]:
-    """The gradients of text that ranks share, and how images are answered."""
-    world = World.join("cpu")
-    group = Layout.of(world, parallel(sequence=2)).sequence_group
-    assert group is not None
-    found = []
-    for name in families:
-        model = lively(LanguageModel, name)
-        text, *_, both = samples(model, name)
-        text.tokens.clear()
-        model.share_sequences(group)
-        found.append(run(model, text, ["log_probs"])[1])
-        with pytest.raises(UserError, match=r"parallel\.sequence > 1 cannot share pixel_values, "):
-            model(both, ["log_probs"])
-    world.close()
-    return found
-
-
-def test_ranks_share_the_tokens_of_text_but_not_of_images(ranks2) -> None:
-    families = ["qwen3_vl", "gemma3"]
-    answers = ranks2.run(shared, families)
-    for i, name in enumerate(families):
-        model = lively(LanguageModel, name)
-        text = samples(model, name)[0]
-        text.tokens.clear()
-        for key, grad in run(model, text, ["log_probs"])[1].items():
-            assert close(sum(answer[i][key] for answer in answers), grad), key
 
 
 def test_table_in_the_documents_is_the_list_of_this_test() -> None:

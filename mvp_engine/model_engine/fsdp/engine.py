@@ -51,6 +51,7 @@ class FSDPEngine(ModelEngine):
         self.training = False  # there is an optimizer
         self.reducer: GradientReducer | None = None
         self._used: UsedParameters | None = None
+        self._spent = False  # the gradients that are there were used in a step
 
     def initialize(
         self,
@@ -63,7 +64,12 @@ class FSDPEngine(ModelEngine):
         self.sharded = list(sharded_modules(self.model))
         if isinstance(self.model, PackedModel):
             with self.eval_mode(), self.autocast(), together(self.world.host_group):
-                check_packing(self.model, exact=self.dtype == torch.float32, own=self.layout.tensor_mesh is None)
+                check_packing(
+                    self.model,
+                    exact=self.dtype == torch.float32,
+                    own=self.layout.tensor_mesh is None,
+                    group=self.world.host_group,
+                )
         if optimizer is not None:
             self.training = True
             self.model.train()
@@ -94,6 +100,8 @@ class FSDPEngine(ModelEngine):
     def forward_backward_batch(
         self, micro_batches: list[Any], forward_step: ForwardStep, aside: ForwardStep | None = None
     ) -> Tensor:
+        if self._spent:  # gradients were used in a step, whoever should have cleared them
+            self.optimizer_zero_grad()
         if self.reducer:
             self.reducer.begin()
         totals = torch.zeros_like(self._totals)
@@ -129,6 +137,7 @@ class FSDPEngine(ModelEngine):
             module.set_is_last_backward(last)
 
     def optimizer_zero_grad(self) -> None:
+        self._spent = False
         self._totals.zero_()
         if self._used:
             self._used.clear()
@@ -139,6 +148,7 @@ class FSDPEngine(ModelEngine):
 
     def optimizer_step(self) -> StepNumbers:
         self.settle()
+        self._spent = True
         totals = self._totals.clone()
         if self._used:
             self._used.drop_the_others()
@@ -282,8 +292,8 @@ class FSDPEngine(ModelEngine):
         target = torch.device("cpu") if to_host else self.world.device
         self.settle()
         if model and ("model" in self._on_host) != to_host:
-            if self.training:
-                self.optimizer.zero_grad(set_to_none=True)
+            if self.training and to_host:
+                self.optimizer_zero_grad()  # gradients do not travel: a step before new ones is skipped
             if self.reducer and to_host:
                 self.reducer.release()
             move_model(self.model, target)
