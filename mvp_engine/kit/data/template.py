@@ -141,8 +141,8 @@ class Template:
         if rendered.eos and eos is not None and ids[-1:] != [eos]:
             ids, loss = [*ids, eos], [*loss, True]
         media = [_by_token(place, spans, rendered.text) for place in rendered.media]
-        for start, end in (place.outer for place in media):  # also tokens that merged with what is beside them
-            loss[start:end] = [False] * (end - start)
+        for first, last in (place.outer for place in media):  # also tokens that merged with what is beside them
+            loss[first:last] = [False] * (last - first)
         ids, loss, _ = cut(ids, loss, [], len(ids))  # for its check
         return Tokens(ids, loss, media)
 
