@@ -7,8 +7,6 @@ checkpoints/latest, best      links
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import shutil
@@ -90,7 +88,7 @@ class CheckpointManager:
 
     def _write(self, step: int, staged: list[storage.Piece], meta: dict[str, Any]) -> None:
         name = f"{STEP_PREFIX}{step:08d}"
-        beside = self.folder / f".tmp-{name}"
+        beside = storage.beside_of(self.folder / name)
         started = time.monotonic()
         self.failed = False
         try:
@@ -134,18 +132,16 @@ class CheckpointManager:
 
 
 def recover(folder: Path) -> None:
-    """Give a checkpoint that was whole but not yet renamed when the process died its name."""
+    """Give the checkpoints of a run that were whole when the process died, but not yet renamed, their names."""
     for beside in folder.glob(f".tmp-{STEP_PREFIX}*"):
         final = folder / beside.name.removeprefix(".tmp-")
-        # meta.json is written last; one that is cut short is no JSON
-        with contextlib.suppress(OSError, json.JSONDecodeError):
-            json.loads((beside / "meta.json").read_text())
-            if checkpoint_step(final) is not None and not final.exists():
-                os.replace(beside, final)
+        if checkpoint_step(final) is not None:
+            storage.adopt(final)
 
 
 def find_checkpoint(path: Path) -> Path:
     """The complete checkpoint that `path` is, or the newest of the run that `path` is."""
+    storage.adopt(path)
     if (path / "meta.json").is_file():
         return path.resolve()
     for folder in (path / "checkpoints", path):

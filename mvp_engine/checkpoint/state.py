@@ -80,13 +80,18 @@ def save(
 
     `describe` writes what `mvp merge` needs to know into a folder inside.
     """
-    beside = folder.with_name(f".tmp-{folder.name}")
+    beside = storage.beside_of(folder)
     with storage.together(world.host_group):
         if world.is_main:
+            storage.adopt(folder)
             older = storage.file_of(folder, 0).is_file()
             if folder.exists() and not older and (folder.is_file() or any(folder.iterdir())):
                 raise UserError(f"{folder} is there already and is no checkpoint; choose another name, or remove it")
             shutil.rmtree(beside, ignore_errors=True)
+            try:
+                beside.mkdir(parents=True)
+            except OSError as error:
+                raise UserError(f"checkpoint {folder} cannot be written: {error}. Choose another place") from error
     storage.write(beside, storage.cut(tensors), world.host_group)
     with storage.together(world.host_group):
         if world.is_main:

@@ -8,6 +8,7 @@ and bytes are read with `weights_only`.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -15,7 +16,6 @@ import pickle
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,7 +158,7 @@ class Reader:
                 box[here].copy_(self._slices.read(path, key, there))
 
 
-@contextmanager
+@contextlib.contextmanager
 def together(group: dist.ProcessGroup | None) -> Iterator[None]:
     """What fails on one rank fails on all, so that none waits for one that has given up."""
     mine: Exception | None = None
@@ -183,17 +183,38 @@ def publish(beside: Path, final: Path, meta: dict[str, Any]) -> None:
     (beside / META).write_text(json.dumps(about, indent=2) + "\n")
     sync(beside / META)
     sync(beside)
-    if final.exists():
-        discard(final)
+    older = _aside(final) if final.exists() else None  # killed here: `adopt` finds the new one
     os.replace(beside, final)
     sync(final.parent)
+    if older:
+        shutil.rmtree(older, ignore_errors=True)
 
 
 def discard(old: Path) -> None:
-    gone = old.with_name(f".tmp-{old.name}-old")  # renamed first: half a checkpoint must not look like one
+    shutil.rmtree(_aside(old), ignore_errors=True)
+
+
+def _aside(old: Path) -> Path:
+    """Renamed before it is deleted: half a checkpoint must not look like one."""
+    gone = old.with_name(f".tmp-{old.name}-old")
     shutil.rmtree(gone, ignore_errors=True)
     os.replace(old, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    return gone
+
+
+def beside_of(final: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return final.with_name(f".tmp-{final.name}")
+
+
+def adopt(final: Path) -> None:
+    """Give a checkpoint that was whole when its writer died, but had no name yet, its name."""
+    beside = beside_of(final)
+    # meta.json is written last; one that is cut short is no JSON
+    with contextlib.suppress(OSError, json.JSONDecodeError):
+        json.loads((beside / META).read_text())
+        if not final.exists():
+            os.replace(beside, final)
 
 
 def sync(path: Path) -> None:

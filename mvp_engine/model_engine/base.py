@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mvp_engine.batch import PackedBatch
 from mvp_engine.checkpoint.state import SavedState, save
+from mvp_engine.checkpoint.storage import adopt
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
 
@@ -196,7 +197,11 @@ class ModelEngine(abc.ABC):
 
     def load_checkpoint(self, folder: str | Path) -> None:
         """What `save_checkpoint`, or a training, wrote on any layout; without an optimizer, the weights of it."""
-        self.restore(Path(folder).expanduser())
+        place = Path(folder).expanduser().resolve()
+        if self.world.is_main:
+            adopt(place)
+        self.world.barrier()
+        self.restore(place)
 
     @abc.abstractmethod
     def describe(self, folder: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +67,56 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch) ->
     again = language_model(2, train=False)
     again.load_checkpoint(tmp_path / "saved")
     assert same(again.model.state_dict(), before)
+
+
+@pytest.mark.parametrize("then", ["load", "save", "merge"])
+def test_a_kill_while_the_old_checkpoint_makes_place_loses_nothing(tmp_path: Path, monkeypatch, then: str) -> None:
+    """Whatever the last thing was that happened, there is a whole one under its name for the next who looks."""
+    engine = language_model(1)
+    engine.save_checkpoint(tmp_path / "saved")
+    step(engine)
+    real: Any = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if Path(target) == tmp_path / "saved":
+            raise KeyboardInterrupt
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        engine.save_checkpoint(tmp_path / "saved")
+    monkeypatch.setattr(os, "replace", real)
+    assert not (tmp_path / "saved").exists()
+    if then == "save":  # and this one dies before it is whole
+        monkeypatch.setattr(engine, "describe", lambda folder: 1 / 0)
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            engine.save_checkpoint(tmp_path / "saved")
+    if then == "merge":
+        assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
+    again = language_model(2, train=False)
+    again.load_checkpoint(tmp_path / "saved")
+    assert same(again.model.state_dict(), engine.model.state_dict())
+
+
+def test_the_old_checkpoint_is_deleted_when_the_new_one_has_its_name(tmp_path: Path, monkeypatch) -> None:
+    engine, real = language_model(1, train=False), shutil.rmtree
+    engine.save_checkpoint(tmp_path / "saved")
+    seen: list[bool] = []
+
+    def rmtree(path: Path, **options: Any) -> None:
+        if Path(path).exists():
+            seen.append((tmp_path / "saved" / "meta.json").is_file())
+        real(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    engine.save_checkpoint(tmp_path / "saved")
+    assert seen == [True]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"checkpoint .*file/saved cannot be written: .*Not a directory"):
+        language_model(1, train=False).save_checkpoint(tmp_path / "file" / "saved")
 
 
 def test_what_an_engine_saves_can_be_merged_and_evaluated_but_not_resumed(train, tmp_path: Path, capsys) -> None:
