@@ -71,11 +71,20 @@ class PackedBatch:
         for name, value in {"input_ids": self.input_ids, "labels": self.labels, **self.tokens}.items():
             if len(value) != total:
                 raise ValueError(f"{name} has {len(value)} entries for {total} tokens")
+        for name, value in {"input_ids": self.input_ids, "labels": self.labels}.items():
+            if value.ndim != 1 or value.dtype not in (torch.int64, torch.int32):
+                raise ValueError(f"{name} must be (T,) of integers, not {tuple(value.shape)} of {value.dtype}")
+        if self.position_ids.ndim not in (1, 2):
+            raise ValueError(f"position_ids must be (T,) or (A, T), not {tuple(self.position_ids.shape)}")
         if self.position_ids.shape[-1] != total:
             raise ValueError(f"position_ids has {self.position_ids.shape[-1]} entries for {total} tokens")
         for name, value in self.sequences.items():
             if len(value) != len(lengths):
                 raise ValueError(f"{name} has {len(value)} entries for {len(lengths)} sequences")
+        for kind, media in self.media.items():
+            if media.owner.is_cpu and len(media.owner) and not 0 <= media.owner[0] <= media.owner[-1] < len(lengths):
+                owners = media.owner[[0, -1]].tolist()
+                raise ValueError(f"{kind} belong to sequences {owners[0]} to {owners[1]}; there are {len(lengths)}")
         self.max_seqlen = int(lengths.max())
 
     @classmethod
@@ -92,6 +101,8 @@ class PackedBatch:
         """Pack sequences. `loss_masks` mark the tokens to be learned; without them, all but each first one."""
         masks = loss_masks or [torch.ones_like(ids, dtype=torch.bool) for ids in input_ids]
         positions = position_ids or [torch.arange(len(ids)) for ids in input_ids]
+        for name, values in {"loss_masks": masks, "position_ids": positions, **(tokens or {})}.items():
+            _fit(name, values, input_ids, -1 if name == "position_ids" else 0)
         lengths = torch.tensor([0, *map(len, input_ids)])
         return cls(
             torch.cat(input_ids),
@@ -155,7 +166,7 @@ class PackedBatch:
             torch.cat([first.cu_seqlens[:1], *ends]).int(),
             {name: torch.cat([batch.tokens[name] for batch in batches]) for name in first.tokens},
             {name: torch.cat([batch.sequences[name] for batch in batches]) for name in first.sequences},
-            {kind: _concat_media([(b.media[kind], b.num_sequences) for b in batches]) for kind in first.media},
+            {kind: _concat_media(kind, [(b.media[kind], b.num_sequences) for b in batches]) for kind in first.media},
             [other for batch in batches for other in batch.beside],
         )
 
@@ -164,24 +175,27 @@ class PackedBatch:
         if not self.beside:
             return self
         every = [self, *self.beside]
-        axes = max(batch.position_ids.ndim for batch in every)
+        axes = next((batch.position_ids.shape[:-1] for batch in every if batch.position_ids.ndim == 2), ())
         kinds = {kind: media for batch in every for kind, media in batch.media.items()}
         types = {name for batch in every for name in batch.tokens if name.endswith("token_type_ids")}
         alike = []
         for batch in every:
             if missing := sorted(types - set(batch.tokens)):
                 raise ValueError(f"some batches have tokens[{missing[0]!r}] and some do not; give them in every batch")
-            positions = batch.position_ids if batch.position_ids.ndim == axes else batch.position_ids.expand(3, -1)
+            positions = batch.position_ids.expand(*axes, -1)
             media = {kind: batch.media.get(kind) or kinds[kind].select([]) for kind in kinds}
             tokens = {name: batch.tokens[name] for name in types}
             alike.append(PackedBatch(batch.input_ids, batch.labels, positions, batch.cu_seqlens, tokens, media=media))
         return PackedBatch.concat(alike)
 
     def filler(self) -> PackedBatch:
-        """The smallest batch of this kind that trains nothing: one token without a label, no media items."""
+        """The smallest batch of this kind that trains nothing: one token without a label, no media items.
+
+        It is the last token of a sequence: the first may stand for an image, which is not there.
+        """
         one = self.select([0])
         return PackedBatch(
-            one.input_ids[:1],
+            one.input_ids[-1:],
             torch.full_like(one.labels[:1], IGNORE),
             one.position_ids[..., :1],
             torch.tensor([0, 1], dtype=torch.int32, device=self.cu_seqlens.device),
@@ -220,7 +234,12 @@ class PackedBatch:
     def equals(self, other: PackedBatch) -> bool:
         """The same fields with the same bits."""
         mine, theirs = self._tensors(), other._tensors()
-        return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+        return (
+            mine.keys() == theirs.keys()
+            and all(_same_bits(mine[name], theirs[name]) for name in mine)
+            and len(self.beside) == len(other.beside)
+            and all(one.equals(two) for one, two in zip(self.beside, other.beside, strict=True))
+        )
 
     def _map(self, change: Any) -> PackedBatch:
         def moved(media: Media) -> Media:
@@ -294,7 +313,26 @@ def _labels(input_ids: Tensor, loss_mask: Tensor) -> Tensor:
     return labels
 
 
-def _concat_media(parts: list[tuple[Media, int]]) -> Media:
+def _fit(name: str, values: list[Tensor], input_ids: list[Tensor], dim: int) -> None:
+    """Each part by itself: of the right total length, parts could still lie over the boundaries of others."""
+    if len(values) != len(input_ids):
+        raise ValueError(f"{name} has {len(values)} entries for {len(input_ids)} sequences")
+    for sequence, (value, ids) in enumerate(zip(values, input_ids, strict=True)):
+        if value.ndim == 0 or value.shape[dim] != len(ids):
+            found = "none" if value.ndim == 0 else value.shape[dim]
+            raise ValueError(f"{name} of sequence {sequence} has {found} entries for {len(ids)} tokens")
+
+
+def _same_bits(one: Tensor, two: Tensor) -> bool:
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return False
+    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, two)))
+
+
+def _concat_media(kind: str, parts: list[tuple[Media, int]]) -> Media:
+    names = [sorted(media.fields) for media, _ in parts]
+    if any(other != names[0] for other in names):
+        raise ValueError(f"cannot concatenate {kind} with different fields: {names}")
     before = torch.tensor([0, *(sequences for _, sequences in parts)]).cumsum(0).tolist()
     return Media(
         _cat_large([media.values for media, _ in parts]),

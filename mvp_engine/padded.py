@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mvp_engine.batch import PackedBatch
+from mvp_engine.batch import IGNORE, Media, PackedBatch
 
 PROMPT_LENS = "prompt_lens"  # the per-sequence field that remembers where responses begin
 
@@ -26,16 +26,22 @@ def from_padded(
     position_ids: Tensor | None = None,
     tokens: dict[str, Tensor] | None = None,
     sequences: dict[str, Tensor] | None = None,
+    media: dict[str, Media] | None = None,
 ) -> PackedBatch:
     """Pack padded rows.
 
-    `response_length` is R; `loss_mask` and the fields in `tokens` have L columns, or R of them. Without a `loss_mask`
-    the response is learned, or everything where there is no `response_length`.
+    `response_length` is R; `loss_mask` and the fields in `tokens` have L columns, or R of them. `loss_mask` marks the
+    tokens to be learned, not the places that predict them. Without one the response is learned, or everything where
+    there is no `response_length`. The items of `media` belong to rows by their `owner`.
     """
     rows, columns = input_ids.shape
     mask = attention_mask.bool()
     if mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask is {tuple(mask.shape)}, input_ids is {tuple(input_ids.shape)}")
+    if response_length is not None and not 0 < response_length <= columns:
+        raise ValueError(f"response_length={response_length} is none of 1 to {columns}, the columns of input_ids")
+    if position_ids is not None and position_ids.shape[-2:] != input_ids.shape:
+        raise ValueError(f"position_ids is {tuple(position_ids.shape)}, input_ids is {tuple(input_ids.shape)}")
     counts = mask.sum(1)
     first = mask.int().argmax(1)
     column = torch.arange(columns, device=mask.device)
@@ -48,22 +54,27 @@ def from_padded(
     begin = columns if response_length is None else columns - response_length
     if loss_mask is None:
         loss_mask = mask if response_length is None else mask & (column >= begin)
-    fields = {name: _full(value, columns, response_length, name) for name, value in (tokens or {}).items()}
+    fields = {name: _full(value, rows, columns, response_length, name) for name, value in (tokens or {}).items()}
     extra = dict(sequences or {})
     if response_length is not None:
         extra[PROMPT_LENS] = mask[:, :begin].sum(1)
-    full_mask = _full(loss_mask, columns, response_length, "loss_mask")
+    full_mask = _full(loss_mask, rows, columns, response_length, "loss_mask")
     return PackedBatch.from_sequences(
         [input_ids[row, mask[row]] for row in range(rows)],
         [full_mask[row, mask[row]] for row in range(rows)],
         position_ids=None if position_ids is None else [position_ids[..., row, mask[row]] for row in range(rows)],
         tokens={name: [value[row, mask[row]] for row in range(rows)] for name, value in fields.items()},
         sequences=extra,
+        media=media,
     )
 
 
 def to_padded(batch: PackedBatch, pad_id: int = 0) -> dict[str, Tensor]:
-    """`input_ids`, `attention_mask`, `labels`, `position_ids` and all per-token fields as (B, L, ...), pads being zero.
+    """Tensors of (B, L, ...), pads being zero: `input_ids`, `attention_mask`, `labels`, `loss_mask`, `position_ids` and
+    all per-token fields; beside them the per-sequence fields, (B, ...).
+
+    `from_padded` takes them back, with the batch's own `media`, since rows are in the order of its sequences. `labels`
+    are shifted as in the batch; `loss_mask`, as there, marks the tokens that are learned themselves.
 
     With the per-sequence field `prompt_lens` rows are `[pad, prompt, response, pad]`; without it, `[tokens, pad]`.
     """
@@ -83,10 +94,14 @@ def to_padded(batch: PackedBatch, pad_id: int = 0) -> dict[str, Tensor]:
     out = {
         "input_ids": spread(batch.input_ids, pad_id),
         "attention_mask": spread(torch.ones_like(batch.input_ids)),
-        "labels": spread(batch.labels, -100),
+        "labels": spread(batch.labels, IGNORE),
         "position_ids": spread(positions) if positions.ndim == 1 else torch.stack([spread(p) for p in positions]),
     }
-    return out | {name: spread(value) for name, value in batch.tokens.items()}
+    out["loss_mask"] = spread(about_tokens(batch.labels != IGNORE, batch))
+    names = [*out, *batch.tokens, *batch.sequences]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two fields would be called {twice[0]!r} in the padded batch; rename one of them")
+    return out | {name: spread(value) for name, value in batch.tokens.items()} | batch.sequences
 
 
 def about_tokens(values: Tensor, batch: PackedBatch) -> Tensor:
@@ -122,8 +137,10 @@ def from_responses(padded: Tensor, batch: PackedBatch) -> Tensor:
     return out
 
 
-def _full(value: Tensor, columns: int, response_length: int | None, name: str) -> Tensor:
+def _full(value: Tensor, rows: int, columns: int, response_length: int | None, name: str) -> Tensor:
     """A field of R columns, with zeros for the prompt's columns in front."""
+    if value.ndim < 2 or len(value) != rows:
+        raise ValueError(f"{name} is {tuple(value.shape)} for {rows} rows")
     if value.shape[1] == columns:
         return value
     if value.shape[1] != response_length:

@@ -121,6 +121,58 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         PackedBatch.concat([make([2]), PackedBatch(ids, ids, ids, ends)])
     with pytest.raises(ValueError, match="add up to 3, but values has 4 rows"):
         Media(torch.zeros(4, 2), torch.tensor([1, 2]), torch.tensor([0, 0]))
+    with pytest.raises(ValueError, match="image belong to sequences 1 to 2; there are 2"):
+        PackedBatch(ids, ids, ids, ends, media={"image": make([2, 2, 2]).media["image"]})
+    for wrong in (ids.float(), ids[:, None], ids > 2):
+        with pytest.raises(ValueError, match=r"input_ids must be \(T,\) of integers"):
+            PackedBatch(wrong, ids, ids, ends)
+    bare, image = make([2, 2]), make([2, 2]).media["image"]
+    bare.media["image"] = Media(image.values, image.rows, image.owner)
+    with pytest.raises(ValueError, match="cannot concatenate image with different fields"):
+        PackedBatch.concat([bare, make([2, 2])])
+
+
+def test_parts_that_do_not_fit_their_own_sequence_are_refused() -> None:
+    """Even where the total is right."""
+    ids = [torch.arange(5), torch.arange(3)]
+    swapped = [torch.ones(3), torch.ones(5)]
+    with pytest.raises(ValueError, match="old of sequence 0 has 3 entries for 5 tokens"):
+        PackedBatch.from_sequences(ids, tokens={"old": swapped})
+    with pytest.raises(ValueError, match="position_ids of sequence 0 has 3 entries for 5 tokens"):
+        PackedBatch.from_sequences(ids, position_ids=[part.expand(3, -1) for part in swapped])
+    for length in (1, 2, 6):
+        with pytest.raises(ValueError, match=f"loss_masks of sequence 0 has {length} entries for 5 tokens"):
+            PackedBatch.from_sequences(ids, [torch.ones(length), torch.ones(3)])
+    with pytest.raises(ValueError, match="old has 1 entries for 2 sequences"):
+        PackedBatch.from_sequences(ids, tokens={"old": [torch.ones(8)]})
+
+
+def test_equal_means_the_same_bits_in_everything() -> None:
+    one, two = make([4, 2]), make([4, 2])
+    for batch in (one, two):
+        batch.tokens["advantage"][1] = float("nan")
+    two.media["image"].fields["grid"] = one.media["image"].fields["grid"]
+    assert one.equals(two)
+    two.beside = [make([3])]
+    assert not one.equals(two)
+    two.beside, two.tokens["advantage"] = [], one.tokens["advantage"].view(torch.int32)
+    assert not one.equals(two)
+
+
+def test_fillers_have_no_token_that_stands_for_an_image() -> None:
+    ids = torch.tensor([99, 99, 4, 5])
+    image = Media(torch.ones(2, 2), torch.tensor([2]), torch.tensor([0]))
+    batch = PackedBatch.from_sequences([ids], media={"image": image})
+    filler = batch.split(4, at_least=2).parts[1]
+    assert filler.input_ids.tolist() == [5]
+    assert filler.position_ids.tolist() == [0]
+    assert len(filler.media["image"].rows) == 0
+
+
+def test_what_runs_along_takes_the_axes_of_the_batch() -> None:
+    batch = make([4, 2], axes=4)
+    batch.beside = [make([3])]
+    assert batch.with_beside().position_ids.shape == (4, 9)
 
 
 def padded_batch(prompts: list[int], answers: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -166,6 +218,34 @@ def test_padded_to_packed_and_back_is_exact(pairs: list[tuple[int, int]], seed: 
     assert back.equals(batch)
 
 
+@given(some_lengths, st.integers(0, 99), st.integers(0, 3), st.booleans())
+@settings(deadline=None)
+def test_packed_to_padded_and_back_is_exact(lengths: list[int], seed: int, axes: int, prompts: bool) -> None:
+    """With any loss mask, media and fields of every kind."""
+    batch = make(lengths, seed, axes)
+    if prompts:
+        batch.sequences[PROMPT_LENS] = (torch.arange(len(lengths)) * 3) % batch.lengths
+    padded = to_padded(batch, pad_id=7)
+    back = from_padded(
+        padded["input_ids"],
+        padded["attention_mask"],
+        loss_mask=padded["loss_mask"],
+        position_ids=padded["position_ids"],
+        tokens={name: padded[name] for name in batch.tokens},
+        sequences={name: padded[name] for name in batch.sequences},
+        media=batch.media,
+    )
+    assert back.equals(batch)
+
+
+def test_two_padded_fields_of_one_name_are_refused() -> None:
+    for kind, name in (("tokens", "labels"), ("sequences", "advantage")):
+        batch = make([3, 2])
+        getattr(batch, kind)[name] = batch.input_ids
+        with pytest.raises(ValueError, match=f"two fields would be called '{name}'"):
+            to_padded(batch)
+
+
 @given(prompts_and_answers)
 @settings(deadline=None)
 def test_values_about_responses_shift_inside_their_sequence(pairs: list[tuple[int, int]]) -> None:
@@ -188,3 +268,9 @@ def test_padding_that_cannot_be_taken_out_is_refused() -> None:
         from_padded(ids, torch.tensor([[0, 0, 0, 0], [1, 1, 1, 0]]))
     with pytest.raises(ValueError, match="old has 3 columns; it must have 4 or response_length=2"):
         from_padded(ids, ids, response_length=2, tokens={"old": torch.zeros(2, 3)})
+    for length in (0, -1, 5):
+        with pytest.raises(ValueError, match=f"response_length={length} is none of 1 to 4"):
+            from_padded(ids, ids, response_length=length)
+    for name, wrong in (("tokens", {"old": torch.zeros(3, 4)}), ("loss_mask", ids[:1]), ("position_ids", ids[:1])):
+        with pytest.raises(ValueError, match=r"old is|loss_mask is|position_ids is"):
+            from_padded(ids, ids, **{name: wrong})  # type: ignore[arg-type]
