@@ -148,7 +148,7 @@ def test_rounding_keeps_the_mean(form: torch.dtype) -> None:
     rounded = to_bfloat16(many, bits).float() if form is torch.bfloat16 else from_codes(*to_codes(many, form, bits))
     rounded, many, value = rounded.double(), many.double(), value.double()
     spread = (rounded - many).abs().amax(0)
-    assert bool((spread < 0.017 * value.abs().max()).all())  # a step of the largest code
+    assert bool((spread < 0.032 * value.abs().max()).all())  # a step of the largest code
     assert bool(((rounded.mean(0) - value).abs() < 0.15 * spread + 1e-6 * value.abs()).all())
     assert float((rounded.mean(0) - value).sum().abs()) < 1e-3 * float(value.abs().sum())
 
@@ -166,6 +166,17 @@ def test_moments_fade_when_gradients_stay_away(moments: str) -> None:
     for _ in range(300):
         optimizer.step()
     assert float(_moment(optimizer, weight, 1).sum() / before.sum()) == pytest.approx(0.999**300, rel=0.02)
+
+
+def test_a_small_element_beside_a_large_one_does_not_jump() -> None:
+    """Its second moment is below the smallest code; as 0 it would make the first one an endless step."""
+    weight = nn.Parameter(torch.zeros(4, 128))
+    optimizer = OptimKit(settings(moments="int8")).build_optimizer(nn.ParameterDict({"weight": weight}))
+    weight.grad = torch.full((4, 128), 1e-5).index_fill_(1, torch.tensor(7), 1.0)
+    for _ in range(5):
+        optimizer.step()
+        weight.grad = torch.zeros(4, 128)
+    assert float(weight.detach().abs().max()) < 10 * 0.01
 
 
 def _moment(optimizer: Any, param: Tensor, which: int) -> Tensor:

@@ -114,9 +114,12 @@ def cut_rows(folder: Path) -> tuple[list[Tensor], str]:
         OptimKit(settings(moments="int8")).build_optimizer(model)
     except UserError as error:
         said = str(error)
-    optimizer = OptimKit(settings(), seed=5).build_optimizer(model)
-    state.restore(folder, model, optimizer, world.host_group)
-    made += [whole(optimizer.state[param][key]) for param in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+    for dim in (0, 1):
+        model = rows(lambda full, dim=dim: distribute_tensor(full, mesh, [Shard(dim)]))
+        optimizer = OptimKit(settings(), seed=5).build_optimizer(model)
+        state.restore(folder, model, optimizer, world.host_group)
+        kept = optimizer.state[next(model.parameters())]
+        made += [whole(kept[key]) for key in ("exp_avg", "exp_avg_sq")]
     world.close()
     return made, said
 
@@ -144,7 +147,7 @@ def test_rows_that_are_cut_are_right_or_refused(ranks2, tmp_path: Path) -> None:
     converted.initialize(OptimKit(settings()).build_optimizer)
     converted.load_checkpoint(tmp_path / "saved")
     kept = contents(converted.model, converted.optimizer)
-    mine += [kept["layers.0.weight/exp_avg"], kept["layers.0.weight/exp_avg_sq"]]
+    mine += 2 * [kept["layers.0.weight/exp_avg"], kept["layers.0.weight/exp_avg_sq"]]
     for found, said in ranks2.run(cut_rows, tmp_path / "saved"):
         for a, b in zip(mine, found, strict=True):
             assert torch.allclose(a, b, atol=1e-6)
