@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from mvp_engine.errors import UserError
+
 IGNORE = -100
 
 
@@ -215,7 +217,7 @@ class PackedBatch:
             raise ValueError(f"{len(sizes)} costs were given for {self.num_sequences} sequences")
         largest = max(range(len(sizes)), key=sizes.__getitem__)
         if sizes[largest] > budget:
-            raise ValueError(
+            raise UserError(
                 f"sequence {largest} costs {sizes[largest]} tokens, more than the budget of {budget}: raise the budget "
                 "or shorten the sequence"
             )

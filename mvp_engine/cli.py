@@ -191,7 +191,7 @@ def _merge(args: argparse.Namespace) -> None:
     from mvp_engine.model_engine.merge import merge
 
     checkpoint = find_checkpoint(Path(args.checkpoint))
-    if not args.max_file_gb > 0:
+    if not 0 < args.max_file_gb < float("inf"):
         raise UserError(f"--max-file-gb {args.max_file_gb}: a file must have some size")
     dtype, limit = args.dtype and getattr(torch, args.dtype), int(args.max_file_gb * 1e9)
     out = Path(args.out).expanduser().resolve()

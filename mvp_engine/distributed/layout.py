@@ -29,6 +29,10 @@ class Layout:
     sequence_group: dist.ProcessGroup | None = None
     data_group: dist.ProcessGroup | None = None  # one rank of each group that trains on the same data
 
+    def __post_init__(self) -> None:
+        if (product := self.data_size * self.same_data) != self.world.size:
+            raise UserError(f"a layout of {product} rank(s) for {self.world.size} process(es): use Layout.of(...)")
+
     @classmethod
     def of(cls, world: World, config: Parallel) -> Layout:
         """The layout that the config asks for on these ranks, or an explanation."""

@@ -161,7 +161,7 @@ class PackedModel(nn.Module):
         wanted = tuple(outputs)
         unknown = [name for name in wanted if name not in self.provides]
         if unknown:
-            raise ValueError(f"{type(self).__name__} does not give {unknown}; it gives {', '.join(self.provides)}")
+            raise UserError(f"{type(self).__name__} does not give {unknown}; it gives {', '.join(self.provides)}")
         if not batch.labels.is_cuda:  # else it was done on the way to the GPU, where nobody waits for an answer
             self.check(batch)
         made = self._made(batch, wanted)  # FSDP2 warns of views: changing one in place would lose its hooks

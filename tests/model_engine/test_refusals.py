@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from test_hf_folders import alone, language_model
 from test_packed_layouts import gradients
 
 from mvp_engine.batch import IGNORE, PackedBatch
+from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
-from mvp_engine.errors import UserError
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, ModelSource, Settings, ValueModelEngine
+from mvp_engine.model_engine.fsdp import build
 
 
 def batch_with(field: str, value: int) -> PackedBatch:
@@ -122,3 +125,60 @@ def test_offloading_makes_room_for_the_evaluations_of_a_training(offload: str, t
 def test_settings_that_are_none_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(UserError, match=rf"Settings: \w+='{next(iter(wrong.values()))}' is none of"):
         Settings(**wrong)  # type: ignore[arg-type]
+
+
+def test_calls_out_of_order_are_told() -> None:
+    batch = PackedBatch.from_sequences([torch.arange(3, 9)])
+    engine = LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))), alone())
+    with pytest.raises(UserError, match=r"infer_batch\(\) needs initialize\(\)"):
+        engine.infer_batch(batch, ["log_probs"])
+    engine.initialize()
+    with pytest.raises(UserError, match=r"initialize\(\) was called before"):
+        engine.initialize()
+    with pytest.raises(UserError, match=r"a step needs initialize\(optimizer=\.\.\.\)"):
+        engine.train_batch([batch], lambda b: (engine.model(b, ["loss"])["loss"], b.weight))
+    with pytest.raises(UserError, match="outputs per token, and loss is one number"):
+        engine.infer_batch(batch, ["log_probs", "loss"])
+    with pytest.raises(UserError, match="LanguageModel does not give"):
+        engine.infer_batch(batch, ["logprobs"])
+    with pytest.raises(UserError, match="costs 6 tokens, more than the budget of 0"):
+        engine.infer_batch(batch, ["log_probs"], budget=0)
+
+
+def test_a_sequence_that_is_too_long_on_one_rank_is_refused_on_all(ranks2) -> None:
+    said = ranks2.run(too_long)
+    assert said == ["sequence 0 costs 17 tokens, more than the budget of 10"] * 2
+
+
+def too_long() -> str:
+    world = World.join("cpu", timeout=30.0)
+    model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
+    engine = LanguageModelEngine(model, Layout.of(world, parallel(shard=2)))
+    engine.initialize()
+    batch = PackedBatch.from_sequences([torch.arange(3, 20 if world.rank else 9)])
+    with pytest.raises(UserError) as caught:
+        engine.infer_batch(batch, ["log_probs"], budget=10)
+    world.close()
+    return str(caught.value).split(":")[0]
+
+
+def test_a_layout_has_as_many_ranks_as_there_are_processes() -> None:
+    """One of a single rank, on each of two, would say that both have the same data, and reduce over both."""
+    with pytest.raises(UserError, match=r"a layout of 1 rank\(s\) for 2 process\(es\): use Layout\.of"):
+        Layout(World(0, 2, 0, 2, torch.device("cpu")))
+
+
+def test_a_loss_of_experts_that_nobody_adds_is_told(monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(build.LOGGER, "warning", said.append)
+    for wanted in (False, True):
+        config = overrides_of("qwen3_moe") | {"output_router_logits": wanted}
+        LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, config)), alone()).initialize()
+        assert [text.split()[0] for text in said] == ["output_router_logits"] * wanted
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "0"])
+def test_files_of_no_size_are_refused(size: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "meta.json").write_text("{}")
+    assert main(["merge", str(tmp_path), str(tmp_path / "out"), "--max-file-gb", size]) == EXIT_USER_ERROR
+    assert "a file must have some size" in capsys.readouterr().err

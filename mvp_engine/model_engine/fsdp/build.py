@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,6 +31,8 @@ from mvp_engine.model_engine.optim import matching
 from mvp_engine.model_engine.packed import PackedModel
 from mvp_engine.model_engine.parts import PARTS, by_part, parts_of
 
+LOGGER = logging.getLogger("mvp_engine")
+
 
 def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     parts, recompute = parts_of(model), by_part(model, settings.recompute, "model.recompute")
@@ -37,6 +40,12 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     for backend in {*compiled.values()} - {None}:
         _check_backend(backend)
     freeze(model, settings.freeze)
+    config: Any = model.hf.config if isinstance(model, PackedModel) else None
+    if config is not None and getattr(config.get_text_config(), "output_router_logits", False):
+        LOGGER.warning(
+            "output_router_logits of the model's config asks for transformers' loss that balances experts; it is not "
+            "part of any output here, so nothing balances them. Set it to false to say that this is meant."
+        )
     _light_base(model, DTYPES[settings.precision])
     world = layout.world
     skeleton = copy.deepcopy(model) if any(param.is_meta for param in model.parameters()) else None

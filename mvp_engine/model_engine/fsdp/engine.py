@@ -48,7 +48,7 @@ class FSDPEngine(ModelEngine):
         self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         self._on_host: set[str] = set()  # of "model" and "optimizer"
-        self.training = False  # there is an optimizer
+        self._initialized = self.training = False  # training: there is an optimizer
         self.reducer: GradientReducer | None = None
         self._used: UsedParameters | None = None
         self._spent = False  # the gradients that are there were used in a step
@@ -58,10 +58,12 @@ class FSDPEngine(ModelEngine):
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     ) -> None:
+        if self._initialized:
+            raise UserError("initialize() was called before, and a model is put on its layout once")
         if scheduler is not None and optimizer is None:
             raise UserError("initialize(scheduler=...) needs an optimizer that the scheduler is for")
         place(self.model, self.layout, self.settings)
-        self.sharded = list(sharded_modules(self.model))
+        self._initialized, self.sharded = True, list(sharded_modules(self.model))
         if isinstance(self.model, PackedModel):
             with self.eval_mode(), self.autocast(), together(self.world.host_group):
                 check_packing(
@@ -137,6 +139,8 @@ class FSDPEngine(ModelEngine):
             module.set_is_last_backward(last)
 
     def optimizer_zero_grad(self) -> None:
+        if not self.training:
+            raise UserError("a step needs initialize(optimizer=...); without one the engine is for inference")
         self._spent = False
         self._totals.zero_()
         if self._used:
@@ -220,13 +224,18 @@ class FSDPEngine(ModelEngine):
 
     def infer_batch(self, batch: PackedBatch, outputs: Iterable[str], budget: int | None = None) -> dict[str, Tensor]:
         wanted = tuple(outputs)
-        split = batch.split(budget or batch.num_tokens)
+        if not self._initialized:
+            raise UserError("infer_batch() needs initialize(), which gives the model its weights")
+        with together(self.world.host_group if self.sharded else None):  # a batch that is too long may be one rank's
+            split = batch.split(batch.num_tokens if budget is None else budget)
         parts: list[dict[str, Tensor]] = []
         with self.eval_mode():
             for part, counts in self.in_step(split.parts):
                 given = self.infer_step(part, lambda micro_batch: self.model(micro_batch, wanted))
                 if counts:
                     parts.append(given)
+        if single := [name for name in wanted if parts[0][name].ndim == 0]:
+            raise UserError(f"infer_batch() gives outputs per token, and {single[0]} is one number: ask for log_probs")
         return {name: split.merge_tokens([part[name] for part in parts]) for name in wanted}
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
