@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all the set-up; the second time they start at once.
 SHELL := /bin/bash
 PY := .venv/bin/python
-CONFIG := recipes/magic_transformer/configs/train.yaml
+CONFIG := recipes/digits_vlm/configs/train.yaml
 
 .PHONY: setup demo test lint format clean
 
@@ -16,10 +16,8 @@ setup: .venv/.ready
 
 demo: setup
 	@$(PY) -m mvp_engine.cli train $(CONFIG)
-	@echo; echo "Held-out problems, from the saved checkpoint:"
-	@$(PY) -m mvp_engine.cli evaluate $(CONFIG) log.backends=[terminal,file,jsonl]
-	@$(PY) -m mvp_engine.launch --config $(CONFIG) workflow=solve resume=auto log.backends=[file]
-	@echo; $(PY) -m mvp_engine.cli runs show
+	@echo; echo "All held-out questions, answered by the saved checkpoint:"
+	@$(PY) -m mvp_engine.cli train $(CONFIG) workflow=report resume=auto log.backends=[terminal,file,jsonl]
 
 lint: setup
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,15 @@ def plot_runs(runs: list[Run], metric: str, out: Path) -> int:
     return points
 
 
-def curves_svg(run: Run, panels: Sequence[Sequence[str]]) -> str:
-    """One picture with a panel for each group of metrics, as SVG. One alone in its panel has its training curve too."""
+def curves_svg(run: Run, panels: Mapping[str, Mapping[str, str]]) -> str:
+    """Evaluations as SVG: a panel for each title, with metrics by label. One alone has its training curve too."""
     figure, every = _figure(len(panels))
-    for axes, metrics in zip(every, panels, strict=True):
-        lines: list[tuple[Run, str, str, str, str]] = []
-        for i, metric in enumerate(metrics):
-            own = ("eval", COLOURS[1]) if len(metrics) == 1 else (metric, COLOURS[i % len(COLOURS)])
-            lines += [(run, "train", metric, "train", COLOURS[0])] if len(metrics) == 1 else []
-            lines += [(run, "eval", metric, *own)]
-        _draw(axes, lines, {"eval": "o-"}, log=any("loss" in metric for metric in metrics))
-        axes.set_title(", ".join(metrics), color=INK, loc="left")
+    for axes, (title, metrics) in zip(every, panels.items(), strict=True):
+        lines = [(run, "train", *metrics.values(), "train", COLOURS[0])] if len(metrics) == 1 else []
+        for (label, metric), colour in zip(metrics.items(), COLOURS[len(lines) :], strict=False):
+            lines.append((run, "eval", metric, label, colour))
+        _draw(axes, lines, {"eval": "o-"}, log=any("loss" in metric for metric in metrics.values()))
+        axes.set_title(title, color=INK, fontsize=11, loc="left")
     out = io.BytesIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue().decode()
@@ -56,7 +54,7 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
-def _draw(axes: Any, lines: list[tuple[Run, str, str, str, str]], styles: dict[str, str], log: bool) -> int:
+def _draw(axes: Any, lines: list[tuple[Any, ...]], styles: dict[str, str], log: bool) -> int:
     """Each line is a run, a split, a metric, a label and a colour; gives the number of points."""
     points, values_seen = 0, list[float]()
     for run, split, metric, label, colour in lines:

@@ -22,7 +22,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: #fff
   padding: 32px 24px 64px; }
 h1 { font-size: 26px; margin: 0; } h2 { font-size: 18px; margin: 36px 0 10px; }
 .dim { color: var(--dim); margin: 2px 0 0; }
-.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(168px, 1fr)); gap: 12px; margin-top: 22px; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(128px, 1fr)); gap: 12px; margin-top: 22px; }
 .figure { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
 .figure b { display: block; font-size: 21px; font-variant-numeric: tabular-nums; }
 .curves { width: 100%; height: auto; }
@@ -57,20 +57,19 @@ def write_report(
     title: str,
     subtitle: str,
     figures: Mapping[str, str],
-    panels: Sequence[Sequence[str]],
+    panels: Mapping[str, Mapping[str, str]],
     examples: Sequence[Example],
     config: str,
     next_steps: Mapping[str, str],
     shown: int = 24,
 ) -> None:
-    """`panels` are groups of metrics to draw, `next_steps` are commands by what they do.
+    """`panels` are metrics to draw, by title and label; `next_steps` are commands, by what they do.
 
     Of the examples at most `shown` are on the page; wrong ones come first, and have up to half of the places.
     """
     wrong = [example for example in examples if not example.right]
-    chosen = wrong[: max(shown // 2, shown - (len(examples) - len(wrong)))]
-    chosen += _spread([example for example in examples if example.right], shown - len(chosen))
-    right = sum(example.right for example in chosen)
+    right = min(len(examples) - len(wrong), max(shown - len(wrong), shown - shown // 2))
+    chosen = [*_spread(wrong, shown - right), *_spread([example for example in examples if example.right], right)]
     curve = base64.b64encode(curves_svg(run, panels).encode()).decode()
     parts = [
         f"<h1>{escape(title)}</h1><p class=dim>{escape(subtitle)}</p>",

@@ -301,10 +301,13 @@ def _each_sequence(
         if _flash_can(q_HTd, v_KTd):
             return _flash(*what)
     how = (scale, dropout, causal, window, softcap, sinks_H)
+    ends = cu_seqlens.tolist()
+    lengths = [end - start for start, end in pairwise(ends)]
+    # Split, not sliced: backward then joins the gradients once, where each slice would make one of the whole length.
+    parts = zip(*(x.split(lengths, dim=1) for x in (q_HTd, k_KTd, v_KTd)), pairwise(ends), strict=True)
     outs = []
-    for start, end in pairwise(cu_seqlens.tolist()):
+    for q, k, v, (start, end) in parts:
         allowed = None if overlay is None else overlay.between(start, end, q_HTd.device)
-        q, k, v = (x[:, start:end] for x in (q_HTd, k_KTd, v_KTd))
         outs.append(_one_sequence(q, k, v, allowed, *how))
     return torch.cat(outs, dim=1)
 

@@ -99,7 +99,7 @@ def _write_rows(folder: Path, split: str, indices: list[int]) -> None:
         i, j = random.integers(len(digits), size=2).tolist()
         a, b = digits[i], digits[j]
         if a != b:
-            answer = f"{a} > {b}: the first" if a > b else f"{a} < {b}: the second"
+            answer = f"{a} and {b}: the {'first' if a > b else 'second'}"  # what is read first helps to compare
             twos.append(_row([names[i], names[j]], TWO, answer))
     for kind, rows in (("one", ones), ("two", twos)):
         (folder / f"{split}_{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -137,7 +137,7 @@ def make_processor() -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator([f"user\n{ONE} {TWO} assistant\n1 < 2: the second 1 > 2: the first"] * 2, trainer)
+    backend.train_from_iterator([f"user\n{ONE} {TWO} assistant\n1 and 2: the second 3 and 4: the first"] * 2, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=SPECIAL
     )

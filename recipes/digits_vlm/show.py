@@ -23,11 +23,12 @@ def show(engine: Any, answers: list[Answer], figures: dict[str, float | None], e
     for i, text in zip(chosen, again, strict=True):
         pictures = " ".join(Path(picture).name for picture in looked[i][0])
         verdict = "right" if text == answers[i].expected else f"WRONG, it is {answers[i].expected}"
-        print(f"  {pictures:<36}{looked[i][1]:<24}{text:<10}{verdict}")
+        print(f"  {pictures:<36}{looked[i][1]:<24}{text:<24}{verdict}")
     print(f"The same answer as in training: {same} of {len(again)}")
 
     config, parameters = engine.config, sum(p.numel() for p in engine.model.parameters())
-    shown = {f"right, {kind} picture(s)": f"{figures[f'accuracy_{kind}']:.1%}" for kind in ("one", "two")}
+    words = {"one": "right, one picture", "two": "right, two pictures"}
+    shown = {text: f"{figures[f'accuracy_{kind}']:.1%}" for kind, text in words.items()}
     shown |= {"held-out questions": f"{len(answers):,}", "parameters": f"{parameters:,}", "steps": f"{engine.step:,}"}
     shown |= {"the export says the same": f"{same} of {len(again)}"}
     examples = [
@@ -42,7 +43,10 @@ def show(engine: Any, answers: list[Answer], figures: dict[str, float | None], e
         title="A tiny Qwen3-VL reads digits",
         subtitle=f"{run.id}, step {engine.step}. None of these pictures was seen in training.",
         figures=shown,
-        panels=[["loss"], ["accuracy_one", "accuracy_two"]],
+        panels={
+            "loss": {"held-out": "loss"},
+            "right answers to held-out questions": {"one picture": "accuracy_one", "two pictures": "accuracy_two"},
+        },
         examples=examples,
         config=config.to_yaml(),
         next_steps={
