@@ -6,7 +6,7 @@ The page is one file without scripts, and loads nothing from anywhere. Whatever 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -33,6 +33,7 @@ td { overflow-wrap: anywhere; white-space: pre-wrap; }
 td img { height: 56px; width: 56px; object-fit: contain; image-rendering: pixelated; margin-right: 6px;
   border: 1px solid var(--line); border-radius: 4px; vertical-align: middle; background: #f6f7f9; }
 .pictures { white-space: nowrap; } .right { color: var(--good); } .wrong { color: var(--bad); font-weight: 600; }
+table.steps td:first-child { white-space: nowrap; }
 tr.missed td { background: #fef2f2; }
 pre { background: #f6f7f9; border-radius: 8px; padding: 12px 16px; overflow-x: auto; font-size: 13px; }
 summary { cursor: pointer; color: var(--dim); }
@@ -65,11 +66,12 @@ def write_report(
 ) -> None:
     """`panels` are metrics to draw, by title and label; `next_steps` are commands, by what they do.
 
-    Of the examples at most `shown` are on the page; wrong ones come first, and have up to half of the places.
+    Of the examples at most `shown` are on the page, in their order; up to half of the places are for wrong answers.
     """
-    wrong = [example for example in examples if not example.right]
-    right = min(len(examples) - len(wrong), max(shown - len(wrong), shown - shown // 2))
-    chosen = [*_spread(wrong, shown - right), *_spread([example for example in examples if example.right], right)]
+    wrong = [i for i, example in enumerate(examples) if not example.right]
+    right = [i for i, example in enumerate(examples) if example.right]
+    room = min(len(right), max(shown - len(wrong), shown - shown // 2))
+    chosen = [examples[i] for i in sorted([*_spread(wrong, shown - room), *_spread(right, room)])]
     curve = base64.b64encode(curves_svg(run, panels).encode()).decode()
     parts = [
         f"<h1>{escape(title)}</h1><p class=dim>{escape(subtitle)}</p>",
@@ -77,10 +79,10 @@ def write_report(
         f'<h2>Curves</h2><img class=curves alt="curves over steps" src="data:image/svg+xml;base64,{curve}">',
         "<h2>Answers</h2>",
         f"<p class=dim>{len(examples):,} questions were asked, {len(wrong):,} answers are wrong. Shown are "
-        f"{len(chosen) - right:,} wrong ones, marked, and {right:,} right ones.</p>",
+        f"{len(chosen) - room:,} wrong ones, marked, and {room:,} right ones.</p>",
         "<table><tr><th>picture<th>question<th>right answer<th>the model's answer<th></tr>",
         *map(_row, chosen),
-        "</table><h2>How to go on</h2><table>",
+        "</table><h2>How to go on</h2><table class=steps>",
         *(f"<tr><td>{escape(what)}<td><code>{escape(command)}</code></tr>" for what, command in next_steps.items()),
         f"</table><h2>Config</h2><details><summary>all keys of this run</summary><pre>{escape(config)}</pre></details>",
     ]
@@ -112,7 +114,7 @@ def _picture(data: bytes) -> str:
     return f'<img alt="" src="data:image/{kind};base64,{base64.b64encode(data).decode()}">'
 
 
-def _spread(examples: Sequence[Example], count: int) -> Iterable[Example]:
+def _spread(numbers: Sequence[int], count: int) -> list[int]:
     """So many of them, evenly from beginning to end."""
-    count = min(count, len(examples))
-    return [examples[i * len(examples) // count] for i in range(count)]
+    count = min(count, len(numbers))
+    return [numbers[i * len(numbers) // count] for i in range(count)]

@@ -20,7 +20,7 @@ def ask(folder: str, questions: Iterable[tuple[list[str], str]]) -> list[str]:
         prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         images = [Image.open(picture).convert("RGB") for picture in pictures]
         inputs = processor(text=[prompt], images=images, return_tensors="pt")
-        written = model.generate(**inputs, do_sample=False, max_new_tokens=8)[0, inputs["input_ids"].shape[1] :]
+        written = model.generate(**inputs, do_sample=False, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
         answers.append(processor.decode(written, skip_special_tokens=True))
     return answers
 

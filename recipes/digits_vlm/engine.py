@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from mvp_engine.batch import PackedBatch
 from mvp_engine.config import Config, Section
@@ -13,7 +14,7 @@ from mvp_engine.engine import Engine, StepContext
 from mvp_engine.kit import MLLMData, MLLMDataKit, answer
 from mvp_engine.model_engine.source import read_config
 
-from .data import prepare
+from .data import conclusion, prepare
 from .show import show
 
 
@@ -49,6 +50,8 @@ class DigitsEngine(Engine):
         model.side_files = self.run.dir / "processor"  # goes with the model into checkpoints and exports
         if self.world.is_main:
             self.kit.processor.save_pretrained(model.side_files)
+            stop = self.kit.processor.tokenizer.eos_token_id  # nothing else of the model says where answers end
+            GenerationConfig(eos_token_id=stop, pad_token_id=stop).save_pretrained(model.side_files)
         return model
 
     def prepare_dataloader(self, split: str) -> Any:
@@ -67,13 +70,16 @@ class DigitsEngine(Engine):
         self.asked += [micro_batch] if ctx.counts else []
 
     def eval_end(self, ctx: StepContext) -> None:
-        """Accuracy by generation: the whole answer must be right."""
+        """By generation: whether the answer is right, and whether every word of it is."""
         budget, tokenizer = self.config.mllm.micro_batch_tokens, self.kit.processor.tokenizer
-        self.answers = answer(self.model_engine, self.asked, tokenizer, max_new_tokens=8, budget=budget)
+        self.answers = answer(self.model_engine, self.asked, tokenizer, max_new_tokens=12, budget=budget)
         self.asked = []
         for i, name in enumerate(self.kit.names("eval")):
-            right = [one.right for one in self.answers if one.source == i]
-            ctx.log(f"accuracy_{name}", sum(right), len(right))
+            mine = [one for one in self.answers if one.source == i]
+            ctx.log(
+                f"accuracy_{name}", sum(conclusion(one.written) == conclusion(one.expected) for one in mine), len(mine)
+            )
+            ctx.log(f"exact_{name}", sum(one.right for one in mine), len(mine))
 
     def report(self) -> None:
         """A workflow: evaluate a checkpoint, export it, ask the export once more, and show it all on a page."""

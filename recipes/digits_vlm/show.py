@@ -8,6 +8,7 @@ from mvp_engine.kit import Answer
 from mvp_engine.log.report import Example, write_report
 
 from .ask import ask
+from .data import conclusion
 
 ASKED_AGAIN = 6  # of the export: half with one picture, half with two
 
@@ -22,19 +23,22 @@ def show(engine: Any, answers: list[Answer], figures: dict[str, float | None], e
     print(f"\nAsked once more, from {export} with nothing but transformers:")
     for i, text in zip(chosen, again, strict=True):
         pictures = " ".join(Path(picture).name for picture in looked[i][0])
-        verdict = "right" if text == answers[i].expected else f"WRONG, it is {answers[i].expected}"
+        right = conclusion(text) == conclusion(answers[i].expected)
+        verdict = "right" if right else f"WRONG, it is {answers[i].expected}"
         print(f"  {pictures:<36}{looked[i][1]:<24}{text:<24}{verdict}")
-    print(f"The same answer as in training: {same} of {len(again)}")
+    print(f"The same words as from the checkpoint: {same} of {len(again)}")
 
     config, parameters = engine.config, sum(p.numel() for p in engine.model.parameters())
     words = {"one": "right, one picture", "two": "right, two pictures"}
     shown = {text: f"{figures[f'accuracy_{kind}']:.1%}" for kind, text in words.items()}
-    shown |= {"held-out questions": f"{len(answers):,}", "parameters": f"{parameters:,}", "steps": f"{engine.step:,}"}
+    shown |= {"both digits right too": f"{figures['exact_two']:.1%}"}
+    shown |= {"held-out questions": f"{len(answers):,}", "parameters": f"{parameters:,}"}
     shown |= {"the export says the same": f"{same} of {len(again)}"}
-    examples = [
-        Example([Path(picture).read_bytes() for picture in pictures], question, one.expected, one.written, one.right)
-        for one, (pictures, question) in zip(answers, looked, strict=True)
-    ]
+    examples = []
+    for one, (pictures, question) in zip(answers, looked, strict=True):
+        right = conclusion(one.written) == conclusion(one.expected)
+        seen = [Path(picture).read_bytes() for picture in pictures]
+        examples.append(Example(seen, question, one.expected, one.written, right))
     picture = folder / rows[0]["messages"][0]["content"][0]["image"]
     recipe = "recipes/digits_vlm/configs/train.yaml"
     write_report(
@@ -52,7 +56,7 @@ def show(engine: Any, answers: list[Answer], figures: dict[str, float | None], e
         next_steps={
             "Ask it yourself": f"python recipes/digits_vlm/ask.py {export} 'Which digit is this?' {picture}",
             "Look at the data": f"mvp data inspect {recipe}",
-            "Train longer": f"mvp train {recipe} loop.epochs=8",
+            "Train longer": f"mvp train {recipe} loop.total_steps=1500",
             "On two processes": f"mvp train {recipe} --nproc 2",
             "Compare runs": "mvp runs list",
         },

@@ -62,7 +62,7 @@ def test_data_cannot_write_into_the_page(tmp_path: Path) -> None:
     assert "default-src 'none'" in (policy or "")
 
 
-def test_wrong_answers_are_shown_first_and_marked(tmp_path: Path) -> None:
+def test_wrong_answers_are_shown_and_marked(tmp_path: Path) -> None:
     right = [Example([PNG], "?", "4", "4", True)] * 50
     wrong = [Example([PNG], "?", "4", f"no {i}", False) for i in range(9)]
     page = written(tmp_path, [*right[:10], *wrong, *right], shown=10)

@@ -48,13 +48,13 @@ def test_it_resumes_to_the_same_bits(trained: Path) -> None:
 
 
 def test_report_and_export_hold_what_was_trained(trained: Path, capsys: Any) -> None:
-    from transformers import AutoProcessor
+    from transformers import AutoProcessor, GenerationConfig
 
     for _ in range(2):  # the second time all is there already
         assert run(trained, "workflow=report", "resume=auto") == 0
     told = capsys.readouterr().out
     newest = list_runs(trained)[-1].dir
-    assert "The same answer as in training: 6 of 6" in told
+    assert "The same words as from the checkpoint: 6 of 6" in told
     assert str(newest / "report.html") in told
     page = (newest / "report.html").read_text()
     assert page.count("data:image/png") >= 24
@@ -62,6 +62,8 @@ def test_report_and_export_hold_what_was_trained(trained: Path, capsys: Any) -> 
     processor = AutoProcessor.from_pretrained(newest / "hf_step_6")
     size = processor.image_processor.size  # the pixel budgets of the config, not those that it was made with
     assert (size.shortest_edge, size.longest_edge) == (256, 2304)
+    stop = GenerationConfig.from_pretrained(newest / "hf_step_6").eos_token_id
+    assert processor.tokenizer.convert_ids_to_tokens(stop) == "<|im_end|>"
 
 
 def test_two_ranks_with_different_numbers_of_questions_answer_like_one(ranks2, trained: Path) -> None:
