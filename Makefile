@@ -8,6 +8,7 @@ CONFIG := recipes/digits_vlm/configs/train.yaml
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
+	@echo "Setting up .venv, once"
 	@command -v uv >/dev/null || python3 -m pip install --quiet uv || python3 -m pip install --quiet --user --break-system-packages uv
 	@uv=$$(command -v uv || echo "python3 -m uv"); \
 	$$uv venv --quiet --allow-existing --seed .venv && \

@@ -69,6 +69,7 @@ def _make(folder: Path, about: dict[str, int]) -> None:
     """Beside, then renamed: the folder is complete or not there."""
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is there, but was not made by this recipe: set digits.folder to another")
+    print(f"Drawing digits into {folder}, once", flush=True)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         (beside / "pictures").mkdir(parents=True)
