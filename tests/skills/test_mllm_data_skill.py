@@ -1,0 +1,78 @@
+"""The skill's check passes on the data kit, and fails on loaders that are wrong in the ways that people's are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+
+from mvp_engine.batch import IGNORE, PackedBatch
+from mvp_engine.imports import import_file
+
+CHECK: Any = import_file(ROOT / "skills" / "mllm-data" / "check.py")
+
+
+def test_the_kit_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert CHECK.main([]) == 0
+    assert capsys.readouterr().out == "ok\n"
+
+
+class Changed:
+    """The kit's loader with other batches."""
+
+    def __init__(self, loader: Any, change: Callable[[PackedBatch], PackedBatch]) -> None:
+        self.loader, self.change = loader, change
+        self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+
+    def __iter__(self) -> Any:
+        return map(self.change, self.loader)
+
+
+def off_by_one(batch: PackedBatch) -> PackedBatch:
+    """The mask begins a token late: the first token of an answer is never learnt."""
+    learnt = batch.labels != IGNORE
+    first = learnt & ~torch.cat([torch.tensor([False]), learnt[:-1]])
+    return dataclasses.replace(batch, labels=batch.labels.masked_fill(first, IGNORE))
+
+
+def shifted_twice(batch: PackedBatch) -> PackedBatch:
+    return dataclasses.replace(batch, labels=batch.labels.roll(-1))
+
+
+def padded(batch: PackedBatch) -> PackedBatch:
+    """To the longest row, as collators do."""
+    ones = [batch.select([s]) for s in range(batch.num_sequences)]
+    longest = max(one.num_tokens for one in ones)
+    rows = [torch.cat([one.input_ids, one.input_ids.new_zeros(longest - one.num_tokens)]) for one in ones]
+    masks = [torch.cat([torch.ones(one.num_tokens), torch.zeros(longest - one.num_tokens)]) > 0 for one in ones]
+    return PackedBatch.from_sequences(rows, masks, sequences=batch.sequences)
+
+
+class Repeating(Changed):
+    """Its cursor is a step behind."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader, lambda batch: batch)
+        self.state_dict = lambda: {**loader.state_dict(), "samples": loader.state_dict()["samples"] - 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (off_by_one, "is learnt, not 'It is "),
+        (shifted_twice, "labels are not the tokens that come next"),
+        (padded, "tokens, which are not the processor's own"),
+        (None, "after a resume the rows are not those that were left: ["),
+    ],
+)
+def test_a_broken_loader_fails(change: Callable[[PackedBatch], PackedBatch] | None, words: str) -> None:
+    def make(settings: dict[str, Any], processor: Any, rank: int, world_size: int, folder: Path) -> Any:
+        loader = CHECK.with_kit(settings, processor, rank, world_size, folder)
+        return Repeating(loader) if change is None else Changed(loader, change)
+
+    assert any(words in problem for problem in CHECK.problems(make)), CHECK.problems(make)
