@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from mvp_engine.kit.data.limits import Info
 
 VALUES = ("pixel_values", "pixel_values_videos", "input_features")  # what forwards call the items themselves
 TYPES = ("token_type_ids", "mm_token_type_ids")
+SEAM = "\ufdd3"  # between what stands for two items; no character
 Span = tuple[int, int]
 
 
@@ -45,6 +47,9 @@ def encoded(tokenizer: Any, text: str) -> Any:
     return backend.encode(text, add_special_tokens=False)
 
 
+_known = lru_cache(maxsize=512)(encoded)  # items of the same number of tokens become the same text
+
+
 class _Listener:
     """In a tokenizer's place: it notes the text that a processor made."""
 
@@ -54,7 +59,7 @@ class _Listener:
     def __call__(self, text: list[str], **_: Any) -> Any:
         from transformers import BatchEncoding
 
-        self.text, found = text[0], encoded(self.tokenizer, text[0])
+        self.text, found = text[0], _known(self.tokenizer, text[0])
         ids = torch.tensor([found.ids], dtype=torch.long)
         return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, encoding=found)
 
@@ -64,12 +69,12 @@ class _Listener:
 
 def ask(
     processor: Any, asked: Sequence[tuple[Info, Any]], placeholder: str, rate: int, short: bool = False
-) -> tuple[str, dict[str, Any]]:
-    """What a processor makes of items of one kind: the text in place of placeholders, and the model's inputs."""
+) -> tuple[list[str], dict[str, Any]]:
+    """What a processor makes of items of one kind: the text in place of each's placeholder, and the model's inputs."""
     copied = copy.copy(processor)
     listener = copied.tokenizer = _Listener(processor.tokenizer)
     infos, items = [info for info, _ in asked], [item for _, item in asked]
-    given: dict[str, Any] = {"text": [placeholder * len(asked)], "return_tensors": "pt"}
+    given: dict[str, Any] = {"text": [SEAM.join([placeholder] * len(asked))], "return_tensors": "pt"}
     given["text_kwargs"] = {"add_special_tokens": False, "return_mm_token_type_ids": False}  # which is but wasted here
     if infos[0].kind == "image":
         given["images"] = items
@@ -88,7 +93,7 @@ def ask(
     answer = dict(copied(**given))
     for name in ("input_ids", "attention_mask", *TYPES):
         answer.pop(name, None)
-    return listener.text, answer
+    return listener.text.split(SEAM), answer
 
 
 def blank(info: Info, device: str) -> Any:
@@ -101,11 +106,7 @@ def blank(info: Info, device: str) -> Any:
 
 def as_media(answer: dict[str, Any]) -> tuple[str, Media]:
     """One item, or as many as it has tiles where each has a field of its own, such as a mask."""
-    names = [name for name in VALUES if name in answer]
-    if len(names) != 1 or not all(isinstance(value, Tensor) for value in answer.values()):
-        raise UserError(f"this processor gives {sorted(answer)}: one of {', '.join(VALUES)} is wanted, and its fields")
-    values = answer[names[0]]
-    fields = {name: value for name, value in answer.items() if name != names[0]}
+    name, values, fields = _taken_apart(answer)
     rows = [len(values)]
     if values.ndim == 5:  # a batch of one, its tiles, colours, height, width
         if fields and all(value.shape[:2] == values.shape[:2] for value in fields.values()):
@@ -114,7 +115,27 @@ def as_media(answer: dict[str, Any]) -> tuple[str, Media]:
         else:
             values = values.flatten(0, 1)
             rows = [len(values)]
-    return names[0], Media(values, torch.tensor(rows), torch.zeros(len(rows), dtype=torch.long), fields)
+    return name, _of_one_sequence(values, rows, fields)
+
+
+def as_several(answer: dict[str, Any], items: int) -> tuple[str, Media] | None:
+    """So many items, if it can be told which rows are whose: by grids, or since each has but one."""
+    name, values, fields = _taken_apart(answer)
+    rows = next((grid.prod(-1).tolist() for field, grid in fields.items() if field.endswith("_grid_thw")), [1] * items)
+    if values.ndim == 5 or sum(rows) != len(values) or any(len(one) != items for one in (rows, *fields.values())):
+        return None
+    return name, _of_one_sequence(values, rows, fields)
+
+
+def _taken_apart(answer: dict[str, Any]) -> tuple[str, Tensor, dict[str, Tensor]]:
+    names = [name for name in VALUES if name in answer]
+    if len(names) != 1 or not all(isinstance(value, Tensor) for value in answer.values()):
+        raise UserError(f"this processor gives {sorted(answer)}: one of {', '.join(VALUES)} is wanted, and its fields")
+    return names[0], answer[names[0]], {name: value for name, value in answer.items() if name != names[0]}
+
+
+def _of_one_sequence(values: Tensor, rows: list[int], fields: dict[str, Tensor]) -> Media:
+    return Media(values, torch.tensor(rows), torch.zeros(len(rows), dtype=torch.long), fields)
 
 
 def joined(ones: list[Media]) -> Media:

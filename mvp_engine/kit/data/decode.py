@@ -46,22 +46,24 @@ TURNS = {  # EXIF orientation -> how to undo it
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+Image.init()  # all formats now, so that no worker has to load them
 SEEK = 4.0  # seconds between frames from which jumping to a key frame beats decoding all between
 
 
 def decode(part: Part, info: Info, limits: Limits, root: Path, rate: int = 0) -> Any:
+    """`read`, given up after a while."""
+    return within(limits.timeout, lambda: read(part, info, limits, root, rate), f"decoding {name_of(part)}")
+
+
+def read(part: Part, info: Info, limits: Limits, root: Path, rate: int = 0) -> Any:
     """A picture (PIL, RGB), frames (take, H, W, 3) of uint8, or a wave of float32 at `rate`, mono."""
-
-    def read() -> Any:
-        if part.kind == "image":
-            picture = _picture(part.value, limits, root)
-            return _as_planned(picture, picture.size, info)
-        if part.kind == "video":
-            frames = _clip(part.value, info, limits, root)
-            return _as_planned(frames, (frames.shape[2], frames.shape[1]), info)
-        return _wave(part, info, limits, root, rate)
-
-    return within(limits.timeout, read, f"decoding {name_of(part)}")
+    if part.kind == "image":
+        picture = _picture(part.value, limits, root)
+        return _as_planned(picture, picture.size, info)
+    if part.kind == "video":
+        frames = _clip(part.value, info, limits, root)
+        return _as_planned(frames, (frames.shape[2], frames.shape[1]), info)
+    return _wave(part, info, limits, root, rate)
 
 
 def within(seconds: float, work: Callable[[], T], what: str) -> T:
@@ -211,7 +213,6 @@ def _opened(value: Any, limits: Limits, root: Path) -> tuple[Image.Image, int]:
         source = _source(value, limits, root, "image")
         with _corrupt_if_it_fails("image"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of sizes, which are looked at below, and of broken EXIF
-            Image.init()
             image = Image.open(source, formats=[name for name in PICTURES if name in Image.OPEN])
     if min(image.size) < 1 or image.width * image.height > limits.image_pixels:
         raise BadRow("too_large", f"image of {image.width}x{image.height}; {limits.image_pixels} pixels are allowed")

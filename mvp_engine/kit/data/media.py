@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,13 @@ class Cost:
 
 def probe(part: Part, limits: Limits, root: Path) -> Info:
     """The cheap look at an item."""
+    return reading.within(limits.timeout, lambda: _look(part, limits, root), f"looking at {reading.name_of(part)}")
 
-    def look() -> Info:
-        if part.kind == "image":
-            return Info("image", *reading.image_size(part.value, limits, root), **pixels_asked_for(part))
-        return _look_at_video(part, limits, root) if part.kind == "video" else _look_at_audio(part, limits, root)
 
-    return reading.within(limits.timeout, look, f"looking at {reading.name_of(part)}")
+def _look(part: Part, limits: Limits, root: Path) -> Info:
+    if part.kind == "image":
+        return Info("image", *reading.image_size(part.value, limits, root), **pixels_asked_for(part))
+    return _look_at_video(part, limits, root) if part.kind == "video" else _look_at_audio(part, limits, root)
 
 
 def _look_at_video(part: Part, limits: Limits, root: Path) -> Info:
@@ -103,6 +103,7 @@ class MediaHandler:
         self._plans: dict[Info, tuple[str, int]] = {}
         self._limited: dict[tuple[str, int | None, int | None], Any] = {}
         self._blind = dict.fromkeys(self.kinds, False)  # whether it can be asked without data
+        self._together = True  # whether it can be asked for several images at once
         ids = [self.tokenizer.convert_tokens_to_ids(self.placeholder(kind)) for kind in self.kinds]
         self._pieces = set(ids).union(*(getattr(processor, f"{kind}_token_ids", []) for kind in self.kinds)) - {None}
         self._types, self._empty = list[str](), dict[str, Media]()
@@ -122,9 +123,22 @@ class MediaHandler:
         return getattr(self.processor, f"{kind}_token")
 
     def probe(self, part: Part, root: Path) -> Info:
+        return self._taken(part, lambda: probe(part, self.limits, root))
+
+    def fetch(self, part: Part, root: Path) -> tuple[Info, Any]:
+        """What `probe` and `decode` give, in one go."""
+
+        def both() -> tuple[Info, Any]:
+            info = self._taken(part, lambda: _look(part, self.limits, root))
+            return info, reading.read(part, info, self.limits, root, self.rate)
+
+        return reading.within(self.limits.timeout, both, f"reading {reading.name_of(part)}")
+
+    def _taken(self, part: Part, look: Callable[[], Info]) -> Info:
+        """What a look at an item says, if the processor takes it."""
         if part.kind not in self.kinds:
             raise BadRow("unsupported", f"{type(self.processor).__name__} takes no {part.kind}")
-        info = probe(part, self.limits, root)
+        info = look()
         most = getattr(self.processor.feature_extractor, "n_samples", math.inf) if part.kind == "audio" else math.inf
         if part.kind == "audio" and info.length(self.rate) > most:  # it would be cut without a word
             heard = f"the processor hears {most / self.rate:g} (limits.chunk_seconds, where the encoder takes more)"
@@ -165,11 +179,18 @@ class MediaHandler:
 
     def collate(self, infos: Sequence[Info], items: Sequence[Any]) -> tuple[list[str], dict[str, Media]]:
         """What was decoded for one sequence: the text that each item becomes, and media for a PackedBatch."""
+        alike = {(info.kind, info.min_pixels, info.max_pixels) for info in infos}
+        if self._together and len(infos) > 1 and len(alike) == 1 and infos[0].kind == "image":
+            asked = list(zip(infos, items, strict=True))
+            texts, answer = asking.ask(self._under(infos[0]), asked, self.placeholder("image"), self.rate)
+            if several := asking.as_several(answer, len(infos)):
+                return texts, {**self._empty, several[0]: several[1]}
+            self._together = False
         texts, found = [], {name: [none] for name, none in self._empty.items()}
         for info, item in zip(infos, items, strict=True):
             text, answer = asking.ask(self._under(info), [(info, item)], self.placeholder(info.kind), self.rate)
             name, media = asking.as_media(answer)
-            texts.append(text)
+            texts += text
             found[name].append(media)
         return texts, {name: asking.joined(ones) for name, ones in found.items()}
 
@@ -195,7 +216,7 @@ class MediaHandler:
     def _plan_afresh(self, info: Info) -> tuple[str, int]:
         """A size that the processor refuses is a bad row: others were tried out."""
         try:
-            text, answer = self._ask_of_size(info)
+            (text,), answer = self._ask_of_size(info)
         except (ValueError, ArithmeticError, RuntimeError) as error:
             who = type(self.processor).__name__
             raise BadRow("refused", f"{who} refuses {info.kind} of this size: {error} ({info})") from None
@@ -203,7 +224,7 @@ class MediaHandler:
             raise BadRow("too_short", f"{info.kind} of {info.seconds:.3f} seconds becomes no token at all")
         return text, asking.as_media(answer)[1].values.numel()
 
-    def _ask_of_size(self, info: Info) -> tuple[str, dict[str, Any]]:
+    def _ask_of_size(self, info: Info) -> tuple[list[str], dict[str, Any]]:
         """What would be made of such an item, from nothing but its size if the processor can do that."""
         processor = copy.copy(self._under(info))
         if info.kind != "audio":
@@ -213,7 +234,7 @@ class MediaHandler:
         blank = asking.blank(info, "meta" if self._blind[info.kind] else "cpu")
         return asking.ask(processor, [(info, blank)], self.placeholder(info.kind), self.rate, short=True)
 
-    def _can_be_blind(self, info: Info, text: str) -> bool:
+    def _can_be_blind(self, info: Info, text: list[str]) -> bool:
         self._blind[info.kind] = info.kind != "audio"
         try:
             return self._ask_of_size(info)[0] == text

@@ -200,15 +200,12 @@ class Sampler:
     def _load(self, one: Prepared, root: Path, fields: Mapping[str, int]) -> PackedBatch:
         media = one.media
         if media is None:
-            texts, media = self._decoded(one.parts, one.infos, root)
+            decoded = [self.media.decode(part, info, root) for part, info in zip(one.parts, one.infos, strict=True)]
+            texts, media = self.media.collate(one.infos, decoded)
             if texts != one.expansions:
                 what = "the processor makes other tokens of the media than it did without their content"
                 raise BadRow("changed", what)
         return self._batch(torch.tensor(one.ids), torch.tensor(one.loss), media, fields)
-
-    def _decoded(self, parts: list[Part], infos: list[Info], root: Path) -> tuple[list[str], dict[str, Media]]:
-        decoded = [self.media.decode(part, info, root) for part, info in zip(parts, infos, strict=True)]
-        return self.media.collate(infos, decoded)
 
     def _sided(self, fields: Mapping[str, int], sign: int) -> Mapping[str, int]:
         return {**fields, "side": sign} if self.pairs else fields
@@ -234,15 +231,16 @@ class Sampler:
     def _draft(self, row: Row, root: Path, decode: bool) -> _Draft:
         rendered, every = self.template.render(row), row.media()
         parts = [every[place.index] for place in rendered.media]
-        draft = _Draft(rendered, parts, [self.media.probe(part, root) for part in parts])
-        if decode and parts:
-            try:
-                texts, media = self._decoded(parts, draft.infos, root)
-            except (ValueError, ArithmeticError, RuntimeError):
-                self._tokens(draft)  # BadRow, if the processor refuses a size
-                raise
-            draft = replace(draft, expansions=texts, media=media) if all(texts) else draft
-        return self._tokens(draft)
+        if not decode or not parts:
+            return self._tokens(_Draft(rendered, parts, [self.media.probe(part, root) for part in parts]))
+        fetched = [self.media.fetch(part, root) for part in parts]
+        draft = _Draft(rendered, parts, [info for info, _ in fetched])
+        try:
+            texts, media = self.media.collate(draft.infos, [item for _, item in fetched])
+        except (ValueError, ArithmeticError, RuntimeError):
+            self._tokens(draft)  # BadRow, if the processor refuses a size
+            raise
+        return self._tokens(replace(draft, expansions=texts, media=media) if all(texts) else draft)
 
     def _tokens(self, draft: _Draft) -> _Draft:
         """With the tokens of its text, each placeholder expanded to what the processor makes of the item."""
@@ -291,7 +289,7 @@ def _takes_outer(media: MediaHandler, kind: str, written: Sequence[str]) -> bool
     info = Info(kind, 64, 48, 4, 2.0, 4, media.rate // 2, media.rate)
     asked = [(info, asking.blank(info, "cpu"))]
     alone, inside = (
-        asking.ask(media.processor, asked, text, media.rate)[0] for text in (token, before + token + behind)
+        asking.ask(media.processor, asked, text, media.rate)[0][0] for text in (token, before + token + behind)
     )
     if inside not in (before + alone + behind, alone):
         raise UserError(
