@@ -1,16 +1,19 @@
-"""The attention benchmark counts, compares and reports rightly; what it measures needs a GPU."""
+"""Benchmarks count, compare and report rightly."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from conftest import ROOT
 from torch.nn.functional import scaled_dot_product_attention
+
+from mvp_engine.imports import import_file
 
 SCRIPT = ROOT / "benchmarks" / "packed_attention.py"
 
@@ -79,3 +82,12 @@ def test_the_table_of_text_sft_is_that_of_its_results(tmp_path, monkeypatch) -> 
     assert page.read_text() == (ROOT / "docs" / "performance.md").read_text()
     assert len(compare.sequences("mix", 1)) == 32
     assert [len(row) for row in compare.sequences("full", 1)] == [4096] * 8
+
+
+def test_loaders_are_compared_on_the_same_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    bench: Any = import_file(ROOT / "benchmarks" / "loader.py")
+    ours, padded = bench.compare(tmp_path, 24, rounds=1, workers=0)
+    assert ours["rounds"][0]["useful"] == padded["rounds"][0]["useful"] > 24 * 20
+    assert ours["empty"] < padded["empty"]
+    assert padded["rounds"][0]["slots"] > padded["rounds"][0]["useful"]
