@@ -70,5 +70,5 @@ def _draw(axes: Any, lines: list[tuple[Any, ...]], styles: dict[str, str], log: 
     axes.grid(True, color=GRID, linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     if points:
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="upper right" if log else "lower right")  # where curves of their kind are not
     return points

@@ -32,7 +32,8 @@ th, td { padding: 7px 12px 7px 0; border-bottom: 1px solid var(--line); }
 td { overflow-wrap: anywhere; white-space: pre-wrap; }
 td img { height: 56px; width: 56px; object-fit: contain; image-rendering: pixelated; margin-right: 6px;
   border: 1px solid var(--line); border-radius: 4px; vertical-align: middle; background: #f6f7f9; }
-.pictures { white-space: nowrap; } .right { color: var(--good); } .wrong { color: var(--bad); font-weight: 600; }
+.pictures, .right, .wrong { white-space: nowrap; }
+.right { color: var(--good); } .wrong { color: var(--bad); font-weight: 600; }
 table.steps td:first-child { white-space: nowrap; }
 tr.missed td { background: #fef2f2; }
 pre { background: #f6f7f9; border-radius: 8px; padding: 12px 16px; overflow-x: auto; font-size: 13px; }

@@ -54,11 +54,11 @@ def show(engine: Any, answers: list[Answer], figures: dict[str, float | None], e
         examples=examples,
         config=config.to_yaml(),
         next_steps={
-            "Ask it yourself": f"python recipes/digits_vlm/ask.py {export} 'Which digit is this?' {picture}",
-            "Look at the data": f"mvp data inspect {recipe}",
-            "Train longer": f"mvp train {recipe} loop.total_steps=1500",
-            "On two processes": f"mvp train {recipe} --nproc 2",
-            "Compare runs": "mvp runs list",
+            "Ask it yourself": f".venv/bin/python recipes/digits_vlm/ask.py {export} 'Which digit is this?' {picture}",
+            "Look at the data": f".venv/bin/mvp data inspect {recipe}",
+            "Train longer": f".venv/bin/mvp train {recipe} loop.total_steps=1500",
+            "On two processes": f".venv/bin/mvp train {recipe} --nproc 2 data.global_batch_size=4",
+            "Compare runs": ".venv/bin/mvp runs list",
         },
     )
     print(f"\nThe report, with the curves and the pictures: {run.dir / 'report.html'}")
