@@ -26,6 +26,7 @@ class Answer:
     sample: int
     expected: str
     written: str
+    prompt: str = ""  # of a row that is text: what the model had to go on from
 
     @property
     def right(self) -> bool:
@@ -38,14 +39,16 @@ def answer(
     tokenizer: Any,
     *,
     max_new_tokens: int,
+    prompt_tokens: int = 1,
     stop: Collection[int] | None = None,
     budget: int | None = None,
 ) -> list[Answer]:
     """What the model answers to batches of a data kit, beside what the rows say, as texts without special tokens.
 
-    `stop` is the tokenizer's end token by default. As with `generate`, ranks call it together, some with no batches.
+    A row that is all text and no chat is given up to its first `prompt_tokens`, if it has more. `stop` is the
+    tokenizer's end token by default. As with `generate`, ranks call it together, some with no batches.
     """
-    found = [(batch, *split_answers(batch)) for batch in batches]
+    found = [(batch, *split_answers(batch, prompt_tokens)) for batch in batches]
     prompts = [prompts for _, prompts, _, _ in found if prompts is not None]
     written = generate(
         engine,
@@ -55,19 +58,21 @@ def answer(
         budget=budget,
     )
     answers: list[Answer] = []
-    for batch, _, every, kept in found:
-        for s, expected in zip(kept, every, strict=True):
-            texts = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (expected, written[len(answers)]))
+    for batch, given, every, kept in found:
+        for i, (s, expected) in enumerate(zip(kept, every, strict=True)):
+            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (expected, written[len(answers)])]
             source, sample = (int(batch.sequences[name][s]) for name in ("source", "sample"))
+            texts.append(tokenizer.decode(given.select([i]).input_ids, skip_special_tokens=True) if given else "")
             answers.append(Answer(source, sample, *texts))
     return answers
 
 
-def split_answers(batch: PackedBatch) -> tuple[PackedBatch | None, list[list[int]], list[int]]:
+def split_answers(batch: PackedBatch, prompt_tokens: int = 1) -> tuple[PackedBatch | None, list[list[int]], list[int]]:
     """Each sequence up to its last answer, for `generate`; those answers; and which sequences they are.
 
-    An answer is a run of tokens that carry loss. Sequences without one are left out. Nothing with media may follow the
-    last answer. Everything is on the CPU.
+    An answer is a run of tokens that carry loss; of one that begins with the sequence, the first `prompt_tokens` are
+    its prompt. Sequences without an answer are left out. Nothing with media may follow the last answer. Everything is
+    on the CPU.
     """
     batch = batch.to("cpu")
     prompts, answers, kept = [], [], []
@@ -77,6 +82,8 @@ def split_answers(batch: PackedBatch) -> tuple[PackedBatch | None, list[list[int
             continue
         gaps = (learnt.diff() > 1).nonzero()[:, 0]
         first = int(learnt[int(gaps[-1]) + 1 if len(gaps) else 0])
+        if first == 0:
+            first = min(prompt_tokens, len(learnt)) - 1
         answers.append(labels[first : int(learnt[-1]) + 1].tolist())
         prompts.append(_extended(batch.select([s]), first + 1, []))
         kept.append(s)

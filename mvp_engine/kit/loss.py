@@ -6,7 +6,7 @@ comes out of the chunked head, so no option here makes logits of a whole batch a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,12 +35,26 @@ class TokenNormedLossKit:
         more = ("log_z",) if self.settings.z_loss else ()
         return ("log_probs", *more, *(("mean_log_probs",) if self.settings.label_smoothing else ()))
 
-    def __call__(self, ctx: StepContext, model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """`(loss_sum, weight)` of a micro-batch, for a recipe to return from `forward_step`."""
+    def __call__(
+        self,
+        ctx: StepContext,
+        model: nn.Module,
+        batch: PackedBatch,
+        each: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`(loss_sum, weight)` of a micro-batch, for a recipe to return from `forward_step`.
+
+        `each` is called with the plain loss of each token, without a gradient, for whatever is to be logged of it.
+        """
         if self.settings == TokenLoss() and "weight" not in batch.tokens and "loss" in getattr(model, "provides", ()):
             ctx.count("tokens", batch.num_tokens)
-            return model(batch, ["loss"])["loss"], batch.weight
+            given = model(batch, ["loss", "losses"])
+            if each is not None:
+                each(given["losses"])
+            return given["loss"], batch.weight
         scores = model(batch, self.outputs)
+        if each is not None:
+            each(-scores["log_probs"].detach())
         loss_T = self.per_token(scores, batch.labels)
         weight_T = self.weights(batch)
         if self.settings != TokenLoss():  # what a model is compared by has none of the options in it

@@ -14,6 +14,7 @@ blocks), norms, activations, the optimizer. Nothing here waits for the GPU.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine.packed import PackedModel
 
+LOGGER = logging.getLogger("mvp_engine")
 _PROJECTOR = re.compile(r"merger|projector|connector|multi_modal|mm_|embed_vision|embed_audio")
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how configs call their number
@@ -56,14 +58,23 @@ class MFUKit:
         self.model = model
         self.config: Any = model.hf.config
         self._costs: _Costs | None = None
+        self._unknown = False
 
     def count(self, ctx: StepContext) -> None:
         """Add the step's FLOPs to the totals; the log makes `mfu` of them. (Tokens are counted with the loss.)
 
         Ranks that share sequences all count them; the metrics take one rank of them, so they are in the sum once.
         """
-        for batch in ctx.micro_batches:
-            ctx.count("flops", self.flops(batch))
+        if self._unknown:
+            return
+        try:
+            amounts = [self.flops(batch) for batch in ctx.micro_batches]
+        except UserError as error:  # a training is worth more than a figure about it
+            self._unknown = True
+            LOGGER.warning("no MFU: %s", error)
+            return
+        for amount in amounts:
+            ctx.count("flops", amount)
 
     def flops(self, batch: PackedBatch, *, masked: bool = True) -> Tensor:
         """Forward and backward of a batch, as a float64 scalar on its device. With `masked=False` every token of a

@@ -6,7 +6,7 @@ The page is one file without scripts, and loads nothing from anywhere. Whatever 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -14,7 +14,8 @@ from pathlib import Path
 from mvp_engine.log.plot import curves_svg
 from mvp_engine.runs import Run, write_atomically
 
-_KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}  # by how their files begin
+# By how their files begin.
+_KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 _STYLE = """
 :root { color-scheme: light; --ink: #1f2933; --dim: #64707d; --line: #d9dee3; --good: #047857; --bad: #b91c1c; }
 * { box-sizing: border-box; }
@@ -30,6 +31,7 @@ table { border-collapse: collapse; width: 100%; }
 th { text-align: left; color: var(--dim); font-weight: 500; font-size: 13px; }
 th, td { padding: 7px 12px 7px 0; border-bottom: 1px solid var(--line); }
 td { overflow-wrap: anywhere; white-space: pre-wrap; }
+td audio { height: 32px; width: 220px; vertical-align: middle; }
 td img { height: 56px; width: 56px; object-fit: contain; image-rendering: pixelated; margin-right: 6px;
   border: 1px solid var(--line); border-radius: 4px; vertical-align: middle; background: #f6f7f9; }
 .pictures, .right, .wrong { white-space: nowrap; }
@@ -43,13 +45,13 @@ summary { cursor: pointer; color: var(--dim); }
 
 @dataclass(frozen=True)
 class Example:
-    """A question to the model. Pictures are the bytes of PNG, JPEG, GIF or WebP files."""
+    """A question to the model. Its media, asked for only if it is shown, are PNG, JPEG, GIF, WebP or WAV files."""
 
-    pictures: Sequence[bytes]
+    media: Callable[[], Sequence[bytes]]
     question: str
     expected: str
     written: str
-    right: bool
+    right: bool | None  # None: there is no right or wrong, as where a text goes on
 
 
 def write_report(
@@ -69,8 +71,8 @@ def write_report(
 
     Of the examples at most `shown` are on the page, in their order; up to half of the places are for wrong answers.
     """
-    wrong = [i for i, example in enumerate(examples) if not example.right]
-    right = [i for i, example in enumerate(examples) if example.right]
+    wrong = [i for i, example in enumerate(examples) if example.right is False]
+    right = [i for i, example in enumerate(examples) if example.right is not False]
     room = min(len(right), max(shown - len(wrong), shown - shown // 2))
     chosen = [examples[i] for i in sorted([*_spread(wrong, shown - room), *_spread(right, room)])]
     curve = base64.b64encode(curves_svg(run, panels).encode()).decode()
@@ -78,17 +80,13 @@ def write_report(
         f"<h1>{escape(title)}</h1><p class=dim>{escape(subtitle)}</p>",
         f"<div class=figures>{''.join(_figure(name, text) for name, text in figures.items())}</div>",
         f'<h2>Curves</h2><img class=curves alt="curves over steps" src="data:image/svg+xml;base64,{curve}">',
-        "<h2>Answers</h2>",
-        f"<p class=dim>{len(examples):,} questions were asked, {len(wrong):,} answers are wrong. Shown are "
-        f"{len(chosen) - room:,} wrong ones, marked, and {room:,} right ones.</p>",
-        "<table><tr><th>picture<th>question<th>right answer<th>the model's answer<th></tr>",
-        *map(_row, chosen),
-        "</table><h2>How to go on</h2><table class=steps>",
+        *_answers(chosen, len(examples), len(wrong)),
+        "<h2>How to go on</h2><table class=steps>",
         *(f"<tr><td>{escape(what)}<td><code>{escape(command)}</code></tr>" for what, command in next_steps.items()),
         f"</table><h2>Config</h2><details><summary>all keys of this run</summary><pre>{escape(config)}</pre></details>",
     ]
     # The policy forbids what escaping should have prevented, and every request to somewhere else.
-    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    policy = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
     page = (
         f'<!doctype html><html lang=en><head><meta charset=utf-8><meta http-equiv="Content-Security-Policy" '
         f'content="{policy}"><meta name=viewport content="width=device-width"><title>{escape(title)}</title>'
@@ -101,18 +99,35 @@ def _figure(name: str, text: str) -> str:
     return f"<div class=figure><b>{escape(text)}</b>{escape(name)}</div>"
 
 
-def _row(example: Example) -> str:
-    mark = "<span class=right>right</span>" if example.right else "<span class=wrong>wrong</span>"
+def _answers(chosen: Sequence[Example], asked: int, wrong: int) -> list[str]:
+    if not chosen:
+        return []
+    seen = [example.media() for example in chosen]
+    told = f"{asked:,} questions were asked"
+    if all(example.right is not None for example in chosen):
+        missed = sum(example.right is False for example in chosen)
+        told += f", {wrong:,} answers are wrong. Shown are {missed:,} wrong ones, marked, and "
+        told += f"{len(chosen) - missed:,} right ones"
+    column = "<th>" if any(seen) else ""
+    rows = [_row(example, media if any(seen) else None) for example, media in zip(chosen, seen, strict=True)]
+    head = f"<table><tr>{column}<th>question<th>right answer<th>the model's answer<th></tr>"
+    return ["<h2>Answers</h2>", f"<p class=dim>{told}.</p>", head, *rows, "</table>"]
+
+
+def _row(example: Example, media: Sequence[bytes] | None) -> str:
+    mark = {True: "<span class=right>right</span>", False: "<span class=wrong>wrong</span>", None: ""}[example.right]
     texts = "".join(f"<td>{escape(text)}" for text in (example.question, example.expected, example.written))
-    kind = "" if example.right else " class=missed"
-    return f"<tr{kind}><td class=pictures>{''.join(map(_picture, example.pictures))}{texts}<td>{mark}</tr>"
+    kind = " class=missed" if example.right is False else ""
+    shown = "" if media is None else f"<td class=pictures>{''.join(map(_medium, media))}"
+    return f"<tr{kind}>{shown}{texts}<td>{mark}</tr>"
 
 
-def _picture(data: bytes) -> str:
+def _medium(data: bytes) -> str:
+    text = base64.b64encode(data).decode()
+    if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
+        return f'<audio controls src="data:audio/wav;base64,{text}"></audio>'
     kind = next((kind for start, kind in _KINDS.items() if data.startswith(start)), None)
-    if kind is None:
-        return "[?]"
-    return f'<img alt="" src="data:image/{kind};base64,{base64.b64encode(data).decode()}">'
+    return "[?]" if kind is None else f'<img alt="" src="data:image/{kind};base64,{text}">'
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:

@@ -171,9 +171,10 @@ class PackedModel(nn.Module):
         if self.sequence_group is None:
             return self.outputs(self.hidden(batch), batch.labels, wanted)
         if "loss" in wanted:  # of all tokens, so it is made of what every rank has in the end
-            others = tuple(name for name in dict.fromkeys((*wanted, "log_probs")) if name != "loss")
+            others = tuple(name for name in dict.fromkeys((*wanted, "log_probs")) if name not in ("loss", "losses"))
             given = self._made(batch, others)
-            return {name: given[name] if name != "loss" else -given["log_probs"].sum() for name in wanted}
+            given |= _losses(given["log_probs"])
+            return {name: given[name] for name in wanted}
         spare = dist.get_world_size(self.sequence_group) - batch.num_tokens
         if spare > 0:  # a token for every rank
             batch = dataclasses.replace(batch, beside=[*batch.beside, *[batch.filler()] * spare])
@@ -287,7 +288,7 @@ class LanguageModel(PackedModel):
     """
 
     model_type = "language_model"
-    provides = ("log_probs", "entropy", "log_z", "mean_log_probs", "next_tokens", "hidden_states", "loss")
+    provides = ("log_probs", "entropy", "log_z", "mean_log_probs", "next_tokens", "hidden_states", "loss", "losses")
 
     def __init__(self, causal_lm: Any, temperature: float = 1.0, chunk: int = 2048) -> None:
         if causal_lm.base_model is causal_lm:
@@ -332,12 +333,13 @@ class LanguageModel(PackedModel):
         if "next_tokens" in wanted:
             every["next_tokens"] = linear_argmax(hidden_TD, weight, **how, **shared)
         how["temperature"] = self.temperature
-        if set(wanted) - set(every) == {"loss"} and not shared:
-            every["loss"] = linear_loss(hidden_TD, weight, labels_T, **how)
-        elif set(wanted) - set(every):
+        missing = set(wanted) - set(every)
+        if "loss" in missing <= {"loss", "losses"} and not shared:
+            every["loss"], every["losses"] = linear_loss(hidden_TD, weight, labels_T, **how)
+        elif missing:
             how["mean"] = "mean_log_probs" in wanted
             every |= linear_log_probs(hidden_TD, weight, labels_T, **how, **shared)._asdict()
-            every["loss"] = -every["log_probs"].sum()
+            every |= _losses(every["log_probs"])
         return {name: every[name] for name in wanted}
 
     def own_log_probs(self, batch: PackedBatch) -> Tensor | None:
@@ -345,6 +347,11 @@ class LanguageModel(PackedModel):
             logits = self.hf(batch.input_ids[None], use_cache=False).logits[0]
         picked = logits.float().div(self.temperature).log_softmax(-1)[:-1].gather(-1, batch.labels[:-1, None])[:, 0]
         return torch.cat([picked, picked.new_zeros(1)])
+
+
+def _losses(log_probs_T: Tensor) -> Outputs:
+    """Their sum, and each without a gradient."""
+    return {"loss": -log_probs_T.sum(), "losses": -log_probs_T.detach()}
 
 
 class ValueModel(PackedModel):

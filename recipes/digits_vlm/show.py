@@ -1,6 +1,7 @@
 """What a trained model says: a few answers of its export on the terminal, and all of it on a page."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def show(engine: Any, answers: list[Answer], figures: dict[str, float | None], e
     examples = []
     for one, (pictures, question) in zip(answers, looked, strict=True):
         right = conclusion(one.written) == conclusion(one.expected)
-        seen = [Path(picture).read_bytes() for picture in pictures]
+        seen = partial(_files, pictures)
         examples.append(Example(seen, question, one.expected, one.written, right))
     picture = folder / rows[0]["messages"][0]["content"][0]["image"]
     recipe = "recipes/digits_vlm/configs/train.yaml"
@@ -62,6 +63,10 @@ def show(engine: Any, answers: list[Answer], figures: dict[str, float | None], e
         },
     )
     print(f"\nThe report, with the curves and the pictures: {run.dir / 'report.html'}")
+
+
+def _files(paths: list[str]) -> list[bytes]:
+    return [Path(path).read_bytes() for path in paths]
 
 
 def _look(folder: Path, row: dict[str, Any]) -> tuple[list[str], str]:

@@ -104,3 +104,11 @@ def test_the_last_answer_of_a_row_is_asked_for() -> None:
     (written,) = generate(engine, prompts, max_new_tokens=3, stop={2})
     assert (one.source, one.sample, one.expected, one.right) == (0, 4, "18 19 20", False)
     assert one.written == Letters().decode(written, True)
+
+
+def test_a_text_is_given_up_to_some_tokens_and_goes_on_from_there() -> None:
+    text, short = torch.arange(10, 22), torch.arange(5)
+    prompts, answers, kept = split_answers(PackedBatch.from_sequences([text, short]), 8)
+    assert prompts is not None
+    assert (prompts.lengths.tolist(), kept) == ([8, 4], [0, 1])
+    assert (prompts.input_ids[:8].tolist(), answers) == (text[:8].tolist(), [text[8:].tolist(), [4]])

@@ -52,7 +52,7 @@ def written(folder: Path, examples: list[Example], shown: int = 24) -> Reader:
 
 
 def test_data_cannot_write_into_the_page(tmp_path: Path) -> None:
-    page = written(tmp_path, [Example([PNG, b"<svg onload=alert(1)>"], EVIL, EVIL, EVIL, True)])
+    page = written(tmp_path, [Example(lambda: [PNG, b"<svg onload=alert(1)>"], EVIL, EVIL, EVIL, True)])
     assert "script" not in {tag for tag, _ in page.tags}
     sources = [given["src"] or "" for tag, given in page.tags if tag == "img"]
     assert [source.split(";")[0] for source in sources] == ["data:image/svg+xml", "data:image/png"]
@@ -63,8 +63,8 @@ def test_data_cannot_write_into_the_page(tmp_path: Path) -> None:
 
 
 def test_wrong_answers_are_shown_and_marked(tmp_path: Path) -> None:
-    right = [Example([PNG], "?", "4", "4", True)] * 50
-    wrong = [Example([PNG], "?", "4", f"no {i}", False) for i in range(9)]
+    right = [Example(lambda: [PNG], "?", "4", "4", True)] * 50
+    wrong = [Example(lambda: [PNG], "?", "4", f"no {i}", False) for i in range(9)]
     page = written(tmp_path, [*right[:10], *wrong, *right], shown=10)
     rows = [given for tag, given in page.tags if tag == "tr"]
     assert [given.get("class") for given in rows].count("missed") == 5
@@ -72,6 +72,11 @@ def test_wrong_answers_are_shown_and_marked(tmp_path: Path) -> None:
         "69 questions were asked, 9 answers are wrong. Shown are 5 wrong ones, marked, and 5 right ones." in page.text
     )
     assert "no 0" in page.text
-    assert "0 questions were asked" in written(tmp_path, []).text
+    assert "questions were asked" not in written(tmp_path, []).text
+    sound = b"RIFF\0\0\0\0WAVEfmt "
+    open_ended = written(tmp_path, [Example(lambda: [sound], "It was", "night", "dark", None)])
+    assert "1 questions were asked." in open_ended.text
+    assert "wrong" not in open_ended.text.partition("Answers")[2]
+    assert any(tag == "audio" for tag, _ in open_ended.tags)
     few = written(tmp_path, [*wrong, *right[:1]], shown=10)
     assert "Shown are 9 wrong ones, marked, and 1 right ones." in few.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import partial
 from typing import Any
 
 import pytest
@@ -64,16 +63,18 @@ def test_values_and_gradients_are_those_of_the_plain_way(how: dict[str, Any], bi
 @pytest.mark.parametrize("bias", [False, True])
 def test_loss_and_its_gradients_are_those_of_the_plain_way(how: dict[str, Any], bias: bool) -> None:
     ours, theirs = inputs(bias=bias), inputs(bias=bias)
-    a, b = linear_loss(*ours, **how, chunk=5), -plain(*theirs, **how)[0].sum()
+    (a, each), log_probs = linear_loss(*ours, **how, chunk=5), plain(*theirs, **how)[0]
+    b = -log_probs.sum()
     assert torch.allclose(a, b, rtol=1e-5)
-    assert not linear_loss(*ours, **how, chunk=5).detach().requires_grad
+    assert torch.allclose(each, -log_probs, rtol=1e-5, atol=1e-6)
+    assert not each.requires_grad
     for loss in (a, b):
         (loss * 0.3).backward()
     for x, y in zip(ours, theirs, strict=True):
         if x is not None and x.requires_grad:
             assert torch.allclose(x.grad, y.grad, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
-        assert torch.allclose(linear_loss(*ours, **how, chunk=5), b, rtol=1e-5)
+        assert torch.allclose(linear_loss(*ours, **how, chunk=5)[0], b, rtol=1e-5)
 
 
 def test_it_passes_the_numerical_gradient_check() -> None:
@@ -116,7 +117,7 @@ def test_full_logits_are_never_alive() -> None:
     def scores(*given: Any) -> Tensor:
         return sum(score.sum() for score in linear_log_probs(*given, chunk=chunk, mean=True))  # type: ignore[return-value]
 
-    for loss in (scores, partial(linear_loss, chunk=chunk)):
+    for loss in (scores, lambda *given: linear_loss(*given, chunk=chunk)[0]):
         hidden, weight, labels, _ = inputs(tokens, width, vocab)
         with Alive() as alive:
             loss(hidden, weight, labels).backward()
@@ -284,7 +285,7 @@ def test_on_a_gpu_in_bf16_both_ways_agree_and_follow_float32() -> None:
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         with torch.autocast("cuda", torch.bfloat16, enabled=kind != "float32"):
             if kind == "loss":
-                loss = linear_loss(h, w, labels, chunk=256)
+                loss = linear_loss(h, w, labels, chunk=256)[0]
             else:
                 loss = -linear_log_probs(h, w, labels, chunk=256)[0].sum()
         loss.backward()

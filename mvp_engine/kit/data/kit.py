@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from mvp_engine.kit.data.mixture import Mixture
 from mvp_engine.kit.data.packs import PackDataset, PackLoader
 from mvp_engine.kit.data.samples import RopePositions, Sampler
 from mvp_engine.kit.data.settings import DataSource, MLLMData
-from mvp_engine.kit.data.sources import open_source
+from mvp_engine.kit.data.sources import Source, open_source
 from mvp_engine.kit.data.streams import Stream, Streams
 from mvp_engine.kit.data.windows import StreamLoader, WindowedPacks
 
@@ -195,6 +196,30 @@ class MLLMDataKit:
             for value in (-log_probs.detach().float() * learnt, learnt)
         )
         return {f"loss_{name}": (sums[i], weights[i]) for i, name in enumerate(names)}
+
+    def row(self, split: str, sample: int) -> tuple[Source, Any, str | None]:
+        """Of a batch's `sequences["sample"]`: its source, the row as it is there, and its format where one is named."""
+        mixture, _ = self._open(split)
+        for one, source in zip(self._sources(split), mixture.sources, strict=True):
+            if sample < len(source):
+                return source, source[sample], one.format
+            sample -= len(source)
+        raise IndexError(f"{split} has no sample {sample}")
+
+    def save_processor(self, folder: Path, model: str | None = None) -> None:
+        """What goes with a model into a Hugging Face folder: the processor with this kit's limits, and how to generate.
+
+        The latter is that of the model's own folder, if it has one; else it says where answers end: nothing else does.
+        """
+        from transformers import GenerationConfig
+
+        self.processor.save_pretrained(folder)
+        given = None if model is None else Path(model).expanduser() / "generation_config.json"
+        if given is not None and given.is_file():
+            shutil.copyfile(given, folder / given.name)
+        else:
+            end = self.sampler.media.tokenizer.eos_token_id
+            GenerationConfig(eos_token_id=end, pad_token_id=end).save_pretrained(folder)
 
     def _sources(self, split: str) -> list[DataSource]:
         found = [source for source in self.settings.sources if source.split == split]
