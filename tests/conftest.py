@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +28,13 @@ def read_metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
 
     records = [json.loads(line) for line in (list_runs(folder)[-1].dir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in r.items() if k != "perf"} for r in records if r["split"] == split]
+
+
+def readme_commands(recipe: str) -> list[list[str]]:
+    """The words of each `mvp` command in a recipe's README; a trailing comment is none of them."""
+    text = (ROOT / "recipes" / recipe / "README.md").read_text()
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("mvp ")]
 
 
 def losses(folder: Path) -> list[float]:

@@ -4,6 +4,7 @@ from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_
 from mvp_engine.kit.examples import examples_of
 from mvp_engine.kit.generate import Answer, answer, generate
 from mvp_engine.kit.loss import TokenLoss, TokenNormedLossKit
+from mvp_engine.kit.made import made_once
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.mllm import Asking, MLLMConfig, MLLMEngine
 from mvp_engine.kit.model import MLLMModelKit
@@ -30,4 +31,5 @@ __all__ = [
     "examples_of",
     "generate",
     "load_processor",
+    "made_once",
 ]

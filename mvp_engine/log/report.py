@@ -65,9 +65,11 @@ def write_report(
     examples: Sequence[Example],
     config: str,
     next_steps: Mapping[str, str],
+    tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
     shown: int = 24,
 ) -> None:
-    """`panels` are metrics to draw, by title and label; `next_steps` are commands, by what they do.
+    """`panels` are metrics to draw, by title and label; `next_steps` are commands, by what they do; `tables` are rows
+    of texts by title, the first with the names of the columns.
 
     Of the examples at most `shown` are on the page, in their order; up to half of the places are for wrong answers.
     """
@@ -80,6 +82,7 @@ def write_report(
         f"<h1>{escape(title)}</h1><p class=dim>{escape(subtitle)}</p>",
         f"<div class=figures>{''.join(_figure(name, text) for name, text in figures.items())}</div>",
         f'<h2>Curves</h2><img class=curves alt="curves over steps" src="data:image/svg+xml;base64,{curve}">',
+        *(part for name, rows in (tables or {}).items() for part in _table(name, rows)),
         *_answers(chosen, len(examples), len(wrong)),
         "<h2>How to go on</h2><table class=steps>",
         *(f"<tr><td>{escape(what)}<td><code>{escape(command)}</code></tr>" for what, command in next_steps.items()),
@@ -97,6 +100,12 @@ def write_report(
 
 def _figure(name: str, text: str) -> str:
     return f"<div class=figure><b>{escape(text)}</b>{escape(name)}</div>"
+
+
+def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    kinds = ["th", *["td"] * (len(rows) - 1)]
+    lines = ["".join(f"<{kind}>{escape(text)}" for text in row) for kind, row in zip(kinds, rows, strict=True)]
+    return [f"<h2>{escape(title)}</h2><table>", *(f"<tr>{line}</tr>" for line in lines), "</table>"]
 
 
 def _answers(chosen: Sequence[Example], asked: int, wrong: int) -> list[str]:

@@ -4,10 +4,7 @@ scikit-learn's 1,797 digits are 8 x 8 pixels each. Here they are drawn larger, o
 several times, each a little bent. Every fifth digit is held out: no drawing of it is ever trained on.
 """
 
-import fcntl
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from transformers import (
 )
 
 from mvp_engine.errors import UserError
+from mvp_engine.kit import made_once
 
 ONE, TWO = "Which digit is this?", "Which is larger?"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
@@ -52,34 +50,16 @@ TEMPLATE = """\
 
 
 def prepare(folder: Path, count: int, drawings: int) -> Any:
-    """Make the folder, if it is not there; gives its processor. Of several processes one makes it, the others wait."""
-    about = {"count": count, "drawings": drawings, "version": 1}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "made.json").is_file():
-            _make(folder, about)
-    made = json.loads((folder / "made.json").read_text())
-    if made != about:
-        raise UserError(f"{folder} was made with {made}, not {about}: remove it, or set digits.folder to another")
-    return AutoProcessor.from_pretrained(folder / "processor")
+    """Make the folder, if it is not there; gives its processor."""
 
-
-def _make(folder: Path, about: dict[str, int]) -> None:
-    """Beside, then renamed: the folder is complete or not there."""
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is there, but was not made by this recipe: set digits.folder to another")
-    print(f"Drawing digits into {folder}, once", flush=True)
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        (beside / "pictures").mkdir(parents=True)
+    def make(beside: Path) -> None:
+        (beside / "pictures").mkdir()
         for split in ("train", "eval"):
-            _write_rows(beside, split, chosen(split, about["count"], about["drawings"]))
+            _write_rows(beside, split, chosen(split, count, drawings))
         make_processor().save_pretrained(beside / "processor")
-        (beside / "made.json").write_text(json.dumps(about) + "\n")
-        beside.replace(folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+
+    about = {"count": count, "drawings": drawings, "version": 1}
+    return AutoProcessor.from_pretrained(made_once(folder, about, make, "digits.folder") / "processor")
 
 
 def chosen(split: str, count: int, drawings: int) -> list[int]:

@@ -44,6 +44,7 @@ def written(folder: Path, examples: list[Example], shown: int = 24) -> Reader:
         examples=examples,
         config=EVIL,
         next_steps={EVIL: EVIL},
+        tables={EVIL: [["", EVIL], [EVIL, "7"]]},
         shown=shown,
     )
     reader = Reader()
@@ -57,9 +58,10 @@ def test_data_cannot_write_into_the_page(tmp_path: Path) -> None:
     sources = [given["src"] or "" for tag, given in page.tags if tag == "img"]
     assert [source.split(";")[0] for source in sources] == ["data:image/svg+xml", "data:image/png"]
     assert not [given for _, given in page.tags if any(name.startswith("on") for name in given)]
-    assert page.text.count(EVIL) == 11
+    assert page.text.count(EVIL) == 14
     (policy,) = [given["content"] for tag, given in page.tags if tag == "meta" and "http-equiv" in given]
     assert "default-src 'none'" in (policy or "")
+    assert [tag for tag, _ in page.tags if tag in ("th", "td")][:4] == ["th", "th", "td", "td"]
 
 
 def test_wrong_answers_are_shown_and_marked(tmp_path: Path) -> None:
