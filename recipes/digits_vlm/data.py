@@ -10,43 +10,14 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoProcessor,
-    PreTrainedTokenizerFast,
-    Qwen2VLImageProcessor,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit import made_once
+from mvp_engine.kit import load_processor, made_once
+from mvp_engine.kit.small import small_qwen3_vl
 
 ONE, TWO = "Which digit is this?", "Which is larger?"
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
-SPECIAL += ["<|image_pad|>", "<|video_pad|>"]  # their places here are their ids; the config names some of them
-PATCHES: dict[str, Any] = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
 SIDES = (20, 36)  # of a drawing, in pixels: from, to (exclusive)
 BEND = 0.08  # how much drawings for training are bent, as a share
-
-TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- for part in ([{'type': 'text', 'text': message.content}] if message.content is string else message.content) %}
-        {%- if part.type == 'image' %}
-            {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-        {%- elif part.type == 'video' %}
-            {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
-        {%- else %}
-            {{- part.text }}
-        {%- endif %}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 
 
 def prepare(folder: Path, count: int, drawings: int) -> Any:
@@ -59,7 +30,7 @@ def prepare(folder: Path, count: int, drawings: int) -> Any:
         make_processor().save_pretrained(beside / "processor")
 
     about = {"count": count, "drawings": drawings, "version": 1}
-    return AutoProcessor.from_pretrained(made_once(folder, about, make, "digits.folder") / "processor")
+    return load_processor(made_once(folder, about, make, "digits.folder") / "processor")
 
 
 def chosen(split: str, count: int, drawings: int) -> list[int]:
@@ -120,21 +91,5 @@ def _row(pictures: list[str], question: str, answer: str) -> dict[str, Any]:
 
 
 def make_processor() -> Any:
-    """Qwen3-VL's own classes around a vocabulary of a few hundred tokens: bytes, and the words of this task."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([f"user\n{ONE} {TWO} assistant\n1 and 2: the second 3 and 4: the first"] * 2, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=SPECIAL
-    )
-    size = {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}  # areas; the config's limits go over these
-    images = Qwen2VLImageProcessor(**PATCHES, size=size)
-    films = Qwen3VLVideoProcessor(**PATCHES, size=size, cap_pixels_per_frame=True)  # never seen here, but part of it
-    return Qwen3VLProcessor(images, tokenizer, films, chat_template=TEMPLATE)
+    """A vocabulary of a few hundred tokens: bytes, and the words of this task."""
+    return small_qwen3_vl([f"user\n{ONE} {TWO} assistant\n1 and 2: the second 3 and 4: the first"] * 2, 320)

@@ -260,6 +260,7 @@ def test_settings_that_cannot_be_are_explained(tmp_path: Path) -> None:
         ({"limits": {"pixels": 3}}, "there is no limit pixels"),
         ({"global_batch_tokens": 300, "packs_per_step": None}, "multiple of micro_batch_tokens"),
         ({"sources": [{"path": str(file), "format": "chatty"}]}, "choose one of"),
+        ({"sources": {"a": str(file)}}, r"a is no source: write a: {path: FILE}"),
     ]
     for settings, words in tries:
         with pytest.raises(ValueError, match=words):
@@ -272,6 +273,12 @@ def test_settings_that_cannot_be_are_explained(tmp_path: Path) -> None:
     limits = made(file, tokenizer("zephyr"), limits={"max_pixels": 64 * 64}).settings
     assert limits.model_dump()["limits"]["max_pixels"] == 4096
     assert MLLMData.model_validate(limits.model_dump()) == limits
+
+
+def test_sources_by_name_are_added_changed_and_left_out_by_a_config_that_inherits(tmp_path: Path) -> None:
+    named = {"a": {"path": "a"}, "held": {"name": "b", "path": "c", "split": "eval"}, "gone": None}
+    found = MLLMData.model_validate({"sources": named, "micro_batch_tokens": 9}).sources
+    assert [(one.name, one.path, one.split) for one in found] == [("a", "a", "train"), ("b", "c", "eval")]
 
 
 def test_an_engine_gives_sizes_ranks_and_seed_and_the_ranks_must_agree(tmp_path: Path) -> None:

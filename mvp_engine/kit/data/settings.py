@@ -34,7 +34,7 @@ class DataSource(Section):
 class MLLMData(Section):
     """The settings of a kit, for a recipe's config."""
 
-    sources: list[DataSource] = Field(min_length=1)
+    sources: list[DataSource] = Field(min_length=1)  # or a mapping by name, which configs add to, change or set to null
     micro_batch_tokens: Count  # of a pack, which is a micro-batch
     packs_per_step: Count | None = None  # in a step, over all ranks; or ...
     global_batch_tokens: Count | None = None  # ... a multiple of micro_batch_tokens. With an engine neither is needed
@@ -49,6 +49,16 @@ class MLLMData(Section):
     stream_lanes: Count = 4  # packers of each rank that share the streams; at most so many workers help
     stall_seconds: Positive = 300.0  # workers that give nothing for so long, twice, and are at the same rows: an error
     cache: str | None = None  # where costs are kept; None: in the user's cache folder
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _read_sources(cls, value: Any) -> Any:
+        """Of a mapping the keys are names: where a config inherits, mappings are merged and lists replaced."""
+        if not isinstance(value, Mapping):
+            return value
+        if wrong := [name for name, one in value.items() if not isinstance(one, Mapping | None)]:
+            raise ValueError(f"{wrong[0]} is no source: write {wrong[0]}: {{path: FILE}}")
+        return [{"name": name, **one} for name, one in value.items() if one is not None]
 
     @field_validator("limits", mode="before")
     @classmethod
