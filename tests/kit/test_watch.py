@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import run_process
 from templates.tiny import tokenizer
 from test_kit import made, write
 
@@ -58,3 +59,16 @@ def test_a_bug_in_a_worker_is_shown_as_itself(kit: Any) -> None:
     broken_at(kit, 7, lambda: [][0])
     with pytest.raises(IndexError, match=r"while reading a.jsonl:8"):
         list(kit.loader("train", num_workers=1))
+
+
+def test_measuring_in_processes_does_not_wait_for_threads_of_the_parent() -> None:
+    """Processors of sounds compute with torch, which may have started threads before: these do not come along."""
+    code = """
+import torch
+from mvp_engine.kit.data import costs
+torch.set_num_threads(4)
+big = torch.ones(1 << 20)
+big + 1
+print(list(costs._each(lambda rows: float((big + 1).sum()), [[0], [1]], 2)))
+"""
+    assert run_process("-c", code) == (0, "[2097152.0, 2097152.0]\n")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from mvp_engine.kit.data.rows import BadRow
 from mvp_engine.kit.data.samples import Sampler
@@ -125,6 +126,9 @@ _measure: Measure | None = None  # of a process that measures
 def _begin(measure: Measure) -> None:
     global _measure
     _measure = measure
+    torch.set_num_threads(
+        1
+    )  # the parent's threads are not here: one that computes would wait for them
 
 
 def _run(rows: list[int]) -> list[Any]:
