@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -49,6 +50,28 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", metavar="key=value")
         command.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine")
         command.set_defaults(run=_launch, workflow=name)
+
+    text = "try a config out: data, model, a few steps, one evaluation batch; nothing is left behind"
+    check = commands.add_parser("check", help=text, description=text)
+    check.add_argument("config", metavar="CONFIG", help="the recipe's YAML file")
+    check.add_argument("overrides", nargs="*", metavar="key=value")
+    check.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine")
+    check.add_argument("--json", action="store_true", help="for programs")
+    check.set_defaults(run=_check)
+
+    recipe = commands.add_parser("recipe", help="list recipes, make one of your own").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    text = "the recipes that there are"
+    listing = recipe.add_parser("list", help=text, description=text)
+    listing.add_argument("--json", action="store_true", help="for programs")
+    listing.set_defaults(run=_recipe_list)
+    text = "a recipe of your own, that begins as a copy of another and runs at once"
+    new = recipe.add_parser("new", help=text, description=text)
+    new.add_argument("name", metavar="NAME", help="of letters, digits and _")
+    new.add_argument("--from", dest="origin", required=True, metavar="RECIPE", help="its name, or its folder")
+    new.add_argument("--dir", metavar="DIR", help="where to put it (recipes, if there is such a folder; else here)")
+    new.set_defaults(run=_recipe_new)
 
     config = commands.add_parser("config", help="show or describe a config").add_subparsers(required=True)
     for name, text in (("show", "print the resolved config"), ("schema", "print the JSON Schema of its keys")):
@@ -108,23 +131,34 @@ def _launch(args: argparse.Namespace) -> int:
     overrides = list(args.overrides)
     if args.workflow == "evaluate":
         overrides = ["workflow=evaluate", "resume=auto", *overrides]
-    if args.nproc < 1:
-        raise UserError(f"--nproc {args.nproc}: at least one process is needed")
-    if args.nproc > 1:
-        return _torchrun(args.nproc, args.config, overrides)
-    from mvp_engine.launch import launch
-
-    return launch(args.config, overrides)
+    return _start("mvp_engine.launch", args.nproc, ["--config", args.config, *overrides])
 
 
-def _torchrun(nproc: int, config: str, overrides: list[str]) -> int:
+def _check(args: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="mvp-check-") as folder:
+        words = ["--config", args.config, "--folder", folder, *(["--quiet"] if args.json else []), *args.overrides]
+        code = _start("mvp_engine.check", args.nproc, words)
+        if args.json:
+            from mvp_engine.check import facts
+
+            print(json.dumps(facts(Path(folder)), indent=2))
+    return code
+
+
+def _start(module: str, nproc: int, words: list[str]) -> int:
+    if nproc < 1:
+        raise UserError(f"--nproc {nproc}: at least one process is needed")
+    return int(importlib.import_module(module).main(words)) if nproc == 1 else _torchrun(module, nproc, words)
+
+
+def _torchrun(module: str, nproc: int, arguments: list[str]) -> int:
     """torchrun in this process, with the exit code of the rank that failed first."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    words = ["--standalone", f"--nproc_per_node={nproc}", "-m", "mvp_engine.launch", "--config", config, *overrides]
+    words = ["--standalone", f"--nproc_per_node={nproc}", "-m", module, *arguments]
     with tempfile.TemporaryDirectory(prefix="mvp-") as folder, StopSignals(leave=_kill_children):
         told = Path(folder) / "exit_code"
         os.environ[EXIT_CODE_FILE] = str(told)
@@ -142,6 +176,23 @@ def _kill_children() -> None:
     me = os.getpid()
     for word in Path(f"/proc/{me}/task/{me}/children").read_text().split():
         os.kill(int(word), signal.SIGKILL)
+
+
+def _recipe_list(args: argparse.Namespace) -> None:
+    from mvp_engine.recipes import find_recipes, first_words
+
+    found = {name: {"dir": str(folder), "about": first_words(folder)} for name, folder in find_recipes().items()}
+    if args.json:
+        print(json.dumps(found, indent=2))
+    for name, one in () if args.json else found.items():
+        print(f"{name:<20} {one['about']}\n{'':<20} {one['dir']}")
+
+
+def _recipe_new(args: argparse.Namespace) -> None:
+    from mvp_engine.recipes import new_recipe
+
+    folder, configs = new_recipe(args.name, args.origin, Path(args.dir) if args.dir else None)
+    print(f"{folder} is a recipe now. To see it run: mvp check {configs[0]}, then mvp train {configs[0]}")
 
 
 def _config(args: argparse.Namespace) -> None:

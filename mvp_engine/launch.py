@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,27 +32,42 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, metavar="FILE", help="the recipe's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key of the config")
     args = parser.parse_intermixed_args(argv)
-    code = launch(args.config, args.overrides)
+    return leave(launch(args.config, args.overrides))
+
+
+def leave(code: int) -> int:
+    """Rank 0 leaves its exit code for `mvp train --nproc`, which torchrun does not tell."""
     if (told := os.environ.get(EXIT_CODE_FILE)) and os.environ.get("RANK") == "0":
-        Path(told).write_text(str(code))  # for `mvp train --nproc`, which torchrun does not tell
+        Path(told).write_text(str(code))
     return code
 
 
-def launch(config_file: str, overrides: list[str]) -> int:
-    """Everything from the config file to the exit code."""
+def launch(
+    config_file: str,
+    overrides: list[str],
+    job: Callable[[Composed, World], int] | None = None,
+    failed: Callable[[BaseException], None] | None = None,
+) -> int:
+    """Everything from the config file to the exit code.
+
+    `job` is what is done in place of the config's workflow; `failed` hears of an error before it is shown.
+    """
     world: World | None = None
     try:
         composed = compose(config_file, overrides)
-        _check_workflow(composed.engine_class, composed.config.workflow)
+        if job is None:
+            _check_workflow(composed.engine_class, composed.config.workflow)
         _make_deterministic(composed.config.deterministic)
         world = World.join(composed.config.device, composed.config.parallel.timeout)
-        code = _run(composed, world)
+        code = (job or _run)(composed, world)
         world.close()
         return code
     except KeyboardInterrupt:
         print("mvp_engine: interrupted", file=sys.stderr)
         return 130
     except BaseException as error:  # noqa: BLE001 - shown, with its exit code
+        if failed is not None:
+            failed(error)
         return _failed(error, world)
 
 

@@ -69,10 +69,12 @@ def test_commands_of_the_readme_work(tmp_path: Path, monkeypatch) -> None:
             if "--nproc" in words:
                 continue  # covered by the tests with two processes
             words += ["loop.total_steps=2", "loop.eval_batches=1", f"project.dir={tmp_path}", "log.backends=[jsonl]"]
+        if words[1] == "check":
+            words.append(f"project.dir={tmp_path}")
         if words[1] == "runs":
             words += ["--dir", str(tmp_path)]
         assert main(words[1:]) == 0, words
-    assert seen == {"train", "evaluate", ("config", "show"), ("runs", "list")}
+    assert seen == {"train", "evaluate", "check", ("config", "show"), ("runs", "list")}
 
 
 def test_python_of_the_other_pages_runs() -> None:

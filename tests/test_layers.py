@@ -12,8 +12,8 @@ from conftest import ROOT
 
 # Who may import whom: a room may use the rooms to its right and itself. `config.schema` and the leaves are for all.
 LEAVES = {"errors", "imports", "runs", "signals", "config.schema"}
-ROOMS = ["cli", "launch", "config", "worker", "kit", "engine", "model_engine", "padded", "batch", "checkpoint", "log"]
-ROOMS += ["ops", "data", "distributed"]
+ROOMS = ["cli", "check", "launch", "recipes", "config", "worker", "kit", "engine", "model_engine", "padded", "batch"]
+ROOMS += ["checkpoint", "log", "ops", "data", "distributed"]
 
 
 def imported(file: Path) -> set[str]:

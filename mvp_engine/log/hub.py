@@ -28,11 +28,11 @@ class LogHub:
         LOGGER.setLevel(logging.INFO)
         LOGGER.propagate = False
         if rank == 0:
-            classes = [_backend_class(name) for name in names]
+            classes = [backend_class(name) for name in names]
             self._stderr = None
             try:
-                for backend_class in classes:
-                    backend = backend_class()
+                for kind in classes:
+                    backend = kind()
                     backend.start(info)
                     self.backends.append(backend)
             except BaseException as error:
@@ -72,7 +72,7 @@ class LogHub:
             LOGGER.removeHandler(self._stderr)
 
 
-def _backend_class(name: str) -> type[Backend]:
+def backend_class(name: str) -> type[Backend]:
     if name in BACKENDS:
         return BACKENDS[name]
     if ":" not in name:

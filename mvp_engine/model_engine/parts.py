@@ -77,28 +77,36 @@ def by_part(model: nn.Module, setting: Any, key: str) -> Mapping[str, Any]:
     return setting
 
 
-def table(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-    """What trains, by part: parameters, how many of them train, and at which rates, before any schedule.
-
-    It is empty for a model of which no parts are known.
-    """
-    parts = parts_of(model)
+def trained_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[dict[str, Any]]:
+    """What trains: for each part, and for `all`, its `parameters`, how many are `trained`, at which `rates` (before any
+    schedule), and the `adapters` in it. Of a model of which no parts are known there is `all` alone."""
+    parts, params = parts_of(model), dict(model.named_parameters())
     groups = optimizer.param_groups if optimizer else []
     rates = {param: group.get("initial_lr", group["lr"]) for group in groups for param in group["params"]}
-    rows = [("part", "parameters", "train", "", "rate")]
-    params = dict(model.named_parameters())
+    facts = []
     for part in (*(part for part in PARTS if part in parts.values()), "all"):
-        own = {name: param for name, param in params.items() if part in (parts[name], "all")} if parts else {}
+        own = {name: param for name, param in params.items() if part in (parts.get(name), "all")}
         trained = {name: param for name, param in own.items() if param.requires_grad}
         total, train = (sum(param.numel() for param in some.values()) for some in (own, trained))
-        seen = sorted({rates[param] for param in trained.values() if param in rates}) if part != "all" else []
-        adapters = sum(".lora_A." in name for name in trained) if part != "all" else 0
-        what = f"{', '.join(f'{rate:g}' for rate in seen)}" + (f"  LoRA on {adapters} layers" if adapters else "")
-        share = f"{100 * train / max(1, total):.4g} %"
-        rows.append((part, f"{total:,}", f"{train:,}", share, what if train else "frozen"))
+        seen = sorted({rates[param] for param in trained.values() if param in rates})
+        adapters = sum(".lora_A." in name for name in trained)
+        facts.append({"part": part, "parameters": total, "trained": train, "rates": seen, "adapters": adapters})
+    return facts
+
+
+def table(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """`trained_parts` for people; empty for a model of which no parts are known."""
+    facts = trained_parts(model, optimizer)
+    rows = [("part", "parameters", "train", "", "rate")]
+    for one in facts:
+        what = ", ".join(f"{rate:g}" for rate in one["rates"])
+        what += f"  LoRA on {one['adapters']} layers" if one["adapters"] else ""
+        share = f"{100 * one['trained'] / max(1, one['parameters']):.4g} %"
+        what = "frozen" if not one["trained"] else "" if one["part"] == "all" else what
+        rows.append((one["part"], f"{one['parameters']:,}", f"{one['trained']:,}", share, what))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)), row[4]]).rstrip()
         for row in rows
     ]
-    return "\n".join(lines) if parts else ""
+    return "\n".join(lines) if len(facts) > 1 else ""

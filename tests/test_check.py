@@ -1,0 +1,173 @@
+"""`mvp check`: what would go wrong is said at once, what is fine is measured, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import MAGIC, ROOT, TINY, run_process
+
+from mvp_engine import check
+from mvp_engine.cli import main
+from mvp_engine.errors import EXIT_USER_ERROR
+
+DIGITS = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
+SMALL = ["text_config.num_hidden_layers=1", "vision_config.depth=1", "vision_config.deepstack_visual_indexes=[0]"]
+QUICK = [*(f"model.config.{key}" for key in SMALL), "digits.drawings=1", "digits.count=60", "data.num_workers=0"]
+
+
+def checked(capsys: Any, config: Path, *words: str, code: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["check", str(config), "--json", *words]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] == (code == 0)
+    assert bool(found["problems"]) == (code != 0)
+    return found
+
+
+def stages(found: dict[str, Any]) -> dict[str, bool]:
+    return {stage["name"]: stage["ok"] for stage in found["stages"]}
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The words that make the recipe small, with its data in a folder that the tests share."""
+    return [f"project.dir={tmp_path_factory.mktemp('digits')}", *QUICK]
+
+
+def test_a_plain_engine_is_measured_and_nothing_is_left(tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "outputs"
+    found = checked(capsys, MAGIC, f"project.dir={folder}", "checkpoint.interval=1", "resume=auto")
+    assert list(stages(found).items()) == [(name, True) for name in ("config", "model", "step", "evaluation")]
+    step, training = found["step"], found["training"]
+    assert (step["tokens"], step["samples"], len(step["losses"])) == (128 * 25, 128, check.stages.STEPS)
+    assert step["losses"][0] == pytest.approx(2.4, abs=0.2)
+    assert step["losses"][-1] < step["losses"][0]  # it does train
+    assert 0 < step["seconds"] < 60
+    assert (training["steps"], training["steps_per_epoch"]) == (600, 782)
+    assert training["eta_s"] == pytest.approx(600 * step["seconds"])
+    assert found["memory"]["of"] == "process"
+    assert 0.1 < found["memory"]["peak_gib"] < found["memory"]["total_gib"]
+    assert found["evaluation"].keys() == {"loss", "exact_match"}
+    assert found["parts"] == [{**found["parts"][0], "part": "all"}]
+    assert found["data"] is None
+    assert "resume=auto is not looked at" in found["warnings"][0]
+    assert not folder.exists()
+
+
+def test_the_keys_are_those_of_the_document(tmp_path: Path, capsys: Any) -> None:
+    found = checked(capsys, TINY, f"project.dir={tmp_path}")
+    told = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "check.md").read_text()))
+    inner = [found["step"], found["training"], found["memory"], found["stages"][0], found["parts"][0]]
+    assert set(found).union(*inner) - told == set()
+
+
+def test_data_is_shown_and_counted_and_the_evaluation_tried(digits: list[str], tmp_path: Path, capsys: Any) -> None:
+    export = tmp_path / "export"
+    found = checked(capsys, DIGITS, *digits, f"export={export}", "loop.total_steps=null", "loop.epochs=3")
+    assert list(stages(found)) == ["config", "data", "model", "step", "evaluation"]
+    (row,) = found["data"]["rows"]
+    assert [piece["text"] for piece in row["sequences"][0]["text"] if piece.get("learnt")] == ["0<|im_end|>"]
+    plan = found["data"]["plan"]
+    assert found["training"]["steps"] == 3 * plan["steps"]
+    assert found["step"]["samples"] == pytest.approx(plan["rows"] / plan["steps"], abs=0.05)
+    assert 256 < found["step"]["tokens"] <= 3 * 256
+    assert plan["fill"] > 0.8
+    assert sum(source["rows"] for source in found["eval_data"]["sources"]) == 24
+    assert {"loss", "loss_one", "accuracy_one", "exact_two"} <= found["evaluation"].keys()
+    parts = {one["part"]: one for one in found["parts"]}
+    assert parts.keys() == {"vision", "projector", "llm", "all"}
+    assert parts["all"]["parameters"] == sum(one["parameters"] for name, one in parts.items() if name != "all")
+    folder = Path(digits[0].partition("=")[2])
+    assert [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")] == ["digits_data"]
+    assert not export.exists()
+    assert main(["check", str(DIGITS), *digits, "model.freeze=[vision]"]) == 0
+    text = capsys.readouterr().out
+    for words in ("«0<|im_end|>»", "frozen", "GiB at its peak", "750 steps", "without evaluations", "ready to train"):
+        assert words in text
+
+
+def test_losses_and_gradients_that_are_not_finite_are_problems_with_their_place(tmp_path: Path, capsys: Any) -> None:
+    words = [f"project.dir={tmp_path}", "tiny.fault_step=2", "guard.max_consecutive_skips=1"]
+    found = checked(capsys, TINY, *words, "tiny.fault=nan_once", code=EXIT_USER_ERROR)
+    assert len(found["problems"]) == 2
+    for number, problem in enumerate(found["problems"], start=1):
+        where = rf"step 2, rank 0, micro-batch {number} of 2: the loss is nan; its samples: \d+, "
+        assert re.match(where, problem)
+    assert found["step"]["losses"][1] is None
+    found = checked(capsys, TINY, *words, "tiny.fault=nan_grad", code=EXIT_USER_ERROR)
+    (problem,) = found["problems"]
+    assert problem.startswith("step 2 changed nothing: a gradient is not finite; its samples:")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_would_fail_hours_later_is_said_now(digits: list[str], tmp_path: Path, capsys: Any) -> None:
+    here = f"project.dir={tmp_path}"
+    words = [here, "loop.eval_interval=1000", "checkpoint.best_metric=beauty"]
+    (problem,) = checked(capsys, TINY, *words, code=EXIT_USER_ERROR)["problems"]
+    assert "checkpoint.best_metric=beauty is not among the eval metrics: loss" in problem
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "run.json").write_text("{}")
+    (problem,) = checked(capsys, TINY, here, "project.run_id=taken", code=EXIT_USER_ERROR)["problems"]
+    assert "exists: choose another run_id" in problem
+    (problem,) = checked(capsys, TINY, f"project.dir={TINY}", code=EXIT_USER_ERROR)["problems"]
+    assert f"{TINY} cannot be written to" in problem
+    found = checked(capsys, DIGITS, *digits, f"export={tmp_path}", code=EXIT_USER_ERROR)
+    assert "is there, and no link of an earlier run" in found["problems"][0]
+    assert stages(found) == {"config": True, "data": True, "model": False}
+    gone = "mllm.sources=[{path: ${digits.folder}/train_one.jsonl}, {path: gone.jsonl, split: eval}]"
+    found = checked(capsys, DIGITS, *digits, gone, code=EXIT_USER_ERROR)
+    assert "gone.jsonl" in found["problems"][0]
+    assert stages(found) == {"config": True, "data": False}
+
+
+def test_bad_rows_are_counted_or_stop_it(digits: list[str], tmp_path: Path, capsys: Any) -> None:
+    chat = [{"role": "user", "content": "Which digit is this?"}, {"role": "assistant", "content": "7"}]
+    rows = ["{broken", *[json.dumps({"messages": chat})] * 30]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    words = [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
+    words += ["loop.eval_interval=null", "ask=null"]
+    assert main(["check", str(DIGITS), *words]) == EXIT_USER_ERROR
+    output = capsys.readouterr()
+    assert re.search(r"ok +config.*\n(.*\n)*.*rows.jsonl:1: bad_json(.*\n)*FAILED +data\n", output.out)
+    assert "1 of 31 rows are bad, and 0 are allowed" in output.err
+    found = checked(capsys, DIGITS, *words, "mllm.max_bad_fraction=0.1")
+    assert found["warnings"] == ["train: 1 bad row(s) will be left out"]
+    assert found["data"]["rows"][0]["where"] == "rows.jsonl:2"  # the first that can be trained on
+    assert found["evaluation"] is None
+
+
+def test_a_mistake_in_the_config_is_shown_as_such(capsys: Any) -> None:
+    found = checked(capsys, TINY, "optim.lrr=1", code=EXIT_USER_ERROR)
+    assert stages(found) == {"config": False}
+    assert "Did you mean 'optim.lr'?" in found["problems"][0]
+    assert main(["check", str(TINY), "optim.lrr=1"]) == EXIT_USER_ERROR
+    output = capsys.readouterr()
+    assert output.out.split() == ["FAILED", "config"]
+    assert "Did you mean 'optim.lr'?" in output.err
+
+
+def _check(folder: str, words: list[str]) -> int:
+    return check.main(["--config", str(DIGITS), "--folder", folder, "--quiet", *words])
+
+
+def test_two_ranks_check_together_and_one_speaks(ranks2: Any, digits: list[str], tmp_path: Path, capsys: Any) -> None:
+    words = [*digits, "data.global_batch_size=4", "parallel.shard=2"]
+    assert ranks2.run(_check, str(tmp_path), words) == [0, 0]
+    two, one = check.facts(tmp_path), checked(capsys, DIGITS, *words[:-1])
+    assert (two["ok"], two["processes"]) == (True, 2)
+    assert two["step"]["losses"] == pytest.approx(one["step"]["losses"], rel=1e-4)
+    assert two["step"]["tokens"] == one["step"]["tokens"]
+    assert two["parts"] == one["parts"]
+
+
+def test_a_rank_that_fails_is_heard_of(tmp_path: Path) -> None:
+    words = [f"project.dir={tmp_path}", "tiny.fault=nan_once", "tiny.fault_step=1", "tiny.fault_rank=1"]
+    code, output = run_process("-m", "mvp_engine.cli", "check", str(TINY), "--nproc", "2", *words)
+    assert code == EXIT_USER_ERROR, output
+    assert output.count("ok      config") == 1
+    assert "PROBLEM step 1, rank 1, micro-batch 1" in output
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,130 @@
+"""`mvp recipe`: a copy runs at once, is one's own, and shares nothing with its origin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, TINY
+
+from mvp_engine import recipes
+from mvp_engine.cli import main
+from mvp_engine.config import compose
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.runs import list_runs
+
+RECIPES = sorted(folder.name for folder in (ROOT / "recipes").iterdir() if (folder / "engine.py").is_file())
+QUICK = {
+    "magic_transformer": ["task.train_problems=500", "task.eval_problems=50"],
+    "digits_vlm": ["digits.drawings=1", "digits.count=60", "data.num_workers=0", "ask.max_new_tokens=2"],
+}
+
+
+def composed(file: Path) -> Any:
+    """The config, or the mistake: some are to be given a path on the command line."""
+    try:
+        return compose(file).config
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("origin", RECIPES)
+def test_all_configs_of_a_copy_compose_under_its_own_name(origin: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["recipe", "new", "mine_2", "--from", origin, "--dir", str(tmp_path)]) == 0
+    assert str(tmp_path / "mine_2") in capsys.readouterr().out
+    source, copy = ROOT / "recipes" / origin, tmp_path / "mine_2"
+    files = {file.relative_to(source) for file in source.rglob("*") if file.is_file() and file.suffix != ".pyc"}
+    assert {file.relative_to(copy) for file in copy.rglob("*") if file.is_file()} == files
+    for file in (file for file in files if file.suffix == ".yaml"):
+        old, new = composed(source / file), composed(copy / file)
+        if isinstance(old, str):
+            assert isinstance(new, str)
+            continue
+        assert new.engine == f"{copy / 'engine.py'}:Mine2Engine"
+        assert old.project.name == "run" or new.project.name == old.project.name.replace(origin, "mine_2")
+        theirs = [text for text in _texts(new.model_dump()) if text.startswith(new.project.dir) and "/" in text]
+        assert all(text.startswith(f"{new.project.dir}/mine_2/") for text in theirs), theirs
+        same = {"project", "engine"}
+        strip = f"{new.project.dir}/mine_2/"
+        assert _flat(new, same, strip) == _flat(old, same, f"{old.project.dir}/{origin}/")
+    for file in copy.rglob("*.*"):
+        assert f"recipes/{origin}/" not in file.read_text()
+
+
+def _texts(tree: Any) -> list[str]:
+    if isinstance(tree, dict | list):
+        return [text for one in (tree.values() if isinstance(tree, dict) else tree) for text in _texts(one)]
+    return [tree] if isinstance(tree, str) else []
+
+
+def _flat(config: Any, without: set[str], strip: str) -> str:
+    told = json.dumps(config.model_dump(exclude=without), sort_keys=True)
+    return told.replace(strip, f"{config.project.dir}/")
+
+
+@pytest.mark.parametrize("origin", QUICK)
+def test_a_copy_checks_and_trains_from_any_folder(
+    origin: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipe", "new", "mine", "--from", origin]) == 0
+    config, elsewhere = tmp_path / "recipes" / "mine" / "configs" / "train.yaml", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    words = [*QUICK[origin], "loop.total_steps=2", "log.backends=[jsonl]"]
+    assert main(["check", str(config), *words]) == 0
+    assert not list_runs(elsewhere / "outputs")
+    assert main(["train", str(config), *words]) == 0
+    (run,) = list_runs(elsewhere / "outputs")
+    assert run.info["name"] == "mine"
+    assert not (elsewhere / "outputs" / "digits_data").exists()
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipe", "list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {*RECIPES, "mine"}
+    assert found["mine"]["about"].startswith(f"Began as a copy of recipes/{origin}")
+
+
+def test_stages_keep_what_tells_them_apart(tmp_path: Path) -> None:
+    origin = tmp_path / "vl"
+    (origin / "configs").mkdir(parents=True)
+    (origin / "engine.py").write_text(
+        "from mvp_engine.engine import Engine\n\nclass A(Engine): ...\n\nclass BEngine(A): ...\n"
+    )
+    first = "defaults: [base, _self_]\nproject: {name: vl_one} # the first\nmodel: {path: '${project.dir}/vl/x'}\n"
+    (origin / "configs" / "one.yaml").write_text(first)
+    (origin / "configs" / "two.yaml").write_text("project:\n  name: other\nmodel: {config: {model_type: vl}}\n")
+    (origin / "configs" / "base.yaml").write_text("engine: ../engine.py:A\n")
+    (origin / "outputs").mkdir()
+    folder, configs = recipes.new_recipe("mine", str(origin), tmp_path)
+    assert [file.name for file in configs] == ["one.yaml", "two.yaml"]
+    text = (folder / "configs" / "one.yaml").read_text()
+    assert text == first.replace("vl_one", "mine_one").replace("/vl/x", "/mine/x")
+    text = (folder / "configs" / "two.yaml").read_text()
+    assert text == "project:\n  name: mine_other\nmodel: {config: {model_type: vl}}\n"
+    assert "class BEngine(A)" in (folder / "engine.py").read_text()  # of several engines none is renamed
+    assert not (folder / "outputs").exists()
+
+
+def test_mistakes_are_explained(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    for words, expected in (
+        (["taken", "--from", "magic_transformer"], "taken is there already"),
+        (["my-recipe", "--from", "magic_transformer"], "'my-recipe' is no name for a recipe"),
+        (["class", "--from", "magic_transformer"], "is no name"),
+        (["mine", "--from", "magic_transfomer"], "Did you mean 'magic_transformer'? There are: "),
+        (["mine", "--from", "taken"], "taken is no recipe: it needs an engine.py"),
+        (["mine", "--from", str(TINY.parent), "--dir", str(TINY.parent)], "would lie inside of"),
+        (["mine", "--from", str(TINY.parent), "--dir", "/proc"], "cannot write /proc/mine"),
+    ):
+        assert main(["recipe", "new", *words]) == EXIT_USER_ERROR
+        assert expected in capsys.readouterr().err
+    monkeypatch.setattr(recipes, "HERE", tmp_path / "nowhere")
+    assert main(["recipe", "new", "mine", "--from", "digits_vlm"]) == EXIT_USER_ERROR
+    assert "recipes are in the repository, not in the installed package" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
