@@ -95,7 +95,7 @@ def test_keys_in_the_documents_exist() -> None:
 
 
 def test_hooks_in_the_documents_exist() -> None:
-    from mvp_engine.engine import Engine
+    from mvp_engine.kit import MLLMEngine
 
     for name in set(re.findall(r"`([a-z_]+)\(", (ROOT / "docs" / "recipes.md").read_text())) - {"super", "eval"}:
-        assert hasattr(Engine, name), name
+        assert hasattr(MLLMEngine, name), name

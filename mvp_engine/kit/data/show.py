@@ -44,8 +44,8 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
     of = f" (of {sample['rows']:,} rows looked at)" if sample["rows"] < sum(s["rows"] for s in facts["sources"]) else ""
     _line(console, "formats", ", ".join(f"{name} {n:,}" for name, n in sample["formats"].items()) + of)
     media = (", ".join(f"{n:,} {kind}" for kind, n in sample["media"].items()) or "none") + of
-    unread = "; only their headers were read: --decode finds broken ones" if sample["media"] and plan else ""
-    _line(console, "media", media + ("" if facts["decoded"] else unread))
+    unread = "; only their headers were read: mvp data inspect --decode finds broken ones"
+    _line(console, "media", media + (unread if sample["media"] and plan and not facts["decoded"] else ""))
     if plan is not None:
         packs = f"{plan['packs']:,} packs of {plan['micro_batch_tokens']:,} tokens, {plan['fill']:.1%} full"
         _line(console, "plan", f"{packs}; {plan['steps']:,} steps of {plan['packs_per_step']} an epoch")
@@ -109,7 +109,7 @@ def _row(row: dict[str, Any], console: Console, plain: bool, whole: bool) -> Non
         text = _text(one, plain)
         if len(text) > MOST and not whole:
             more, text = len(text) - MOST, text[:MOST]
-            text.append(f" ... {more:,} more characters: --row {row['row']}", FAINT)
+            text.append(f" ... {more:,} more characters: mvp data inspect --row {row['row']}", FAINT)
         text.rstrip()
         console.print(text, overflow="fold")
 
