@@ -24,6 +24,7 @@ from mvp_engine.distributed import World
 from mvp_engine.engine import Engine
 from mvp_engine.engine.resume import Start, choose_start
 from mvp_engine.errors import EXIT_BUG, EXIT_CODE_FILE, EXIT_INTERRUPTED, EXIT_USER_ERROR, Interrupted, UserError
+from mvp_engine.log import EarlyMessages
 from mvp_engine.runs import Run
 
 
@@ -77,7 +78,7 @@ def _run(composed: Composed, world: World) -> int:
     engine = composed.engine_class(config, world, start.run, start.checkpoint, start.message)
     status = "failed"
     try:
-        with engine:
+        with EarlyMessages(config.log.backends, world.rank), engine:
             getattr(engine, config.workflow)()
         status = "finished"
         return 0

@@ -19,15 +19,21 @@ from mvp_engine.log.report import Example
 SIDE, FRAMES, SECONDS = 320, 4, 30  # of what is shown: pixels of a picture, pictures of a video, length of a sound
 
 
-def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer], *, judged: bool = True) -> list[Example]:
-    """One for each answer; without `judged`, none is called right or wrong. Media are read only for a page."""
+def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer]) -> list[Example]:
+    """One for each answer. Media are read only for a page."""
     found = []
     for one in answers:
         messages, source = _asked(kit, split, one)
-        question = "\n".join(message.text for message in messages if message.role == "user") or one.prompt
-        media = partial(_media, kit, source, messages)
-        found.append(Example(media, question, one.expected, one.written, one.right if judged else None))
+        media, right = partial(_media, kit, source, messages), None if one.open else one.right
+        found.append(Example(media, _question(messages) or one.prompt, one.expected, one.written, right))
     return found
+
+
+def _question(messages: Sequence[Message]) -> str:
+    """A single question as it is; a longer conversation with who said what."""
+    if len(messages) == 1:
+        return messages[0].text
+    return "\n".join(f"{message.role}: {message.text}" for message in messages)
 
 
 def _asked(kit: MLLMDataKit, split: str, one: Answer) -> tuple[Sequence[Message], Any]:

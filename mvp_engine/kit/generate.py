@@ -26,7 +26,8 @@ class Answer:
     sample: int
     expected: str
     written: str
-    prompt: str = ""  # of a row that is text: what the model had to go on from
+    prompt: str = ""  # what the model had to go on from
+    open: bool = False  # the row is text and no chat: how it goes on is neither right nor wrong
 
     @property
     def right(self) -> bool:
@@ -45,8 +46,9 @@ def answer(
 ) -> list[Answer]:
     """What the model answers to batches of a data kit, beside what the rows say, as texts without special tokens.
 
-    A row that is all text and no chat is given up to its first `prompt_tokens`, if it has more. `stop` is the
-    tokenizer's end token by default. As with `generate`, ranks call it together, some with no batches.
+    A row that is all text and no chat is given up to its first `prompt_tokens`, if it has more, and what is expected
+    is as long as what may be written. `stop` is the tokenizer's end token by default. As with `generate`, ranks call it
+    together, some with no batches.
     """
     found = [(batch, *split_answers(batch, prompt_tokens)) for batch in batches]
     prompts = [prompts for _, prompts, _, _ in found if prompts is not None]
@@ -60,10 +62,12 @@ def answer(
     answers: list[Answer] = []
     for batch, given, every, kept in found:
         for i, (s, expected) in enumerate(zip(kept, every, strict=True)):
-            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (expected, written[len(answers)])]
+            is_open = bool(batch.labels[batch.cu_seqlens[s]] != IGNORE)  # nothing comes before what is learnt
+            asked = given.select([i]).input_ids.tolist() if given else list[int]()
+            parts = (expected[: max_new_tokens if is_open else None], written[len(answers)], asked)
+            wanted, said, prompt = (tokenizer.decode(ids, skip_special_tokens=True) for ids in parts)
             source, sample = (int(batch.sequences[name][s]) for name in ("source", "sample"))
-            texts.append(tokenizer.decode(given.select([i]).input_ids, skip_special_tokens=True) if given else "")
-            answers.append(Answer(source, sample, *texts))
+            answers.append(Answer(source, sample, wanted, said, prompt, is_open))
     return answers
 
 

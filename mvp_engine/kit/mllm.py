@@ -91,8 +91,12 @@ class MLLMEngine(Engine):
         return getattr(self.data.processor, "tokenizer", self.data.processor)
 
     def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> None:
-        """Log figures of the answers to a source's questions; by default, how many are right to the letter."""
-        ctx.log(f"exact_{name}", sum(one.right for one in answers), len(answers))
+        """Log figures of the answers to a source's questions; by default, how many are right to the letter.
+
+        How a text goes on is neither right nor wrong: a source of texts has no such figure.
+        """
+        if judged := [one for one in answers if not one.open]:
+            ctx.log(f"exact_{name}", sum(one.right for one in judged), len(judged))
 
     # ---- Hooks ----------------------------------------------------------------------------------------------------
 
@@ -156,6 +160,7 @@ class MLLMEngine(Engine):
             self.tokenizer,
             max_new_tokens=ask.max_new_tokens,
             prompt_tokens=ask.prompt_tokens,
+            stop=self.data.stops,
             budget=self.config.mllm.micro_batch_tokens,
         )
         for i, name in enumerate(self.data.names("eval")):

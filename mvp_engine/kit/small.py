@@ -9,16 +9,21 @@ CHAT = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # the places of special 
 SEEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
-def small_tokenizer(texts: Iterable[str], size: int, special: Iterable[str] = (), **media: str) -> Any:
+def small_tokenizer(
+    texts: Iterable[str], size: int, special: Iterable[str] = (), pieces: str | None = None, **media: str
+) -> Any:
     """Bytes, and what pays of the words in `texts`: at most `size` tokens, with those of `CHAT` and `special` first.
 
+    `pieces` is a pattern of what a token may lie in, instead of GPT-2's.
     Its chats are like Qwen's; `media` are the texts that stand for an item of each kind (`audio="<|AUDIO|>"`).
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pieces is None)
+    cut = [pre_tokenizers.Split(Regex(pieces), "isolated")] if pieces else []
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cut, whole])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mvp_engine.errors import UserError
@@ -29,6 +29,7 @@ class RunInfo:
     config: dict[str, Any]
     start_step: int = 0  # records up to this step are there already
     total_steps: int | None = None
+    messages: list[logging.LogRecord] = field(default_factory=list)  # said before, and shown already
 
 
 class Backend:
@@ -65,6 +66,8 @@ class FileBackend(Backend):
         self.handler = logging.FileHandler(info.run.dir / "log.txt", encoding="utf-8")
         self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self.handler.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk is told by others
+        for message in info.messages:
+            self.handler.emit(message)
         LOGGER.addHandler(self.handler)
 
     def metrics(self, record: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import logging
 import math
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,45 @@ from mvp_engine.log.backends import BACKENDS, Backend, RunInfo
 LOGGER = logging.getLogger("mvp_engine")
 
 
+class EarlyMessages(logging.StreamHandler[Any]):
+    """What is said while data and model are made, before there is a hub: shown at once, and kept for its log file."""
+
+    def __init__(self, names: list[str], rank: int = 0) -> None:
+        shows = rank == 0 and "terminal" in names
+        super().__init__(sys.stdout if shows else sys.stderr)
+        self.setFormatter(logging.Formatter(f"{f'[rank {rank}] ' if rank else ''}%(levelname)s %(message)s"))
+        self.least = logging.INFO if shows else logging.WARNING
+        self.kept: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.kept.append(record)
+        if record.levelno >= self.least:
+            super().emit(record)
+
+    def __enter__(self) -> EarlyMessages:
+        _take_over()
+        LOGGER.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        LOGGER.removeHandler(self)
+
+
+def _take_over() -> list[logging.LogRecord]:
+    """Messages of the package go to its own handlers from now on. Gives what was said before, which ends here."""
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False
+    early = [handler for handler in LOGGER.handlers if isinstance(handler, EarlyMessages)]
+    for handler in early:
+        LOGGER.removeHandler(handler)
+    return [record for handler in early for record in handler.kept]
+
+
 class LogHub:
     def __init__(self, info: RunInfo, names: list[str], rank: int = 0) -> None:
-        self.info = info
+        self.info = info = replace(info, messages=_take_over())
         self.backends: list[Backend] = []
         self._failing: set[Backend] = set()  # told of already
-        LOGGER.setLevel(logging.INFO)
-        LOGGER.propagate = False
         if rank == 0:
             classes = [backend_class(name) for name in names]
             self._stderr = None

@@ -112,23 +112,29 @@ def _answers(chosen: Sequence[Example], asked: int, wrong: int) -> list[str]:
     if not chosen:
         return []
     seen = [example.media() for example in chosen]
+    open_ended = all(example.right is None for example in chosen)
+    title, heads = "Answers", ["question", "right answer", "the model's answer", ""]
     told = f"{asked:,} questions were asked"
-    if all(example.right is not None for example in chosen):
+    if open_ended:
+        title, heads = "Continued texts", ["a text begins", "and goes on", "the model goes on"]
+        told = f"{asked:,} beginnings of texts were given"
+    elif all(example.right is not None for example in chosen):
         missed = sum(example.right is False for example in chosen)
         told += f", {wrong:,} answers are wrong. Shown are {missed:,} wrong ones, marked, and "
         told += f"{len(chosen) - missed:,} right ones"
     column = "<th>" if any(seen) else ""
+    column += "".join(f"<th>{name}" for name in heads)
     rows = [_row(example, media if any(seen) else None) for example, media in zip(chosen, seen, strict=True)]
-    head = f"<table><tr>{column}<th>question<th>right answer<th>the model's answer<th></tr>"
-    return ["<h2>Answers</h2>", f"<p class=dim>{told}.</p>", head, *rows, "</table>"]
+    return [f"<h2>{title}</h2>", f"<p class=dim>{told}.</p>", f"<table><tr>{column}</tr>", *rows, "</table>"]
 
 
 def _row(example: Example, media: Sequence[bytes] | None) -> str:
-    mark = {True: "<span class=right>right</span>", False: "<span class=wrong>wrong</span>", None: ""}[example.right]
+    mark = "<span class=right>right</span>" if example.right else "<span class=wrong>wrong</span>"
     texts = "".join(f"<td>{escape(text)}" for text in (example.question, example.expected, example.written))
+    texts += "" if example.right is None else f"<td>{mark}"
     kind = " class=missed" if example.right is False else ""
     shown = "" if media is None else f"<td class=pictures>{''.join(map(_medium, media))}"
-    return f"<tr{kind}>{shown}{texts}<td>{mark}</tr>"
+    return f"<tr{kind}>{shown}{texts}</tr>"
 
 
 def _medium(data: bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import sys
 import types
@@ -16,8 +17,8 @@ from conftest import TINY, read_metrics
 from rich.console import Console
 
 from mvp_engine.distributed import World
-from mvp_engine.log import MetricStore, format
-from mvp_engine.log.backends import Backend
+from mvp_engine.log import EarlyMessages, LogHub, MetricStore, format
+from mvp_engine.log.backends import Backend, RunInfo
 from mvp_engine.log.terminal import Terminal, sparkline
 from mvp_engine.runs import Run, list_runs
 
@@ -201,3 +202,20 @@ def test_only_rank_0_writes(ranks2, tmp_path: Path) -> None:
     assert ranks2.launch(TINY, *words) == [0, 0]
     assert len(list_runs(tmp_path)) == 1
     assert len(read_metrics(tmp_path)) == 6
+
+
+def test_what_is_said_before_the_log_opens_is_shown_at_once_and_in_its_file(tmp_path: Path, capsys: Any) -> None:
+    logger, names = logging.getLogger("mvp_engine"), ["terminal", "file"]
+    with EarlyMessages(names):
+        logger.info("said early")
+        assert capsys.readouterr().out == "INFO said early\n"
+        with LogHub(RunInfo(Run(tmp_path), "tests", "train", {}), names):
+            logger.info("said later")
+            assert capsys.readouterr().out == "INFO said later\n"
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["INFO said early", "INFO said later"]
+    with EarlyMessages(["jsonl"]):
+        logger.info("nobody asked")
+        logger.warning("careful")
+    assert capsys.readouterr() == ("", "WARNING careful\n")
+    assert not logger.handlers

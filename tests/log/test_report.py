@@ -77,8 +77,9 @@ def test_wrong_answers_are_shown_and_marked(tmp_path: Path) -> None:
     assert "questions were asked" not in written(tmp_path, []).text
     sound = b"RIFF\0\0\0\0WAVEfmt "
     open_ended = written(tmp_path, [Example(lambda: [sound], "It was", "night", "dark", None)])
-    assert "1 questions were asked." in open_ended.text
-    assert "wrong" not in open_ended.text.partition("Answers")[2]
+    assert "1 beginnings of texts were given." in open_ended.text
+    assert "the model goes on" in open_ended.text
+    assert "wrong" not in open_ended.text.partition("Continued texts")[2]
     assert any(tag == "audio" for tag, _ in open_ended.tags)
     few = written(tmp_path, [*wrong, *right[:1]], shown=10)
     assert "Shown are 9 wrong ones, marked, and 1 right ones." in few.text

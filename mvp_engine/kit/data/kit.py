@@ -10,9 +10,9 @@ Text only is the case of a tokenizer instead of a processor.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from mvp_engine.kit.data.streams import Stream, Streams
 from mvp_engine.kit.data.windows import StreamLoader, WindowedPacks
 
 LOGGER = logging.getLogger("mvp_engine")
+GENERATION = "generation_config.json"
 LEAST = 1000  # rows of a stream, before which a fraction of bad ones says little
 
 
@@ -206,20 +207,30 @@ class MLLMDataKit:
             sample -= len(source)
         raise IndexError(f"{split} has no sample {sample}")
 
+    @property
+    def stops(self) -> list[int]:
+        """Tokens that end what the model writes: the tokenizer's own, and what the chat template puts behind answers.
+
+        They are not the same where a base model, whose texts end in one way, learns to chat.
+        """
+        tokenizer, written = self.sampler.media.tokenizer, self.sampler.template.stop
+        found = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(written) if written else None]
+        return list(dict.fromkeys(id for id in found if id is not None))
+
     def save_processor(self, folder: Path, model: str | None = None) -> None:
         """What goes with a model into a Hugging Face folder: the processor with this kit's limits, and how to generate.
 
-        The latter is that of the model's own folder, if it has one; else it says where answers end: nothing else does.
+        The latter is that of the model's own folder, if it has one, and says where answers end: nothing else does.
         """
-        from transformers import GenerationConfig
-
         self.processor.save_pretrained(folder)
-        given = None if model is None else Path(model).expanduser() / "generation_config.json"
-        if given is not None and given.is_file():
-            shutil.copyfile(given, folder / given.name)
-        else:
-            end = self.sampler.media.tokenizer.eos_token_id
-            GenerationConfig(eos_token_id=end, pad_token_id=end).save_pretrained(folder)
+        given = None if model is None else Path(model).expanduser() / GENERATION
+        pad = {"pad_token_id": self.sampler.media.tokenizer.eos_token_id}
+        about = json.loads(given.read_text()) if given is not None and given.is_file() else pad
+        ends = about.get("eos_token_id")
+        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        ends += [id for id in self.stops if id not in ends]
+        about["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
+        (folder / GENERATION).write_text(json.dumps(about, indent=2) + "\n")
 
     def _sources(self, split: str) -> list[DataSource]:
         found = [source for source in self.settings.sources if source.split == split]

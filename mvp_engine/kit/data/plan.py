@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from bisect import bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -18,7 +18,11 @@ import numpy as np
 WINDOW = 1024  # packs that are filled together: enough for hardly a gap, few enough that neighbours differ by epoch
 PATCH = 1024  # numbers that an encoder reads, for about the work of one token
 CHOICE = 8  # rows with media, and as many without, that are considered for a place in a pack
+MIXED = 0.9  # of a pack, which rows take in their order, whatever their size
+HEAVY = 0.5  # of the encoder work that a pack still needs: more in one row is left to the choice by work
 GAP = 0.02  # of a pack, below which it matters only that it is filled
+
+Pool = tuple[list[tuple[int, int]], list[float]]
 
 
 @dataclass(frozen=True)
@@ -95,33 +99,46 @@ def make_packs(tokens: np.ndarray, encoder: np.ndarray, budget: int, window: int
 
 
 def _fit(tokens: list[int], encoder: list[int], budget: int) -> list[list[int]]:
-    """One pack after the other. Each begins with the largest row that is left, and goes on with the largest that fit.
+    """One pack after the other. Each begins with rows in their order, and goes on with the largest that fit.
 
-    Of the few largest that fit it takes the one whose encoder work for its size is nearest to what the pack still needs
-    for its share. The last gap is closed by size alone.
+    The first mix: rows of one size are often of one kind, and packed by size alone they would meet in the same steps.
+    The others fill the pack: of the few largest that fit it takes the one whose encoder work for its size is nearest to
+    what the pack still needs for its share. The last gap is closed by size alone.
     """
-    pools = []  # rows with media, and without: indices, sizes, encoder work for each token; from small to large
+    pools = []  # rows with media, and without: sizes and indices; encoder work for each token; from small to large
     for has in (True, False):
-        rows = sorted((i for i, work in enumerate(encoder) if (work > 0) == has), key=tokens.__getitem__)
-        pools.append((rows, [tokens[i] for i in rows], [encoder[i] / tokens[i] for i in rows]))
-    left, work, packs = sum(tokens), sum(encoder), list[list[int]]()
+        rows = sorted((tokens[i], i) for i, work in enumerate(encoder) if (work > 0) == has)
+        pools.append((rows, [encoder[i] / size for size, i in rows]))
+    left, work, packs, taken, first = sum(tokens), sum(encoder), list[list[int]](), bytearray(len(tokens)), 0
     while left:
         room, need, pack = budget, work * budget / left, list[int]()
         while room:
-            by_size, wanted = not pack or not need or room < GAP * budget, need / room
-            best, least, largest, at = None, math.inf, 0, 0
-            for pool in pools:
-                _, sizes, density = pool
-                end = bisect_right(sizes, room)
-                for k in range(max(0, end - (1 if by_size else CHOICE)), end):
-                    miss = 0.0 if by_size else abs(density[k] - wanted)
-                    if miss < least or (miss == least and sizes[k] > largest):
-                        best, least, largest, at = pool, miss, sizes[k], k
-            if best is None:
-                break
-            row, size = best[0].pop(at), best[1].pop(at)
-            best[2].pop(at)
+            first = taken.find(0, first)
+            if first >= 0 and tokens[first] <= room - (1 - MIXED) * budget and encoder[first] <= HEAVY * need:
+                best = pools[0 if encoder[first] else 1]
+                at = bisect_left(best[0], (tokens[first], first))
+            else:
+                found = _largest(pools, room, need, by_size=not pack or not need or room < GAP * budget)
+                if found is None:
+                    break
+                best, at = found
+            size, row = best[0].pop(at)
+            best[1].pop(at)
+            taken[row] = 1
             pack.append(row)
             room, need, left, work = room - size, need - encoder[row], left - size, work - encoder[row]
         packs.append(sorted(pack))
     return packs
+
+
+def _largest(pools: list[Pool], room: int, need: float, by_size: bool) -> tuple[Pool, int] | None:
+    """Of the largest rows that fit the one that brings the pack nearest to its share, or just the largest."""
+    best, least, largest = None, math.inf, 0
+    for pool in pools:
+        rows, density = pool
+        end = bisect_left(rows, (room + 1, -1))
+        for k in range(max(0, end - (1 if by_size else CHOICE)), end):
+            miss = 0.0 if by_size else abs(density[k] - need / room)
+            if miss < least or (miss == least and rows[k][0] > largest):
+                best, least, largest = (pool, k), miss, rows[k][0]
+    return best
