@@ -126,9 +126,7 @@ _measure: Measure | None = None  # of a process that measures
 def _begin(measure: Measure) -> None:
     global _measure
     _measure = measure
-    torch.set_num_threads(
-        1
-    )  # the parent's threads are not here: one that computes would wait for them
+    torch.set_num_threads(1)  # the parent's threads are not here: one that computes would wait for them
 
 
 def _run(rows: list[int]) -> list[Any]:
