@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,6 +192,8 @@ def _key(loc: tuple[int | str, ...], schema: type[BaseModel]) -> str:
     fields: dict[str, Any] | None = dict(schema.model_fields)
     for part in loc:
         parts.append(str(part))
+        if isinstance(part, int):
+            continue  # an item of a list of sections
         if fields is None or str(part) not in fields:
             break
         section = _section(fields[str(part)].annotation)
@@ -218,6 +221,7 @@ def _all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 def _suggest(key: str, schema: type[Config]) -> str:
     known = _all_keys(schema)
+    key = re.sub(r"\.\d+(?=\.)", "", key)  # all items of a list have the same keys
     leaf = key.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     near = near or [k for k in known if k.rsplit(".", 1)[-1] == leaf]
@@ -244,6 +248,12 @@ def _place(key: str, files: list[Source], overrides: list[str]) -> str:
 
 
 def _line_of(parts: list[str], node: Any) -> int | None:
+    if not parts:
+        return int(node.start_mark.line) + 1
+    if parts[0].isdecimal() and isinstance(node, yaml.SequenceNode | yaml.MappingNode):  # of a list, or of one by name
+        named = isinstance(node, yaml.MappingNode)
+        items = [value for _, value in node.value] if named else node.value[int(parts[0]) :][:1]
+        return next((line for item in items if (line := _line_of(parts[1:], item))), None)
     if not isinstance(node, yaml.MappingNode):
         return None
     for name, value in node.value:

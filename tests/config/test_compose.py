@@ -126,6 +126,23 @@ def test_wrong_value_names_key_and_place(recipe: Path, word: str, key: str) -> N
     assert "\n" not in text or key == "parallel.replicate"
 
 
+LISTED = "- {path: a.jsonl}\n    - {path: b.jsonl,\n       splitt: eval}\n"
+NAMED = "a: {path: a.jsonl}\n    b: {path: b.jsonl,\n       splitt: eval}\n"
+
+
+@pytest.mark.parametrize("sources", [LISTED, NAMED])
+def test_typo_in_an_item_of_a_list_names_its_line_and_the_right_key(tmp_path: Path, sources: str) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text("engine: mvp_engine.kit:MLLMEngine\nmllm:\n  micro_batch_tokens: 8\n  sources:\n    " + sources)
+    with pytest.raises(UserError) as error:
+        compose(file)
+    expected = "train.yaml:7: unknown key 'mllm.sources.1.splitt'. Did you mean 'mllm.sources.split'?"
+    assert str(error.value).endswith(expected)
+    file.write_text("engine: mvp_engine.kit:MLLMEngine\nmllm:\n  micro_batch_tokens: 8\n  sources: [{path: 3}]\n")
+    with pytest.raises(UserError, match=r"train.yaml:4: 'mllm.sources.0.path"):
+        compose(file)
+
+
 def test_wrong_type_in_a_file_names_the_line(recipe: Path) -> None:
     recipe.write_text(recipe.read_text().replace("interval: 2", "interval: '2'"))
     assert f"{recipe}:6: 'log.interval' is '2'" in error(recipe)

@@ -118,7 +118,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
     return {
         "split": None,
         "decoded": False,
-        "missing": "tokens, masks, media sizes and packing need the model's processor: give --model FOLDER",
+        "missing": "tokens, masks, media (are they there?) and packing need the model's processor: give --model FOLDER",
         "sources": [{"name": name, **count}],
         "sample": _sample([source], [None]),
         "lengths": _lengths(np.array(lengths, np.int64), "characters"),

@@ -236,7 +236,9 @@ def _message(raw: Any, where: str) -> Message:
         calls = calls if isinstance(calls, list) else [calls]
         rest["tool_calls"], content = [{"type": "function", "function": call} for call in calls], ""
     _check_extra(rest, where)
-    blocks = [content] if isinstance(content, str | Mapping) else _list([] if content is None else content, where)
+    if content is not None and not isinstance(content, str | Mapping | list | tuple):
+        raise BadRow("wrong_type", f"{where}.content is {_type(content)}, wanted a string or a list of parts")
+    blocks = [content] if isinstance(content, str | Mapping) else content or []
     parts = [_block(block, f"{where}.content[{index}]") for index, block in enumerate(blocks)]
     kept = tuple(part for part in parts if part.kind != "text" or part.value)
     message = Message(role, kept, None if loss is None else bool(loss), rest)
