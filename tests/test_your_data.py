@@ -1,0 +1,103 @@
+"""docs/your_data.md, followed word for word: from rows with pictures, some of them bad, to an export that answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from PIL import Image
+
+from mvp_engine.cli import main
+from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.runs import list_runs
+
+PAGE = (ROOT / "docs" / "your_data.md").read_text()
+QUICK = ["loop.total_steps=3", "loop.eval_interval=3", "data.num_workers=0", "log.backends=[jsonl]"]
+COLOURS = ["red", "green", "blue"]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def run(words: list[str], *more: str) -> int:
+    assert words[0] == "mvp"
+    return main([*words[1:], *more])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Drawings, rows as on the page, and a model: that of the demo, hardly trained."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "shapes" / "drawings").mkdir(parents=True)
+    row = json.loads(blocks("json")[0])
+    rows = []
+    for i in range(40):
+        Image.new("RGB", (24 + i % 8, 28), COLOURS[i % 3]).save(tmp_path / "shapes" / "drawings" / f"{i:04d}.png")
+        row["messages"][0]["content"][0]["image"] = f"drawings/{i:04d}.png"
+        row["messages"][1]["content"] = COLOURS[i % 3]
+        rows.append(json.loads(json.dumps(row)))
+    (tmp_path / "shapes" / "held_out.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows[30:]))
+    others = [json.loads(line) for line in blocks("json")[1].splitlines()]
+    rows = rows[:30] + others
+    rows[7]["messages"][0]["content"][0]["image"] = "drawings/9999.png"
+    rows[12]["messages"][1]["content"] = 7
+    (tmp_path / "shapes" / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    digits = ["digits.drawings=1", "digits.count=60", "loop.total_steps=1", "loop.eval_interval=null", "export=model"]
+    assert main(["train", str(ROOT / "recipes/digits_vlm/configs/train.yaml"), *QUICK, *digits]) == 0
+    shutil.copytree(tmp_path / "model", tmp_path / "folder")  # the demo's run, and its link, may go
+    (tmp_path / "model").unlink()
+    (tmp_path / "folder").rename(tmp_path / "model")
+    shutil.rmtree(tmp_path / "outputs")
+    return tmp_path
+
+
+def test_the_page_is_true(folder: Path, capsys: Any) -> None:
+    commands = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
+    alone, decoded, checked, train, evaluate, report, ask = commands
+    capsys.readouterr()
+    assert run(alone) == 0
+    assert "train.jsonl:13: wrong_type: messages[1].content is int, wanted a string or a list" in _words(capsys)
+    assert run(decoded) == 0
+    assert "2 bad row(s): 1 missing_file, 1 wrong_type" in _words(capsys)
+    (config,) = blocks("yaml")
+    file = folder / "shapes" / "train.yaml"
+    file.write_text(config.replace("warmup_steps", "warm_up_steps"))
+    assert run(checked, *QUICK) == EXIT_USER_ERROR
+    expected = r"train.yaml:\d+: unknown key 'optim.warm_up_steps'. Did you mean 'optim.warmup_steps'"
+    assert re.search(expected, _words(capsys))
+    file.write_text(config)
+    assert run(checked, *QUICK) == EXIT_USER_ERROR  # two of 35 rows are more than 1 %
+    assert "train.jsonl:8: missing_file" in _words(capsys)
+    allowed = [*QUICK, "mllm.max_bad_fraction=0.1", "optim.lr=1e-4"]
+    assert run(checked, *allowed) == 0
+    assert "ready to train" in _words(capsys)
+    assert not (folder / "outputs").exists()
+    assert run(train, *allowed) == 0
+    assert run(evaluate, *allowed) == 0
+    (trained,) = list_runs(folder / "outputs")
+    assert [record["step"] for record in trained.records("eval") if "exact_held_out" in record] == [3]
+    (folder / "shapes" / "engine.py").write_text(blocks("python")[0])
+    file.write_text(config.replace("engine: mvp_engine.kit:MLLMEngine\n", ""))
+    assert run(report, *allowed) == 0
+    page = (trained.dir / "report.html").read_text()
+    assert "What it sees" in page
+    assert page.count("data:image/png") >= 10
+    assert "first_letter_held_out" in page
+    assert ask[:3] == ["python", "recipes/digits_vlm/ask.py", "outputs/shapes_model"]
+    assert (folder / ask[2] / "model.safetensors").is_file()
+    told: dict[str, Any] = {}
+    exec((ROOT / ask[1]).read_text(), told)
+    assert isinstance(told["ask"](ask[2], [([ask[4]], ask[3])])[0], str)
+
+
+def _words(capsys: Any) -> str:
+    output = capsys.readouterr()
+    return " ".join((output.out + output.err).split())
