@@ -1,0 +1,94 @@
+"""The skill's check passes on a right recipe, and fails on recipes that are wrong in the ways that people's are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from mvp_engine.config import compose
+from mvp_engine.imports import import_file
+
+CHECK: Any = import_file(ROOT / "skills" / "recipe" / "check.py")
+CONFIG = str(ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml")
+SMALL = ["text_config.num_hidden_layers=1", "vision_config.depth=1", "vision_config.deepstack_visual_indexes=[0]"]
+SMALL = [f"model.config.{key}" for key in SMALL]
+SMALL += ["data.num_workers=0", "digits.drawings=1", "digits.count=40", "data.global_batch_size=1", "ask.every=4"]
+BROKEN = """
+import torch
+
+from digits_vlm.engine import DigitsEngine
+
+
+class Mean(DigitsEngine):
+    def forward_step(self, ctx, micro_batch):
+        loss_sum, weight = super().forward_step(ctx, micro_batch)
+        return loss_sum / weight, torch.ones(())
+
+
+class Blank(DigitsEngine):
+    def export(self):
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.add_(0.02 * torch.randn_like(param))  # as if of another moment
+        return super().export()
+
+
+class Bare(DigitsEngine):
+    def before_train(self):
+        super().before_train()
+        if self.checkpoint is not None:  # what it makes of it is not what was saved
+            with torch.no_grad():
+                next(self.model.parameters()).mul_(1.5)
+
+    def export(self):
+        folder = super().export()
+        for file in [*folder.glob("*token*"), *folder.glob("*processor*"), *folder.glob("*.jinja")]:
+            file.unlink()
+        return folder
+"""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    compose(CONFIG)  # from here on its package can be imported
+    return [*SMALL, f"digits.folder={tmp_path_factory.mktemp('digits') / 'data'}"]
+
+
+def test_a_right_recipe_passes(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert CHECK.main([CONFIG, *small]) == 0
+    assert capsys.readouterr().out.endswith("ok\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        ("Mean", [], ["forward_step gives no sums"]),
+        ("Blank", [], ["the export is another model than the trained one"]),
+        (
+            "Bare",
+            ["ask=null"],
+            ["the export does not load", "a resumed training is another one", "no figure of the task"],
+        ),
+    ],
+)
+def test_a_broken_engine_fails(
+    small: list[str], tmp_path: Path, name: str, more: list[str], expected: list[str]
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    found = CHECK.problems(CONFIG, [*small, *more, f"engine={tmp_path / 'broken.py'}:{name}"])
+    assert len(found) == len(expected), found
+    for words in expected:
+        assert any(words in problem for problem in found), found
+
+
+def test_a_recipe_that_is_tested_on_what_it_learns_fails(small: list[str]) -> None:
+    folder = small[-1].partition("=")[2]
+    sources = (
+        f"[{{path: {folder}/train_one.jsonl, name: one}},{{path: {folder}/train_one.jsonl, name: one, split: eval}}]"
+    )
+    found = CHECK.problems(CONFIG, [*small, f"mllm.sources={sources}"])
+    assert any("held-out rows of one are trained on" in problem for problem in found), found
