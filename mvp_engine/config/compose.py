@@ -144,7 +144,10 @@ def _hydra(file: Path, roots: list[Path], overrides: list[str]) -> dict[str, Any
             words.append(f"hydra.searchpath=['file://{roots[1]}']")
         with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
             composed = hydra_compose("_mvp_root", overrides=words)
-        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        if missing := sorted(OmegaConf.missing_keys(composed)):
+            given = " ".join(f"{key}=..." for key in missing)
+            raise UserError(f"{_short(file)} leaves open what only you know; give on the command line: {given}")
+        values = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise UserError(f"{_short(file)} does not compose: {' '.join(lines)}") from None
