@@ -233,6 +233,16 @@ class PackedBatch:
         """In pinned host memory, from where `to(device, non_blocking=True)` copies while the GPU works."""
         return self._map(lambda t: t.pin_memory())
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """As of a tensor: what is on the GPU is in use by this stream, too."""
+
+        def record(tensor: Tensor) -> Tensor:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+            return tensor
+
+        self._map(record)
+
     def equals(self, other: PackedBatch) -> bool:
         """The same fields with the same bits."""
         mine, theirs = self._tensors(), other._tensors()
@@ -244,8 +254,8 @@ class PackedBatch:
         )
 
     def _map(self, change: Any) -> PackedBatch:
-        def moved(media: Media) -> Media:
-            fields = {name: change(value) for name, value in media.fields.items()}
+        def moved(media: Media) -> Media:  # grids are sizes, which the host goes by
+            fields = {n: value if n.endswith("grid_thw") else change(value) for n, value in media.fields.items()}
             return dataclasses.replace(media, values=change(media.values), fields=fields)
 
         new = object.__new__(PackedBatch)  # checked already; checking again would wait for the device

@@ -59,6 +59,16 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="for programs")
     check.set_defaults(run=_check)
 
+    text = "where the time and memory of a training's steps go: a trace and a page"
+    profile = commands.add_parser("profile", help=text, description=text)
+    profile.add_argument("config", metavar="CONFIG", help="the recipe's YAML file")
+    profile.add_argument("overrides", nargs="*", metavar="key=value")
+    profile.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine")
+    profile.add_argument("--out", default="profile", metavar="DIR", help="where to write (profile)")
+    profile.add_argument("--steps", type=int, default=3, metavar="N", help="steps to profile (3)")
+    profile.add_argument("--first", type=int, default=6, metavar="N", help="the step to begin with: 5 warm up (6)")
+    profile.set_defaults(run=_profile)
+
     recipe = commands.add_parser("recipe", help="list recipes, make one of your own").add_subparsers(
         required=True, metavar="COMMAND"
     )
@@ -143,6 +153,13 @@ def _check(args: argparse.Namespace) -> int:
 
             print(json.dumps(facts(Path(folder)), indent=2))
     return code
+
+
+def _profile(args: argparse.Namespace) -> int:
+    if args.steps < 1 or args.first < 1:
+        raise UserError("--steps and --first: at least 1")
+    words = ["--config", args.config, "--out", args.out, "--steps", str(args.steps), "--first", str(args.first)]
+    return _start("mvp_engine.profile", args.nproc, [*words, *args.overrides])
 
 
 def _start(module: str, nproc: int, words: list[str]) -> int:

@@ -68,20 +68,34 @@ def test_right_kernels_get_figures_and_wrong_ones_a_reason(bench: ModuleType, mo
     assert len({line.count("|") for line in bench.table(rows).splitlines()}) == 1
 
 
-def test_the_table_of_text_sft_is_that_of_its_results(tmp_path, monkeypatch) -> None:
-    folder = ROOT / "benchmarks" / "text_sft"
+def test_the_tables_of_sft_are_those_of_their_results(tmp_path, monkeypatch) -> None:
+    folder = ROOT / "benchmarks" / "sft"
     monkeypatch.syspath_prepend(str(folder))
-    spec = importlib.util.spec_from_file_location("text_sft_compare", folder / "compare.py")
+    spec = importlib.util.spec_from_file_location("sft_compare", folder / "compare.py")
     assert spec is not None
     assert spec.loader is not None
     compare = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(compare)
     page = tmp_path / "page.md"
-    page.write_text((ROOT / "docs" / "performance.md").read_text().replace("| mix | ours |", "| mix | theirs |"))
-    compare.into_page(json.loads((ROOT / "benchmarks" / "results" / "text_sft.json").read_text()), page)
+    page.write_text((ROOT / "docs" / "performance.md").read_text().replace("| ours |", "| theirs |"))
+    for name in ("text_sft", "vlm_sft"):
+        compare.into_page(name, json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()), page)
     assert page.read_text() == (ROOT / "docs" / "performance.md").read_text()
-    assert len(compare.sequences("mix", 1)) == 32
-    assert [len(row) for row in compare.sequences("full", 1)] == [4096] * 8
+    assert len(compare.rows("mix", 1)) == 32
+    assert [len(row.ids) for row in compare.rows("full", 1)] == [4096] * 8
+
+
+def test_rows_with_images_are_the_same_for_both_sides(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "sft"))
+    data, trainer = (import_file(ROOT / "benchmarks" / "sft" / f"{name}.py") for name in ("data", "trainer"))
+    chosen = data.rows("images", 1)[:12]
+    assert {len(row.grids) for row in chosen} == {0, 1, 2, 3, 4}
+    packed, padded = data.packed(chosen, "tiny_vl", data.Pixels()), trainer.padded(chosen, data.Pixels())
+    real = padded["attention_mask"].bool()
+    assert packed.input_ids.equal(padded["input_ids"][real])
+    assert packed.media["pixel_values"].values.equal(padded["pixel_values"])
+    learnt = padded["labels"][:, 1:]  # transformers moves labels itself
+    assert packed.labels[packed.labels >= 0].equal(learnt[learnt >= 0])
 
 
 def test_loaders_are_compared_on_the_same_tokens(tmp_path: Path) -> None:

@@ -12,7 +12,20 @@ from conftest import ROOT
 
 # Who may import whom: a room may use the rooms to its right and itself. `config.schema` and the leaves are for all.
 LEAVES = {"errors", "imports", "runs", "signals", "config.schema"}
-ROOMS = ["cli", "check", "launch", "recipes", "config", "worker", "kit", "engine", "model_engine", "padded", "batch"]
+ROOMS = [
+    "cli",
+    "profile",
+    "check",
+    "launch",
+    "recipes",
+    "config",
+    "worker",
+    "kit",
+    "engine",
+    "model_engine",
+    "padded",
+    "batch",
+]
 ROOMS += ["checkpoint", "log", "ops", "data", "distributed"]
 
 

@@ -42,7 +42,7 @@ class Project(Section):
 class Loop(Section):
     total_steps: Count | None
     epochs: Count | None
-    precision: Literal["fp32", "bf16", "fp16"]
+    precision: Literal["auto", "fp32", "bf16", "fp16"]
     clip_grad_norm: Positive | None
     eval_interval: Count | None
     eval_batches: Count | None

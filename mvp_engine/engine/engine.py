@@ -42,7 +42,7 @@ from mvp_engine.engine.state import collect_state, restore_state
 from mvp_engine.errors import Interrupted, UserError
 from mvp_engine.log import LogHub, MetricStore
 from mvp_engine.log.backends import RunInfo
-from mvp_engine.model_engine import ModelEngine, ModelSource, Settings, StepNumbers, engine_class
+from mvp_engine.model_engine import ModelEngine, ModelSource, Settings, StepNumbers, engine_class, precision_on
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler
 from mvp_engine.model_engine.parts import table
 from mvp_engine.runs import Run
@@ -353,7 +353,7 @@ class Engine:
         seed_everything(derived_seed(config.seed, "model"))
         self.model = self.prepare_model()
         settings = Settings(
-            precision=config.loop.precision,
+            precision=precision_on(self.device, config.loop.precision),
             clip_grad_norm=config.loop.clip_grad_norm,
             spike_sigmas=config.guard.spike_sigmas,
             seed=config.seed,
@@ -391,8 +391,9 @@ class Engine:
         total = sum(p.numel() for p in self.model.parameters())
         of = f" of {total:,}" if trained != total else ""
         ranks = f"{self.layout.data_size} data rank(s) x {accumulation} micro-batch(es)"
+        precision = self.model_engine.settings.precision
         return (
-            f"{trained:,}{of} parameters train, {self.config.loop.precision} on {self.world.size} x {self.device.type}"
+            f"{trained:,}{of} parameters train, {precision} on {self.world.size} x {self.device.type}"
             f"; steps {self.step} to {self.total_steps or '?'}; {self.global_batch_size} samples a step = "
             f"{self.config.data.micro_batch_size} x {ranks}"
         )

@@ -7,6 +7,7 @@ from mvp_engine.model_engine.base import (
     Settings,
     StepNumbers,
     engine_class,
+    precision_on,
     register,
 )
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
@@ -22,5 +23,6 @@ __all__ = [
     "StepNumbers",
     "ValueModelEngine",
     "engine_class",
+    "precision_on",
     "register",
 ]

@@ -40,7 +40,9 @@ class Settings:
     seed: int = 0  # of weights that are not read from anywhere
     freeze: tuple[str, ...] = ()  # parts, or patterns of parameter names, that do not train
     recompute: str | Mapping[Any, str] = "none"  # none, selective or full; or one of them by part
-    compile: str | Mapping[Any, str | None] | None = None  # a backend of torch.compile, for each block; or by part
+    compile: str | Mapping[Any, str | None] | None = (
+        None  # a backend of torch.compile, for each block; or by part; or auto
+    )
     offload: str = "none"  # none, optimizer or all: in host memory outside of train_mode; eval_mode has the model
 
     def __post_init__(self) -> None:
@@ -52,6 +54,13 @@ class Settings:
         ):
             if wrong := [value for value in given if value not in known]:
                 raise UserError(f"Settings: {key}={wrong[0]!r} is none of {', '.join(known)}")
+
+
+def precision_on(device: torch.device, wanted: str) -> str:
+    """What `auto` means there."""
+    if wanted != "auto":
+        return wanted
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from mvp_engine.batch import IGNORE, PackedBatch
 from mvp_engine.checkpoint.hf_export import Target
 from mvp_engine.distributed.sequence import SequenceShard, check_heads
 from mvp_engine.errors import UserError
+from mvp_engine.model_engine import encoders
 from mvp_engine.model_engine.source import read_config
 from mvp_engine.ops import attention
 from mvp_engine.ops.linear_cross_entropy import linear_argmax, linear_log_probs, linear_loss
@@ -79,6 +80,7 @@ class PackedModel(nn.Module):
         backbone.get_input_embeddings().register_forward_hook(_low)  # type: ignore[operator]
         self.sequence_group: dist.ProcessGroup | None = None
         self.decoder().register_forward_pre_hook(attention.without_mask, with_kwargs=True)
+        encoders.tune(backbone, self.decoder())
         self.longest = _longest(backbone.config)
 
     @classmethod
@@ -221,10 +223,8 @@ def _cut_inputs(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     if shard is None:
         return None
     given = {name: value for name, value in kwargs.items() if value is not None}
-    if (layers := given.pop("deepstack_visual_embeds", None)) is not None:  # a row for each True of the mask
-        mask = given["visual_pos_masks"][0]
-        rows = torch.zeros_like(mask).index_fill(0, shard.cut(torch.arange(len(mask), device=mask.device)), True)[mask]
-        kwargs = {**kwargs, "deepstack_visual_embeds": [layer[rows] for layer in layers]}
+    if (layers := given.pop("deepstack_visual_embeds", None)) is not None:
+        kwargs = {**kwargs, "deepstack_visual_embeds": [shard.cut(layer) for layer in layers]}
     for name, value in given.items():
         if name in _BY_TOKEN:
             kwargs = {**kwargs, name: shard.cut(value, _BY_TOKEN[name])}
@@ -235,7 +235,7 @@ def _cut_inputs(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
 
 
 # The inputs of a decoder with a row for each token, and the dimension of the rows.
-_BY_TOKEN = {"inputs_embeds": 1, "position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
+_BY_TOKEN = {"inputs_embeds": 1, "position_ids": -1, "per_layer_inputs": 1}
 
 
 def _refuse_outside(batch: PackedBatch, field: str, layer: Any) -> None:

@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 INSTALLED = importlib.util.find_spec("cudnn") is not None
 _MOST_ELEMENTS = 2**31 - 1  # offsets are 32-bit numbers of elements
 _DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
+_OFFSETS = WeakTensorKeyDictionary()  # of boundaries, for as long as these live
 _threads = threading.local()
 
 
@@ -164,13 +166,24 @@ def _handle(device: int) -> Any:
 
 def _run(plan: _Plan, cu_seqlens: Tensor, backward: bool, tensors: dict[str, Tensor]) -> None:
     graph, made, workspace = _graph(plan, backward)
-    missing = plan.sequences + 1 - len(cu_seqlens)
-    ends = torch.nn.functional.pad(cu_seqlens, (0, missing), value=len(tensors["q"])) if missing else cu_seqlens
-    where = {"lengths": ends.diff(), "at_stats": ends * plan.heads}
-    where |= {"at_q": ends * (plan.heads * plan.size), "at_kv": ends * (plan.kv_heads * plan.size)}
+    where = _offsets(cu_seqlens, len(tensors["q"]), plan.sequences, plan.heads, plan.kv_heads, plan.size)
     pack = {made[name]: tensor for name, tensor in (tensors | where).items()}
     room = torch.empty(workspace, dtype=torch.uint8, device=cu_seqlens.device)
     graph.execute(pack, room, handle=_handle(plan.device))
+
+
+def _offsets(
+    cu_seqlens: Tensor, tokens: int, sequences: int, heads: int, kv_heads: int, size: int
+) -> dict[str, Tensor]:
+    """Where sequences begin, in elements. All layers of a pass ask for the same, on the same stream."""
+    kept = _OFFSETS.setdefault(cu_seqlens, {})
+    key = (cu_seqlens._version, sequences, heads, kv_heads, size)
+    if key not in kept:
+        missing = sequences + 1 - len(cu_seqlens)
+        ends = torch.nn.functional.pad(cu_seqlens, (0, missing), value=tokens) if missing else cu_seqlens
+        kept[key] = {"lengths": ends.diff(), "at_stats": ends * heads}
+        kept[key] |= {"at_q": ends * (heads * size), "at_kv": ends * (kv_heads * size)}
+    return kept[key]
 
 
 _HOW = "Tensor cu_seqlens, SymInt longest, float scale, bool causal, int window"

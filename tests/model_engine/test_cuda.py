@@ -59,7 +59,7 @@ def test_a_skip_on_the_device_changes_nothing_and_the_schedule_waits() -> None:
 
 def test_gpu_gives_the_losses_of_the_cpu(train, tmp_path: Path) -> None:
     words = ["loop.total_steps=6", "log.interval=1", "log.backends=[jsonl]", "data.micro_batch_size=32"]
-    words += ["data.global_batch_size=64", "loop.eval_interval=null"]
+    words += ["data.global_batch_size=64", "loop.eval_interval=null", "loop.precision=fp32"]
     for device in ("cpu", "cuda"):
         assert train(*words, f"device={device}", config=MAGIC, dir=tmp_path / device) == 0
     assert losses(tmp_path / "cpu") == pytest.approx(losses(tmp_path / "cuda"), rel=1e-3)
@@ -86,13 +86,14 @@ def test_resume_is_bit_equal_on_the_gpu(train, tmp_path: Path) -> None:
 
 
 def test_two_ranks_on_one_gpu_give_the_losses_of_one(train, ranks2, tmp_path: Path) -> None:
-    words = ["log.interval=1", "log.backends=[jsonl]"]
+    words = ["log.interval=1", "log.backends=[jsonl]", "loop.precision=fp32"]
     assert train(*words, "data.micro_batch_size=8", dir=tmp_path / "one") == 0
     assert ranks2.launch(TINY, *words, "data.micro_batch_size=2", f"project.dir={tmp_path / 'two'}") == [0, 0]
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)
 
 
 LM = TINY.parents[1] / "packed_lm" / "train.yaml"
+EXACT = ["loop.precision=fp32", "model.compile=null"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -105,14 +106,14 @@ def test_packed_language_model_on_the_gpu_follows_the_cpu(train, tmp_path: Path,
 
 @pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.sequence=2"]], ids=str)
 def test_packed_language_model_on_two_ranks_of_one_gpu(train, ranks2, tmp_path: Path, layout: list[str]) -> None:
-    assert train("data.micro_batch_size=8", config=LM, dir=tmp_path / "one") == 0
-    words = [*layout, "data.micro_batch_size=2", f"project.dir={tmp_path / 'two'}"]
+    assert train("data.micro_batch_size=8", *EXACT, config=LM, dir=tmp_path / "one") == 0
+    words = [*layout, *EXACT, "data.micro_batch_size=2", f"project.dir={tmp_path / 'two'}"]
     assert ranks2.launch(LM, *words) == [0, 0]
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-4)
 
 
 def test_tensor_parallel_on_two_ranks_of_one_gpu(train, ranks2, tmp_path: Path) -> None:
-    assert train("data.micro_batch_size=8", config=LM, dir=tmp_path / "one") == 0
-    words = ["parallel.tensor=2", "data.micro_batch_size=8", f"project.dir={tmp_path / 'two'}"]
+    assert train("data.micro_batch_size=8", *EXACT, config=LM, dir=tmp_path / "one") == 0
+    words = ["parallel.tensor=2", *EXACT, "data.micro_batch_size=8", f"project.dir={tmp_path / 'two'}"]
     assert ranks2.launch(LM, *words) == [0, 0]
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-4)

@@ -30,6 +30,7 @@ from mvp_engine.log.metrics import device_scalar
 from mvp_engine.model_engine import merge
 from mvp_engine.model_engine.base import ForwardStep, ModelEngine, Outcome, Settings, StepNumbers, register
 from mvp_engine.model_engine.fsdp import numbers
+from mvp_engine.model_engine.fsdp.ahead import Ahead
 from mvp_engine.model_engine.fsdp.build import place
 from mvp_engine.model_engine.fsdp.offload import move_model, move_optimizer
 from mvp_engine.model_engine.fsdp.passes import Pass, Passes
@@ -43,6 +44,7 @@ class FSDPEngine(ModelEngine):
     def __init__(self, model: nn.Module, layout: Layout, settings: Settings | None = None) -> None:
         super().__init__(model, layout, settings)
         self.dtype = numbers.DTYPES[self.settings.precision]
+        self._ahead = Ahead(self.world.device, self._on_device)
         self._passes = Passes(self.world)
         self._outcomes: list[Outcome] = []
         self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
@@ -108,10 +110,10 @@ class FSDPEngine(ModelEngine):
             self.reducer.begin()
         totals = torch.zeros_like(self._totals)
         rounds = self._rounds(micro_batches)
-        for index, (micro_batch, counts) in enumerate(rounds):
+        for index, (micro_batch, counts) in enumerate(self._ahead(rounds)):
             step = forward_step if counts or aside is None else aside
             with self.autocast():
-                loss_sum, weight = numbers.checked(step(self._on_device(micro_batch)))
+                loss_sum, weight = numbers.checked(step(micro_batch))
             if counts:
                 totals += torch.stack([loss_sum.detach().double(), device_scalar(weight, self.world.device)])
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 
 if __package__:
-    from .data import LONGEST, PER_STEP, sequences, shape
+    from .data import IMAGE, LONGEST, PER_STEP, VISION, Pixels, Row, rows, shape
 else:
-    from data import LONGEST, PER_STEP, sequences, shape
+    from data import IMAGE, LONGEST, PER_STEP, VISION, Pixels, Row, rows, shape
 
 
 def own_model(name: str, device: torch.device, seed: int) -> Any:
     """transformers' model with the weights that our engine draws, and nothing else of ours."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     settings = shape(name)
     world = World(0, 1, 0, 1, device)
@@ -30,24 +31,39 @@ def own_model(name: str, device: torch.device, seed: int) -> Any:
     )
     ours.initialize()
     config = AutoConfig.for_model(**settings, attn_implementation="sdpa", use_cache=False)
+    auto: Any = AutoModelForImageTextToText if name in VISION else AutoModelForCausalLM
     with device:
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto.from_config(config)
     model.load_state_dict(ours.model.hf.state_dict())
     return model
 
 
-def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    longest = max(len(row["input_ids"]) for row in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+def padded(chosen: list[Row], pixels: Pixels) -> dict[str, torch.Tensor]:
+    longest = max(len(row.ids) for row in chosen)
+    ids = torch.zeros(len(chosen), longest, dtype=torch.long)
     labels, mask = torch.full_like(ids, IGNORE), torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        size = len(row["input_ids"])
-        ids[i, :size], labels[i, :size], mask[i, :size] = row["input_ids"], row["input_ids"], 1
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    for i, row in enumerate(chosen):
+        size = len(row.ids)
+        ids[i, :size], mask[i, :size] = row.ids, 1
+        labels[i, :size] = torch.where(row.learnt, row.ids, IGNORE)
+    made = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    grids = [grid for row in chosen for grid in row.grids]
+    if grids:
+        made["pixel_values"], made["image_grid_thw"] = pixels.of(grids)
+        made["mm_token_type_ids"] = (ids == IMAGE).long()
+    return made
 
 
 def run(
-    out: Path, name: str, mix: str, steps: int, interval: int, batch: int, liger: bool, longest: int = LONGEST
+    out: Path,
+    name: str,
+    mix: str,
+    steps: int,
+    interval: int,
+    batch: int,
+    liger: bool,
+    longest: int = LONGEST,
+    checkpointing: bool = False,
 ) -> None:
     """Writes the losses, one of each interval, and the seconds at the end of each step."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -80,10 +96,14 @@ def run(
         disable_tqdm=True,
         train_sampling_strategy="sequential",
         use_liger_kernel=liger,
+        gradient_checkpointing=checkpointing,
+        remove_unused_columns=False,
     )
-    data: Any = [{"input_ids": row} for row in sequences(mix, steps, longest)]
+    data: Any = rows(mix, steps, longest)
     model = own_model(name, device, seed=0)
-    trainer = Trainer(model, arguments, data_collator=padded, train_dataset=data, callbacks=[Clock()])
+    trainer = Trainer(
+        model, arguments, data_collator=partial(padded, pixels=Pixels()), train_dataset=data, callbacks=[Clock()]
+    )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer.train()

@@ -1,12 +1,15 @@
-"""Text SFT on one GPU: this engine, Hugging Face's Trainer, and the Trainer with Liger's kernels, in one run.
+"""SFT on one GPU: this engine, Hugging Face's Trainer, and the Trainer with Liger's kernels, in one run.
 
-    PYTHONPATH=. python benchmarks/text_sft/compare.py --out benchmarks/results/text_sft.json
-    python benchmarks/text_sft/compare.py --table benchmarks/results/text_sft.json     # into docs/performance.md
+    PYTHONPATH=. python benchmarks/sft/compare.py --out benchmarks/results/text_sft.json
+    PYTHONPATH=. python benchmarks/sft/compare.py --shape qwen3_vl_2b --mixes images --batch 8 --checkpointing \\
+        --out benchmarks/results/vlm_sft.json
+    python benchmarks/sft/compare.py --table benchmarks/results/text_sft.json     # into docs/performance.md
 
 Each side is a process of its own, with the same weights, sequences, order, optimizer, clipping and precision (bf16
 autocast over float32 weights). `mix` has lengths as chats have them, `full` nothing but 4,096 tokens, so that padding
-costs the Trainer nothing. A step is 32 (or 8) sequences, about 32k tokens. Tokens are useful ones, never padding; MFU
-is by MFUKit's formula, the same for all, of the card's peak. The first interval warms up and does not count.
+costs the Trainer nothing. `images` has text behind none to four images, and trains the encoder too. A step is 32 (8,
+40) rows, about 32k tokens. Tokens are useful ones, never padding; MFU is by MFUKit's formula, the same for all, of the
+card's peak. The first interval warms up and does not count.
 """
 
 from __future__ import annotations
@@ -23,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from data import PER_STEP, sequences, shape
+from data import PER_STEP, Pixels, packed, rows, shape
 
-from mvp_engine.batch import PackedBatch
 from mvp_engine.kit import MFUKit
 from mvp_engine.log.peaks import device_peak
 from mvp_engine.model_engine.packed import LanguageModel
@@ -52,7 +54,7 @@ def ours(args: argparse.Namespace, mix: str, folder: Path) -> dict[str, Any]:
 def theirs(args: argparse.Namespace, mix: str, folder: Path, liger: bool) -> dict[str, Any]:
     out = folder / "trainer.json"
     how = {"out": str(out), "name": args.shape, "mix": mix, "steps": args.steps, "interval": INTERVAL}
-    how |= {"batch": args.batch, "liger": liger, "longest": args.longest}
+    how |= {"batch": args.batch, "liger": liger, "longest": args.longest, "checkpointing": args.checkpointing}
     subprocess.run([sys.executable, str(HERE / "trainer.py"), json.dumps(how)], check=True)
     found = json.loads(out.read_text())
     seconds = found["ends"][-1] - found["ends"][INTERVAL - 1]
@@ -61,9 +63,10 @@ def theirs(args: argparse.Namespace, mix: str, folder: Path, liger: bool) -> dic
 
 def work(args: argparse.Namespace, mix: str) -> tuple[int, float]:
     """Tokens and FLOPs of the steps that count."""
-    rows = sequences(mix, args.steps, args.longest)[INTERVAL * PER_STEP[mix] :]
-    batch = PackedBatch.from_sequences(rows)
-    return batch.num_tokens, float(MFUKit(LanguageModel.on_meta(None, shape(args.shape))).flops(batch))
+    counted = rows(mix, args.steps, args.longest)[INTERVAL * PER_STEP[mix] :]
+    kit, pixels, size = MFUKit(LanguageModel.on_meta(None, shape(args.shape))), Pixels(), PER_STEP[mix]
+    batches = (packed(counted[i : i + size], args.shape, pixels) for i in range(0, len(counted), size))
+    return sum(len(row.ids) for row in counted), sum(float(kit.flops(batch)) for batch in batches)
 
 
 def measure(args: argparse.Namespace, side: str, mix: str) -> dict[str, Any]:
@@ -101,9 +104,9 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def into_page(result: dict[str, Any], page: Path) -> None:
+def into_page(name: str, result: dict[str, Any], page: Path) -> None:
     text = re.sub(
-        r"(<!-- text_sft -->\n).*?(<!-- /text_sft -->)",
+        rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
         lambda found: f"{found[1]}{table(result)}\n{found[2]}",
         page.read_text(),
         flags=re.DOTALL,
@@ -122,7 +125,7 @@ def about() -> dict[str, Any]:
     return {
         "hardware": gpu,
         "versions": versions,
-        "command": "python benchmarks/text_sft/compare.py " + " ".join(sys.argv[1:]),
+        "command": "python benchmarks/sft/compare.py " + " ".join(sys.argv[1:]),
     }
 
 
@@ -136,10 +139,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4, help="sequences that the Trainer takes at once")
+    parser.add_argument("--checkpointing", action="store_true", help="the Trainer recomputes activations")
     parser.add_argument("--keys", nargs="*", default=[], help="keys of our config")
     args = parser.parse_args()
     if args.table:
-        into_page(json.loads(args.table.read_text()), HERE.parents[1] / "docs" / "performance.md")
+        into_page(args.table.stem, json.loads(args.table.read_text()), HERE.parents[1] / "docs" / "performance.md")
         return
     result: dict[str, Any] = {**about(), "rows": []}
     for mix in args.mixes:

@@ -12,7 +12,7 @@ from mvp_engine.engine import Engine, StepContext
 from mvp_engine.kit import MFUKit
 from mvp_engine.model_engine import ModelSource, engine_class
 
-from .data import sequences, shape
+from .data import Pixels, packed, rows, shape
 
 
 class Sft(Section):
@@ -39,8 +39,9 @@ class SftEngine(Engine):
 
     def prepare_dataloader(self, split: str) -> Any:
         size, steps = self.config.data.micro_batch_size, self.config.loop.total_steps or 1
-        rows = sequences(self.config.sft.mix, steps, self.config.sft.longest)
-        packs = [PackedBatch.from_sequences(rows[i : i + size]) for i in range(0, len(rows), size)]
+        sft, pixels = self.config.sft, Pixels()
+        every = rows(sft.mix, steps, sft.longest)
+        packs = [packed(every[i : i + size], sft.shape, pixels) for i in range(0, len(every), size)]
         return [pack.pin_memory() for pack in packs] if self.device.type == "cuda" else packs
 
     def train_pre_step(self, ctx: StepContext) -> None:

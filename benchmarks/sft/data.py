@@ -1,0 +1,122 @@
+"""The same rows for all sides: lengths as chats have them, all full, or with images; text with rules one can learn."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mvp_engine.batch import Media, PackedBatch
+from mvp_engine.kit.data.samples import RopePositions
+
+LONGEST, PER_STEP, KNOWN = 4096, {"mix": 32, "full": 8, "images": 40}, 4096
+IMAGE, BEGIN, END, VIDEO = range(KNOWN, KNOWN + 4)  # tokens that no text has
+PATCH = 16  # pixels of its side; 2 x 2 patches are a token
+
+TEXT = {
+    "qwen3_1_7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936},
+    "qwen3_8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936},
+    "small": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "vocab_size": 151936},
+    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": KNOWN + 16},
+}
+HEADS = {"qwen3_1_7b": (16, 8, 128), "qwen3_8b": (32, 8, 128), "small": (16, 8, 64), "tiny": (4, 2, 16)}
+VISION: dict[str, tuple[str, dict[str, Any], list[int]]] = {  # the text, the encoder, the axes of rotary positions
+    "qwen3_vl_2b": (
+        "qwen3_1_7b",
+        {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048},
+        [24, 20, 20],
+    ),
+    "tiny_vl": (
+        "tiny",
+        {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
+        [4, 2, 2],
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    ids: Tensor
+    learnt: Tensor  # which tokens carry loss: the text
+    grids: list[tuple[int, int]] = field(default_factory=list)  # of each image: patches high and wide
+
+
+def shape(name: str) -> dict[str, Any]:
+    """A config of transformers: Qwen3, or Qwen3-VL."""
+    if name not in VISION:
+        heads, kv_heads, size = HEADS[name]
+        how = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size, "pad_token_id": 0}
+        return {"model_type": "qwen3", "tie_word_embeddings": name != "qwen3_8b", **TEXT[name], **how}
+    text, vision, axes = VISION[name]
+    inner = shape(text)
+    tie = inner.pop("tie_word_embeddings")
+    del inner["model_type"]
+    inner["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": axes}
+    vision = {**vision, "patch_size": PATCH, "deepstack_visual_indexes": [5, 11, 17] if vision["depth"] > 17 else [0]}
+    tokens = {"image_token_id": IMAGE, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+    tokens |= {"video_token_id": VIDEO, "tie_word_embeddings": tie}
+    return {"model_type": "qwen3_vl", "text_config": inner, "vision_config": vision, **tokens}
+
+
+def rows(mix: str, steps: int, longest: int = LONGEST) -> list[Row]:
+    """`mix`: log-normal around 720 tokens, 64 to `longest`, about 1,030 on average. `full`: nothing but `longest`.
+    `images`: text around 300 tokens, 32 to 2,000, behind none to four images of 256 to 768 pixels a side."""
+    dice, noise = random.Random(0), torch.Generator().manual_seed(0)
+    count, made = steps * PER_STEP[mix], []
+    for _ in range(count):
+        if mix == "images":
+            grids = [(2 * dice.randint(8, 24), 2 * dice.randint(8, 24)) for _ in range(dice.randint(0, 4))]
+            text = _text(min(2000, max(32, int(dice.lognormvariate(math.log(300), 0.9)))), noise)
+            seen = [torch.tensor([BEGIN, *[IMAGE] * (high * wide // 4), END]) for high, wide in grids]
+            ids = torch.cat([*seen, text])
+            made.append(Row(ids, torch.arange(len(ids)) >= len(ids) - len(text), grids))
+        else:
+            most = longest if mix == "full" else int(dice.lognormvariate(math.log(720), 0.9))
+            text = _text(min(longest, max(64, most)), noise)
+            made.append(Row(text, torch.ones(len(text), dtype=torch.bool)))
+    return made
+
+
+def _text(length: int, dice: torch.Generator) -> Tensor:
+    """Each token is one of four that its predecessor allows."""
+    noise = torch.randint(4, (length,), generator=dice).tolist()
+    found = [int(torch.randint(KNOWN, (), generator=dice))]
+    for n in noise[1:]:
+        found.append((found[-1] * 1103 + 12345 + n * 7) % KNOWN)
+    return torch.tensor(found)
+
+
+class Pixels:
+    """Patches of images, as a processor gives them: 3 colours, 2 frames. Noise, cut out of one buffer."""
+
+    def __init__(self) -> None:
+        self.noise_PE = torch.randn(4 * 2304, 3 * 2 * PATCH**2, generator=torch.Generator().manual_seed(0))
+
+    def of(self, grids: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """The patches of these images, and their grids."""
+        parts = [self.noise_PE[(h * w) % 97 :][: h * w] for h, w in grids]
+        return torch.cat(parts) if parts else self.noise_PE[:0], torch.tensor(
+            [[1, h, w] for h, w in grids], dtype=torch.long
+        ).view(-1, 3)
+
+
+def packed(chosen: list[Row], name: str, pixels: Pixels) -> PackedBatch:
+    """One micro-batch of this engine."""
+    if name not in VISION:
+        return PackedBatch.from_sequences([row.ids for row in chosen])
+    from transformers import AutoConfig
+
+    positions, each = RopePositions(AutoConfig.for_model(**shape(name))), []
+    for row in chosen:
+        values, grids = pixels.of(row.grids)
+        media = Media(values, grids.prod(-1), torch.zeros(len(grids), dtype=torch.long), {"image_grid_thw": grids})
+        types = {"mm_token_type_ids": (row.ids == IMAGE).long()}
+        place = positions(row.ids, types, {"pixel_values": media})
+        each.append(
+            PackedBatch.from_sequences([row.ids], [row.learnt], position_ids=[place], media={"pixel_values": media})
+        )
+    return PackedBatch.concat(each)

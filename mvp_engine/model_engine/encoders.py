@@ -1,0 +1,112 @@
+"""Encoders and their features without waiting for the GPU: the same numbers, by way of hooks and layers of our own.
+
+Grids of images stay on the host (`PackedBatch.to` leaves them there). What encoders make of a grid, positions of its
+patches and their shares in the table of embeddings, is made once for each size and kept; transformers would ask the GPU
+for each grid, and launch dozens of kernels for it. Features that go into deeper layers are laid out over all tokens
+once, instead of asking the GPU at each layer which tokens are images.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def tune(model: nn.Module, decoder: nn.Module) -> None:
+    """Give a model of transformers what of this suits it."""
+    for module in list(model.modules()):
+        if isinstance(module, nn.Conv3d) and module.kernel_size == module.stride and not any(module.padding):
+            module.__class__ = PatchConv3d  # the same layer with the same parameters
+        if "grid_thw" in _parameters(module):
+            module.register_forward_pre_hook(_plan_ahead, with_kwargs=True)
+    if hasattr(decoder, "_deepstack_process"):
+        decoder.register_forward_pre_hook(_lay_out, with_kwargs=True)
+
+
+class PatchConv3d(nn.Conv3d):
+    """A convolution whose kernel meets every patch once. Given patches one by one it is a matrix product, for which
+    there are quick kernels in every precision."""
+
+    def forward(self, patches: Tensor) -> Tensor:
+        if patches.shape[2:] != self.kernel_size or self.groups != 1:
+            return super().forward(patches)
+        out_PC = F.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+        return out_PC[:, :, None, None, None]
+
+
+def _parameters(module: nn.Module) -> Any:
+    return inspect.signature(module.forward).parameters
+
+
+def _plan_ahead(encoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """A forward pre-hook: grids that are on the host, for an encoder that may be on a GPU."""
+    grid: Tensor | None = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
+    patches: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    if grid is None or (grid.device == patches.device and patches.is_cuda):
+        return None
+    if _asks_for(encoder) != _KNOWN:
+        return args[:1], {**kwargs, "grid_thw": grid.to(patches.device)}
+    from transformers.vision_utils import get_vision_cu_seqlens
+
+    plans = [_plan(encoder, tuple(one), patches.device) for one in grid.tolist()]
+    indices, weights, positions = (torch.cat(parts) for parts in zip(*plans, strict=True))
+    ahead = {"interp_indices": indices, "interp_weights": weights, "position_ids": positions}
+    ends = get_vision_cu_seqlens(grid)
+    pinned = ends.pin_memory() if patches.is_cuda else ends
+    ahead["cu_seqlens"] = pinned.to(patches.device, non_blocking=True)
+    return args[:1], {**kwargs, "grid_thw": grid, **ahead, "max_seqlen": int(ends.diff().max())}
+
+
+def _plan(encoder: Any, grid: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Indices and weights of the position embeddings, and the positions, of one image or video."""
+    kept = _PLANS.setdefault(encoder, {})
+    if (grid, device) not in kept:
+        from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+
+        if len(kept) >= MOST_PLANS:
+            kept.clear()
+        sizes, merge = torch.tensor([grid]), encoder.spatial_merge_size
+        shares = get_vision_interpolation_indices_and_weights(
+            sizes,
+            num_grid_per_side=encoder.num_grid_per_side,
+            mode=encoder.interpolation_mode,
+            align_corners=encoder.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+        kept[grid, device] = tuple(one.to(device) for one in (*shares, get_vision_position_ids(sizes, merge)))
+    return kept[grid, device]
+
+
+MOST_PLANS = 2048  # about 70 kB each
+_PLANS: WeakKeyDictionary[nn.Module, dict[Any, tuple[Tensor, ...]]] = WeakKeyDictionary()
+
+
+# What an encoder may ask of transformers about its grids, if all of it is to be planned here.
+_KNOWN = {"interpolation_indices_and_weights", "position_ids", "attention_seqlens"}
+
+
+def _asks_for(encoder: nn.Module) -> set[str]:
+    names = inspect.unwrap(type(encoder).forward).__code__.co_names
+    return {name.removeprefix("get_vision_") for name in names if name.startswith("get_vision_")}
+
+
+class _EveryToken:
+    """In the place of the mask that says which tokens a layer's features are for. What a decoder indexes with, the
+    mask on its device, is then the first row of the batch: all tokens, of which there are features for each."""
+
+    def to(self, device: torch.device) -> int:
+        return 0
+
+
+def _lay_out(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """A forward pre-hook: features of images for deeper layers, a row for each token, zero where it is text."""
+    mask, layers = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+    if mask is None or layers is None:
+        return None
+    wide = [layer.new_zeros(mask.shape[1], layer.shape[1]).masked_scatter(mask[0, :, None], layer) for layer in layers]
+    return args, {**kwargs, "visual_pos_masks": _EveryToken(), "deepstack_visual_embeds": wide}

@@ -1,0 +1,98 @@
+"""What encoders and their features take on the way without waiting for the GPU is what transformers computes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from families import config_of
+from torch import nn
+
+from mvp_engine.batch import Media, PackedBatch
+from mvp_engine.kit.data.samples import RopePositions
+from mvp_engine.model_engine import encoders
+from mvp_engine.model_engine.fsdp.ahead import Ahead
+from mvp_engine.model_engine.packed import LanguageModel
+
+
+def seen(config, grids: list[list[int]]) -> tuple[PackedBatch, dict[str, torch.Tensor]]:
+    """Images among text, for us and for transformers."""
+    g = torch.Generator().manual_seed(0)
+    grid = torch.tensor(grids)
+    ids = [torch.randint(10, 60, (5,), generator=g)]
+    for one in grids:
+        image = [config.vision_start_token_id, *[config.image_token_id] * (one[0] * one[1] * one[2] // 4)]
+        ids += [torch.tensor(image), torch.randint(10, 60, (3,), generator=g)]
+    row = torch.cat(ids)
+    values = torch.randn(int(grid.prod(-1).sum()), 24, generator=g)
+    media = {"pixel_values": Media(values, grid.prod(-1), torch.zeros(len(grid), dtype=torch.long))}
+    media["pixel_values"].fields["image_grid_thw"] = grid
+    types = {"mm_token_type_ids": (row == config.image_token_id).long()}
+    positions = RopePositions(config)(row, types, media)
+    batch = PackedBatch.from_sequences([row], position_ids=[positions], media=media)
+    theirs = {"input_ids": row[None], "pixel_values": values, "image_grid_thw": grid}
+    return batch, {**theirs, "mm_token_type_ids": types["mm_token_type_ids"][None]}
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_vl", "qwen2_5_vl"])
+def test_log_probs_of_images_are_those_of_transformers_alone(name: str) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    config = config_of(name)
+    config.vision_config.initializer_range = config.get_text_config().initializer_range = 0.2  # images must matter
+    plain = AutoModelForImageTextToText.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    ours = LanguageModel.from_config(copy.deepcopy(config)).eval()
+    ours.hf.load_state_dict(plain.state_dict())
+    for grids in ([[1, 4, 8]], [[1, 4, 4], [1, 8, 4], [1, 4, 4]], [[1, 4, 8]]):  # sizes come again
+        batch, inputs = seen(config, grids)
+        with torch.no_grad():
+            expected = plain(**inputs).logits[0].log_softmax(-1)[:-1].gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
+            found = ours(batch, ["log_probs"])["log_probs"][:-1]
+        assert torch.allclose(found, expected, atol=1e-5)
+    batch.media["pixel_values"].values.mul_(-1)
+    with torch.no_grad():
+        assert not torch.allclose(ours(batch, ["log_probs"])["log_probs"][:-1], expected, atol=1e-3)
+
+
+def test_a_convolution_over_single_patches_is_a_matrix_product_with_the_same_gradients() -> None:
+    plain = nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4))
+    wrapped = nn.Sequential(copy.deepcopy(plain))
+    encoders.tune(wrapped, wrapped)
+    assert type(wrapped[0]) is encoders.PatchConv3d
+    for size in ((2, 4, 4), (4, 8, 4)):  # the second is no single patch
+        x = torch.randn(5, 3, *size)
+        a, b = plain(x), wrapped(x)
+        assert torch.allclose(a, b, atol=1e-6)
+        for out, model in ((a, plain), (b, wrapped)):
+            model.zero_grad()
+            out.square().sum().backward()
+        for mine, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    overlapping = nn.Sequential(nn.Conv3d(3, 8, 3, 1))
+    encoders.tune(overlapping, overlapping)
+    assert type(overlapping[0]) is nn.Conv3d
+
+
+def test_plans_are_kept_for_each_size_and_not_for_ever(monkeypatch) -> None:
+    config = config_of("qwen3_vl")
+    model = LanguageModel.from_config(config).eval()
+    encoder = model.hf.model.visual
+    monkeypatch.setattr(encoders, "MOST_PLANS", 2)
+    for grids in ([[1, 4, 4], [1, 4, 8]], [[1, 4, 4]], [[1, 8, 8]]):
+        model(seen(config, grids)[0], ["log_probs"])
+    assert len(encoders._PLANS[encoder]) == 1
+
+
+def test_micro_batches_are_moved_one_ahead_and_in_order() -> None:
+    told: list[str] = []
+
+    def move(batch: str) -> str:
+        told.append(f"moved {batch}")
+        return batch.upper()
+
+    for batch, counts in Ahead(torch.device("cpu"), move)([("a", True), ("b", False), ("c", True)]):
+        told.append(f"used {batch} {counts}")
+    assert told == ["moved a", "moved b", "used A True", "moved c", "used B False", "used C True"]
+    assert list(Ahead(torch.device("cpu"), move)([])) == []
