@@ -60,6 +60,8 @@ def new_recipe(name: str, origin: str, parent: Path | None = None) -> tuple[Path
         beside.rename(folder)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror}. Give another place with --dir") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{source} has a file that cannot be read: {error}") from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return folder, configs
@@ -85,15 +87,38 @@ def _find(origin: str) -> Path:
 
 
 def _is_recipe(folder: Path) -> bool:
-    return (folder / "engine.py").is_file() and bool(_configs(folder))
+    return (folder / "engine.py").is_file() and bool(_yaml_files(folder))
+
+
+def _yaml_files(folder: Path) -> list[Path]:
+    return sorted(file for place in (folder, folder / "configs") for file in place.glob("*.yaml"))
 
 
 def _configs(folder: Path) -> list[Path]:
-    """The configs, those for a CPU first; those that others only inherit from are not for running."""
-    files = sorted(file for place in (folder, folder / "configs") for file in place.glob("*.yaml"))
-    inherited = {entry for file in files for entry in _tree(file).get("defaults") or [] if isinstance(entry, str)}
-    runnable = [file for file in files if file.stem not in inherited] or files
-    return sorted(runnable, key=lambda file: (not file.stem.startswith("cpu"), file.stem != "train", file.stem))
+    """The configs that are for running, the one to begin with first: no GPU, and no export of another that it needs."""
+    files = _yaml_files(folder)
+    trees = {file.stem: _tree(file) for file in files}
+    parents = {stem: [name for name in tree.get("defaults") or [] if name in trees] for stem, tree in trees.items()}
+    exports = {tree.get("export") for tree in trees.values()} - {None}
+
+    def given(stem: str, section: str, key: str, below: tuple[str, ...] = ()) -> Any:
+        """By the file, or by what it inherits."""
+        above = (given(one, section, key, (*below, stem)) for one in parents[stem] if one not in below)
+        own = _value(trees[stem], section, key)
+        return next((value for value in above if value is not None), None) if own is None else own
+
+    def whole(stem: str) -> bool:
+        """Not one that only others make something of: it has a name, and some of those go by it."""
+        heirs = [name for name, above in parents.items() if stem in above]
+        names = [_value(trees[name], "project", "name") for name in (stem, *heirs)]
+        known = names[0] is not None or (given(stem, "project", "name") is not None and None in names[1:])
+        return not heirs or (bool(parents[stem]) and known)
+
+    def order(stem: str) -> tuple[bool, bool, bool, bool, str]:
+        return "gpu" in stem, given(stem, "model", "path") in exports, "cpu" not in stem, stem != "train", stem
+
+    found = {file.stem: file for file in files if whole(file.stem)} or {file.stem: file for file in files}
+    return [found[stem] for stem in sorted(found, key=order)]
 
 
 def _tree(file: Path) -> dict[str, Any]:
@@ -101,11 +126,16 @@ def _tree(file: Path) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
+def _value(tree: dict[str, Any], section: str, key: str) -> Any:
+    inner = tree.get(section)
+    return inner.get(key) if isinstance(inner, dict) else None
+
+
 def _rename(folder: Path, old: str, name: str, final: Path) -> None:
     """The engine's class, the names of runs, the folders of what is made, and the commands in the texts."""
     files = [file for file in folder.rglob("*") if file.suffix in TEXTS and file.is_file()]
     engine, camel = _engine_class(folder / "engine.py"), "".join(word.title() for word in name.split("_") if word)
-    names = {str((_tree(file).get("project") or {}).get("name", "")) for file in files if file.suffix == ".yaml"} - {""}
+    names = {_value(_tree(file), "project", "name") for file in files if file.suffix == ".yaml"} - {None}
     for file in files:
         text = file.read_text(encoding="utf-8")
         text = re.sub(rf"\brecipes/{re.escape(old)}/", lambda _: f"{final}/", text)

@@ -96,16 +96,18 @@ def test_stages_keep_what_tells_them_apart(tmp_path: Path) -> None:
         "from mvp_engine.engine import Engine\n\nclass A(Engine): ...\n\nclass BEngine(A): ...\n"
     )
     first = "defaults: [base, _self_]\nproject: {name: vl_one} # the first\nmodel: {path: '${project.dir}/vl/x'}\n"
-    (origin / "configs" / "one.yaml").write_text(first)
-    (origin / "configs" / "two.yaml").write_text("project:\n  name: other\nmodel: {config: {model_type: vl}}\n")
-    (origin / "configs" / "base.yaml").write_text("engine: ../engine.py:A\n")
+    second = "project:\n  name: other\nmodel: {config: {model_type: vl}}\nexport: ${project.dir}/vl/x\n"
+    texts = {"one": first, "two": second, "base": "engine: ../engine.py:A\n", "more": "defaults: [one, _self_]\n"}
+    texts |= {"a_gpu1": "defaults: [base, _self_]\n"}
+    for name, text in texts.items():
+        (origin / "configs" / f"{name}.yaml").write_text(text)
     (origin / "outputs").mkdir()
     folder, configs = recipes.new_recipe("mine", str(origin), tmp_path)
-    assert [file.name for file in configs] == ["one.yaml", "two.yaml"]
+    assert [file.stem for file in configs] == ["two", "more", "one", "a_gpu1"]
     text = (folder / "configs" / "one.yaml").read_text()
     assert text == first.replace("vl_one", "mine_one").replace("/vl/x", "/mine/x")
     text = (folder / "configs" / "two.yaml").read_text()
-    assert text == "project:\n  name: mine_other\nmodel: {config: {model_type: vl}}\n"
+    assert text == second.replace("other", "mine_other").replace("/vl/x", "/mine/x")
     assert "class BEngine(A)" in (folder / "engine.py").read_text()  # of several engines none is renamed
     assert not (folder / "outputs").exists()
 
@@ -124,6 +126,10 @@ def test_mistakes_are_explained(tmp_path: Path, capsys: Any, monkeypatch: pytest
     ):
         assert main(["recipe", "new", *words]) == EXIT_USER_ERROR
         assert expected in capsys.readouterr().err
+    (tmp_path / "taken" / "engine.py").write_text("")
+    (tmp_path / "taken" / "train.yaml").write_text("a: [")
+    assert main(["recipe", "new", "mine", "--from", "taken"]) == EXIT_USER_ERROR
+    assert "has a file that cannot be read" in capsys.readouterr().err
     monkeypatch.setattr(recipes, "HERE", tmp_path / "nowhere")
     assert main(["recipe", "new", "mine", "--from", "digits_vlm"]) == EXIT_USER_ERROR
     assert "recipes are in the repository, not in the installed package" in capsys.readouterr().err
