@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -71,17 +72,15 @@ def _launch(config: str, overrides: list[str]) -> int:
 
 def _serve(rank: int, size: int, pipe: Any) -> None:
     import torch
-    from torch.distributed.tensor import debug
 
     faulthandler.register(signal.SIGUSR1)
     multiprocessing.set_start_method("fork", force=True)  # as under torchrun; loader processes would import all anew
     torch.set_num_threads(1)
-    clearers = [function for name, function in vars(debug).items() if name.startswith("_clear_")]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     while True:
+        gc.collect()  # models are circles; the process groups that they hold cost time as long as they live
+        gc.freeze()  # what is imported need not be looked through each time
         function, args, port = pipe.recv()
-        for clear in clearers:  # DTensor remembers meshes, whose process groups ended with the call before
-            clear()
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         try:
             pipe.send((None, function(*args)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.config.schema import Parallel
 from mvp_engine.distributed.world import World
@@ -49,18 +49,18 @@ class Layout:
             )
         if world.size == 1:
             return cls(world)
-        device, same_data = world.device.type, config.sequence * config.tensor
+        same_data = config.sequence * config.tensor
         shard_mesh = tensor_mesh = sequence_group = None
         if others > 1:
             # FSDP2 wants its mesh and the tensor-parallel one to be parts of the same whole.
             shape = (replicate, config.shard * config.sequence, config.tensor)
-            mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+            mesh = world.new_mesh(shape, ("replicate", "shard", "tensor"))
             shard_mesh = mesh["replicate", "shard"] if replicate > 1 else mesh["shard"]
             tensor_mesh = mesh["tensor"] if config.tensor > 1 else None
         if config.sequence > 1:
-            cube = init_device_mesh(device, (world.size // same_data, config.sequence, config.tensor))
+            cube = world.new_mesh((world.size // same_data, config.sequence, config.tensor))
             sequence_group = cube.get_group(1)
-        data_group = init_device_mesh(device, (world.size // same_data, same_data)).get_group(0)
+        data_group = world.new_mesh((world.size // same_data, same_data)).get_group(0)
         sizes = (replicate, config.shard, config.sequence, config.tensor)
         return cls(world, *sizes, shard_mesh, tensor_mesh, sequence_group, data_group)
 

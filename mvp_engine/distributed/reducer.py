@@ -6,6 +6,7 @@ micro-batch at all in a step, and a parameter may get no gradient: the sum is st
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -33,13 +34,13 @@ class GradientReducer:
     def __init__(self, params: list[nn.Parameter], host_group: dist.ProcessGroup) -> None:
         self.buckets = [_Bucket(chunk) for chunk in _chunks(params)]
         self._host_group = host_group
-        self._touched: set[nn.Parameter] = set()  # in this step
-        self._counted: set[nn.Parameter] = set()  # in its last backward
+        self._touched: set[Tensor] = set()  # in this step
+        self._counted: set[Tensor] = set()  # in its last backward
         self._armed = self._finished = False
         self._next = 0
         for bucket in self.buckets:
             for param in bucket.params:
-                param.register_post_accumulate_grad_hook(self._hook(bucket, param))
+                param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), weakref.ref(bucket)))
 
     def zero_grad(self) -> None:
         self._touched.clear()
@@ -103,21 +104,18 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.allocate()
 
-    def _hook(self, bucket: _Bucket, param: nn.Parameter) -> Callable[[Tensor], None]:
-        def on_gradient(_: Tensor) -> None:
-            self._touched.add(param)
-            if not self._armed:
-                return
-            if param in self._counted:
-                raise RuntimeError(
-                    "a parameter got its gradient twice in one backward, so it may have been sent too early; "
-                    "re-entrant activation checkpointing does that: use checkpoint(..., use_reentrant=False)"
-                )
-            self._counted.add(param)
-            bucket.waiting -= 1
-            self._send_ready()
-
-        return on_gradient
+    def _on_gradient(self, bucket: _Bucket, param: Tensor) -> None:
+        self._touched.add(param)
+        if not self._armed:
+            return
+        if param in self._counted:
+            raise RuntimeError(
+                "a parameter got its gradient twice in one backward, so it may have been sent too early; "
+                "re-entrant activation checkpointing does that: use checkpoint(..., use_reentrant=False)"
+            )
+        self._counted.add(param)
+        bucket.waiting -= 1
+        self._send_ready()
 
     def _send_ready(self) -> None:
         # Always in the same order, on every rank: collectives are matched by order.
@@ -125,6 +123,16 @@ class GradientReducer:
             bucket = self.buckets[self._next]
             bucket.work = dist.all_reduce(bucket.flat, async_op=True)
             self._next += 1
+
+
+def _hook(reducer: weakref.ref[GradientReducer], bucket: weakref.ref[_Bucket]) -> Callable[[Tensor], None]:
+    """Python cannot collect a circle that runs through a hook: one that held its parameter would keep it for ever."""
+
+    def on_gradient(param: Tensor) -> None:
+        if (owner := reducer()) is not None and (its := bucket()) is not None:
+            owner._on_gradient(its, param)
+
+    return on_gradient
 
 
 def _chunks(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -67,13 +67,15 @@ class UsedParameters:
             part.register_forward_pre_hook(self._watch(places))  # type: ignore[attr-defined]
 
     def _watch(self, places: list[tuple[nn.Module, str, nn.Parameter]]) -> Callable[..., None]:
+        used = self._used  # and not self, which holds what is gathered: Python cannot collect a circle through a hook
+
         @torch.compiler.disable
         def before_forward(*_: object) -> None:
             for owner, name, param in places:
                 gathered = owner._parameters[name]  # the same object in every forward
                 if gathered is not None and gathered not in self._watched:
                     self._watched.add(gathered)
-                    gathered.register_post_accumulate_grad_hook(lambda _, param=param: self._used.add(param))
+                    gathered.register_post_accumulate_grad_hook(lambda _, param=param: used.add(param))
 
         return before_forward
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import debug
 
 from mvp_engine import PARENT
 from mvp_engine.errors import UserError
@@ -34,6 +36,7 @@ class World:
     host_group: dist.ProcessGroup | None = None  # gloo, for the main thread's agreements
     store: PrefixStore | None = None
     watch: _Watch | None = None
+    meshes: list[DeviceMesh] = field(default_factory=list)
 
     @classmethod
     def join(cls, device: str = "auto", timeout: float = 600.0) -> World:
@@ -105,12 +108,26 @@ class World:
         """A gloo group of all ranks for the use of one thread. Every rank must call this at the same place."""
         return dist.new_group(backend="gloo") if self.size > 1 else None
 
+    def new_mesh(self, shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+        """The ranks as a grid, with process groups along its dimensions that end with this world."""
+        self.meshes.append(init_device_mesh(self.device.type, shape, mesh_dim_names=names))
+        return self.meshes[-1]
+
     def close(self) -> None:
         if self.watch:
             self.watch.end()  # this rank is past its last collective, so the others may end as they like
         if self.size > 1 and dist.is_initialized():
             self.barrier()
             dist.destroy_process_group()
+            self._forget_groups()
+
+    def _forget_groups(self) -> None:
+        """A process group keeps sockets and busy threads until nobody holds it, and DTensor's caches hold meshes."""
+        for mesh in self.meshes:
+            getattr(mesh, "_pg_registry", {}).clear()
+        for name, clear in vars(debug).items():
+            if name.startswith("_clear_"):  # a later world would find the meshes of this one, with groups that ended
+                clear()
 
     def failed_first(self) -> int:
         """Called by a rank that fails: which rank was the first to fail? Later ones are only its echo."""

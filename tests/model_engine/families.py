@@ -69,7 +69,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Layers of these look across boundaries, or drop them on the way: they must be refused.
-REFUSED = ["falcon_h1", "mamba", "jamba", "bloom", "minimax", "stablelm"]
+STATE = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
+REFUSED: dict[str, dict[str, Any]] = {
+    "falcon_h1": STATE,
+    **{name: {} for name in ("mamba", "jamba", "bloom", "minimax", "stablelm")},
+}
 
 
 # What each model of VISION has: tokens that stand for a piece of an image, a video or a sound.
@@ -251,7 +255,7 @@ def config_of(name: str) -> Any:
     if name in VISION or name in REFUSED_VISION:
         special = (VISION if name in VISION else REFUSED_VISION)[name][1]
         return AutoConfig.for_model(name, **copy.deepcopy({**TOKENS, **special}))
-    extra = FAMILIES[name][1] if name in FAMILIES else {}
+    extra = FAMILIES[name][1] if name in FAMILIES else REFUSED.get(name, {})
     return AutoConfig.for_model(name, **{**SMALL, **extra})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, read_metrics
 from families import overrides_of, parallel
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.batch import PackedBatch
@@ -133,3 +135,19 @@ def two_layouts() -> dict[str, Any]:
     outs = [engine.infer_batch(batch(), ["log_probs"], budget=11)["log_probs"] for engine in both for _ in range(2)]
     world.close()
     return {"same": all(torch.allclose(out, outs[0], rtol=1e-5, atol=1e-5) for out in outs)}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+def test_an_ended_world_leaves_neither_parameters_nor_process_groups(ranks2, sizes: tuple[int, int, int]) -> None:
+    """Threads of a gloo group wake up a hundred times a second, for nothing."""
+    assert ranks2.run(left_behind, *sizes) == [([], [])] * 2
+
+
+def left_behind(*sizes: int) -> tuple[list[str], list[tuple[int, ...]]]:
+    before = [value for value in gc.get_objects() if isinstance(value, nn.Parameter)]
+    on_layout(*sizes, ["qwen3"])
+    gc.collect()
+    known = {id(value) for value in before}
+    after = [value for value in gc.get_objects() if isinstance(value, nn.Parameter) and id(value) not in known]
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name], [tuple(value.shape) for value in after]
