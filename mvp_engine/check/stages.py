@@ -33,6 +33,7 @@ from mvp_engine.kit.data.inspect import inspect_kit, kit_of
 from mvp_engine.launch import launch, leave
 from mvp_engine.log.backends import Backend
 from mvp_engine.log.hub import backend_class
+from mvp_engine.model_engine import precision_on
 from mvp_engine.model_engine.parts import trained_parts
 from mvp_engine.runs import Run, write_atomically
 from mvp_engine.signals import StopSignals
@@ -131,7 +132,8 @@ class Check:
         self._look_ahead(config)
         run = Run(world.broadcast(Run.create(self.folder, config.project.name, None).dir if world.is_main else None))
         engine: Checked = type(name, (Checked, composed.engine_class), {})(_small(config), world, run, None, "a check")
-        self._passed(f"{config.project.name}: {name}, {config.loop.precision} on {world.size} x {device.type}")
+        precision = precision_on(device, config.loop.precision)
+        self._passed(f"{config.project.name}: {name}, {precision} on {world.size} x {device.type}")
         engine.signals = StopSignals()  # asked, never entered: Ctrl-C ends a check at once
         watch = Warnings(self.facts["warnings"])
         LOGGER.addHandler(watch)
