@@ -1,0 +1,46 @@
+"""Qwen3-VL in stages: align the projector, pre-train, instruct, in full or with LoRA. The stages are configs."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mvp_engine.config import Section
+from mvp_engine.errors import UserError
+from mvp_engine.kit import MLLMConfig, MLLMEngine
+
+from .data import prepare
+
+
+class Shapes(Section):
+    folder: str  # where pictures, films, rows and a processor are made, once
+    rows: int  # of captions; other files have as many or half as many
+
+
+class VLConfig(MLLMConfig):
+    shapes: Shapes | None = None  # null: nothing is made up; mllm.sources are files of your own
+
+
+class VLEngine(MLLMEngine):
+    config_class = VLConfig
+    config: VLConfig
+    title = "What Qwen3-VL answers"
+
+    @classmethod
+    def make_processor(cls, config: Any) -> Any:
+        shapes = config.shapes
+        made = None if shapes is None else prepare(shapes.folder, shapes.rows)
+        return made if config.model.path is None else super().make_processor(config)
+
+    @classmethod
+    def data_kit(cls, config: Any) -> Any:
+        path = config.model.path
+        if config.shapes is not None and path is not None and not Path(path).is_dir():
+            raise UserError(f"model.path={path} is not there: it is what the stage before exports, so train that first")
+        return super().data_kit(config)
+
+    def prepare_model(self) -> nn.Module:
+        if self.config.shapes is not None:
+            torch.set_num_threads(1)  # tensors are tiny: threads would wait for each other; other cores load data
+        return super().prepare_model()

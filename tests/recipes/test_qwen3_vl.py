@@ -1,0 +1,157 @@
+"""Qwen3-VL in stages, shrunken: the README's commands in turn; what trains, what goes out, what is held out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, readme_commands
+from test_hf_folders import entries
+
+from mvp_engine.checkpoint import storage
+from mvp_engine.cli import main
+from mvp_engine.config import compose
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.kit import MLLMModelKit
+from mvp_engine.model_engine import ModelSource
+
+RECIPE = ROOT / "recipes" / "qwen3_vl"
+QUICK = ["shapes.rows=60", "data.num_workers=0"]
+SIZES = ["mllm.micro_batch_tokens=320", "ask.max_new_tokens=3", "log.backends=[file,jsonl]"]
+STEPS = {"words": 12, "align": 6, "pretrain": 10, "instruct": 6, "instruct_lora": 6}
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which all commands of the README ran."""
+    folder = tmp_path_factory.mktemp("qwen3_vl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for words in readme_commands("qwen3_vl"):
+            if "gpu" not in words[2]:
+                words = [word.replace("recipes/", f"{ROOT}/recipes/", 1) for word in words[1:]]
+                small = {"train": [*QUICK, *SIZES], "data": QUICK}.get(words[0], [])
+                if words[0] == "train":
+                    small = [*small, f"loop.total_steps={STEPS[Path(words[1]).stem]}"]
+                assert main([*words, *small]) == 0, words
+    return folder / "outputs"
+
+
+def exported(chain: Path, stage: str) -> dict[str, torch.Tensor]:
+    return dict(entries(chain / "qwen3_vl" / stage / "model.safetensors"))
+
+
+def held_out(chain: Path, stage: str) -> dict[str, Any]:
+    (file,) = {path.resolve().parent / "metrics.jsonl" for path in [chain / "qwen3_vl" / stage]}
+    return [r for r in map(json.loads, file.read_text().splitlines()) if r["split"] == "eval"][-1]
+
+
+def test_each_stage_starts_from_the_export_before_it_and_trains_its_parts(chain: Path) -> None:
+    weights = {stage: exported(chain, stage) for stage in STEPS}
+    parts = MLLMModelKit.parts(MLLMModelKit().build(ModelSource(str(chain / "qwen3_vl" / "words"))))
+    before = {"align": "words", "pretrain": "align", "instruct": "pretrain", "instruct_lora": "pretrain"}
+    moves = {stage: {"vision", "projector", "llm"} for stage in before}
+    moves |= {"align": {"projector"}, "instruct_lora": {"projector", "llm"}}
+    for stage, earlier in before.items():
+        same: dict[str, list[bool]] = {}
+        for name, value in weights[stage].items():
+            same.setdefault(parts[f"hf.{name}"], []).append(torch.equal(value, weights[earlier][name]))
+        assert {part for part, equal in same.items() if not all(equal)} == moves[stage], stage
+        assert same.keys() == {"vision", "projector", "llm"}
+    losses = [held_out(chain, stage)["loss_captions"] for stage in ("words", "align", "pretrain")]
+    assert losses == sorted(losses, reverse=True)
+    assert {f"exact_{name}" for name in ("captions", "several", "films", "colour", "move")} <= held_out(
+        chain, "align"
+    ).keys()
+
+
+def test_lora_saves_the_adapter_and_goes_out_for_peft_and_merged_with_equal_logits(chain: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    saved = storage.Reader((chain / "lora" / "checkpoints" / "latest").resolve()).entries
+    trained = [name for name in saved if name.startswith("model.")]
+    assert trained
+    assert all(".lora_" in name or ".merger." in name or ".deepstack_merger_list." in name for name in trained)
+    base = AutoModelForImageTextToText.from_pretrained(chain / "qwen3_vl" / "pretrain")
+    ids = torch.arange(7, 60)[None]
+    before = base(ids).logits
+    by_peft = PeftModel.from_pretrained(base, str(chain / "lora" / "adapter")).eval()(ids).logits
+    merged = AutoModelForImageTextToText.from_pretrained(chain / "qwen3_vl" / "instruct_lora").eval()(ids).logits
+    assert torch.allclose(merged, by_peft, atol=1e-5)
+    assert not torch.allclose(before, by_peft, atol=1e-3)
+
+
+def test_the_page_shows_pictures_and_frames_beside_answers(chain: Path) -> None:
+    page = ((chain / "qwen3_vl" / "instruct").resolve().parent / "report.html").read_text()
+    assert "Which way does it move?" in page
+    assert page.count("data:image/png") > 24  # a film has several
+
+
+def test_held_out_files_are_other_ones_and_films_come_both_ways(chain: Path) -> None:
+    from qwen3_vl import data
+
+    files = {
+        split: {file.read_bytes() for file in (chain / "shapes" / split).rglob("*.*") if file.suffix != ".jsonl"}
+        for split in ("train", "eval")
+    }
+    assert len(files["train"]) > 100
+    assert not files["train"] & files["eval"]
+    rows = [json.loads(line) for line in (chain / "shapes" / "train" / "films.jsonl").open()]
+    assert {type(row["video"]) for row in rows} == {str, list}
+    texts = [(chain / "shapes" / split / "texts.jsonl").read_text().splitlines() for split in ("train", "eval")]
+    assert not set(texts[0]) & set(texts[1])
+    processor = data.prepare(str(chain / "shapes"), 60)
+    about = compose(str(RECIPE / "configs" / "words.yaml"), []).config.model.config
+    for kind in ("image", "video"):
+        assert processor.tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>") == about[f"{kind}_token_id"]
+    assert len(processor.tokenizer) <= about["text_config"]["vocab_size"]
+
+
+def test_a_stage_without_the_one_before_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(RECIPE / "configs" / "align.yaml"), f"project.dir={tmp_path}"]) == EXIT_USER_ERROR
+    assert "it is what the stage before exports, so train that first" in capsys.readouterr().err
+
+
+REAL = {  # the sizes of Qwen3-VL-2B
+    "model_type": "qwen3_vl",
+    "tie_word_embeddings": True,
+    "text_config": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+    },
+    "vision_config": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "sources"),
+    [
+        ("align_gpu1", ["captions", "held_captions"]),
+        ("pretrain_gpu8", ["captions", "interleaved", "films", "texts", "held"]),
+        ("instruct_gpu1", ["chats", "held_chats"]),
+        ("instruct_gpu1_lora", ["chats", "held_chats"]),
+        ("instruct_gpu8", ["chats", "held_chats"]),
+    ],
+)
+def test_configs_for_gpus_compose_and_ask_for_what_they_need(name: str, sources: list[str], tmp_path: Path) -> None:
+    config = str(RECIPE / "configs" / f"{name}.yaml")
+    with pytest.raises(UserError, match=rf"leaves open what only you know.* mllm\.sources\.{sources[0]}\.path=\.\.\."):
+        compose(config, [])
+    (tmp_path / "config.json").write_text(json.dumps(REAL))
+    words = [f"model.path={tmp_path}", *(f"mllm.sources.{source}.path=rows.jsonl" for source in sources)]
+    found: Any = compose(config, words).config
+    assert found.loop.precision == "bf16"
+    assert found.parallel.shard == (8 if name.endswith("8") else 1)
+    model = MLLMModelKit(found.lora).build(found.model)
+    assert set(MLLMModelKit.parts(model).values()) == {"vision", "projector", "llm"}
+    assert sum(p.numel() for p in model.parameters()) > 2e9
