@@ -69,6 +69,15 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--first", type=int, default=6, metavar="N", help="the step to begin with: 5 warm up (6)")
     profile.set_defaults(run=_profile)
 
+    text = "what a config will need of a GPU, which need not be there: memory, time of a step and of all"
+    estimate = commands.add_parser("estimate", help=text, description=text)
+    estimate.add_argument("config", metavar="CONFIG", help="the recipe's YAML file")
+    estimate.add_argument("overrides", nargs="*", metavar="key=value")
+    estimate.add_argument("--gpu", default="H200", metavar="NAME", help="such as H100 or RTX 4090 (H200)")
+    estimate.add_argument("--gpus", type=int, default=1, metavar="N", help="how many of them (1)")
+    estimate.add_argument("--json", action="store_true", help="for programs")
+    estimate.set_defaults(run=_estimate)
+
     recipe = commands.add_parser("recipe", help="list recipes, make one of your own").add_subparsers(
         required=True, metavar="COMMAND"
     )
@@ -160,6 +169,13 @@ def _profile(args: argparse.Namespace) -> int:
         raise UserError("--steps and --first: at least 1")
     words = ["--config", args.config, "--out", args.out, "--steps", str(args.steps), "--first", str(args.first)]
     return _start("mvp_engine.profile", args.nproc, [*words, *args.overrides])
+
+
+def _estimate(args: argparse.Namespace) -> None:
+    from mvp_engine.estimate import facts, page
+
+    told = facts(args.config, args.overrides, args.gpu, args.gpus)
+    print(json.dumps(told, indent=2) if args.json else page(told))
 
 
 def _start(module: str, nproc: int, words: list[str]) -> int:

@@ -14,6 +14,7 @@ from conftest import ROOT
 LEAVES = {"errors", "imports", "runs", "signals", "config.schema"}
 ROOMS = [
     "cli",
+    "estimate",
     "profile",
     "check",
     "launch",

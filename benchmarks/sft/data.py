@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -104,13 +105,18 @@ class Pixels:
         ).view(-1, 3)
 
 
+@cache
+def _positions(name: str) -> RopePositions:
+    from transformers import AutoConfig
+
+    return RopePositions(AutoConfig.for_model(**shape(name)))
+
+
 def packed(chosen: list[Row], name: str, pixels: Pixels) -> PackedBatch:
     """One micro-batch of this engine."""
     if name not in VISION:
         return PackedBatch.from_sequences([row.ids for row in chosen])
-    from transformers import AutoConfig
-
-    positions, each = RopePositions(AutoConfig.for_model(**shape(name))), []
+    positions, each = _positions(name), []
     for row in chosen:
         values, grids = pixels.of(row.grids)
         media = Media(values, grids.prod(-1), torch.zeros(len(grids), dtype=torch.long), {"image_grid_thw": grids})

@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,8 +58,11 @@ class MFUKit:
         """What trains is looked up when the first batch is counted: by then the engine has frozen what it should."""
         self.model = model
         self.config: Any = model.hf.config
-        self._costs: _Costs | None = None
         self._unknown = False
+
+    @cached_property
+    def costs(self) -> _Costs:
+        return _costs_of(self.model)
 
     def count(self, ctx: StepContext) -> None:
         """Add the step's FLOPs to the totals; the log makes `mfu` of them. (Tokens are counted with the loss.)
@@ -79,23 +83,29 @@ class MFUKit:
     def flops(self, batch: PackedBatch, *, masked: bool = True) -> Tensor:
         """Forward and backward of a batch, as a float64 scalar on its device. With `masked=False` every token of a
         sequence is counted as seeing every other, as torch's FLOP counter does."""
-        if self._costs is None:
-            self._costs = _costs_of(self.model)
-        costs = self._costs
+        products, attention = self.kinds(batch, masked=masked)
+        return products + attention
+
+    def kinds(self, batch: PackedBatch, *, masked: bool = True) -> tuple[Tensor, Tensor]:
+        """The same, of matrix products and of attention."""
+        costs = self.costs
         lengths = batch.cu_seqlens.diff().double()
-        total = torch.full((), costs.rows["text"] * batch.num_tokens, dtype=torch.float64, device=lengths.device)
+        products = torch.full((), costs.rows["text"] * batch.num_tokens, dtype=torch.float64, device=lengths.device)
+        attention = torch.zeros_like(products)
         for (kind, window), cost in costs.pairs.items():
             if kind == "text":
-                total += cost * (_seen(lengths, window) if masked else lengths.square()).sum()
+                attention += cost * (_seen(lengths, window) if masked else lengths.square()).sum()
         for name, media in batch.media.items():
             if len(media.rows):
                 for kind, rows, pair in self._seen_by_encoder(name, media, batch.input_ids):
-                    total += rows * (costs.rows.get(kind, 0.0) if pair is None else pair)
-        return total
+                    if pair is None:
+                        products += rows * costs.rows.get(kind, 0.0)
+                    else:
+                        attention += rows * pair
+        return products, attention
 
     def _seen_by_encoder(self, name: str, media: Media, ids: Tensor) -> Iterator[Share]:
-        assert self._costs is not None
-        pairs = {window: cost for (kind, window), cost in self._costs.pairs.items() if kind == "encoder"}
+        pairs = {window: cost for (kind, window), cost in self.costs.pairs.items() if kind == "encoder"}
         grids = [grid for field_name, grid in media.fields.items() if field_name.endswith("grid_thw")]
         if grids:
             yield from self._patches(grids[0].double(), pairs)
