@@ -1,0 +1,184 @@
+"""Pictures and no tokens: digits in CI, a folder of a user's own with broken files, export, two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, read_metrics, readme_commands
+from PIL import Image
+
+from mvp_engine.checkpoint.state import average_of
+from mvp_engine.checkpoint.storage import Reader
+from mvp_engine.cli import main
+from mvp_engine.config import compose
+from mvp_engine.errors import UserError
+from mvp_engine.launch import launch
+from mvp_engine.runs import list_runs
+
+CONFIGS = ROOT / "recipes" / "vit_classification" / "configs"
+SMALL = ["model.config.num_hidden_layers=1", "model.config.hidden_size=16", "model.config.intermediate_size=16"]
+QUICK = ["data.num_workers=0", "log.interval=1", "loop.eval_interval=null", "optim.warmup_steps=0"]
+
+
+def run(folder: Path, *more: str) -> int:
+    return launch(str(CONFIGS / "cpu.yaml"), [f"project.dir={folder}", *SMALL, *QUICK, *more])
+
+
+def pictures(folder: Path, count: int = 12) -> Path:
+    """Two classes, red and blue, of many sizes and modes; three files are broken."""
+    random = np.random.default_rng(0)
+    for name, colour in (("blue", 2), ("red", 0)):
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = random.integers(0, 60, (20 + i, 30, 3), dtype=np.uint8)
+            pixels[:, :, colour] += 180
+            Image.fromarray(pixels).convert("P" if i == 3 else "RGB").save(
+                folder / name / f"{i}.{'png' if i % 2 else 'jpg'}"
+            )
+    (folder / "red" / "half.jpg").write_bytes((folder / "red" / "2.jpg").read_bytes()[:200])
+    (folder / "red" / "text.png").write_text("no picture")
+    (folder / "blue" / "none.jpg").touch()
+    (folder / "blue" / "notes.txt").write_text("not looked at")
+    return folder
+
+
+def test_the_readme_s_commands_run_and_digits_are_learnt(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(ROOT)
+    seen = []
+    for words in readme_commands("vit_classification"):
+        if "--nproc" in words or any("gpu" in word for word in words):
+            continue
+        fewer = ["loop.total_steps=100", "optim.warmup_steps=20", "data.num_workers=0"]
+        assert main([*words[1:], *fewer, f"project.dir={tmp_path}"]) == 0, words
+        seen.append(words[1])
+    assert seen == ["train", "train", "evaluate"]
+    accuracy = read_metrics(tmp_path, "eval")[-1]["accuracy"]
+    assert accuracy > 0.4  # of ten classes, after 100 of 920 steps
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A run on a user's folder, with bad files in it."""
+    folder = tmp_path_factory.mktemp("vit")
+    words = [f"images.root={pictures(folder / 'pictures')}", "images.held_out=4", "images.crop=0.5", "images.flip=true"]
+    words += ["data.micro_batch_size=4", "data.global_batch_size=8", "loop.epochs=6", "optim.lr=0.01"]
+    assert run(folder, *words, "checkpoint.interval=3") == 0
+    return folder, words
+
+
+def test_broken_files_are_named_counted_and_left_out(own: tuple[Path, list[str]]) -> None:
+    folder, words = own
+    newest = list_runs(folder)[0].dir
+    named = [json.loads(line)["image"] for line in (newest / "bad_images.0.jsonl").read_text().splitlines()]
+    in_training = {name.partition(": ")[0].rpartition("/")[2] for name in named}
+    assert in_training <= {"half.jpg", "text.png", "none.jpg"}
+    assert in_training
+    assert len(named) == len(in_training)  # once each, not in every epoch
+    assert all(": corrupt: " in name for name in named)
+    records = read_metrics(folder)
+    bad = sum(record["totals"].get("bad_images", 0) for record in records)
+    assert bad == 6 * len(in_training)
+    assert "left out: " in (newest / "log.txt").read_text()
+    assert run(folder, *words, "workflow=evaluate", f"resume={newest}") == 0
+    [line] = [json.loads(line) for line in (newest / "evaluate.jsonl").read_text().splitlines()]
+    assert line["accuracy"] > 0.9
+
+
+def test_it_resumes_to_the_same_bits_with_other_workers(own: tuple[Path, list[str]]) -> None:
+    folder, words = own
+    checkpoint = list_runs(folder)[0].checkpoint_list()[0]
+    straight = [record["loss"] for record in read_metrics(folder)]
+    assert run(folder, *words, f"resume={checkpoint}", "data.num_workers=2") == 0
+    assert [record["loss"] for record in read_metrics(folder)] == straight
+
+
+def test_changes_of_a_picture_depend_on_seed_epoch_and_index_only(own: tuple[Path, list[str]]) -> None:
+    from vit_classification.data import Images, Pictures, collate
+    from vit_classification.model import make_processor
+
+    from mvp_engine.data import SampleLoader
+
+    images = Images(root=None, held_out=5, size=32, bend=0.15)
+    digits = Pictures("train", images, make_processor(None, 32))
+    assert not {bytes(item) for item in digits.items} & {
+        bytes(item) for item in Pictures("eval", images, digits.processor).items
+    }
+
+    def epoch(number: int, size: int, **options: int) -> dict[int, torch.Tensor]:
+        loader = SampleLoader(digits, micro_batch_size=size, seed=3, shuffle=False, collate_fn=collate, **options)
+        loader.set_epoch(number)
+        batch = next(iter(loader))
+        return dict(zip(batch["index"].tolist(), batch["pixel_values"], strict=True))
+
+    first, other = epoch(0, 4), epoch(0, 2, rank=1, world_size=2, num_workers=1)
+    assert torch.equal(first[1], other[1])
+    assert torch.equal(first[3], other[3])
+    assert not torch.equal(first[1], epoch(1, 4)[1])
+
+
+def test_the_export_answers_like_the_averaged_weights_on_one_rank_and_on_two_shards(
+    ranks2: Any, own: tuple[Path, list[str]]
+) -> None:
+    from transformers import pipeline
+
+    folder, words = own
+    newest = list_runs(folder)[0].dir
+    again = [*words, "workflow=report", f"resume={newest}"]
+    assert run(folder, *again) == 0
+    page = (newest / "report.html").read_text()
+    assert "What was taken for what" in page
+    assert page.count("data:image/png") >= 5
+    [export] = newest.glob("hf_step_*")
+    told = {}
+    ask = pipeline("image-classification", str(export), device="cpu")
+    for file in sorted((folder / "pictures").glob("*/1*.*")):
+        told[file] = ask(Image.open(file).convert("RGB"))
+        assert told[file][0]["label"] == file.parent.name
+    raw = ask.model.state_dict()
+    saved = Reader(newest / "checkpoints" / "latest")
+    for name, tensor in raw.items():
+        average = torch.empty_like(tensor)
+        saved.fill({average_of(name): average})
+        assert torch.equal(tensor, average), name
+    # The same from two ranks that share the weights.
+    words2 = [f"project.dir={folder}", *SMALL, *QUICK, *again, "parallel.shard=2", "data.global_batch_size=8"]
+    assert ranks2.launch(CONFIGS / "cpu.yaml", *words2) == [0, 0]
+    shared = pipeline("image-classification", str(export), device="cpu").model
+    assert type(shared).__name__ == "ViTForImageClassification"
+    for name, tensor in shared.state_dict().items():
+        assert torch.equal(tensor, raw[name]), name
+
+
+def test_gpu_configs_compose_and_a_pretrained_folder_gets_a_new_head(own: tuple[Path, list[str]]) -> None:
+    from vit_classification.model import make_model
+
+    folder, _ = own
+    for name in ("gpu1", "gpu8"):
+        composed: Any = compose(str(CONFIGS / f"{name}.yaml"), ["images.root=/somewhere"])
+        with torch.device("meta"):
+            model = make_model(composed.config.model, composed.config.images.size, ["cat", "dog"])
+        assert 85e6 < sum(p.numel() for p in model.parameters()) < 87e6
+    newest = list_runs(folder)[0].dir
+    [export] = newest.glob("hf_step_*")
+    more = [f"model.path={export}", "images.root=null", "loop.total_steps=2"]
+    assert launch(str(CONFIGS / "cpu.yaml"), [f"project.dir={folder / 'next'}", *QUICK, *more, "model.config={}"]) == 0
+
+
+def test_mistakes_are_explained(tmp_path: Path) -> None:
+    from vit_classification.data import Images, Pictures
+
+    def mistake(**images: Any) -> str:
+        with pytest.raises(UserError) as raised:
+            Pictures("train", Images(size=32, **images), None)
+        return str(raised.value)
+
+    assert "images.root=/path/to/pictures is no folder" in mistake(root="/path/to/pictures")
+    assert "0 folder(s)" in mistake(root=str(tmp_path))
+    (tmp_path / "cats").mkdir()
+    (tmp_path / "dogs").mkdir()
+    assert "cats has no picture to train on" in mistake(root=str(tmp_path))
