@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import time
@@ -43,7 +44,7 @@ class RankPool:
                 self.close()
                 errors = "\n".join(error for error, _ in answers if error)
                 raise TimeoutError(f"rank {rank} of {self.size} gave no answer in {timeout} s\n{errors}")
-            answers.append(pipe.recv())
+            answers.append(pickle.loads(pipe.recv_bytes()))  # `recv` would open a socket for each tensor
         for rank, (error, _) in enumerate(answers):
             if error:
                 raise AssertionError(f"rank {rank} failed:\n{error}")
@@ -83,9 +84,10 @@ def _serve(rank: int, size: int, pipe: Any) -> None:
         function, args, port = pipe.recv()
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         try:
-            pipe.send((None, function(*args)))
+            answer = pickle.dumps((None, function(*args)))
         except BaseException:  # noqa: BLE001 - goes to the test
-            pipe.send((traceback.format_exc(), None))
+            answer = pickle.dumps((traceback.format_exc(), None))
+        pipe.send_bytes(answer)
 
 
 def _free_port() -> int:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import debug
+from torch.distributed.tensor import DTensor
 
 from mvp_engine import PARENT
 from mvp_engine.errors import UserError
@@ -125,9 +125,9 @@ class World:
         """A process group keeps sockets and busy threads until nobody holds it, and DTensor's caches hold meshes."""
         for mesh in self.meshes:
             getattr(mesh, "_pg_registry", {}).clear()
-        for name, clear in vars(debug).items():
-            if name.startswith("_clear_"):  # a later world would find the meshes of this one, with groups that ended
-                clear()
+        # A later world would find the meshes of this one in there, with groups that ended.
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
     def failed_first(self) -> int:
         """Called by a rank that fails: which rank was the first to fail? Later ones are only its echo."""

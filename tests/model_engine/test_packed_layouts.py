@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.sequence import check_heads
 from mvp_engine.errors import UserError
+from mvp_engine.launch import launch
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.model_engine.packed import LanguageModel
 
@@ -61,43 +63,52 @@ def on_layout(shard: int, sequence: int, tensor: int, families: list[str]) -> di
     return result
 
 
+@functools.cache
+def expected(family: str) -> dict[str, torch.Tensor]:
+    return gradients(family, Layout(World.join("cpu")))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one rank made of five steps."""
+    folder = tmp_path_factory.mktemp("one")
+    assert launch(str(LM), ["loop.eval_interval=5", "data.micro_batch_size=8", f"project.dir={folder}"]) == 0
+    return folder
+
+
 @pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), LAYOUTS)
 def test_every_gradient_is_that_of_one_rank(request, ranks: int, shard: int, sequence: int, tensor: int) -> None:
     families = FAMILIES if tensor == 1 else WITH_PLAN
     results = request.getfixturevalue(f"ranks{ranks}").run(on_layout, shard, sequence, tensor, families)
     for family in families:
-        expected = gradients(family, Layout(World.join("cpu")))
         for result in results:
-            assert result[family].keys() == expected.keys()
-            for name, grad in expected.items():
+            assert result[family].keys() == expected(family).keys()
+            for name, grad in expected(family).items():
                 assert torch.allclose(result[family][name], grad, rtol=1e-5, atol=1e-5), (family, name)
 
 
 @pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), LAYOUTS)
 def test_losses_over_five_steps_are_those_of_one_rank(
-    request, train, tmp_path: Path, ranks: int, shard: int, sequence: int, tensor: int
+    request, one: Path, tmp_path: Path, ranks: int, shard: int, sequence: int, tensor: int
 ) -> None:
-    words = ["loop.eval_interval=5"]
-    assert train(*words, "data.micro_batch_size=8", config=LM, dir=tmp_path / "one") == 0
     pool = request.getfixturevalue(f"ranks{ranks}")
     layout = [f"parallel.shard={shard}", f"parallel.sequence={sequence}", f"parallel.tensor={tensor}"]
-    layout += ["data.micro_batch_size=2"]
-    assert pool.launch(LM, *words, *layout, f"project.dir={tmp_path / 'many'}") == [0] * ranks
+    words = ["loop.eval_interval=5", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
+    assert pool.launch(LM, *words, *layout) == [0] * ranks
     for split in ("train", "eval"):
-        one, many = read_metrics(tmp_path / "one", split), read_metrics(tmp_path / "many", split)
-        assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in many], rel=1e-5)
-        assert [r.get("totals") for r in one] == [r.get("totals") for r in many]  # counted once
+        alone, many = read_metrics(one, split), read_metrics(tmp_path, split)
+        assert [r["loss"] for r in alone] == pytest.approx([r["loss"] for r in many], rel=1e-5)
+        assert [r.get("totals") for r in alone] == [r.get("totals") for r in many]  # counted once
 
 
 @pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.tensor=2"], ["parallel.sequence=2"]], ids=str)
-def test_bf16_follows_fp32(train, ranks2, tmp_path: Path, layout: list[str]) -> None:
+def test_bf16_follows_fp32(one: Path, ranks2, tmp_path: Path, layout: list[str]) -> None:
     """Weights travel as bf16; the masters and the sums of gradients stay float32."""
-    assert train("data.micro_batch_size=8", config=LM, dir=tmp_path / "one") == 0
-    words = [*layout, "loop.precision=bf16", "data.micro_batch_size=2", f"project.dir={tmp_path / 'two'}"]
+    words = [*layout, "loop.precision=bf16", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
     assert ranks2.launch(LM, *words) == [0, 0]
-    one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
-    assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], rel=2e-2)
-    assert [r["grad_norm"] for r in one] == pytest.approx([r["grad_norm"] for r in two], rel=1e-1)
+    alone, two = read_metrics(one), read_metrics(tmp_path)
+    assert [r["loss"] for r in alone] == pytest.approx([r["loss"] for r in two], rel=2e-2)
+    assert [r["grad_norm"] for r in alone] == pytest.approx([r["grad_norm"] for r in two], rel=1e-1)
 
 
 def test_a_run_goes_on_over_layouts(train, ranks2, ranks4, tmp_path: Path) -> None:
