@@ -24,7 +24,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: #fff
 h1 { font-size: 26px; margin: 0; } h2 { font-size: 18px; margin: 36px 0 10px; }
 .dim { color: var(--dim); margin: 2px 0 0; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(128px, 1fr)); gap: 12px; margin-top: 22px; }
-.figure { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
+.figure { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; overflow-wrap: anywhere; }
 .figure b { display: block; font-size: 21px; font-variant-numeric: tabular-nums; }
 .curves { width: 100%; height: auto; }
 table { border-collapse: collapse; width: 100%; }

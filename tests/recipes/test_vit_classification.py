@@ -157,13 +157,16 @@ def test_the_export_answers_like_the_averaged_weights_on_one_rank_and_on_two_sha
 def test_gpu_configs_compose_and_a_pretrained_folder_gets_a_new_head(own: tuple[Path, list[str]]) -> None:
     from vit_classification.model import make_model
 
-    folder, _ = own
+    folder, words = own
     for name in ("gpu1", "gpu8"):
+        with pytest.raises(UserError, match=r"give on the command line: images.root=..."):
+            compose(str(CONFIGS / f"{name}.yaml"), [])
         composed: Any = compose(str(CONFIGS / f"{name}.yaml"), ["images.root=/somewhere"])
         with torch.device("meta"):
             model = make_model(composed.config.model, composed.config.images.size, ["cat", "dog"])
         assert 85e6 < sum(p.numel() for p in model.parameters()) < 87e6
     newest = list_runs(folder)[0].dir
+    assert run(folder, *words, "workflow=export", f"resume={newest}") == 0
     [export] = newest.glob("hf_step_*")
     more = [f"model.path={export}", "images.root=null", "loop.total_steps=2"]
     assert launch(str(CONFIGS / "cpu.yaml"), [f"project.dir={folder / 'next'}", *QUICK, *more, "model.config={}"]) == 0

@@ -1,0 +1,165 @@
+"""Speech in, text out: the README's commands, resume, the export beside transformers, two ranks."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, read_metrics, readme_commands
+
+from mvp_engine.cli import main
+from mvp_engine.config import compose
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.launch import launch
+from mvp_engine.runs import list_runs
+
+CONFIGS = ROOT / "recipes" / "qwen_audio" / "configs"
+FEW = ["speech.sentences=60", "speech.held_out=12", "data.num_workers=0", "log.interval=1"]
+SMALL = ["model.config.text_config.num_hidden_layers=1", "model.config.audio_config.encoder_layers=1"]
+HAS_SPEECH = (
+    importlib.util.find_spec("espeakng_loader") is not None or ctypes.util.find_library("espeak-ng") is not None
+)
+speaks = pytest.mark.skipif(not HAS_SPEECH, reason="eSpeak NG is not installed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("audio")
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    return [f"project.dir={folder}", *FEW, *SMALL, "loop.total_steps=6", "loop.eval_interval=null", *more]
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    assert launch(str(CONFIGS / "cpu.yaml"), words(folder, "checkpoint.interval=3")) == 0
+    return list_runs(folder)[-1].dir
+
+
+@speaks
+def test_the_readme_s_commands_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(ROOT)
+    seen = []
+    for command in readme_commands("qwen_audio"):
+        if "--nproc" in command or any("gpu" in word for word in command):
+            continue
+        fewer = [*words(tmp_path), "loop.eval_interval=6"] if command[1] == "train" else []
+        fewer = fewer or [f"project.dir={tmp_path}", *FEW]
+        assert main([*command[1:], *fewer]) == 0, command
+        seen.append(command[1])
+    assert seen == ["train", "train", "data"]
+    last = read_metrics(tmp_path, "eval")[-1]
+    assert {"word_accuracy_sentences", "word_accuracy_voices", "loss_sentences", "loss_voices"} <= set(last)
+    page = (list_runs(tmp_path)[-1].dir / "report.html").read_text()
+    assert page.count("<audio controls") == 24
+
+
+@speaks
+def test_it_resumes_to_the_same_bits(folder: Path, trained: Path) -> None:
+    straight = [record["loss"] for record in read_metrics(folder)]
+    assert len(straight) == 6
+    checkpoint = list_runs(folder)[0].checkpoint_list()[0]
+    assert launch(str(CONFIGS / "cpu.yaml"), words(folder, f"resume={checkpoint}")) == 0
+    assert [record["loss"] for record in read_metrics(folder)] == straight
+
+
+@speaks
+def test_the_export_hears_what_the_checkpoint_does(folder: Path, trained: Path, monkeypatch: Any) -> None:
+    given = words(folder, "workflow=report", f"resume={trained}")
+    engine: Any = compose(str(CONFIGS / "cpu.yaml"), given).engine_class
+    from qwen_audio.hear import hear
+
+    found: list[Any] = []
+    monkeypatch.setattr(engine, "write_page", lambda self, figures, answers, export: found.append((answers, export)))
+    assert launch(str(CONFIGS / "cpu.yaml"), given) == 0
+    [(answers, export)] = found
+    home = folder / "speech_data"
+    rows = [json.loads(line) for kind in ("sentences", "voices") for line in (home / f"eval_{kind}.jsonl").open()]
+    assert [one.sample for one in answers] == list(range(24))
+    sounds = [str(home / row["messages"][0]["content"][0]["audio"]) for row in rows]
+    heard = hear(str(export), sounds[::4], max_new_tokens=8)
+    assert heard == [one.written for one in answers[::4]]
+    assert [one.expected for one in answers] == [row["messages"][1]["content"] for row in rows]
+
+
+@speaks
+def test_two_ranks_hear_like_one(ranks2: Any, folder: Path, trained: Path) -> None:
+    given = words(folder, "workflow=evaluate", f"resume={trained}", "data.global_batch_size=2")
+    assert launch(str(CONFIGS / "cpu.yaml"), given) == 0
+    assert ranks2.launch(CONFIGS / "cpu.yaml", *given, "parallel.shard=2") == [0, 0]
+    lines = [json.loads(line) for line in (trained / "evaluate.jsonl").read_text().splitlines()[-2:]]
+    one, two = ({key: value for key, value in line.items() if key != "split"} for line in lines)
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+@speaks
+def test_held_out_sentences_are_never_trained_on_and_sizes_are_those_of_the_config(folder: Path, trained: Path) -> None:
+    from qwen_audio import data
+
+    def texts(name: str) -> set[str]:
+        lines = (folder / "speech_data" / f"{name}.jsonl").read_text().splitlines()
+        return {json.loads(line)["messages"][1]["content"] for line in lines}
+
+    assert not texts("train") & (texts("eval_sentences") | texts("eval_voices"))
+    assert not set(data.VOICES) & set(data.NEW_VOICES)
+    composed: Any = compose(str(CONFIGS / "cpu.yaml"), words(folder))
+    kit, about = composed.engine_class.data_kit(composed.config), composed.config.model.config
+    ears = kit.processor.feature_extractor
+    assert ears.feature_size == about["audio_config"]["num_mel_bins"]
+    assert ears.nb_max_frames == 2 * about["audio_config"]["max_source_positions"]
+    assert kit.processor.audio_token_id == about["audio_token_index"]
+    assert len(kit.processor.tokenizer) <= about["text_config"]["vocab_size"]
+    told = kit.summary("train", dataset=kit.dataset("train", packs_per_step=1))
+    assert "Bad rows: none" in told  # no sentence is longer than what the model hears
+
+
+def test_word_accuracy_counts_words_too_many_too_few_and_wrong() -> None:
+    compose(str(CONFIGS / "cpu.yaml"), [])  # which imports the recipe
+    from qwen_audio.data import edits, words_of
+
+    def cost(written: str, expected: str) -> int:
+        return edits(words_of(written), words_of(expected))
+
+    assert cost("Go left, four!", "go left four") == 0
+    assert cost("go four", "go left four") == 1
+    assert cost("go go left four", "go left four") == 1
+    assert cost("left go four", "go left four") == 2
+    assert cost("", "go left four") == cost("a b c", "go left four") == 3
+
+
+def test_gpu_configs_compose_and_ask_for_what_is_missing(tmp_path: Path, capsys: Any) -> None:
+    from mvp_engine.kit import MLLMModelKit
+    from mvp_engine.model_engine.fsdp.build import freeze
+
+    tiny = compose(str(CONFIGS / "cpu.yaml"), []).config.model.config
+    for name, trains in (("gpu1", "0 %"), ("gpu8", "95.7 %")):  # Whisper's positions never train
+        file = str(CONFIGS / f"{name}.yaml")
+        assert launch(file, []) == EXIT_USER_ERROR
+        assert "mllm.sources.eval.path=... mllm.sources.train.path=..." in capsys.readouterr().err
+        given = [f"project.dir={tmp_path}", "mllm.sources.train.path=a.jsonl", "mllm.sources.eval.path=b.jsonl"]
+        assert launch(file, [*given, "parallel.shard=1"]) == EXIT_USER_ERROR
+        assert "without model.path" in capsys.readouterr().err
+        config: Any = compose(file, given).config
+        source = config.model.model_copy(update={"path": None, "config": tiny})
+        model = MLLMModelKit(config.lora).build(source, config.model.type)
+        assert all(p.is_meta for p in model.parameters())
+        freeze(model, config.model.freeze)
+        table = {line.split()[0]: line for line in MLLMModelKit.table(model).splitlines()}
+        assert trains in table["audio"]
+        assert "100 %" in table["projector"]
+
+
+def test_without_a_synthesizer_one_is_told_what_to_install(tmp_path: Path, monkeypatch: Any) -> None:
+    compose(str(CONFIGS / "cpu.yaml"), [])
+    from qwen_audio.data import prepare
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
+    with pytest.raises(UserError, match="pip install espeakng-loader"):
+        prepare(str(tmp_path / "speech"), 3, 1)
+    assert not list(tmp_path.glob("*.tmp"))
