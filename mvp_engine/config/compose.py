@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 from mvp_engine.config.recipe import find_engine
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError
+from mvp_engine.runs import flat_keys
 
 if TYPE_CHECKING:
     from mvp_engine.engine import Engine
@@ -144,7 +145,9 @@ def _hydra(file: Path, roots: list[Path], overrides: list[str]) -> dict[str, Any
             words.append(f"hydra.searchpath=['file://{roots[1]}']")
         with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
             composed = hydra_compose("_mvp_root", overrides=words)
-        if missing := sorted(OmegaConf.missing_keys(composed)):
+        if missing := sorted(
+            OmegaConf.missing_keys(composed) | _left_open(_inherited(file, roots), composed, overrides)
+        ):
             given = " ".join(f"{key}=..." for key in missing)
             raise UserError(f"{_short(file)} leaves open what only you know; give on the command line: {given}")
         values = OmegaConf.to_container(composed, resolve=True)
@@ -153,6 +156,15 @@ def _hydra(file: Path, roots: list[Path], overrides: list[str]) -> dict[str, Any
         raise UserError(f"{_short(file)} does not compose: {' '.join(lines)}") from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+def _left_open(files: list[Source], composed: Any, overrides: list[str]) -> set[str]:
+    """Keys that are ??? in the files, over a default: there Hydra keeps the default, such as null, without a word."""
+    last = {f"{package}{key}": value for file, package in files for key, value in flat_keys(_load(file)).items()}
+    open_ones = {key for key, value in last.items() if value == "???"}
+    given = [word.partition("=")[0].lstrip("+~") for word in overrides]
+    open_ones -= {key for key in open_ones for one in given if f"{key}.".startswith(f"{one}.")}
+    return {key for key in open_ones if OmegaConf.select(composed, key.rpartition(".")[0] or key) is not None}
 
 
 def _forced(word: str, roots: list[Path]) -> str:

@@ -206,7 +206,7 @@ class MLLMEngine(Engine):
             title=self.title,
             subtitle=f"{self.run.id}, step {self.step}, on held-out rows",
             figures=shown | {"parameters": f"{sum(p.numel() for p in self.model.parameters()):,}"},
-            panels={"held-out loss": losses} | ({"held-out answers": others} if others else {}),
+            panels={"held-out loss": losses} | ({"held-out figures": others} if others else {}),
             examples=examples_of(self.data, "eval", answers),
             config=self.config.to_yaml(),
             next_steps={

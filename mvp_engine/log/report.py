@@ -6,6 +6,7 @@ The page is one file without scripts, and loads nothing from anywhere. Whatever 
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,6 +17,7 @@ from mvp_engine.runs import Run, write_atomically
 
 # By how their files begin.
 _KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
+_EMPTY_LINES = re.compile(r"\n\s*\n")  # models that have learnt little write many
 _STYLE = """
 :root { color-scheme: light; --ink: #1f2933; --dim: #64707d; --line: #d9dee3; --good: #047857; --bad: #b91c1c; }
 * { box-sizing: border-box; }
@@ -30,7 +32,7 @@ h1 { font-size: 26px; margin: 0; } h2 { font-size: 18px; margin: 36px 0 10px; }
 table { border-collapse: collapse; width: 100%; }
 th { text-align: left; color: var(--dim); font-weight: 500; font-size: 13px; }
 th, td { padding: 7px 12px 7px 0; border-bottom: 1px solid var(--line); }
-td { overflow-wrap: anywhere; white-space: pre-wrap; }
+td { overflow-wrap: anywhere; white-space: pre-wrap; vertical-align: top; }
 td audio { height: 32px; width: 220px; vertical-align: middle; }
 td img { height: 56px; width: 56px; object-fit: contain; image-rendering: pixelated; margin-right: 6px;
   border: 1px solid var(--line); border-radius: 4px; vertical-align: middle; background: #f6f7f9; }
@@ -130,7 +132,8 @@ def _answers(chosen: Sequence[Example], asked: int, wrong: int) -> list[str]:
 
 def _row(example: Example, media: Sequence[bytes] | None) -> str:
     mark = "<span class=right>right</span>" if example.right else "<span class=wrong>wrong</span>"
-    texts = "".join(f"<td>{escape(text)}" for text in (example.question, example.expected, example.written))
+    said = (_EMPTY_LINES.sub("\n\n", text) for text in (example.question, example.expected, example.written))
+    texts = "".join(f"<td>{escape(text)}" for text in said)
     texts += "" if example.right is None else f"<td>{mark}"
     kind = " class=missed" if example.right is False else ""
     shown = "" if media is None else f"<td class=pictures>{''.join(map(_medium, media))}"

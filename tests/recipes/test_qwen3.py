@@ -1,0 +1,187 @@
+"""The text recipe: README's commands run and chain, held-out is held out, configs for GPUs say what they want."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, read_metrics, readme_commands
+
+from mvp_engine.cli import main
+from mvp_engine.config import compose
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.launch import launch
+from mvp_engine.runs import list_runs
+
+FOLDER = ROOT / "recipes" / "qwen3"
+TASKS = ("count", "largest", "next", "reverse")
+SMALL = ["made.modules=20", "made.chats=60", "log.interval=1"]
+QUICK = {"pretrain_cpu": ["loop.total_steps=8", "ask.every=20", "ask.max_new_tokens=4"], "sft_cpu": ["ask.every=10"]}
+QUICK["sft_cpu"] += ["loop.total_steps=6", "loop.eval_interval=6", "ask.max_new_tokens=4"]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all commands of the README have run, in their order, with little data and few steps."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.chdir(ROOT)
+    seen = []
+    for _, *words in readme_commands("qwen3"):
+        stage = next((name for name in QUICK if any(word.endswith(f"{name}.yaml") for word in words)), None)
+        if stage is None or "--nproc" in words:  # GPUs, which are for other tests; and more processes
+            continue
+        more = [] if words[0] == "data" else QUICK[stage]
+        assert main([*words, f"project.dir={folder}", *SMALL, *more]) == 0, words
+        seen.append((words[0], stage, "workflow=report" in words))
+    monkeypatch.undo()
+    wanted = [("train", stage, report) for stage in QUICK for report in (False, True)]
+    assert [one for one in seen if one[0] == "train"] == wanted
+    assert ("data", "sft_cpu", False) in seen
+    return folder
+
+
+def run_of(folder: Path, stage: str) -> Path:
+    return next(run.dir for run in list_runs(folder) if run.id.startswith(f"qwen3_{stage}-"))
+
+
+def records(folder: Path, stage: str, split: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run_of(folder, stage) / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in found if record["split"] == split]
+
+
+def kit_of(folder: Path, stage: str, *words: str) -> Any:
+    composed = compose(FOLDER / "configs" / f"{stage}_cpu.yaml", [f"project.dir={folder}", *SMALL, *words])
+    engine: Any = composed.engine_class
+    return engine.data_kit(composed.config)
+
+
+def test_stages_chain_through_the_export_and_both_learn(ran: Path) -> None:
+    base, chat = ran / "qwen3_base", ran / "qwen3_chat"
+    assert base.resolve() == run_of(ran, "pretrain") / "hf_step_8"
+    assert chat.resolve() == run_of(ran, "sft") / "hf_step_6"
+    for stage in ("pretrain", "sft"):
+        train = records(ran, stage, "train")
+        assert train[-1]["loss"] < 0.97 * train[0]["loss"]
+    assert {"loss_docs", "loss_code", "bits_per_byte"} <= records(ran, "pretrain", "eval")[-1].keys()
+    held_out = records(ran, "sft", "eval")[-1]
+    assert {f"{what}_{task}" for what in ("loss", "exact") for task in TASKS} <= set(held_out)
+    assert not [name for name in records(ran, "pretrain", "eval")[-1] if name.startswith("exact")]
+
+
+def test_the_plan_of_the_data_is_in_the_log(ran: Path) -> None:
+    for stage in ("pretrain", "sft"):
+        assert "% full" in (run_of(ran, stage) / "log.txt").read_text().partition("parameters train")[0]
+
+
+def test_pages_show_how_texts_go_on_and_which_answers_are_right(ran: Path) -> None:
+    page = (run_of(ran, "pretrain") / "report.html").read_text()
+    assert "the model goes on" in page
+    assert "right answer" not in page
+    page = (run_of(ran, "sft") / "report.html").read_text()
+    assert "right answer" in page
+    assert "system: Answer in a sentence." in page
+
+
+def test_an_export_says_where_answers_end_and_answers_with_transformers(ran: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(ran / "qwen3_chat")
+    ends = GenerationConfig.from_pretrained(ran / "qwen3_chat").eos_token_id
+    assert tokenizer.convert_ids_to_tokens(ends) == ["<|endoftext|>", "<|im_end|>"]
+    model = AutoModelForCausalLM.from_pretrained(ran / "qwen3_chat").eval()
+    asked = [{"role": "user", "content": "What comes after 41?"}]
+    given = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert model.generate(**given, max_new_tokens=2, do_sample=False).shape[1] > given["input_ids"].shape[1]
+
+
+def test_bits_per_byte_are_those_of_the_text(ran: Path) -> None:
+    kit, losses = kit_of(ran, "pretrain"), records(ran, "pretrain", "eval")[-1]
+    batches = list(kit.loader("eval", packs_per_step=1))
+    learnt = [ids[ids >= 0].tolist() for batch in batches for ids in batch.labels.split(batch.lengths.tolist())]
+    size = sum(len(kit.processor.decode(ids, skip_special_tokens=True).encode()) for ids in learnt)
+    bits = losses["loss"] * sum(map(len, learnt)) / math.log(2)
+    assert losses["bits_per_byte"] == pytest.approx(bits / size, rel=2e-3)  # a first token may cut a letter in two
+
+
+def test_held_out_modules_and_numbers_are_in_no_row_for_training(ran: Path) -> None:
+    made = ran / "qwen3_data"
+    rows = {file.stem: [json.loads(line) for line in file.open()] for file in made.glob("*.jsonl")}
+    seen, kept = ({row["text"].split("\n")[0].split(".")[0] for row in rows[f"{s}_docs"]} for s in ("train", "eval"))
+    assert len(seen) > len(kept) > 0
+    assert not seen & kept
+    asked: dict[str, set[str]] = {"train": set(), "eval": set()}
+    for split in asked:
+        for message in (m for task in TASKS for row in rows[f"{split}_{task}"] for m in row["messages"]):
+            if message["role"] == "user":
+                asked[split] |= set(re.findall(r"\d+", message["content"]))
+    assert asked["eval"]
+    assert not asked["train"] & asked["eval"]
+
+
+def test_only_what_the_assistant_says_is_learnt(ran: Path) -> None:
+    kit = kit_of(ran, "sft")
+    row = {"role": "system", "content": "Give the answer alone."}, {"role": "user", "content": "What comes after 5?"}
+    row += {"role": "assistant", "content": "6"}, {"role": "user", "content": "What is 89 backwards?"}
+    (one,) = kit.sampler.prepare({"messages": [*row, {"role": "assistant", "content": "98"}]}, None, ran)
+    learnt = [id for id, loss in zip(one.ids, one.loss, strict=True) if loss]
+    assert kit.processor.decode(learnt) == "6<|im_end|>98<|im_end|>"
+
+
+CHATS = ["mllm.sources.chats.path=a.jsonl", "mllm.sources.held_chats.path=b.jsonl", "model.path=x"]
+TEXTS = ["mllm.sources.texts.path=a.jsonl", "mllm.sources.held_texts.path=b.jsonl", "processor=x"]
+WANTED = {"pretrain_gpu8": TEXTS, "sft_gpu1": CHATS, "sft_gpu1_lora": CHATS, "sft_gpu8": CHATS}
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_configs_for_gpus_compose_and_name_what_they_are_not_given(name: str) -> None:
+    file, words = FOLDER / "configs" / f"{name}.yaml", WANTED[name]
+    config: Any = compose(file, words).config
+    assert (config.loop.precision, config.model.compile, config.data.micro_batch_size) == ("bf16", "inductor", 1)
+    assert config.parallel.shard == (8 if name.endswith("gpu8") else 1)
+    assert config.data.global_batch_size % (8 if name.endswith("gpu8") else 1) == 0
+    for i, word in enumerate(words):
+        with pytest.raises(UserError, match=f"{word.partition('=')[0]}="):
+            compose(file, words[:i] + words[i + 1 :])
+
+
+def test_the_shape_for_eight_gpus_is_that_of_qwen3_1_7b() -> None:
+    from mvp_engine.model_engine import ModelSource, engine_class
+
+    config: Any = compose(FOLDER / "configs" / "pretrain_gpu8.yaml", TEXTS).config
+    model = engine_class("language_model").build_model(ModelSource(None, config.model.config))
+    assert sum(param.numel() for param in model.parameters()) == 1_720_574_976
+    assert (config.optim.schedule, config.guard.spike_sigmas, config.mllm.sources[0].stream) == ("wsd", 6.0, True)
+
+
+@pytest.mark.parametrize("name", ["sft_gpu1_lora", "pretrain_gpu8"])
+def test_configs_for_gpus_train_where_the_numbers_are_small(name: str, ran: Path, tmp_path: Path) -> None:
+    kind, task = ("texts", "docs") if name == "pretrain_gpu8" else ("chats", "next")
+    names = {"train": kind, "eval": f"held_{kind}"}
+    words = [f"mllm.sources.{names[split]}.path={ran}/qwen3_data/{split}_{task}.jsonl" for split in names]
+    words += [f"project.dir={tmp_path}", "loop.precision=fp32", "model.compile=null", "mllm.micro_batch_tokens=512"]
+    words += ["data.num_workers=0", "loop.total_steps=2", "data.global_batch_size=1", "ask=null", "parallel.shard=1"]
+    words += [
+        "log.interval=1",
+        "loop.eval_batches=1",
+        "optim.warmup_steps=0",
+        "optim.warmup_ratio=null",
+        "optim.lr=1e-3",
+    ]
+    if name == "pretrain_gpu8":
+        tiny = ["num_hidden_layers=1", "hidden_size=32", "intermediate_size=48", "head_dim=8", "vocab_size=1024"]
+        words += [f"model.config.{one}" for one in tiny] + ["mllm.row_tokens=512", f"processor={ran / 'qwen3_base'}"]
+    else:
+        words += [f"model.path={ran / 'qwen3_base'}"]
+    assert launch(str(FOLDER / "configs" / f"{name}.yaml"), words) == 0
+    assert len(read_metrics(tmp_path)) == 2
+
+
+def test_the_second_stage_says_that_the_first_is_missing(tmp_path: Path, capsys: Any) -> None:
+    words = [f"project.dir={tmp_path}", *SMALL]
+    assert launch(str(FOLDER / "configs" / "sft_cpu.yaml"), words) == EXIT_USER_ERROR
+    assert "qwen3_base is no folder" in capsys.readouterr().err
