@@ -128,6 +128,7 @@ def test_word_accuracy_counts_words_too_many_too_few_and_wrong() -> None:
     assert cost("Go left, four!", "go left four") == 0
     assert cost("go four", "go left four") == 1
     assert cost("go go left four", "go left four") == 1
+    assert cost("go left four up", "go left four") == 1
     assert cost("left go four", "go left four") == 2
     assert cost("", "go left four") == cost("a b c", "go left four") == 3
 
