@@ -109,6 +109,8 @@ def test_what_would_fail_hours_later_is_said_now(digits: list[str], tmp_path: Pa
     words = [here, "loop.eval_interval=1000", "checkpoint.best_metric=beauty"]
     (problem,) = checked(capsys, TINY, *words, code=EXIT_USER_ERROR)["problems"]
     assert "checkpoint.best_metric=beauty is not among the eval metrics: loss" in problem
+    assert check.stages._given("exact_b", ["loss", "exact_a"], ["a", "b"])  # by source, and of this one no row was seen
+    assert not check.stages._given("exact_c", ["loss", "exact_a"], ["a", "b"])
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "run.json").write_text("{}")
     (problem,) = checked(capsys, TINY, here, "project.run_id=taken", code=EXIT_USER_ERROR)["problems"]

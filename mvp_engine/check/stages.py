@@ -169,7 +169,7 @@ class Check:
             self._step(engine, config, recorder.records)
             if config.loop.eval_interval or (kit is not None and _has_eval(kit)):
                 self._begin("evaluation")
-                self._evaluation(engine, config)
+                self._evaluation(engine, config, kit)
         peak = max(engine.world.all_gather(peak_memory(engine.device)))
         of = "device" if engine.device.type == "cuda" else "process"
         self.facts["memory"] = {"of": of, "peak_gib": _gib(peak), "total_gib": _gib(_room(engine.device))}
@@ -232,13 +232,13 @@ class Check:
             self.facts["warnings"].append("checkpoint.interval is null: nothing is saved before the end")
         self._passed(f"{len(records)} steps: {seconds:.3g} s each")
 
-    def _evaluation(self, engine: Checked, config: Config) -> None:
+    def _evaluation(self, engine: Checked, config: Config, kit: MLLMDataKit | None) -> None:
         means = engine.evaluate()
         self.facts["evaluation"] = means
         if "loss" in means and means["loss"] is None:
             self.facts["problems"].append("evaluation: the loss of the first micro-batch is not finite")
-        name = config.checkpoint.best_metric
-        if config.loop.eval_interval and name is not None and name not in means:
+        name, sources = config.checkpoint.best_metric, kit.names("eval") if kit is not None and _has_eval(kit) else []
+        if config.loop.eval_interval and name is not None and not _given(name, list(means), sources):
             told = f"checkpoint.best_metric={name} is not among the eval metrics: {', '.join(means)}"
             self.facts["problems"].append(told)
         self._passed("one micro-batch")
@@ -294,6 +294,12 @@ def _small(config: Config) -> Config:
     if isinstance(ask, Asking):
         changes["ask"] = ask.model_copy(update={"max_new_tokens": min(NEW_TOKENS, ask.max_new_tokens)})
     return config.model_copy(update=changes)
+
+
+def _given(name: str, metrics: list[str], sources: list[str]) -> bool:
+    """Is it among them, or the figure of a source that this micro-batch has no row of?"""
+    ends = [(metric, one) for metric in metrics for one in sources if metric.endswith(f"_{one}")]
+    return name in metrics or name in {metric.removesuffix(one) + other for metric, one in ends for other in sources}
 
 
 def _has_eval(kit: MLLMDataKit) -> bool:
