@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 def prepare(folder: str, rows: int) -> Any:
     """Make the folder, if it is not there; gives the processor that goes with it."""
-    made = made_once(folder, {"rows": rows, "version": 1}, partial(_make, rows=rows), "shapes.folder")
+    made = made_once(folder, {"rows": rows, "version": 2}, partial(_make, rows=rows), "shapes.folder")
     return load_processor(made / "processor")
 
 
@@ -54,7 +54,7 @@ def _make(folder: Path, rows: int) -> None:
 
 
 def some(random: np.random.Generator, count: int) -> list[Thing]:
-    """Things of different colours and different forms, so that each can be asked for by either."""
+    """Things of different colours and different forms."""
     colours, forms = random.permutation(list(COLOURS))[:count], random.permutation(FORMS)[:count]
     return [(str(colour), str(form)) for colour, form in zip(colours, forms, strict=True)]
 
@@ -106,15 +106,13 @@ def _films_row(folder: Path, name: str, random: np.random.Generator) -> Row:
 
 
 def _colour_row(folder: Path, name: str, random: np.random.Generator) -> Row:
-    things = some(random, 2)
-    colour, form = things[int(random.integers(2))]
-    return _about(folder, name, things, random, f"What colour is the {form}?", colour)
+    ((colour, form),) = some(random, 1)
+    return _about(folder, name, [(colour, form)], random, "What colour is it?", colour)
 
 
 def _shape_row(folder: Path, name: str, random: np.random.Generator) -> Row:
-    things = some(random, 2)
-    colour, form = things[int(random.integers(2))]
-    return _about(folder, name, things, random, f"What shape is {colour}?", form)
+    ((colour, form),) = some(random, 1)
+    return _about(folder, name, [(colour, form)], random, "What shape is it?", form)
 
 
 def _count_row(folder: Path, name: str, random: np.random.Generator) -> Row:
