@@ -25,7 +25,8 @@ def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer]) -> list
     for one in answers:
         messages, source = _asked(kit, split, one)
         media, right = partial(_media, kit, source, messages), None if one.open else one.right
-        found.append(Example(media, _question(messages) or one.prompt, one.expected, one.written, right))
+        question = _question(messages) if messages else one.prompt  # a caption is asked for by its media alone
+        found.append(Example(media, question, one.expected, one.written, right))
     return found
 
 
