@@ -30,10 +30,12 @@ def facts(config_file: str, overrides: list[str], gpu: str, gpus: int) -> dict[s
     share = parallel.shard * parallel.sequence * parallel.tensor
     if gpus % share:
         raise UserError(f"--gpus {gpus}: the layout of the config needs a multiple of {share}")
-    optim = config.optim
+    loop, optim = config.loop, config.optim
+    if loop.total_steps is None and loop.epochs is None:
+        raise UserError("how long to train? Set loop.total_steps or loop.epochs")
     setting = Setting(
         gpu=gpu,
-        half=config.loop.precision != "fp32",
+        half=loop.precision != "fp32",
         compiled=config.model.compile is not None,
         recompute=config.model.recompute,
         moments=getattr(optim, "moments", "float32"),
@@ -53,7 +55,7 @@ def facts(config_file: str, overrides: list[str], gpu: str, gpus: int) -> dict[s
     each = math.ceil(packs / ranks)
     step = [some[i % len(some)] for i in range(each)]
     found = estimate(model, largest, step, setting)
-    total = min(n for n in (config.loop.total_steps, config.loop.epochs and config.loop.epochs * steps) if n)
+    total = min(n for n in (loop.total_steps, loop.epochs and loop.epochs * steps) if n)
     tokens = found["tokens_per_step"] * ranks
     return {
         "config": config_file,
@@ -70,7 +72,7 @@ def _batches(kit: MLLMDataKit, packs: int) -> tuple[list[PackedBatch], list[Pack
     """The packs with most tokens and with most work for encoders, some from all over the epoch, and its steps."""
     if kit.is_stream("train"):
         raise UserError("mvp estimate goes by the plan of the data, and streams have none: name a file of them")
-    data = kit.dataset("train", packs_per_step=packs)
+    data = kit.loader("train", packs_per_step=packs).dataset  # which refuses what cannot be trained on
     encoder = np.concatenate([cost.encoder for cost in data.costs])
     tokens, work = [], []
     for index in range(len(data.plan)):

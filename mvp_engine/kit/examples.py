@@ -20,10 +20,10 @@ SIDE, FRAMES, SECONDS = 320, 4, 30  # of what is shown: pixels of a picture, pic
 
 
 def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer]) -> list[Example]:
-    """One for each answer. Media are read only for a page."""
-    found = []
+    """One for each answer. Media are read only for a page. Rows of a stream are gone: of those, the prompt is left."""
+    found, gone = [], kit.is_stream(split)
     for one in answers:
-        messages, source = _asked(kit, split, one)
+        messages, source = ((), None) if gone else _asked(kit, split, one)
         media, right = partial(_media, kit, source, messages), None if one.open else one.right
         question = _question(messages) if messages else one.prompt  # a caption is asked for by its media alone
         found.append(Example(media, question, one.expected, one.written, right))

@@ -75,10 +75,11 @@ def split_answers(batch: PackedBatch, prompt_tokens: int = 1) -> tuple[PackedBat
     """Each sequence up to its last answer, for `generate`; those answers; and which sequences they are.
 
     An answer is a run of tokens that carry loss; of one that begins with the sequence, the first `prompt_tokens` are
-    its prompt. Sequences without an answer are left out. Nothing with media may follow the last answer. Everything is
-    on the CPU.
+    its prompt. Left out are sequences without an answer, and those with media behind it (`media_end` of a data kit).
+    Everything is on the CPU.
     """
     batch = batch.to("cpu")
+    seen = batch.sequences.get("media_end", torch.zeros(batch.num_sequences)).tolist()
     prompts, answers, kept = [], [], []
     for s, labels in enumerate(batch.labels.split(batch.lengths.tolist())):
         learnt = (labels != IGNORE).nonzero()[:, 0]
@@ -88,6 +89,8 @@ def split_answers(batch: PackedBatch, prompt_tokens: int = 1) -> tuple[PackedBat
         first = int(learnt[int(gaps[-1]) + 1 if len(gaps) else 0])
         if first == 0:
             first = min(prompt_tokens, len(learnt)) - 1
+        if seen[s] > first + 1:
+            continue
         answers.append(labels[first : int(learnt[-1]) + 1].tolist())
         prompts.append(_extended(batch.select([s]), first + 1, []))
         kept.append(s)

@@ -118,9 +118,9 @@ class MLLMEngine(Engine):
         return self.data.engine_loader(self, split)
 
     def before_train(self) -> None:
-        link = self._link()
-        if link is not None and link.exists() and not link.is_symlink():
-            raise UserError(f"export={link} is there, and no link of an earlier run: set export to another place")
+        self._link()
+        if self.config.loop.eval_interval:  # what is wrong with held-out rows is told before hours of training
+            self._eval_loader = self._loader("eval")
         super().before_train()
         self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
 
@@ -128,6 +128,10 @@ class MLLMEngine(Engine):
         self.mfu.count(ctx)
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        if "side" in micro_batch.sequences:
+            raise UserError(
+                "mllm.pairs: this loss teaches rejected answers too. Set it to false, or write forward_step"
+            )
         return self.loss(ctx, self.model, micro_batch, partial(self._log_sources, ctx, micro_batch))
 
     def after_train(self) -> None:
@@ -170,13 +174,13 @@ class MLLMEngine(Engine):
 
     def export(self) -> Path:
         """A Hugging Face folder of the model as it is now (of the averages, where they are kept), adapters merged."""
+        link = self._link()
         if not self._training and not hasattr(self, "model_engine"):
             self.before_evaluate()
-        folder = self.run.dir / f"hf_step_{self.step}"
+        folder = self.run.dir / f"hf_step_{self.step}{'' if self.config.optim.ema is None else '_ema'}"
         if not self.world.broadcast(folder.exists()):
             with self.optim.averaged():
                 self.model_engine.export_hf(folder)
-        link = self._link()
         if self.world.is_main and link is not None:
             link.parent.mkdir(parents=True, exist_ok=True)
             beside = link.with_name(f".{link.name}.{os.getpid()}")
@@ -187,6 +191,7 @@ class MLLMEngine(Engine):
 
     def report(self) -> None:
         """Evaluate a checkpoint, export it, and show curves, questions with their media, and answers on a page."""
+        self._link()
         figures = self.evaluate()
         export = self.export()
         every = self.world.all_gather(self.answers if self.config.ask and self.layout.speaks else [])
@@ -223,4 +228,9 @@ class MLLMEngine(Engine):
             ctx.log(name, loss_sum, weight)
 
     def _link(self) -> Path | None:
-        return None if self.config.export is None else Path(self.config.export).expanduser()
+        if self.config.export is None:
+            return None
+        link = Path(self.config.export).expanduser()
+        if link.exists() and not link.is_symlink():
+            raise UserError(f"export={link} is there, and no link of an earlier run: set export to another place")
+        return link

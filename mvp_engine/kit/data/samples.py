@@ -193,7 +193,8 @@ class Sampler:
         return sum(self.media.cost(info).encoder for side in sides for info in side.infos)
 
     def load(self, sides: Sequence[Prepared], root: Path, fields: Mapping[str, int]) -> list[PackedBatch]:
-        """Decode the media. `fields` go into the batches' `sequences`; with `pairs`, also `side`."""
+        """Decode the media. `fields` go into the batches' `sequences`; so does the token that ends the last medium, as
+        `media_end`, and with `pairs` the `side`."""
         signs = (1, -1) if len(sides) == 2 else (0,)
         return [self._load(one, root, self._sided(fields, sign)) for one, sign in zip(sides, signs, strict=True)]
 
@@ -205,14 +206,15 @@ class Sampler:
             if texts != one.expansions:
                 what = "the processor makes other tokens of the media than it did without their content"
                 raise BadRow("changed", what)
-        return self._batch(torch.tensor(one.ids), torch.tensor(one.loss), media, fields)
+        seen = {"media_end": max((end for _, end in one.spans), default=0)}
+        return self._batch(torch.tensor(one.ids), torch.tensor(one.loss), media, {**fields, **seen})
 
     def _sided(self, fields: Mapping[str, int], sign: int) -> Mapping[str, int]:
         return {**fields, "side": sign} if self.pairs else fields
 
     def nothing(self, fields: Mapping[str, int]) -> PackedBatch:
         """The smallest batch of this kind that trains nothing, for a pack of which no row is left."""
-        eos = self.media.tokenizer.eos_token_id
+        eos, fields = self.media.tokenizer.eos_token_id, {**fields, "media_end": 0}
         batch = self._batch(torch.tensor([eos or 0]), torch.tensor([False]), self.media.empty(), self._sided(fields, 0))
         return replace(batch, labels=torch.full_like(batch.labels, IGNORE))
 
