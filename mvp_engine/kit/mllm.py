@@ -233,4 +233,7 @@ class MLLMEngine(Engine):
         link = Path(self.config.export).expanduser()
         if link.exists() and not link.is_symlink():
             raise UserError(f"export={link} is there, and no link of an earlier run: set export to another place")
+        there = next(folder for folder in link.absolute().parents if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise UserError(f"export={link}: nothing can be written into {there}. Set export to another place")
         return link

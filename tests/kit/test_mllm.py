@@ -79,6 +79,8 @@ def test_averages_and_last_weights_are_exported_apart_and_never_over_a_folder(
     for workflow in ("train", "export", "report"):
         assert main([*words, f"workflow={workflow}", "resume=auto", "export=model"]) == EXIT_USER_ERROR
         assert "no link of an earlier run" in capsys.readouterr().err
+        assert main([*words, f"workflow={workflow}", "resume=auto", "export=train.yaml/new"]) == EXIT_USER_ERROR
+        assert "nothing can be written into" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["mllm.sources.held.path=gone.jsonl", "mllm.sources.held=null"])
