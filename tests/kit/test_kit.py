@@ -310,3 +310,13 @@ def test_an_engine_gives_sizes_ranks_and_seed_and_the_ranks_must_agree(tmp_path:
         engine.config.data.micro_batch_size = 2
         with pytest.raises(UserError, match=r"set data.micro_batch_size=1 and data.global_batch_size=4"):
             kit.engine_loader(engine)
+
+
+def test_a_row_whose_picture_grew_says_what_to_remove(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", 8, 8)
+    file = write(tmp_path / "rows.jsonl", [chat([{"type": "image", "image": "a.png"}], "a")] * 8)
+    options = {"micro_batch_tokens": 80, "max_bad_fraction": 0.4}
+    assert len(list(made(file, qwen3_vl(), model_config(), **options).loader("train"))) > 0
+    picture(tmp_path / "a.png", 32, 32)
+    with pytest.raises(UserError, match=r"changed: \d+ tokens, but \d+ when it was planned.*mllm.cache"):
+        list(made(file, qwen3_vl(), model_config(), **options).loader("train"))

@@ -20,6 +20,8 @@ from mvp_engine.kit.data.samples import Sampler
 from mvp_engine.kit.data.sources import Source
 from mvp_engine.kit.data.watch import Watch
 
+CURE = "Were its media replaced? Costs are kept (mllm.cache; by default ~/.cache/mvp_engine/data): remove them"
+
 
 class PackDataset(Dataset[Any]):
     """The packs of an epoch: item i is (PackedBatch, the rows that turned out bad and were left out)."""
@@ -74,7 +76,7 @@ class PackDataset(Dataset[Any]):
                 room -= max(0, more := now - tokens)
                 if room < 0:  # a template may write today's date; but a pack never grows past its budget
                     room += more
-                    raise BadRow("changed", f"{now} tokens, but {tokens} when it was planned")
+                    raise BadRow("changed", f"{now} tokens, but {tokens} when it was planned. {CURE}")
                 batches += self.sampler.load(sides, source.root, fields)
             except BadRow as error:
                 bad.append(BadRecord(self.mixture.names[which], source.where(row), error.reason, error.detail))
