@@ -152,7 +152,7 @@ class MLLMEngine(Engine):
         super().eval_step(ctx, micro_batch)
         if self.config.ask and ctx.counts:
             chosen = (micro_batch.sequences["sample"] % self.config.ask.every == 0).nonzero()[:, 0].tolist()
-            self.asked += [micro_batch.select(chosen)] if chosen else []
+            self.asked += [micro_batch.select(chosen).to("cpu")] if chosen else []  # pictures of a whole evaluation
 
     def eval_end(self, ctx: StepContext) -> None:
         ask = self.config.ask
