@@ -36,7 +36,7 @@ def facts(config_file: str, overrides: list[str], gpu: str, gpus: int) -> dict[s
     setting = Setting(
         gpu=gpu,
         half=loop.precision != "fp32",
-        compiled=config.model.compile is not None,
+        compile=config.model.compile,
         recompute=config.model.recompute,
         moments=getattr(optim, "moments", "float32"),
         ema=getattr(optim, "ema", None) is not None,

@@ -43,7 +43,7 @@ class Setting:
 
     gpu: str = "H200"
     half: bool = True  # computed in bf16
-    compiled: bool = True
+    compile: Any = "auto"
     recompute: Any = "none"
     moments: str = "float32"
     ema: bool = False
@@ -143,6 +143,7 @@ def _kept(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting,
                     rows[kind] = rows.get(kind, 0.0) + float(count)
     size, parts = 2.0 if setting.half else 4.0, parts_of(model)
     how = by_part(model, setting.recompute, "model.recompute")
+    compiled = by_part(model, setting.compile, "model.compile")
     names = {param: name for name, param in model.named_parameters()}
     total, flowing = 0.0, False
     order = sorted(blocks(model), key=lambda block: parts[names[next(block.parameters())]] == "llm")
@@ -154,7 +155,7 @@ def _kept(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting,
         kind = "text" if part == "llm" else "projector" if part == "projector" else "encoder"
         whole, products, width = _elements(block)
         way = how.get(part, "none") if recomputed else "none"
-        elements = {"none": whole * (1.0 if setting.compiled else EAGER), "selective": products, "full": width}[way]
+        elements = {"none": whole * (1.0 if compiled.get(part) else EAGER), "selective": products, "full": width}[way]
         total += size * elements * rows.get(kind, 0.0) / (setting.tensor if kind == "text" and way != "full" else 1)
     return total
 

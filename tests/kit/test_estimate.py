@@ -55,6 +55,7 @@ def test_settings_change_what_they_should() -> None:
     kept = base["memory_gib"]["activations"]
     full, some = (told(replace(plain, recompute=way))["memory_gib"]["activations"] for way in ("full", "selective"))
     assert full < some < kept
+    assert told(replace(plain, compile={"llm": "inductor"}))["memory_gib"]["activations"] > kept
     assert told(replace(plain, recompute={"vision": "full"}))["memory_gib"]["activations"] < kept
     assert told(replace(plain, moments="int8"))["memory_gib"]["moments"] < base["memory_gib"]["moments"] / 3
     shared = told(replace(plain, shard=8))["memory_gib"]

@@ -36,10 +36,9 @@ LOGGER = logging.getLogger("mvp_engine")
 
 def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     parts, recompute = parts_of(model), by_part(model, settings.recompute, "model.recompute")
-    backend = settings.compile
-    if backend == "auto":
-        backend = "inductor" if layout.world.device.type == "cuda" and isinstance(model, PackedModel) else None
-    compiled = by_part(model, backend, "model.compile")
+    auto = "inductor" if layout.world.device.type == "cuda" and isinstance(model, PackedModel) else None
+    compiled = by_part(model, settings.compile, "model.compile")
+    compiled = {part: auto if backend == "auto" else backend for part, backend in compiled.items()}
     for backend in {*compiled.values()} - {None}:
         _check_backend(backend)
     freeze(model, settings.freeze)
