@@ -45,34 +45,22 @@ def _parser() -> argparse.ArgumentParser:
         ("train", "train a recipe: mvp train CONFIG [--nproc N] [key=value ...]"),
         ("evaluate", "evaluate a checkpoint, by default the newest run's: mvp evaluate CONFIG [resume=PATH]"),
     ):
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("config", metavar="CONFIG", help="the recipe's YAML file")
-        command.add_argument("overrides", nargs="*", metavar="key=value")
-        command.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine")
-        command.set_defaults(run=_launch, workflow=name)
+        _on_config(commands, name, text, nproc=True).set_defaults(run=_launch, workflow=name)
 
     text = "try a config out: data, model, a few steps, one evaluation batch; nothing is left behind"
-    check = commands.add_parser("check", help=text, description=text)
-    check.add_argument("config", metavar="CONFIG", help="the recipe's YAML file")
-    check.add_argument("overrides", nargs="*", metavar="key=value")
-    check.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine")
+    check = _on_config(commands, "check", text, nproc=True)
     check.add_argument("--json", action="store_true", help="for programs")
     check.set_defaults(run=_check)
 
     text = "where the time and memory of a training's steps go: a trace and a page"
-    profile = commands.add_parser("profile", help=text, description=text)
-    profile.add_argument("config", metavar="CONFIG", help="the recipe's YAML file")
-    profile.add_argument("overrides", nargs="*", metavar="key=value")
-    profile.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine")
+    profile = _on_config(commands, "profile", text, nproc=True)
     profile.add_argument("--out", default="profile", metavar="DIR", help="where to write (profile)")
     profile.add_argument("--steps", type=int, default=3, metavar="N", help="steps to profile (3)")
     profile.add_argument("--first", type=int, default=6, metavar="N", help="the step to begin with: 5 warm up (6)")
     profile.set_defaults(run=_profile)
 
     text = "what a config will need of a GPU, which need not be there: memory, time of a step and of all"
-    estimate = commands.add_parser("estimate", help=text, description=text)
-    estimate.add_argument("config", metavar="CONFIG", help="the recipe's YAML file")
-    estimate.add_argument("overrides", nargs="*", metavar="key=value")
+    estimate = _on_config(commands, "estimate", text)
     estimate.add_argument("--gpu", default="H200", metavar="NAME", help="such as H100 or RTX 4090 (H200)")
     estimate.add_argument("--gpus", type=int, default=1, metavar="N", help="how many of them (1)")
     estimate.add_argument("--json", action="store_true", help="for programs")
@@ -94,10 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
     config = commands.add_parser("config", help="show or describe a config").add_subparsers(required=True)
     for name, text in (("show", "print the resolved config"), ("schema", "print the JSON Schema of its keys")):
-        command = config.add_parser(name, help=text, description=text)
-        command.add_argument("config", metavar="CONFIG")
-        command.add_argument("overrides", nargs="*", metavar="key=value")
-        command.set_defaults(run=_config, what=name)
+        _on_config(config, name, text).set_defaults(run=_config, what=name)
 
     text = "rows as the model sees them, with what is learnt, lengths, packing and bad rows"
     data = commands.add_parser("data", help="look at training data").add_subparsers(required=True, metavar="COMMAND")
@@ -144,6 +129,15 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="for programs")
         command.set_defaults(run=function)
     return parser
+
+
+def _on_config(commands: Any, name: str, text: str, nproc: bool = False) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.add_argument("config", metavar="CONFIG", help="the recipe's YAML file")
+    command.add_argument("overrides", nargs="*", metavar="key=value")
+    if nproc:
+        command.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine")
+    return command
 
 
 def _launch(args: argparse.Namespace) -> int:

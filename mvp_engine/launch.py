@@ -59,6 +59,8 @@ def launch(
         if job is None:
             _check_workflow(composed.engine_class, composed.config.workflow)
         _make_deterministic(composed.config.deterministic)
+        if composed.config.cpu_threads is not None:
+            torch.set_num_threads(composed.config.cpu_threads)
         world = World.join(composed.config.device, composed.config.parallel.timeout)
         code = (job or _run)(composed, world)
         world.close()

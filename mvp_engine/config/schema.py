@@ -120,6 +120,7 @@ class Config(Section):
     seed: int = Field(ge=0, lt=2**63)
     deterministic: bool
     device: Literal["auto", "cpu", "cuda"]
+    cpu_threads: Count | None
     model: Model
     loop: Loop
     data: Data

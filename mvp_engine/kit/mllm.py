@@ -223,9 +223,9 @@ class MLLMEngine(Engine):
         self.logger.info("report: %s", file)
 
     def _log_sources(self, ctx: StepContext, micro_batch: PackedBatch, loss_T: Tensor) -> None:
-        losses = self.data.source_losses(-loss_T, micro_batch, ctx.split)
-        for name, (loss_sum, weight) in losses.items() if len(losses) > 1 else ():
-            ctx.log(name, loss_sum, weight)
+        if len(self.data.names(ctx.split)) > 1:  # of one source it is the loss itself
+            for name, figures in self.data.source_losses(-loss_T, micro_batch, ctx.split).items():
+                ctx.log(name, *figures)
 
     def _link(self) -> Path | None:
         if self.config.export is None:

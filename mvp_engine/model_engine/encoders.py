@@ -23,7 +23,8 @@ def tune(model: nn.Module, decoder: nn.Module) -> None:
         if isinstance(module, nn.Conv3d) and module.kernel_size == module.stride and not any(module.padding):
             module.__class__ = PatchConv3d  # the same layer with the same parameters
         if "grid_thw" in _parameters(module):
-            module.register_forward_pre_hook(_plan_ahead, with_kwargs=True)
+            hook = _plan_ahead if _asks_for(module) == _KNOWN else _send_grid
+            module.register_forward_pre_hook(hook, with_kwargs=True)
     if hasattr(decoder, "_deepstack_process"):
         decoder.register_forward_pre_hook(_lay_out, with_kwargs=True)
 
@@ -43,14 +44,22 @@ def _parameters(module: nn.Module) -> Any:
     return inspect.signature(module.forward).parameters
 
 
+def _given(args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    patches: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return patches, kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
+
+
+def _send_grid(encoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """A forward pre-hook: grids that are on the host, for an encoder that looks at them on its own device."""
+    patches, grid = _given(args, kwargs)
+    return None if grid is None else (args[:1], {**kwargs, "grid_thw": grid.to(patches.device)})
+
+
 def _plan_ahead(encoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """A forward pre-hook: grids that are on the host, for an encoder that may be on a GPU."""
-    grid: Tensor | None = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
-    patches: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    if grid is None or (grid.device == patches.device and patches.is_cuda):
+    patches, grid = _given(args, kwargs)
+    if grid is None or grid.is_cuda:
         return None
-    if _asks_for(encoder) != _KNOWN:
-        return args[:1], {**kwargs, "grid_thw": grid.to(patches.device)}
     from transformers.vision_utils import get_vision_cu_seqlens
 
     plans = [_plan(encoder, tuple(one), patches.device) for one in grid.tolist()]

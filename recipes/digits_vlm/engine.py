@@ -3,9 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from mvp_engine.config import Section
 from mvp_engine.engine import StepContext
 from mvp_engine.kit import Answer, MLLMConfig, MLLMEngine
@@ -32,10 +29,6 @@ class DigitsEngine(MLLMEngine):
     def make_processor(cls, config: Any) -> Any:
         digits = config.digits
         return prepare(Path(digits.folder), digits.count, digits.drawings)
-
-    def prepare_model(self) -> nn.Module:
-        torch.set_num_threads(1)  # tensors are tiny: threads would wait for each other; other cores load data
-        return super().prepare_model()
 
     def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> None:
         """Whether the answer is right, and whether every word of it is."""

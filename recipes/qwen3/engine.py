@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mvp_engine.batch import IGNORE, PackedBatch
 from mvp_engine.config import Section
@@ -37,11 +37,6 @@ class Qwen3Engine(MLLMEngine):
             about = {"modules": config.made.modules, "chats": config.made.chats}
             made_once(Path(config.made.folder), about | {"version": 1}, lambda to: make(to, **about), "made.folder")
         return super().data_kit(config)
-
-    def prepare_model(self) -> nn.Module:
-        if self.config.made is not None:
-            torch.set_num_threads(1)  # tensors are tiny: threads would wait for each other
-        return super().prepare_model()
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         loss_sum, weight = super().forward_step(ctx, micro_batch)

@@ -3,9 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from mvp_engine.config import Section
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMConfig, MLLMEngine
@@ -39,8 +36,3 @@ class VLEngine(MLLMEngine):
         if config.shapes is not None and path is not None and not Path(path).is_dir():
             raise UserError(f"model.path={path} is not there: it is what the stage before exports, so train that first")
         return super().data_kit(config)
-
-    def prepare_model(self) -> nn.Module:
-        if self.config.shapes is not None:
-            torch.set_num_threads(1)  # tensors are tiny: threads would wait for each other; other cores load data
-        return super().prepare_model()

@@ -2,9 +2,6 @@
 
 from typing import Any
 
-import torch
-from torch import nn
-
 from mvp_engine.config import Section
 from mvp_engine.engine import StepContext
 from mvp_engine.kit import Answer, MLLMConfig, MLLMEngine
@@ -33,11 +30,6 @@ class AudioEngine(MLLMEngine):
         if speech is None:
             return super().make_processor(config)
         return prepare(speech.folder, speech.sentences, speech.held_out)
-
-    def prepare_model(self) -> nn.Module:
-        if self.device.type == "cpu":
-            torch.set_num_threads(1)  # tensors are tiny: threads would wait for each other; other cores load data
-        return super().prepare_model()
 
     def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> None:
         """Word accuracy: one minus the word error rate, which counts words too many, too few and wrong."""

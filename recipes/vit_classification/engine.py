@@ -45,8 +45,6 @@ class VitEngine(Engine):
         return Pictures("eval", self.config.images, self.processor)
 
     def prepare_model(self) -> nn.Module:
-        if self.device.type == "cpu":
-            torch.set_num_threads(1)  # tensors are small: threads would wait for each other
         return make_model(self.config.model, self.config.images.size, self.held_out.classes)
 
     def prepare_optimizer(self, model: nn.Module) -> Any:
