@@ -68,14 +68,19 @@ def test_right_kernels_get_figures_and_wrong_ones_a_reason(bench: ModuleType, mo
     assert len({line.count("|") for line in bench.table(rows).splitlines()}) == 1
 
 
-def test_the_tables_of_sft_are_those_of_their_results(tmp_path, monkeypatch) -> None:
+@pytest.fixture
+def compare(monkeypatch) -> ModuleType:
     folder = ROOT / "benchmarks" / "sft"
     monkeypatch.syspath_prepend(str(folder))
     spec = importlib.util.spec_from_file_location("sft_compare", folder / "compare.py")
     assert spec is not None
     assert spec.loader is not None
-    compare = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(compare)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_of_sft_are_those_of_their_results(compare: Any, tmp_path) -> None:
     page = tmp_path / "page.md"
     page.write_text((ROOT / "docs" / "performance.md").read_text().replace("| ours |", "| theirs |"))
     for name in ("text_sft", "vlm_sft"):
@@ -96,6 +101,41 @@ def test_rows_with_images_are_the_same_for_both_sides(monkeypatch) -> None:
     assert packed.media["pixel_values"].values.equal(padded["pixel_values"])
     learnt = padded["labels"][:, 1:]  # transformers moves labels itself
     assert packed.labels[packed.labels >= 0].equal(learnt[learnt >= 0])
+
+
+def test_jpeg_files_give_the_rows_that_lie_in_memory(compare: Any, tmp_path, monkeypatch, train) -> None:
+    pytest.importorskip("sklearn")
+    engine: Any = import_file(ROOT / "benchmarks" / "sft" / "engine.py")
+    data: Any = sys.modules[engine.rows.__module__]
+    monkeypatch.setitem(data.PER_STEP, "images", 6)
+    keys = ["sft.source=files", "sft.mix=images", "sft.shape=tiny_vl", f"sft.folder={tmp_path / 'files'}"]
+    keys += ["data.micro_batch_size=1", "data.global_batch_size=2", "data.num_workers=0", "model.compile=null"]
+    keys += ["loop.precision=fp32", "loop.total_steps=2", "log.interval=1"]
+    assert train(*keys, config=ROOT / "benchmarks" / "sft" / "train.yaml") == 0
+
+    expected, found = data.rows("images", 2), list[Any]()
+    for pack in engine.data_kit("tiny_vl", 2, tmp_path / "files", 0).loader(packs_per_step=2):
+        found += [pack.select([i]) for i in range(pack.num_sequences)]
+    found.sort(key=lambda one: int(one.sequences["sample"]))
+    assert len(found) == len(expected)
+    for got, row in zip(found, expected, strict=True):
+        wanted = data.packed([row], "tiny_vl", data.Pixels())
+        assert got.input_ids[:-1].equal(wanted.input_ids[:-1])  # the last one ends the answer
+        assert got.labels[:-2].equal(wanted.labels[:-2])
+        assert got.weight == wanted.weight
+        assert got.position_ids.equal(wanted.position_ids)
+        grids = [one.media["pixel_values"].fields["image_grid_thw"].tolist() for one in (got, wanted)]
+        assert grids[0] == grids[1]
+        if row.grids:
+            assert 0.02 < got.media["pixel_values"].values.float().var() < 2  # a picture, not a plain colour
+
+    (log,) = tmp_path.glob("*/metrics.jsonl")
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    monkeypatch.setattr(compare, "INTERVAL", 1)
+    figures = compare.figures(records)
+    assert figures["tokens"] == records[1]["totals"]["tokens"]
+    assert figures["data_wait"] == pytest.approx(records[1]["perf"]["data_wait"])
+    assert 0 < figures["tokens"] < sum(len(row.ids) for row in expected)
 
 
 def test_loaders_are_compared_on_the_same_tokens(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ Each side is a process of its own, with the same weights, sequences, order, opti
 autocast over float32 weights). `mix` has lengths as chats have them, `full` nothing but 4,096 tokens, so that padding
 costs the Trainer nothing. `images` has text behind none to four images, and trains the encoder too. A step is 32 (8,
 40) rows, about 32k tokens. Tokens are useful ones, never padding; MFU is by MFUKit's formula, the same for all, of the
-card's peak. The first interval warms up and does not count.
+card's peak. The first interval warms up and does not count. Rows lie in memory, save for `ours, JPEG files`: there the
+data kit's loader reads the same rows from a jsonl and real files, in packs of its own (`files.py`), for `images` alone.
 """
 
 from __future__ import annotations
@@ -33,22 +34,32 @@ from mvp_engine.log.peaks import device_peak
 from mvp_engine.model_engine.packed import LanguageModel
 
 HERE = Path(__file__).parent
+FILES = "ours, JPEG files"
 SIDES = ["ours", "Trainer", "Trainer + Liger"]
 INTERVAL = 5
 
 
-def ours(args: argparse.Namespace, mix: str, folder: Path) -> dict[str, Any]:
+def ours(args: argparse.Namespace, mix: str, folder: Path, files: bool) -> dict[str, Any]:
     words = [f"loop.total_steps={args.steps}", f"log.interval={INTERVAL}", f"project.dir={folder}", *args.keys]
     words += [f"sft.mix={mix}", f"sft.shape={args.shape}", f"sft.longest={args.longest}"]
-    words += [f"data.micro_batch_size={PER_STEP[mix] // 2}", f"data.global_batch_size={PER_STEP[mix]}"]
+    size, step = (1, 2) if files else (PER_STEP[mix] // 2, PER_STEP[mix])  # packs, or rows
+    words += [f"data.micro_batch_size={size}", f"data.global_batch_size={step}"]
+    words += [f"sft.source={'files' if files else 'memory'}"]
     subprocess.run(
         [sys.executable, "-m", "mvp_engine.launch", "--config", str(HERE / "train.yaml"), *words], check=True
     )
     (log,) = folder.glob("*/metrics.jsonl")
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    steps = [record["perf"]["step_s"] for record in records[1:]]
-    memory = records[-1]["perf"]["memory_gib"]
-    return {"losses": [record["loss"] for record in records], "seconds": sum(steps) * INTERVAL, "memory_gib": memory}
+    return figures([json.loads(line) for line in log.read_text().splitlines()])
+
+
+def figures(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a log: what was really trained in the intervals that count, and how long it took."""
+    counted = records[1:]
+    seconds = [record["perf"]["step_s"] * INTERVAL for record in counted]
+    waited = sum(record["perf"]["data_wait"] * time for record, time in zip(counted, seconds, strict=True))
+    found = {"losses": [record["loss"] for record in records], "seconds": sum(seconds)}
+    found |= {"data_wait": waited / sum(seconds), "memory_gib": records[-1]["perf"]["memory_gib"]}
+    return found | {name: sum(record["totals"][name] for record in counted) for name in ("tokens", "flops")}
 
 
 def theirs(args: argparse.Namespace, mix: str, folder: Path, liger: bool) -> dict[str, Any]:
@@ -74,33 +85,38 @@ def measure(args: argparse.Namespace, side: str, mix: str) -> dict[str, Any]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             where = (args, mix, Path(folder))
-            found = ours(*where) if side == "ours" else theirs(*where, liger=side != "Trainer")
+            if side in ("ours", FILES):
+                found = ours(*where, files=side == FILES)
+            else:
+                found = theirs(*where, liger=side != "Trainer")
     except subprocess.CalledProcessError as error:
         return {**row, "why": f"ended with {error.returncode}"}
-    tokens, flops = work(args, mix)
+    tokens, flops = (found["tokens"], found["flops"]) if "tokens" in found else work(args, mix)
     peak = device_peak(torch.device("cuda", 0)) if torch.cuda.is_available() else None
     row |= {"tokens_per_s": tokens / found["seconds"], "step_ms": 1e3 * found["seconds"] / (args.steps - INTERVAL)}
     row |= {
         "mfu": flops / found["seconds"] / peak if peak else None,
         "tokens_per_step": tokens / (args.steps - INTERVAL),
     }
-    return {**row, "memory_gib": found["memory_gib"], "losses": found["losses"]}
+    kept = {name: found.get(name) for name in ("data_wait", "memory_gib", "losses")}
+    return {**row, **kept}
 
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        "| lengths | side | tokens/s | MFU | step | memory | last loss |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| lengths | side | tokens/s | MFU | step | data wait | memory | last loss |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in result["rows"]:
         head = f"| {row['mix']} | {row['side']} |"
         if "why" in row:
-            lines.append(f"{head} - | - | - | - | {row['why']} |")
+            lines.append(f"{head} - | - | - | - | - | {row['why']} |")
             continue
         mfu = "-" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
         memory = "-" if row["memory_gib"] is None else f"{row['memory_gib']:.0f} GiB"
-        figures = (f"{row['tokens_per_s']:,.0f}", mfu, f"{row['step_ms']:.0f} ms", memory, f"{row['losses'][-1]:.3f}")
-        lines.append(f"{head} {' | '.join(figures)} |")
+        wait = "-" if row.get("data_wait") is None else f"{100 * row['data_wait']:.1f} %"
+        shown = (f"{row['tokens_per_s']:,.0f}", mfu, f"{row['step_ms']:.0f} ms", wait, memory)
+        lines.append(f"{head} {' | '.join(shown)} | {row['losses'][-1]:.3f} |")
     return "\n".join(lines)
 
 
@@ -135,7 +151,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="only put the table of this JSON into docs/performance.md")
     parser.add_argument("--shape", default="qwen3_1_7b")
     parser.add_argument("--mixes", nargs="*", default=["mix", "full"])
-    parser.add_argument("--sides", nargs="*", default=SIDES)
+    parser.add_argument("--sides", nargs="*", default=SIDES, help=f"also: {FILES!r}")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4, help="sequences that the Trainer takes at once")

@@ -1,8 +1,9 @@
-"""This engine's side: packed micro-batches, nothing padded."""
+"""This engine's sides: packed micro-batches, nothing padded, that lie in memory or come from JPEG files."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -13,12 +14,15 @@ from mvp_engine.kit import MFUKit
 from mvp_engine.model_engine import ModelSource, engine_class
 
 from .data import Pixels, packed, rows, shape
+from .files import data_kit
 
 
 class Sft(Section):
     shape: str
     mix: str
     longest: int
+    source: Literal["memory", "files"]  # files: JPEG, by the data kit; only for images
+    folder: str  # where they are made, once
 
 
 class SftConfig(Config):
@@ -40,6 +44,9 @@ class SftEngine(Engine):
     def prepare_dataloader(self, split: str) -> Any:
         size, steps = self.config.data.micro_batch_size, self.config.loop.total_steps or 1
         sft, pixels = self.config.sft, Pixels()
+        if sft.source == "files":
+            kit = data_kit(sft.shape, steps, Path(sft.folder), self.config.data.num_workers)
+            return kit.engine_loader(self, split)
         every = rows(sft.mix, steps, sft.longest)
         packs = [packed(every[i : i + size], sft.shape, pixels) for i in range(0, len(every), size)]
         return [pack.pin_memory() for pack in packs] if self.device.type == "cuda" else packs

@@ -290,7 +290,11 @@ def test_an_engine_gives_sizes_ranks_and_seed_and_the_ranks_must_agree(tmp_path:
     answers = [lambda mine: [mine, mine], lambda mine: [mine, "other"]]
     for agrees, gather in zip((True, False), answers, strict=True):
         engine: Any = SimpleNamespace(
-            config=SimpleNamespace(seed=5, data=SimpleNamespace(micro_batch_size=1, num_workers=0)),
+            config=SimpleNamespace(
+                seed=5,
+                data=SimpleNamespace(micro_batch_size=1, num_workers=0),
+                loop=SimpleNamespace(precision="bf16"),
+            ),
             layout=SimpleNamespace(data_rank=1, data_size=2),
             world=SimpleNamespace(all_gather=gather, is_main=True),
             device=torch.device("cpu"),
@@ -299,6 +303,7 @@ def test_an_engine_gives_sizes_ranks_and_seed_and_the_ranks_must_agree(tmp_path:
         )
         if agrees:
             loader = kit.engine_loader(engine)
+            assert kit.sampler.dtype == torch.bfloat16
             same = kit.loader("train", packs_per_step=4, seed=5, rank=1, world_size=2)
             assert all(a.equals(b) for a, b in zip(loader, same, strict=True))
             assert loader.accumulation == 2

@@ -32,6 +32,7 @@ from mvp_engine.kit.data.settings import DataSource, MLLMData
 from mvp_engine.kit.data.sources import Source, open_source
 from mvp_engine.kit.data.streams import Stream, Streams
 from mvp_engine.kit.data.windows import StreamLoader, WindowedPacks
+from mvp_engine.model_engine import precision_on
 
 LOGGER = logging.getLogger("mvp_engine")
 GENERATION = "generation_config.json"
@@ -55,6 +56,8 @@ class MLLMDataKit:
             options=settings.template,
             positions=None if model_config is None else RopePositions.of(model_config),
         )
+        if settings.media_dtype == "bfloat16":
+            self.sampler.dtype = torch.bfloat16
         self.processor = self.sampler.media.processor
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mvp_engine" / "data"
         self.cache = Path(settings.cache).expanduser() if settings.cache else default
@@ -151,12 +154,15 @@ class MLLMDataKit:
         return StreamLoader(packs, bad, num_workers=workers, pin_memory=pin_memory, stall_seconds=stall)
 
     def engine_loader(self, engine: Any, split: str = "train") -> PackLoader | StreamLoader:
-        """For `prepare_dataloader`: sizes, ranks, workers and seed of the engine. All ranks must call it."""
+        """For `prepare_dataloader`: sizes, ranks, workers, seed and precision of the engine. All ranks must call it."""
         packs, data = self.settings.step_packs or engine.global_batch_size, engine.config.data
         if data.micro_batch_size != 1 or packs != engine.global_batch_size:
             raise UserError(
                 f"a micro-batch is one pack: set data.micro_batch_size=1 and data.global_batch_size={packs}"
             )
+        bf16 = precision_on(engine.device, engine.config.loop.precision) == "bf16"
+        if bf16 and self.settings.media_dtype == "auto":  # which is what an encoder's first layer makes of them
+            self.sampler.dtype = torch.bfloat16
         options = {"rank": engine.layout.data_rank, "world_size": engine.layout.data_size, "seed": engine.config.seed}
         options |= {"num_workers": data.num_workers, "pin_memory": engine.device.type == "cuda"}
         if self.is_stream(split):

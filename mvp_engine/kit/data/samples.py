@@ -132,6 +132,7 @@ class Sampler:
         self.media, self.template = MediaHandler(processor, limits), Template(processor, **(options or {}))
         self.most_tokens, self.overlong, self.pairs, self.positions = most_tokens, overlong, pairs, positions
         kinds = [kind for kind in self.media.kinds if kind in self.template.placeholders]
+        self.dtype = torch.float32  # of media on their way to the device
         self._with_outer = {kind: _takes_outer(self.media, kind, self.template.placeholders[kind]) for kind in kinds}
 
         self._warn_of_no_stop()
@@ -220,6 +221,7 @@ class Sampler:
 
     def _batch(self, ids: Tensor, loss: Tensor, media: dict[str, Media], fields: Mapping[str, int]) -> PackedBatch:
         types = self.media.token_types(ids)
+        media = {kind: self._light(one) for kind, one in media.items()}
         positions = torch.arange(len(ids)) if self.positions is None else self.positions(ids, types, media)
         return PackedBatch.from_sequences(
             [ids],
@@ -229,6 +231,9 @@ class Sampler:
             sequences={name: torch.tensor([value]) for name, value in fields.items()},
             media=media,
         )
+
+    def _light(self, media: Media) -> Media:
+        return replace(media, values=media.values.to(self.dtype)) if media.values.is_floating_point() else media
 
     def _draft(self, row: Row, root: Path, decode: bool) -> _Draft:
         rendered, every = self.template.render(row), row.media()

@@ -45,6 +45,7 @@ class MLLMData(Section):
     template: dict[str, Any] = Field(default_factory=dict)  # options for the chat template
     max_bad_fraction: Fraction = 0.01  # of the rows; with more bad ones the run stops
     max_bad_rows: int | None = Field(default=None, ge=0)
+    media_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # in which media travel; auto: as the loop's precision
     stream_window: Count = 64  # packs that are filled together, where sources are streams
     stream_lanes: Count = 4  # packers of each rank that share the streams; at most so many workers help
     stall_seconds: Positive = 300.0  # workers that give nothing for so long, twice, and are at the same rows: an error
