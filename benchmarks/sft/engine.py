@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mvp_engine.batch import PackedBatch
 from mvp_engine.config import Config, Section
 from mvp_engine.engine import Engine, StepContext
+from mvp_engine.errors import UserError
 from mvp_engine.kit import MFUKit
 from mvp_engine.model_engine import ModelSource, engine_class
 
@@ -45,6 +46,8 @@ class SftEngine(Engine):
         size, steps = self.config.data.micro_batch_size, self.config.loop.total_steps or 1
         sft, pixels = self.config.sft, Pixels()
         if sft.source == "files":
+            if sft.mix != "images":
+                raise UserError(f"sft.source=files: rows of {sft.mix} have no images. Set sft.mix=images")
             kit = data_kit(sft.shape, steps, Path(sft.folder), self.config.data.num_workers)
             return kit.engine_loader(self, split)
         every = rows(sft.mix, steps, sft.longest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import random
 from concurrent.futures import ProcessPoolExecutor
@@ -33,7 +34,7 @@ TEMPLATE = (
     f"{PIECES}{{%- if part.type == 'text' %}}{{{{- part.text }}}}{{%- endif %}}{{%- endfor %}}"
     "{%- if message.role == 'assistant' %}<|im_end|>{%- endif %}{%- endfor %}"
 )
-PER_PACK, SLACK = 2, 1.01  # packs of a step; of their tokens, so that all rows fit into so many
+PACKS, SLACK = 2, 1.01  # packs of a step; of their tokens, so that all rows fit into so many
 
 
 def data_kit(name: str, steps: int, folder: Path, workers: int) -> MLLMDataKit:
@@ -43,7 +44,7 @@ def data_kit(name: str, steps: int, folder: Path, workers: int) -> MLLMDataKit:
     every = rows("images", steps)
     about = {"steps": steps, "per_step": PER_STEP["images"], "version": 1}
     made_once(folder, about, lambda empty: write(empty, every), "sft.folder")
-    budget = math.ceil(SLACK * sum(len(row.ids) for row in every) / (PER_PACK * steps))
+    budget = math.ceil(SLACK * sum(len(row.ids) for row in every) / (PACKS * steps))
     sources = [{"path": str(folder / "rows.jsonl"), "name": "jpeg"}]
     settings = {"sources": sources, "micro_batch_tokens": budget, "cache": str(folder / "cache")}
     config = AutoConfig.for_model(**shape(name))
@@ -58,7 +59,8 @@ def write(folder: Path, every: list[Row]) -> None:
         text = " ".join(map(str, row.ids[row.learnt].tolist()[:-1]))
         lines.append(json.dumps({"images": names, "text": text} if names else {"text": text}))
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    fork = multiprocessing.get_context("fork")  # this module has no name that a fresh process could import
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), fork) as pool:
         for _ in pool.map(picture, *zip(*wanted, strict=True), chunksize=16):
             pass
 
