@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from mvp_engine.errors import UserError
 
@@ -47,11 +48,11 @@ class SequenceShard:
 
     def to_heads(self, x_Htd: Tensor) -> Tensor:
         """All heads of this rank's tokens -> this rank's heads of all tokens, (h, T, d)."""
-        return _Swap.apply(x_Htd, self, True)
+        return _swap(x_Htd, self.sizes, self.rank, True, self.group.group_name)
 
     def to_tokens(self, x_hTd: Tensor) -> Tensor:
         """The way back, (H, t, d)."""
-        return _Swap.apply(x_hTd, self, False)
+        return _swap(x_hTd, self.sizes, self.rank, False, self.group.group_name)
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
@@ -75,29 +76,39 @@ def _count(shape: tuple[int, ...]) -> int:
     return int(torch.Size(shape).numel())
 
 
-def _to_heads(x_Htd: Tensor, shard: SequenceShard) -> Tensor:
-    mine = x_Htd.shape[0] // len(shard.sizes)
-    shapes = [(mine, size, x_Htd.shape[2]) for size in shard.sizes]
-    return torch.cat(_exchange(list(x_Htd.split(mine)), shapes, shard.group), dim=1)
+# Tokens for heads, or heads for tokens: each is the other's backward. An operator, so that torch.compile takes it as it
+# is, whatever the sizes: under recomputation it cannot trace an autograd function that is handed sizes that change.
+@torch.library.custom_op(
+    "mvp::swap", mutates_args=(), schema="(Tensor x, SymInt[] sizes, int rank, bool to_heads, str group) -> Tensor"
+)
+def _swap(x, sizes, rank, to_heads, group):  # type: ignore[no-untyped-def]
+    ranks = _resolve_process_group(group)
+    if to_heads:
+        mine = x.shape[0] // len(sizes)
+        shapes = [(mine, size, x.shape[2]) for size in sizes]
+        return torch.cat(_exchange(list(x.split(mine)), shapes, ranks), dim=1)
+    shape = (x.shape[0], sizes[rank], x.shape[2])
+    return torch.cat(_exchange(list(x.split(list(sizes), dim=1)), [shape] * len(sizes), ranks), dim=0)
 
 
-def _to_tokens(x_hTd: Tensor, shard: SequenceShard) -> Tensor:
-    shape = (x_hTd.shape[0], shard.sizes[shard.rank], x_hTd.shape[2])
-    parts = list(x_hTd.split(list(shard.sizes), dim=1))
-    return torch.cat(_exchange(parts, [shape] * len(parts), shard.group), dim=0)
+@_swap.register_fake
+def _(x, sizes, rank, to_heads, group):  # type: ignore[no-untyped-def]
+    heads, _, size = x.shape
+    if to_heads:
+        return x.new_empty(heads // len(sizes), sum(sizes), size)
+    return x.new_empty(heads * len(sizes), sizes[rank], size)
 
 
-class _Swap(torch.autograd.Function):
-    """Tokens for heads, or heads for tokens: each is the other's backward."""
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.how = inputs
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: SequenceShard, to_heads: bool) -> Tensor:
-        ctx.shard, ctx.to_heads = shard, to_heads
-        return _to_heads(x, shard) if to_heads else _to_tokens(x, shard)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _to_tokens(grad, ctx.shard) if ctx.to_heads else _to_heads(grad, ctx.shard), None, None
+def _swap_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    sizes, rank, to_heads, group = ctx.how
+    return _swap(grad, sizes, rank, not to_heads, group), None, None, None, None
+
+
+_swap.register_autograd(_swap_back, setup_context=_remember)
 
 
 class _Gather(torch.autograd.Function):

@@ -138,22 +138,6 @@ def test_recomputing_keeps_less() -> None:
     assert full < 0.4 * everything
 
 
-def test_on_ranks_too(ranks4) -> None:
-    expected = gradients("qwen3", ALONE)
-    for how in ({"recompute": "full"}, {"compile": "aot_eager", "recompute": "selective"}):
-        for found in ranks4.run(on_ranks, how):
-            assert all(torch.allclose(found[name], grad, rtol=1e-5, atol=1e-5) for name, grad in expected.items())
-
-
-def on_ranks(how: dict[str, Any]) -> dict[str, torch.Tensor]:
-    from families import parallel
-
-    world = World.join("cpu")
-    found = gradients("qwen3", Layout.of(world, parallel(shard=2, sequence=2)), **how)
-    world.close()
-    return found
-
-
 NORMS = {**overrides_of("glm4_moe"), "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2}
 NORMS |= {"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 

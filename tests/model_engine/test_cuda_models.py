@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from families import overrides_of
+from families import overrides_of, parallel
+from test_compiled import packs
+from test_vision import lively
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
+from mvp_engine.model_engine.packed import LanguageModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -104,8 +107,6 @@ def test_offloading_sharded_ranks(ranks2) -> None:
 
 
 def sharded_and_offloaded() -> dict[str, list[float]]:
-    from families import parallel
-
     world = World.join("cuda")
     seen = {}
     for offload in ("none", "all"):
@@ -134,6 +135,43 @@ def test_compiled_blocks_follow_eager_ones() -> None:
         assert lowest_cosine(eager, found) > 0.995, how
 
 
+@pytest.mark.parametrize(("precision", "loss_error", "norm_error"), [("fp32", 1e-4, 1e-4), ("bf16", 1e-2, 5e-2)])
+def test_compiled_ranks_follow_one_plain_rank(ranks2, precision: str, loss_error: float, norm_error: float) -> None:
+    """Two ranks on one GPU, with shards and with shared sequences, over packs of other sizes in each step."""
+    alone = steps(Layout(World(0, 1, 0, 1, torch.device("cuda", 0))), Settings(seed=4, precision=precision))
+    ways = [({"shard": 2}, "none"), ({"sequence": 2}, "none"), ({"sequence": 2}, "full")]
+    for seen in ranks2.run(compiled_steps, ways, precision, timeout=280.0):
+        for way, (losses, norms) in zip(ways, seen, strict=True):
+            print(precision, way, "losses", losses, alone[0], "norms", norms, alone[1])
+            assert losses == pytest.approx(alone[0], rel=loss_error), way
+            assert norms == pytest.approx(alone[1], rel=norm_error), way
+
+
+def compiled_steps(ways: list[tuple[dict[str, int], str]], precision: str) -> list[tuple[list[float], list[float]]]:
+    world = World.join("cuda")
+    seen = []
+    for sizes, recompute in ways:
+        settings = Settings(seed=4, precision=precision, compile="inductor", recompute=recompute)
+        seen.append(steps(Layout.of(world, parallel(**sizes)), settings))
+    world.close()
+    return seen
+
+
+def steps(layout: Layout, settings: Settings) -> tuple[list[float], list[float]]:
+    """Losses and norms of gradients; two micro-batches in each step, of which data ranks have their share."""
+    shape = {**overrides_of("qwen3"), "head_dim": 32, "hidden_size": 128, "vocab_size": 512}
+    part = LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, shape)), layout, settings)
+    part.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.1), lambda o: LambdaLR(o, lambda _: 1.0))
+    losses, norms = [], []
+    for step in range(4):
+        both = [mix(512, [100 + 37 * step, 3 + step, 80]), mix(512, [90] * (step + 1))]
+        result = part.train_batch(both[layout.data_rank :: layout.data_size], loss(part.model))
+        sums = layout.world.all_gather((float(result.loss_sum), float(result.weight)))
+        losses.append(sum(one for one, _ in sums) / sum(weight for _, weight in sums))
+        norms.append(float(result.grad_norm))
+    return losses, norms
+
+
 def test_packs_of_all_sizes_compile_few_times_and_never_wait() -> None:
     shape = {**overrides_of("qwen3"), "head_dim": 32, "vocab_size": 512}
     part = language_model(shape, precision="bf16", compile="inductor", clip_grad_norm=1.0)
@@ -149,5 +187,26 @@ def test_packs_of_all_sizes_compile_few_times_and_never_wait() -> None:
     try:
         for pack in packs:
             part.train_batch([pack], forward)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_packs_with_images_compile_few_times_and_never_wait() -> None:
+    """Encoder and text layers, images and videos of several sizes, and a pack with none of a kind."""
+    model = lively(LanguageModel, "qwen3_vl")
+    batches = [pack.pin_memory() for pack in packs(model, "qwen3_vl")]
+    layout = Layout(World(0, 1, 0, 1, torch.device("cuda", 0)))
+    part = LanguageModelEngine(model, layout, Settings(precision="bf16", compile="inductor", clip_grad_norm=1.0))
+    part.initialize(lambda m: torch.optim.AdamW(m.parameters(), 1e-3, fused=True))
+    forward = lambda batch: (part.model(batch, ["loss"])["loss"], batch.weight)  # noqa: E731
+    torch._dynamo.utils.counters.clear()
+    for _ in range(2):
+        for batch in batches:
+            part.train_batch([batch], forward)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 9  # three kinds of blocks
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches:
+            part.train_batch([batch], forward)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,111 @@
+"""Compiled blocks, shards, shared sequences and recomputing, all at once: the numbers of one plain rank, to 1e-5."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import parallel
+from test_vision import close, lively, samples
+from torch import Tensor
+
+from mvp_engine.batch import PackedBatch
+from mvp_engine.checkpoint.pieces import whole
+from mvp_engine.distributed import Layout, World
+from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.model_engine.packed import LanguageModel
+from mvp_engine.ops import attention
+
+Found = tuple[list[Tensor], dict[str, Tensor], list[int]]
+WARM = 3  # packs after which nothing is compiled any more
+BLOCKS = {"qwen3": 1, "qwen3_vl": 3}  # kinds of them: text, encoder, merger
+
+
+def packs(model: LanguageModel, name: str) -> list[PackedBatch]:
+    """Each with other lengths, and other numbers of sequences and images."""
+    if name == "qwen3_vl":
+        text, one, two = samples(model, name)
+        members = [[two, one], [one, text, one], [two, two, text, one], [text, two, two], [one]]
+        return [PackedBatch.concat(ones) for ones in members]
+    g = torch.Generator().manual_seed(3)
+    lengths = [(7, 3, 11), (5, 9), (13, 2, 4, 6), (17,), (8, 8, 8, 8, 3)]
+    return [PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in pack]) for pack in lengths]
+
+
+def found(name: str, layout: Layout, **how: Any) -> Found:
+    """Log-probs of each pack, which all data ranks have; gradients of a step on all; graphs compiled after each."""
+    model = lively(LanguageModel, name)
+    batches = packs(model, name)
+    engine = LanguageModelEngine(model, layout, Settings(**how))
+    engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    outs, graphs = [], []
+
+    def loss(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        out = engine.model(batch, ["log_probs"])["log_probs"]
+        outs.append(out.detach())
+        return -out.sum() / 100, batch.weight
+
+    engine.optimizer_zero_grad()
+    for batch in batches:
+        engine.forward_backward_batch([batch], loss)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    grads = {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
+    return outs, {n: whole(grad) / layout.data_size for n, grad in grads.items()}, graphs
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float | None, causal: bool, window: None
+) -> Tensor:
+    """Attention that does not look at the values of boundaries, as kernels of GPUs: only so is a block one graph."""
+    at = torch.arange(q.shape[1])
+    whose = torch.searchsorted(ends, at, right=True)
+    allowed = (whose[:, None] == whose) & ((at[:, None] >= at) | (not causal))
+    grouped = q.shape[0] != k.shape[0]
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], allowed, scale=scale, enable_gqa=grouped)[0]
+
+
+def on_ranks(name: str, sizes: dict[str, int], ways: list[dict[str, Any]]) -> list[Found]:
+    world = World.join("cpu")
+    with patch.multiple(attention, _flash_can=lambda *_: True, _flash=dense):
+        results = [found(name, Layout.of(world, parallel(**sizes)), **how) for how in ways]
+    world.close()
+    return results
+
+
+@functools.cache
+def expected(name: str) -> Found:
+    return found(name, Layout(World(0, 1, 0, 1, torch.device("cpu"))))
+
+
+EAGER = {"recompute": "full"}
+PLAIN, FULL, SOME = ({"compile": "aot_eager", "recompute": how} for how in ("none", "full", "selective"))
+BOTH = {"shard": 2, "sequence": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "sizes", "ways"),
+    [
+        ("qwen3", 2, {"shard": 2}, [PLAIN]),
+        ("qwen3", 2, {"sequence": 2}, [FULL]),
+        ("qwen3", 4, BOTH, [EAGER, SOME]),
+        ("qwen3_vl", 4, BOTH, [FULL]),
+    ],
+    ids=str,
+)
+def test_log_probs_and_gradients_are_those_of_one_plain_rank(
+    request, name: str, ranks: int, sizes: dict[str, int], ways: list[dict[str, Any]]
+) -> None:
+    outs, grads, _ = expected(name)
+    for results in request.getfixturevalue(f"ranks{ranks}").run(on_ranks, name, sizes, ways):
+        for how, (its_outs, its_grads, graphs) in zip(ways, results, strict=True):
+            assert all(close(mine, one) for mine, one in zip(its_outs, outs, strict=True)), how
+            assert its_grads.keys() == grads.keys()
+            assert all(close(its_grads[n], grad) for n, grad in grads.items()), how
+            assert graphs[-1] == graphs[WARM - 1] <= 3 * BLOCKS[name], how  # for the first sizes, then for all others
+            assert (graphs[0] >= BLOCKS[name]) == ("compile" in how), how
