@@ -62,6 +62,7 @@ class PackedBatch:
     media: dict[str, Media] = field(default_factory=dict)
     beside: list[PackedBatch] = field(default_factory=list)  # run along by the model, their outputs dropped
     max_seqlen: int = field(init=False)
+    ids_on_host: Tensor | None = field(init=False, default=None, repr=False)  # of a batch that was moved to a GPU
 
     def __post_init__(self) -> None:
         lengths = self.cu_seqlens.diff()
@@ -227,7 +228,9 @@ class PackedBatch:
         return Split(parts, bins)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
-        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+        new = self._map(lambda t: t.to(device, non_blocking=non_blocking))
+        new.ids_on_host = self.input_ids if self.input_ids.is_cpu else self.ids_on_host
+        return new
 
     def pin_memory(self) -> PackedBatch:
         """In pinned host memory, from where `to(device, non_blocking=True)` copies while the GPU works."""

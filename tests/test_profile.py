@@ -42,6 +42,7 @@ def test_idle_time_is_what_no_kernel_fills_and_is_told_by_what_ends_it() -> None
     kernels = [Kernel("gemm", 0, 10), Kernel("triton_norm", 5, 10), Kernel("memcpy", 25, 5), Kernel("gemm", 30, 10)]
     assert busy_time(kernels) == 30
     assert gaps(kernels) == {"memcpy": [10]}
+    assert Kernel("triton_per_fused__to_copy_add_0", 0, 1).kind.startswith("fused blocks")
     facts = summary(kernels, 50e-6, 2, {"all": 1.0})
     assert facts["idle"] == pytest.approx(0.4)
     assert facts["step_ms"] == pytest.approx(0.025)

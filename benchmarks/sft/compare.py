@@ -9,8 +9,9 @@ Each side is a process of its own, with the same weights, sequences, order, opti
 autocast over float32 weights). `mix` has lengths as chats have them, `full` nothing but 4,096 tokens, so that padding
 costs the Trainer nothing. `images` has text behind none to four images, and trains the encoder too. A step is 32 (8,
 40) rows, about 32k tokens. Tokens are useful ones, never padding; MFU is by MFUKit's formula, the same for all, of the
-card's peak. The first interval warms up and does not count. Rows lie in memory, save for `ours, JPEG files`: there the
-data kit's loader reads the same rows from a jsonl and real files, in packs of its own (`files.py`), for `images` alone.
+card's peak for bf16. The first interval warms up and does not count. `ours, fp8` has 8-bit products (`model.fp8`).
+Rows lie in memory, save for `ours, JPEG files`: there the data kit's loader reads the same rows from a jsonl and real
+files, in packs of its own (`files.py`), for `images` alone. With `--add`, rows that are in the file stay there.
 """
 
 from __future__ import annotations
@@ -34,17 +35,16 @@ from mvp_engine.log.peaks import device_peak
 from mvp_engine.model_engine.packed import LanguageModel
 
 HERE = Path(__file__).parent
-FILES = "ours, JPEG files"
+OURS: dict[str, list[str]] = {"ours": [], "ours, fp8": ["model.fp8=true"], "ours, JPEG files": ["sft.source=files"]}
 SIDES = ["ours", "Trainer", "Trainer + Liger"]
 INTERVAL = 5
 
 
-def ours(args: argparse.Namespace, mix: str, folder: Path, files: bool) -> dict[str, Any]:
+def ours(args: argparse.Namespace, mix: str, folder: Path, side: str) -> dict[str, Any]:
     words = [f"loop.total_steps={args.steps}", f"log.interval={INTERVAL}", f"project.dir={folder}", *args.keys]
     words += [f"sft.mix={mix}", f"sft.shape={args.shape}", f"sft.longest={args.longest}"]
-    size, step = (1, 2) if files else (PER_STEP[mix] // 2, PER_STEP[mix])  # packs, or rows
-    words += [f"data.micro_batch_size={size}", f"data.global_batch_size={step}"]
-    words += [f"sft.source={'files' if files else 'memory'}"]
+    size, step = (1, args.packs) if "files" in side else (PER_STEP[mix] // args.packs, PER_STEP[mix])  # packs, or rows
+    words += [f"data.micro_batch_size={size}", f"data.global_batch_size={step}", *OURS[side]]
     subprocess.run(
         [sys.executable, "-m", "mvp_engine.launch", "--config", str(HERE / "train.yaml"), *words], check=True
     )
@@ -85,10 +85,7 @@ def measure(args: argparse.Namespace, side: str, mix: str) -> dict[str, Any]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             where = (args, mix, Path(folder))
-            if side in ("ours", FILES):
-                found = ours(*where, files=side == FILES)
-            else:
-                found = theirs(*where, liger=side != "Trainer")
+            found = ours(*where, side) if side in OURS else theirs(*where, liger=side != "Trainer")
     except subprocess.CalledProcessError as error:
         return {**row, "why": f"ended with {error.returncode}"}
     tokens, flops = (found["tokens"], found["flops"]) if "tokens" in found else work(args, mix)
@@ -148,13 +145,15 @@ def about() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write everything as JSON")
+    parser.add_argument("--add", action="store_true", help="to what is in --out already")
     parser.add_argument("--table", type=Path, help="only put the table of this JSON into docs/performance.md")
     parser.add_argument("--shape", default="qwen3_1_7b")
     parser.add_argument("--mixes", nargs="*", default=["mix", "full"])
-    parser.add_argument("--sides", nargs="*", default=SIDES, help=f"also: {FILES!r}")
+    parser.add_argument("--sides", nargs="*", default=SIDES, help=f"also: {[*OURS][1:]}")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4, help="sequences that the Trainer takes at once")
+    parser.add_argument("--packs", type=int, default=2, help="micro-batches that we make of a step")
     parser.add_argument("--checkpointing", action="store_true", help="the Trainer recomputes activations")
     parser.add_argument("--keys", nargs="*", default=[], help="keys of our config")
     args = parser.parse_args()
@@ -162,6 +161,9 @@ def main() -> None:
         into_page(args.table.stem, json.loads(args.table.read_text()), HERE.parents[1] / "docs" / "performance.md")
         return
     result: dict[str, Any] = {**about(), "rows": []}
+    if args.add:
+        before = json.loads(args.out.read_text())
+        result |= {"command": f"{before['command']}\n{result['command']}", "rows": before["rows"]}
     for mix in args.mixes:
         for side in args.sides:
             result["rows"].append(measure(args, side, mix))

@@ -82,6 +82,22 @@ def rows(mix: str, steps: int, longest: int = LONGEST) -> list[Row]:
     return made
 
 
+def balanced(chosen: list[Row], count: int) -> list[list[Row]]:
+    """So many packs of about the same work: the longest rows first, each to the pack that has least."""
+    packs: list[list[Row]] = [[] for _ in range(count)]
+    work = [0.0] * count
+    for row in sorted(chosen, key=lambda row: -_work(row)):
+        least = work.index(min(work))
+        packs[least].append(row)
+        work[least] += _work(row)
+    return packs
+
+
+def _work(row: Row) -> float:
+    """In tokens of text; a patch of an image is a fifth of one to Qwen3-VL-2B."""
+    return len(row.ids) + 0.2 * sum(high * wide for high, wide in row.grids)
+
+
 def _text(length: int, dice: torch.Generator) -> Tensor:
     """Each token is one of four that its predecessor allows."""
     noise = torch.randint(4, (length,), generator=dice).tolist()

@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mvp_engine.batch import PackedBatch
 from mvp_engine.config import Config, Section
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
-from mvp_engine.kit import MFUKit
+from mvp_engine.kit import MFUKit, OptimKit
+from mvp_engine.kit.optim import OptimSettings
 from mvp_engine.model_engine import ModelSource, engine_class
 
-from .data import Pixels, packed, rows, shape
+from .data import Pixels, balanced, packed, rows, shape
 from .files import data_kit
 
 
@@ -28,6 +30,7 @@ class Sft(Section):
 
 class SftConfig(Config):
     sft: Sft
+    optim: OptimSettings
 
 
 class SftEngine(Engine):
@@ -38,20 +41,24 @@ class SftEngine(Engine):
         kind = engine_class("language_model", self.config.model.backend)
         return kind.build_model(ModelSource(None, shape(self.config.sft.shape)))
 
+    def prepare_optimizer(self, model: nn.Module) -> Optimizer:
+        return OptimKit(self.config.optim, self.config.seed).build_optimizer(model)
+
     def before_train(self) -> None:
         super().before_train()
         self.mfu = MFUKit(self.model)
 
     def prepare_dataloader(self, split: str) -> Any:
-        size, steps = self.config.data.micro_batch_size, self.config.loop.total_steps or 1
-        sft, pixels = self.config.sft, Pixels()
+        data, sft, pixels = self.config.data, self.config.sft, Pixels()
+        steps, size = self.config.loop.total_steps or 1, data.global_batch_size or data.micro_batch_size
         if sft.source == "files":
             if sft.mix != "images":
                 raise UserError(f"sft.source=files: rows of {sft.mix} have no images. Set sft.mix=images")
-            kit = data_kit(sft.shape, steps, Path(sft.folder), self.config.data.num_workers)
-            return kit.engine_loader(self, split)
+            return data_kit(sft.shape, steps, Path(sft.folder), data.num_workers).engine_loader(self, split)
         every = rows(sft.mix, steps, sft.longest)
-        packs = [packed(every[i : i + size], sft.shape, pixels) for i in range(0, len(every), size)]
+        by_step = [every[i : i + size] for i in range(0, len(every), size)]
+        chosen = [pack for step in by_step for pack in balanced(step, size // data.micro_batch_size)]
+        packs = [packed(pack, sft.shape, pixels) for pack in chosen]
         return [pack.pin_memory() for pack in packs] if self.device.type == "cuda" else packs
 
     def train_pre_step(self, ctx: StepContext) -> None:

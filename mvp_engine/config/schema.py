@@ -92,6 +92,7 @@ class Model(Section):
     freeze: list[str]
     recompute: Recompute | dict[Part, Recompute]
     compile: str | dict[Part, str | None] | None
+    fp8: bool | dict[Part, bool]
     offload: Literal["none", "optimizer", "all"]
 
 

@@ -360,6 +360,7 @@ class Engine:
             freeze=tuple(model.freeze),
             recompute=model.recompute,
             compile=model.compile,
+            fp8=model.fp8,
             offload=model.offload,
         )
         return kind(self.model, self.layout, settings)

@@ -13,6 +13,7 @@ from typing import Any
 
 # The first pattern that a kernel's name fits tells its kind.
 KINDS = {
+    "fused blocks (norms, activations, rotary positions)": r"^triton_",
     "communication": r"nccl|gloo|c10d",
     "copies": r"memcpy|memset|copy_|catarray",
     "attention": r"sdpa|flash|fmha|attention|cudnn_generated|ragged",
@@ -21,7 +22,6 @@ KINDS = {
     "optimizer": r"adam|multi_tensor|foreach|lpnorm|clip",
     "convolutions": r"conv|winograd|im2col",
     "embeddings and indexing": r"index|gather|scatter|embedding|radix|sort|masked",
-    "fused blocks (norms, activations, rotary positions)": r"triton",
 }
 
 
@@ -38,9 +38,12 @@ class Kernel:
 
 
 def kernels_of(profiler: Any, device: str) -> list[Kernel]:
-    """What ran on the GPU; on a CPU the operations, without the time of those that they call."""
+    """What ran on the GPU; on a CPU the operations, without the time of those that they call. Names that somebody gave
+    to stretches of time, such as that of an optimizer's step, are no work of their own."""
     found = []
     for event in profiler.events():
+        if event.is_user_annotation and device == "cuda":
+            continue
         if str(event.device_type).endswith("CUDA") == (device == "cuda"):
             length = event.time_range.elapsed_us() if device == "cuda" else event.self_cpu_time_total
             found.append(Kernel(event.name, event.time_range.start, length))

@@ -43,6 +43,7 @@ class Settings:
     compile: str | Mapping[Any, str | None] | None = (
         None  # a backend of torch.compile, for each block; or by part; or auto
     )
+    fp8: bool | Mapping[Any, bool] = False  # products of linear layers on 8-bit floats; or by part
     offload: str = "none"  # none, optimizer or all: in host memory outside of train_mode; eval_mode has the model
 
     def __post_init__(self) -> None:

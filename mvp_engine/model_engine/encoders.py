@@ -2,19 +2,22 @@
 
 Grids of images stay on the host (`PackedBatch.to` leaves them there). What encoders make of a grid, positions of its
 patches and their shares in the table of embeddings, is made once for each size and kept; transformers would ask the GPU
-for each grid, and launch dozens of kernels for it. Features that go into deeper layers are laid out over all tokens
+for each grid, and launch dozens of kernels for it. Which tokens stand for media, and whether there are as many of them
+as features, is looked up in the tokens on the host. Features that go into deeper layers are laid out over all tokens
 once, instead of asking the GPU at each layer which tokens are images.
 """
 
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def tune(model: nn.Module, decoder: nn.Module) -> None:
@@ -25,6 +28,8 @@ def tune(model: nn.Module, decoder: nn.Module) -> None:
         if "grid_thw" in _parameters(module):
             hook = _plan_ahead if _asks_for(module) == _KNOWN else _send_grid
             module.register_forward_pre_hook(hook, with_kwargs=True)
+        if hasattr(module, "get_placeholder_mask"):
+            module.__dict__["get_placeholder_mask"] = partial(_placeholder_mask, module)
     if hasattr(decoder, "_deepstack_process"):
         decoder.register_forward_pre_hook(_lay_out, with_kwargs=True)
 
@@ -117,5 +122,82 @@ def _lay_out(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any
     mask, layers = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
     if mask is None or layers is None:
         return None
-    wide = [layer.new_zeros(mask.shape[1], layer.shape[1]).masked_scatter(mask[0, :, None], layer) for layer in layers]
+    places_N = _places(mask[0], len(layers[0]))
+    wide = [_Insert.apply(layer.new_zeros(mask.shape[1], layer.shape[1]), places_N, layer) for layer in layers]
     return args, {**kwargs, "visual_pos_masks": _EveryToken(), "deepstack_visual_embeds": wide}
+
+
+# ---- Features in the place of tokens --------------------------------------------------------------------------------
+
+_ON_HOST = WeakTensorKeyDictionary()
+
+
+def remember(input_ids: Tensor, on_host: Tensor | None) -> None:
+    """What these tokens are, for those who would ask the GPU for it."""
+    if on_host is not None:
+        _ON_HOST[input_ids] = on_host.view(input_ids.shape)
+
+
+def _placeholder_mask(
+    model: Any, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """transformers' own, which compares numbers of tokens and features, but on the host: of tensors on the GPU it is
+    shown the shapes alone."""
+    theirs = partial(type(model).get_placeholder_mask, model)
+    ids = None if input_ids is None else _ON_HOST.get(input_ids)
+    if ids is None or inputs_embeds is None:
+        return theirs(input_ids, inputs_embeds, *args, **kwargs)
+
+    def shape_of(value: Any) -> Any:
+        return torch.empty(()).expand(value.shape) if isinstance(value, Tensor) else value
+
+    found = theirs(ids, shape_of(inputs_embeds), *map(shape_of, args), **{k: shape_of(v) for k, v in kwargs.items()})
+
+    def sent(mask: Any) -> Any:
+        if not isinstance(mask, Tensor):
+            return mask
+        mask = mask[..., :1].contiguous()  # the same for all features of a token
+        mask = mask.pin_memory().to(inputs_embeds.device, non_blocking=True) if inputs_embeds.is_cuda else mask
+        return mask.as_subclass(_Mask)
+
+    return tuple(map(sent, found)) if isinstance(found, tuple) else sent(found)
+
+
+class _Mask(Tensor):
+    """Which tokens features are to replace, all of them: they are put in place without counting them again."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.masked_scatter and isinstance(args[1], cls):
+                return _insert(*args)
+            found = func(*args, **(kwargs or {}))
+        return found.as_subclass(cls) if func in (Tensor.expand, Tensor.expand_as, Tensor.to) else found
+
+
+def _insert(embeds: Tensor, mask: Tensor, features: Tensor) -> Tensor:
+    flat_TD, features_ND = embeds.flatten(0, -2), features.reshape(-1, embeds.shape[-1])
+    mask_T = mask.as_subclass(Tensor)[..., 0].flatten()
+    return _Insert.apply(flat_TD, _places(mask_T, len(features_ND)), features_ND).view(embeds.shape)
+
+
+def _places(mask_T: Tensor, count: int) -> Tensor:
+    """Where the mask is true, which is `count` times, without asking for their number."""
+    order_T = torch.where(mask_T, mask_T.cumsum(0) - 1, count)
+    places = torch.empty(count + 1, dtype=torch.long, device=mask_T.device)
+    return places.scatter_(0, order_T, torch.arange(len(mask_T), device=mask_T.device))[:count]
+
+
+class _Insert(torch.autograd.Function):
+    """Rows in the place of others. Its backward, unlike that of `masked_scatter`, knows where they are."""
+
+    @staticmethod
+    def forward(ctx: Any, into_TD: Tensor, places_N: Tensor, rows_ND: Tensor) -> Tensor:
+        ctx.save_for_backward(places_N)
+        return into_TD.index_copy(0, places_N, rows_ND)
+
+    @staticmethod
+    def backward(ctx: Any, d_TD: Tensor) -> tuple[Tensor | None, ...]:
+        (places_N,) = ctx.saved_tensors
+        d_into = d_TD.index_fill(0, places_N, 0) if ctx.needs_input_grad[0] else None
+        return d_into, None, d_TD.index_select(0, places_N) if ctx.needs_input_grad[2] else None

@@ -23,7 +23,7 @@ from mvp_engine.batch import IGNORE, PackedBatch
 from mvp_engine.checkpoint.hf_export import Target
 from mvp_engine.distributed.sequence import SequenceShard, check_heads
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine import encoders
+from mvp_engine.model_engine import encoders, hooks
 from mvp_engine.model_engine.source import read_config
 from mvp_engine.ops import attention
 from mvp_engine.ops.linear_cross_entropy import linear_argmax, linear_log_probs, linear_loss
@@ -77,8 +77,11 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = backbone
         attention.use(backbone.config)
-        backbone.get_input_embeddings().register_forward_hook(_low)  # type: ignore[operator]
         self.sequence_group: dist.ProcessGroup | None = None
+        if self.decoder() is self.base():
+            backbone.get_input_embeddings().register_forward_hook(hooks.low)  # type: ignore[operator]
+        else:  # only then are the features of media, in whatever precision, in place
+            self.decoder().register_forward_pre_hook(hooks.low_inputs, with_kwargs=True)
         self.decoder().register_forward_pre_hook(attention.without_mask, with_kwargs=True)
         encoders.tune(backbone, self.decoder())
         self.longest = _longest(backbone.config)
@@ -108,7 +111,7 @@ class PackedModel(nn.Module):
         check_heads(heads // tensor, kv_heads // tensor, dist.get_world_size(group))
         self.sequence_group = group
         if (decoder := self.decoder()) is not self.base():
-            decoder.register_forward_pre_hook(_cut_inputs, with_kwargs=True)
+            decoder.register_forward_pre_hook(hooks.cut_inputs, with_kwargs=True)
 
     def decoder(self) -> nn.Module:
         """The text layers, which see tokens and media as one sequence of embeddings."""
@@ -149,8 +152,11 @@ class PackedModel(nn.Module):
             if self.decoder() is self.base():  # else it is cut where media are in place
                 ids, positions = shard.cut(ids), shard.cut(positions, dim=-1)
             more["sequence_shard"] = shard
+        ids = ids[None]
+        if batch.media:
+            encoders.remember(ids, batch.input_ids if batch.input_ids.is_cpu else batch.ids_on_host)
         out = self.base()(
-            input_ids=ids[None],
+            input_ids=ids,
             position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
             use_cache=False,
             **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
@@ -216,28 +222,6 @@ def _longest(config: Any) -> int | None:
     return min(found, default=None)
 
 
-def _cut_inputs(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """This rank's part of what a decoder is given. Each rank ran the encoders on everything; a part of their gradient
-    comes back on each, and the sum over ranks is the whole."""
-    shard: SequenceShard | None = kwargs.get("sequence_shard")
-    if shard is None:
-        return None
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    if (layers := given.pop("deepstack_visual_embeds", None)) is not None:
-        kwargs = {**kwargs, "deepstack_visual_embeds": [shard.cut(layer) for layer in layers]}
-    for name, value in given.items():
-        if name in _BY_TOKEN:
-            kwargs = {**kwargs, name: shard.cut(value, _BY_TOKEN[name])}
-        elif isinstance(value, Tensor) and sum(shard.sizes) in value.shape and not name.startswith("cu_seq_lens"):
-            who = type(decoder).__name__
-            raise UserError(f"parallel.sequence > 1: {who} is given {name}, and it is not known how to share that")
-    return args, kwargs
-
-
-# The inputs of a decoder with a row for each token, and the dimension of the rows.
-_BY_TOKEN = {"inputs_embeds": 1, "position_ids": -1, "per_layer_inputs": 1}
-
-
 def _refuse_outside(batch: PackedBatch, field: str, layer: Any) -> None:
     """A token that is none would be scored as another, or end in an index error without a place."""
     values, size = getattr(batch, field), layer.weight.shape[0]
@@ -248,14 +232,6 @@ def _refuse_outside(batch: PackedBatch, field: str, layer: Any) -> None:
         place = f"position {at - int(batch.cu_seqlens[sequence])} of sequence {sequence}"
         ignored = f"; {IGNORE} says that there is none" if field == "labels" else ""
         raise UserError(f"{field}: {int(values[at])} at {place} is none of the model's {size} tokens{ignored}")
-
-
-def _low(module: nn.Module, args: Any, embedded_TD: Tensor) -> Tensor | None:
-    """Autocast leaves embeddings in float32, and all that is added to them: twice the memory of bf16, which is what
-    sharded ranks have. float16 could overflow there."""
-    device = embedded_TD.device.type
-    bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
-    return embedded_TD.bfloat16() if bf16 else None
 
 
 def _beside_tokens(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:

@@ -140,6 +140,8 @@ def config_tree(config: Any) -> list[Any]:
 
 def boundaries(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
     """The keyword arguments of a model's forward that carry the boundaries to every attention layer."""
+    if cu_seqlens.is_cuda:  # or compiled blocks would be compiled anew when the number of sequences first changes
+        torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
     return {
         "cu_seq_lens_q": cu_seqlens,
         "cu_seq_lens_k": cu_seqlens,

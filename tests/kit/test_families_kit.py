@@ -117,8 +117,7 @@ def test_packs_are_what_the_family_makes_of_each_row_alone(name: str, tmp_path: 
         check_row(model, processor, one, row, [opened(tmp_path, b["type"], b[b["type"]]) for b in media_of(row, asked)])
     check_packed_is_alone(model, ones, ["log_probs"])
     assert close(model(pack, ["log_probs"])["log_probs"], torch.cat([alone(model, ones[i]) for i in order]))
-    if name != "smolvlm":  # which fails under autocast whatever it is given
-        check_bf16_loses_nothing(model, kit, pack)
+    check_bf16_loses_nothing(model, kit, pack)
 
 
 def check_bf16_loses_nothing(model: LanguageModel, kit: MLLMDataKit, pack: PackedBatch) -> None:

@@ -96,3 +96,37 @@ def test_micro_batches_are_moved_one_ahead_and_in_order() -> None:
         told.append(f"used {batch} {counts}")
     assert told == ["moved a", "moved b", "used A True", "moved c", "used B False", "used C True"]
     assert list(Ahead(torch.device("cpu"), move)([])) == []
+
+
+def test_features_take_the_place_of_tokens_as_by_masked_scatter_with_the_same_gradients() -> None:
+    g = torch.Generator().manual_seed(0)
+    mask = torch.rand(1, 30, 1, generator=g) > 0.6
+    embeds, features = torch.randn(1, 30, 8, generator=g), torch.randn(int(mask.sum()), 8, generator=g)
+    d = torch.randn(1, 30, 8, generator=g)
+    seen = []
+    for kind in (torch.Tensor, encoders._Mask):
+        into, rows = embeds.clone().requires_grad_(), features.clone().requires_grad_()
+        for one in (mask.as_subclass(kind), mask.as_subclass(kind).expand_as(into)):
+            out = into.masked_scatter(one, rows)
+            out.backward(d)
+        seen.append((out, into.grad, rows.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    assert type((mask.as_subclass(encoders._Mask) | mask)[..., 0]) is torch.Tensor
+
+
+def test_the_host_says_when_features_and_tokens_do_not_match() -> None:
+    config = config_of("qwen3_vl")
+    model = LanguageModel.from_config(config).eval()
+    batch, _ = seen(config, [[1, 4, 4], [1, 4, 8]])
+    assert type(model.base().get_placeholder_mask(batch.input_ids[None], torch.zeros(1, 1, 1))[0]) is torch.Tensor
+    moved = batch.to("cpu")  # as to a GPU: what the tokens were is known on the host
+    assert moved.ids_on_host is batch.input_ids
+    batch.input_ids[batch.input_ids == config.image_token_id] = 11
+    with pytest.raises(ValueError, match="do not match"):
+        model(batch, ["log_probs"])
+
+
+def test_a_copy_of_a_model_asks_itself() -> None:
+    model = LanguageModel.from_config(config_of("qwen3_vl"))
+    twin = copy.deepcopy(model)
+    assert twin.base().__dict__["get_placeholder_mask"].args[0] is twin.base()

@@ -148,8 +148,22 @@ def blocks_are_whole(param: Tensor) -> bool:
     )
 
 
+def flat_begin(param: Tensor) -> int | None:
+    """Where in the whole parameter this rank's part begins, if that is one piece of the numbers in their order."""
+    pieces = boxes(param)
+    if len(pieces) != 1 or param.ndim == 0:
+        return None
+    ((first, *others), index), rest = pieces[0], param.shape[1:]
+    whole = not any(others) and [s.stop - s.start for s in index[1:]] == list(rest)
+    return first * prod(rest) if whole else None
+
+
+def salt_of(seed: int, name: str, moment: str) -> int:
+    return crc32(f"{seed}/{name}/{moment}".encode()) - 2**31
+
+
 def key_of(seed: int, name: str, moment: str, step: Tensor) -> Tensor:
     """The key of the noise in one step, as an int32 scalar on the device: nobody has to know the step on the host."""
-    salt = crc32(f"{seed}/{name}/{moment}".encode()) - 2**31
+    salt = salt_of(seed, name, moment)
     count = step.to(torch.int32).reshape(()).clone()
     return hashed(hashed(count.add_(salt)).add_(salt))

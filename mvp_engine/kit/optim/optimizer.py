@@ -21,7 +21,17 @@ from mvp_engine.checkpoint.pieces import empty_beside, local
 from mvp_engine.checkpoint.state import EMA
 from mvp_engine.errors import UserError
 from mvp_engine.kit.optim import muon
-from mvp_engine.kit.optim.moments import SCALES, Moment, Part, blocks_are_whole, key_of, parts
+from mvp_engine.kit.optim.moments import (
+    CODES,
+    SCALES,
+    Moment,
+    Part,
+    blocks_are_whole,
+    flat_begin,
+    key_of,
+    parts,
+    salt_of,
+)
 
 LOGGER = logging.getLogger("mvp_engine")
 _KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",)}
@@ -93,8 +103,11 @@ class KitOptimizer(Optimizer):
         beta1, beta2 = group["betas"]
         if self.moments != "float32":
             few = [p for p in params if not all(m.dtype is torch.float32 for m in self._moments_of(p, group))]
+            quick = [param for param in few if local(param).is_cuda and flat_begin(param) is not None]
+            self._adamw_by_kernel(quick, group)
             for param in few:
-                self._adamw_in_few_bits(param, group)
+                if all(param is not other for other in quick):
+                    self._adamw_in_few_bits(param, group)
             params = [param for param in params if all(param is not other for other in few)]
         states = [self.state[param] for param in params]
         adamw(
@@ -115,6 +128,32 @@ class KitOptimizer(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+    def _adamw_by_kernel(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        if not params:
+            return
+        from mvp_engine.kit.optim.kernels import adamw_
+
+        steps = [self.state[param]["step"] for param in params]
+        bad = torch.zeros_like(steps[0]) if self.found_inf is None else self.found_inf
+        scale = torch.ones_like(steps[0]) if self.grad_scale is None else self.grad_scale
+        torch._foreach_add_(steps, (bad <= 0).float())
+        now = torch.stack(steps)
+        powers = [1 - beta ** now.double() for beta in group["betas"]]
+        corrections = (powers[0].float(), powers[1].sqrt().float())
+        how = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        for i, param in enumerate(params):
+            if local(param).numel() == 0:
+                continue
+            begin = flat_begin(param)
+            assert param.grad is not None
+            assert begin is not None
+            both, state = self._moments_of(param, group), self.state[param]
+            kept = [local(state[m.key + CODES if m.is_coded else m.key]) for m in both]
+            scales = [local(state[m.key + SCALES]) for m in both] if both[0].is_coded else None
+            salts = [salt_of(self.seed, self.names[param], m.key) for m in both]
+            numbers = [now[i], *(by[i] for by in corrections)]
+            adamw_(local(param), local(param.grad).contiguous(), kept, scales, salts, begin, numbers, bad, scale, **how)
 
     def _adamw_in_few_bits(self, param: Tensor, group: dict[str, Any]) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]

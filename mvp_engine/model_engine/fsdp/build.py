@@ -10,7 +10,7 @@ import copy
 import difflib
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from mvp_engine.model_engine.lora import set_magnitudes
 from mvp_engine.model_engine.optim import matching
 from mvp_engine.model_engine.packed import PackedModel
 from mvp_engine.model_engine.parts import PARTS, by_part, parts_of
+from mvp_engine.ops import fp8
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -42,6 +43,7 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     for backend in {*compiled.values()} - {None}:
         _check_backend(backend)
     freeze(model, settings.freeze)
+    low = _in_fp8(model, layout, settings)
     config: Any = model.hf.config if isinstance(model, PackedModel) else None
     if config is not None and getattr(config.get_text_config(), "output_router_logits", False):
         LOGGER.warning(
@@ -70,6 +72,8 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     names = {param: name for name, param in model.named_parameters()}
     for block in blocks(model):
         part = parts.get(names[next(block.parameters())], PARTS[0])  # without parts, all are the same
+        if low.get(part, False):
+            fp8.use(block)
         if (mode := recompute.get(part, "none")) != "none":
             _recompute(block, selective=mode == "selective")
         if (backend := compiled.get(part)) is not None:
@@ -82,6 +86,18 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
         with together(world.host_group):  # a file may be damaged in one rank's part, or on one machine
             give_weights(model, skeleton, world.device, settings.seed)
     set_magnitudes(model)
+
+
+def _in_fp8(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[str, bool]:
+    """Which parts compute on 8-bit floats."""
+    parts: Mapping[str, bool] = by_part(model, settings.fp8, "model.fp8")
+    if any(parts.values()):
+        if settings.precision != "bf16":
+            raise UserError(f"model.fp8 is for bf16, not for {settings.precision}: set loop.precision=bf16")
+        if layout.tensor_mesh is not None:
+            raise UserError("model.fp8 does not go with parallel.tensor > 1: set parallel.shard instead")
+        fp8.check(layout.world.device)
+    return parts
 
 
 def _light_base(model: nn.Module, dtype: torch.dtype) -> None:

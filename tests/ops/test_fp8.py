@@ -1,0 +1,119 @@
+"""Linear layers on 8-bit floats: near to bf16, the same on every device, and only where they are asked for."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mvp_engine.batch import PackedBatch
+from mvp_engine.distributed import Layout, World
+from mvp_engine.errors import UserError
+from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
+from mvp_engine.ops import fp8
+
+
+def layers(device: str = "cpu") -> tuple[nn.Linear, nn.Sequential]:
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 48, device=device)
+    low = nn.Sequential(copy.deepcopy(plain))
+    assert fp8.use(low) == 1
+    return plain, low
+
+
+def run(layer: nn.Module, x: Tensor, d: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        out = layer(x)
+    out.backward(d)
+    return {"out": out.detach(), "x": x.grad, **{name.split(".")[-1]: p.grad for name, p in layer.named_parameters()}}
+
+
+def inputs(device: str = "cpu") -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    x, d = torch.randn(2, 40, 64, generator=g), torch.randn(2, 40, 48, generator=g)
+    x[0, 0] *= 1e4  # an outlier
+    d[1] *= 1e-6
+    return x.to(device), d.to(device, torch.bfloat16)
+
+
+def test_products_and_gradients_are_near_to_bf16_row_by_row() -> None:
+    plain, low = layers()
+    expected, found = (run(layer, *inputs()) for layer in (plain, low))
+    for name in ("out", "x"):
+        a, b = (one[name].float().flatten(0, 1) for one in (expected, found))
+        apart = (a - b).norm(dim=-1) / a.norm(dim=-1)
+        assert 0.005 < float(apart.max()) < 0.06, name  # 8 bits were used, and no row spoils another
+    for name in ("weight", "bias"):  # sums over tokens are bf16 products as without
+        assert torch.equal(expected[name], found[name])
+        assert found[name].dtype == torch.float32
+
+
+def test_without_bf16_and_with_odd_sizes_nothing_changes() -> None:
+    plain, low = layers()
+    x = inputs()[0]
+    assert torch.equal(plain(x), low(x))
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(plain(x), low(x))
+    odd = nn.Sequential(nn.Linear(20, 32), nn.Linear(32, 10))
+    assert fp8.use(odd) == 0
+
+
+def test_compiled_it_is_the_same() -> None:
+    _, low = layers()
+    eager = run(low, *inputs())
+    low.zero_grad()
+    compiled = run(torch.compile(low, backend="aot_eager", fullgraph=True), *inputs())
+    for name, value in eager.items():
+        assert torch.allclose(value, compiled[name], rtol=1e-2, atol=1e-8), name
+
+
+SHAPE: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64}
+SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def engine(**how: Any) -> LanguageModelEngine:
+    layout = Layout(World(0, 1, 0, 1, torch.device("cpu")))
+    part = LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, SHAPE)), layout, Settings(**how))
+    part.initialize(lambda m: torch.optim.AdamW(m.parameters(), 3e-3))
+    return part
+
+
+def step(part: LanguageModelEngine, batch: PackedBatch) -> float:
+    numbers = part.train_batch([batch], lambda b: (part.model(b, ["loss"])["loss"], b.weight))
+    return float(numbers.loss_sum / numbers.weight)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_model_learns_as_in_bf16(recompute: str) -> None:
+    batch = PackedBatch.from_sequences([torch.arange(n) % 7 for n in (30, 12, 50)])
+    losses: dict[bool, list[float]] = {}
+    for low in (False, True):
+        part = engine(precision="bf16", fp8=low, recompute=recompute)
+        kinds = {type(module) for module in part.model.modules() if isinstance(module, nn.Linear)}
+        assert (fp8.Fp8Linear in kinds) == low
+        assert type(part.model.hf.lm_head) is nn.Linear
+        losses[low] = [step(part, batch) for _ in range(12)]
+    assert losses[True] != losses[False]
+    assert losses[True] == pytest.approx(losses[False], rel=0.02)
+    assert losses[True][-1] < 0.8 * losses[True][0]
+
+
+def test_by_part_and_what_cannot_be() -> None:
+    part = engine(precision="bf16", fp8={"llm": True})
+    assert any(isinstance(module, fp8.Fp8Linear) for module in part.model.modules())
+    with pytest.raises(UserError, match="set loop.precision"):
+        engine(fp8=True)
+    with pytest.raises(UserError, match="no part vision"):
+        engine(precision="bf16", fp8={"vision": True})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_gpu_computes_what_the_cpu_does() -> None:
+    here, there = run(layers()[1], *inputs()), run(layers("cuda")[1], *inputs("cuda"))
+    for name in here:
+        a, b = here[name].float(), there[name].float().cpu()
+        assert float((a - b).norm() / a.norm()) < 0.01, name  # sums of fewer bits, and bf16
