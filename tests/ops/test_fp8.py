@@ -105,7 +105,7 @@ def test_a_model_learns_as_in_bf16(recompute: str) -> None:
 def test_by_part_and_what_cannot_be() -> None:
     part = engine(precision="bf16", fp8={"llm": True})
     assert any(isinstance(module, fp8.Fp8Linear) for module in part.model.modules())
-    with pytest.raises(UserError, match="set loop.precision"):
+    with pytest.raises(UserError, match="is for bf16, not for fp32"):
         engine(fp8=True)
     with pytest.raises(UserError, match="no part vision"):
         engine(precision="bf16", fp8={"vision": True})
