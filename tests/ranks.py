@@ -1,4 +1,4 @@
-"""Ranks that stay up between tests: importing torch is most of what a rank costs."""
+"""Ranks that stay up between tests. Importing is most of what a rank costs: a process without threads does it once."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "mvp_engine.launch", "mvp_engine.model_engine"]
+PRELOAD += ["mvp_engine.kit", "transformers.modeling_utils", "transformers.masking_utils", "transformers.models.auto"]
+
 
 class RankPool:
     """`pool.run(f, *args)` calls `f(*args)` on every rank at once and gives the results in rank order.
@@ -22,7 +25,8 @@ class RankPool:
     """
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             ours, theirs = context.Pipe()

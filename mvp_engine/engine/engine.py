@@ -168,6 +168,7 @@ class Engine:
         self._training = True
         accumulation = accumulation_steps(self.global_batch_size, config.data.micro_batch_size, self.layout.data_size)
         self.feed = Feed(self._loader("train"), accumulation, self.world)
+        self._closing.callback(self.feed.close)
         self.total_steps = self._planned_steps()
         self.model_engine = self._build_model_engine()
         self.model_engine.initialize(self.prepare_optimizer, self.prepare_scheduler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def test_the_same_recipe_trains_on_streams_and_goes_on_to_the_bit(recipe: Path) 
     text = config.read_text().replace("name: pictures", "stream: true").replace("repeats: 2.0", "stream: true")
     config.write_text(text + "  stream_window: 2\n")
     words = ["train", str(config), "log.interval=1", "loop.epochs=null", "optim.schedule=constant"]
+    before = {*active_children()}
     assert main([*words, "project.dir=straight", "loop.total_steps=4"]) == 0
     for steps in (1, 3, 4):
         assert main([*words, "project.dir=stopped", f"loop.total_steps={steps}", "resume=auto"]) == 0
@@ -71,6 +73,7 @@ def test_the_same_recipe_trains_on_streams_and_goes_on_to_the_bit(recipe: Path) 
         for name in ("straight", "stopped")
     )
     assert straight == stopped
+    assert {*active_children()} == before  # the garbage collector would wait five seconds for each worker
     assert [step for step, _, _ in straight] == [1, 2, 3, 4]
 
 
