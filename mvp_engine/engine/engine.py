@@ -8,9 +8,9 @@ and one step of `do_train` is: take micro-batches, `train_pre_step`, forward and
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -69,7 +69,7 @@ class Engine:
         self._stopped = False
         self._training = False
         self._eval_loader: Iterable[Any] | None = None
-        self._closing = contextlib.ExitStack()
+        self._closing = ExitStack()
 
     def __enter__(self) -> Engine:
         return self
@@ -167,8 +167,7 @@ class Engine:
             raise UserError("how long to train? Set loop.total_steps or loop.epochs")
         self._training = True
         accumulation = accumulation_steps(self.global_batch_size, config.data.micro_batch_size, self.layout.data_size)
-        self.feed = Feed(self._loader("train"), accumulation, self.world)
-        self._closing.callback(self.feed.close)
+        self.feed = self._closing.enter_context(closing(Feed(self._loader("train"), accumulation, self.world)))
         self.total_steps = self._planned_steps()
         self.model_engine = self._build_model_engine()
         self.model_engine.initialize(self.prepare_optimizer, self.prepare_scheduler)
