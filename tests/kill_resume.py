@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,20 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*/log.txt"))
 
 
-def compare(kills: int, nproc: int, config: Path, words: list[str], seed: int, folder: Path) -> dict[str, Any]:
+def compare(
+    kills: int,
+    nproc: int,
+    config: Path,
+    words: list[str],
+    seed: int,
+    folder: Path,
+    launch: Callable[..., list[int]] | None = None,
+) -> dict[str, Any]:
+    """`launch`: what runs the straight one, where there are ranks already; else processes of its own."""
     log = folder / "output.txt"
     straight = [*words, f"project.dir={folder / 'straight'}"]
-    assert run(config, nproc, straight, None, log) == 0, log.read_text()
+    codes = launch(config, *straight) if launch else [run(config, nproc, straight, None, log)]
+    assert not any(codes), log.read_text()
     killed = [*words, f"project.dir={folder / 'killed'}", "resume=auto"]
     dice = random.Random(seed)
     done, during_save = 0, 0
