@@ -138,7 +138,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
 
 # Worth keeping: what takes longest to compute again. All else is cheap, and most of the memory.
 _KEPT = {"mm", "addmm", "bmm", "_scaled_dot_product", "_flash_attention", "_cudnn_attention", "_grouped_mm"}
-_KEPT |= {"_varlen_attn", "ragged_attention"}
+_KEPT |= {"_varlen_attn", "ragged_attention", "_scaled_mm"}
 
 
 def _keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
