@@ -38,6 +38,7 @@ def facts(config_file: str, overrides: list[str], gpu: str, gpus: int) -> dict[s
         half=loop.precision != "fp32",
         compile=config.model.compile,
         recompute=config.model.recompute,
+        fp8=config.model.fp8,
         moments=getattr(optim, "moments", "float32"),
         ema=getattr(optim, "ema", None) is not None,
         shard=parallel.shard,

@@ -11,7 +11,8 @@ costs the Trainer nothing. `images` has text behind none to four images, and tra
 40) rows, about 32k tokens. Tokens are useful ones, never padding; MFU is by MFUKit's formula, the same for all, of the
 card's peak for bf16. The first interval warms up and does not count. `ours, fp8` has 8-bit products (`model.fp8`).
 Rows lie in memory, save for `ours, JPEG files`: there the data kit's loader reads the same rows from a jsonl and real
-files, in packs of its own (`files.py`), for `images` alone. With `--add`, rows that are in the file stay there.
+files, in packs of its own (`files.py`), for `images` alone. With `--add`, rows that are in the file stay there; `run`
+says which of the commands a row is from.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import json
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -138,7 +140,7 @@ def about() -> dict[str, Any]:
     return {
         "hardware": gpu,
         "versions": versions,
-        "command": "python benchmarks/sft/compare.py " + " ".join(sys.argv[1:]),
+        "commands": [shlex.join(["python", "benchmarks/sft/compare.py", *sys.argv[1:]])],
     }
 
 
@@ -163,10 +165,10 @@ def main() -> None:
     result: dict[str, Any] = {**about(), "rows": []}
     if args.add:
         before = json.loads(args.out.read_text())
-        result |= {"command": f"{before['command']}\n{result['command']}", "rows": before["rows"]}
+        result |= {"commands": before["commands"] + result["commands"], "rows": before["rows"]}
     for mix in args.mixes:
         for side in args.sides:
-            result["rows"].append(measure(args, side, mix))
+            result["rows"].append({"run": len(result["commands"]) - 1, **measure(args, side, mix)})
             print(result["rows"][-1], file=sys.stderr, flush=True)
             if args.out:  # after each, should the next one take the process with it
                 args.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -32,6 +32,7 @@ MEMORY = {
 MOMENTS = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.06}  # bytes a parameter
 # Shares of a card's peaks, seen on an H200 with compiled blocks (docs/performance.md), and the rest of a step.
 PRODUCTS, ATTENTION, TRAFFIC, REST = 0.745, 0.36, 0.73, 1.12
+FP8 = 1.5  # how much quicker 8-bit products are, with what it takes to make their factors
 PASSES = 4.1  # how often what backward needs goes through memory, forward and backward
 EAGER = 1.7  # how much more is kept where blocks are not compiled
 GIB = 2**30
@@ -45,6 +46,7 @@ class Setting:
     half: bool = True  # computed in bf16
     compile: Any = "auto"
     recompute: Any = "none"
+    fp8: Any = False
     moments: str = "float32"
     ema: bool = False
     shard: int = 1
@@ -69,15 +71,16 @@ def estimate(
     moving = [_moving(model, kit, batch, setting) for batch in largest]
     memory = _static(model, setting) | max(moving, key=lambda one: sum(one.values()))
     peak = sum(memory.values())
-    products = attention = kept = 0.0
+    products = attention = kept = saved = 0.0
     for batch in step:
         done, paired = kit.kinds(batch)
         products, attention = products + float(done), attention + float(paired)
         kept += _kept(model, kit, batch, setting, recomputed=False)
+        saved += _in_fp8(model, kit, batch, setting) * (1 - 1 / FP8)
     share = setting.sequence * setting.tensor
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad) / (setting.shard * setting.tensor)
     seconds = {
-        "matrix products": products / share / (PRODUCTS * flops_s),
+        "matrix products": (products - saved) / share / (PRODUCTS * flops_s),
         "attention": attention / share / (ATTENTION * flops_s),
         "memory traffic": PASSES * kept / (TRAFFIC * bytes_s),
         "optimizer": weights * (24 + MOMENTS[setting.moments]) / (TRAFFIC * bytes_s),
@@ -104,17 +107,23 @@ def _static(model: PackedModel, setting: Setting) -> dict[str, float]:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
     low = 2 if setting.half and model.lora is not None else 4  # a frozen base stays as its folder has it
-    inside = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
     # For backward every block keeps its weights in bf16; sharded, those of two blocks are gathered at a time.
-    copies = (
-        2.0 * sum(inside) / setting.tensor if setting.shard == 1 else 2 * (2.0 + 4.0) * max(inside) / setting.tensor
-    )
+    largest = max(sum(p.numel() for p in block.parameters()) for block in blocks(model))
+    copies = _copied(model, setting) if setting.shard == 1 else 2 * (2.0 + 4.0) * largest
     return {
         "weights": (4.0 * trained + low * frozen) / ranks,
         "gradients": 4.0 * trained / ranks,
         "moments": (MOMENTS[setting.moments] + 4.0 * setting.ema) * trained / ranks,
-        "weights in bf16": copies if setting.half else 0.0,
+        "weights in bf16": copies / setting.tensor if setting.half else 0.0,
     }
+
+
+def _copied(model: PackedModel, setting: Setting) -> float:
+    """Bytes of weights in bf16, of all blocks that keep them: those that recompute make them again, those with 8-bit
+    products have other copies, for as long as a product takes."""
+    how, low = by_part(model, setting.recompute, "model.recompute"), by_part(model, setting.fp8, "model.fp8")
+    kept = [block for block, part in _blocks(model) if how.get(part, "none") == "none" and not low.get(part, False)]
+    return 2.0 * sum(p.numel() for block in kept for p in block.parameters())
 
 
 def _moving(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting) -> dict[str, float]:
@@ -135,29 +144,52 @@ def _moving(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Settin
 
 def _kept(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting, recomputed: bool = True) -> float:
     """Bytes that backward needs of all blocks."""
-    rows: dict[str, float] = {"text": batch.num_tokens / setting.sequence}
-    for name, media in batch.media.items():
-        if len(media.rows):
-            for kind, count, pair in kit._seen_by_encoder(name, media, batch.input_ids):
-                if pair is None:
-                    rows[kind] = rows.get(kind, 0.0) + float(count)
-    size, parts = 2.0 if setting.half else 4.0, parts_of(model)
+    rows = _rows(kit, batch)
+    rows["text"] /= setting.sequence
+    size = 2.0 if setting.half else 4.0
     how = by_part(model, setting.recompute, "model.recompute")
     compiled = by_part(model, setting.compile, "model.compile")
-    names = {param: name for name, param in model.named_parameters()}
     total, flowing = 0.0, False
-    order = sorted(blocks(model), key=lambda block: parts[names[next(block.parameters())]] == "llm")
-    for block in order:
-        part = parts[names[next(block.parameters())]]
+    for block, part in sorted(_blocks(model), key=lambda one: one[1] == "llm"):
         flowing = flowing or any(p.requires_grad for p in block.parameters())
         if not flowing:  # nothing behind it asks for a gradient
             continue
-        kind = "text" if part == "llm" else "projector" if part == "projector" else "encoder"
+        kind = _KIND.get(part, "encoder")
         whole, products, width = _elements(block)
         way = how.get(part, "none") if recomputed else "none"
         elements = {"none": whole * (1.0 if compiled.get(part) else EAGER), "selective": products, "full": width}[way]
         total += size * elements * rows.get(kind, 0.0) / (setting.tensor if kind == "text" and way != "full" else 1)
     return total
+
+
+def _in_fp8(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting) -> float:
+    """FLOPs of 8-bit products: what linear layers of blocks give, and the gradients of what they are given."""
+    low, rows, total = by_part(model, setting.fp8, "model.fp8"), _rows(kit, batch), 0.0
+    for block, part in _blocks(model):
+        if low.get(part, False):
+            weights = sum(m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear))
+            total += 4.0 * weights * rows.get(_KIND.get(part, "encoder"), 0.0)
+    return total
+
+
+def _blocks(model: PackedModel) -> list[tuple[nn.Module, str]]:
+    """Each block, and the part that it belongs to."""
+    parts, names = parts_of(model), {param: name for name, param in model.named_parameters()}
+    return [(block, parts[names[next(block.parameters())]]) for block in blocks(model)]
+
+
+_KIND = {"llm": "text", "projector": "projector"}  # of the rows that a part meets; encoders have their own
+
+
+def _rows(kit: MFUKit, batch: PackedBatch) -> dict[str, float]:
+    """How many rows meet the layers of each kind."""
+    rows = {"text": float(batch.num_tokens)}
+    for name, media in batch.media.items():
+        if len(media.rows):
+            for kind, count, pair in kit._seen_by_encoder(name, media, batch.input_ids):
+                if pair is None:
+                    rows[kind] = rows.get(kind, 0.0) + float(count)
+    return rows
 
 
 def _elements(block: nn.Module) -> tuple[float, float, float]:
