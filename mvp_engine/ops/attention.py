@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 
 from mvp_engine.distributed.sequence import SequenceShard
 from mvp_engine.errors import UserError
@@ -28,9 +27,6 @@ from mvp_engine.ops import ragged_attention as ragged
 NAME = "mvp_packed"
 # Encoders that see "flash" hand over all their images in one call with boundaries, else they loop over images.
 ENCODER = "mvp_encoder_flash"
-
-# torch 2.11 takes fewer key/value heads as they come, later versions want to be told.
-_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 # Handed down by models next to what matters; none of them changes what attention computes.
 _HARMLESS = {
@@ -336,14 +332,12 @@ def _flash(
     causal: bool,
     window: int | None,
 ) -> Tensor:
+    from mvp_engine.ops.varlen import varlen
+
     q, k, v = (x.transpose(0, 1).contiguous() for x in (q_HTd, k_KTd, v_KTd))
     behind = -1 if window is None or window >= longest else window - 1  # a token sees itself and window - 1 before it
     ahead = 0 if causal else behind
-    out_THd = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(behind, ahead), **_GQA
-    )
-    assert isinstance(out_THd, Tensor)
-    return out_THd.transpose(0, 1)
+    return varlen(q, k, v, cu_seqlens, longest, scale, (behind, ahead)).transpose(0, 1)
 
 
 def _one_sequence(

@@ -28,10 +28,12 @@ _OFFSETS = WeakTensorKeyDictionary()  # of boundaries, for as long as these live
 _threads = threading.local()
 
 
-@torch.compiler.assume_constant_result
 def _served(device: int) -> bool:
     """Are there ragged kernels, forward and backward, for this GPU?"""
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+_served._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator imports half a second
 
 
 def can(q_THd: Tensor, longest: int, causal: bool, window: int | None) -> bool:
