@@ -83,18 +83,14 @@ def expected(name: str) -> Found:
     return found(name, Layout(World(0, 1, 0, 1, torch.device("cpu"))))
 
 
-EAGER = {"recompute": "full"}
-PLAIN, FULL, SOME = ({"compile": "aot_eager", "recompute": how} for how in ("none", "full", "selective"))
-BOTH = {"shard": 2, "sequence": 2}
+FULL, SOME = ({"compile": "aot_eager", "recompute": how} for how in ("full", "selective"))
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "sizes", "ways"),
     [
-        ("qwen3", 2, {"shard": 2}, [PLAIN]),
-        ("qwen3", 2, {"sequence": 2}, [FULL]),
-        ("qwen3", 4, BOTH, [EAGER, SOME]),
-        ("qwen3_vl", 4, BOTH, [FULL]),
+        ("qwen3", 4, {"shard": 2, "sequence": 2}, [FULL, SOME]),
+        ("qwen3_vl", 2, {"sequence": 2}, [FULL]),
     ],
     ids=str,
 )
@@ -108,4 +104,4 @@ def test_log_probs_and_gradients_are_those_of_one_plain_rank(
             assert its_grads.keys() == grads.keys()
             assert all(close(its_grads[n], grad) for n, grad in grads.items()), how
             assert graphs[-1] == graphs[WARM - 1] <= 3 * BLOCKS[name], how  # for the first sizes, then for all others
-            assert (graphs[0] >= BLOCKS[name]) == ("compile" in how), how
+            assert graphs[0] >= BLOCKS[name], how

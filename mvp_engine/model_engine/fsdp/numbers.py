@@ -82,7 +82,7 @@ def share_of_squares(grads: list[Tensor], ranks: int) -> Tensor:
         groups.setdefault(shards, []).append(local)
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
     for shards, members in groups.items():
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(members)])
+        norms = torch.stack(torch._foreach_norm(members)).double()  # converted together: one kernel, not hundreds
         total += norms.square().sum() * (shards / ranks)
     return total
 
