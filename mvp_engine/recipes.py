@@ -36,7 +36,7 @@ def first_words(folder: Path) -> str:
     file = folder / "README.md"
     text = re.sub(r"^#[^\n]*\n", "", file.read_text(encoding="utf-8")) if file.is_file() else ""
     first = " ".join(text.strip().partition("\n\n")[0].split())
-    return textwrap.shorten(re.split(r"(?<=\.)\s", first)[0], 150, placeholder=" ...") if first else "(no README)"
+    return textwrap.shorten(re.split(r"(?<=[^.]\.)\s", first)[0], 150, placeholder=" ...") if first else "(no README)"
 
 
 def new_recipe(name: str, origin: str, parent: Path | None = None) -> tuple[Path, list[Path]]:

@@ -86,6 +86,15 @@ def test_the_tables_of_sft_are_those_of_their_results(compare: Any, tmp_path) ->
     for name in ("text_sft", "vlm_sft"):
         compare.into_page(name, json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()), page)
     assert page.read_text() == (ROOT / "docs" / "performance.md").read_text()
+    told = (ROOT / "README.md").read_text()
+    for name, side, mix in (
+        ("text_sft", "ours", "mix"),
+        ("text_sft", "ours, fp8", "mix"),
+        ("vlm_sft", "ours", "images"),
+    ):
+        rows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+        mine = next(row for row in rows if (row["side"], row["mix"]) == (side, mix))
+        assert f"| {mine['tokens_per_s']:,.0f} | {100 * mine['mfu']:.1f} % |" in told
     assert len(compare.rows("mix", 1)) == 32
     assert [len(row.ids) for row in compare.rows("full", 1)] == [4096] * 8
 
