@@ -62,7 +62,7 @@ class PackedBatch:
     media: dict[str, Media] = field(default_factory=dict)
     beside: list[PackedBatch] = field(default_factory=list)  # run along by the model, their outputs dropped
     max_seqlen: int = field(init=False)
-    ids_on_host: Tensor | None = field(init=False, default=None, repr=False)  # of a batch that was moved to a GPU
+    _moved: tuple[Tensor, Tensor, list[int]] | None = field(init=False, default=None, repr=False)  # see `ids_on_host`
 
     def __post_init__(self) -> None:
         lengths = self.cu_seqlens.diff()
@@ -229,8 +229,19 @@ class PackedBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         new = self._map(lambda t: t.to(device, non_blocking=non_blocking))
-        new.ids_on_host = self.input_ids if self.input_ids.is_cpu else self.ids_on_host
+        if (here := self.ids_on_host) is not None:
+            new._moved = (new.input_ids, here, _versions(new.input_ids, here))
         return new
+
+    @property
+    def ids_on_host(self) -> Tensor | None:
+        """The tokens on the CPU, where nobody has to wait for them: of a batch that was moved to a GPU with the tokens
+        that it still has."""
+        if self.input_ids.is_cpu:
+            return self.input_ids
+        there, here, versions = self._moved or (None, None, None)
+        same = here is not None and there is self.input_ids and _versions(there, here) == versions
+        return here if same else None
 
     def pin_memory(self) -> PackedBatch:
         """In pinned host memory, from where `to(device, non_blocking=True)` copies while the GPU works."""
@@ -326,6 +337,11 @@ def _labels(input_ids: Tensor, loss_mask: Tensor) -> Tensor:
     labels = torch.full_like(input_ids, IGNORE)
     labels[:-1] = torch.where(loss_mask[1:].bool(), input_ids[1:], IGNORE)
     return labels
+
+
+def _versions(*tensors: Tensor) -> list[int]:
+    """Changing a tensor in place changes its version; tensors of inference mode have none."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _fit(name: str, values: list[Tensor], input_ids: list[Tensor], dim: int) -> None:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mvp_engine.errors import UserError
+
 
 def tune(model: nn.Module, decoder: nn.Module) -> None:
     """Give a model of transformers what of this suits it."""
@@ -134,7 +136,7 @@ _ON_HOST = WeakTensorKeyDictionary()
 
 def remember(input_ids: Tensor, on_host: Tensor | None) -> None:
     """What these tokens are, for those who would ask the GPU for it."""
-    if on_host is not None:
+    if on_host is not None and on_host.numel() == input_ids.numel():  # not if ranks share the tokens
         _ON_HOST[input_ids] = on_host.view(input_ids.shape)
 
 
@@ -156,9 +158,10 @@ def _placeholder_mask(
     def sent(mask: Any) -> Any:
         if not isinstance(mask, Tensor):
             return mask
-        mask = mask[..., :1].contiguous()  # the same for all features of a token
-        mask = mask.pin_memory().to(inputs_embeds.device, non_blocking=True) if inputs_embeds.is_cuda else mask
-        return mask.as_subclass(_Mask)
+        by_feature = mask.ndim > ids.ndim
+        mask = mask[..., :1].contiguous() if by_feature else mask  # the same for all features of a token
+        there = mask.pin_memory().to(inputs_embeds.device, non_blocking=True) if inputs_embeds.is_cuda else mask
+        return _Mask.of(there, int(mask.sum())) if by_feature else there
 
     return tuple(map(sent, found)) if isinstance(found, tuple) else sent(found)
 
@@ -166,17 +169,31 @@ def _placeholder_mask(
 class _Mask(Tensor):
     """Which tokens features are to replace, all of them: they are put in place without counting them again."""
 
+    count: int  # how many these are
+
+    @classmethod
+    def of(cls, mask: Tensor, count: int) -> _Mask:
+        new = mask.as_subclass(cls)
+        new.count = count
+        return new
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.masked_scatter and isinstance(args[1], cls):
+            if func is Tensor.masked_scatter and len(args) == 3 and isinstance(args[1], cls):
                 return _insert(*args)
             found = func(*args, **(kwargs or {}))
-        return found.as_subclass(cls) if func in (Tensor.expand, Tensor.expand_as, Tensor.to) else found
+        kept = func in (Tensor.expand, Tensor.expand_as, Tensor.to) and isinstance(args[0], cls)
+        return cls.of(found, args[0].count) if kept else found
 
 
-def _insert(embeds: Tensor, mask: Tensor, features: Tensor) -> Tensor:
+def _insert(embeds: Tensor, mask: _Mask, features: Tensor) -> Tensor:
     flat_TD, features_ND = embeds.flatten(0, -2), features.reshape(-1, embeds.shape[-1])
+    if mask.count != len(features_ND):  # not all models compare them
+        raise UserError(
+            f"{mask.count} tokens of a batch stand for media whose encoder gives {len(features_ND)} features: make "
+            "the tokens with the processor that belongs to the model"
+        )
     mask_T = mask.as_subclass(Tensor)[..., 0].flatten()
     return _Insert.apply(flat_TD, _places(mask_T, len(features_ND)), features_ND).view(embeds.shape)
 

@@ -154,7 +154,7 @@ class PackedModel(nn.Module):
             more["sequence_shard"] = shard
         ids = ids[None]
         if batch.media:
-            encoders.remember(ids, batch.input_ids if batch.input_ids.is_cpu else batch.ids_on_host)
+            encoders.remember(ids, batch.ids_on_host)
         out = self.base()(
             input_ids=ids,
             position_ids=positions[None] if positions.ndim == 1 else positions[:, None],

@@ -10,6 +10,7 @@ from families import config_of
 from torch import nn
 
 from mvp_engine.batch import Media, PackedBatch
+from mvp_engine.errors import UserError
 from mvp_engine.kit.data.samples import RopePositions
 from mvp_engine.model_engine import encoders
 from mvp_engine.model_engine.fsdp.ahead import Ahead
@@ -104,14 +105,16 @@ def test_features_take_the_place_of_tokens_as_by_masked_scatter_with_the_same_gr
     embeds, features = torch.randn(1, 30, 8, generator=g), torch.randn(int(mask.sum()), 8, generator=g)
     d = torch.randn(1, 30, 8, generator=g)
     seen = []
-    for kind in (torch.Tensor, encoders._Mask):
+    counted = encoders._Mask.of(mask, len(features))
+    for kind in (mask, counted):
         into, rows = embeds.clone().requires_grad_(), features.clone().requires_grad_()
-        for one in (mask.as_subclass(kind), mask.as_subclass(kind).expand_as(into)):
+        for one in (kind, kind.expand_as(into)):
             out = into.masked_scatter(one, rows)
             out.backward(d)
         seen.append((out, into.grad, rows.grad))
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
-    assert type((mask.as_subclass(encoders._Mask) | mask)[..., 0]) is torch.Tensor
+    assert type((counted | mask)[..., 0]) is torch.Tensor
+    assert type(embeds[..., :1].expand_as(counted)) is torch.Tensor
 
 
 def test_the_host_says_when_features_and_tokens_do_not_match() -> None:
@@ -124,6 +127,53 @@ def test_the_host_says_when_features_and_tokens_do_not_match() -> None:
     batch.input_ids[batch.input_ids == config.image_token_id] = 11
     with pytest.raises(ValueError, match="do not match"):
         model(batch, ["log_probs"])
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_of_models_that_do_not_compare_them_either(more: bool) -> None:
+    model = LanguageModel.from_config(config_of("qwen2_5_omni_thinker")).eval()
+    mask = (torch.arange(32) < 20).long()[None]
+    sound = Media(torch.randn(1, 8, 32), torch.tensor([1]), torch.tensor([0]), {"feature_attention_mask": mask})
+    for count in (5, 5 + (1 if more else -1)):
+        row = torch.tensor([11, *[92] * count, 12])
+        positions = torch.arange(len(row)).expand(3, -1)
+        batch = PackedBatch.from_sequences([row], position_ids=[positions], media={"input_features": sound})
+        if count == 5:
+            model(batch, ["log_probs"])
+            continue
+        with pytest.raises(UserError, match=f"{count} tokens .* gives 5 features"):
+            model(batch, ["log_probs"])
+
+
+def test_a_mask_of_tokens_alone_stays_as_it_is() -> None:
+    class Codes(nn.Module):  # as of models that turn images into tokens
+        def get_placeholder_mask(self, input_ids: torch.Tensor, image_ids: torch.Tensor) -> torch.Tensor:
+            assert int((input_ids == 9).sum()) == len(image_ids)
+            return input_ids == 9
+
+    model, ids = Codes(), torch.tensor([[1, 9, 9, 2]])
+    encoders.tune(model, model)
+    encoders.remember(ids, ids[0])
+    found = ids.masked_scatter(model.get_placeholder_mask(ids, torch.tensor([5, 6])), torch.tensor([5, 6]))
+    assert found.tolist() == [[1, 5, 6, 2]]
+
+
+def test_tokens_that_were_changed_behind_a_copy_are_not_taken_for_it() -> None:
+    def moved() -> tuple[torch.Tensor, PackedBatch]:
+        ids = torch.arange(6)
+        return ids, PackedBatch.from_sequences([ids]).to("meta")  # as to a GPU
+
+    ids, batch = moved()
+    assert batch.ids_on_host.tolist() == ids.tolist()
+    assert batch.to("meta").ids_on_host is batch.ids_on_host
+    batch.ids_on_host.add_(1)
+    assert batch.ids_on_host is None
+    ids, batch = moved()
+    batch.input_ids[0] = 3
+    assert batch.ids_on_host is None
+    ids, batch = moved()
+    batch.input_ids = batch.input_ids.clone()
+    assert batch.ids_on_host is None
 
 
 def test_a_copy_of_a_model_asks_itself() -> None:
