@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit import OptimKit, OptimSettings
-from mvp_engine.kit.optim.moments import parts
+from mvp_engine.kit.optim.moments import flat_begin, parts
 from mvp_engine.kit.optim.muon import orthogonal
 from mvp_engine.kit.optim.rounding import from_codes, noise, to_bfloat16, to_codes
 from mvp_engine.model_engine.optim import build_optimizer
@@ -306,6 +306,12 @@ def test_moments_of_another_optimizer_begin_anew_and_say_so(monkeypatch: pytest.
     train(model, second, 1)
     assert float(second.state[model.layers[0].up.weight]["step"]) == 1
     assert float(second.state[model.head.weight]["step"]) == 4
+
+
+def test_a_kernel_that_goes_through_numbers_in_their_order_is_for_those_that_lie_so() -> None:
+    assert flat_begin(torch.nn.Parameter(torch.zeros(3, 4))) == 0
+    assert flat_begin(torch.nn.Parameter(torch.zeros(4, 3).t())) is None
+    assert flat_begin(torch.nn.Parameter(torch.zeros(()))) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

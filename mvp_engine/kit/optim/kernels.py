@@ -47,7 +47,7 @@ def adamw_(
     with torch.cuda.device(weight.device):
         _adamw[(triton.cdiv(count, PER_PROGRAM),)](
             *tensors, *numbers, found_inf, grad_scale, *salts, begin, count, blocks, columns,
-            lr, *betas, eps, weight_decay, **how,
+            lr, *betas, *(1 - beta for beta in betas), eps, weight_decay, **how,
         )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def _to_bfloat16(value, bits):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["first_salt", "second_salt", "begin", "count"])
 def _adamw(  # type: ignore[no-untyped-def]
     weights, grads, firsts, seconds, first_scales, second_scales, step, by_first, by_second, found_inf, grad_scale,
-    first_salt, second_salt, begin, count, blocks, columns, lr, beta1, beta2, eps, decay,
+    first_salt, second_salt, begin, count, blocks, columns, lr, beta1, beta2, rest1, rest2, eps, decay,
     CODED: tl.constexpr, BLOCK: tl.constexpr, PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     if tl.load(found_inf) > 0:
@@ -114,8 +114,8 @@ def _adamw(  # type: ignore[no-untyped-def]
         level = _level(first, 127.0) * first_scale
         first = tl.where(first < 0, -level, level)
         second = _level(second, 255.0) * second_scale
-    first += (grad - first) * (1 - beta1)
-    second = second * beta2 + grad * grad * (1 - beta2)
+    first += (grad - first) * rest1  # 1 - beta, of which float32 would lose digits here
+    second = second * beta2 + grad * grad * rest2
     change = first / (tl.sqrt(second) / tl.load(by_second) + eps) * (lr / tl.load(by_first))
     tl.store(weights + place, weight * (1 - lr * decay) - change, inside)
     now = tl.load(step).to(tl.int32)

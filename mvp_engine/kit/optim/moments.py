@@ -151,7 +151,7 @@ def blocks_are_whole(param: Tensor) -> bool:
 def flat_begin(param: Tensor) -> int | None:
     """Where in the whole parameter this rank's part begins, if that is one piece of the numbers in their order."""
     pieces = boxes(param)
-    if len(pieces) != 1 or param.ndim == 0:
+    if len(pieces) != 1 or param.ndim == 0 or not local(param).is_contiguous():
         return None
     ((first, *others), index), rest = pieces[0], param.shape[1:]
     whole = not any(others) and [s.stop - s.start for s in index[1:]] == list(rest)
