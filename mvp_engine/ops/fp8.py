@@ -43,8 +43,8 @@ class Fp8Linear(nn.Linear):
         device = x.device.type
         if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != torch.bfloat16:
             return super().forward(x)
-        out_TN = _Product.apply(x.bfloat16().flatten(0, -2), self.weight)
-        out = out_TN.unflatten(0, x.shape[:-1])
+        out_TN = _Product.apply(x.bfloat16().reshape(-1, self.in_features), self.weight)
+        out = out_TN.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias.bfloat16()
 
 

@@ -302,8 +302,10 @@ def test_an_engine_gives_sizes_ranks_and_seed_and_the_ranks_must_agree(tmp_path:
             global_batch_size=4,
         )
         if agrees:
-            loader = kit.engine_loader(engine)
-            assert kit.sampler.dtype == torch.bfloat16
+            for precision in ("bf16", "fp32", "bf16"):  # of one engine after the other
+                engine.config.loop.precision = precision
+                loader = kit.engine_loader(engine)
+                assert (kit.sampler.dtype == torch.bfloat16) == (precision == "bf16")
             same = kit.loader("train", packs_per_step=4, seed=5, rank=1, world_size=2)
             assert all(a.equals(b) for a, b in zip(loader, same, strict=True))
             assert loader.accumulation == 2

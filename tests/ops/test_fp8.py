@@ -58,6 +58,9 @@ def test_without_bf16_and_with_odd_sizes_nothing_changes() -> None:
     assert torch.equal(plain(x), low(x))
     with torch.autocast("cpu", torch.float16):
         assert torch.equal(plain(x), low(x))
+    with torch.autocast("cpu", torch.bfloat16):  # one row, and none
+        assert torch.equal(low(x[0, 0]), low(x[0])[0])
+        assert low(x[:, :0]).shape == (2, 0, 48)
     odd = nn.Sequential(nn.Linear(20, 32), nn.Linear(32, 10))
     assert fp8.use(odd) == 0
 

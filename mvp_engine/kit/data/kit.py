@@ -160,9 +160,9 @@ class MLLMDataKit:
             raise UserError(
                 f"a micro-batch is one pack: set data.micro_batch_size=1 and data.global_batch_size={packs}"
             )
-        bf16 = precision_on(engine.device, engine.config.loop.precision) == "bf16"
-        if bf16 and self.settings.media_dtype == "auto":  # which is what an encoder's first layer makes of them
-            self.sampler.dtype = torch.bfloat16
+        if self.settings.media_dtype == "auto":  # bf16 is what an encoder's first layer makes of them
+            bf16 = precision_on(engine.device, engine.config.loop.precision) == "bf16"
+            self.sampler.dtype = torch.bfloat16 if bf16 else torch.float32
         options = {"rank": engine.layout.data_rank, "world_size": engine.layout.data_size, "seed": engine.config.seed}
         options |= {"num_workers": data.num_workers, "pin_memory": engine.device.type == "cuda"}
         if self.is_stream(split):
