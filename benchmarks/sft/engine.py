@@ -54,7 +54,8 @@ class SftEngine(Engine):
         if sft.source == "files":
             if sft.mix != "images":
                 raise UserError(f"sft.source=files: rows of {sft.mix} have no images. Set sft.mix=images")
-            return data_kit(sft.shape, steps, Path(sft.folder), data.num_workers).engine_loader(self, split)
+            kit = data_kit(sft.shape, steps, size, Path(sft.folder), data.num_workers)
+            return kit.engine_loader(self, split)
         every = rows(sft.mix, steps, sft.longest)
         by_step = [every[i : i + size] for i in range(0, len(every), size)]
         chosen = [pack for step in by_step for pack in balanced(step, size // data.micro_batch_size)]

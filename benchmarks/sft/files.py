@@ -34,17 +34,17 @@ TEMPLATE = (
     f"{PIECES}{{%- if part.type == 'text' %}}{{{{- part.text }}}}{{%- endif %}}{{%- endfor %}}"
     "{%- if message.role == 'assistant' %}<|im_end|>{%- endif %}{%- endfor %}"
 )
-PACKS, SLACK = 2, 1.01  # packs of a step; of their tokens, so that all rows fit into so many
+SLACK = 1.01  # of a pack's tokens, so that all rows of a step fit into its packs
 
 
-def data_kit(name: str, steps: int, folder: Path, workers: int) -> MLLMDataKit:
-    """The kit over the files of so many steps, which are made once; a step's rows fill its packs."""
+def data_kit(name: str, steps: int, packs: int, folder: Path, workers: int) -> MLLMDataKit:
+    """The kit over the files of so many steps, which are made once; a step's rows fill so many packs."""
     from transformers import AutoConfig
 
     every = rows("images", steps)
     about = {"steps": steps, "per_step": PER_STEP["images"], "version": 1}
     made_once(folder, about, lambda empty: write(empty, every), "sft.folder")
-    budget = math.ceil(SLACK * sum(len(row.ids) for row in every) / (PACKS * steps))
+    budget = math.ceil(SLACK * sum(len(row.ids) for row in every) / (packs * steps))
     sources = [{"path": str(folder / "rows.jsonl"), "name": "jpeg"}]
     settings = {"sources": sources, "micro_batch_tokens": budget, "cache": str(folder / "cache")}
     config = AutoConfig.for_model(**shape(name))
