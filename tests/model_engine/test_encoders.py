@@ -176,6 +176,23 @@ def test_tokens_that_were_changed_behind_a_copy_are_not_taken_for_it() -> None:
     assert batch.ids_on_host is None
 
 
+def test_what_is_compiled_as_a_whole_asks_transformers() -> None:
+    class Sees(nn.Module):
+        def get_placeholder_mask(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> torch.Tensor:
+            return (input_ids == 9)[..., None].expand_as(inputs_embeds)
+
+        def forward(self, ids: torch.Tensor, embeds: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+            mask = self.get_placeholder_mask(ids, embeds)
+            return embeds.masked_scatter(mask, features) + mask[..., :1]
+
+    model, ids = Sees(), torch.tensor([[1, 9, 9, 2]])
+    encoders.tune(model, model)
+    encoders.remember(ids, ids[0])
+    given = (ids, torch.zeros(1, 4, 3), torch.randn(2, 3))
+    expected = model(*given)
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(*given), expected)
+
+
 def test_a_copy_of_a_model_asks_itself() -> None:
     model = LanguageModel.from_config(config_of("qwen3_vl"))
     twin = copy.deepcopy(model)
