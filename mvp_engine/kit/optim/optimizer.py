@@ -105,10 +105,11 @@ class KitOptimizer(Optimizer):
             few = [p for p in params if not all(m.dtype is torch.float32 for m in self._moments_of(p, group))]
             quick = [param for param in few if local(param).is_cuda and flat_begin(param) is not None]
             self._adamw_by_kernel(quick, group)
+            by_kernel, done = set(quick), set(few)
             for param in few:
-                if all(param is not other for other in quick):
+                if param not in by_kernel:
                     self._adamw_in_few_bits(param, group)
-            params = [param for param in params if all(param is not other for other in few)]
+            params = [param for param in params if param not in done]
         states = [self.state[param] for param in params]
         adamw(
             [local(param) for param in params],
