@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mvp_engine.errors import UserError
 
 LARGEST = 448.0  # of float8_e4m3fn
-_MULTIPLE = 16  # of which inputs and outputs must be
+MULTIPLE = 16  # of which inputs and outputs must be
 
 
 def use(block: nn.Module) -> int:
@@ -35,7 +35,7 @@ def check(device: torch.device) -> None:
 
 
 def _fits(layer: nn.Linear) -> bool:
-    return layer.in_features % _MULTIPLE == 0 == layer.out_features % _MULTIPLE
+    return layer.in_features % MULTIPLE == 0 == layer.out_features % MULTIPLE
 
 
 class Fp8Linear(nn.Linear):

@@ -78,9 +78,9 @@ SHAPE: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 99, "hidden_size":
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
 
-def engine(**how: Any) -> LanguageModelEngine:
+def engine(shape: dict[str, Any] = SHAPE, **how: Any) -> LanguageModelEngine:
     layout = Layout(World(0, 1, 0, 1, torch.device("cpu")))
-    part = LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, SHAPE)), layout, Settings(**how))
+    part = LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, shape)), layout, Settings(**how))
     part.initialize(lambda m: torch.optim.AdamW(m.parameters(), 3e-3))
     return part
 
@@ -110,6 +110,8 @@ def test_by_part_and_what_cannot_be() -> None:
     assert any(isinstance(module, fp8.Fp8Linear) for module in part.model.modules())
     with pytest.raises(UserError, match="is for bf16, not for fp32"):
         engine(fp8=True)
+    with pytest.raises(UserError, match="no block of LanguageModel has linear layers"):
+        engine(SHAPE | {"hidden_size": 24}, precision="bf16", fp8=True)
     with pytest.raises(UserError, match="no part vision"):
         engine(precision="bf16", fp8={"vision": True})
 

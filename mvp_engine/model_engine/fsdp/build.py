@@ -70,14 +70,20 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
         assert isinstance(model, PackedModel)
         model.share_sequences(layout.sequence_group, layout.tensor)
     names = {param: name for name, param in model.named_parameters()}
+    in_fp8 = 0
     for block in blocks(model):
         part = parts.get(names[next(block.parameters())], PARTS[0])  # without parts, all are the same
         if low.get(part, False):
-            fp8.use(block)
+            in_fp8 += fp8.use(block)
         if (mode := recompute.get(part, "none")) != "none":
             _recompute(block, selective=mode == "selective")
         if (backend := compiled.get(part)) is not None:
             block.compile(backend=backend)
+    if any(low.values()) and not in_fp8:
+        raise UserError(
+            f"model.fp8: no block of {type(model).__name__} has linear layers whose sizes are multiples of "
+            f"{fp8.MULTIPLE}, so nothing would change. Leave it out"
+        )
     if layout.shard_mesh is not None:
         shard_model(model, layout.shard_mesh, DTYPES[settings.precision])
         if isinstance(model, PackedModel):
