@@ -20,7 +20,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.log.peaks import peak_of
 from mvp_engine.model_engine.packed import PackedModel
-from mvp_engine.model_engine.parts import by_part, parts_of
+from mvp_engine.model_engine.parts import blocks_by_part, by_part
 
 # Memory in GiB, as the driver tells, and bandwidth in TB/s, by a pattern in the name.
 MEMORY = {
@@ -122,7 +122,9 @@ def _copied(model: PackedModel, setting: Setting) -> float:
     """Bytes of weights in bf16, of all blocks that keep them: those that recompute make them again, those with 8-bit
     products have other copies, for as long as a product takes."""
     how, low = by_part(model, setting.recompute, "model.recompute"), by_part(model, setting.fp8, "model.fp8")
-    kept = [block for block, part in _blocks(model) if how.get(part, "none") == "none" and not low.get(part, False)]
+    kept = [
+        block for block, part in blocks_by_part(model) if how.get(part, "none") == "none" and not low.get(part, False)
+    ]
     return 2.0 * sum(p.numel() for block in kept for p in block.parameters())
 
 
@@ -150,7 +152,7 @@ def _kept(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting,
     how = by_part(model, setting.recompute, "model.recompute")
     compiled = by_part(model, setting.compile, "model.compile")
     total, flowing = 0.0, False
-    for block, part in sorted(_blocks(model), key=lambda one: one[1] == "llm"):
+    for block, part in sorted(blocks_by_part(model), key=lambda one: one[1] == "llm"):
         flowing = flowing or any(p.requires_grad for p in block.parameters())
         if not flowing:  # nothing behind it asks for a gradient
             continue
@@ -165,17 +167,11 @@ def _kept(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting,
 def _in_fp8(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting) -> float:
     """FLOPs of 8-bit products: what linear layers of blocks give, and the gradients of what they are given."""
     low, rows, total = by_part(model, setting.fp8, "model.fp8"), _rows(kit, batch), 0.0
-    for block, part in _blocks(model):
+    for block, part in blocks_by_part(model):
         if low.get(part, False):
             weights = sum(m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear))
             total += 4.0 * weights * rows.get(_KIND.get(part, "encoder"), 0.0)
     return total
-
-
-def _blocks(model: PackedModel) -> list[tuple[nn.Module, str]]:
-    """Each block, and the part that it belongs to."""
-    parts, names = parts_of(model), {param: name for name, param in model.named_parameters()}
-    return [(block, parts[names[next(block.parameters())]]) for block in blocks(model)]
 
 
 _KIND = {"llm": "text", "projector": "projector"}  # of the rows that a part meets; encoders have their own

@@ -146,8 +146,8 @@ def _placeholder_mask(
     """transformers' own, which compares numbers of tokens and features, but on the host: of tensors on the GPU it is
     shown the shapes alone."""
     theirs = partial(type(model).get_placeholder_mask, model)
-    asks = input_ids is None or inputs_embeds is None or torch.compiler.is_compiling()
-    ids = None if asks else _ON_HOST.get(input_ids)
+    unknown = input_ids is None or torch.compiler.is_compiling()
+    ids = None if unknown else _ON_HOST.get(input_ids)
     if ids is None or inputs_embeds is None:
         return theirs(input_ids, inputs_embeds, *args, **kwargs)
 

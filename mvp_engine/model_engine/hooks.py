@@ -9,14 +9,13 @@ from torch import Tensor, nn
 
 from mvp_engine.distributed.sequence import SequenceShard
 from mvp_engine.errors import UserError
+from mvp_engine.ops.autocast import autocast_dtype
 
 
 def low(module: nn.Module, args: Any, embedded_TD: Tensor) -> Tensor | None:
     """Autocast leaves embeddings in float32, and all that is added to them: twice the memory of bf16, which is what
     sharded ranks have. float16 could overflow there."""
-    device = embedded_TD.device.type
-    bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
-    return embedded_TD.bfloat16() if bf16 else None
+    return embedded_TD.bfloat16() if autocast_dtype(embedded_TD) == torch.bfloat16 else None
 
 
 def low_inputs(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mvp_engine.config.schema import Part
+from mvp_engine.distributed.sharding import blocks
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine.packed import PackedModel
 
@@ -44,6 +45,12 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
 
     walk(model, "", "llm")
     return {name: found[name] for name, _ in model.named_parameters()}  # a tied one under its first name
+
+
+def blocks_by_part(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Each block, and the part that it belongs to; without parts, all belong to the same."""
+    parts, names = parts_of(model), {param: name for name, param in model.named_parameters()}
+    return [(block, parts.get(names[next(block.parameters())], PARTS[0])) for block in blocks(model)]
 
 
 def _encoders(base: Any, decoder: nn.Module) -> Iterator[tuple[nn.Module, Part]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.errors import UserError
+from mvp_engine.ops.autocast import autocast_dtype
 
 LARGEST = 448.0  # of float8_e4m3fn
 MULTIPLE = 16  # of which inputs and outputs must be
@@ -40,8 +41,7 @@ def _fits(layer: nn.Linear) -> bool:
 
 class Fp8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != torch.bfloat16:
+        if autocast_dtype(x) != torch.bfloat16:
             return super().forward(x)
         out_TN = _Product.apply(x.bfloat16().reshape(-1, self.in_features), self.weight)
         out = out_TN.view(*x.shape[:-1], self.out_features)

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mvp_engine.ops.autocast import autocast_dtype
+
 IGNORE = -100
 
 
@@ -130,9 +132,7 @@ class _How(NamedTuple):
 
 
 def _how(hidden_TD: Tensor, scale: float, softcap: float | None, temperature: float) -> _How:
-    device = hidden_TD.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TD.dtype
-    return _How(scale, softcap, temperature, dtype)
+    return _How(scale, softcap, temperature, autocast_dtype(hidden_TD) or hidden_TD.dtype)
 
 
 def _kernels(logits_CV: Tensor, how: _How) -> Any:

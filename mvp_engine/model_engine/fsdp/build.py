@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from mvp_engine.checkpoint.storage import together
 from mvp_engine.distributed import Layout
-from mvp_engine.distributed.sharding import blocks, shard_model
+from mvp_engine.distributed.sharding import shard_model
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine.base import Settings
 from mvp_engine.model_engine.fsdp.numbers import DTYPES
@@ -29,14 +29,14 @@ from mvp_engine.model_engine.fsdp.weights import give_weights
 from mvp_engine.model_engine.lora import set_magnitudes
 from mvp_engine.model_engine.optim import matching
 from mvp_engine.model_engine.packed import PackedModel
-from mvp_engine.model_engine.parts import PARTS, by_part, parts_of
+from mvp_engine.model_engine.parts import PARTS, blocks_by_part, by_part
 from mvp_engine.ops import fp8
 
 LOGGER = logging.getLogger("mvp_engine")
 
 
 def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
-    parts, recompute = parts_of(model), by_part(model, settings.recompute, "model.recompute")
+    recompute = by_part(model, settings.recompute, "model.recompute")
     auto = "inductor" if layout.world.device.type == "cuda" and isinstance(model, PackedModel) else None
     compiled = by_part(model, settings.compile, "model.compile")
     compiled = {part: auto if backend == "auto" else backend for part, backend in compiled.items()}
@@ -69,10 +69,8 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     if layout.sequence_group is not None:
         assert isinstance(model, PackedModel)
         model.share_sequences(layout.sequence_group, layout.tensor)
-    names = {param: name for name, param in model.named_parameters()}
     in_fp8 = 0
-    for block in blocks(model):
-        part = parts.get(names[next(block.parameters())], PARTS[0])  # without parts, all are the same
+    for block, part in blocks_by_part(model):
         if low.get(part, False):
             in_fp8 += fp8.use(block)
         if (mode := recompute.get(part, "none")) != "none":
