@@ -103,12 +103,12 @@ class KitOptimizer(Optimizer):
         beta1, beta2 = group["betas"]
         if self.moments != "float32":
             few = [p for p in params if not all(m.dtype is torch.float32 for m in self._moments_of(p, group))]
-            quick = [param for param in few if local(param).is_cuda and flat_begin(param) is not None]
-            self._adamw_by_kernel(quick, group)
-            by_kernel, done = set(quick), set(few)
+            begins = {p: begin for p in few if local(p).is_cuda and (begin := flat_begin(p)) is not None}
+            self._adamw_by_kernel(begins, group)
             for param in few:
-                if param not in by_kernel:
+                if param not in begins:
                     self._adamw_in_few_bits(param, group)
+            done = set(few)
             params = [param for param in params if param not in done]
         states = [self.state[param] for param in params]
         adamw(
@@ -130,12 +130,13 @@ class KitOptimizer(Optimizer):
             maximize=False,
         )
 
-    def _adamw_by_kernel(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        if not params:
+    def _adamw_by_kernel(self, begins: dict[Tensor, int], group: dict[str, Any]) -> None:
+        """Of parameters whose part here is one piece, each with the place in the whole where it begins."""
+        if not begins:
             return
         from mvp_engine.kit.optim.kernels import adamw_
 
-        steps = [self.state[param]["step"] for param in params]
+        steps = [self.state[param]["step"] for param in begins]
         bad = torch.zeros_like(steps[0]) if self.found_inf is None else self.found_inf
         scale = torch.ones_like(steps[0]) if self.grad_scale is None else self.grad_scale
         torch._foreach_add_(steps, (bad <= 0).float())
@@ -143,12 +144,10 @@ class KitOptimizer(Optimizer):
         powers = [1 - beta ** now.double() for beta in group["betas"]]
         corrections = (powers[0].float(), powers[1].sqrt().float())
         how = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        for i, param in enumerate(params):
+        for i, (param, begin) in enumerate(begins.items()):
             if local(param).numel() == 0:
                 continue
-            begin = flat_begin(param)
             assert param.grad is not None
-            assert begin is not None
             both, state = self._moments_of(param, group), self.state[param]
             kept = [local(state[m.key + CODES if m.is_coded else m.key]) for m in both]
             scales = [local(state[m.key + SCALES]) for m in both] if both[0].is_coded else None
