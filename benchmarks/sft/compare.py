@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="only put the table of this JSON into docs/performance.md")
     parser.add_argument("--shape", default="qwen3_1_7b")
     parser.add_argument("--mixes", nargs="*", default=["mix", "full"])
-    parser.add_argument("--sides", nargs="*", default=SIDES, help=f"also: {[*OURS][1:]}")
+    parser.add_argument("--sides", nargs="*", default=SIDES, choices=[*OURS, *SIDES[1:]])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4, help="sequences that the Trainer takes at once")
@@ -159,6 +159,10 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true", help="the Trainer recomputes activations")
     parser.add_argument("--keys", nargs="*", default=[], help="keys of our config")
     args = parser.parse_args()
+    if args.steps % INTERVAL or args.steps < 2 * INTERVAL:
+        parser.error(f"--steps {args.steps}: take a multiple of {INTERVAL}, {2 * INTERVAL} or more")
+    if args.add and not (args.out and args.out.is_file()):
+        parser.error("--add wants a file of results to add to: give it with --out")
     if args.table:
         into_page(args.table.stem, json.loads(args.table.read_text()), HERE.parents[1] / "docs" / "performance.md")
         return
