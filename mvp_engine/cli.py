@@ -15,10 +15,12 @@ from typing import Any
 
 from mvp_engine import __version__
 from mvp_engine.errors import EXIT_BUG, EXIT_CODE_FILE, EXIT_USER_ERROR, UserError
+from mvp_engine.pipes import outlive_readers
 from mvp_engine.signals import StopSignals
 
 
 def main(argv: list[str] | None = None) -> int:
+    outlive_readers()
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # argparse takes no key=value after an option that follows the first ones; they may stand anywhere.
@@ -31,9 +33,6 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"mvp: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
-    except BrokenPipeError:  # `mvp runs list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _parser() -> argparse.ArgumentParser:

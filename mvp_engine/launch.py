@@ -25,10 +25,12 @@ from mvp_engine.engine import Engine
 from mvp_engine.engine.resume import Start, choose_start
 from mvp_engine.errors import EXIT_BUG, EXIT_CODE_FILE, EXIT_INTERRUPTED, EXIT_USER_ERROR, Interrupted, UserError
 from mvp_engine.log import EarlyMessages
+from mvp_engine.pipes import outlive_readers
 from mvp_engine.runs import Run
 
 
 def main(argv: list[str] | None = None) -> int:
+    outlive_readers()
     parser = argparse.ArgumentParser(prog="mvp_engine.launch", description="Run a recipe's config.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the recipe's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key of the config")

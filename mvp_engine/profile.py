@@ -21,10 +21,12 @@ from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
 from mvp_engine.log.profile import kernels_of, page, summary
+from mvp_engine.pipes import outlive_readers
 from mvp_engine.runs import Run
 
 
 def main(argv: list[str] | None = None) -> int:
+    outlive_readers()
     parser = argparse.ArgumentParser(prog="mvp profile")
     parser.add_argument("--config", required=True)
     parser.add_argument("--out", required=True, type=Path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import MAGIC, TINY
+from conftest import MAGIC, ROOT, TINY
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -105,3 +107,26 @@ def test_mistakes_are_one_line(capsys) -> None:
     assert "config file not found: nowhere.yaml" in text
     assert "--nproc 0" in text
     assert "unrecognized arguments: --nproz" in text
+
+
+def read_one_line(command: str) -> tuple[int, str, str]:
+    """Exit code of the command, what a reader that goes away was told, and what was said beside it."""
+    script = f"set -o pipefail; {sys.executable} {command} | head -n 1"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("python", ["", "-u"])
+def test_nobody_hears_of_a_reader_that_goes_away(tmp_path: Path, python: str) -> None:
+    lines = f"for n in range(20000): print(n); print(n, file=sys.stderr)\nopen({str(tmp_path / 'done')!r}, 'w')"
+    code = f"import sys\nfrom mvp_engine.pipes import outlive_readers\noutlive_readers()\n{lines}"
+    (tmp_path / "talk.py").write_text(code)
+    assert read_one_line(f"{python} {tmp_path}/talk.py 2>&1")[::2] == (0, "")
+    assert (tmp_path / "done").exists()
+
+
+def test_a_command_does_its_work_without_its_reader(tmp_path: Path) -> None:
+    words = f"{MAGIC} --nproc 2 --steps 1 --first 1 --out {tmp_path} data.micro_batch_size=16 data.global_batch_size=32"
+    code, told, beside = read_one_line(f"-m mvp_engine.cli profile {words}")
+    assert (code, len(told.splitlines()), "BrokenPipeError" in beside) == (0, 1, False)
+    assert (tmp_path / "profile.md").read_text()

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 # Who may import whom: a room may use the rooms to its right and itself. `config.schema` and the leaves are for all.
-LEAVES = {"errors", "imports", "runs", "signals", "config.schema"}
+LEAVES = {"errors", "imports", "pipes", "runs", "signals", "config.schema"}
 ROOMS = [
     "cli",
     "estimate",

@@ -35,6 +35,7 @@ from mvp_engine.log.backends import Backend
 from mvp_engine.log.hub import backend_class
 from mvp_engine.model_engine import precision_on
 from mvp_engine.model_engine.parts import trained_parts
+from mvp_engine.pipes import outlive_readers
 from mvp_engine.runs import Run, write_atomically
 from mvp_engine.signals import StopSignals
 
@@ -46,6 +47,7 @@ LOGGER = logging.getLogger("mvp_engine")
 
 def main(argv: list[str] | None = None) -> int:
     """One rank of a check. `folder` is for whoever started the ranks: to remove, and to read `facts` from."""
+    outlive_readers()
     parser = argparse.ArgumentParser(prog="mvp_engine.check", description=__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--folder", required=True, type=Path)
