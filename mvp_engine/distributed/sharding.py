@@ -50,7 +50,7 @@ class UsedParameters:
 
     FSDP2 is told to give the others zeros, since ranks that sum different sets of gradients would sum wrong ones. An
     optimizer would decay a parameter with zeros, which it leaves alone without a gradient: so they are taken away.
-    Before torch 2.13 FSDP2 cannot be told, and the step is refused.
+    Before torch 2.13 FSDP2 cannot be told (`can_differ`), and the step is refused.
     """
 
     def __init__(self, model: nn.Module, host_group: dist.ProcessGroup | None) -> None:
@@ -60,9 +60,9 @@ class UsedParameters:
         self._watched: set[nn.Parameter] = set()
         homes: dict[FSDPModule, list[tuple[nn.Module, str, nn.Parameter]]] = {}
         _homes(model, None, homes)
-        self._can_differ = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+        self.can_differ = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
         for part, places in homes.items():
-            if self._can_differ:
+            if self.can_differ:
                 part.set_reduce_scatter_unused_params(True, recurse=False)
             part.register_forward_pre_hook(self._watch(places))  # type: ignore[attr-defined]
 
@@ -91,7 +91,7 @@ class UsedParameters:
         for (name, param), used in zip(self._params.items(), count.tolist(), strict=True):
             if used == 0:
                 param.grad = None
-            elif used < ranks and not self._can_differ:
+            elif used < ranks and not self.can_differ:
                 raise UserError(
                     f"{name} was used on {used} of {ranks} ranks, which FSDP2 of torch {torch.__version__} cannot sum: "
                     "install torch 2.13, or set parallel.shard=1"

@@ -133,11 +133,13 @@ class FSDPEngine(ModelEngine):
         return self._passes.through(micro_batches) if self.sharded else ((batch, True) for batch in micro_batches)
 
     def _before_backward(self, last: bool) -> None:
-        """Gradients travel during the last backward of a call only."""
+        """Between copies gradients travel during the last backward of a call only. Shards are summed in every one, or
+        each rank would hold the whole model's gradients until then."""
         if self.reducer and last:
             self.reducer.arm()
         for module in self.sharded[:1]:  # the root tells the others
-            module.set_requires_gradient_sync(last)
+            module.set_requires_gradient_sync(last or self._used is None or self._used.can_differ)
+            module.set_requires_all_reduce(last)
             module.set_is_last_backward(last)
 
     def optimizer_zero_grad(self) -> None:
