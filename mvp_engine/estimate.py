@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
+import torch
 
 from mvp_engine.batch import PackedBatch
 from mvp_engine.config import compose
+from mvp_engine.data import accumulation_steps
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMDataKit, MLLMModelKit
 from mvp_engine.kit.data.inspect import kit_of
 from mvp_engine.kit.estimate import Setting, estimate
 from mvp_engine.log.format import duration, rate
-from mvp_engine.model_engine.fsdp.build import freeze
+from mvp_engine.model_engine.fsdp.build import freeze, light_base
 from mvp_engine.model_engine.packed import PackedModel
 
 SAMPLE = 8  # micro-batches that are loaded for the time of a step
@@ -28,8 +29,9 @@ def facts(config_file: str, overrides: list[str], gpu: str, gpus: int) -> dict[s
         raise UserError("mvp estimate knows Hugging Face models: model.type=language_model or value_model")
     parallel = config.parallel
     share = parallel.shard * parallel.sequence * parallel.tensor
-    if gpus % share:
-        raise UserError(f"--gpus {gpus}: the layout of the config needs a multiple of {share}")
+    if gpus % share or parallel.replicate not in (-1, gpus // share):
+        needed = f"a multiple of {share}" if parallel.replicate == -1 else f"{parallel.replicate * share}"
+        raise UserError(f"--gpus {gpus}: the layout of the config needs {needed}. parallel.replicate=-1 takes any")
     loop, optim = config.loop, config.optim
     if loop.total_steps is None and loop.epochs is None:
         raise UserError("how long to train? Set loop.total_steps or loop.epochs")
@@ -49,11 +51,13 @@ def facts(config_file: str, overrides: list[str], gpu: str, gpus: int) -> dict[s
     model: Any = MLLMModelKit(getattr(config, "lora", None)).build(config.model)
     assert isinstance(model, PackedModel)
     freeze(model, config.model.freeze)
+    if setting.half:
+        light_base(model, torch.float16 if loop.precision == "fp16" else torch.bfloat16)
     kit = kit_of(composed.engine_class, config)
     ranks = gpus // (parallel.sequence * parallel.tensor)
     packs = kit.settings.step_packs or config.data.global_batch_size or config.data.micro_batch_size * ranks
     largest, some, steps = _batches(kit, packs)
-    each = math.ceil(packs / ranks)
+    each = accumulation_steps(packs, 1, ranks)
     step = [some[i % len(some)] for i in range(each)]
     found = estimate(model, largest, step, setting)
     total = min(n for n in (loop.total_steps, loop.epochs and loop.epochs * steps) if n)

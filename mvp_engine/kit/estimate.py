@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -17,10 +17,11 @@ from torch import nn
 from mvp_engine.batch import PackedBatch
 from mvp_engine.distributed.sharding import blocks
 from mvp_engine.errors import UserError
-from mvp_engine.kit.mfu import MFUKit
+from mvp_engine.kit.mfu import MFUKit, in_order, matrix
 from mvp_engine.log.peaks import peak_of
 from mvp_engine.model_engine.packed import PackedModel
 from mvp_engine.model_engine.parts import blocks_by_part, by_part
+from mvp_engine.ops import fp8
 
 # Memory in GiB, as the driver tells, and bandwidth in TB/s, by a pattern in the name.
 MEMORY = {
@@ -53,6 +54,11 @@ class Setting:
     sequence: int = 1
     tensor: int = 1
 
+    @property
+    def shards(self) -> int:
+        """Ranks that share parameters: those that share sequences do, too."""
+        return self.shard * self.sequence
+
     def card(self) -> tuple[float, float, float]:
         """FLOP/s, bytes of memory, bytes/s."""
         peak = peak_of(self.gpu)
@@ -71,20 +77,12 @@ def estimate(
     moving = [_moving(model, kit, batch, setting) for batch in largest]
     memory = _static(model, setting) | max(moving, key=lambda one: sum(one.values()))
     peak = sum(memory.values())
-    products = attention = kept = saved = 0.0
+    weights = sum(p.numel() for p in model.parameters() if p.requires_grad) / (setting.shards * setting.tensor)
+    seconds = dict.fromkeys(("matrix products", "attention", "memory traffic"), 0.0)
     for batch in step:
-        done, paired = kit.kinds(batch)
-        products, attention = products + float(done), attention + float(paired)
-        kept += _kept(model, kit, batch, setting, recomputed=False)
-        saved += _in_fp8(model, kit, batch, setting) * (1 - 1 / FP8)
-    share = setting.sequence * setting.tensor
-    weights = sum(p.numel() for p in model.parameters() if p.requires_grad) / (setting.shard * setting.tensor)
-    seconds = {
-        "matrix products": (products - saved) / share / (PRODUCTS * flops_s),
-        "attention": attention / share / (ATTENTION * flops_s),
-        "memory traffic": PASSES * kept / (TRAFFIC * bytes_s),
-        "optimizer": weights * (24 + MOMENTS[setting.moments]) / (TRAFFIC * bytes_s),
-    }
+        for name, spent in _spent(model, kit, batch, setting).items():
+            seconds[name] += spent
+    seconds["optimizer"] = weights * (24 + MOMENTS[setting.moments]) / (TRAFFIC * bytes_s)
     total = REST * sum(seconds.values()) * (1.0 if setting.half else 8.0)
     tokens = sum(batch.num_tokens for batch in step)
     return {
@@ -97,35 +95,72 @@ def estimate(
         "seconds": seconds,
         "tokens_per_step": tokens,
         "tokens_per_s": tokens / total,
-        "mfu": (products + attention) / share / total / flops_s,
+        "mfu": sum(float(kit.flops(batch)) for batch in step) / (setting.sequence * setting.tensor) / total / flops_s,
     }
+
+
+def _spent(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting) -> dict[str, float]:
+    """Seconds of a micro-batch on one rank. Ranks that share tokens or matrices of the text run encoders whole."""
+    flops_s, _, bytes_s = setting.card()
+    text, every = ([float(flops) for flops in kit.kinds(one)] for one in (replace(batch, media={}), batch))
+    kept, again = _kept(model, kit, batch, setting, recomputed=False), _again(model, kit, batch, setting)
+    low = _in_fp8(model, kit, batch, setting)
+    spent = dict.fromkeys(("matrix products", "attention", "memory traffic"), 0.0)
+    for kind, (products, attention) in {True: text, False: [a - b for a, b in zip(every, text, strict=True)]}.items():
+        share = setting.sequence * setting.tensor if kind else 1
+        more = 4 / 3 if again[kind] else 1.0  # forward, and twice as much backward
+        products += again[kind] - low[kind] * (1 - 1 / FP8)
+        spent["matrix products"] += products / share / (PRODUCTS * flops_s)
+        spent["attention"] += more * attention / share / (ATTENTION * flops_s)
+        spent["memory traffic"] += more * PASSES * kept[kind] / (TRAFFIC * bytes_s)
+    return spent
 
 
 def _static(model: PackedModel, setting: Setting) -> dict[str, float]:
     """Bytes that stay, on one rank."""
-    ranks = setting.shard * setting.tensor
+    ranks = setting.shards * setting.tensor
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.parameters()) - trained
-    low = 2 if setting.half and model.lora is not None else 4  # a frozen base stays as its folder has it
-    # For backward every block keeps its weights in bf16; sharded, those of two blocks are gathered at a time.
-    largest = max(sum(p.numel() for p in block.parameters()) for block in blocks(model))
-    copies = _copied(model, setting) if setting.shard == 1 else 2 * (2.0 + 4.0) * largest
+    copies = (
+        {"weights in bf16": _copied(model, setting)}
+        if setting.shards == 1
+        else {"gathered weights": _gathered(model, setting)}
+    )
     return {
-        "weights": (4.0 * trained + low * frozen) / ranks,
+        "weights": sum(float(p.numel() * p.element_size()) for p in model.parameters()) / ranks,
         "gradients": 4.0 * trained / ranks,
         "moments": (MOMENTS[setting.moments] + 4.0 * setting.ema) * trained / ranks,
-        "weights in bf16": copies / setting.tensor if setting.half else 0.0,
+        **{name: size / setting.tensor for name, size in copies.items()},
     }
 
 
 def _copied(model: PackedModel, setting: Setting) -> float:
-    """Bytes of weights in bf16, of all blocks that keep them: those that recompute make them again, those with 8-bit
-    products have other copies, for as long as a product takes."""
+    """Bytes of weights in bf16, of all blocks that keep them for backward: those that recompute make them again, those
+    with 8-bit products have other copies, for as long as a product takes, and what is bf16 needs none."""
     how, low = by_part(model, setting.recompute, "model.recompute"), by_part(model, setting.fp8, "model.fp8")
-    kept = [
-        block for block, part in blocks_by_part(model) if how.get(part, "none") == "none" and not low.get(part, False)
+    kept = [b for b, part, flows in _flows(model) if flows and how.get(part, "none") == "none" and not low.get(part)]
+    return 2.0 * sum(p.numel() for b in kept for p in b.parameters() if setting.half and p.element_size() > 2)
+
+
+def _gathered(model: PackedModel, setting: Setting) -> float:
+    """Bytes of whole weights on a rank that holds shards: of two blocks at a time, with their gradients, and of all
+    that is in no block."""
+    size, inside = 2.0 if setting.half else 4.0, [[*block.parameters()] for block in blocks(model)]
+    largest = max(sum(p.numel() * (size + 4.0 * p.requires_grad) for p in block) for block in inside)
+    outside = {*model.parameters()} - {p for block in inside for p in block}
+    return 2 * largest + size * sum(p.numel() for p in outside)
+
+
+def _flows(model: PackedModel) -> list[tuple[nn.Module, str, bool]]:
+    """Each block, its part, and whether backward goes through it: it trains, or something before it does."""
+    before, flowing = set(), False
+    for module, _, _ in in_order(model.hf):
+        if flowing:
+            before.add(module)
+        flowing = flowing or any(p.requires_grad for p in module.parameters(recurse=False))
+    return [
+        (block, part, block in before or any(p.requires_grad for p in block.parameters()))
+        for block, part in blocks_by_part(model)
     ]
-    return 2.0 * sum(p.numel() for block in kept for p in block.parameters())
 
 
 def _moving(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting) -> dict[str, float]:
@@ -135,43 +170,64 @@ def _moving(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Settin
     if head is not None:
         vocabulary, width = head.weight.shape
         chunk = min(getattr(model, "chunk", 2048), batch.num_tokens)
-        loss = chunk * vocabulary * 4.0 + 4.0 * vocabulary * width + 4.0 * batch.num_tokens * width
+        loss = chunk * vocabulary * 4.0 + 4.0 * batch.num_tokens * width
+        if head.weight.requires_grad or (setting.half and head.weight.element_size() > 2):  # its gradient, or a copy
+            loss += (4.0 if head.weight.requires_grad else 2.0) * vocabulary * width
     media = sum(one.values.numel() * one.values.element_size() for one in batch.media.values())
     return {
-        "activations": _kept(model, kit, batch, setting),
+        "activations": sum(_kept(model, kit, batch, setting).values()),
         "loss": loss / setting.tensor,
         "batches": 2.0 * media + 64.0 * batch.num_tokens,
     }
 
 
-def _kept(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting, recomputed: bool = True) -> float:
-    """Bytes that backward needs of all blocks."""
+def _kept(
+    model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting, recomputed: bool = True
+) -> dict[bool, float]:
+    """Bytes that backward needs of all blocks: of those of text, and of the others."""
     rows = _rows(kit, batch)
     rows["text"] /= setting.sequence
     size = 2.0 if setting.half else 4.0
     how = by_part(model, setting.recompute, "model.recompute")
     compiled = by_part(model, setting.compile, "model.compile")
-    total, flowing = 0.0, False
-    for block, part in sorted(blocks_by_part(model), key=lambda one: one[1] == "llm"):
-        flowing = flowing or any(p.requires_grad for p in block.parameters())
-        if not flowing:  # nothing behind it asks for a gradient
+    found = {True: 0.0, False: 0.0}
+    for block, part, flows in _flows(model):
+        if not flows:
             continue
         kind = _KIND.get(part, "encoder")
         whole, products, width = _elements(block)
         way = how.get(part, "none") if recomputed else "none"
         elements = {"none": whole * (1.0 if compiled.get(part) else EAGER), "selective": products, "full": width}[way]
-        total += size * elements * rows.get(kind, 0.0) / (setting.tensor if kind == "text" and way != "full" else 1)
-    return total
+        ranks = setting.tensor if kind == "text" and way != "full" else 1
+        found[kind == "text"] += size * elements * rows.get(kind, 0.0) / ranks
+    return found
 
 
-def _in_fp8(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting) -> float:
-    """FLOPs of 8-bit products: what linear layers of blocks give, and the gradients of what they are given."""
-    low, rows, total = by_part(model, setting.fp8, "model.fp8"), _rows(kit, batch), 0.0
-    for block, part in blocks_by_part(model):
+def _again(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting) -> dict[bool, float]:
+    """FLOPs of products in blocks that are recomputed whole: of those of text, and of the others."""
+    how, rows = by_part(model, setting.recompute, "model.recompute"), _rows(kit, batch)
+    text: Any = model.hf.config.get_text_config()  # type: ignore[union-attr, operator]
+    found = {True: 0.0, False: 0.0}
+    for block, part, flows in _flows(model):
+        if flows and how.get(part) == "full":
+            kind = _KIND.get(part, "encoder")
+            config = text if kind == "text" else None
+            each = (matrix(m, n, p, config) for m in block.modules() for n, p in m.named_parameters(recurse=False))
+            found[kind == "text"] += sum(each) * rows.get(kind, 0.0)
+    return found
+
+
+def _in_fp8(model: PackedModel, kit: MFUKit, batch: PackedBatch, setting: Setting) -> dict[bool, float]:
+    """FLOPs of 8-bit products, what linear layers of blocks give and the gradients of what they are given: of blocks
+    of text, and of the others."""
+    low, how = by_part(model, setting.fp8, "model.fp8"), by_part(model, setting.recompute, "model.recompute")
+    rows, found = _rows(kit, batch), {True: 0.0, False: 0.0}
+    for block, part, flows in _flows(model):
         if low.get(part, False):
-            weights = sum(m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear))
-            total += 4.0 * weights * rows.get(_KIND.get(part, "encoder"), 0.0)
-    return total
+            kind, times = _KIND.get(part, "encoder"), 1 + flows * (2 if how.get(part) == "full" else 1)
+            weights = sum(p.numel() for m in block.modules() if fp8.fits(m) for p in m.parameters(recurse=False))
+            found[kind == "text"] += 2.0 * times * weights * rows.get(kind, 0.0)
+    return found
 
 
 _KIND = {"llm": "text", "projector": "projector"}  # of the rows that a part meets; encoders have their own
@@ -192,11 +248,12 @@ def _elements(block: nn.Module) -> tuple[float, float, float]:
     """Numbers of one row that backward of a block needs: all; only what products and attention gave; the input alone.
 
     A group of linear layers, such as attention or an MLP, keeps what its first layers are given, what they give, and
-    what its last is given. Rotary positions make new queries and keys. A norm keeps what it is given.
+    what its last is given. Rotary positions make new queries and keys. A norm keeps what it is given. Adapters keep
+    what their layer is given, and little else.
     """
     whole = products = width = 0.0
     for group in block.children():
-        linear = [module for module in group.modules() if isinstance(module, nn.Linear)]
+        linear = [m for name, m in group.named_modules() if isinstance(m, nn.Linear) and "lora_" not in name]
         stacks = [p for p in group.parameters() if p.ndim == 3]  # experts: a token visits some of them
         if linear:
             *first, last = linear

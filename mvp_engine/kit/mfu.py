@@ -159,24 +159,25 @@ def _seen(lengths_S: Tensor, window: int | None) -> Tensor:
     return rest * (rest + 1) / 2 + full * window
 
 
+def in_order(hf: Any) -> list[tuple[nn.Module, str, bool]]:
+    """The modules in the order in which they run: encoders, projector, text, head. With name, and whether of text."""
+    inside, head = set(hf.get_decoder().modules()), hf.get_output_embeddings()
+    every = [(module, name, module in inside or module is head) for name, module in hf.named_modules()]
+    return sorted(every, key=lambda one: one[2])
+
+
 def _costs_of(model: PackedModel) -> _Costs:
-    """One walk through the modules in the order in which they run: encoders, projector, text, head."""
+    """One walk through the modules."""
     hf: Any = model.hf
-    text = hf.get_decoder()
     config = hf.config.get_text_config()
-    inside = set(text.modules())
-    head = hf.get_output_embeddings()
     costs, flowing = _Costs(), False
-    mine = {module: (name, module in inside or module is head) for name, module in hf.named_modules()}
-    order = [m for m, (_, is_text) in mine.items() if not is_text] + [m for m, (_, is_text) in mine.items() if is_text]
-    for module in order:
-        name, is_text = mine[module]
+    for module, name, is_text in in_order(hf):
         if hasattr(module, "is_causal") and any(True for _ in module.parameters()):
             window = getattr(module, "sliding_window", None) if is_text else _window(hf.config, name)
             flows = (flowing or _trains(module.parameters())) and (is_text or _block(name) < _blocks_used(hf.config))
             costs.add_pairs("text" if is_text else "encoder", window, _pair(module, config) * (1 + 2 * flows))
         for label, weight in module.named_parameters(recurse=False):
-            forward = _matrix(module, label, weight, config if is_text else None)
+            forward = matrix(module, label, weight, config if is_text else None)
             if forward:
                 kind = "text" if is_text else _kind(module, name)
                 used = is_text or _block(name) < _blocks_used(hf.config)
@@ -189,7 +190,7 @@ def _trains(parameters: Iterator[nn.Parameter]) -> bool:
     return any(p.requires_grad for p in parameters)
 
 
-def _matrix(module: nn.Module, label: str, weight: Tensor, text: Any) -> float:
+def matrix(module: nn.Module, label: str, weight: Tensor, text: Any) -> float:
     """Forward FLOPs of one row that meets this weight; 0 if it is no matrix."""
     if isinstance(module, nn.Embedding) or "bias" in label:
         return 0.0

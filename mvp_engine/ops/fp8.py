@@ -23,7 +23,7 @@ MULTIPLE = 16  # of which inputs and outputs must be
 
 def use(block: nn.Module) -> int:
     """From now on the linear layers of a block compute like this under bf16 autocast; how many are there?"""
-    fitting = [layer for layer in block.modules() if type(layer) is nn.Linear and _fits(layer)]
+    fitting = [layer for layer in block.modules() if fits(layer)]
     for layer in fitting:
         layer.__class__ = Fp8Linear  # the same layer with the same parameters
     return len(fitting)
@@ -35,8 +35,9 @@ def check(device: torch.device) -> None:
         raise UserError(f"model.fp8: {name} has no 8-bit products; they begin with Ada and Hopper. Leave it out")
 
 
-def _fits(layer: nn.Linear) -> bool:
-    return layer.in_features % MULTIPLE == 0 == layer.out_features % MULTIPLE
+def fits(layer: nn.Module) -> bool:
+    """A plain linear layer, not an adapter's, of sizes that there are such products for."""
+    return type(layer) is nn.Linear and layer.in_features % MULTIPLE == 0 == layer.out_features % MULTIPLE
 
 
 class Fp8Linear(nn.Linear):

@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
 from test_recipe import recipe  # noqa: F401 - a fixture
 
+from mvp_engine.batch import Media, PackedBatch
 from mvp_engine.cli import main
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
-from mvp_engine.kit.estimate import Setting, estimate
+from mvp_engine.kit.estimate import FP8, Setting, estimate
 from mvp_engine.model_engine import ModelSource
-from mvp_engine.model_engine.fsdp.build import freeze
+from mvp_engine.model_engine.fsdp.build import freeze, light_base
 from mvp_engine.model_engine.packed import LanguageModel
 
 data: Any = import_file(ROOT / "benchmarks" / "sft" / "data.py")
+PIXELS = data.Pixels()
 STEPS = {"mix": 15, "full": 10, "images": 15}  # of the benchmarks; the first five do not count
 
 
@@ -87,6 +90,75 @@ def test_settings_change_what_they_should() -> None:
     assert told(plain, frozen)["memory_gib"]["activations"] == pytest.approx(kept)  # gradients pass through it
 
 
+def test_what_ranks_share_and_what_each_does_whole() -> None:
+    shape, plain = data.shape("qwen3_vl_2b"), Setting()
+    model, batch = LanguageModel.on_meta(None, shape), data.packed(data.rows("images", 1)[:6], "qwen3_vl_2b", PIXELS)
+    text = replace(batch, media={})
+    alone, shared = (estimate(model, [batch], [batch], replace(plain, sequence=n)) for n in (1, 4))
+    words = estimate(model, [batch], [text], replace(plain, sequence=4))["seconds"]
+    for name in ("weights", "gradients", "moments"):  # ranks that share sequences hold shards
+        assert shared["memory_gib"][name] == pytest.approx(alone["memory_gib"][name] / 4)
+    assert shared["seconds"]["optimizer"] == pytest.approx(alone["seconds"]["optimizer"] / 4)
+    for name in ("matrix products", "attention"):  # the encoder is run whole by each of them
+        encoder = alone["seconds"][name] - 4 * words[name]
+        assert encoder > 0.2 * alone["seconds"][name]
+        assert shared["seconds"][name] == pytest.approx(words[name] + encoder)
+
+
+def test_adapters_on_a_base_in_bf16() -> None:
+    """Its weights are there once, nothing is kept for a gradient of the head, and its 8-bit products are no more than
+    the products that there are."""
+    shape = {**data.shape("qwen3_8b"), "dtype": "bfloat16"}
+    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
+    model: Any = MLLMModelKit(Lora(rank=16)).build(ModelSource(None, shape))
+    light_base(model, torch.bfloat16)
+    base = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    found = estimate(model, [batch], [batch], Setting())
+    assert found["memory_gib"]["weights"] * 2**30 == pytest.approx(2 * base, rel=0.03)
+    assert found["memory_gib"]["weights in bf16"] < 0.2
+    assert found["memory_gib"]["loss"] < 2.0  # a chunk of logits
+    whole = estimate(LanguageModel.on_meta(None, shape), [batch], [batch], Setting())["memory_gib"]
+    assert found["memory_gib"]["activations"] == pytest.approx(whole["activations"], rel=0.05)
+    low = estimate(model, [batch], [batch], Setting(fp8=True))["seconds"]["matrix products"]
+    assert found["seconds"]["matrix products"] / FP8 < low < found["seconds"]["matrix products"]
+
+
+def test_what_is_frozen_keeps_what_trained_parts_before_it_need() -> None:
+    vision = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    text = {k: v for k, v in data.shape("small").items() if k not in ("model_type", "tie_word_embeddings")}
+    shape = {"model_type": "llava", "image_token_index": 7}
+    shape |= {
+        "vision_config": {"model_type": "clip_vision_model", **vision},
+        "text_config": {**text, "model_type": "qwen3"},
+    }
+    ids, pixels = torch.full((600,), 7), torch.zeros(1, 3, 336, 336)
+    media = {"pixel_values": Media(pixels, torch.ones(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), {})}
+    batch = PackedBatch.from_sequences([ids], media=media)
+
+    def kept(*frozen: str) -> float:
+        model = LanguageModel.on_meta(None, shape)
+        freeze(model, frozen)
+        return estimate(model, [batch], [batch], Setting())["memory_gib"]["activations"]
+
+    assert kept("llm", "vision") == pytest.approx(
+        kept("vision")
+    )  # the projector trains, through all of the text layers
+    assert 0 < kept("vision") < kept()
+    assert kept("llm", "vision", "projector") == 0
+
+
+def test_recomputing_takes_the_time_of_another_forward() -> None:
+    model = LanguageModel.on_meta(None, data.shape("qwen3_8b"))
+    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
+    none, some, full = (
+        estimate(model, [batch], [batch], Setting(recompute=way)) for way in ("none", "selective", "full")
+    )
+    assert none["step_s"] == some["step_s"]  # what it computes again is not known to a tenth
+    assert full["seconds"]["attention"] == pytest.approx(none["seconds"]["attention"] * 4 / 3)
+    assert 1.25 < full["seconds"]["matrix products"] / none["seconds"]["matrix products"] < 4 / 3  # but for the head
+    assert full["mfu"] < none["mfu"]
+
+
 def test_the_command_tells_people_and_programs(recipe: Path, capsys: Any) -> None:  # noqa: F811
     config = str(next(recipe.glob("chat/**/*.yaml")))
     assert main(["estimate", config, "--gpu", "A100", "--gpus", "2"]) == 0
@@ -100,3 +172,7 @@ def test_the_command_tells_people_and_programs(recipe: Path, capsys: Any) -> Non
     assert main(["estimate", config, "--gpu", "abacus"]) == 2
     assert main(["estimate", config, "--gpus", "3", "parallel.shard=2"]) == 2
     assert "needs a multiple of 2" in capsys.readouterr().err
+    assert main(["estimate", config, "--gpus", "4", "parallel.replicate=2"]) == 2
+    assert "needs 2. parallel.replicate=-1" in capsys.readouterr().err
+    assert main(["estimate", config, "--gpus", "3", "data.global_batch_size=4"]) == 2  # as a training would
+    assert "nearest that fit" in capsys.readouterr().err

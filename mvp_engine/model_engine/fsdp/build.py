@@ -50,7 +50,7 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
             "output_router_logits of the model's config asks for transformers' loss that balances experts; it is not "
             "part of any output here, so nothing balances them. Set it to false to say that this is meant."
         )
-    _light_base(model, DTYPES[settings.precision])
+    light_base(model, DTYPES[settings.precision])
     world = layout.world
     skeleton = copy.deepcopy(model) if any(param.is_meta for param in model.parameters()) else None
     if skeleton is None:
@@ -104,7 +104,7 @@ def _in_fp8(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[str
     return parts
 
 
-def _light_base(model: nn.Module, dtype: torch.dtype) -> None:
+def light_base(model: nn.Module, dtype: torch.dtype) -> None:
     """What is frozen under adapters is kept in the precision that its folder has and that it is computed in."""
     if isinstance(model, PackedModel) and model.lora is not None and model.export_dtype == dtype != torch.float32:
         hf: Any = model.hf
