@@ -173,3 +173,23 @@ def test_a_rank_that_fails_is_heard_of(tmp_path: Path) -> None:
     assert output.count("ok      config") == 1
     assert "PROBLEM step 1, rank 1, micro-batch 1" in output
     assert not list(tmp_path.iterdir())
+
+
+def test_bad_rows_that_only_show_when_they_are_read_are_listed(
+    digits: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mvp_engine.kit.data.inspect.SAMPLE", 100)  # so many rows of a stream are looked at before
+    chat = [{"role": "user", "content": "Which digit is this?"}, {"role": "assistant", "content": "7"}]
+    rows = [json.dumps({"messages": chat})] * 400
+    rows[50] = rows[150] = rows[250] = "{broken"
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    words = [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl, stream: true}}]", "loop.total_steps=4"]
+    words += ["loop.eval_interval=null", "ask=null"]
+    found = checked(capsys, DIGITS, *words)
+    assert [row["where"] for row in found["data"]["bad"]["rows"]] == ["rows.jsonl:51"]
+    assert {row["where"] for row in found["bad_rows"]} == {"rows.jsonl:151", "rows.jsonl:251"}
+    assert main(["check", str(DIGITS), *words, "mllm.max_bad_rows=1"]) == EXIT_USER_ERROR
+    output = capsys.readouterr()
+    assert "rows.jsonl:151: bad_json" in output.out
+    assert re.search(r"[23] of \d+ rows are bad, and 1 are allowed", output.err)
+    assert "mvp-check-" not in output.out + output.err

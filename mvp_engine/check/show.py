@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from mvp_engine.kit.data.show import show
+from mvp_engine.kit.data.show import show, show_bad
 from mvp_engine.log.format import duration, number, rate
 
 
@@ -25,6 +25,9 @@ class Printer:
         self.console.print(Text(f"\n{facts['split']} data", "bold"))
         show(facts, self.console)
         self.console.print()
+
+    def bad(self, facts: dict[str, Any]) -> None:
+        show_bad(facts, self.console)
 
     def parts(self, parts: list[dict[str, Any]]) -> None:
         for one in parts[:-1]:

@@ -28,8 +28,8 @@ from mvp_engine.engine import Engine, StepContext
 from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.kit import Asking, MLLMData, MLLMDataKit
-from mvp_engine.kit.data.bad import BadRows
-from mvp_engine.kit.data.inspect import inspect_kit, kit_of
+from mvp_engine.kit.data.bad import BadRows, TooManyBad
+from mvp_engine.kit.data.inspect import count_bad, inspect_kit, kit_of
 from mvp_engine.launch import launch, leave
 from mvp_engine.log.backends import Backend
 from mvp_engine.log.hub import backend_class
@@ -122,7 +122,7 @@ class Check:
         self.folder, self.speaks = folder, os.environ.get("RANK", "0") == "0"
         self.printer = Printer(quiet or not self.speaks)
         self.facts: dict[str, Any] = {"config": config_file, "engine": None, "device": None, "processes": 1}
-        self.facts |= {"stages": [], "problems": [], "warnings": []}
+        self.facts |= {"stages": [], "problems": [], "warnings": [], "bad_rows": []}
         self.facts |= dict.fromkeys(("data", "eval_data", "parts", "step", "memory", "training", "evaluation"))
         self._begin("config")
 
@@ -147,9 +147,11 @@ class Check:
                 f"out of memory on {device}, of {_gib(_room(device))}: {str(error).splitlines()[0]}. Lower "
                 "data.micro_batch_size (or mllm.micro_batch_tokens), set model.recompute, or share (parallel.shard)"
             ) from None
+        except TooManyBad as error:
+            raise UserError(error.told) from None  # its file goes with the check's folder
         finally:
             LOGGER.removeHandler(watch)
-        self._keep()
+            self._list_bad(run.dir / "bad_rows.jsonl")
         self.printer.end(self.facts)
         return EXIT_USER_ERROR if world.broadcast(bool(self.facts["problems"])) else 0
 
@@ -244,6 +246,14 @@ class Check:
             told = f"checkpoint.best_metric={name} is not among the eval metrics: {', '.join(means)}"
             self.facts["problems"].append(told)
         self._passed("one micro-batch")
+
+    def _list_bad(self, file: Path) -> None:
+        """Rows of which only those who read them knew that they are bad: of streams, and with broken media."""
+        known = [row for key in ("data", "eval_data") if self.facts[key] for row in self.facts[key]["bad"]["rows"]]
+        listed = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        self.facts["bad_rows"] = [row for row in listed if row not in known]
+        self._keep()
+        self.printer.bad(count_bad(self.facts["bad_rows"]))
 
     def _look_ahead(self, config: Config) -> None:
         """What a training would only find out later, or not where a check is made."""

@@ -21,6 +21,7 @@ from mvp_engine.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.data import asking
+from mvp_engine.kit.data.bad import BadRecord, BadRows
 from mvp_engine.kit.data.rows import read_row
 from mvp_engine.kit.data.template import Template
 from mvp_engine.model_engine.packed import LanguageModel
@@ -327,3 +328,24 @@ def test_a_row_whose_picture_grew_says_what_to_remove(tmp_path: Path) -> None:
     picture(tmp_path / "a.png", 32, 32)
     with pytest.raises(UserError, match=r"changed: \d+ tokens, but \d+ when it was planned.*mllm.cache"):
         list(made(file, qwen3_vl(), model_config(), **options).loader("train"))
+
+
+def test_ranks_count_each_others_bad_rows_against_the_limit(tmp_path: Path) -> None:
+    def found(rank: int, number: int) -> list[BadRecord]:
+        return [BadRecord("rows", f"rows.jsonl:{number}", "corrupt", f"of rank {rank}")]
+
+    settings = made(write(tmp_path / "rows.jsonl", [chat("Hi", "Yes")]), qwen3_vl(), max_bad_rows=3).settings
+    file = tmp_path / "bad_rows.jsonl"
+    BadRows(settings, 1000, ["rows"], file).add(found(0, 900))  # an earlier launch
+    one, two, other = (BadRows(settings, 1000, [name], file) for name in ("rows", "rows", "eval"))
+    for number in (1, 2):
+        one.add(found(0, number))
+    other.add([BadRecord("eval", "eval.jsonl:1", "corrupt", "")])
+    two.add(found(1, 3))
+    assert two.counts.total() == 3  # and those of the other are not told twice
+    one.add(found(0, 3))
+    with pytest.raises(UserError, match=r"4 of 1000 rows are bad, and 3 are allowed .rows: 4 corrupt.*rows.jsonl:4"):
+        two.add(found(1, 4))
+    alone = BadRows(settings, 1000)
+    alone.add(found(1, 4))
+    assert alone.counts.total() == other.counts.total() == 1

@@ -162,6 +162,11 @@ def test_bad_rows_of_a_stream_are_named_and_too_many_stop_it(tmp_path: Path) -> 
     assert (loader.rows, loader.dropped) == (60, 1)
     with pytest.raises(UserError, match=r"2 of \d+ rows are bad, and 1 are allowed"):
         list(kit(file, max_bad_rows=1).stream_loader("train"))
+    shared = kit(file, max_bad_rows=1, stream_lanes=2)
+    first, _, third = (shared.stream_loader(rank=rank, world_size=3, folder=tmp_path / "3") for rank in range(3))
+    list(first)  # it has one of them
+    with pytest.raises(UserError, match=r"2 of 60 rows are bad, and 1 are allowed.*bad_rows.jsonl"):
+        list(third)
     with pytest.raises(UserError, match=r"a.jsonl:31: \d+ tokens; 256 are allowed"):
         list(kit(file, overlong="error").stream_loader("train"))
 

@@ -21,14 +21,30 @@ class BadRecord:
     detail: str
 
 
-class BadRows:
-    """Counted by source and reason, each row once; listed in a file, where there is one; too many are an error."""
+class TooManyBad(UserError):
+    """`told` is what is wrong, without the file that lists all of them."""
 
-    def __init__(self, settings: MLLMData, rows: int, file: Path | None = None, least: int = 0) -> None:
-        """`rows` may grow, as those of streams do; the fraction is then of at least so many."""
-        self.settings, self.rows, self.least, self.file = settings, rows, least, file
+    def __init__(self, told: str, file: Path | None) -> None:
+        super().__init__(told + (f". All are in {file}" if file else ""))
+        self.told = told
+
+
+class BadRows:
+    """Counted by source and reason, each row once; listed in a file, where there is one; too many are an error.
+
+    Ranks share the file, and it is how they hear of each other's bad rows: a rank that finds one counts those that the
+    others have listed since the start. Without a file each rank counts its own.
+    """
+
+    def __init__(
+        self, settings: MLLMData, rows: int, names: Iterable[str] = (), file: Path | None = None, least: int = 0
+    ) -> None:
+        """`names` are the sources, `rows` are theirs on all ranks that share the file. They may grow, as those of
+        streams do; the fraction is then of at least so many."""
+        self.settings, self.rows, self.names, self.least, self.file = settings, rows, {*names}, least, file
         self.counts: Counter[tuple[str, str]] = Counter()
         self._seen: set[tuple[str, str]] = set()
+        self._before = self._listed()  # in earlier launches: they may have been mended since
 
     @property
     def most(self) -> int:
@@ -46,20 +62,24 @@ class BadRows:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with open(self.file, "a", encoding="utf-8") as out:
                 out.write("".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in fresh))
+            others = {row for row in listed if row[0] in self.names} - self._before.keys() - self._seen
+            self._seen |= others
+            self.counts.update((row[0], listed[row]) for row in others)
         total = self.counts.total()
         if new and total > self.most:
             shown = "; ".join(f"{one.where}: {one.reason}: {one.detail[:200]}" for one in new[:3])
-            raise UserError(
+            raise TooManyBad(
                 f"data: {total} of {self.rows} rows are bad, and {self.most} are allowed ({self}). Such as {shown}. "
-                f"{f'All are in {self.file}. ' if self.file else ''}Mend them, or raise max_bad_fraction, max_bad_rows"
+                "Mend them, or raise max_bad_fraction, max_bad_rows",
+                self.file,
             )
 
-    def _listed(self) -> set[tuple[str, str]]:
-        """By all ranks and in all launches: in another epoch another rank has the row."""
+    def _listed(self) -> dict[tuple[str, str], str]:
+        """By all ranks and in all launches, with reasons: in another epoch another rank has the row."""
         if self.file is None or not self.file.exists():
-            return set()
+            return {}
         lines = [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        return {(line["source"], line["where"]) for line in lines}
+        return {(line["source"], line["where"]): line["reason"] for line in lines}
 
     def __str__(self) -> str:
         return ", ".join(f"{source}: {n} {reason}" for (source, reason), n in sorted(self.counts.items())) or "none"

@@ -91,7 +91,7 @@ def inspect_kit(
             "steps": plan.steps,
         },
         "overlong": {"fate": kit.settings.overlong, "rows": sum(len(cost.long) for cost in costs)},
-        "bad": _bad([vars(record) for record in bad]),
+        "bad": count_bad([vars(record) for record in bad]),
         "rows": shown,
     }
 
@@ -124,7 +124,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
         "lengths": _lengths(np.array(lengths, np.int64), "characters"),
         "plan": None,
         "overlong": None,
-        "bad": _bad(bad),
+        "bad": count_bad(bad),
         "rows": shown,
     }
 
@@ -182,7 +182,7 @@ def _inspect_streams(kit: MLLMDataKit, split: str, limit: int, row: str | None) 
         "lengths": _lengths(np.array(lengths, np.int64), "tokens"),
         "plan": None,
         "overlong": {"fate": kit.settings.overlong, "rows": sum(one["overlong"] for one in sources)},
-        "bad": _bad(bad),
+        "bad": count_bad(bad),
         "rows": shown,
     }
 
@@ -301,7 +301,7 @@ def _lengths(values: np.ndarray, unit: str) -> dict[str, Any] | None:
     return {"unit": unit, **figures, "histogram": bins}
 
 
-def _bad(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def count_bad(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     found = list(records)
     reasons = Counter(record["reason"] for record in found)
     return {"total": len(found), "by_reason": dict(reasons.most_common()), "rows": found}

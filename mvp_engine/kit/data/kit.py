@@ -106,7 +106,7 @@ class MLLMDataKit:
         if not len(dataset):
             raise UserError(f"data: no row of {split} can be trained on. {self._lost(split)}")
         file = None if folder is None else Path(folder) / "bad_rows.jsonl"
-        bad = BadRows(self.settings, sum(map(len, dataset.mixture.sources)), file)
+        bad = BadRows(self.settings, sum(map(len, dataset.mixture.sources)), self.names(split), file)
         bad.add(self.bad_rows(split), list_them=rank == 0)
         return PackLoader(
             dataset,
@@ -149,7 +149,8 @@ class MLLMDataKit:
             seed=seed,
             shuffle=split == "train" if shuffle is None else shuffle,
         )
-        bad = BadRows(self.settings, 0, None if folder is None else Path(folder) / "bad_rows.jsonl", LEAST)
+        file = None if folder is None else Path(folder) / "bad_rows.jsonl"
+        bad = BadRows(self.settings, 0, self.names(split), file, LEAST)
         stall = self.settings.stall_seconds
         return StreamLoader(packs, bad, num_workers=workers, pin_memory=pin_memory, stall_seconds=stall)
 

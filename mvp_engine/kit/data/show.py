@@ -21,7 +21,7 @@ def show(facts: dict[str, Any], console: Console, whole: bool = False) -> None:
     plain = console.color_system is None
     _overview(facts, console)
     _histogram(facts["lengths"], console)
-    _bad(facts, console)
+    show_bad(facts["bad"], console)
     if facts["rows"]:
         how = "as they are read: what would be" if facts["overlong"] is None else "as the model sees them: what is"
         marked = ("between « and »", "") if plain else ("green", LEARNT)
@@ -82,8 +82,7 @@ def _histogram(lengths: dict[str, Any] | None, console: Console) -> None:
         console.print(Text(f"{'':11}{name:>{wide}}  {bar} {one['rows']:,}"), no_wrap=True)
 
 
-def _bad(facts: dict[str, Any], console: Console) -> None:
-    bad = facts["bad"]
+def show_bad(bad: dict[str, Any], console: Console) -> None:
     if not bad["total"]:
         return
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in bad["by_reason"].items())

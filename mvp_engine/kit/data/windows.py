@@ -243,7 +243,8 @@ class StreamLoader:
                 continue
             self.cursors[given.lane], self.turn = given.cursor, (given.lane + 1) % self.packs.lanes
             self.rows, self.dropped = self.rows + given.rows, self.dropped + given.dropped
-            self.bad_rows.rows = self.rows
+            ranks = self.packs.world_size if self.bad_rows.file else 1
+            self.bad_rows.rows = self.rows * ranks  # about: all ranks take as many packs
             self.bad_rows.add(given.bad)
             if given.batch is not None:
                 self.given, self.tokens = self.given + 1, self.tokens + given.batch.num_tokens
