@@ -52,7 +52,7 @@ class Fp8Linear(nn.Linear):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TK, weight_NK)
+        ctx.save_for_backward(x_TK if ctx.needs_input_grad[1] else None, weight_NK)  # only what a gradient needs
         return _product(x_TK, weight_NK)
 
     @staticmethod

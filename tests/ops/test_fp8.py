@@ -74,6 +74,20 @@ def test_compiled_it_is_the_same() -> None:
         assert torch.allclose(value, compiled[name], rtol=1e-2, atol=1e-8), name
 
 
+def test_inputs_of_frozen_layers_are_not_kept() -> None:
+    kept = []
+    for trains in (True, False):
+        _, low = layers()
+        low.requires_grad_(trains)
+        sizes: list[int] = []
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x)
+        with torch.autocast("cpu", torch.bfloat16), keep:
+            out = low(inputs()[0].requires_grad_())
+        out.sum().backward()
+        kept.append(2 * 40 * 64 in sizes)
+    assert kept == [True, False]
+
+
 SHAPE: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64}
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
