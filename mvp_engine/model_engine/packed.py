@@ -25,7 +25,7 @@ from mvp_engine.distributed.sequence import SequenceShard, check_heads
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine import encoders, hooks
 from mvp_engine.model_engine.source import read_config
-from mvp_engine.ops import attention
+from mvp_engine.ops import attention, experts
 from mvp_engine.ops.linear_cross_entropy import linear_argmax, linear_log_probs, linear_loss
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = backbone
         attention.use(backbone.config)
+        experts.use(backbone.config)
         self.sequence_group: dist.ProcessGroup | None = None
         if self.decoder() is self.base():
             backbone.get_input_embeddings().register_forward_hook(hooks.low)  # type: ignore[operator]

@@ -140,9 +140,7 @@ def test_what_is_frozen_keeps_what_trained_parts_before_it_need() -> None:
         freeze(model, frozen)
         return estimate(model, [batch], [batch], Setting())["memory_gib"]["activations"]
 
-    assert kept("llm", "vision") == pytest.approx(
-        kept("vision")
-    )  # the projector trains, through all of the text layers
+    assert kept("llm", "vision") == pytest.approx(kept("vision"))  # the projector trains, through all text layers
     assert 0 < kept("vision") < kept()
     assert kept("llm", "vision", "projector") == 0
 

@@ -80,7 +80,9 @@ def test_inputs_of_frozen_layers_are_not_kept() -> None:
         _, low = layers()
         low.requires_grad_(trains)
         sizes: list[int] = []
-        keep = torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x)
+        keep = torch.autograd.graph.saved_tensors_hooks(
+            lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x
+        )
         with torch.autocast("cpu", torch.bfloat16), keep:
             out = low(inputs()[0].requires_grad_())
         out.sum().backward()
