@@ -14,6 +14,7 @@ from test_api import constant
 from test_hf_folders import alone
 from test_vision import lively
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
@@ -21,6 +22,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelSource, Settings, engine_class
+from mvp_engine.model_engine.fsdp import build
 from mvp_engine.model_engine.packed import LanguageModel
 from mvp_engine.runs import list_runs
 
@@ -92,6 +94,24 @@ def test_a_base_in_half_precision_stays_so_where_that_is_computed_with(ranks2, b
             assert value.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
             assert torch.equal(value, before[name]) == (".lora_" not in name), name
             assert value.isfinite().all()
+
+
+def test_selective_recomputation_keeps_no_more_for_adapters_than_without(base: Path, monkeypatch) -> None:
+    kept, policy = list[int](), build._keep
+
+    def watched(ctx: Any, op: Any, *args: Any, **more: Any) -> Any:
+        found = policy(ctx, op, *args, **more)
+        if found == CheckpointPolicy.MUST_SAVE and not ctx.is_recompute and op.overloadpacket.__name__ == "mm":
+            kept.append(args[0].shape[0] * args[1].shape[1])
+        return found
+
+    monkeypatch.setattr(build, "_keep", watched)
+    sums = []
+    for lora in (None, Lora(rank=2), Lora(rank=2, dora=True)):
+        steps(engine_of(base, lora, recompute="selective"), count=1)
+        sums.append(sum(kept))
+        kept.clear()
+    assert 0 < sums[0] <= sums[1] == sums[2] < 1.1 * sums[0]
 
 
 def on_layout(base: Path, sizes: dict[str, int], lora: Lora, settings: dict[str, Any]) -> dict[str, Tensor]:

@@ -143,11 +143,14 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
 # Worth keeping: what takes longest to compute again. All else is cheap, and most of the memory.
 _KEPT = {"mm", "addmm", "bmm", "_scaled_dot_product", "_flash_attention", "_cudnn_attention", "_grouped_mm"}
 _KEPT |= {"_varlen_attn", "ragged_attention", "_scaled_mm"}
+THIN = 8  # a matrix with so many times more columns than rows is quickly multiplied by
 
 
 def _keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = op.overloadpacket.__name__ if hasattr(op, "overloadpacket") else getattr(op, "__name__", "")
     kept = any(name == kind or (kind[0] == "_" and kind in name) for kind in _KEPT)
+    if name in ("mm", "addmm") and args[-1].shape[1] > THIN * args[-1].shape[0]:  # adapters give much for little work
+        kept = False
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
