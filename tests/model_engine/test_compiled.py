@@ -17,10 +17,12 @@ from mvp_engine.batch import PackedBatch
 from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.distributed import Layout, World
 from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.model_engine.fsdp import build
 from mvp_engine.model_engine.packed import LanguageModel
 from mvp_engine.ops import attention
 
 Found = tuple[list[Tensor], dict[str, Tensor], list[int]]
+PLAIN = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 WARM = 3  # packs after which nothing is compiled any more
 BLOCKS = {"qwen3": 1, "qwen3_vl": 3}  # kinds of them: text, encoder, merger
 
@@ -36,10 +38,10 @@ def packs(model: LanguageModel, name: str) -> list[PackedBatch]:
     return [PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in pack]) for pack in lengths]
 
 
-def found(name: str, layout: Layout, **how: Any) -> Found:
+def found(name: str, layout: Layout, most: int | None = None, **how: Any) -> Found:
     """Log-probs of each pack, which all data ranks have; gradients of a step on all; graphs compiled after each."""
     model = lively(LanguageModel, name)
-    batches = packs(model, name)
+    batches = packs(model, name)[:most]
     engine = LanguageModelEngine(model, layout, Settings(**how))
     engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0))
     torch._dynamo.reset()
@@ -80,7 +82,7 @@ def on_ranks(name: str, sizes: dict[str, int], ways: list[dict[str, Any]]) -> li
 
 @functools.cache
 def expected(name: str) -> Found:
-    return found(name, Layout(World(0, 1, 0, 1, torch.device("cpu"))))
+    return found(name, PLAIN)
 
 
 FULL, SOME = ({"compile": "aot_eager", "recompute": how} for how in ("full", "selective"))
@@ -105,3 +107,17 @@ def test_log_probs_and_gradients_are_those_of_one_plain_rank(
             assert all(close(its_grads[n], grad) for n, grad in grads.items()), how
             assert graphs[-1] == graphs[WARM - 1] <= 3 * BLOCKS[name], how  # for the first sizes, then for all others
             assert graphs[0] >= BLOCKS[name], how
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_blocks_whose_attention_goes_by_sequence_are_compiled_or_said_not_to_be(monkeypatch, how: str) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(build.LOGGER, "warning", lambda text, *words: said.append(text % words))
+    build._say_uncompiled.cache_clear()
+    outs, grads, _ = found("qwen3", PLAIN, most=2)
+    its_outs, its_grads, graphs = found("qwen3", PLAIN, most=2, compile="aot_eager", recompute=how)
+    assert all(close(mine, one) for mine, one in zip(its_outs, outs, strict=True))
+    assert all(close(its_grads[n], grad) for n, grad in grads.items())
+    assert (graphs[0] > 0) == (how == "full")
+    assert len(said) == (how == "selective")  # once for all blocks
+    assert all("Qwen3DecoderLayer runs uncompiled" in one and "Set model.recompute=full" in one for one in said)

@@ -73,9 +73,10 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     for block, part in blocks_by_part(model):
         if low.get(part, False):
             in_fp8 += fp8.use(block)
+        backend = compiled.get(part)
         if (mode := recompute.get(part, "none")) != "none":
-            _recompute(block, selective=mode == "selective")
-        if (backend := compiled.get(part)) is not None:
+            _recompute(block, mode == "selective", backend)
+        if backend is not None:
             block.compile(backend=backend)
     if any(low.values()) and not in_fp8:
         raise UserError(
@@ -154,16 +155,38 @@ def _keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _recompute(block: nn.Module, selective: bool) -> None:
-    """From now on the block's forward keeps its inputs (and, if selective, the costly results), not all it computes."""
+def _recompute(block: nn.Module, selective: bool, backend: str | None) -> None:
+    """From now on the block's forward keeps its inputs (and, if selective, the costly results), not all it computes.
+
+    A block that is to be compiled and arrives here uncompiled has attention that looks at the boundaries on the host,
+    sequence by sequence, which torch compiles around but not within what is computed again. So what is inside is
+    compiled alone. That would hide the costly results from what selects them.
+    """
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
     forward = block.forward
+    alone = forward if selective or backend is None else torch.compile(forward, backend=backend)
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        if selective and backend is not None:
+            _say_uncompiled(type(block).__name__)
+        return alone(*args, **kwargs)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, **options, **kwargs)
+        return checkpoint(inside, *args, **options, **kwargs)
 
     block.forward = recomputed
+
+
+@functools.cache
+def _say_uncompiled(name: str) -> None:
+    LOGGER.warning(
+        "%s runs uncompiled: its attention goes sequence by sequence (in fp32, or for what kernels do not have), which "
+        "torch does not compile with model.recompute=selective. Set model.recompute=full, or model.compile=null",
+        name,
+    )
