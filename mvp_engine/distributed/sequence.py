@@ -46,6 +46,10 @@ class SequenceShard:
         """All ranks' parts along dimension 0, as one tensor that carries gradients."""
         return _Gather.apply(value_t, self)
 
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of all ranks' numbers, which carries gradients."""
+        return _Total.apply(value, self)
+
     def to_heads(self, x_Htd: Tensor) -> Tensor:
         """All heads of this rank's tokens -> this rank's heads of all tokens, (h, T, d)."""
         return _swap(x_Htd, self.sizes, self.rank, True, self.group.group_name)
@@ -122,3 +126,15 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # Every rank has the gradient of the same whole loss: its own part is all it needs.
         return ctx.shard.cut(grad).contiguous(), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: SequenceShard) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=shard.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None  # as above

@@ -179,7 +179,7 @@ class PackedModel(nn.Module):
     def _made(self, batch: PackedBatch, wanted: tuple[str, ...]) -> Outputs:
         if self.sequence_group is None:
             return self.outputs(self.hidden(batch), batch.labels, wanted)
-        if "loss" in wanted:  # of all tokens, so it is made of what every rank has in the end
+        if "loss" in wanted and not set(wanted) <= {"loss", "losses"}:  # then it is made of what there is anyway
             others = tuple(name for name in dict.fromkeys((*wanted, "log_probs")) if name not in ("loss", "losses"))
             given = self._made(batch, others)
             given |= _losses(given["log_probs"])
@@ -187,12 +187,12 @@ class PackedModel(nn.Module):
         spare = dist.get_world_size(self.sequence_group) - batch.num_tokens
         if spare > 0:  # a token for every rank
             batch = dataclasses.replace(batch, beside=[*batch.beside, *[batch.filler()] * spare])
-        if batch.beside:
+        if batch.beside:  # which has no labels, so no part in the loss
             longer = self._made(batch.with_beside(), wanted)
-            return {name: value[: batch.num_tokens] for name, value in longer.items()}
+            return {name: value[: batch.num_tokens] if value.ndim else value for name, value in longer.items()}
         shard = SequenceShard.of(self.sequence_group, batch.num_tokens)
         local = self.outputs(self.hidden(batch, shard), shard.cut(batch.labels), wanted)
-        return {name: shard.gather(value) for name, value in local.items()}
+        return {name: shard.gather(value) if value.ndim else shard.total(value) for name, value in local.items()}
 
     def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
         return {"hidden_states": hidden_TD}
