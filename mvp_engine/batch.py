@@ -63,6 +63,7 @@ class PackedBatch:
     beside: list[PackedBatch] = field(default_factory=list)  # run along by the model, their outputs dropped
     max_seqlen: int = field(init=False)
     _moved: tuple[Tensor, Tensor, list[int]] | None = field(init=False, default=None, repr=False)  # see `ids_on_host`
+    _joined: tuple[PackedBatch, list[Tensor], list[int]] | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         lengths = self.cu_seqlens.diff()
@@ -174,9 +175,14 @@ class PackedBatch:
         )
 
     def with_beside(self) -> PackedBatch:
-        """One batch with what is to run along at its end: nothing but what a model's forward takes."""
+        """One batch with what is to run along at its end: nothing but what a model's forward takes. Of a batch that was
+        moved it is there already, as long as the batch has the tensors that it had then."""
         if not self.beside:
             return self
+        joined, then, versions = self._joined or (None, [], [])
+        same = joined and [*map(id, now := self._every())] == [*map(id, then)] and _versions(*now) == versions
+        if joined and same:
+            return joined
         every = [self, *self.beside]
         axes = next((batch.position_ids.shape[:-1] for batch in every if batch.position_ids.ndim == 2), ())
         kinds = {kind: media for batch in every for kind, media in batch.media.items()}
@@ -231,6 +237,10 @@ class PackedBatch:
         new = self._map(lambda t: t.to(device, non_blocking=non_blocking))
         if (here := self.ids_on_host) is not None:
             new._moved = (new.input_ids, here, _versions(new.input_ids, here))
+        if self.beside:  # here, where values can be looked at without waiting for them
+            joined, tensors = self.with_beside(), new._every()
+            joined = joined.pin_memory() if self.input_ids.is_pinned() else joined
+            new._joined = (joined.to(device, non_blocking), tensors, _versions(*tensors))
         return new
 
     @property
@@ -256,6 +266,8 @@ class PackedBatch:
             return tensor
 
         self._map(record)
+        if self._joined:
+            self._joined[0].record_stream(stream)
 
     def equals(self, other: PackedBatch) -> bool:
         """The same fields with the same bits."""
@@ -285,6 +297,9 @@ class PackedBatch:
             max_seqlen=self.max_seqlen,
         )
         return new
+
+    def _every(self) -> list[Tensor]:
+        return [tensor for batch in (self, *self.beside) for tensor in batch._tensors().values()]
 
     def _tensors(self) -> dict[str, Tensor]:
         flat = {name: getattr(self, name) for name in ("input_ids", "labels", "position_ids", "cu_seqlens")}

@@ -274,3 +274,19 @@ def test_padding_that_cannot_be_taken_out_is_refused() -> None:
     for name, wrong in (("tokens", {"old": torch.zeros(3, 4)}), ("loss_mask", ids[:1]), ("position_ids", ids[:1])):
         with pytest.raises(ValueError, match=r"old is|loss_mask is|position_ids is"):
             from_padded(ids, ids, **{name: wrong})  # type: ignore[arg-type]
+
+
+def test_what_runs_along_is_joined_before_a_batch_moves_where_nobody_can_look_at_it() -> None:
+    batch = make([3, 2])
+    batch.beside = [make([4])]
+    moved = batch.to("meta")  # as a GPU that is not to be asked for values
+    joined = moved.with_beside()
+    assert (joined.num_tokens, joined.max_seqlen, joined.input_ids.device.type) == (9, 4, "meta")
+    assert joined.ids_on_host is not None
+    assert joined.ids_on_host.equal(batch.with_beside().input_ids)
+    there = batch.to("cpu", non_blocking=True)
+    there.input_ids = there.input_ids.clone().fill_(1)  # changed behind the copy
+    assert there.with_beside().input_ids[:5].tolist() == [1] * 5
+    again = batch.to("cpu")
+    again.labels[:] = -100
+    assert again.with_beside().labels[:5].tolist() == [-100] * 5
