@@ -45,7 +45,11 @@ def _profile(out: Path, first: int, steps: int, composed: Composed, world: World
         raise UserError("mvp profile begins a training of its own: leave resume out")
     kind = profiled(composed.engine_class, out, first, steps)
     if world.is_main:
-        (out / "profile.md").unlink(missing_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "profile.md").unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"--out {out}: {error.strerror}. Name a folder that can be written to") from None
     with tempfile.TemporaryDirectory(prefix="mvp-profile-") as folder:
         shared = Path(world.broadcast(folder))  # every rank has one; that of rank 0 is the run's
         with kind(composed.config, world, Run(shared), None, "a few steps to look at") as engine:
@@ -98,7 +102,6 @@ def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> t
             kernels = kernels_of(self.profiler, self.device.type)
             facts = summary(kernels, seconds, steps, memory_of(self))
             facts["step_ms_alone"] = 1e3 * self._seconds / steps
-            out.mkdir(parents=True, exist_ok=True)
             assert self.profiler is not None
             self.profiler.export_chrome_trace(str(out / "trace.json"))
             (out / "profile.json").write_text(json.dumps(facts, indent=2) + "\n")

@@ -36,6 +36,10 @@ def test_what_cannot_be_profiled_is_explained(tmp_path: Path, capsys) -> None:
     assert main([*words, "--steps", "0"]) == 2
     assert main([*words, "resume=auto"]) == 2
     assert "leave resume out" in capsys.readouterr().err
+    (tmp_path / "taken").write_text("a file")
+    assert main([*words, "--out", str(tmp_path / "taken")]) == 2  # before any step is made
+    assert "--out" in (told := capsys.readouterr()).err
+    assert "train step" not in told.out
 
 
 def test_idle_time_is_what_no_kernel_fills_and_is_told_by_what_ends_it() -> None:
