@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from types import EllipsisType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -73,8 +74,7 @@ def _plan_ahead(encoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
     indices, weights, positions = (torch.cat(parts) for parts in zip(*plans, strict=True))
     ahead = {"interp_indices": indices, "interp_weights": weights, "position_ids": positions}
     ends = get_vision_cu_seqlens(grid)
-    pinned = ends.pin_memory() if patches.is_cuda else ends
-    ahead["cu_seqlens"] = pinned.to(patches.device, non_blocking=True)
+    ahead["cu_seqlens"] = _send(ends, patches.device)
     return args[:1], {**kwargs, "grid_thw": grid, **ahead, "max_seqlen": int(ends.diff().max())}
 
 
@@ -161,38 +161,80 @@ def _placeholder_mask(
             return mask
         by_feature = mask.ndim > ids.ndim
         mask = mask[..., :1].contiguous() if by_feature else mask  # the same for all features of a token
-        there = mask.pin_memory().to(inputs_embeds.device, non_blocking=True) if inputs_embeds.is_cuda else mask
-        return _Mask.of(there, int(mask.sum())) if by_feature else there
+        there = _send(mask, inputs_embeds.device)
+        return _Mask.of(there, mask) if by_feature else there
 
     return tuple(map(sent, found)) if isinstance(found, tuple) else sent(found)
 
 
-class _Mask(Tensor):
-    """Which tokens features are to replace, all of them: they are put in place without counting them again."""
+def _send(here: Tensor, device: torch.device) -> Tensor:
+    """To the device, without waiting for what it does."""
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
-    count: int  # how many these are
+
+class _Mask(Tensor):
+    """Which tokens features are to replace, all of them, and the same on the host: features are put in place, and
+    masks of images and of videos made one, without asking the GPU where a mask is true."""
+
+    here: Tensor  # with one entry for all features of a token
 
     @classmethod
-    def of(cls, mask: Tensor, count: int) -> _Mask:
+    def of(cls, mask: Tensor, here: Tensor) -> _Mask:
         new = mask.as_subclass(cls)
-        new.count = count
+        new.here = here
         return new
+
+    @property
+    def whole(self) -> bool:
+        return self.shape == self.here.shape
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func is Tensor.masked_scatter and len(args) == 3 and isinstance(args[1], cls):
                 return _insert(*args)
+            if func is Tensor.sum and len(args) == 1 and not kwargs and args[0].whole:
+                return args[0].here.sum()
+            here = _made_here(func, args)
+            if func in (Tensor.__getitem__, Tensor.__setitem__):
+                args = (args[0], _by_place(args[1]), *args[2:])
             found = func(*args, **(kwargs or {}))
-        kept = func in (Tensor.expand, Tensor.expand_as, Tensor.to) and isinstance(args[0], cls)
-        return cls.of(found, args[0].count) if kept else found
+        return found if here is None else cls.of(found, here)
+
+
+def _made_here(func: Any, args: Any) -> Tensor | None:
+    """On the host: what a function makes of masks, where it is a mask again."""
+    mask, other = args[0], args[1] if len(args) > 1 else None
+    if not isinstance(mask, _Mask):
+        return None
+    if func in (Tensor.expand, Tensor.expand_as, Tensor.to):
+        return mask.here
+    if func is Tensor.__or__ and isinstance(other, _Mask) and mask.shape == other.shape:
+        return mask.here | other.here
+    if func is not Tensor.__getitem__:
+        return None
+    match other:
+        case _Mask() if mask.whole and other.whole:
+            return mask.here[other.here]
+        case (EllipsisType(), int(feature)) if feature == 0:
+            return mask.here[..., 0]
+    return None
+
+
+def _by_place(index: Any) -> tuple[Any, ...]:
+    """An index in which the places where a mask is true stand for the mask."""
+    found: list[Any] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        known = isinstance(part, _Mask) and part.whole
+        found += _send(part.here.nonzero().T.contiguous(), part.device) if known else [part]
+    return tuple(found)
 
 
 def _insert(embeds: Tensor, mask: _Mask, features: Tensor) -> Tensor:
     flat_TD, features_ND = embeds.flatten(0, -2), features.reshape(-1, embeds.shape[-1])
-    if mask.count != len(features_ND):  # not all models compare them
+    if (count := int(mask.here.sum())) != len(features_ND):  # not all models compare them
         raise UserError(
-            f"{mask.count} tokens of a batch stand for media whose encoder gives {len(features_ND)} features: make "
+            f"{count} tokens of a batch stand for media whose encoder gives {len(features_ND)} features: make "
             "the tokens with the processor that belongs to the model"
         )
     mask_T = mask.as_subclass(Tensor)[..., 0].flatten()

@@ -196,10 +196,12 @@ def test_packs_of_all_sizes_compile_few_times_and_never_wait() -> None:
     compiles_few_times_and_never_waits(part, packs, graphs=3)
 
 
-def test_packs_with_images_compile_few_times_and_never_wait() -> None:
-    """Encoder and text layers, images of two sizes. With images and videos in one pack, transformers does wait."""
+@pytest.mark.parametrize("other", ["patches", "frame"])
+def test_packs_with_images_compile_few_times_and_never_wait(other: str) -> None:
+    """Encoder and text layers, images of two sizes, or images and videos in one pack."""
     model, g = lively(LanguageModel, "qwen3_vl"), torch.Generator().manual_seed(5)
-    text, one, two = (sample(model, ["patches"], ["patches"] * count, g) for count in range(3))
+    looks = ["patches", other]
+    text, one, two = (sample(model, looks, looks[:count], g) for count in range(3))
     members = [[two, one], [one, text, one], [two, two, text, one], [text, two, two], [one]]
     batches = [PackedBatch.concat(ones).pin_memory() for ones in members]
     layout = Layout(World(0, 1, 0, 1, torch.device("cuda", 0)))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from typing import Any
 
 import pytest
 import torch
-from families import config_of
+from families import VISION, config_of
+from test_vision import lively, run, samples
 from torch import nn
 
 from mvp_engine.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.samples import RopePositions
-from mvp_engine.model_engine import encoders
+from mvp_engine.model_engine import encoders, hooks
 from mvp_engine.model_engine.fsdp.ahead import Ahead
 from mvp_engine.model_engine.packed import LanguageModel
+from mvp_engine.ops import attention
 
 
 def seen(config, grids: list[list[int]]) -> tuple[PackedBatch, dict[str, torch.Tensor]]:
@@ -105,7 +109,7 @@ def test_features_take_the_place_of_tokens_as_by_masked_scatter_with_the_same_gr
     embeds, features = torch.randn(1, 30, 8, generator=g), torch.randn(int(mask.sum()), 8, generator=g)
     d = torch.randn(1, 30, 8, generator=g)
     seen = []
-    counted = encoders._Mask.of(mask, len(features))
+    counted = encoders._Mask.of(mask, mask)
     for kind in (mask, counted):
         into, rows = embeds.clone().requires_grad_(), features.clone().requires_grad_()
         for one in (kind, kind.expand_as(into)):
@@ -197,3 +201,39 @@ def test_a_copy_of_a_model_asks_itself() -> None:
     model = LanguageModel.from_config(config_of("qwen3_vl"))
     twin = copy.deepcopy(model)
     assert twin.base().__dict__["get_placeholder_mask"].args[0] is twin.base()
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_what_the_host_knows_changes_no_bit(name: str, monkeypatch) -> None:
+    model = lively(LanguageModel, name)
+    batch = PackedBatch.concat(samples(model, name))
+    mine = run(model, batch, ["log_probs"])
+    monkeypatch.setattr(encoders, "remember", lambda *_: None)  # then transformers asks the tokens on their device
+    theirs = run(model, batch, ["log_probs"])
+    assert torch.equal(mine[0][0], theirs[0][0])
+    assert mine[1].keys() == theirs[1].keys()
+    assert all(torch.equal(grad, theirs[1][name]) for name, grad in mine[1].items())
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "llava"])
+def test_packs_with_all_kinds_of_media_or_samples_beside_ask_the_device_nothing(monkeypatch, name: str) -> None:
+    """The meta device stands for a GPU: it has no answers, so asking it is an error."""
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], enable_gqa=len(q) != len(k))[0]
+
+    for where, what, kind in (
+        (attention, "_flash_can", lambda *_: True),
+        (attention, "_flash", kernel),
+        (attention, "_as_autocast", lambda *tensors: tensors),
+        (hooks, "autocast_dtype", lambda _: None),
+    ):
+        monkeypatch.setattr(where, what, kind)
+    model = lively(LanguageModel, name)
+    text, image, both = samples(model, name)
+    model.to("meta")
+    assert len(both.media) == (2 if name == "qwen3_vl" else 1)
+    for batch in (PackedBatch.concat([both, image]), dataclasses.replace(text, beside=[both])):
+        hidden = model.hidden(batch.to("meta"))
+        hidden.sum().backward()
+        assert len(hidden) == batch.num_tokens
