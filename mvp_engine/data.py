@@ -12,13 +12,16 @@ import ctypes
 import hashlib
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from mvp_engine.errors import UserError
 
@@ -57,10 +60,10 @@ class SampleLoader:
             batch_sampler=sampler,
             collate_fn=_Surfacing(collate_fn or default_collate),
             num_workers=num_workers,
-            pin_memory=pin_memory,
             timeout=timeout if num_workers else 0.0,
             worker_init_fn=_keep_memory,
         )
+        self._ready = pinned if pin_memory else iter
 
     @property
     def steps_per_epoch(self) -> int:
@@ -86,7 +89,7 @@ class SampleLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._yielded = 0
-        for micro_batch in self._items():
+        for micro_batch in self._ready(self._items()):
             self._yielded += 1
             yield micro_batch
 
@@ -134,6 +137,24 @@ class _Seeded(Dataset[Any]):
         except Exception as error:
             error.add_note(f"while reading sample {index} of {type(self.dataset).__name__}")
             raise
+
+
+def pinned(items: Iterator[Any], ahead: int = 2) -> Iterator[Any]:
+    """The same items in pinned memory, a few ahead, by a thread. torch's DataLoader would pin all that workers have
+    ready: gigabytes, and while the driver makes room for them nobody can launch work."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else -1
+    with ThreadPoolExecutor(1, "pin", torch.cuda.set_device, (device,)) as thread:
+        ready: deque[Future[Any]] = deque()
+        error: Exception | None = None
+        while error is None:
+            try:
+                ready.append(thread.submit(pin, next(items)))
+            except Exception as end:  # noqa: BLE001 - the end, or whatever went wrong: after what came before
+                error = end
+            while ready and (error or len(ready) > ahead):
+                yield ready.popleft().result()
+        if not isinstance(error, StopIteration):
+            raise error
 
 
 def _keep_memory(_: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from mvp_engine import data
 from mvp_engine.data import SampleLoader, accumulation_steps
 from mvp_engine.errors import UserError
 
@@ -118,6 +121,37 @@ def test_a_failing_sample_is_named(workers: int) -> None:
         list(SampleLoader(Broken(8), micro_batch_size=1, num_workers=workers))
     notes = "".join(getattr(caught.value, "__notes__", [])) + str(caught.value)
     assert "sample" in notes
+
+
+def test_a_thread_pins_a_few_micro_batches_ahead(monkeypatch) -> None:
+    begun, threads = [], set()
+
+    def pin(item: Any) -> Any:  # what torch does needs a GPU
+        threads.add(threading.current_thread())
+        begun.append(item)
+        return item
+
+    monkeypatch.setattr(data, "pin", pin)
+    plain, part = [batch[0].tolist() for batch in loader()], loader(pin_memory=True)
+    for count, batch in enumerate(part):
+        assert batch[0].tolist() == plain[count]
+        assert len(begun) <= count + 3
+        assert part.state_dict()["samples"] == min(50, 8 * (count // 4 + 1))  # ahead is not used
+    assert len(begun) == len(plain) == count + 1
+    assert threading.main_thread() not in threads
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_what_was_pinned_before_a_failing_sample_still_comes(monkeypatch) -> None:
+    def items() -> Iterator[int]:
+        yield from range(4)
+        raise ValueError("rotten")
+
+    monkeypatch.setattr(data, "pin", lambda item: item)
+    seen = []
+    with pytest.raises(ValueError, match="rotten"):
+        seen.extend(data.pinned(items()))
+    assert seen == [0, 1, 2, 3]
 
 
 def test_sizes_that_do_not_fit_are_explained() -> None:

@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -35,18 +36,20 @@ class Watch:
     def items(self, begin: Callable[[], Iterator[Any]], seconds: float) -> Iterator[Any]:
         """What a DataLoader with this time-out gives. A time-out counts only if no worker went on to another row."""
         self.board.zero_()
-        iterator, before = _begun(begin), None
+        iterator: Any = None
+        before = None
         while True:
             try:
+                iterator = _begun(begin) if iterator is None else iterator
                 item = next(iterator)
             except StopIteration:
                 return
-            except RuntimeError as error:
+            except (RuntimeError, OSError, EOFError) as error:
                 now = self.places()
                 at = "; ".join(now) or "none at a row yet"
-                if re.match(r"DataLoader worker \(pid", str(error)):
+                if told := _death(iterator, error):
                     raise UserError(
-                        f"data: {error} What was being read: {at}. Out of memory? Then set data.num_workers lower; or "
+                        f"data: {told} What was being read: {at}. Out of memory? Then set data.num_workers lower; or "
                         "look at the row with mvp data inspect --row"
                     ) from error
                 if not str(error).startswith("DataLoader timed out"):
@@ -60,6 +63,15 @@ class Watch:
                 continue
             before = None
             yield item
+
+
+def _death(iterator: Any, error: Exception) -> str | None:
+    """Is a worker's death what this is about? torch says so, unless it was fetching what the worker had ready."""
+    if re.match(r"DataLoader worker \(pid", str(error)):
+        return str(error)
+    workers = {} if isinstance(error, RuntimeError) else {w.sentinel: w for w in getattr(iterator, "_workers", ())}
+    gone = [workers[end] for end in wait(workers, timeout=1.0)]
+    return f"DataLoader worker (pid {gone[0].pid}) is gone, exit code {gone[0].exitcode}." if gone else None
 
 
 def _begun(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:

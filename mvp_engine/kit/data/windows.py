@@ -20,7 +20,7 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mvp_engine.batch import PackedBatch
-from mvp_engine.data import derived_seed, keep_rng_state
+from mvp_engine.data import derived_seed, keep_rng_state, pinned
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.bad import BadRecord, BadRows
 from mvp_engine.kit.data.plan import make_packs
@@ -207,9 +207,9 @@ class StreamLoader:
             packs,
             batch_size=None,
             num_workers=workers,
-            pin_memory=pin_memory,
             timeout=stall_seconds if workers else 0.0,
         )
+        self._ready = pinned if pin_memory else iter
         self.rows = self.dropped = 0  # since this loader was made
         self.set_epoch(0)
 
@@ -238,7 +238,7 @@ class StreamLoader:
     def __iter__(self) -> Iterator[PackedBatch]:
         self.packs.begin(self.epoch, self.cursors, self.turn)
         self.cursors = list(self.cursors)
-        for given in self.packs.watch.items(self._begin, self.stall_seconds):
+        for given in self._ready(self.packs.watch.items(self._begin, self.stall_seconds)):
             if given is None:
                 continue
             self.cursors[given.lane], self.turn = given.cursor, (given.lane + 1) % self.packs.lanes
