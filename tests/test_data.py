@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,6 +153,23 @@ def test_what_was_pinned_before_a_failing_sample_still_comes(monkeypatch) -> Non
     with pytest.raises(ValueError, match="rotten"):
         seen.extend(data.pinned(items()))
     assert seen == [0, 1, 2, 3]
+
+
+class Large(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        """How many of the large ones before are still there, in this process."""
+        self.before = [one for one in getattr(self, "before", []) if one() is not None]
+        made = torch.full((1 << 10,), float(len(self.before)))
+        self.before.append(weakref.ref(made.untyped_storage()))
+        return made
+
+
+@pytest.mark.parametrize(("workers", "there"), [(1, [0, 1, 2, 3, 3, 3]), (0, [0, 1, 1, 1, 1, 1])])
+def test_a_worker_keeps_its_last_micro_batches_so_that_their_reader_need_not_free_them(
+    workers: int, there: list[int]
+) -> None:
+    part = SampleLoader(Large(6), micro_batch_size=1, shuffle=False, num_workers=workers, collate_fn=lambda few: few[0])
+    assert [int(one[0]) for one in part] == there
 
 
 def test_sizes_that_do_not_fit_are_explained() -> None:

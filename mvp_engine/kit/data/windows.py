@@ -17,10 +17,10 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_convert, get_worker_info
 
 from mvp_engine.batch import PackedBatch
-from mvp_engine.data import derived_seed, keep_rng_state, pinned
+from mvp_engine.data import Kept, derived_seed, keep_memory, keep_rng_state, pinned
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.bad import BadRecord, BadRows
 from mvp_engine.kit.data.plan import make_packs
@@ -208,6 +208,8 @@ class StreamLoader:
             batch_size=None,
             num_workers=workers,
             timeout=stall_seconds if workers else 0.0,
+            collate_fn=Kept(default_convert),
+            worker_init_fn=keep_memory,
         )
         self._ready = pinned if pin_memory else iter
         self.rows = self.dropped = 0  # since this loader was made
