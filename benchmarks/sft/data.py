@@ -16,6 +16,7 @@ from mvp_engine.kit.data.samples import RopePositions
 
 LONGEST, PER_STEP, KNOWN = 4096, {"mix": 32, "full": 8, "images": 40}, 4096
 IMAGE, BEGIN, END, VIDEO = range(KNOWN, KNOWN + 4)  # tokens that no text has
+PAD = KNOWN + 5  # neither has this. Rows that had it would start from zeros, whose gradients grow with every norm
 PATCH = 16  # pixels of its side; 2 x 2 patches are a token
 
 TEXT = {
@@ -50,7 +51,7 @@ def shape(name: str) -> dict[str, Any]:
     """A config of transformers: Qwen3, or Qwen3-VL."""
     if name not in VISION:
         heads, kv_heads, size = HEADS[name]
-        how = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size, "pad_token_id": 0}
+        how = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size, "pad_token_id": PAD}
         return {"model_type": "qwen3", "tie_word_embeddings": name != "qwen3_8b", **TEXT[name], **how}
     text, vision, axes = VISION[name]
     inner = shape(text)

@@ -15,9 +15,9 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 
 if __package__:
-    from .data import IMAGE, LONGEST, PER_STEP, VISION, Pixels, Row, rows, shape
+    from .data import IMAGE, LONGEST, PAD, PER_STEP, VISION, Pixels, Row, rows, shape
 else:
-    from data import IMAGE, LONGEST, PER_STEP, VISION, Pixels, Row, rows, shape
+    from data import IMAGE, LONGEST, PAD, PER_STEP, VISION, Pixels, Row, rows, shape
 
 
 def own_model(name: str, device: torch.device, seed: int) -> Any:
@@ -40,7 +40,7 @@ def own_model(name: str, device: torch.device, seed: int) -> Any:
 
 def padded(chosen: list[Row], pixels: Pixels) -> dict[str, torch.Tensor]:
     longest = max(len(row.ids) for row in chosen)
-    ids = torch.zeros(len(chosen), longest, dtype=torch.long)
+    ids = torch.full((len(chosen), longest), PAD)
     labels, mask = torch.full_like(ids, IGNORE), torch.zeros_like(ids)
     for i, row in enumerate(chosen):
         size = len(row.ids)
