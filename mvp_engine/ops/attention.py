@@ -298,7 +298,12 @@ def _each_sequence(
             return _ragged(*what)
         if _flash_can(q_HTd, v_KTd):
             return _flash(*what)
-    how = (scale, dropout, causal, window, softcap, sinks_H)
+    return _loop(q_HTd, k_KTd, v_KTd, cu_seqlens, overlay, scale, dropout, causal, window, softcap, sinks_H)
+
+
+def _one_by_one(
+    q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, cu_seqlens: Tensor, overlay: Overlay | None, *how: Any
+) -> Tensor:
     ends = cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(ends)]
     # Split, not sliced: backward then joins the gradients once, where each slice would make one of the whole length.
@@ -308,6 +313,16 @@ def _each_sequence(
         allowed = None if overlay is None else overlay.between(start, end, q_HTd.device)
         outs.append(_one_sequence(q, k, v, allowed, *how))
     return torch.cat(outs, dim=1)
+
+
+_loop = _one_by_one
+
+
+def compile_around() -> None:
+    """Blocks will be compiled: around what goes sequence by sequence, not through it, or each number of sequences would
+    be a graph of its own."""
+    global _loop
+    _loop = torch.compiler.disable(_one_by_one)
 
 
 def _ragged(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, *how: Any) -> Tensor:

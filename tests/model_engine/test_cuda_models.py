@@ -134,23 +134,22 @@ def test_compiled_blocks_follow_eager_ones() -> None:
         assert lowest_cosine(eager, found) > 0.995, how
 
 
-@pytest.mark.parametrize(("precision", "loss_error", "norm_error"), [("fp32", 1e-4, 1e-4), ("bf16", 1e-2, 5e-2)])
-def test_compiled_ranks_follow_one_plain_rank(ranks2, precision: str, loss_error: float, norm_error: float) -> None:
-    """Two ranks on one GPU, with shards and with shared sequences, over packs of other sizes in each step."""
-    alone = steps(Layout(World(0, 1, 0, 1, torch.device("cuda", 0))), Settings(seed=4, precision=precision))
-    ways = [({"shard": 2}, "none"), ({"sequence": 2}, "none"), ({"sequence": 2}, "full")]
-    for seen in ranks2.run(compiled_steps, ways, precision, timeout=280.0):
+def test_compiled_ranks_follow_one_plain_rank(ranks2) -> None:
+    """Two ranks on one GPU, with shards and with shared sequences, over packs of other sizes in each step. On a CPU
+    they are held to 1e-5 (test_compiled.py); this is for the kernels of bf16."""
+    alone = steps(Layout(World(0, 1, 0, 1, torch.device("cuda", 0))), Settings(seed=4, precision="bf16"))
+    ways = [({"shard": 2}, "none"), ({"sequence": 2}, "full")]
+    for seen in ranks2.run(compiled_steps, ways, timeout=180.0):
         for way, (losses, norms) in zip(ways, seen, strict=True):
-            print(precision, way, "losses", losses, alone[0], "norms", norms, alone[1])
-            assert losses == pytest.approx(alone[0], rel=loss_error), way
-            assert norms == pytest.approx(alone[1], rel=norm_error), way
+            assert losses == pytest.approx(alone[0], rel=1e-2), way
+            assert norms == pytest.approx(alone[1], rel=5e-2), way
 
 
-def compiled_steps(ways: list[tuple[dict[str, int], str]], precision: str) -> list[tuple[list[float], list[float]]]:
+def compiled_steps(ways: list[tuple[dict[str, int], str]]) -> list[tuple[list[float], list[float]]]:
     world = World.join("cuda")
     seen = []
     for sizes, recompute in ways:
-        settings = Settings(seed=4, precision=precision, compile="inductor", recompute=recompute)
+        settings = Settings(seed=4, precision="bf16", compile="inductor", recompute=recompute)
         seen.append(steps(Layout.of(world, parallel(**sizes)), settings))
     world.close()
     return seen

@@ -193,6 +193,37 @@ def test_cudnn_gives_what_varlen_gives(monkeypatch, way: str, options: dict[str,
 
 
 @needs_cudnn
+@pytest.mark.parametrize(
+    ("heads", "size", "causal"), [((32, 8), 128, True), ((16, 16), 64, False), ((16, 16), 80, False)], ids=str
+)
+def test_nothing_around_the_tensors_comes_through(monkeypatch, heads: tuple[int, int], size: int, causal: bool) -> None:
+    """NaN before and behind them, in the outputs and in the room to work in; lengths around those of tiles."""
+
+    def inside(*shape: int, dtype: torch.dtype = torch.bfloat16, fill: float | None = None) -> Tensor:
+        values = torch.randn(shape, device="cuda") if fill is None else torch.full(shape, fill, device="cuda")
+        around = torch.full((values.numel() + (2 << 20),), torch.nan, device="cuda", dtype=dtype)
+        found = around[1 << 20 : -1 << 20].view(shape)
+        return found.copy_(values)
+
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, **k: empty(*a, **k).fill_(255) if k.get("dtype") == torch.uint8 else empty(*a, **k)
+    )
+    for lengths in ([1, 129, 64, 700], [2000], [63, 65, 127, 128, 1, 300, 2]):
+        total = sum(lengths)
+        ends = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+        q, do = (inside(total, heads[0], size) for _ in "qo")
+        k, v = (inside(total, heads[1], size) for _ in "kv")
+        made = {n: inside(*x.shape, fill=torch.nan) for n, x in {"o": q, "dq": q, "dk": k, "dv": v}.items()}
+        made["stats"] = inside(total, heads[0], 1, dtype=torch.float32, fill=torch.nan)
+        plan = ragged_attention._plan(q, k, len(lengths), max(lengths), 0.1, causal, 0)
+        for backward, names in ((False, ("o", "stats")), (True, ("o", "stats", "dq", "dk", "dv"))):
+            given = {"q": q, "k": k, "v": v} | ({"do": do} if backward else {}) | {n: made[n] for n in names}
+            ragged_attention._run(plan, ends, backward, given)
+        assert all(bool(x.isfinite().all()) for x in made.values()), lengths
+
+
+@needs_cudnn
 def test_cudnn_is_deterministic_when_asked() -> None:
     ends = torch.tensor([0, 500, 700, 2000], dtype=torch.int32).cuda()
     q, k, v = (torch.randn(2000, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 4, 4))

@@ -31,6 +31,7 @@ from mvp_engine.model_engine.optim import matching
 from mvp_engine.model_engine.packed import PackedModel
 from mvp_engine.model_engine.parts import PARTS, blocks_by_part, by_part
 from mvp_engine.ops import fp8
+from mvp_engine.ops.attention import compile_around
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -42,6 +43,7 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     compiled = {part: auto if backend == "auto" else backend for part, backend in compiled.items()}
     for backend in {*compiled.values()} - {None}:
         _check_backend(backend)
+        compile_around()
     freeze(model, settings.freeze)
     low = _in_fp8(model, layout, settings)
     config: Any = model.hf.config if isinstance(model, PackedModel) else None
