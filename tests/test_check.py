@@ -100,7 +100,7 @@ def test_losses_and_gradients_that_are_not_finite_are_problems_with_their_place(
     assert found["step"]["losses"][1] is None
     found = checked(capsys, TINY, *words, "tiny.fault=nan_grad", code=EXIT_USER_ERROR)
     (problem,) = found["problems"]
-    assert problem.startswith("step 2 changed nothing: a gradient is not finite; its samples:")
+    assert problem.startswith("step 2 changed nothing: a gradient is not finite, that of 0.weight; its samples:")
     assert not list(tmp_path.iterdir())
 
 

@@ -161,9 +161,9 @@ class FSDPEngine(ModelEngine):
         if self._used:
             self._used.drop_the_others()
         grads = [p.grad for p in self.params if p.grad is not None]
-        squares = numbers.share_of_squares(grads, self.world.size).to(totals.device)
+        squares, self._norms = numbers.share_of_squares([p for p in self.params if p.grad is not None], self.world.size)
         # Ranks that work on the same data have the same losses, which count once.
-        sums = torch.cat([totals / self.layout.same_data, squares[None]])
+        sums = torch.cat([totals / self.layout.same_data, squares.to(totals.device)[None]])
         if self.world.size > 1:
             dist.all_reduce(sums)
         loss_sum, weight, squares = sums
@@ -213,6 +213,8 @@ class FSDPEngine(ModelEngine):
         reason, overflow = numbers.reason_of(int(code), scale if self.scale else None)
         if reason is None:
             self.lr_scheduler_step()
+        elif int(code) & numbers.BAD_GRADIENT and not overflow:
+            reason += numbers.whose(self.model, self._norms)
         self._outcomes.append(Outcome(reason, overflow))
 
     def take_outcomes(self) -> list[Outcome]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,27 +64,45 @@ class SpikeWatch:
         return spike
 
 
-def share_of_squares(grads: list[Tensor], ranks: int) -> Tensor:
+Norms = list[tuple[list[Tensor], Tensor]]  # parameters, and the norms of this rank's parts of their gradients
+
+
+def share_of_squares(params: list[Any], ranks: int) -> tuple[Tensor, Norms]:
     """What this rank adds to the squared norm of all gradients, in float64, whatever meshes they are sharded over.
 
     An element that several ranks hold is added by each of them, as so much smaller a part. So the sum over all ranks,
     in one collective, is the whole.
     """
-    groups: dict[int, list[Tensor]] = {}  # by the number of shards that a gradient is in
-    for grad in grads:
-        shards, local = 1, grad
+    groups: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by the number of shards that a gradient is in
+    for param in params:
+        shards, local = 1, (grad := param.grad)
         if isinstance(grad, DTensor):
             sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
             shards, local = (
                 math.prod(size for placement, size in sizes if not placement.is_replicate()),
                 grad.to_local(),
             )
-        groups.setdefault(shards, []).append(local)
-    total = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
-    for shards, members in groups.items():
-        norms = torch.stack(torch._foreach_norm(members)).double()  # converted together: one kernel, not hundreds
+        for members, one in zip(groups.setdefault(shards, ([], [])), (param, local), strict=True):
+            members.append(one)
+    total = torch.zeros((), dtype=torch.float64, device=params[0].device if params else None)
+    every: Norms = []
+    for shards, (members, grads) in groups.items():
+        norms = torch.stack(torch._foreach_norm(grads)).double()  # converted together: one kernel, not hundreds
         total += norms.square().sum() * (shards / ranks)
-    return total
+        every.append((members, norms))
+    return total, every
+
+
+def whose(model: nn.Module, norms: Norms) -> str:
+    """Whose gradient is not finite: of several the last, which backward, that begins with the last, came upon first."""
+    bad = {
+        id(p)
+        for params, some in norms
+        for p, norm in zip(params, some.tolist(), strict=True)
+        if not math.isfinite(norm)
+    }
+    names = [name for name, param in model.named_parameters() if id(param) in bad]
+    return f", that of {names[-1]}" if names else ""
 
 
 def to_device(value: Any, device: torch.device) -> Any:
