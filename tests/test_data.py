@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -122,6 +123,7 @@ def test_a_failing_sample_is_named(workers: int) -> None:
         list(SampleLoader(Broken(8), micro_batch_size=1, num_workers=workers))
     notes = "".join(getattr(caught.value, "__notes__", [])) + str(caught.value)
     assert "sample" in notes
+    traceback.clear_frames(caught.tb)  # or it is for the garbage collector, which waits five seconds for a worker
 
 
 def test_a_thread_pins_a_few_micro_batches_ahead(monkeypatch) -> None:

@@ -213,7 +213,7 @@ class FSDPEngine(ModelEngine):
         reason, overflow = numbers.reason_of(int(code), scale if self.scale else None)
         if reason is None:
             self.lr_scheduler_step()
-        elif int(code) & numbers.BAD_GRADIENT and not overflow:
+        elif code == numbers.BAD_GRADIENT and not overflow:
             reason += numbers.whose(self.model, self._norms)
         self._outcomes.append(Outcome(reason, overflow))
 
