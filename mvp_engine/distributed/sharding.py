@@ -50,7 +50,7 @@ class UsedParameters:
 
     FSDP2 is told to give the others zeros, since ranks that sum different sets of gradients would sum wrong ones. An
     optimizer would decay a parameter with zeros, which it leaves alone without a gradient: so they are taken away.
-    Before torch 2.13 FSDP2 cannot be told (`can_differ`), and the step is refused.
+    Before torch 2.13 FSDP2 cannot be told (`can_differ`), and the step fails: in the sum, if that notices first.
     """
 
     def __init__(self, model: nn.Module, host_group: dist.ProcessGroup | None) -> None:
