@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from mvp_engine.distributed.sequence import SequenceShard
 from mvp_engine.errors import UserError
 from mvp_engine.ops import ragged_attention as ragged
+from mvp_engine.ops.autocast import autocast_dtype
 
 NAME = "mvp_packed"
 # Encoders that see "flash" hand over all their images in one call with boundaries, else they loop over images.
@@ -272,10 +273,8 @@ def _refuse(who: str, others: dict[str, Any]) -> None:
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Norms and rotary positions may have brought float32 back."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
+    dtype = autocast_dtype(tensors[0])
+    return tensors if dtype is None else tuple(x.to(dtype) for x in tensors)
 
 
 def _each_sequence(

@@ -82,8 +82,9 @@ def share_of_squares(params: list[Any], ranks: int) -> tuple[Tensor, Norms]:
                 math.prod(size for placement, size in sizes if not placement.is_replicate()),
                 grad.to_local(),
             )
-        for members, one in zip(groups.setdefault(shards, ([], [])), (param, local), strict=True):
-            members.append(one)
+        members, grads = groups.setdefault(shards, ([], []))
+        members.append(param)
+        grads.append(local)
     total = torch.zeros((), dtype=torch.float64, device=params[0].device if params else None)
     every: Norms = []
     for shards, (members, grads) in groups.items():
