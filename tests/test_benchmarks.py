@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -147,6 +150,41 @@ def test_jpeg_files_give_the_rows_that_lie_in_memory(compare: Any, tmp_path, mon
     assert figures["tokens"] == records[1]["totals"]["tokens"]
     assert figures["data_wait"] == pytest.approx(records[1]["perf"]["data_wait"])
     assert 0 < figures["tokens"] < sum(len(row.ids) for row in expected)
+
+
+def test_sequences_are_found_in_what_trl_has_packed() -> None:
+    side: Any = import_file(ROOT / "benchmarks" / "sft" / "trl_side.py")
+    labels = torch.tensor([[-100, 1, 2, -100, 3, 4], [5, -100, 6, -100, -100, -100]])
+    assert side.lengths(labels, torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])) == [
+        3,
+        3,
+        1,
+        2,
+    ]  # the last three are padding
+    assert side.lengths(labels[:1], None) == [3, 3]
+
+
+def test_tokens_of_trl_are_those_that_it_trained(compare: Any, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("trl")
+    data, trainer = (import_file(ROOT / "benchmarks" / "sft" / f"{name}.py") for name in ("data", "trainer"))
+    make, made = trainer.trl_trainer, list[Any]()
+
+    def here(command: list[str], check: bool) -> None:
+        how = json.loads(command[-1])
+        trainer.run(**{**how, "out": Path(how["out"])})
+
+    monkeypatch.setattr(trainer, "trl_trainer", lambda *how: made.append(make(*how)) or made[-1])
+    monkeypatch.setattr(compare.subprocess, "run", here)
+    monkeypatch.setattr(compare, "INTERVAL", 1)
+    monkeypatch.setitem(data.PER_STEP, "mix", 8)
+    args = Namespace(shape="tiny", steps=2, batch=2, longest=512, checkpointing=False)
+    whole = Counter(len(row.ids) for row in data.rows("mix", 2, 512))
+    for side, packing in compare.TRL.items():
+        found = compare.theirs(args, "mix", tmp_path, side)
+        steps, own = made[-1].sequences(), [log["num_tokens"] for log in made[-1].state.log_history[:2]]
+        assert own == [sum(steps[0]), sum(steps[0]) + sum(steps[1])]
+        assert found["tokens"] == sum(steps[1]) > 1000
+        assert (Counter(steps[0] + steps[1]) <= whole) == (packing == "bfd")  # rows are whole, or cut
 
 
 def test_loaders_are_compared_on_the_same_tokens(tmp_path: Path) -> None:

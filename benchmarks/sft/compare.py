@@ -1,4 +1,4 @@
-"""SFT on one GPU: this engine, Hugging Face's Trainer, and the Trainer with Liger's kernels, in one run.
+"""SFT on one GPU: this engine, Hugging Face's Trainer, the Trainer with Liger's kernels, and TRL, in one run.
 
     PYTHONPATH=. python benchmarks/sft/compare.py --out benchmarks/results/text_sft.json
     PYTHONPATH=. python benchmarks/sft/compare.py --shape qwen3_vl_2b --mixes images --batch 8 --checkpointing \\
@@ -13,6 +13,11 @@ card's peak for bf16. The first interval warms up and does not count. `ours, fp8
 Rows lie in memory, save for `ours, JPEG files`: there the data kit's loader reads the same rows from a jsonl and real
 files, in packs of its own (`files.py`), for `images` alone. With `--add`, rows that are in the file stay there; `run`
 says which of the commands a row is from.
+
+`TRL + Liger` is SFTTrainer (`pip install trl`), which packs rows itself, and so has them in another order, in blocks of
+`--longest` tokens: counted are the sequences that its steps really had, each apart from the others. It keeps them whole
+and apart; `TRL + Liger, wrapped` cuts some, and lets them see each other (`trl_side.py`). It packs no rows with images.
+Without a GPU, to try things out, sides with Liger do without it.
 """
 
 from __future__ import annotations
@@ -26,11 +31,12 @@ import subprocess
 import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from data import PER_STEP, Pixels, packed, rows, shape
+from data import PER_STEP, Pixels, Row, packed, rows, shape
 
 from mvp_engine.kit import MFUKit
 from mvp_engine.log.peaks import device_peak
@@ -39,6 +45,7 @@ from mvp_engine.model_engine.packed import LanguageModel
 HERE = Path(__file__).parent
 OURS: dict[str, list[str]] = {"ours": [], "ours, fp8": ["model.fp8=true"], "ours, JPEG files": ["sft.source=files"]}
 SIDES = ["ours", "Trainer", "Trainer + Liger"]
+TRL = {"TRL + Liger": "bfd", "TRL + Liger, wrapped": "wrapped"}  # how it packs
 INTERVAL = 5
 
 
@@ -64,22 +71,33 @@ def figures(records: list[dict[str, Any]]) -> dict[str, Any]:
     return found | {name: sum(record["totals"][name] for record in counted) for name in ("tokens", "flops")}
 
 
-def theirs(args: argparse.Namespace, mix: str, folder: Path, liger: bool) -> dict[str, Any]:
+def theirs(args: argparse.Namespace, mix: str, folder: Path, side: str) -> dict[str, Any]:
     out = folder / "trainer.json"
     how = {"out": str(out), "name": args.shape, "mix": mix, "steps": args.steps, "interval": INTERVAL}
-    how |= {"batch": args.batch, "liger": liger, "longest": args.longest, "checkpointing": args.checkpointing}
+    how |= {"batch": args.batch, "liger": "Liger" in side, "longest": args.longest, "checkpointing": args.checkpointing}
+    how |= {"packing": TRL.get(side)}
     subprocess.run([sys.executable, str(HERE / "trainer.py"), json.dumps(how)], check=True)
     found = json.loads(out.read_text())
     seconds = found["ends"][-1] - found["ends"][INTERVAL - 1]
-    return {"losses": found["losses"], "seconds": seconds, "memory_gib": found["memory_gib"]}
+    if "sequences" in found:
+        counted = [[text(length) for length in step] for step in found["sequences"][INTERVAL:]]
+    else:
+        every, size = rows(mix, args.steps, args.longest), PER_STEP[mix]
+        counted = [every[i : i + size] for i in range(INTERVAL * size, len(every), size)]
+    kept = {"losses": found["losses"], "seconds": seconds, "memory_gib": found["memory_gib"]}
+    return kept | work(args.shape, counted)
 
 
-def work(args: argparse.Namespace, mix: str) -> tuple[int, float]:
-    """Tokens and FLOPs of the steps that count."""
-    counted = rows(mix, args.steps, args.longest)[INTERVAL * PER_STEP[mix] :]
-    kit, pixels, size = MFUKit(LanguageModel.on_meta(None, shape(args.shape))), Pixels(), PER_STEP[mix]
-    batches = (packed(counted[i : i + size], args.shape, pixels) for i in range(0, len(counted), size))
-    return sum(len(row.ids) for row in counted), sum(float(kit.flops(batch)) for batch in batches)
+def work(name: str, steps: list[list[Row]]) -> dict[str, Any]:
+    """Tokens and FLOPs of these steps."""
+    kit, pixels = MFUKit(LanguageModel.on_meta(None, shape(name))), Pixels()
+    flops = sum(float(kit.flops(packed(step, name, pixels))) for step in steps)
+    return {"tokens": sum(len(row.ids) for step in steps for row in step), "flops": flops}
+
+
+def text(length: int) -> Row:
+    """So many tokens, whichever."""
+    return Row(torch.zeros(length, dtype=torch.long), torch.ones(length, dtype=torch.bool))
 
 
 def measure(args: argparse.Namespace, side: str, mix: str) -> dict[str, Any]:
@@ -87,10 +105,10 @@ def measure(args: argparse.Namespace, side: str, mix: str) -> dict[str, Any]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             where = (args, mix, Path(folder))
-            found = ours(*where, side) if side in OURS else theirs(*where, liger=side != "Trainer")
+            found = (ours if side in OURS else theirs)(*where, side)
     except subprocess.CalledProcessError as error:
         return {**row, "why": f"ended with {error.returncode}"}
-    tokens, flops = (found["tokens"], found["flops"]) if "tokens" in found else work(args, mix)
+    tokens, flops = found["tokens"], found["flops"]
     peak = device_peak(torch.device("cuda", 0)) if torch.cuda.is_available() else None
     row |= {"tokens_per_s": tokens / found["seconds"], "step_ms": 1e3 * found["seconds"] / (args.steps - INTERVAL)}
     row |= {
@@ -131,7 +149,8 @@ def into_page(name: str, result: dict[str, Any], page: Path) -> None:
 
 def about() -> dict[str, Any]:
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in ("torch", "triton", "transformers", "accelerate", "liger-kernel", "nvidia-cudnn-frontend"):
+    peers = ("transformers", "accelerate", "liger-kernel", "trl", "datasets")
+    for name in ("torch", "triton", *peers, "nvidia-cudnn-frontend"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
@@ -151,16 +170,22 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="only put the table of this JSON into docs/performance.md")
     parser.add_argument("--shape", default="qwen3_1_7b")
     parser.add_argument("--mixes", nargs="*", default=["mix", "full"])
-    parser.add_argument("--sides", nargs="*", default=SIDES, choices=[*OURS, *SIDES[1:]])
+    parser.add_argument("--sides", nargs="*", default=SIDES, choices=[*OURS, *SIDES[1:], *TRL])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--longest", type=int, default=4096)
-    parser.add_argument("--batch", type=int, default=4, help="sequences that the Trainer takes at once")
+    parser.add_argument(
+        "--batch", type=int, default=4, help="sequences, or wrapped blocks, that a Trainer takes at once"
+    )
     parser.add_argument("--packs", type=int, default=2, help="micro-batches that we make of a step")
     parser.add_argument("--checkpointing", action="store_true", help="the Trainer recomputes activations")
     parser.add_argument("--keys", nargs="*", default=[], help="keys of our config")
     args = parser.parse_args()
     if args.steps % INTERVAL or args.steps < 2 * INTERVAL:
         parser.error(f"--steps {args.steps}: take a multiple of {INTERVAL}, {2 * INTERVAL} or more")
+    if TRL.keys() & args.sides and "images" in args.mixes:
+        parser.error("TRL packs no rows with images: leave out its sides, or --mixes images")
+    if TRL.keys() & args.sides and not find_spec("trl"):
+        parser.error("the sides of TRL want trl: pip install trl")
     if args.add and not (args.out and args.out.is_file()):
         parser.error("--add wants a file of results to add to: give it with --out")
     if args.table:

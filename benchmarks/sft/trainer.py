@@ -1,4 +1,5 @@
-"""The other side: Hugging Face's Trainer on the same weights and sequences, padded, with or without Liger's kernels."""
+"""The other sides: Hugging Face's Trainer on the same weights and sequences, padded, with or without Liger's kernels;
+or TRL's, which packs them."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 
 if __package__:
     from .data import IMAGE, LONGEST, PAD, PER_STEP, VISION, Pixels, Row, rows, shape
+    from .trl_side import trl_trainer
 else:
     from data import IMAGE, LONGEST, PAD, PER_STEP, VISION, Pixels, Row, rows, shape
+    from trl_side import trl_trainer
 
 
 def own_model(name: str, device: torch.device, seed: int) -> Any:
@@ -64,8 +67,9 @@ def run(
     liger: bool,
     longest: int = LONGEST,
     checkpointing: bool = False,
+    packing: str | None = None,
 ) -> None:
-    """Writes the losses, one of each interval, and the seconds at the end of each step."""
+    """Writes the losses, one of each interval, and the seconds at the end of each step; with `packing`, TRL's."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,39 +81,43 @@ def run(
                 torch.cuda.synchronize()
             ends.append(time.perf_counter())
 
-    arguments = TrainingArguments(
-        output_dir=str(out.parent / "trainer"),
-        max_steps=steps,
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=PER_STEP[mix] // batch,
-        bf16=device.type == "cuda",
-        use_cpu=device.type == "cpu",
-        optim="adamw_torch_fused",
-        learning_rate=1e-4,
-        adam_beta2=0.95,
-        weight_decay=0.0,
-        lr_scheduler_type="constant",
-        max_grad_norm=1.0,
-        logging_steps=interval,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-        use_liger_kernel=liger,
-        gradient_checkpointing=checkpointing,
-        remove_unused_columns=False,
-    )
+    common: dict[str, Any] = {
+        "output_dir": str(out.parent / "trainer"),
+        "max_steps": steps,
+        "bf16": device.type == "cuda",
+        "use_cpu": device.type == "cpu",
+        "optim": "adamw_torch_fused",
+        "learning_rate": 1e-4,
+        "adam_beta2": 0.95,
+        "weight_decay": 0.0,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "logging_steps": interval,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+        "use_liger_kernel": liger and device.type == "cuda",  # its kernels run nowhere else
+        "gradient_checkpointing": checkpointing,
+        "remove_unused_columns": False,
+    }
     data: Any = rows(mix, steps, longest)
     model = own_model(name, device, seed=0)
-    trainer = Trainer(
-        model, arguments, data_collator=partial(padded, pixels=Pixels()), train_dataset=data, callbacks=[Clock()]
-    )
+    trainer: Any
+    if packing:
+        trainer = trl_trainer(model, common, data, packing, longest, batch, steps)
+    else:
+        size = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": PER_STEP[mix] // batch}
+        collator = partial(padded, pixels=Pixels())
+        trainer = Trainer(model, TrainingArguments(**common, **size), data_collator=collator, train_dataset=data)
+    trainer.add_callback(Clock())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-    out.write_text(json.dumps({"losses": losses, "ends": ends, "memory_gib": memory}))
+    found = {"losses": losses, "ends": ends, "memory_gib": memory}
+    out.write_text(json.dumps(found | ({"sequences": trainer.sequences()} if packing else {})))
 
 
 if __name__ == "__main__":
