@@ -8,15 +8,15 @@ all tokens of its heads. Every rank of the group gives the same loss over all to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from mvp_engine.errors import UserError
 
@@ -50,13 +50,19 @@ class SequenceShard:
         """The sum of all ranks' numbers, which carries gradients."""
         return _Total.apply(value, self)
 
-    def to_heads(self, x_Htd: Tensor) -> Tensor:
-        """All heads of this rank's tokens -> this rank's heads of all tokens, (h, T, d)."""
-        return _swap(x_Htd, self.sizes, self.rank, True, self.group.group_name)
+    def to_heads(self, *whole: Tensor) -> list[Tensor]:
+        """All heads of this rank's tokens, (H, t, d) -> this rank's heads of all tokens, (h, T, d), for each of some
+        tensors. They travel together: ranks that compile blocks must not send them in an order of their own."""
+        parts = [x.chunk(len(self.sizes)) for x in whole]
+        shapes = [[(len(mine), size, mine.shape[-1]) for mine, *_ in parts] for size in self.sizes]
+        received = _exchange([list(one) for one in zip(*parts, strict=True)], shapes, self.group)
+        return [torch.cat(one, dim=1) for one in zip(*received, strict=True)]
 
     def to_tokens(self, x_hTd: Tensor) -> Tensor:
         """The way back, (H, t, d)."""
-        return _swap(x_hTd, self.sizes, self.rank, False, self.group.group_name)
+        shape = (len(x_hTd), self.sizes[self.rank], x_hTd.shape[-1])
+        parts = [[part] for part in x_hTd.split(list(self.sizes), dim=1)]
+        return torch.cat([x for (x,) in _exchange(parts, [[shape]] * len(parts), self.group)])
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
@@ -67,60 +73,30 @@ def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
         )
 
 
-def _exchange(parts: list[Tensor], shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup) -> list[Tensor]:
-    """Send part r to rank r; receive one of the given shape from each."""
-    received = parts[0].new_empty(sum(_count(shape) for shape in shapes))
-    sent = torch.cat([part.reshape(-1) for part in parts])
-    counts = [_count(shape) for shape in shapes]
-    dist.all_to_all_single(received, sent, counts, [part.numel() for part in parts], group=group)
-    return [flat.view(shape) for flat, shape in zip(received.split(counts), shapes, strict=True)]
+Shapes = list[tuple[int, ...]]
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
+def _exchange(parts: list[list[Tensor]], shapes: list[Shapes], group: dist.ProcessGroup) -> list[list[Tensor]]:
+    """Send some tensors to each rank; receive some of the given shapes from each. It carries gradients.
 
-
-# Tokens for heads, or heads for tokens: each is the other's backward. An operator, so that torch.compile takes it as it
-# is, whatever the sizes: under recomputation it cannot trace an autograd function that is handed sizes that change.
-@torch.library.custom_op(
-    "mvp::swap", mutates_args=(), schema="(Tensor x, SymInt[] sizes, int rank, bool to_heads, str group) -> Tensor"
-)
-def _swap(x, sizes, rank, to_heads, group):  # type: ignore[no-untyped-def]
-    ranks = _resolve_process_group(group)
-    if to_heads:
-        mine = x.shape[0] // len(sizes)
-        shapes = [(mine, size, x.shape[2]) for size in sizes]
-        return torch.cat(_exchange(list(x.split(mine)), shapes, ranks), dim=1)
-    shape = (x.shape[0], sizes[rank], x.shape[2])
-    return torch.cat(_exchange(list(x.split(list(sizes), dim=1)), [shape] * len(sizes), ranks), dim=0)
-
-
-@_swap.register_fake
-def _(x, sizes, rank, to_heads, group):  # type: ignore[no-untyped-def]
-    heads, _, size = x.shape
-    if to_heads:
-        return x.new_empty(heads // len(sizes), sum(sizes), size)
-    return x.new_empty(heads * len(sizes), sizes[rank], size)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.how = inputs
-
-
-def _swap_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    sizes, rank, to_heads, group = ctx.how
-    return _swap(grad, sizes, rank, not to_heads, group), None, None, None, None
-
-
-_swap.register_autograd(_swap_back, setup_context=_remember)
+    By torch's own operator: compilers know it, and neither move one past another nor repeat one. Either would leave
+    ranks waiting for each other, or give one what was meant for another.
+    """
+    sent = [sum(part.numel() for part in ones) for ones in parts]
+    sizes = [[math.prod(shape) for shape in ones] for ones in shapes]
+    flat = torch.cat([part.reshape(-1) for ones in parts for part in ones])
+    operator = torch.ops._c10d_functional.all_to_all_single
+    received = functional.wait_tensor(operator(flat, [sum(ones) for ones in sizes], sent, group.group_name))
+    pieces = iter(received.split([size for ones in sizes for size in ones]))
+    return [[next(pieces).view(shape) for shape in ones] for ones in shapes]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: SequenceShard) -> Tensor:
         ctx.shard = shard
-        shapes = [(size, *x.shape[1:]) for size in shard.sizes]
-        return torch.cat(_exchange([x.contiguous()] * len(shapes), shapes, shard.group))
+        shapes: list[Shapes] = [[(size, *x.shape[1:])] for size in shard.sizes]
+        return torch.cat([part for (part,) in _exchange([[x]] * len(shapes), shapes, shard.group)])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

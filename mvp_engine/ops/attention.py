@@ -212,7 +212,7 @@ def packed_attention(
         ranks = len(sequence_shard.sizes)
         copies = max(1, ranks // k.shape[0])  # fewer key/value heads than ranks: each goes to several
         k, v = k.repeat_interleave(copies, 0), v.repeat_interleave(copies, 0)
-        q, k, v = (sequence_shard.to_heads(x) for x in (q, k, v))
+        q, k, v = sequence_shard.to_heads(q, k, v)
         s_aux = None if s_aux is None else s_aux.chunk(ranks)[sequence_shard.rank]
     how = (scaling, dropout, causal, sliding_window, softcap, s_aux)
     overlay = attention_mask if isinstance(attention_mask, Overlay) else None

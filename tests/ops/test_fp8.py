@@ -18,7 +18,7 @@ from mvp_engine.ops import fp8
 
 def layers(device: str = "cpu") -> tuple[nn.Linear, nn.Sequential]:
     torch.manual_seed(0)
-    plain = nn.Linear(64, 48, device=device)
+    plain = nn.Linear(64, 48).to(device)  # drawn on the CPU, so that devices have the same
     low = nn.Sequential(copy.deepcopy(plain))
     assert fp8.use(low) == 1
     return plain, low
