@@ -20,7 +20,7 @@ from mvp_engine.engine import Engine, StepContext
 from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
-from mvp_engine.log.profile import kernels_of, page, summary
+from mvp_engine.log.profile import kernels_of, page, summary, talks_of
 from mvp_engine.pipes import outlive_readers
 from mvp_engine.runs import Run
 
@@ -100,7 +100,7 @@ def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> t
 
         def _tell(self, seconds: float) -> None:
             kernels = kernels_of(self.profiler, self.device.type)
-            facts = summary(kernels, seconds, steps, memory_of(self))
+            facts = summary(kernels, seconds, steps, memory_of(self), talks_of(self.profiler, kernels))
             facts["step_ms_alone"] = 1e3 * self._seconds / steps
             assert self.profiler is not None
             self.profiler.export_chrome_trace(str(out / "trace.json"))

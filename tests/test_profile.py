@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 
 from mvp_engine.cli import main
-from mvp_engine.log.profile import Kernel, busy_time, gaps, page, summary
+from mvp_engine.distributed import World
+from mvp_engine.log.profile import Kernel, busy_time, gaps, page, summary, talks_of
 
 CONFIG = str(ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml")
 
@@ -51,4 +53,26 @@ def test_idle_time_is_what_no_kernel_fills_and_is_told_by_what_ends_it() -> None
     assert facts["idle"] == pytest.approx(0.4)
     assert facts["step_ms"] == pytest.approx(0.025)
     assert facts["kinds"][0] == {"name": "matrix products", "ms": 0.01, "calls": 1}
-    assert "| matrix products | 0.01 | 40.0% | 1 |" in page({**facts, "step_ms_alone": 0.02}, "a title")
+    assert "| matrix products | 0.01 | 40.0% | 1 |" in (told := page({**facts, "step_ms_alone": 0.02}, "a title"))
+    assert "exchanged" not in told
+
+
+def test_what_ranks_exchange_is_told_apart_from_what_runs_meanwhile() -> None:
+    kernels = [Kernel("gemm", 0, 4000), Kernel("ncclDevKernel_AllGather", 3000, 3000), Kernel("gemm", 8000, 1000)]
+    facts = summary(kernels, 10e-3, 1, {}, [kernels[1], Kernel("gloo:all_reduce", 8500, 1000)])
+    assert (facts["talk_ms"], facts["talk_alone_ms"], facts["idle"]) == (4.0, 2.5, pytest.approx(0.3))
+    told = page({**facts, "step_ms_alone": 9.0}, "a title")
+    assert "Ranks exchanged data for 4.0 ms of a step; for 2.5 ms of that (62%) nothing else was computed." in told
+
+
+def test_ranks_on_gloo_are_seen_exchanging(ranks2) -> None:
+    assert all(name.startswith("gloo:") and length > 0 for name, length in ranks2.run(_seen_exchanging))
+
+
+def _seen_exchanging() -> tuple[str, float]:
+    world = World.join("cpu")
+    with torch.profiler.profile() as profiler:
+        torch.distributed.all_reduce(torch.ones(1000))
+    world.close()
+    (seen,) = talks_of(profiler, [])
+    return seen.name, seen.length

@@ -54,7 +54,7 @@ class SequenceShard:
         """All heads of this rank's tokens, (H, t, d) -> this rank's heads of all tokens, (h, T, d), for each of some
         tensors. They travel together: ranks that compile blocks must not send them in an order of their own."""
         parts = [x.chunk(len(self.sizes)) for x in whole]
-        shapes = [[(len(mine), size, mine.shape[-1]) for mine, *_ in parts] for size in self.sizes]
+        shapes: list[Shapes] = [[(len(mine), size, mine.shape[-1]) for mine, *_ in parts] for size in self.sizes]
         received = _exchange([list(one) for one in zip(*parts, strict=True)], shapes, self.group)
         return [torch.cat(one, dim=1) for one in zip(*received, strict=True)]
 

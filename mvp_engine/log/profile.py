@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 # The first pattern that a kernel's name fits tells its kind.
+TALK = "communication"
 KINDS = {
     "fused blocks (norms, activations, rotary positions)": r"^triton_",
-    "communication": r"nccl|gloo|c10d",
+    TALK: r"nccl|gloo|c10d",
     "copies": r"memcpy|memset|copy_|catarray",
     "attention": r"sdpa|flash|fmha|attention|cudnn_generated|ragged",
     "matrix products": r"gemm|nvjet|xmma|cublas|splitk|addmm|\bmm\b|bmm|matmul|linear",
@@ -50,6 +51,13 @@ def kernels_of(profiler: Any, device: str) -> list[Kernel]:
     return found
 
 
+def talks_of(profiler: Any, kernels: Iterable[Kernel]) -> list[Kernel]:
+    """When ranks exchanged data: NCCL's kernels, or what gloo did on the host."""
+    host = [event for event in profiler.events() if event.name.startswith("gloo:")]
+    found = [Kernel(event.name, event.time_range.start, event.time_range.elapsed_us()) for event in host]
+    return found + [kernel for kernel in kernels if kernel.kind == TALK]
+
+
 def busy_time(kernels: Iterable[Kernel]) -> float:
     """Microseconds in which at least one was running."""
     total, end = 0.0, float("-inf")
@@ -70,8 +78,12 @@ def gaps(kernels: Iterable[Kernel]) -> dict[str, list[float]]:
     return found
 
 
-def summary(kernels: Sequence[Kernel], seconds: float, steps: int, memory: dict[str, float]) -> dict[str, Any]:
+def summary(
+    kernels: Sequence[Kernel], seconds: float, steps: int, memory: dict[str, float], talks: Sequence[Kernel] = ()
+) -> dict[str, Any]:
     """Of so many steps that took so long: figures for a program, and for `page`. `memory` is in GiB, by kind."""
+    work = [kernel for kernel in kernels if kernel.kind != TALK]
+    alone = busy_time([*work, *talks]) - busy_time(work)
     kinds: dict[str, list[float]] = {}
     names: dict[str, list[float]] = {}
     for kernel in kernels:
@@ -86,6 +98,8 @@ def summary(kernels: Sequence[Kernel], seconds: float, steps: int, memory: dict[
         "steps": steps,
         "step_ms": 1e3 * seconds / steps,
         "idle": max(0.0, 1 - busy_time(kernels) / 1e6 / seconds),
+        "talk_ms": busy_time(talks) / steps / 1e3,
+        "talk_alone_ms": alone / steps / 1e3,
         "kinds": told(kinds),
         "kernels": told(names)[:20],
         "gaps": told(gaps(kernels))[:10],
@@ -104,7 +118,7 @@ def page(facts: dict[str, Any], title: str) -> str:
     lines = [
         f"# {title}",
         f"\n{facts['steps']} steps of {step:.1f} ms, {facts['step_ms_alone']:.1f} ms without the profiler. "
-        f"Nothing ran on the device for {facts['idle']:.1%} of the time.",
+        f"Nothing ran on the device for {facts['idle']:.1%} of the time." + (_talk(facts) if facts["talk_ms"] else ""),
         f"\n| kind {head}",
         *rows(facts["kinds"]),
         f"\n| kernel {head}",
@@ -115,6 +129,14 @@ def page(facts: dict[str, Any], title: str) -> str:
         *(f"| {kind} | {size:.2f} |" for kind, size in facts["memory_gib"].items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _talk(facts: dict[str, Any]) -> str:
+    talked, alone = facts["talk_ms"], facts["talk_alone_ms"]
+    return (
+        f" Ranks exchanged data for {talked:.1f} ms of a step; for {alone:.1f} ms of that "
+        f"({alone / talked:.0%}) nothing else was computed."
+    )
 
 
 def _short(name: str) -> str:
