@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python benchmarks/packed_attention.py --out benchmarks/results/packed_attention.json
     python benchmarks/packed_attention.py --dry    # the mixes and their FLOPs, without a GPU
+    python benchmarks/packed_attention.py --special    # soft caps and sinks: FlexAttention against sequence by sequence
 
 Legend: T tokens of all sequences, L of one, S sequences, H query heads, K key/value heads, G = H / K, d head size.
 
@@ -150,17 +151,17 @@ def ours(case: Case) -> Kernel:
     return _with_autograd(case, attend)
 
 
-def _without(*kernels: str) -> Callable[[Case], Kernel]:
-    """The same call where these cannot serve."""
+def _without(*kernels: Any) -> Callable[[Case], Kernel]:
+    """The same call where these modules, or what `attention` has of its own, cannot serve."""
 
     def build(case: Case) -> Kernel:
         kernel = ours(case)
 
         def attend(*_: Tensor) -> Tensor:
             with contextlib.ExitStack() as off:
-                for name in kernels:
-                    where = attention.ragged if name == "can" else attention
-                    off.enter_context(mock.patch.object(where, name, return_value=False))
+                for where in kernels:
+                    asked = "_flash_can" if where is attention else "can"
+                    off.enter_context(mock.patch.object(where, asked, return_value=False))
                 return kernel.forward()
 
         return _with_autograd(case, attend)
@@ -209,8 +210,8 @@ def dense(case: Case) -> Kernel | None:
 
 KERNELS: dict[str, Callable[[Case], Kernel | None]] = {
     "cuDNN, ragged (ours)": ours,
-    "varlen_attn (without cuDNN's frontend)": _without("can"),
-    "SDPA per sequence (without both)": _without("can", "_flash_can"),
+    "varlen_attn (without cuDNN's frontend)": _without(attention.ragged),
+    "SDPA per sequence (without both)": _without(attention.ragged, attention, attention.flex),
     "cuDNN SDPA, dense (ceiling)": dense,
     "FlexAttention": flex,
 }
@@ -264,6 +265,46 @@ def measure(name: str, case: Case, rounds: int, late: bool = False) -> dict[str,
     return row
 
 
+def special(rounds: int) -> str:
+    """A layer with a soft cap, and one with sinks, on 16 log-normal lengths of 16k tokens."""
+    dice = random.Random(0)
+    drawn = [dice.lognormvariate(0, 1) for _ in range(16)]
+    case = Case.of(Mix("log-normal", tuple(round(16384 * one / sum(drawn)) for one in drawn)), "cuda")
+    layer: Any = nn.Module()
+    where = attention.boundaries(case.cu_seqlens, max(case.mix.lengths))
+    sinks = torch.zeros(H, device="cuda", requires_grad=True)
+    kinds: dict[str, dict[str, Any]] = {"soft cap": {"softcap": 50.0}, "sinks": {"s_aux": sinks}}
+    lines = [f"lengths {case.mix.lengths}", "| layer | way | forward ms | backward ms | peak GiB | first call s |"]
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
+    for kind, how in kinds.items():
+        for way in ("FlexAttention", "by sequence"):
+
+            def attend(*qkv: Tensor, how: dict[str, Any] = how, way: str = way) -> Tensor:
+                q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+                with mock.patch.object(attention.flex, "can", return_value=way == "FlexAttention"):
+                    return attention.packed_attention(layer, q, k, v, None, **where, **how)[0][0]
+
+            kernel, started = _with_autograd(case, attend), time.perf_counter()
+            torch.cuda.reset_peak_memory_stats()
+            kernel.backward(kernel.forward())
+            torch.cuda.synchronize()
+            first, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated() / 2**30
+            times = (
+                timed(lambda _, run=kernel: run.forward(), rounds=rounds),
+                timed(kernel.backward, kernel.forward, rounds),
+            )
+            lines.append(f"| {kind} | {way} | {times[0]:.3f} | {times[1]:.3f} | {peak:.2f} | {first:.2f} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    mask_ms = timed(
+        lambda _: (
+            attention.flex._MASKS.clear(),
+            attention.flex._mask(case.cu_seqlens, case.mix.tokens, None, True, None),
+        )
+    )
+    lines.append(f"block mask, once for a pack and kind of layer: {mask_ms:.2f} ms")
+    return "\n".join(lines)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| mix | kernel | forward ms | TFLOP/s | backward ms | TFLOP/s | worst error | first call s | note |"]
     lines += ["| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"]
@@ -304,6 +345,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=110, help="begin nothing new after that")
     parser.add_argument("--kernels", nargs="*", default=[""], help="those whose names contain one of these")
+    parser.add_argument("--special", action="store_true", help="soft caps and sinks instead")
     parser.add_argument("--dry", action="store_true", help="only show the mixes and their FLOPs")
     args = parser.parse_args()
     if args.dry:
@@ -312,6 +354,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this needs a GPU; --dry shows the mixes")
     torch.set_float32_matmul_precision("highest")
+    if args.special:
+        print(special(args.rounds))
+        return
     started = time.perf_counter()
     cases = [Case.of(mix, "cuda") for mix in MIXES]
     rows: list[dict[str, Any]] = []

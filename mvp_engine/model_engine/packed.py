@@ -83,6 +83,8 @@ class PackedModel(nn.Module):
             backbone.get_input_embeddings().register_forward_hook(hooks.low)  # type: ignore[operator]
         else:  # only then are the features of media, in whatever precision, in place
             self.decoder().register_forward_pre_hook(hooks.low_inputs, with_kwargs=True)
+            if "token_type_ids" in inspect.signature(self.base().forward).parameters:  # it makes the decoder's masks
+                self.base().register_forward_pre_hook(attention.without_mask, with_kwargs=True)
         self.decoder().register_forward_pre_hook(attention.without_mask, with_kwargs=True)
         encoders.tune(backbone, self.decoder())
         self.longest = _longest(backbone.config)

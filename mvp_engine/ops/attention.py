@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,8 +21,10 @@ from torch import Tensor, nn
 
 from mvp_engine.distributed.sequence import SequenceShard
 from mvp_engine.errors import UserError
+from mvp_engine.ops import flex
 from mvp_engine.ops import ragged_attention as ragged
 from mvp_engine.ops.autocast import autocast_dtype
+from mvp_engine.ops.by_sequence import one_by_one
 
 NAME = "mvp_packed"
 # Encoders that see "flash" hand over all their images in one call with boundaries, else they loop over images.
@@ -56,11 +57,6 @@ class Overlay:
     shape: tuple[int, int, int, int]
     ndim: int = 4
 
-    def between(self, start: int, end: int, device: torch.device) -> Tensor:
-        """The mask of the sequence from `start` to `end`, (L, L)."""
-        index = torch.arange(start, end, device=device)
-        return self.allows(0, 0, index[:, None], index[None, :])
-
 
 @dataclass(frozen=True)
 class Window:
@@ -79,7 +75,7 @@ class NoMask:
 
 
 def without_mask(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """A forward pre-hook for decoders."""
+    """A forward pre-hook for decoders, and for models that make the masks of theirs."""
     inputs = kwargs.get("inputs_embeds") if kwargs.get("inputs_embeds") is not None else kwargs.get("input_ids")
     packed = decoder.config._attn_implementation == NAME  # type: ignore[union-attr]
     if not packed or inputs is None or kwargs.get("attention_mask") is not None:
@@ -291,37 +287,26 @@ def _each_sequence(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    if overlay is None and dropout == 0.0 and softcap is None and sinks_H is None:
+    allows = None if overlay is None else overlay.allows
+    if allows is None and dropout == 0.0 and softcap is None and sinks_H is None:
         what = (q_HTd, k_KTd, v_KTd, cu_seqlens, longest, scale, causal, window)
         if ragged.can(q_HTd, longest, causal, window):
             return _ragged(*what)
         if _flash_can(q_HTd, v_KTd):
             return _flash(*what)
-    return _loop(q_HTd, k_KTd, v_KTd, cu_seqlens, overlay, scale, dropout, causal, window, softcap, sinks_H)
+    if dropout == 0.0 and flex.can(q_HTd, v_KTd):
+        return _flex(q_HTd, k_KTd, v_KTd, cu_seqlens, allows, scale, causal, window, softcap, sinks_H)
+    return _loop(q_HTd, k_KTd, v_KTd, cu_seqlens, allows, scale, dropout, causal, window, softcap, sinks_H)
 
 
-def _one_by_one(
-    q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, cu_seqlens: Tensor, overlay: Overlay | None, *how: Any
-) -> Tensor:
-    ends = cu_seqlens.tolist()
-    lengths = [end - start for start, end in pairwise(ends)]
-    # Split, not sliced: backward then joins the gradients once, where each slice would make one of the whole length.
-    parts = zip(*(x.split(lengths, dim=1) for x in (q_HTd, k_KTd, v_KTd)), pairwise(ends), strict=True)
-    outs = []
-    for q, k, v, (start, end) in parts:
-        allowed = None if overlay is None else overlay.between(start, end, q_HTd.device)
-        outs.append(_one_sequence(q, k, v, allowed, *how))
-    return torch.cat(outs, dim=1)
-
-
-_loop = _one_by_one
+_loop, _flex = one_by_one, flex.flex
 
 
 def compile_around() -> None:
     """Blocks will be compiled: around what goes sequence by sequence, not through it, or each number of sequences would
-    be a graph of its own."""
-    global _loop
-    _loop = torch.compiler.disable(_one_by_one)
+    be a graph of its own; and around FlexAttention, which is compiled for sizes of its own."""
+    global _loop, _flex
+    _loop, _flex = torch.compiler.disable(one_by_one), torch.compiler.disable(flex.flex)
 
 
 def _ragged(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, *how: Any) -> Tensor:
@@ -352,48 +337,3 @@ def _flash(
     behind = -1 if window is None or window >= longest else window - 1  # a token sees itself and window - 1 before it
     ahead = 0 if causal else behind
     return varlen(q, k, v, cu_seqlens, longest, scale, (behind, ahead)).transpose(0, 1)
-
-
-def _one_sequence(
-    q_HLd: Tensor,
-    k_KLd: Tensor,
-    v_KLd: Tensor,
-    allowed_LL: Tensor | None,
-    scale: float | None,
-    dropout: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """`allowed_LL`, where there is one, has causality and window in it."""
-    length = q_HLd.shape[1]
-    if allowed_LL is None and window is not None and window < length:
-        distance = torch.arange(length, device=q_HLd.device)
-        behind = distance[:, None] - distance[None, :]
-        allowed_LL = (behind < window) & ((behind >= 0) if causal else (behind > -window))
-    if softcap is None and sinks_H is None:
-        return F.scaled_dot_product_attention(
-            q_HLd[None],
-            k_KLd[None],
-            v_KLd[None],
-            attn_mask=allowed_LL,
-            dropout_p=dropout,
-            is_causal=causal and allowed_LL is None,
-            scale=scale,
-            enable_gqa=q_HLd.shape[0] != k_KLd.shape[0],
-        )[0]
-    groups = q_HLd.shape[0] // k_KLd.shape[0]
-    k_HLd, v_HLd = k_KLd.repeat_interleave(groups, 0), v_KLd.repeat_interleave(groups, 0)
-    scores_HLL = q_HLd @ k_HLd.transpose(1, 2) * (q_HLd.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores_HLL = softcap * torch.tanh(scores_HLL / softcap)
-    if allowed_LL is None and causal:
-        allowed_LL = torch.ones(length, length, dtype=torch.bool, device=q_HLd.device).tril()
-    if allowed_LL is not None:
-        scores_HLL = scores_HLL.masked_fill(~allowed_LL, float("-inf"))
-    if sinks_H is not None:  # one more logit per head, which takes its share of the probability and gives nothing
-        sinks = sinks_H.to(scores_HLL.dtype).view(-1, 1, 1).expand(-1, length, 1)
-        scores_HLL = torch.cat([scores_HLL, sinks], dim=-1)
-    probs = scores_HLL.float().softmax(-1).to(v_HLd.dtype)[..., :length]
-    return F.dropout(probs, dropout) @ v_HLd

@@ -79,7 +79,7 @@ class _Plan:
     deterministic: bool
 
 
-def _round_up(n: int, least: int) -> int:
+def round_up(n: int, least: int) -> int:
     """To a power of two, or one and a half of one."""
     size = least
     while size < n:
@@ -93,7 +93,7 @@ def _plan(q_THd: Tensor, k_TKd: Tensor, sequences: int, longest: int, scale: flo
     tokens, heads, size = q_THd.shape
     deterministic = torch.are_deterministic_algorithms_enabled()
     # The number of tokens only sizes a buffer, so it is rounded more: fewer plans to make.
-    rounded = (_round_up(sequences, 2), _round_up(longest, 128), 1 << max(12, (tokens - 1).bit_length()))
+    rounded = (round_up(sequences, 2), round_up(longest, 128), 1 << max(12, (tokens - 1).bit_length()))
     shape = (*rounded, heads, k_TKd.shape[1], size)
     return _Plan(q_THd.device.index, q_THd.dtype, *shape, scale, causal, window, deterministic)
 

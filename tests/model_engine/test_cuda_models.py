@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import overrides_of, parallel
+from families import VISION, overrides_of, parallel
 from test_vision import lively, sample
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -15,6 +15,7 @@ from mvp_engine.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 from mvp_engine.model_engine.packed import LanguageModel
+from mvp_engine.ops import attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -207,3 +208,41 @@ def test_packs_with_images_compile_few_times_and_never_wait(other: str) -> None:
     part = LanguageModelEngine(model, layout, Settings(precision="bf16", compile="inductor", clip_grad_norm=1.0))
     part.initialize(lambda m: torch.optim.AdamW(m.parameters(), 1e-3, fused=True))
     compiles_few_times_and_never_waits(part, batches, graphs=9)  # three kinds of blocks
+
+
+@pytest.mark.parametrize(("name", "how"), [("gemma2", {"compile": "inductor"}), ("gpt_oss", {"compile": None})])
+def test_soft_caps_and_sinks_compile_few_times_and_never_wait(monkeypatch, name: str, how: dict[str, Any]) -> None:
+    """FlexAttention in both kinds of layers, with and without a window."""
+    shape = {**overrides_of(name), "head_dim": 32, "vocab_size": 512, "sliding_window": 64, "num_hidden_layers": 2}
+    part = language_model(shape, precision="bf16", clip_grad_norm=1.0, **how)
+    monkeypatch.setattr(attention, "_loop", None)  # nothing goes sequence by sequence
+    packs = [mix(512, [100 + 37 * i, 3 + i, 200]).pin_memory() for i in range(4)]
+    packs += [mix(512, [90] * (i + 2)).pin_memory() for i in range(4)]
+    compiles_few_times_and_never_waits(part, packs, graphs=2 if how["compile"] is None else 24)
+
+
+def test_images_that_see_each_other_never_wait(monkeypatch) -> None:
+    monkeypatch.setitem(VISION["gemma3"][1]["text_config"], "head_dim", 32)
+    model, g = lively(LanguageModel, "gemma3"), torch.Generator().manual_seed(5)
+    text, one, two = (sample(model, ["tiles"], ["tiles"] * count, g) for count in range(3))
+    members = [[two, one], [one, text, one], [two, two, text, one], [text, two, two], [one]]
+    batches = [PackedBatch.concat(ones).pin_memory() for ones in members]
+    layout = Layout(World(0, 1, 0, 1, torch.device("cuda", 0)))
+    part = LanguageModelEngine(model, layout, Settings(precision="bf16", compile=None, clip_grad_norm=1.0))
+    part.initialize(lambda m: torch.optim.AdamW(m.parameters(), 1e-3, fused=True))
+    monkeypatch.setattr(attention, "_loop", None)
+    compiles_few_times_and_never_waits(part, batches, graphs=2)  # full and sliding
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_soft_caps_and_sinks_in_bf16_follow_fp32(name: str) -> None:
+    shape = {**overrides_of(name), "head_dim": 32, "hidden_size": 256, "vocab_size": 512, "sliding_window": 64}
+    shape["num_hidden_layers"] = 2
+    if name == "gpt_oss":  # or rounding would choose other experts
+        shape |= {"num_local_experts": 2, "num_experts_per_tok": 2}
+    batch = mix(512, [100, 50, 7, 200])
+    exact = gradients(language_model(shape, seed=4), [batch])
+    for recompute in ("none", "full", "selective") if name == "gemma2" else ("none", "full"):
+        found = gradients(language_model(shape, seed=4, precision="bf16", recompute=recompute), [batch])
+        print("cosine", name, recompute, lowest_cosine(exact, found))
+        assert lowest_cosine(exact, found) > 0.98, recompute

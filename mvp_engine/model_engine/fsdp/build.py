@@ -161,8 +161,8 @@ def _recompute(block: nn.Module, selective: bool, backend: str | None) -> None:
     """From now on the block's forward keeps its inputs (and, if selective, the costly results), not all it computes.
 
     A block that is to be compiled and arrives here uncompiled has attention that looks at the boundaries on the host,
-    sequence by sequence, which torch compiles around but not within what is computed again. So what is inside is
-    compiled alone. That would hide the costly results from what selects them.
+    sequence by sequence, or is compiled apart (FlexAttention): torch compiles around it, but not within what is
+    computed again. So what is inside is compiled alone. That would hide the costly results from what selects them.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
@@ -188,7 +188,8 @@ def _recompute(block: nn.Module, selective: bool, backend: str | None) -> None:
 @functools.cache
 def _say_uncompiled(name: str) -> None:
     LOGGER.warning(
-        "%s runs uncompiled: its attention goes sequence by sequence (in fp32, or for what kernels do not have), which "
-        "torch does not compile with model.recompute=selective. Set model.recompute=full, or model.compile=null",
+        "%s runs uncompiled: its attention goes sequence by sequence (in fp32) or to FlexAttention (for what other "
+        "kernels do not have), around which torch does not compile with model.recompute=selective. "
+        "Set model.recompute=full, or model.compile=null",
         name,
     )
