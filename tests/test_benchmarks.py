@@ -125,11 +125,11 @@ def test_jpeg_files_give_the_rows_that_lie_in_memory(compare: Any, tmp_path, mon
     keys += ["loop.precision=fp32", "loop.total_steps=2", "log.interval=1"]
     assert train(*keys, config=ROOT / "benchmarks" / "sft" / "train.yaml") == 0
 
-    expected, found = data.rows("images", 2), list[Any]()
-    for pack in engine.data_kit("tiny_vl", 2, 2, tmp_path / "files", 0).loader(packs_per_step=2):
+    expected, found = data.rows("images", 4), list[Any]()  # of the steps trained, and two more
+    for pack in engine.data_kit("tiny_vl", 4, 2, tmp_path / "files", 0).loader(packs_per_step=2):
         found += [pack.select([i]) for i in range(pack.num_sequences)]
-    four = engine.data_kit("tiny_vl", 2, 4, tmp_path / "files", 0)  # a step's rows, in as many packs as it has
-    assert 4 * four.settings.micro_batch_tokens == pytest.approx(sum(len(row.ids) for row in expected) / 2, rel=0.02)
+    four = engine.data_kit("tiny_vl", 4, 4, tmp_path / "files", 0)  # a step's rows, in as many packs as it has
+    assert 4 * four.settings.micro_batch_tokens == pytest.approx(sum(len(row.ids) for row in expected) / 4, rel=0.02)
     found.sort(key=lambda one: int(one.sequences["sample"]))
     assert len(found) == len(expected)
     for got, row in zip(found, expected, strict=True):

@@ -54,7 +54,8 @@ class SftEngine(Engine):
         if sft.source == "files":
             if sft.mix != "images":
                 raise UserError(f"sft.source=files: rows of {sft.mix} have no images. Set sft.mix=images")
-            kit = data_kit(sft.shape, steps, size, Path(sft.folder), data.num_workers)
+            # Rows for two steps more: what ends an epoch, such as stopping the workers, is not what is measured.
+            kit = data_kit(sft.shape, steps + 2, size, Path(sft.folder), data.num_workers)
             return kit.engine_loader(self, split)
         every = rows(sft.mix, steps, sft.longest)
         by_step = [every[i : i + size] for i in range(0, len(every), size)]

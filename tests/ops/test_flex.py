@@ -204,7 +204,7 @@ def test_on_a_gpu_packs_of_all_sizes_need_few_graphs_and_never_wait() -> None:
         tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
         packs.append((tensors, ends_of(lengths, "cuda")))
     sizes = {flex.round_up(tensors[0].shape[1], 1024) for tensors, _ in packs}
-    assert len(sizes) == 2
+    assert 1 < len(sizes) < 4
 
     def both_ways() -> None:
         for tensors, ends in packs:
