@@ -35,10 +35,12 @@ def grouped_experts(experts: nn.Module, hidden_TD: Tensor, index_TK: Tensor, wei
 
     dtype = autocast_dtype(hidden_TD)
     sizes = [size for weight in experts.parameters() if weight.ndim == 3 for size in weight.shape[1:]]
-    if dtype is None or any(size % MULTIPLE for size in sizes):
-        return grouped_mm_experts_forward(experts, hidden_TD, index_TK, weights_TK)
-    low: Any = _In(experts, dtype)
-    return grouped_mm_experts_forward(low, hidden_TD.to(dtype), index_TK, weights_TK)
+    seen: Any = experts
+    if dtype is not None and not any(size % MULTIPLE for size in sizes):
+        seen, hidden_TD = _In(experts, dtype), hidden_TD.to(dtype)
+    if experts.has_bias:
+        seen = _Biased(seen, torch.sort(index_TK.reshape(-1)).values)  # the rows' experts, in the order of products
+    return grouped_mm_experts_forward(seen, hidden_TD, index_TK, weights_TK)
 
 
 class _In:
@@ -50,3 +52,26 @@ class _In:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.module, name)
         return value.to(self.dtype) if isinstance(value, Tensor) else value
+
+
+class _Biased:
+    """Experts whose biases come with what follows each product: transformers would add them in place, to a product
+    that `model.recompute=selective` keeps."""
+
+    has_bias, has_post_expert_norm = False, True
+
+    def __init__(self, experts: Any, experts_N: Tensor) -> None:
+        self.experts, self.experts_N = experts, experts_N
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.experts, name)
+
+    def _apply_gate(self, rows: Tensor) -> Tensor:
+        return self.experts._apply_gate(rows + self.experts.gate_up_proj_bias[self.experts_N])
+
+    def act_fn(self, rows: Tensor) -> Tensor:
+        return self.experts.act_fn(rows + self.experts.up_proj_bias[self.experts_N])
+
+    def post_expert_norm(self, rows: Tensor) -> Tensor:
+        rows = rows + self.experts.down_proj_bias[self.experts_N]
+        return self.experts.post_expert_norm(rows) if self.experts.has_post_expert_norm else rows

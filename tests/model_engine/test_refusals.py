@@ -11,6 +11,7 @@ import torch
 from families import SMALL, overrides_of, parallel
 from test_hf_folders import alone, language_model
 from test_packed_layouts import gradients
+from torch import nn
 
 from mvp_engine.batch import IGNORE, PackedBatch
 from mvp_engine.cli import main
@@ -175,6 +176,25 @@ def test_a_loss_of_experts_that_nobody_adds_is_told(monkeypatch) -> None:
         config = overrides_of("qwen3_moe") | {"output_router_logits": wanted}
         LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, config)), alone()).initialize()
         assert [text.split()[0] for text in said] == ["output_router_logits"] * wanted
+
+
+def test_results_that_are_kept_and_changed_in_place_are_told_of() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x))
+
+    def step(how: str) -> None:
+        engine = FSDPEngine(Net(), alone(), Settings(recompute=how))
+        engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.1))
+        engine.train_batch([torch.ones(3, 4)], lambda x: (engine.model(x).sum(), 1))
+
+    step("full")
+    with pytest.raises(UserError, match=r"Sequential changes one of them in place\. Set model\.recompute=full"):
+        step("selective")
 
 
 @pytest.mark.parametrize("size", ["nan", "inf", "0"])

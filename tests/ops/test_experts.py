@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 from transformers.integrations import moe
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from mvp_engine.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
+from mvp_engine.ops.experts import grouped_experts
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
@@ -49,6 +52,23 @@ def test_products_of_experts_are_in_the_precision_of_autocast(name: str, monkeyp
     for n in (n for n in grads if "experts" in n):
         assert low[n].dtype == torch.float32
         assert float(torch.cosine_similarity(low[n].flatten(), grads[n].flatten(), dim=0)) > 0.98, n
+
+
+def test_biases_are_those_of_each_rows_expert() -> None:
+    torch.manual_seed(0)
+    experts = GptOssExperts(AutoConfig.for_model("gpt_oss", hidden_size=32, intermediate_size=24, num_local_experts=4))
+    for param in experts.parameters():
+        torch.nn.init.normal_(param)
+    hidden, weights = torch.randn(40, 32), torch.rand(40, 2)
+    index = torch.rand(40, 4).topk(2).indices
+    ways = []
+    for way in (moe.batched_mm_experts_forward, grouped_experts):
+        experts.zero_grad()
+        out = way(experts, hidden, index, weights)
+        out.square().sum().backward()
+        ways.append([out.detach(), *(param.grad for param in experts.parameters())])
+    for one, two in zip(*ways, strict=True):
+        assert torch.allclose(one, two, rtol=1e-5, atol=1e-5 * float(one.abs().max()))
 
 
 @pytest.mark.parametrize("how", [{}, {"recompute": "selective"}], ids=str)

@@ -175,7 +175,16 @@ def _recompute(block: nn.Module, selective: bool, backend: str | None) -> None:
             return forward(*args, **kwargs)
         if selective and backend is not None:
             _say_uncompiled(type(block).__name__)
-        return alone(*args, **kwargs)
+        try:
+            return alone(*args, **kwargs)
+        except RuntimeError as error:
+            if selective and "has been mutated" in str(error):
+                raise UserError(
+                    f"model.recompute=selective keeps the results of matrix products and attention; "
+                    f"{type(block).__name__} changes one of them in place. Set model.recompute=full, or change it "
+                    "out of place (nn.ReLU() for nn.ReLU(inplace=True), x = x + y for x += y)"
+                ) from error
+            raise
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
