@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,21 @@ def test_unknown_and_doubled_names_are_explained(train, capsys) -> None:
 def test_recomputing_and_compiling_change_no_gradient(family: str, how: dict[str, Any]) -> None:
     expected, found = gradients(family, ALONE), gradients(family, ALONE, **how)
     assert all(torch.allclose(found[name], grad, rtol=1e-5, atol=1e-6) for name, grad in expected.items())
+
+
+def test_blocks_that_run_twice_in_a_step_are_recomputed_both_times() -> None:
+    """For images and for videos, say; autocast would cast their weights only once."""
+    found = []
+    for how in ("none", "full", "selective"):
+        model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
+        engine = LanguageModelEngine(model, ALONE, Settings(recompute=how, precision="bf16"))
+        engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
+        twice = lambda run, b: (run(b, ["loss"])["loss"] + run(b, ["entropy"])["entropy"].sum(), 1)  # noqa: E731
+        engine.train_batch([batch()], functools.partial(twice, engine.model))
+        found.append([p.grad for p in engine.model.parameters() if p.grad is not None])
+    for one, full, some in zip(*found, strict=True):
+        assert torch.equal(one, full)
+        assert torch.allclose(one, some, atol=0.01 * float(one.abs().max()))  # summed in float32, not in bf16
 
 
 def test_recomputing_keeps_less() -> None:

@@ -6,11 +6,12 @@ its weights last, each rank its own part, so that no rank ever holds the whole o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -189,9 +190,22 @@ def _recompute(block: nn.Module, selective: bool, backend: str | None) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(inside, *args, **options, **kwargs)
+        with _casts_anew() if selective and not torch.compiler.is_compiling() else contextlib.nullcontext():
+            return checkpoint(inside, *args, **options, **kwargs)
 
     block.forward = recomputed
+
+
+@contextlib.contextmanager
+def _casts_anew() -> Iterator[None]:
+    """Autocast keeps no weights that it cast. A block that runs twice in a step, for images and for videos, would take
+    those of the first time; computed again it casts them itself, and what selects would find one operation too many."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @functools.cache
