@@ -93,12 +93,13 @@ def check_gradients(model: PackedModel, mesh: DeviceMesh, group: dist.ProcessGro
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        batch = PackedBatch.concat(_sequences(model, (15, 9), 0))
-        hidden = _hidden(model, batch).float()
-        if not hidden.requires_grad:  # all of it is frozen
-            return
-        direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden.device)
-        (hidden * direction).sum().backward()
+        with torch.compiler.set_stance("force_eager"):
+            batch = PackedBatch.concat(_sequences(model, (15, 9), 0))
+            hidden = _hidden(model, batch).float()
+            if not hidden.requires_grad:  # all of it is frozen
+                return
+            direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden.device)
+            (hidden * direction).sum().backward()
     finally:
         for module, mode in modes:
             module.training = mode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,10 +13,12 @@ import torch.nn.functional as F
 from families import parallel
 from test_vision import close, lively, samples
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from mvp_engine.batch import PackedBatch
 from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.distributed import Layout, World
+from mvp_engine.errors import UserError
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.model_engine.fsdp import build
 from mvp_engine.model_engine.packed import LanguageModel
@@ -107,6 +110,39 @@ def test_log_probs_and_gradients_are_those_of_one_plain_rank(
             assert all(close(its_grads[n], grad) for n, grad in grads.items()), how
             assert graphs[-1] == graphs[WARM - 1] <= 3 * BLOCKS[name], how  # for the first sizes, then for all others
             assert graphs[0] >= BLOCKS[name], how
+
+
+def test_matrices_that_ranks_share_are_compiled_where_torch_can(ranks2) -> None:
+    """torch 2.13 fails in its tracing, once the number of tokens is a variable."""
+    outs, grads, _ = expected("qwen3")
+    for told, its_outs, its_grads in ranks2.run(sharing_matrices):
+        if torch.__version__ >= "2.13":
+            assert told.startswith(f"model.compile: torch {torch.__version__} cannot compile")
+            continue
+        assert all(close(mine, one) for mine, one in zip(its_outs, outs, strict=True))
+        assert all(close(its_grads[n], grad) for n, grad in grads.items())
+
+
+@pytest.mark.parametrize(("version", "backend"), [("2.12.1", "inductor"), ("2.13.0+cu130", None)])
+def test_on_gpus_they_are_by_default(monkeypatch, version: str, backend: str | None) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(build.LOGGER, "warning", lambda text, *words: said.append(text % words))
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    layout: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cuda")), tensor_mesh="a mesh")
+    assert {*build._backends(lively(LanguageModel, "qwen3"), layout, Settings(compile="auto")).values()} == {backend}
+    assert ["blocks run uncompiled" in one for one in said] == [True] * (backend is None)
+
+
+def sharing_matrices() -> tuple[str, list[Tensor], dict[str, Tensor]]:
+    world = World.join("cpu")
+    try:
+        with patch.multiple(attention, _flash_can=lambda *_: True, _flash=dense):
+            outs, grads, _ = found("qwen3", Layout.of(world, parallel(tensor=2)), compile="aot_eager")
+        return "", outs, grads
+    except UserError as error:
+        return str(error), [], {}
+    finally:
+        world.close()
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])

@@ -39,12 +39,7 @@ LOGGER = logging.getLogger("mvp_engine")
 
 def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
     recompute = by_part(model, settings.recompute, "model.recompute")
-    auto = "inductor" if layout.world.device.type == "cuda" and isinstance(model, PackedModel) else None
-    compiled = by_part(model, settings.compile, "model.compile")
-    compiled = {part: auto if backend == "auto" else backend for part, backend in compiled.items()}
-    for backend in {*compiled.values()} - {None}:
-        _check_backend(backend)
-        compile_around()
+    compiled = _backends(model, layout, settings)
     freeze(model, settings.freeze)
     low = _in_fp8(model, layout, settings)
     config: Any = model.hf.config if isinstance(model, PackedModel) else None
@@ -94,6 +89,26 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
         with together(world.host_group):  # a file may be damaged in one rank's part, or on one machine
             give_weights(model, skeleton, world.device, settings.seed)
     set_magnitudes(model)
+
+
+def _backends(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[str, str | None]:
+    """How each part is compiled."""
+    auto = "inductor" if layout.world.device.type == "cuda" and isinstance(model, PackedModel) else None
+    asked: Mapping[str, str | None] = by_part(model, settings.compile, "model.compile")
+    backends = {backend for backend in asked.values() if backend is not None and backend != "auto"}
+    if layout.tensor_mesh is not None and torch.__version__ >= "2.13":
+        why = f"torch {torch.__version__} cannot compile matrices that ranks share (parallel.tensor > 1) for all packs"
+        if backends:
+            raise UserError(f"model.compile: {why}. Set it to null, install torch 2.12, or set parallel.shard instead")
+        if auto and "auto" in asked.values():
+            LOGGER.warning("%s: blocks run uncompiled. torch 2.12 could, and parallel.shard can", why)
+        auto = None
+    for backend in backends:
+        _check_backend(backend)
+    compiled = {part: auto if backend == "auto" else backend for part, backend in asked.items()}
+    if any(compiled.values()):
+        compile_around()
+    return compiled
 
 
 def _in_fp8(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[str, bool]:
