@@ -59,6 +59,7 @@ def test_idle_time_is_what_no_kernel_fills_and_is_told_by_what_ends_it() -> None
 
 def test_what_ranks_exchange_is_told_apart_from_what_runs_meanwhile() -> None:
     kernels = [Kernel("gemm", 0, 4000), Kernel("ncclDevKernel_AllGather", 3000, 3000), Kernel("gemm", 8000, 1000)]
+    kernels.append(Kernel("Memcpy DtoH", 5000, 500))  # is not what hides it
     facts = summary(kernels, 10e-3, 1, {}, [kernels[1], Kernel("gloo:all_reduce", 8500, 1000)])
     assert (facts["talk_ms"], facts["talk_alone_ms"], facts["idle"]) == (4.0, 2.5, pytest.approx(0.3))
     told = page({**facts, "step_ms_alone": 9.0}, "a title")

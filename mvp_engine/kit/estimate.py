@@ -33,7 +33,7 @@ MEMORY = {
 MOMENTS = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.06}  # bytes a parameter
 # Shares of a card's peaks, seen on an H200 with compiled blocks (docs/performance.md), and the rest of a step.
 PRODUCTS, ATTENTION, TRAFFIC, REST = 0.745, 0.36, 0.73, 1.12
-FP8 = 1.5  # how much quicker 8-bit products are, with what it takes to make their factors
+FP8 = 1.4  # how much quicker 8-bit products are, with what it takes to make their factors
 PASSES = 4.1  # how often what backward needs goes through memory, forward and backward
 EAGER = 1.7  # how much more is kept where blocks are not compiled
 GIB = 2**30

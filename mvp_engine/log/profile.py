@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+TALK, COPIES = "communication", "copies"
 # The first pattern that a kernel's name fits tells its kind.
-TALK = "communication"
 KINDS = {
     "fused blocks (norms, activations, rotary positions)": r"^triton_",
     TALK: r"nccl|gloo|c10d",
-    "copies": r"memcpy|memset|copy_|catarray",
+    COPIES: r"memcpy|memset|copy_|catarray",
     "attention": r"sdpa|flash|fmha|attention|cudnn_generated|ragged",
     "matrix products": r"gemm|nvjet|xmma|cublas|splitk|addmm|\bmm\b|bmm|matmul|linear",
     "loss over logits": r"row_numbers|to_gradient|log_softmax|nll_loss",
@@ -82,7 +82,7 @@ def summary(
     kernels: Sequence[Kernel], seconds: float, steps: int, memory: dict[str, float], talks: Sequence[Kernel] = ()
 ) -> dict[str, Any]:
     """Of so many steps that took so long: figures for a program, and for `page`. `memory` is in GiB, by kind."""
-    work = [kernel for kernel in kernels if kernel.kind != TALK]
+    work = [kernel for kernel in kernels if kernel.kind not in (TALK, COPIES)]  # gloo copies, too
     alone = busy_time([*work, *talks]) - busy_time(work)
     kinds: dict[str, list[float]] = {}
     names: dict[str, list[float]] = {}

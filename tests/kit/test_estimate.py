@@ -34,6 +34,7 @@ LARGE = {"moments": "int8", "recompute": "selective"}
         ("text_sft", "ours", "full", "qwen3_1_7b", 10, 2, {}),
         ("text_8b", "ours", "mix", "qwen3_8b", 20, 4, LARGE),
         ("vlm_sft", "ours", "images", "qwen3_vl_2b", 20, 2, {}),
+        ("vlm_sft", "ours, fp8", "images", "qwen3_vl_2b", 10, 2, {"fp8": True}),
     ],
 )
 def test_estimates_are_within_a_tenth_of_what_was_measured(
