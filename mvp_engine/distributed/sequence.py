@@ -79,8 +79,8 @@ Shapes = list[tuple[int, ...]]
 def _exchange(parts: list[list[Tensor]], shapes: list[Shapes], group: dist.ProcessGroup) -> list[list[Tensor]]:
     """Send some tensors to each rank; receive some of the given shapes from each. It carries gradients.
 
-    By torch's own operator: compilers know it, and neither move one past another nor repeat one. Either would leave
-    ranks waiting for each other, or give one what was meant for another.
+    By torch's own operator: compilers know it, never move one past another, and repeat one only in blocks that are
+    recomputed, on all ranks alike. Else ranks would wait for each other, or get what was meant for another.
     """
     sent = [sum(part.numel() for part in ones) for ones in parts]
     sizes = [[math.prod(shape) for shape in ones] for ones in shapes]

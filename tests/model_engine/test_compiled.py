@@ -11,13 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import parallel
+from functorch.compile import make_boxed_func
 from test_vision import close, lively, samples
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.torch_version import TorchVersion
 
 from mvp_engine.batch import PackedBatch
 from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.sequence import SequenceShard
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.model_engine.fsdp import build
@@ -158,3 +161,46 @@ def test_blocks_whose_attention_goes_by_sequence_are_compiled_or_said_not_to_be(
     assert graphs[-1] == graphs[WARM - 1]  # not one for each number of sequences
     assert len(said) == (how == "selective")  # once for all blocks
     assert all("Qwen3DecoderLayer runs uncompiled" in one and "Set model.recompute=full" in one for one in said)
+
+
+WHOLE = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((4, 7, 6), (1, 7, 6), (1, 7, 10))]
+
+
+def layer(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard | None = None) -> Tensor:
+    """Attention of one layer, (T, H, d)."""
+    how: dict[str, Any] = {"sequence_shard": shard, **attention.boundaries(torch.tensor([0, 4, 7]).int(), 4)}
+    return attention.packed_attention(nn.Identity(), q[None], k[None], v[None], None, **how)[0][0]
+
+
+def on_part() -> tuple[Any, ...]:
+    """What each graph, forward and backward, exchanges; output and gradients; and the output in inference."""
+    sent: list[list[str]] = []
+
+    def kept(graph: Any, examples: Any) -> Any:
+        sent.append([str(node.target) for node in graph.graph.nodes if "all_to_all" in str(node.target)])
+        return make_boxed_func(graph)
+
+    world = World.join("cpu")
+    shard = SequenceShard.of(torch.distributed.group.WORLD, 7)  # type: ignore[arg-type]
+    own = [shard.cut(x, dim=1).clone().requires_grad_() for x in WHOLE]
+    with patch.multiple(attention, _flash_can=lambda *_: True, _flash=dense):
+        out = torch.compile(layer, backend=aot_autograd(fw_compiler=kept))(*own, shard)
+        grads = torch.autograd.grad(out.square().sum(), own)
+        with torch.inference_mode():
+            again = layer(*own, shard).clone()
+    world.close()
+    return sent, out.detach(), grads, again
+
+
+def test_a_layer_exchanges_once_each_way_by_an_operator_that_compilers_keep_in_order(ranks2) -> None:
+    """Two at a time, or operators of our own, came in another order on one rank than on the other. Tokens do not divide
+    here, both ranks need the one key/value head, and values have a head size of their own."""
+    inputs = [x.clone().requires_grad_() for x in WHOLE]
+    out = layer(*inputs)
+    grads = torch.autograd.grad(out.square().sum(), inputs)
+    results = ranks2.run(on_part)
+    assert all(sent == [["_c10d_functional.all_to_all_single.default"] * 2] * 2 for sent, *_ in results)
+    assert close(torch.cat([one for _, one, _, _ in results]), out)
+    assert all(torch.equal(one, again) for _, one, _, again in results)
+    for i, grad in enumerate(grads):
+        assert close(torch.cat([its_grads[i] for _, _, its_grads, _ in results], dim=1), grad)
