@@ -37,7 +37,7 @@ _HARMLESS = {
 }  # fmt: skip
 
 
-# What masks are made of. The first three say what attention does anyway; blocks are asked for sequence by sequence.
+# What masks are made of. The first three say what attention does anyway; blocks are looked up by index.
 _PLAIN = {"causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"}
 _BLOCKS = "blockwise_overlay"
 

@@ -28,7 +28,7 @@ INSTALLED = importlib.util.find_spec("triton") is not None
 Sees = Callable[[Any, Any, Tensor, Tensor], Tensor]  # batch, head, query, key -> may it?
 _BLOCK = 128
 _AT_ONCE = 1 << 26  # pairs of tokens that are looked at in one go
-_GRAPHS = 64  # sizes of packs, times kinds of layers; torch gives up after 8
+_GRAPHS = 256  # 15 sizes of packs up to 131,072 tokens, times kinds of layers, trained or not; torch gives up after 8
 _MASKS = WeakTensorKeyDictionary()  # of boundaries, for as long as these live
 
 
@@ -55,9 +55,14 @@ def flex(
     causality and window in it."""
     tokens = q_HTd.shape[1]
     mask = _mask(cu_seqlens, tokens, allows, causal, window)
-    q, k, v = (F.pad(x, (0, 0, 0, mask.seq_lengths[0] - tokens))[None] for x in (q_HTd, k_KTd, v_KTd))
+    q, k, v = (_padded(x, mask.seq_lengths[0] - tokens)[None] for x in (q_HTd, k_KTd, v_KTd))
     with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
         return _compiled()(q, k, v, mask, scale, softcap, sinks_H)[0, :, :tokens]
+
+
+def _padded(x_HTd: Tensor, more: int) -> Tensor:
+    """In one order in memory, padded or not: else a kernel would be compiled for packs that need no padding."""
+    return torch.cat([x_HTd, x_HTd.new_zeros(len(x_HTd), more, x_HTd.shape[-1])], dim=1)
 
 
 def _attend(
@@ -94,7 +99,8 @@ def _compiled() -> Any:
 def _mask(cu_seqlens: Tensor, tokens: int, allows: Sees | None, causal: bool, window: int | None) -> BlockMask:
     """All layers of a pass ask for the same few."""
     kept = _MASKS.setdefault(cu_seqlens, {})
-    key = (cu_seqlens._version, tokens, allows, causal, window)
+    version = 0 if cu_seqlens.is_inference() else cu_seqlens._version  # what inference makes has none
+    key = (version, tokens, allows, causal, window)
     if key not in kept:
         with torch.inference_mode(False), torch.no_grad():  # made in inference, it may serve training as well
             sees = _sees(cu_seqlens, tokens, allows, causal, window)

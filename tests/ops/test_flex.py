@@ -104,10 +104,11 @@ def test_outputs_and_gradients_are_those_of_plain_attention(monkeypatch) -> None
     monkeypatch.setattr(theirs, "_validate_device", lambda *_: None)
     compiled = torch.compile(flex._attend, dynamic=False, fullgraph=True, backend=counted)
     monkeypatch.setattr(flex, "_compiled", lambda: compiled)
-    for lengths in ([5, 1, 300, 17], [60, 128, 9]):
+    for lengths in ([5, 1, 300, 17], [60, 128, 9], [900, 124]):  # of which the last need no padding
         g = torch.Generator().manual_seed(len(lengths))
-        shapes = [(2, sum(lengths), 8), (1, sum(lengths), 8), (1, sum(lengths), 8), (2,)]
-        tensors = [torch.randn(shape, generator=g) for shape in shapes]
+        shapes = [(sum(lengths), 2, 8), (sum(lengths), 1, 8), (sum(lengths), 1, 8)]
+        tensors = [torch.randn(shape, generator=g).transpose(0, 1) for shape in shapes]  # as layers have them
+        tensors.append(torch.randn(2, generator=g))
         weight = torch.randn(2, sum(lengths), 8, generator=g)
         for how in HOW:
             mine, plain = both(flex.flex, how, ends_of(lengths), tensors, weight)
@@ -140,6 +141,8 @@ def test_a_mask_that_inference_made_serves_training() -> None:
     ends = ends_of([4, 6])
     with torch.inference_mode():
         mask = flex._mask(ends, 10, None, True, None)
+        made = ends_of([4, 6])
+        assert flex._mask(made, 10, None, True, None) is flex._mask(made, 10, None, True, None)
     assert not mask.kv_indices.is_inference()
 
 
