@@ -155,12 +155,8 @@ def test_jpeg_files_give_the_rows_that_lie_in_memory(compare: Any, tmp_path, mon
 def test_sequences_are_found_in_what_trl_has_packed() -> None:
     side: Any = import_file(ROOT / "benchmarks" / "sft" / "trl_side.py")
     labels = torch.tensor([[-100, 1, 2, -100, 3, 4], [5, -100, 6, -100, -100, -100]])
-    assert side.lengths(labels, torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])) == [
-        3,
-        3,
-        1,
-        2,
-    ]  # the last three are padding
+    tokens = torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])  # the last three are padding
+    assert side.lengths(labels, tokens) == [3, 3, 1, 2]
     assert side.lengths(labels[:1], None) == [3, 3]
 
 

@@ -49,6 +49,7 @@ def test_idle_time_is_what_no_kernel_fills_and_is_told_by_what_ends_it() -> None
     assert busy_time(kernels) == 30
     assert gaps(kernels) == {"memcpy": [10]}
     assert Kernel("triton_per_fused__to_copy_add_0", 0, 1).kind.startswith("fused blocks")
+    assert Kernel("triton_tem_fused__to_copy_flex_attention_backward_1", 0, 1).kind == "attention"
     facts = summary(kernels, 50e-6, 2, {"all": 1.0})
     assert facts["idle"] == pytest.approx(0.4)
     assert facts["step_ms"] == pytest.approx(0.025)

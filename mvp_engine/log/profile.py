@@ -14,10 +14,10 @@ from typing import Any
 TALK, COPIES = "communication", "copies"
 # The first pattern that a kernel's name fits tells its kind.
 KINDS = {
-    "fused blocks (norms, activations, rotary positions)": r"^triton_",
+    "fused blocks (norms, activations, rotary positions)": r"^triton_(?!tem_.*attention)",  # that is FlexAttention
     TALK: r"nccl|gloo|c10d",
-    COPIES: r"memcpy|memset|copy_|catarray",
     "attention": r"sdpa|flash|fmha|attention|cudnn_generated|ragged",
+    COPIES: r"memcpy|memset|copy_|catarray",
     "matrix products": r"gemm|nvjet|xmma|cublas|splitk|addmm|\bmm\b|bmm|matmul|linear",
     "loss over logits": r"row_numbers|to_gradient|log_softmax|nll_loss",
     "optimizer": r"adam|multi_tensor|foreach|lpnorm|clip",
