@@ -131,7 +131,7 @@ def test_torchrun_restart_resumes_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_kill_9_at_random_moments_loses_nothing(train, ranks2, tmp_path: Path, nproc: int) -> None:
-    kills = 2  # `tests/kill_resume.py --kills 20` does more of it
+    kills = nproc  # `tests/kill_resume.py --kills 20` does more of it
     straight = ranks2.launch if nproc == 2 else lambda config, *words: [train(*words, config=config)]
     words = [*WORDS, f"loop.total_steps={100 + 60 * kills}", "data.micro_batch_size=4"]
     report = compare(kills, nproc, TINY, words, seed=nproc, folder=tmp_path, launch=straight)

@@ -28,7 +28,7 @@ LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 # ranks, shard, sequence, tensor; the rest are replicas
 LAYOUTS = [(2, 2, 1, 1), (2, 1, 2, 1), (4, 2, 1, 1), (4, 2, 2, 1), (4, 1, 4, 1), (4, 1, 2, 1)]
 LAYOUTS += [(2, 1, 1, 2), (4, 2, 1, 2), (4, 1, 2, 2), (4, 1, 1, 2)]
-MIXED = [(2, 2, 1, 1), (2, 1, 2, 1), (4, 2, 2, 1), (2, 1, 1, 2), (4, 2, 1, 2), (4, 1, 2, 2)]  # each kind, each two
+MIXED = [(2, 2, 1, 1), (2, 1, 2, 1), (4, 2, 2, 1), (2, 1, 1, 2), (4, 2, 1, 2)]  # each kind, shards with each
 FAMILIES = ["qwen3", "gpt_oss", "gemma2", "qwen3_moe", "gpt2"]
 WITH_PLAN = ["qwen3", "gemma2", "qwen3_moe", "phi3", "olmo2", "starcoder2"]  # of tensor parallel
 
@@ -79,7 +79,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), LAYOUTS)
 def test_every_gradient_is_that_of_one_rank(request, ranks: int, shard: int, sequence: int, tensor: int) -> None:
-    families = FAMILIES if tensor == 1 else WITH_PLAN
+    families = (FAMILIES if tensor == 1 else WITH_PLAN)[: None if ranks == 2 else 4]  # those that differ most
     results = request.getfixturevalue(f"ranks{ranks}").run(on_layout, shard, sequence, tensor, families)
     for family in families:
         for result in results:
