@@ -14,6 +14,7 @@ from templates.tiny import tokenizer
 from test_kit import made, write
 
 from mvp_engine.errors import UserError
+from mvp_engine.kit.data.watch import Watch
 
 
 def broken_at(kit: Any, row: int, what: Any) -> None:
@@ -38,6 +39,23 @@ def test_a_worker_that_dies_names_the_row_it_was_at(kit: Any) -> None:
     broken_at(kit, 7, lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(UserError, match=r"(?s)DataLoader worker \(pid.*worker \d at a.jsonl:8"):
         list(kit.loader("train", num_workers=2))
+
+
+def test_a_death_that_is_told_while_another_error_is_looked_at_is_named(monkeypatch) -> None:
+    def fetching() -> Any:
+        raise EOFError  # the worker has gone; torch hears of it a moment later
+        yield
+
+    told = iter([RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")])
+
+    def places(_: Watch) -> list[str]:
+        for error in told:
+            raise error
+        return ["worker 0 at a.jsonl:8"]
+
+    monkeypatch.setattr(Watch, "places", places)
+    with pytest.raises(UserError, match=r"worker \(pid 1\) is killed.*worker 0 at a.jsonl:8"):
+        list(Watch().items(fetching, 1.0))
 
 
 def test_a_worker_that_hangs_names_the_row_it_was_at(kit: Any) -> None:

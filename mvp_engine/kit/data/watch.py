@@ -33,6 +33,12 @@ class Watch:
         lines = [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in self.board]
         return [f"worker {i} at {line}" for i, line in enumerate(lines) if line]
 
+    def _looked(self, iterator: Any, error: Exception) -> tuple[list[str], str | None]:
+        try:
+            return self.places(), _death(iterator, error)
+        except RuntimeError as later:  # torch's handler of signals tells of a death whenever it hears of it
+            return self.places(), _death(iterator, later)
+
     def items(self, begin: Callable[[], Iterator[Any]], seconds: float) -> Iterator[Any]:
         """What a DataLoader with this time-out gives. A time-out counts only if no worker went on to another row."""
         self.board.zero_()
@@ -45,9 +51,9 @@ class Watch:
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
-                now = self.places()
+                now, told = self._looked(iterator, error)
                 at = "; ".join(now) or "none at a row yet"
-                if told := _death(iterator, error):
+                if told:
                     raise UserError(
                         f"data: {told} What was being read: {at}. Out of memory? Then set data.num_workers lower; or "
                         "look at the row with mvp data inspect --row"
