@@ -31,8 +31,10 @@ def one_by_one(
     parts = zip(*(x.split(lengths, dim=1) for x in (q_HTd, k_KTd, v_KTd)), pairwise(ends), strict=True)
     outs = []
     for q, k, v, (start, end) in parts:
-        index = torch.arange(start, end, device=q_HTd.device)
-        allowed_LL = None if allows is None else allows(0, 0, index[:, None], index[None, :])
+        allowed_LL = None
+        if allows is not None:
+            index = torch.arange(start, end, device=q_HTd.device)
+            allowed_LL = allows(0, 0, index[:, None], index[None, :])
         outs.append(_one_sequence(q, k, v, allowed_LL, *how))
     return torch.cat(outs, dim=1)
 
