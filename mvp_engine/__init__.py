@@ -2,6 +2,11 @@
 
 import os
 
+from mvp_engine import renamed
+
 __version__ = "0.1.0"
 
-PARENT = os.getppid()  # taken at once, before the slow imports: who started us, if it is still there
+# The process that started this one, read before the slow imports: a change of it later means that the launcher died.
+PARENT = os.getppid()
+
+renamed.install()

@@ -15,8 +15,8 @@ from typing import Any
 
 from mvp_engine import __version__
 from mvp_engine.errors import EXIT_BUG, EXIT_CODE_FILE, EXIT_USER_ERROR, UserError
-from mvp_engine.pipes import outlive_readers
-from mvp_engine.signals import StopSignals
+from mvp_engine.process.pipes import outlive_readers
+from mvp_engine.process.signals import StopSignals
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,17 +36,24 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mvp", description="Train multimodal models with MVP Engine.")
+    parser = argparse.ArgumentParser(
+        prog="mvp", description="Train multimodal models with MVP Engine."
+    )
     parser.add_argument("--version", action="version", version=f"mvp_engine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     for name, text in (
         ("train", "train a recipe: mvp train CONFIG [--nproc N] [key=value ...]"),
-        ("evaluate", "evaluate a checkpoint, by default the newest run's: mvp evaluate CONFIG [resume=PATH]"),
+        (
+            "evaluate",
+            "evaluate a checkpoint, by default the newest run's: mvp evaluate CONFIG [resume=PATH]",
+        ),
     ):
         _on_config(commands, name, text, nproc=True).set_defaults(run=_launch, workflow=name)
 
-    text = "try a config out: data, model, a few steps, one evaluation batch; nothing is left behind"
+    text = (
+        "try a config out: data, model, a few steps, one evaluation batch; nothing is left behind"
+    )
     check = _on_config(commands, "check", text, nproc=True)
     check.add_argument("--json", action="store_true", help="for programs")
     check.set_defaults(run=_check)
@@ -55,19 +62,23 @@ def _parser() -> argparse.ArgumentParser:
     profile = _on_config(commands, "profile", text, nproc=True)
     profile.add_argument("--out", default="profile", metavar="DIR", help="where to write (profile)")
     profile.add_argument("--steps", type=int, default=3, metavar="N", help="steps to profile (3)")
-    profile.add_argument("--first", type=int, default=6, metavar="N", help="the step to begin with: 5 warm up (6)")
+    profile.add_argument(
+        "--first", type=int, default=6, metavar="N", help="the step to begin with: 5 warm up (6)"
+    )
     profile.set_defaults(run=_profile)
 
     text = "what a config will need of a GPU, which need not be there: memory, time of a step and of all"
     estimate = _on_config(commands, "estimate", text)
-    estimate.add_argument("--gpu", default="H200", metavar="NAME", help="such as H100 or RTX 4090 (H200)")
+    estimate.add_argument(
+        "--gpu", default="H200", metavar="NAME", help="such as H100 or RTX 4090 (H200)"
+    )
     estimate.add_argument("--gpus", type=int, default=1, metavar="N", help="how many of them (1)")
     estimate.add_argument("--json", action="store_true", help="for programs")
     estimate.set_defaults(run=_estimate)
 
-    recipe = commands.add_parser("recipe", help="list recipes, make one of your own").add_subparsers(
-        required=True, metavar="COMMAND"
-    )
+    recipe = commands.add_parser(
+        "recipe", help="list recipes, make one of your own"
+    ).add_subparsers(required=True, metavar="COMMAND")
     text = "the recipes that there are"
     listing = recipe.add_parser("list", help=text, description=text)
     listing.add_argument("--json", action="store_true", help="for programs")
@@ -75,55 +86,105 @@ def _parser() -> argparse.ArgumentParser:
     text = "a recipe of your own, that begins as a copy of another and runs at once"
     new = recipe.add_parser("new", help=text, description=text)
     new.add_argument("name", metavar="NAME", help="of letters, digits and _")
-    new.add_argument("--from", dest="origin", required=True, metavar="RECIPE", help="its name, or its folder")
-    new.add_argument("--dir", metavar="DIR", help="where to put it (recipes, if there is such a folder; else here)")
+    new.add_argument(
+        "--from", dest="origin", required=True, metavar="RECIPE", help="its name, or its folder"
+    )
+    new.add_argument(
+        "--dir",
+        metavar="DIR",
+        help="where to put it (recipes, if there is such a folder; else here)",
+    )
     new.set_defaults(run=_recipe_new)
 
-    config = commands.add_parser("config", help="show or describe a config").add_subparsers(required=True)
-    for name, text in (("show", "print the resolved config"), ("schema", "print the JSON Schema of its keys")):
+    config = commands.add_parser("config", help="show or describe a config").add_subparsers(
+        required=True
+    )
+    for name, text in (
+        ("show", "print the resolved config"),
+        ("schema", "print the JSON Schema of its keys"),
+    ):
         _on_config(config, name, text).set_defaults(run=_config, what=name)
 
     text = "rows as the model sees them, with what is learnt, lengths, packing and bad rows"
-    data = commands.add_parser("data", help="look at training data").add_subparsers(required=True, metavar="COMMAND")
+    data = commands.add_parser("data", help="look at training data").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
     look = data.add_parser("inspect", help=text, description=text)
-    look.add_argument("what", metavar="FILE|CONFIG", help="rows in any format, or a recipe's YAML file")
+    look.add_argument(
+        "what", metavar="FILE|CONFIG", help="rows in any format, or a recipe's YAML file"
+    )
     look.add_argument("overrides", nargs="*", metavar="key=value", help="for a config")
-    look.add_argument("--model", metavar="FOLDER", help="a model's folder, for its processor or tokenizer")
+    look.add_argument(
+        "--model", metavar="FOLDER", help="a model's folder, for its processor or tokenizer"
+    )
     look.add_argument("--split", default="train", help="of a config's sources (train)")
-    look.add_argument("--row", metavar="N", help="show this row, all of it: its number from 0, or its file:line")
+    look.add_argument(
+        "--row", metavar="N", help="show this row, all of it: its number from 0, or its file:line"
+    )
     look.add_argument("--limit", type=int, default=3, metavar="N", help="rows to show (3)")
-    look.add_argument("--tokens", type=int, default=8192, metavar="N", help="of a pack, for a file (8192)")
-    look.add_argument("--decode", action="store_true", help="decode all media, which finds broken ones")
+    look.add_argument(
+        "--tokens", type=int, default=8192, metavar="N", help="of a pack, for a file (8192)"
+    )
+    look.add_argument(
+        "--decode", action="store_true", help="decode all media, which finds broken ones"
+    )
     look.add_argument("--json", action="store_true", help="for programs")
     look.set_defaults(run=_data_inspect)
 
     text = "a checkpoint as a Hugging Face folder; needs no GPU, and memory for one file"
     merge = commands.add_parser("merge", help=text, description=text)
-    merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run folder: its newest")
+    merge.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run folder: its newest"
+    )
     merge.add_argument("out", metavar="OUT", help="the folder to write")
     merge.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: that of the pretrained folder"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: that of the pretrained folder",
     )
-    merge.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB", help="size of a weight file (5)")
     merge.add_argument(
-        "--engine", metavar="FILE", help="what registers a model type of your own, if it has moved since the training"
+        "--max-file-gb", type=float, default=5.0, metavar="GB", help="size of a weight file (5)"
     )
-    merge.add_argument("--adapter", action="store_true", help="of a LoRA training: the adapter alone, for peft")
-    merge.add_argument("--base", metavar="FOLDER", help="of a LoRA training: the folder it began with, if it has moved")
-    merge.add_argument("--ema", action="store_true", help="the averaged weights (optim.ema) instead of the last ones")
+    merge.add_argument(
+        "--engine",
+        metavar="FILE",
+        help="what registers a model type of your own, if it has moved since the training",
+    )
+    merge.add_argument(
+        "--adapter", action="store_true", help="of a LoRA training: the adapter alone, for peft"
+    )
+    merge.add_argument(
+        "--base",
+        metavar="FOLDER",
+        help="of a LoRA training: the folder it began with, if it has moved",
+    )
+    merge.add_argument(
+        "--ema",
+        action="store_true",
+        help="the averaged weights (optim.ema) instead of the last ones",
+    )
     merge.set_defaults(run=_merge)
 
-    runs = commands.add_parser("runs", help="list, show, plot and compare runs").add_subparsers(required=True)
+    runs = commands.add_parser("runs", help="list, show, plot and compare runs").add_subparsers(
+        required=True
+    )
     listing = runs.add_parser("list", help="all runs, oldest first")
     show = runs.add_parser("show", help="one run: status, last figures, checkpoints")
     show.add_argument("runs", nargs="?", metavar="RUN", help="folder or id; the newest if left out")
     plot = runs.add_parser("plot", help="draw a metric of one or more runs")
     plot.add_argument("runs", nargs="+", metavar="RUN")
     plot.add_argument("--metric", default="loss")
-    plot.add_argument("--out", default=None, metavar="PNG", help="default: <metric>.png in the first run's folder")
+    plot.add_argument(
+        "--out", default=None, metavar="PNG", help="default: <metric>.png in the first run's folder"
+    )
     diff = runs.add_parser("diff", help="what differs between two runs: config and last figures")
     diff.add_argument("runs", nargs=2, metavar="RUN")
-    for command, function in ((listing, _runs_list), (show, _runs_show), (plot, _runs_plot), (diff, _runs_diff)):
+    for command, function in (
+        (listing, _runs_list),
+        (show, _runs_show),
+        (plot, _runs_plot),
+        (diff, _runs_diff),
+    ):
         command.add_argument("--dir", default="outputs", help="where the runs are (project.dir)")
         command.add_argument("--json", action="store_true", help="for programs")
         command.set_defaults(run=function)
@@ -135,7 +196,9 @@ def _on_config(commands: Any, name: str, text: str, nproc: bool = False) -> argp
     command.add_argument("config", metavar="CONFIG", help="the recipe's YAML file")
     command.add_argument("overrides", nargs="*", metavar="key=value")
     if nproc:
-        command.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine")
+        command.add_argument(
+            "--nproc", type=int, default=1, metavar="N", help="processes on this machine"
+        )
     return command
 
 
@@ -148,10 +211,17 @@ def _launch(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="mvp-check-") as folder:
-        words = ["--config", args.config, "--folder", folder, *(["--quiet"] if args.json else []), *args.overrides]
-        code = _start("mvp_engine.check", args.nproc, words)
+        words = [
+            "--config",
+            args.config,
+            "--folder",
+            folder,
+            *(["--quiet"] if args.json else []),
+            *args.overrides,
+        ]
+        code = _start("mvp_engine.tools.check", args.nproc, words)
         if args.json:
-            from mvp_engine.check import facts
+            from mvp_engine.tools.check import facts
 
             print(json.dumps(facts(Path(folder)), indent=2))
     return code
@@ -160,12 +230,21 @@ def _check(args: argparse.Namespace) -> int:
 def _profile(args: argparse.Namespace) -> int:
     if args.steps < 1 or args.first < 1:
         raise UserError("--steps and --first: at least 1")
-    words = ["--config", args.config, "--out", args.out, "--steps", str(args.steps), "--first", str(args.first)]
-    return _start("mvp_engine.profile", args.nproc, [*words, *args.overrides])
+    words = [
+        "--config",
+        args.config,
+        "--out",
+        args.out,
+        "--steps",
+        str(args.steps),
+        "--first",
+        str(args.first),
+    ]
+    return _start("mvp_engine.tools.profile", args.nproc, [*words, *args.overrides])
 
 
 def _estimate(args: argparse.Namespace) -> None:
-    from mvp_engine.estimate import facts, page
+    from mvp_engine.tools.estimate import facts, page
 
     told = facts(args.config, args.overrides, args.gpu, args.gpus)
     print(json.dumps(told, indent=2) if args.json else page(told))
@@ -174,7 +253,11 @@ def _estimate(args: argparse.Namespace) -> None:
 def _start(module: str, nproc: int, words: list[str]) -> int:
     if nproc < 1:
         raise UserError(f"--nproc {nproc}: at least one process is needed")
-    return int(importlib.import_module(module).main(words)) if nproc == 1 else _torchrun(module, nproc, words)
+    return (
+        int(importlib.import_module(module).main(words))
+        if nproc == 1
+        else _torchrun(module, nproc, words)
+    )
 
 
 def _torchrun(module: str, nproc: int, arguments: list[str]) -> int:
@@ -188,7 +271,9 @@ def _torchrun(module: str, nproc: int, arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="mvp-") as folder, StopSignals(leave=_kill_children):
         told = Path(folder) / "exit_code"
         os.environ[EXIT_CODE_FILE] = str(told)
-        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # a long step and a large checkpoint need time
+        os.environ.setdefault(
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600"
+        )  # a long step and a large checkpoint need time
         try:
             run(parse_args(words))
         except ChildFailedError as error:
@@ -205,9 +290,12 @@ def _kill_children() -> None:
 
 
 def _recipe_list(args: argparse.Namespace) -> None:
-    from mvp_engine.recipes import find_recipes, first_words
+    from mvp_engine.tools.recipe import find_recipes, first_words
 
-    found = {name: {"dir": str(folder), "about": first_words(folder)} for name, folder in find_recipes().items()}
+    found = {
+        name: {"dir": str(folder), "about": first_words(folder)}
+        for name, folder in find_recipes().items()
+    }
     if args.json:
         print(json.dumps(found, indent=2))
     for name, one in () if args.json else found.items():
@@ -215,10 +303,12 @@ def _recipe_list(args: argparse.Namespace) -> None:
 
 
 def _recipe_new(args: argparse.Namespace) -> None:
-    from mvp_engine.recipes import new_recipe
+    from mvp_engine.tools.recipe import new_recipe
 
     folder, configs = new_recipe(args.name, args.origin, Path(args.dir) if args.dir else None)
-    print(f"{folder} is a recipe now. To see it run: mvp check {configs[0]}, then mvp train {configs[0]}")
+    print(
+        f"{folder} is a recipe now. To see it run: mvp check {configs[0]}, then mvp train {configs[0]}"
+    )
 
 
 def _config(args: argparse.Namespace) -> None:
@@ -235,8 +325,8 @@ def _data_inspect(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from mvp_engine.kit import MLLMDataKit
-    from mvp_engine.kit.data.inspect import inspect_file, inspect_kit, kit_of, kit_of_file
-    from mvp_engine.kit.data.show import show
+    from mvp_engine.tools.inspect import inspect_file, inspect_kit, kit_of, kit_of_file
+    from mvp_engine.tools.inspect_page import show
 
     kit: MLLMDataKit | None = None
     packs = 1
@@ -244,7 +334,10 @@ def _data_inspect(args: argparse.Namespace) -> None:
         from mvp_engine.config import compose
 
         composed = compose(args.what, args.overrides)
-        sizes, kit = composed.config.data, kit_of(composed.engine_class, composed.config, args.model)
+        sizes, kit = (
+            composed.config.data,
+            kit_of(composed.engine_class, composed.config, args.model),
+        )
         packs = kit.settings.step_packs or sizes.global_batch_size or sizes.micro_batch_size
     elif args.overrides:
         raise UserError(f"{args.overrides[0]!r}: only a config has keys")
@@ -253,7 +346,9 @@ def _data_inspect(args: argparse.Namespace) -> None:
     if kit is None:
         facts = inspect_file(args.what, limit=args.limit, row=args.row)
     else:
-        facts = inspect_kit(kit, args.split, packs, limit=args.limit, row=args.row, decode=args.decode)
+        facts = inspect_kit(
+            kit, args.split, packs, limit=args.limit, row=args.row, decode=args.decode
+        )
     facts = {"data": args.what, "model": args.model, **facts}
     if args.json:
         print(json.dumps(facts, indent=2))
@@ -265,14 +360,15 @@ def _merge(args: argparse.Namespace) -> None:
     import torch
 
     from mvp_engine.checkpoint.manager import find_checkpoint
-    from mvp_engine.model_engine.merge import merge
+    from mvp_engine.tools.merge import merge
 
     checkpoint = find_checkpoint(Path(args.checkpoint))
     if not 0 < args.max_file_gb < float("inf"):
         raise UserError(f"--max-file-gb {args.max_file_gb}: a file must have some size")
     dtype, limit = args.dtype and getattr(torch, args.dtype), int(args.max_file_gb * 1e9)
     out = Path(args.out).expanduser().resolve()
-    merge(checkpoint, out, dtype, limit, args.engine, args.base, args.adapter, args.ema)
+    options = {"base": args.base, "adapter": args.adapter, "ema": args.ema}
+    merge(checkpoint, out, args.engine, dtype=dtype, limit=limit, **options)
     print(f"{checkpoint} is now the {'peft' if args.adapter else 'Hugging Face'} folder {args.out}")
 
 
@@ -288,10 +384,18 @@ def _runs_list(args: argparse.Namespace) -> None:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table("run", "status", "step", "loss", "started", "checkpoints", box=None, pad_edge=False)
+        table = Table(
+            "run", "status", "step", "loss", "started", "checkpoints", box=None, pad_edge=False
+        )
         for row in rows:
             loss = row["train"].get("loss")
-            cells = (row["id"], row["status"], row["step"], "-" if loss is None else f"{loss:.4g}", row["started"])
+            cells = (
+                row["id"],
+                row["status"],
+                row["step"],
+                "-" if loss is None else f"{loss:.4g}",
+                row["started"],
+            )
             table.add_row(*map(str, cells), str(len(row["checkpoints"])))
         Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 
@@ -311,7 +415,9 @@ def _runs_show(args: argparse.Namespace) -> None:
     print(f"{run.id}: {facts['status']} at step {facts['step']}, started {facts['started']}")
     for split in ("train", "eval"):
         if facts[split]:
-            figures = "  ".join(f"{name} {text}" for name, text in shown(facts[split]) if name != "eta")
+            figures = "  ".join(
+                f"{name} {text}" for name, text in shown(facts[split]) if name != "eta"
+            )
             print(f"  {split:<12}{figures}")
     best = facts["best"]
     if best:
@@ -328,10 +434,18 @@ def _runs_plot(args: argparse.Namespace) -> None:
     runs = [open_run(text, Path(args.dir)) for text in args.runs]
     out = Path(args.out) if args.out else runs[0].dir / f"{args.metric.replace('/', '_')}.png"
     if not any(r.get(args.metric) is not None for run in runs for r in run.records()):
-        known = sorted({k for run in runs for r in run.records() for k, v in r.items() if isinstance(v, float)})
-        raise UserError(f"no values of {args.metric!r} in these runs; they have: {', '.join(known) or 'no metrics'}")
+        known = sorted(
+            {k for run in runs for r in run.records() for k, v in r.items() if isinstance(v, float)}
+        )
+        raise UserError(
+            f"no values of {args.metric!r} in these runs; they have: {', '.join(known) or 'no metrics'}"
+        )
     points = plot_runs(runs, args.metric, out)
-    print(json.dumps({"file": str(out), "points": points}) if args.json else f"{out} ({points} points)")
+    print(
+        json.dumps({"file": str(out), "points": points})
+        if args.json
+        else f"{out} ({points} points)"
+    )
 
 
 def _runs_diff(args: argparse.Namespace) -> None:
@@ -345,7 +459,12 @@ def _runs_diff(args: argparse.Namespace) -> None:
         file = run.dir / "config.yaml"
         config = flat_keys(yaml.safe_load(file.read_text())) if file.is_file() else {}
         facts = _run_facts(run)
-        figures = {f"{s}.{k}": v for s in ("train", "eval") for k, v in facts[s].items() if isinstance(v, int | float)}
+        figures = {
+            f"{s}.{k}": v
+            for s in ("train", "eval")
+            for k, v in facts[s].items()
+            if isinstance(v, int | float)
+        }
         sides.append({"config": config, "figures": {"status": facts["status"], **figures}})
     answer: dict[str, Any] = {"runs": [first.id, second.id]}
     for part in ("config", "figures"):

@@ -26,7 +26,9 @@ def load_spec(spec: str, folder: Path, what: str) -> tuple[ModuleType, str | Non
     except ModuleNotFoundError as error:
         if not location.startswith(error.name or "\0"):
             raise  # the module exists, something that it imports does not
-        raise UserError(f"{what} {spec!r}: no module {location!r}. For a file, write path/to/file.py:Class") from None
+        raise UserError(
+            f"{what} {spec!r}: no module {location!r}. For a file, write path/to/file.py:Class"
+        ) from None
 
 
 def import_file(file: Path) -> ModuleType:
@@ -37,7 +39,9 @@ def import_file(file: Path) -> ModuleType:
     file = file.resolve()
     folder = str(file.parent)
     name = re.sub(r"\W", "_", file.parent.name)
-    if not _stands_for(name, folder) and (name in sys.modules or importlib.util.find_spec(name) is not None):
+    if not _stands_for(name, folder) and (
+        name in sys.modules or importlib.util.find_spec(name) is not None
+    ):
         name = f"{name}_{hashlib.blake2b(folder.encode(), digest_size=4).hexdigest()}"  # the name is somebody else's
     if name not in sys.modules:
         package = ModuleType(name)

@@ -23,9 +23,16 @@ from mvp_engine.config import Composed, Config, compose
 from mvp_engine.distributed import World
 from mvp_engine.engine import Engine
 from mvp_engine.engine.resume import Start, choose_start
-from mvp_engine.errors import EXIT_BUG, EXIT_CODE_FILE, EXIT_INTERRUPTED, EXIT_USER_ERROR, Interrupted, UserError
+from mvp_engine.errors import (
+    EXIT_BUG,
+    EXIT_CODE_FILE,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    Interrupted,
+    UserError,
+)
 from mvp_engine.log import EarlyMessages
-from mvp_engine.pipes import outlive_readers
+from mvp_engine.process.pipes import outlive_readers
 from mvp_engine.runs import Run
 
 
@@ -33,7 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     outlive_readers()
     parser = argparse.ArgumentParser(prog="mvp_engine.launch", description="Run a recipe's config.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the recipe's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key of the config")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="override any key of the config"
+    )
     args = parser.parse_intermixed_args(argv)
     return leave(launch(args.config, args.overrides))
 
@@ -104,7 +113,9 @@ def _agree_on_start(config: Config, world: World) -> Start:
     if world.is_main:
         try:
             chosen = choose_start(config)
-            told = dataclasses.replace(chosen, run=Run(chosen.run.dir))  # without the lock, which stays here
+            told = dataclasses.replace(
+                chosen, run=Run(chosen.run.dir)
+            )  # without the lock, which stays here
         except UserError as error:
             told = error
     told = world.broadcast(told)
@@ -119,7 +130,11 @@ def workflows(engine_class: type[Engine]) -> list[str]:
     hooks = set(vars(Engine)) - {"train", "evaluate"}
     names = []
     for name, method in inspect.getmembers(engine_class, inspect.isfunction):
-        needed = [p for p in list(inspect.signature(method).parameters.values())[1:] if p.default is p.empty]
+        needed = [
+            p
+            for p in list(inspect.signature(method).parameters.values())[1:]
+            if p.default is p.empty
+        ]
         if not name.startswith("_") and name not in hooks and not needed:
             names.append(name)
     return names
@@ -128,7 +143,9 @@ def workflows(engine_class: type[Engine]) -> list[str]:
 def _check_workflow(engine_class: type[Engine], name: str) -> None:
     known = workflows(engine_class)
     if name not in known:
-        raise UserError(f"workflow={name}: {engine_class.__name__} has no such workflow; it has: {', '.join(known)}")
+        raise UserError(
+            f"workflow={name}: {engine_class.__name__} has no such workflow; it has: {', '.join(known)}"
+        )
 
 
 def _make_deterministic(wanted: bool) -> None:

@@ -48,7 +48,9 @@ class Run:
 
     def note(self, **entries: Any) -> None:
         """Add to `run.json`."""
-        write_atomically(self.dir / "run.json", json.dumps({**self.info, **entries}, indent=2) + "\n")
+        write_atomically(
+            self.dir / "run.json", json.dumps({**self.info, **entries}, indent=2) + "\n"
+        )
 
     @classmethod
     def create(cls, root: Path, name: str, run_id: str | None, workflow: str = "train") -> Run:
@@ -185,7 +187,9 @@ def open_run(text: str, root: Path) -> Run:
     if (Path(text) / "run.json").is_file():
         return Run(Path(text))
     runs = list_runs(root)
-    matches = [run for run in runs if run.id == text] or [run for run in runs if run.id.startswith(text)]
+    matches = [run for run in runs if run.id == text] or [
+        run for run in runs if run.id.startswith(text)
+    ]
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -205,7 +209,11 @@ def flat_keys(tree: object, prefix: str = "") -> dict[str, object]:
     """A tree of dicts as one dict of dotted keys."""
     if not isinstance(tree, dict) or (prefix and not tree):
         return {prefix[:-1]: tree}
-    return {key: value for name, child in tree.items() for key, value in flat_keys(child, f"{prefix}{name}.").items()}
+    return {
+        key: value
+        for name, child in tree.items()
+        for key, value in flat_keys(child, f"{prefix}{name}.").items()
+    }
 
 
 def write_atomically(file: Path, text: str) -> None:

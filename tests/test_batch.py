@@ -10,8 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvp_engine.batch import IGNORE, Media, PackedBatch, best_fit
-from mvp_engine.padded import PROMPT_LENS, about_tokens, from_padded, from_responses, responses, to_padded
+from mvp_engine.data.batch import IGNORE, Media, PackedBatch, best_fit
+from mvp_engine.data.padded import (
+    PROMPT_LENS,
+    about_tokens,
+    from_padded,
+    from_responses,
+    responses,
+    to_padded,
+)
 
 
 def make(lengths: list[int], seed: int = 0, axes: int = 0) -> PackedBatch:
@@ -26,8 +33,8 @@ def make(lengths: list[int], seed: int = 0, axes: int = 0) -> PackedBatch:
         ids,
         [torch.rand(n, generator=g) < 0.6 for n in lengths],
         position_ids=positions,
-        tokens={"advantage": [torch.randn(n, generator=g) for n in lengths]},
-        sequences={"id": torch.arange(len(lengths)), "reward": torch.randn(len(lengths), generator=g)},
+        token_fields={"advantage": [torch.randn(n, generator=g) for n in lengths]},
+        sequence_fields={"id": torch.arange(len(lengths)), "reward": torch.randn(len(lengths), generator=g)},
         media={"image": images},
     )
 
@@ -56,14 +63,16 @@ def test_split_never_exceeds_the_budget_and_its_order_is_restorable(
     assert all(part.num_tokens <= budget for part in split.parts)
     assert len(split.parts) >= at_least
     fillers = split.parts[len(split.members) :]
-    assert all(int(part.weight) == 0 and part.num_tokens == 1 for part in fillers)
-    assert sum(int(part.weight) for part in split.parts) == int(batch.weight)
+    assert all(int(part.num_loss_tokens) == 0 and part.num_tokens == 1 for part in fillers)
+    assert sum(int(part.num_loss_tokens) for part in split.parts) == int(batch.num_loss_tokens)
     real = split.parts[: len(split.members)]
     order = [s for members in split.members for s in members]
     restored = PackedBatch.concat(real).select([order.index(s) for s in range(len(lengths))])
     assert restored.equals(batch)
     assert torch.equal(split.merge_tokens([part.input_ids for part in split.parts]), batch.input_ids)
-    assert torch.equal(split.merge_sequences([part.sequences["id"] for part in split.parts]), batch.sequences["id"])
+    assert torch.equal(
+        split.merge_sequences([part.sequence_fields["id"] for part in split.parts]), batch.sequence_fields["id"]
+    )
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=200))
@@ -86,9 +95,9 @@ def test_media_follow_their_sequences() -> None:
     batch = make([3, 4, 5, 6, 7])  # images: none, 1, 2, none, 1
     part = batch.select([4, 0, 2])
     images = part.media["image"]
-    assert images.owner.tolist() == [0, 2, 2]
+    assert images.sequence_ids.tolist() == [0, 2, 2]
     old = batch.media["image"]
-    patches = old.values.split(old.rows.tolist())
+    patches = old.values.split(old.row_counts.tolist())
     assert torch.equal(images.values, torch.cat([patches[3], patches[1], patches[2]]))
     assert torch.equal(images.fields["grid"], old.fields["grid"][[3, 1, 2]])
     assert batch.select([0, 3]).media["image"].values.shape == (0, 2)
@@ -100,7 +109,7 @@ def test_pickle_and_move_keep_everything(axes: int) -> None:
     assert pickle.loads(pickle.dumps(batch)).equals(batch)
     assert batch.to("cpu").equals(batch)
     moved = batch.to("meta")
-    assert moved.tokens["advantage"].is_meta
+    assert moved.token_fields["advantage"].is_meta
     assert moved.media["image"].values.is_meta
     assert moved.max_seqlen == 9
 
@@ -110,14 +119,14 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="labels has 4 entries for 5 tokens"):
         PackedBatch(ids, ids[:4], ids, ends)
     with pytest.raises(ValueError, match="old has 3 entries for 5 tokens"):
-        PackedBatch(ids, ids, ids, ends, tokens={"old": ids[:3]})
+        PackedBatch(ids, ids, ids, ends, token_fields={"old": ids[:3]})
     with pytest.raises(ValueError, match="reward has 3 entries for 2 sequences"):
-        PackedBatch(ids, ids, ids, ends, sequences={"reward": ids[:3]})
+        PackedBatch(ids, ids, ids, ends, sequence_fields={"reward": ids[:3]})
     with pytest.raises(ValueError, match="sequence 1 is empty"):
         PackedBatch(ids, ids, ids, torch.tensor([0, 5, 5], dtype=torch.int32))
     with pytest.raises(ValueError, match="int32"):
         PackedBatch(ids, ids, ids, torch.tensor([0, 5]))
-    with pytest.raises(ValueError, match="different tokens"):
+    with pytest.raises(ValueError, match="different token_fields"):
         PackedBatch.concat([make([2]), PackedBatch(ids, ids, ids, ends)])
     with pytest.raises(ValueError, match="add up to 3, but values has 4 rows"):
         Media(torch.zeros(4, 2), torch.tensor([1, 2]), torch.tensor([0, 0]))
@@ -127,7 +136,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match=r"input_ids must be \(T,\) of integers"):
             PackedBatch(wrong, ids, ids, ends)
     bare, image = make([2, 2]), make([2, 2]).media["image"]
-    bare.media["image"] = Media(image.values, image.rows, image.owner)
+    bare.media["image"] = Media(image.values, image.row_counts, image.sequence_ids)
     with pytest.raises(ValueError, match="cannot concatenate image with different fields"):
         PackedBatch.concat([bare, make([2, 2])])
 
@@ -137,25 +146,25 @@ def test_parts_that_do_not_fit_their_own_sequence_are_refused() -> None:
     ids = [torch.arange(5), torch.arange(3)]
     swapped = [torch.ones(3), torch.ones(5)]
     with pytest.raises(ValueError, match="old of sequence 0 has 3 entries for 5 tokens"):
-        PackedBatch.from_sequences(ids, tokens={"old": swapped})
+        PackedBatch.from_sequences(ids, token_fields={"old": swapped})
     with pytest.raises(ValueError, match="position_ids of sequence 0 has 3 entries for 5 tokens"):
         PackedBatch.from_sequences(ids, position_ids=[part.expand(3, -1) for part in swapped])
     for length in (1, 2, 6):
         with pytest.raises(ValueError, match=f"loss_masks of sequence 0 has {length} entries for 5 tokens"):
             PackedBatch.from_sequences(ids, [torch.ones(length), torch.ones(3)])
     with pytest.raises(ValueError, match="old has 1 entries for 2 sequences"):
-        PackedBatch.from_sequences(ids, tokens={"old": [torch.ones(8)]})
+        PackedBatch.from_sequences(ids, token_fields={"old": [torch.ones(8)]})
 
 
 def test_equal_means_the_same_bits_in_everything() -> None:
     one, two = make([4, 2]), make([4, 2])
     for batch in (one, two):
-        batch.tokens["advantage"][1] = float("nan")
+        batch.token_fields["advantage"][1] = float("nan")
     two.media["image"].fields["grid"] = one.media["image"].fields["grid"]
     assert one.equals(two)
     two.beside = [make([3])]
     assert not one.equals(two)
-    two.beside, two.tokens["advantage"] = [], one.tokens["advantage"].view(torch.int32)
+    two.beside, two.token_fields["advantage"] = [], one.token_fields["advantage"].view(torch.int32)
     assert not one.equals(two)
 
 
@@ -166,7 +175,7 @@ def test_fillers_have_no_token_that_stands_for_an_image() -> None:
     filler = batch.split(4, at_least=2).parts[1]
     assert filler.input_ids.tolist() == [5]
     assert filler.position_ids.tolist() == [0]
-    assert len(filler.media["image"].rows) == 0
+    assert len(filler.media["image"].row_counts) == 0
 
 
 def test_what_runs_along_takes_the_axes_of_the_batch() -> None:
@@ -200,19 +209,21 @@ def test_padded_to_packed_and_back_is_exact(pairs: list[tuple[int, int]], seed: 
     prompts, answers = [p for p, _ in pairs], [a for _, a in pairs]
     padded = padded_batch(prompts, answers, seed)
     fields = {"old": padded["old"], "wide": padded["wide"]}
-    batch = from_padded(padded["input_ids"], padded["attention_mask"], response_length=max(answers), tokens=fields)
-    assert batch.sequences[PROMPT_LENS].tolist() == prompts
+    batch = from_padded(
+        padded["input_ids"], padded["attention_mask"], response_length=max(answers), token_fields=fields
+    )
+    assert batch.sequence_fields[PROMPT_LENS].tolist() == prompts
     again = to_padded(batch)
     assert torch.equal(again["input_ids"], padded["input_ids"])
     assert torch.equal(again["attention_mask"], padded["attention_mask"])
     assert torch.equal(again["wide"], padded["wide"])
     assert torch.equal(again["old"][:, max(prompts) :], padded["old"])
-    assert int(batch.weight) == sum(answers)
+    assert int(batch.num_loss_tokens) == sum(answers)
     back = from_padded(
         again["input_ids"],
         again["attention_mask"],
         response_length=max(answers),
-        tokens={name: again[name] for name in fields},
+        token_fields={name: again[name] for name in fields},
         position_ids=again["position_ids"],
     )
     assert back.equals(batch)
@@ -224,15 +235,15 @@ def test_packed_to_padded_and_back_is_exact(lengths: list[int], seed: int, axes:
     """With any loss mask, media and fields of every kind."""
     batch = make(lengths, seed, axes)
     if prompts:
-        batch.sequences[PROMPT_LENS] = (torch.arange(len(lengths)) * 3) % batch.lengths
+        batch.sequence_fields[PROMPT_LENS] = (torch.arange(len(lengths)) * 3) % batch.lengths
     padded = to_padded(batch, pad_id=7)
     back = from_padded(
         padded["input_ids"],
         padded["attention_mask"],
         loss_mask=padded["loss_mask"],
         position_ids=padded["position_ids"],
-        tokens={name: padded[name] for name in batch.tokens},
-        sequences={name: padded[name] for name in batch.sequences},
+        token_fields={name: padded[name] for name in batch.token_fields},
+        sequence_fields={name: padded[name] for name in batch.sequence_fields},
         media=batch.media,
     )
     assert back.equals(batch)
@@ -267,7 +278,7 @@ def test_padding_that_cannot_be_taken_out_is_refused() -> None:
     with pytest.raises(ValueError, match="row 0 has no token"):
         from_padded(ids, torch.tensor([[0, 0, 0, 0], [1, 1, 1, 0]]))
     with pytest.raises(ValueError, match="old has 3 columns; it must have 4 or response_length=2"):
-        from_padded(ids, ids, response_length=2, tokens={"old": torch.zeros(2, 3)})
+        from_padded(ids, ids, response_length=2, token_fields={"old": torch.zeros(2, 3)})
     for length in (0, -1, 5):
         with pytest.raises(ValueError, match=f"response_length={length} is none of 1 to 4"):
             from_padded(ids, ids, response_length=length)
@@ -282,8 +293,8 @@ def test_what_runs_along_is_joined_before_a_batch_moves_where_nobody_can_look_at
     moved = batch.to("meta")  # as a GPU that is not to be asked for values
     joined = moved.with_beside()
     assert (joined.num_tokens, joined.max_seqlen, joined.input_ids.device.type) == (9, 4, "meta")
-    assert joined.ids_on_host is not None
-    assert joined.ids_on_host.equal(batch.with_beside().input_ids)
+    assert joined.host_input_ids is not None
+    assert joined.host_input_ids.equal(batch.with_beside().input_ids)
     there = batch.to("cpu", non_blocking=True)
     there.input_ids = there.input_ids.clone().fill_(1)  # changed behind the copy
     assert there.with_beside().input_ids[:5].tolist() == [1] * 5

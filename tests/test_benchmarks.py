@@ -130,7 +130,7 @@ def test_jpeg_files_give_the_rows_that_lie_in_memory(compare: Any, tmp_path, mon
         found += [pack.select([i]) for i in range(pack.num_sequences)]
     four = engine.data_kit("tiny_vl", 4, 4, tmp_path / "files", 0)  # a step's rows, in as many packs as it has
     assert 4 * four.settings.micro_batch_tokens == pytest.approx(sum(len(row.ids) for row in expected) / 4, rel=0.02)
-    found.sort(key=lambda one: int(one.sequences["sample"]))
+    found.sort(key=lambda one: int(one.sequence_fields["sample"]))
     assert len(found) == len(expected)
     for got, row in zip(found, expected, strict=True):
         wanted = data.packed([row], "tiny_vl", data.Pixels())

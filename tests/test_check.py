@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from conftest import MAGIC, ROOT, TINY, run_process
 
-from mvp_engine import check
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.tools import check
 
 DIGITS = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
 SMALL = ["text_config.num_hidden_layers=1", "vision_config.depth=1", "vision_config.deepstack_visual_indexes=[0]"]
@@ -131,7 +131,7 @@ def test_bad_rows_are_counted_or_stop_it(digits: list[str], tmp_path: Path, caps
     rows = ["{broken", *[json.dumps({"messages": chat})] * 30]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
     words = [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
-    words += ["loop.eval_interval=null", "ask=null"]
+    words += ["loop.eval_interval=null", "eval_generation=null"]
     assert main(["check", str(DIGITS), *words]) == EXIT_USER_ERROR
     output = capsys.readouterr()
     assert re.search(r"ok +config.*\n(.*\n)*.*rows.jsonl:1: bad_json(.*\n)*FAILED +data\n", output.out)
@@ -178,13 +178,13 @@ def test_a_rank_that_fails_is_heard_of(tmp_path: Path) -> None:
 def test_bad_rows_that_only_show_when_they_are_read_are_listed(
     digits: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mvp_engine.kit.data.inspect.SAMPLE", 100)  # so many rows of a stream are looked at before
+    monkeypatch.setattr("mvp_engine.tools.inspect.SAMPLE", 100)  # so many rows of a stream are looked at before
     chat = [{"role": "user", "content": "Which digit is this?"}, {"role": "assistant", "content": "7"}]
     rows = [json.dumps({"messages": chat})] * 400
     rows[50] = rows[150] = rows[250] = "{broken"
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
     words = [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl, stream: true}}]", "loop.total_steps=4"]
-    words += ["loop.eval_interval=null", "ask=null"]
+    words += ["loop.eval_interval=null", "eval_generation=null"]
     found = checked(capsys, DIGITS, *words)
     assert [row["where"] for row in found["data"]["bad"]["rows"]] == ["rows.jsonl:51"]
     assert {row["where"] for row in found["bad_rows"]} == {"rows.jsonl:151", "rows.jsonl:251"}

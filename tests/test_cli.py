@@ -119,7 +119,7 @@ def read_one_line(command: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize("python", ["", "-u"])
 def test_nobody_hears_of_a_reader_that_goes_away(tmp_path: Path, python: str) -> None:
     lines = f"for n in range(20000): print(n); print(n, file=sys.stderr)\nopen({str(tmp_path / 'done')!r}, 'w')"
-    code = f"import sys\nfrom mvp_engine.pipes import outlive_readers\noutlive_readers()\n{lines}"
+    code = f"import sys\nfrom mvp_engine.process.pipes import outlive_readers\noutlive_readers()\n{lines}"
     (tmp_path / "talk.py").write_text(code)
     assert read_one_line(f"{python} {tmp_path}/talk.py 2>&1")[::2] == (0, "")
     assert (tmp_path / "done").exists()

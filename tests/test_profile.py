@@ -11,7 +11,7 @@ from conftest import ROOT
 
 from mvp_engine.cli import main
 from mvp_engine.distributed import World
-from mvp_engine.log.profile import Kernel, busy_time, gaps, page, summary, talks_of
+from mvp_engine.tools.profile_page import Kernel, busy_time, collectives_of, gaps, page, summary
 
 CONFIG = str(ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml")
 
@@ -62,7 +62,7 @@ def test_what_ranks_exchange_is_told_apart_from_what_runs_meanwhile() -> None:
     kernels = [Kernel("gemm", 0, 4000), Kernel("ncclDevKernel_AllGather", 3000, 3000), Kernel("gemm", 8000, 1000)]
     kernels.append(Kernel("Memcpy DtoH", 5000, 500))  # is not what hides it
     facts = summary(kernels, 10e-3, 1, {}, [kernels[1], Kernel("gloo:all_reduce", 8500, 1000)])
-    assert (facts["talk_ms"], facts["talk_alone_ms"], facts["idle"]) == (4.0, 2.5, pytest.approx(0.3))
+    assert (facts["comm_ms"], facts["exposed_comm_ms"], facts["idle"]) == (4.0, 2.5, pytest.approx(0.3))
     told = page({**facts, "step_ms_alone": 9.0}, "a title")
     assert "Ranks exchanged data for 4.0 ms of a step; for 2.5 ms of that (62%) nothing else was computed." in told
 
@@ -76,5 +76,5 @@ def _seen_exchanging() -> tuple[str, float]:
     with torch.profiler.profile() as profiler:
         torch.distributed.all_reduce(torch.ones(1000))
     world.close()
-    (seen,) = talks_of(profiler, [])
+    (seen,) = collectives_of(profiler, [])
     return seen.name, seen.length

@@ -38,9 +38,9 @@ from typing import Any
 import torch
 from data import PER_STEP, Pixels, Row, packed, rows, shape
 
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.kit import MFUKit
 from mvp_engine.log.peaks import device_peak
-from mvp_engine.model_engine.packed import LanguageModel
 
 HERE = Path(__file__).parent
 OURS: dict[str, list[str]] = {"ours": [], "ours, fp8": ["model.fp8=true"], "ours, JPEG files": ["sft.source=files"]}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.batch import Media, PackedBatch
-from mvp_engine.kit.data.samples import RopePositions
+from mvp_engine.data.batch import Media, PackedBatch
+from mvp_engine.kit.data.encode.row_encoder import RopePositions
 
 LONGEST, PER_STEP, KNOWN = 4096, {"mix": 32, "full": 8, "images": 40}, 4096
 IMAGE, BEGIN, END, VIDEO = range(KNOWN, KNOWN + 4)  # tokens that no text has

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mvp_engine.batch import PackedBatch
 from mvp_engine.config import Config, Section
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MFUKit, OptimKit
@@ -68,7 +68,7 @@ class SftEngine(Engine):
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         ctx.count("tokens", micro_batch.num_tokens)
-        return self.model(micro_batch, ["loss"])["loss"], micro_batch.weight
+        return self.model(micro_batch, ["loss"])["loss"], micro_batch.num_loss_tokens
 
     def save(self) -> None:
         """No checkpoint: 20 GB that nobody wants."""

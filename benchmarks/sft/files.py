@@ -84,7 +84,12 @@ def picture(file: Path, grid: tuple[int, int]) -> None:
 def processor() -> Any:
     """Qwen3-VL's, with a tokenizer that knows the numbers up to KNOWN as words."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2VLImageProcessor,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
 
     words = {word: i for i, word in enumerate([*map(str, range(KNOWN)), *SPECIAL])}
     backend = Tokenizer(models.WordLevel(words, "0"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mvp_engine.batch import IGNORE
+from mvp_engine.data.batch import IGNORE
 from mvp_engine.distributed import Layout, World
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 

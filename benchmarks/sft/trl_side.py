@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.batch import IGNORE
+from mvp_engine.data.batch import IGNORE
 
 if __package__:
     from .data import PAD, Row

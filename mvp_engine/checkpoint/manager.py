@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.checkpoint import storage
+from mvp_engine.checkpoint import format as storage
 from mvp_engine.config.schema import Checkpoint
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
@@ -28,20 +28,28 @@ LOGGER = logging.getLogger("mvp_engine")
 
 
 class CheckpointManager:
-    def __init__(self, folder: Path, config: Checkpoint, world: World, along: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: Checkpoint, world: World, along: Path | None = None
+    ) -> None:
         """`along`: a folder that goes into each checkpoint as it is, if there is one."""
         self.folder, self.config, self.world, self.along = folder, config, world, along
-        self.group = world.new_host_group()  # its own: the writing thread must not cross the main thread's collectives
+        self.group = (
+            world.new_host_group()
+        )  # its own: the writing thread must not cross the main thread's collectives
         self._thread: threading.Thread | None = None
         self._best: int | None = None
         self.failed = False  # the last checkpoint was not written
-        self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # on the host, used again for every checkpoint
+        self._copies: dict[
+            tuple[str, tuple[int, ...]], Tensor
+        ] = {}  # on the host, used again for every checkpoint
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(f".tmp-{STEP_PREFIX}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
             if found := complete_checkpoints(folder):
-                _link(folder / "latest", found[-1].name)  # a crash may have come between a checkpoint and its link
+                _link(
+                    folder / "latest", found[-1].name
+                )  # a crash may have come between a checkpoint and its link
         world.barrier()
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -49,7 +57,9 @@ class CheckpointManager:
         self.wait()
         staged = self._stage(tensors)
         meta = {"step": step, **meta, "world_size": self.world.size}
-        self._thread = threading.Thread(target=self._write, args=(step, staged, meta), name="mvp-checkpoint")
+        self._thread = threading.Thread(
+            target=self._write, args=(step, staged, meta), name="mvp-checkpoint"
+        )
         self._thread.start()
         if not self.config.background:
             self.wait()
@@ -101,7 +111,9 @@ class CheckpointManager:
                 _link(self.folder / "latest", name)
                 self._link_best()
                 self._prune()
-                LOGGER.info("checkpoint %s (%.2f s)", self.folder / name, time.monotonic() - started)
+                LOGGER.info(
+                    "checkpoint %s (%.2f s)", self.folder / name, time.monotonic() - started
+                )
         except Exception as error:  # noqa: BLE001 - training goes on, the old ones stay
             self.failed = True
             LOGGER.error(

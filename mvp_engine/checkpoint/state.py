@@ -17,13 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mvp_engine.checkpoint import storage
-from mvp_engine.checkpoint.pieces import is_writer
+from mvp_engine.checkpoint import format as storage
 from mvp_engine.distributed import World
+from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.dtensor import is_writer
 from mvp_engine.errors import UserError
 
 EMA = "ema"  # what an optimizer calls an average of a parameter among its state
-HF = "hf"  # in a checkpoint: config, tokenizer and all else of a Hugging Face folder but the weights
+HF = (
+    "hf"  # in a checkpoint: config, tokenizer and all else of a Hugging Face folder but the weights
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ def collect(
     Of what several ranks have, each writes that which it is the `owner` of; so every rank must have the same names.
     """
     tensors, other = tensors_of(model)
-    tensors = {name: value for name, value in tensors.items() if name.removeprefix("model.") not in without}
+    tensors = {
+        name: value for name, value in tensors.items() if name.removeprefix("model.") not in without
+    }
     names = _names(model)
     scalars: dict[str, dict[str, Any]] = {}
     for param, state in optimizer.state.items() if optimizer else ():
@@ -60,11 +65,16 @@ def collect(
             else:
                 scalars.setdefault(_name(names, param), {})[key] = value
     groups = [
-        {**{k: v for k, v in g.items() if k != "params"}, "params": [_name(names, p) for p in g["params"]]}
+        {
+            **{k: v for k, v in g.items() if k != "params"},
+            "params": [_name(names, p) for p in g["params"]],
+        }
         for g in (optimizer.param_groups if optimizer else ())
     ]
     # Buffers may differ between ranks: rank 0's count, as in an evaluation.
-    rank_0s = {f"model.{name}" for name, buffer in model.named_buffers() if not isinstance(buffer, DTensor)}
+    rank_0s = {
+        f"model.{name}" for name, buffer in model.named_buffers() if not isinstance(buffer, DTensor)
+    }
     mine = {n: t for n, t in tensors.items() if (rank == 0 if n in rank_0s else owner(n, t))}
     if rank == 0:
         shared = {**shared, "model_extra": other, "optim_groups": groups, "optim_scalars": scalars}
@@ -74,26 +84,33 @@ def collect(
 
 
 def save(
-    folder: Path, tensors: dict[str, Tensor], world: World, describe: Callable[[Path], None] = lambda _: None
+    folder: Path,
+    tensors: dict[str, Tensor],
+    world: World,
+    describe: Callable[[Path], None] = lambda _: None,
 ) -> None:
     """Write a checkpoint now and wait. It has its name when it is complete; an older one of that name makes place.
 
     `describe` writes what `mvp merge` needs to know into a folder inside.
     """
     beside = storage.beside_of(folder)
-    with storage.together(world.host_group):
+    with raise_on_all_ranks(world.host_group):
         if world.is_main:
             storage.adopt(folder)
             older = storage.file_of(folder, 0).is_file()
             if folder.exists() and not older and (folder.is_file() or any(folder.iterdir())):
-                raise UserError(f"{folder} is there already and is no checkpoint; choose another name, or remove it")
+                raise UserError(
+                    f"{folder} is there already and is no checkpoint; choose another name, or remove it"
+                )
             shutil.rmtree(beside, ignore_errors=True)
             try:
                 beside.mkdir(parents=True)
             except OSError as error:
-                raise UserError(f"checkpoint {folder} cannot be written: {error}. Choose another place") from error
+                raise UserError(
+                    f"checkpoint {folder} cannot be written: {error}. Choose another place"
+                ) from error
     storage.write(beside, storage.cut(tensors), world.host_group)
-    with storage.together(world.host_group):
+    with raise_on_all_ranks(world.host_group):
         if world.is_main:
             describe(beside / HF)
             storage.publish(beside, folder, {"world_size": world.size})
@@ -114,11 +131,15 @@ def restore(
     Of the parameter groups only the learning rates are taken, unless `whole_groups`: the rest is the config's, which
     may have been changed.
     """
-    with storage.together(group):
+    with raise_on_all_ranks(group):
         reader = storage.Reader(folder)
         saved = reader.entries
         tensors, _ = tensors_of(model)
-        tensors = {n: value for n, value in tensors.items() if n in saved or n.removeprefix("model.") not in without}
+        tensors = {
+            n: value
+            for n, value in tensors.items()
+            if n in saved or n.removeprefix("model.") not in without
+        }
         check_fit(folder, tensors, saved)
         states: dict[nn.Parameter, dict[str, Any]] = {}
         params = dict(model.named_parameters()) if optimizer else {}
@@ -137,7 +158,11 @@ def restore(
                 "one, or export it and begin with that folder"
             )
         reader.fill(tensors)
-        ranks = [storage.from_bytes(reader.read(name)) for name in sorted(saved) if name.startswith("rank.")]
+        ranks = [
+            storage.from_bytes(reader.read(name))
+            for name in sorted(saved)
+            if name.startswith("rank.")
+        ]
     if shared["model_extra"]:
         model.load_state_dict(shared["model_extra"], strict=False)
     if optimizer:
@@ -146,7 +171,9 @@ def restore(
 
 
 def _empty_state(param: Tensor, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(param.detach() if shape == param.shape else torch.empty(shape), dtype=dtype)
+    return torch.empty_like(
+        param.detach() if shape == param.shape else torch.empty(shape), dtype=dtype
+    )
 
 
 def _restore_optimizer(
@@ -163,12 +190,20 @@ def _restore_optimizer(
         states.setdefault(params[name], {}).update(scalars)
     saved_group = {name: g for g in shared["optim_groups"] for name in g["params"]}
     for group in optimizer.param_groups:
-        known = [saved_group[_name(names, p)] for p in group["params"] if _name(names, p) in saved_group]
+        known = [
+            saved_group[_name(names, p)] for p in group["params"] if _name(names, p) in saved_group
+        ]
         if len(known) != len(group["params"]):
             lost = [_name(names, p) for p in group["params"] if _name(names, p) not in saved_group]
-            raise UserError(f"checkpoint {folder} has no optimizer state for {lost[:3]}: was it frozen then?")
+            raise UserError(
+                f"checkpoint {folder} has no optimizer state for {lost[:3]}: was it frozen then?"
+            )
         group.update(
-            {k: v for k, v in known[0].items() if k in ("lr", "initial_lr") or (whole_groups and k != "params")}
+            {
+                k: v
+                for k, v in known[0].items()
+                if k in ("lr", "initial_lr") or (whole_groups and k != "params")
+            }
         )
     order = [p for group in optimizer.param_groups for p in group["params"]]
     # Through the optimizer's own loader, which knows where each kind of state has to live.
@@ -218,5 +253,7 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
 
 def _name(names: dict[Tensor, str], param: Tensor) -> str:
     if param not in names:
-        raise UserError("the optimizer holds a parameter that is no part of the model; register it on the model")
+        raise UserError(
+            "the optimizer holds a parameter that is no part of the model; register it on the model"
+        )
     return names[param]

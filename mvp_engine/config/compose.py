@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 from mvp_engine.config.recipe import find_engine
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError
+from mvp_engine.renamed import renamed_key
 from mvp_engine.runs import flat_keys
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
 DEFAULTS = Path(__file__).parent / "default.yaml"
 
-Source = tuple[Path, str]  # a file, and the dotted prefix of its keys: "model." for a file of the group `model`
+Source = tuple[
+    Path, str
+]  # a file, and the dotted prefix of its keys: "model." for a file of the group `model`
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,9 @@ def compose(path: str | Path, overrides: list[str] | None = None) -> Composed:
     files: list[Source] = [(DEFAULTS, ""), *_inherited(file, roots)]
     values = _hydra(file, roots, overrides)
     if not isinstance(values.get("engine"), str | None):
-        raise UserError(f"{_place('engine', files, overrides)}: 'engine' is {values['engine']!r}. Write file.py:Class")
+        raise UserError(
+            f"{_place('engine', files, overrides)}: 'engine' is {values['engine']!r}. Write file.py:Class"
+        )
     engine_class, values["engine"] = find_engine(values.get("engine"), file)
     try:
         config = engine_class.config_class.model_validate(values)
@@ -92,7 +97,11 @@ def _existing(file: Path) -> Path:
     there = sorted(p.name for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
     if there:
         near = difflib.get_close_matches(file.name, there, n=1)
-        hint = f"Did you mean {file.with_name(near[0])}?" if near else f"{file.parent} has: {', '.join(there)}"
+        hint = (
+            f"Did you mean {file.with_name(near[0])}?"
+            if near
+            else f"{file.parent} has: {', '.join(there)}"
+        )
     else:
         hint = f"there is no YAML file in {file.parent} (paths are relative to {Path.cwd()})"
     raise UserError(f"config file not found: {file}. {hint}")
@@ -104,7 +113,9 @@ def _search_roots(file: Path) -> list[Path]:
     return [file.parent, *outer]
 
 
-def _inherited(file: Path, roots: list[Path], above: tuple[Path, ...] = (), package: str = "") -> list[Source]:
+def _inherited(
+    file: Path, roots: list[Path], above: tuple[Path, ...] = (), package: str = ""
+) -> list[Source]:
     """The recipe's own files, in the order in which they are applied. Only used to tell where a key was set."""
     if file in above:
         raise UserError(
@@ -146,10 +157,13 @@ def _hydra(file: Path, roots: list[Path], overrides: list[str]) -> dict[str, Any
         with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
             composed = hydra_compose("_mvp_root", overrides=words)
         if missing := sorted(
-            OmegaConf.missing_keys(composed) | _left_open(_inherited(file, roots), composed, overrides)
+            OmegaConf.missing_keys(composed)
+            | _left_open(_inherited(file, roots), composed, overrides)
         ):
             given = " ".join(f"{key}=..." for key in missing)
-            raise UserError(f"{_short(file)} leaves open what only you know; give on the command line: {given}")
+            raise UserError(
+                f"{_short(file)} leaves open what only you know; give on the command line: {given}"
+            )
         values = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -160,11 +174,19 @@ def _hydra(file: Path, roots: list[Path], overrides: list[str]) -> dict[str, Any
 
 def _left_open(files: list[Source], composed: Any, overrides: list[str]) -> set[str]:
     """Keys that are ??? in the files, over a default: there Hydra keeps the default, such as null, without a word."""
-    last = {f"{package}{key}": value for file, package in files for key, value in flat_keys(_load(file)).items()}
+    last = {
+        f"{package}{key}": value
+        for file, package in files
+        for key, value in flat_keys(_load(file)).items()
+    }
     open_ones = {key for key, value in last.items() if value == "???"}
     given = [word.partition("=")[0].lstrip("+~") for word in overrides]
     open_ones -= {key for key in open_ones for one in given if f"{key}.".startswith(f"{one}.")}
-    return {key for key in open_ones if OmegaConf.select(composed, key.rpartition(".")[0] or key) is not None}
+    return {
+        key
+        for key in open_ones
+        if OmegaConf.select(composed, key.rpartition(".")[0] or key) is not None
+    }
 
 
 def _forced(word: str, roots: list[Path]) -> str:
@@ -177,19 +199,25 @@ def _forced(word: str, roots: list[Path]) -> str:
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:
-        raise UserError(f"{word!r} on the command line cannot be read: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"{word!r} on the command line cannot be read: {str(error).splitlines()[0]}"
+        ) from None
     if override.key_or_group.startswith("hydra"):
         raise UserError(f"{word!r} on the command line: Hydra's own settings have no effect here")
     is_group = any((root / override.key_or_group).is_dir() for root in roots)
     return word if word[0] in "+~" or is_group else f"++{word}"
 
 
-def _explain(error: ValidationError, schema: type[Config], files: list[Source], overrides: list[str]) -> str:
+def _explain(
+    error: ValidationError, schema: type[Config], files: list[Source], overrides: list[str]
+) -> str:
     lines = []
     for problem in error.errors(include_url=False):
         key = _key(problem["loc"], schema)
         place = _place(key, files, overrides)
-        if problem["type"] == "extra_forbidden":
+        if problem["type"] == "extra_forbidden" and (new := renamed_key(key)):
+            lines.append(f"{place}: '{key}' was renamed to '{new}'")
+        elif problem["type"] == "extra_forbidden":
             lines.append(f"{place}: unknown key '{key}'. {_suggest(key, schema)}")
         elif problem["type"] == "missing":
             lines.append(
@@ -240,7 +268,9 @@ def _suggest(key: str, schema: type[Config]) -> str:
     leaf = key.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     near = near or [k for k in known if k.rsplit(".", 1)[-1] == leaf]
-    near = near or [k for k in known if difflib.get_close_matches(leaf, [k.rsplit(".", 1)[-1]], cutoff=0.7)]
+    near = near or [
+        k for k in known if difflib.get_close_matches(leaf, [k.rsplit(".", 1)[-1]], cutoff=0.7)
+    ]
     if near:
         return f"Did you mean '{near[0]}'?"
     parent = key.rpartition(".")[0]
@@ -265,7 +295,9 @@ def _place(key: str, files: list[Source], overrides: list[str]) -> str:
 def _line_of(parts: list[str], node: Any) -> int | None:
     if not parts:
         return int(node.start_mark.line) + 1
-    if parts[0].isdecimal() and isinstance(node, yaml.SequenceNode | yaml.MappingNode):  # of a list, or of one by name
+    if parts[0].isdecimal() and isinstance(
+        node, yaml.SequenceNode | yaml.MappingNode
+    ):  # of a list, or of one by name
         named = isinstance(node, yaml.MappingNode)
         items = [value for _, value in node.value] if named else node.value[int(parts[0]) :][:1]
         return next((line for item in items if (line := _line_of(parts[1:], item))), None)

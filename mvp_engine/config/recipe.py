@@ -56,5 +56,9 @@ def pick_class(module: ModuleType, wanted: str | None) -> type[Engine]:
         raise UserError(f"{module.__file__} defines no subclass of mvp_engine.engine.Engine")
     choices = ", ".join(sorted(own or classes))
     if wanted is None:
-        raise UserError(f"{module.__file__} defines several engines ({choices}). Set `engine: file.py:Class`.")
-    raise UserError(f"{module.__file__} has no engine class {wanted!r}; it has: {choices or 'none'}")
+        raise UserError(
+            f"{module.__file__} defines several engines ({choices}). Set `engine: file.py:Class`."
+        )
+    raise UserError(
+        f"{module.__file__} has no engine class {wanted!r}; it has: {choices or 'none'}"
+    )

@@ -30,7 +30,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 Part = Literal["vision", "audio", "projector", "llm"]
-Recompute = Literal["none", "selective", "full"]
+ActivationCheckpointing = Literal["none", "selective", "full"]
 
 
 class Project(Section):
@@ -59,7 +59,7 @@ class Optim(Section):
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
     eps: Positive
     weight_decay: NonNegative
-    rates: dict[str, NonNegative]
+    lr_by_part: dict[str, NonNegative]
     schedule: Literal["cosine", "linear", "constant", "wsd"]
     warmup_steps: int = Field(ge=0)
     warmup_ratio: Fraction | None
@@ -90,7 +90,7 @@ class Model(Section):
     path: str | None
     config: dict[str, Any]
     freeze: list[str]
-    recompute: Recompute | dict[Part, Recompute]
+    activation_checkpointing: ActivationCheckpointing | dict[Part, ActivationCheckpointing]
     compile: str | dict[Part, str | None] | None
     fp8: bool | dict[Part, bool]
     offload: Literal["none", "optimizer", "all"]
@@ -108,7 +108,7 @@ class Checkpoint(Section):
 class Parallel(Section):
     replicate: Literal[-1] | Count
     shard: Count
-    sequence: Count
+    ulysses: Count
     tensor: Count
     timeout: Positive
 

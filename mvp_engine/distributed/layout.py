@@ -1,6 +1,6 @@
 """How the ranks of a job share one model: which hold copies, which hold shards, which share tokens or matrices.
 
-Dimensions by name, outermost first: `replicate` (copies), `shard` (FSDP2), `sequence` (Ulysses; such ranks hold shards
+Dimensions by name, outermost first: `replicate` (copies), `shard` (FSDP2), `ulysses` (Ulysses sequence parallel; such ranks hold shards
 of their own too), `tensor` (tensor parallel). A layout is a value that is handed around; two of them can live in one
 process.
 """
@@ -22,25 +22,32 @@ class Layout:
     world: World
     replicate: int = 1
     shard: int = 1
-    sequence: int = 1
+    ulysses: int = 1
     tensor: int = 1
-    shard_mesh: DeviceMesh | None = None  # (replicate, shard * sequence), or the second alone; None: nothing is sharded
+    shard_mesh: DeviceMesh | None = (
+        None  # (replicate, shard * ulysses), or the second alone; None: nothing is sharded
+    )
     tensor_mesh: DeviceMesh | None = None
-    sequence_group: dist.ProcessGroup | None = None
-    data_group: dist.ProcessGroup | None = None  # one rank of each group that trains on the same data
+    ulysses_group: dist.ProcessGroup | None = None
+    data_group: dist.ProcessGroup | None = (
+        None  # one rank of each group that trains on the same data
+    )
 
     def __post_init__(self) -> None:
-        if (product := self.data_size * self.same_data) != self.world.size:
-            raise UserError(f"a layout of {product} rank(s) for {self.world.size} process(es): use Layout.of(...)")
+        if (product := self.data_size * self.model_parallel_size) != self.world.size:
+            raise UserError(
+                f"a layout of {product} rank(s) for {self.world.size} process(es): use Layout.of(...)"
+            )
 
     @classmethod
     def of(cls, world: World, config: Parallel) -> Layout:
         """The layout that the config asks for on these ranks, or an explanation."""
-        others = config.shard * config.sequence * config.tensor
+        others = config.shard * config.ulysses * config.tensor
         replicate = world.size // others if config.replicate == -1 else config.replicate
         if replicate * others != world.size or replicate < 1:
             asked = ", ".join(
-                f"{name}={getattr(config, name)}" for name in ("replicate", "shard", "sequence", "tensor")
+                f"{name}={getattr(config, name)}"
+                for name in ("replicate", "shard", "ulysses", "tensor")
             )
             raise UserError(
                 f"parallel: {asked} do not multiply to the {world.size} process(es) that were started. "
@@ -49,25 +56,29 @@ class Layout:
             )
         if world.size == 1:
             return cls(world)
-        same_data = config.sequence * config.tensor
-        shard_mesh = tensor_mesh = sequence_group = None
+        model_parallel_size = config.ulysses * config.tensor
+        shard_mesh = tensor_mesh = ulysses_group = None
         if others > 1:
             # FSDP2 wants its mesh and the tensor-parallel one to be parts of the same whole.
-            shape = (replicate, config.shard * config.sequence, config.tensor)
+            shape = (replicate, config.shard * config.ulysses, config.tensor)
             mesh = world.new_mesh(shape, ("replicate", "shard", "tensor"))
             shard_mesh = mesh["replicate", "shard"] if replicate > 1 else mesh["shard"]
             tensor_mesh = mesh["tensor"] if config.tensor > 1 else None
-        if config.sequence > 1:
-            cube = world.new_mesh((world.size // same_data, config.sequence, config.tensor))
-            sequence_group = cube.get_group(1)
-        data_group = world.new_mesh((world.size // same_data, same_data)).get_group(0)
-        sizes = (replicate, config.shard, config.sequence, config.tensor)
-        return cls(world, *sizes, shard_mesh, tensor_mesh, sequence_group, data_group)
+        if config.ulysses > 1:
+            cube = world.new_mesh(
+                (world.size // model_parallel_size, config.ulysses, config.tensor)
+            )
+            ulysses_group = cube.get_group(1)
+        data_group = world.new_mesh(
+            (world.size // model_parallel_size, model_parallel_size)
+        ).get_group(0)
+        sizes = (replicate, config.shard, config.ulysses, config.tensor)
+        return cls(world, *sizes, shard_mesh, tensor_mesh, ulysses_group, data_group)
 
     @property
-    def same_data(self) -> int:
+    def model_parallel_size(self) -> int:
         """How many ranks work together on the same data, and so give the same losses."""
-        return self.sequence * self.tensor
+        return self.ulysses * self.tensor
 
     @property
     def data_size(self) -> int:
@@ -76,12 +87,12 @@ class Layout:
 
     @property
     def data_rank(self) -> int:
-        return self.world.rank // self.same_data
+        return self.world.rank // self.model_parallel_size
 
     @property
-    def speaks(self) -> bool:
+    def is_mp_src_rank(self) -> bool:
         """Is this the one rank among those with the same data whose outputs count?"""
-        return self.world.rank % self.same_data == 0
+        return self.world.rank % self.model_parallel_size == 0
 
     @property
     def dropout_rank(self) -> int:

@@ -44,7 +44,13 @@ class World:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-        world = cls(int(os.environ.get("RANK", "0")), size, local_rank, local_size, _pick_device(device, local_rank))
+        world = cls(
+            int(os.environ.get("RANK", "0")),
+            size,
+            local_rank,
+            local_size,
+            _pick_device(device, local_rank),
+        )
         if "TORCHELASTIC_RUN_ID" in os.environ:
             world.watch = _Watch(world.rank)
         if size > 1:
@@ -95,7 +101,7 @@ class World:
         dist.all_reduce(box, dist.ReduceOp.MAX, group=self.host_group)
         return [bool(flag) for flag in box.tolist()]
 
-    def same_everywhere(self, tensors: list[torch.Tensor]) -> None:
+    def broadcast_from_rank0_(self, tensors: list[torch.Tensor]) -> None:
         """Overwrite the tensors with those of rank 0."""
         if self.size > 1:
             for tensor in tensors:
@@ -163,7 +169,11 @@ class _Watch:
             # When a rank is gone, most often the broken collective raises by itself, with a better message.
             if not self._ended.wait(4.0 if gone else 0.5) and (gone or os.getppid() != PARENT):
                 who = f"process {gone[0]}" if gone else "the launcher"
-                print(f"[rank {self.rank}] {who} of this job died; leaving", file=sys.stderr, flush=True)
+                print(
+                    f"[rank {self.rank}] {who} of this job died; leaving",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 os._exit(1)
 
 

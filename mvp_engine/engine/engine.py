@@ -40,23 +40,37 @@ from mvp_engine.engine.meter import Meter
 from mvp_engine.engine.resume import record_config
 from mvp_engine.engine.state import collect_state, restore_state
 from mvp_engine.errors import Interrupted, UserError
+from mvp_engine.hf.parts import table
 from mvp_engine.log import LogHub, MetricStore
 from mvp_engine.log.backends import RunInfo
-from mvp_engine.model_engine import ModelEngine, ModelSource, Settings, StepNumbers, engine_class, precision_on
+from mvp_engine.model_engine import (
+    ModelEngine,
+    ModelSource,
+    Settings,
+    StepNumbers,
+    engine_class,
+    precision_on,
+)
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler
-from mvp_engine.model_engine.parts import table
+from mvp_engine.process.signals import StopSignals
 from mvp_engine.runs import Run
-from mvp_engine.signals import StopSignals
 
 
 class Engine:
     config_class: type[Config] = Config
 
     def __init__(
-        self, config: Config, world: World, run: Run, checkpoint: Path | None = None, greeting: str = ""
+        self,
+        config: Config,
+        world: World,
+        run: Run,
+        checkpoint: Path | None = None,
+        greeting: str = "",
     ) -> None:
         self.config, self.world, self.run, self.checkpoint = config, world, run, checkpoint
-        self.greeting = greeting  # how this launch came to its run and checkpoint; the first line of the log
+        self.greeting = (
+            greeting  # how this launch came to its run and checkpoint; the first line of the log
+        )
         self.device = world.device
         self.layout = Layout.of(world, config.parallel)
         self.logger = logging.getLogger("mvp_engine")
@@ -65,7 +79,9 @@ class Engine:
         self.total_steps: int | None = None
         self.best: dict[str, Any] | None = None  # the best evaluation: metric, value, step
         self.metrics = self._metric_store()
-        self.saved_at = self.evaluated_at = -1  # the steps of the last checkpoint and the last evaluation
+        self.saved_at = (
+            self.evaluated_at
+        ) = -1  # the steps of the last checkpoint and the last evaluation
         self._stopped = False
         self._training = False
         self._eval_loader: Iterable[Any] | None = None
@@ -87,7 +103,9 @@ class Engine:
             raise UserError(
                 f"{type(self).__name__} must define prepare_model(), or the config name a model.type and a model.path"
             )
-        return engine_class(model.type, model.backend).build_model(ModelSource(model.path, model.config))
+        return engine_class(model.type, model.backend).build_model(
+            ModelSource(model.path, model.config)
+        )
 
     def prepare_dataloader(self, split: str) -> Iterable[Any] | None:
         """An iterable of micro-batches for "train" or "eval", one epoch an iteration."""
@@ -95,7 +113,9 @@ class Engine:
 
     def forward_step(self, ctx: StepContext, micro_batch: Any) -> tuple[Tensor, Tensor | float]:
         """The loss *summed* over the micro-batch, and its weight (valid tokens, samples, ...). Never a mean."""
-        raise NotImplementedError(f"{type(self).__name__} must define forward_step(ctx, micro_batch)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define forward_step(ctx, micro_batch)"
+        )
 
     def prepare_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(model, self.config.optim)
@@ -125,7 +145,10 @@ class Engine:
         """Take back what `extra_state` gave."""
 
     def sample_loader(
-        self, dataset: Dataset[Any], split: str, collate_fn: Callable[[list[Any]], Any] | None = None
+        self,
+        dataset: Dataset[Any],
+        split: str,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> SampleLoader:
         """A loader over a map-style dataset, with the batch sizes, ranks, workers and seed of the config."""
         data, training = self.config.data, split == "train"
@@ -166,8 +189,12 @@ class Engine:
         if config.loop.total_steps is None and config.loop.epochs is None:
             raise UserError("how long to train? Set loop.total_steps or loop.epochs")
         self._training = True
-        accumulation = accumulation_steps(self.global_batch_size, config.data.micro_batch_size, self.layout.data_size)
-        self.feed = self._closing.enter_context(closing(Feed(self._loader("train"), accumulation, self.world)))
+        accumulation = accumulation_steps(
+            self.global_batch_size, config.data.micro_batch_size, self.layout.data_size
+        )
+        self.feed = self._closing.enter_context(
+            closing(Feed(self._loader("train"), accumulation, self.world))
+        )
         self.total_steps = self._planned_steps()
         self.model_engine = self._build_model_engine()
         self.model_engine.initialize(self.prepare_optimizer, self.prepare_scheduler)
@@ -179,7 +206,9 @@ class Engine:
         self._open_log()
         if self.world.is_main:
             self.model_engine.describe(self.run.dir / "hf")
-        manager = CheckpointManager(self.run.checkpoints, config.checkpoint, self.world, self.run.dir / "hf")
+        manager = CheckpointManager(
+            self.run.checkpoints, config.checkpoint, self.world, self.run.dir / "hf"
+        )
         self.checkpoints = self._closing.enter_context(manager)
         if self.best and self.best["step"] <= self.step:
             manager.mark_best(self.best["step"])
@@ -187,7 +216,9 @@ class Engine:
         if parts := table(self.model, self.model_engine.optimizer):
             self.logger.info("what trains:\n%s", parts)
         if self.done:
-            self.logger.info("nothing left to do: raise loop.total_steps or loop.epochs to train on")
+            self.logger.info(
+                "nothing left to do: raise loop.total_steps or loop.epochs to train on"
+            )
 
     def do_train(self) -> None:
         while not self.done:
@@ -200,7 +231,9 @@ class Engine:
             ctx = StepContext(self.step + 1, self.epoch, "train", self.metrics, micro_batches)
             self.guard.watch(ctx.step, self.feed.advance(len(micro_batches)))
             self.train_pre_step(ctx)
-            aside = replace(ctx, metrics=self._metric_store(), counts=False)  # for passes that do not count
+            aside = replace(
+                ctx, metrics=self._metric_store(), counts=False
+            )  # for passes that do not count
             step, beside = partial(self.forward_step, ctx), partial(self.forward_step, aside)
             ctx.numbers = self.model_engine.train_batch(ctx.micro_batches, step, beside)
             self.step = ctx.step
@@ -228,7 +261,10 @@ class Engine:
 
     @property
     def global_batch_size(self) -> int:
-        return self.config.data.global_batch_size or self.config.data.micro_batch_size * self.layout.data_size
+        return (
+            self.config.data.global_batch_size
+            or self.config.data.micro_batch_size * self.layout.data_size
+        )
 
     def save(self) -> None:
         """Write a checkpoint of this moment in the background, unless there is one already."""
@@ -258,7 +294,9 @@ class Engine:
     def _after_step(self, ctx: StepContext, numbers: StepNumbers) -> None:
         config = self.config
         self.metrics.add("loss", numbers.loss_sum, numbers.weight)
-        if self.world.is_main:  # it is the same on all ranks, and a step counts once, however many they are
+        if (
+            self.world.is_main
+        ):  # it is the same on all ranks, and a step counts once, however many they are
             self.metrics.add("grad_norm", numbers.grad_norm)
         self.guard.take(self.model_engine.take_outcomes(), self.feed)
         self.meter.steps += 1
@@ -274,18 +312,30 @@ class Engine:
                 self.save()
         if asked and not last:
             self.logger.warning(
-                "%s: saving at step %d", self.signals.requested or "another rank was told to stop", self.step
+                "%s: saving at step %d",
+                self.signals.requested or "another rank was told to stop",
+                self.step,
             )
             self._save_surely()
-            raise Interrupted(f"stopped and saved at step {self.step}; resume=auto goes on from here")
+            raise Interrupted(
+                f"stopped and saved at step {self.step}; resume=auto goes on from here"
+            )
 
     def _log_interval(self) -> None:
         self._settle()
         partial_interval = self.metrics.resumed
         means, totals = self.metrics.reduce()
         remaining = self.total_steps - self.step if self.total_steps else None
-        perf = self.meter.read({} if partial_interval else totals, self.feed.take_waited(), remaining)
-        record = {"step": self.step, "epoch": self.epoch, "split": "train", **means, **self.model_engine.rates}
+        perf = self.meter.read(
+            {} if partial_interval else totals, self.feed.take_waited(), remaining
+        )
+        record = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "split": "train",
+            **means,
+            **self.model_engine.rates,
+        }
         self.hub.metrics({**record, "skipped": self.guard.total, "totals": totals, "perf": perf})
 
     def _evaluate(self) -> dict[str, float | None]:
@@ -294,19 +344,27 @@ class Engine:
             self._eval_loader = self._loader("eval")
         limited = islice(self._eval_loader, self.config.loop.eval_batches)
         ctx, aside = (
-            StepContext(self.step, self.epoch, "eval", self._metric_store(forgiving=False), counts=counts)
+            StepContext(
+                self.step, self.epoch, "eval", self._metric_store(forgiving=False), counts=counts
+            )
             for counts in (True, False)
         )
         batches = 0
-        self.world.same_everywhere(list(self.model.buffers()))  # running statistics: rank 0's count
+        self.world.broadcast_from_rank0_(
+            list(self.model.buffers())
+        )  # running statistics: rank 0's count
         with self.model_engine.eval_mode():
             for micro_batch, counts in self.model_engine.in_step(limited):
-                self.model_engine.infer_step(micro_batch, partial(self.eval_step, ctx if counts else aside))
+                self.model_engine.infer_step(
+                    micro_batch, partial(self.eval_step, ctx if counts else aside)
+                )
                 batches += counts
             self.eval_end(ctx)
         set_rng_state(outside)
         if not any(self.world.any(batches > 0)):
-            raise UserError("the eval loader gave no batch; check what prepare_dataloader('eval') returns")
+            raise UserError(
+                "the eval loader gave no batch; check what prepare_dataloader('eval') returns"
+            )
         means, _ = ctx.metrics.reduce()
         self.hub.metrics({"step": ctx.step, "epoch": ctx.epoch, "split": "eval", **means})
         return means
@@ -320,7 +378,9 @@ class Engine:
         if name is None:
             return False
         if name not in means:
-            raise UserError(f"checkpoint.best_metric={name} is not among the eval metrics: {', '.join(means)}")
+            raise UserError(
+                f"checkpoint.best_metric={name} is not among the eval metrics: {', '.join(means)}"
+            )
         value, sign = means[name], 1 if self.config.checkpoint.best_mode == "max" else -1
         if value is None or (self.best is not None and sign * value <= sign * self.best["value"]):
             return False
@@ -341,7 +401,7 @@ class Engine:
             self.logger.warning("no checkpoint is loaded: the weights are those of prepare_model()")
 
     def _metric_store(self, forgiving: bool = True) -> MetricStore:
-        return MetricStore(self.world, counts=self.layout.speaks, forgiving=forgiving)
+        return MetricStore(self.world, counts=self.layout.is_mp_src_rank, forgiving=forgiving)
 
     def _settle(self) -> None:
         self.model_engine.settle()
@@ -358,7 +418,7 @@ class Engine:
             spike_sigmas=config.guard.spike_sigmas,
             seed=config.seed,
             freeze=tuple(model.freeze),
-            recompute=model.recompute,
+            activation_checkpointing=model.activation_checkpointing,
             compile=model.compile,
             fp8=model.fp8,
             offload=model.offload,
@@ -374,14 +434,25 @@ class Engine:
 
     def _planned_steps(self) -> int | None:
         loop = self.config.loop
-        of_ranks = self.world.all_gather(self.feed.steps_per_epoch)  # loaders may have different lengths
+        of_ranks = self.world.all_gather(
+            self.feed.steps_per_epoch
+        )  # loaders may have different lengths
         per_epoch = None if None in of_ranks else max(of_ranks)
-        by_epochs = loop.epochs * per_epoch if loop.epochs is not None and per_epoch is not None else None
+        by_epochs = (
+            loop.epochs * per_epoch if loop.epochs is not None and per_epoch is not None else None
+        )
         return min((n for n in (loop.total_steps, by_epochs) if n is not None), default=None)
 
     def _open_log(self) -> None:
         config = self.config
-        info = RunInfo(self.run, config.project.name, config.workflow, config.model_dump(), self.step, self.total_steps)
+        info = RunInfo(
+            self.run,
+            config.project.name,
+            config.workflow,
+            config.model_dump(),
+            self.step,
+            self.total_steps,
+        )
         self.hub = self._closing.enter_context(LogHub(info, config.log.backends, self.world.rank))
         self.logger.info("%s", self.greeting)
         if self._training and self.world.is_main:

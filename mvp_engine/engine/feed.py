@@ -24,7 +24,9 @@ class Feed:
         _refuse_same_data_on_all_ranks(loader, world)
         self.loader, self.accumulation, self.world = loader, accumulation, world
         self.epoch = 0
-        self.used = 0  # micro-batches of this rank since the epoch, or the loader's saved cursor, began
+        self.used = (
+            0  # micro-batches of this rank since the epoch, or the loader's saved cursor, began
+        )
         self.steps = 0  # steps in this epoch
         self._waited = 0.0
         self._iterator: Iterator[Any] | None = None
@@ -72,7 +74,13 @@ class Feed:
                 "the training loader gave no batch at all in a whole epoch: the dataset is empty, or everything in it "
                 "was filtered out. Check what prepare_dataloader('train') returns."
             )
-        self.epoch, self.used, self.steps, self._iterator, self._epoch_rng = self.epoch + 1, 0, 0, None, None
+        self.epoch, self.used, self.steps, self._iterator, self._epoch_rng = (
+            self.epoch + 1,
+            0,
+            0,
+            None,
+            None,
+        )
         self._set_epoch()
 
     def sample_ids(self, place: dict[str, Any]) -> list[Any] | None:
@@ -127,7 +135,11 @@ class Feed:
     def _parts(self) -> list[Any]:
         batch_sampler = getattr(self.loader, "batch_sampler", None)
         parts = [self.loader, getattr(self.loader, "sampler", None), batch_sampler]
-        return [*parts, getattr(batch_sampler, "sampler", None), getattr(self.loader, "dataset", None)]
+        return [
+            *parts,
+            getattr(batch_sampler, "sampler", None),
+            getattr(self.loader, "dataset", None),
+        ]
 
     def _generators(self) -> list[torch.Generator]:
         """The random generators that the loader has for itself."""
@@ -141,10 +153,20 @@ class Feed:
 
 
 def _refuse_same_data_on_all_ranks(loader: Iterable[Any], world: World) -> None:
-    if world.size == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if (
+        world.size == 1
+        or not isinstance(loader, DataLoader)
+        or isinstance(loader.dataset, IterableDataset)
+    ):
         return
-    samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
-    plain = [s for s in samplers if s is not None and type(s).__module__ == "torch.utils.data.sampler"]
+    samplers = [
+        loader.sampler,
+        loader.batch_sampler,
+        getattr(loader.batch_sampler, "sampler", None),
+    ]
+    plain = [
+        s for s in samplers if s is not None and type(s).__module__ == "torch.utils.data.sampler"
+    ]
     if len(plain) == len([s for s in samplers if s is not None]):
         raise UserError(
             f"prepare_dataloader('train') gave a torch DataLoader with a {type(loader.sampler).__name__}: each of the "

@@ -21,7 +21,9 @@ class SkipGuard:
 
     def __init__(self, config: Guard, folder: Path, rank: int) -> None:
         self.config, self.rank = config, rank
-        self.file = folder / ("skipped_steps.jsonl" if rank == 0 else f"skipped_steps.rank{rank}.jsonl")
+        self.file = folder / (
+            "skipped_steps.jsonl" if rank == 0 else f"skipped_steps.rank{rank}.jsonl"
+        )
         self.total = self.consecutive = self.overflows = 0
         self._steps: deque[dict[str, Any]] = deque()  # steps whose outcome is not known yet
 
@@ -43,7 +45,13 @@ class SkipGuard:
         self.total += 1
         self.consecutive += 1
         ids = feed.sample_ids(entry["place"])
-        record = {"step": entry["step"], "rank": self.rank, "reason": reason, **entry["place"], "sample_ids": ids}
+        record = {
+            "step": entry["step"],
+            "rank": self.rank,
+            "reason": reason,
+            **entry["place"],
+            "sample_ids": ids,
+        }
         with open(self.file, "a", encoding="utf-8") as out:
             out.write(json.dumps(record) + "\n")
         if self.rank == 0:
@@ -58,7 +66,9 @@ class SkipGuard:
         row, total = self.config.max_consecutive_skips, self.config.max_total_skips
         if self.consecutive >= row or (total is not None and self.total >= total):
             limit = (
-                f"guard.max_consecutive_skips={row}" if self.consecutive >= row else f"guard.max_total_skips={total}"
+                f"guard.max_consecutive_skips={row}"
+                if self.consecutive >= row
+                else f"guard.max_total_skips={total}"
             )
             raise UserError(
                 f"stopped at step {entry['step']}: {self.consecutive} step(s) in a row and {self.total} in all were "
@@ -73,5 +83,11 @@ class SkipGuard:
         """Steps after `step` will be made again, so what was written of them goes."""
         if self.file.is_file():
             lines = self.file.read_text().splitlines(keepends=True)
-            write_atomically(self.file, "".join(line for line in lines if json.loads(line)["step"] <= step))
-        self.total, self.consecutive, self.overflows = state["total"], state["consecutive"], state["overflows"]
+            write_atomically(
+                self.file, "".join(line for line in lines if json.loads(line)["step"] <= step)
+            )
+        self.total, self.consecutive, self.overflows = (
+            state["total"],
+            state["consecutive"],
+            state["overflows"],
+        )

@@ -28,7 +28,9 @@ class Meter:
         yield
         self._paused += time.perf_counter() - started
 
-    def read(self, totals: dict[str, float], waited: float, remaining_steps: int | None) -> dict[str, float]:
+    def read(
+        self, totals: dict[str, float], waited: float, remaining_steps: int | None
+    ) -> dict[str, float]:
         """The figures since the last reading; then a new interval begins."""
         now = time.perf_counter()
         seconds = max(1e-9, now - self._started - self._paused)
@@ -38,7 +40,10 @@ class Meter:
         figures |= {f"{name}_per_s": amount / seconds for name, amount in rates.items()}
         if "flops" in totals and (peak := device_peak(self.world.device)):
             figures["mfu"] = totals["flops"] / seconds / (peak * self.world.size)
-        figures |= {"data_wait": waited / seconds, "memory_gib": peak_memory(self.world.device) / 2**30}
+        figures |= {
+            "data_wait": waited / seconds,
+            "memory_gib": peak_memory(self.world.device) / 2**30,
+        }
         if remaining_steps is not None:
             figures["eta_s"] = remaining_steps * per_step
         self.steps, self._started, self._paused = 0, now, 0.0

@@ -13,7 +13,14 @@ import yaml
 from mvp_engine.checkpoint.manager import find_checkpoint, recover
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError
-from mvp_engine.runs import Run, checkpoint_step, flat_keys, launcher_id, list_runs, write_atomically
+from mvp_engine.runs import (
+    Run,
+    checkpoint_step,
+    flat_keys,
+    launcher_id,
+    list_runs,
+    write_atomically,
+)
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -30,7 +37,11 @@ def choose_start(config: Config) -> Start:
     """Rank 0 asks. `resume` may name a run folder, to go on with it, or a checkpoint, to start a new run from it."""
     root = Path(config.project.dir).expanduser()
     if config.workflow == "train" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        mine = [run for run in list_runs(root, config.project.name) if run.info.get("launcher") == launcher_id()]
+        mine = [
+            run
+            for run in list_runs(root, config.project.name)
+            if run.info.get("launcher") == launcher_id()
+        ]
         if mine:
             return _go_on(mine[-1], config, "restarted by torchrun")
     if config.resume is None:
@@ -40,9 +51,13 @@ def choose_start(config: Config) -> Start:
         if runs:
             return _go_on(runs[-1], config, "resume=auto")
         if config.workflow != "train":
-            raise UserError(f"resume=auto: no run named {config.project.name!r} in {root.absolute()}")
+            raise UserError(
+                f"resume=auto: no run named {config.project.name!r} in {root.absolute()}"
+            )
         where = f"no run named {config.project.name!r} in {root.absolute()}"
-        return Start(_new_run(config, root), None, f"resume=auto found {where}: a new run from step 0")
+        return Start(
+            _new_run(config, root), None, f"resume=auto found {where}: a new run from step 0"
+        )
     path = Path(config.resume).expanduser()
     if (path / "run.json").is_file():
         find_checkpoint(path)  # named on purpose, so having none is a mistake
@@ -81,14 +96,24 @@ def _go_on(run: Run, config: Config, why: str) -> Start:
     checkpoints = run.checkpoint_list()
     if config.workflow != "train":
         if not checkpoints:
-            raise UserError(f"{why}: run {run.dir} has no complete checkpoint to {config.workflow} with")
-        return Start(run, checkpoints[-1], f"{why}: {config.workflow} with {checkpoints[-1]}", owned=False)
+            raise UserError(
+                f"{why}: run {run.dir} has no complete checkpoint to {config.workflow} with"
+            )
+        return Start(
+            run, checkpoints[-1], f"{why}: {config.workflow} with {checkpoints[-1]}", owned=False
+        )
     run.note(status="running", launcher=launcher_id())
     if checkpoints:
-        return Start(run, checkpoints[-1], f"{why}: going on with {run.dir} from {checkpoints[-1].name}")
+        return Start(
+            run, checkpoints[-1], f"{why}: going on with {run.dir} from {checkpoints[-1].name}"
+        )
     if parent := run.info.get("parent"):
-        return Start(run, find_checkpoint(Path(parent)), f"{why}: {run.dir} starts again from {parent}")
-    return Start(run, None, f"{why}: run {run.dir} has no complete checkpoint, it starts again from step 0")
+        return Start(
+            run, find_checkpoint(Path(parent)), f"{why}: {run.dir} starts again from {parent}"
+        )
+    return Start(
+        run, None, f"{why}: run {run.dir} has no complete checkpoint, it starts again from step 0"
+    )
 
 
 def record_config(run: Run, text: str, step: int) -> None:
@@ -96,7 +121,11 @@ def record_config(run: Run, text: str, step: int) -> None:
     file = run.dir / "config.yaml"
     if file.is_file() and (before := file.read_text()) != text:
         old, new = flat_keys(yaml.safe_load(before)), flat_keys(yaml.safe_load(text))
-        changed = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in {**old, **new} if old.get(k) != new.get(k)]
+        changed = [
+            f"{k}: {old.get(k)!r} -> {new.get(k)!r}"
+            for k in {**old, **new}
+            if old.get(k) != new.get(k)
+        ]
         changed = [line for line in changed if not line.startswith(("resume:", "workflow:"))]
         if changed:
             LOGGER.warning("from step %d on the config differs: %s", step, "; ".join(changed))

@@ -31,7 +31,9 @@ def collect_state(engine: Engine) -> dict[str, Tensor]:
         "metrics": engine.metrics.state_dict(),
         "feed": engine.feed.rank_state_dict(),
         # Running statistics differ between ranks; what is not saved with a model is computed from its config.
-        "buffers": {name: buffer.cpu() for name, buffer in engine.model.named_buffers() if name in kept},
+        "buffers": {
+            name: buffer.cpu() for name, buffer in engine.model.named_buffers() if name in kept
+        },
     }
     return engine.model_engine.collect(shared, own)
 
@@ -64,9 +66,11 @@ def restore_state(engine: Engine, checkpoint: Path) -> None:
     if rank == 0:  # on another layout: sums go on here, generators begin anew
         for other in saved.ranks:
             engine.metrics.merge(other["metrics"])
-    seed_everything(derived_seed(engine.config.seed, "rank", engine.layout.dropout_rank, "step", engine.step))
+    seed_everything(
+        derived_seed(engine.config.seed, "rank", engine.layout.dropout_rank, "step", engine.step)
+    )
 
 
 def _sizes(engine: Engine) -> list[int]:
     layout = engine.layout
-    return [layout.replicate, layout.shard, layout.sequence, layout.tensor]
+    return [layout.replicate, layout.shard, layout.ulysses, layout.tensor]

@@ -12,11 +12,15 @@ import numpy as np
 from PIL import Image
 
 from mvp_engine.kit.data import MLLMDataKit
-from mvp_engine.kit.data.rows import MEDIA, BadRow, Message, read_row
+from mvp_engine.kit.data.read.rows import MEDIA, BadRow, Message, read_row
 from mvp_engine.kit.generate import Answer
 from mvp_engine.log.report import Example
 
-SIDE, FRAMES, SECONDS = 320, 4, 30  # of what is shown: pixels of a picture, pictures of a video, length of a sound
+SIDE, FRAMES, SECONDS = (
+    320,
+    4,
+    30,
+)  # of what is shown: pixels of a picture, pictures of a video, length of a sound
 
 
 def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer]) -> list[Example]:
@@ -25,7 +29,9 @@ def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer]) -> list
     for one in answers:
         messages, source = ((), None) if gone else _asked(kit, split, one)
         media, right = partial(_media, kit, source, messages), None if one.open else one.right
-        question = _question(messages) if messages else one.prompt  # a caption is asked for by its media alone
+        question = (
+            _question(messages) if messages else one.prompt
+        )  # a caption is asked for by its media alone
         found.append(Example(media, question, one.expected, one.written, right))
     return found
 
@@ -58,7 +64,10 @@ def _media(kit: MLLMDataKit, source: Any, messages: Sequence[Message]) -> list[b
             shown.append(_wav(item, handler.rate))
         else:
             frames = [item] if part.kind == "image" else item[:: max(1, -(-len(item) // FRAMES))]
-            shown += [_png(frame if isinstance(frame, Image.Image) else Image.fromarray(frame)) for frame in frames]
+            shown += [
+                _png(frame if isinstance(frame, Image.Image) else Image.fromarray(frame))
+                for frame in frames
+            ]
     return shown
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.model_engine import ModelEngine
 
 
@@ -62,16 +62,22 @@ def answer(
     answers: list[Answer] = []
     for batch, given, every, kept in found:
         for i, (s, expected) in enumerate(zip(kept, every, strict=True)):
-            is_open = bool(batch.labels[batch.cu_seqlens[s]] != IGNORE)  # nothing comes before what is learnt
+            is_open = bool(
+                batch.labels[batch.cu_seqlens[s]] != IGNORE
+            )  # nothing comes before what is learnt
             asked = given.select([i]).input_ids.tolist() if given else list[int]()
             parts = (expected[: max_new_tokens if is_open else None], written[len(answers)], asked)
-            wanted, said, prompt = (tokenizer.decode(ids, skip_special_tokens=True) for ids in parts)
-            source, sample = (int(batch.sequences[name][s]) for name in ("source", "sample"))
+            wanted, said, prompt = (
+                tokenizer.decode(ids, skip_special_tokens=True) for ids in parts
+            )
+            source, sample = (int(batch.sequence_fields[name][s]) for name in ("source", "sample"))
             answers.append(Answer(source, sample, wanted, said, prompt, is_open))
     return answers
 
 
-def split_answers(batch: PackedBatch, prompt_tokens: int = 1) -> tuple[PackedBatch | None, list[list[int]], list[int]]:
+def split_answers(
+    batch: PackedBatch, prompt_tokens: int = 1
+) -> tuple[PackedBatch | None, list[list[int]], list[int]]:
     """Each sequence up to its last answer, for `generate`; those answers; and which sequences they are.
 
     An answer is a run of tokens that carry loss; of one that begins with the sequence, the first `prompt_tokens` are
@@ -79,7 +85,7 @@ def split_answers(batch: PackedBatch, prompt_tokens: int = 1) -> tuple[PackedBat
     Everything is on the CPU.
     """
     batch = batch.to("cpu")
-    seen = batch.sequences.get("media_end", torch.zeros(batch.num_sequences)).tolist()
+    seen = batch.sequence_fields.get("media_end", torch.zeros(batch.num_sequences)).tolist()
     prompts, answers, kept = [], [], []
     for s, labels in enumerate(batch.labels.split(batch.lengths.tolist())):
         learnt = (labels != IGNORE).nonzero()[:, 0]
@@ -110,14 +116,20 @@ def generate(
     On a layout with shards all ranks call it together, each with prompts of its own, or None. A pass has at most
     `budget` tokens, unless one sequence alone has more.
     """
-    sequences = [] if prompts is None else [prompts.to("cpu").select([s]) for s in range(prompts.num_sequences)]
+    sequences = (
+        []
+        if prompts is None
+        else [prompts.to("cpu").select([s]) for s in range(prompts.num_sequences)]
+    )
     written: list[list[int]] = [[] for _ in sequences]
     open_ones = list(range(len(sequences)))
     with engine.eval_mode():
         for _ in range(max_new_tokens):
             parts, members = [], []
             if open_ones:
-                batch = PackedBatch.concat([_extended(sequences[s], None, written[s]) for s in open_ones])
+                batch = PackedBatch.concat(
+                    [_extended(sequences[s], None, written[s]) for s in open_ones]
+                )
                 split = batch.split(max(budget or batch.num_tokens, batch.max_seqlen))
                 parts, members = split.parts, [[open_ones[i] for i in one] for one in split.members]
             passes = _passes(engine, parts)
@@ -135,7 +147,9 @@ def _passes(engine: ModelEngine, parts: list[PackedBatch]) -> list[list[int]] | 
     found, ran = [], False
     for part, counts in engine.in_step(parts):
         ran = True
-        tokens = engine.infer_step(part, lambda batch: engine.model(batch, ["next_tokens"])["next_tokens"])
+        tokens = engine.infer_step(
+            part, lambda batch: engine.model(batch, ["next_tokens"])["next_tokens"]
+        )
         if counts:
             found.append(tokens[part.cu_seqlens[1:].long().to(tokens.device) - 1].tolist())
     return found if ran else None
@@ -158,7 +172,11 @@ def _extended(one: PackedBatch, length: int | None, new: list[int]) -> PackedBat
         torch.full_like(ids, IGNORE),
         torch.cat([positions, behind.expand(*positions.shape[:-1], -1)], dim=-1),
         torch.tensor([0, len(ids)], dtype=torch.int32),
-        {name: typed(value) for name, value in one.tokens.items() if name.endswith("token_type_ids")},
+        {
+            name: typed(value)
+            for name, value in one.token_fields.items()
+            if name.endswith("token_type_ids")
+        },
         {},
         one.media,
     )

@@ -13,8 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from mvp_engine.batch import IGNORE, PackedBatch
 from mvp_engine.config.schema import Fraction, NonNegative, Section
+from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.engine.context import StepContext
 
 
@@ -22,7 +22,9 @@ class TokenLoss(Section):
     """The config section of this kit."""
 
     z_loss: NonNegative = 0.0  # times the square of log z: keeps the softmax's denominator near 1
-    label_smoothing: Fraction = Field(default=0.0, lt=1)  # this share of the target lies evenly over the vocabulary
+    label_smoothing: Fraction = Field(
+        default=0.0, lt=1
+    )  # this share of the target lies evenly over the vocabulary
 
 
 class TokenNormedLossKit:
@@ -46,18 +48,24 @@ class TokenNormedLossKit:
 
         `each` is called with the plain loss of each token, without a gradient, for whatever is to be logged of it.
         """
-        if self.settings == TokenLoss() and "weight" not in batch.tokens and "loss" in getattr(model, "provides", ()):
+        if (
+            self.settings == TokenLoss()
+            and "weight" not in batch.token_fields
+            and "loss" in getattr(model, "provides", ())
+        ):
             ctx.count("tokens", batch.num_tokens)
             given = model(batch, ["loss", "losses"])
             if each is not None:
                 each(given["losses"])
-            return given["loss"], batch.weight
+            return given["loss"], batch.num_loss_tokens
         scores = model(batch, self.outputs)
         if each is not None:
             each(-scores["log_probs"].detach())
         loss_T = self.per_token(scores, batch.labels)
         weight_T = self.weights(batch)
-        if self.settings != TokenLoss():  # what a model is compared by has none of the options in it
+        if (
+            self.settings != TokenLoss()
+        ):  # what a model is compared by has none of the options in it
             ctx.log("nll", -(scores["log_probs"].detach() * weight_T).sum(), weight_T.sum())
         ctx.count("tokens", batch.num_tokens)
         return (loss_T * weight_T).sum(), weight_T.sum()
@@ -75,5 +83,5 @@ class TokenNormedLossKit:
     def weights(self, batch: PackedBatch) -> Tensor:
         """How much each token counts: 1 where it has a label, times `tokens["weight"]` if the batch has such."""
         weight_T = (batch.labels != IGNORE).float()
-        own: Any = batch.tokens.get("weight")
+        own: Any = batch.token_fields.get("weight")
         return weight_T if own is None else weight_T * own

@@ -13,13 +13,18 @@ from typing import Any
 from mvp_engine.errors import UserError
 
 
-def made_once(folder: str | Path, about: Mapping[str, Any], make: Callable[[Path], None], key: str) -> Path:
+def made_once(
+    folder: str | Path, about: Mapping[str, Any], make: Callable[[Path], None], key: str
+) -> Path:
     """The folder that `make` fills; of several processes one makes it, the others wait.
 
     `about` is what it depends on (numbers and words, and a version that goes up when `make` changes): a folder that was
     made with another is refused, not used. `key` is the setting that names the folder, for messages.
     """
-    folder, wanted = Path(folder).expanduser(), json.loads(json.dumps(dict(about)))  # as it will be read again
+    folder, wanted = (
+        Path(folder).expanduser(),
+        json.loads(json.dumps(dict(about))),
+    )  # as it will be read again
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -27,7 +32,9 @@ def made_once(folder: str | Path, about: Mapping[str, Any], make: Callable[[Path
             _make(folder, wanted, make, key)
     made = json.loads((folder / "made.json").read_text())
     if made != wanted:
-        raise UserError(f"{folder} was made with {made}, not {wanted}: remove it, or set {key} to another")
+        raise UserError(
+            f"{folder} was made with {made}, not {wanted}: remove it, or set {key} to another"
+        )
     return folder
 
 

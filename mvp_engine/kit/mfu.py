@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mvp_engine.batch import Media, PackedBatch
+from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine.packed import PackedModel
+from mvp_engine.hf.packed_model import PackedModel
 
 LOGGER = logging.getLogger("mvp_engine")
 _PROJECTOR = re.compile(r"merger|projector|connector|multi_modal|mm_|embed_vision|embed_audio")
@@ -90,13 +90,15 @@ class MFUKit:
         """The same, of matrix products and of attention."""
         costs = self.costs
         lengths = batch.cu_seqlens.diff().double()
-        products = torch.full((), costs.rows["text"] * batch.num_tokens, dtype=torch.float64, device=lengths.device)
+        products = torch.full(
+            (), costs.rows["text"] * batch.num_tokens, dtype=torch.float64, device=lengths.device
+        )
         attention = torch.zeros_like(products)
         for (kind, window), cost in costs.pairs.items():
             if kind == "text":
                 attention += cost * (_seen(lengths, window) if masked else lengths.square()).sum()
         for name, media in batch.media.items():
-            if len(media.rows):
+            if len(media.row_counts):
                 for kind, rows, pair in self._seen_by_encoder(name, media, batch.input_ids):
                     if pair is None:
                         products += rows * costs.rows.get(kind, 0.0)
@@ -105,8 +107,12 @@ class MFUKit:
         return products, attention
 
     def _seen_by_encoder(self, name: str, media: Media, ids: Tensor) -> Iterator[Share]:
-        pairs = {window: cost for (kind, window), cost in self.costs.pairs.items() if kind == "encoder"}
-        grids = [grid for field_name, grid in media.fields.items() if field_name.endswith("grid_thw")]
+        pairs = {
+            window: cost for (kind, window), cost in self.costs.pairs.items() if kind == "encoder"
+        }
+        grids = [
+            grid for field_name, grid in media.fields.items() if field_name.endswith("grid_thw")
+        ]
         if grids:
             yield from self._patches(grids[0].double(), pairs)
         elif name == "input_features":
@@ -114,7 +120,9 @@ class MFUKit:
         elif name == "pixel_values" and media.values.ndim >= 4:
             yield from self._images(media.values, ids, sum(pairs.values()))
         else:
-            raise UserError(f"MFUKit does not know how the encoder of {self.config.model_type} sees {name!r}")
+            raise UserError(
+                f"MFUKit does not know how the encoder of {self.config.model_type} sees {name!r}"
+            )
 
     def _patches(self, grid_N3: Tensor, pairs: dict[int | None, float]) -> Iterator[Share]:
         """Any number of patches in each image, frames apart from each other; some layers have square windows."""
@@ -126,15 +134,23 @@ class MFUKit:
             if window is None:
                 yield "pair", (frames_N * (high_N * wide_N).square()).sum(), cost
             else:  # those at the edges are smaller
-                high, wide = (n // window * window**2 + (n % window).square() for n in (high_N, wide_N))
+                high, wide = (
+                    n // window * window**2 + (n % window).square() for n in (high_N, wide_N)
+                )
                 yield "pair", (frames_N * high * wide).sum(), cost
 
     def _images(self, values: Tensor, ids: Tensor, pair: float) -> Iterator[Share]:
         """Images (or tiles) of one size."""
         size = self.config.vision_config.patch_size
         patch = size if isinstance(size, int) else size[0]
-        images, tokens = values.shape[:-3].numel(), (values.shape[-2] // patch) * (values.shape[-1] // patch)
-        first = any("class_embedding" in name or "cls_token" in name for name, _ in self.model.named_parameters())
+        images, tokens = (
+            values.shape[:-3].numel(),
+            (values.shape[-2] // patch) * (values.shape[-1] // patch),
+        )
+        first = any(
+            "class_embedding" in name or "cls_token" in name
+            for name, _ in self.model.named_parameters()
+        )
         yield "patch", images * tokens, None
         yield "encoder", images * (tokens + first), None
         yield "projector", (ids == self.config.image_token_id).sum(), None
@@ -162,7 +178,9 @@ def _seen(lengths_S: Tensor, window: int | None) -> Tensor:
 def in_order(hf: Any) -> list[tuple[nn.Module, str, bool]]:
     """The modules in the order in which they run: encoders, projector, text, head. With name, and whether of text."""
     inside, head = set(hf.get_decoder().modules()), hf.get_output_embeddings()
-    every = [(module, name, module in inside or module is head) for name, module in hf.named_modules()]
+    every = [
+        (module, name, module in inside or module is head) for name, module in hf.named_modules()
+    ]
     return sorted(every, key=lambda one: one[2])
 
 
@@ -173,9 +191,15 @@ def _costs_of(model: PackedModel) -> _Costs:
     costs, flowing = _Costs(), False
     for module, name, is_text in in_order(hf):
         if hasattr(module, "is_causal") and any(True for _ in module.parameters()):
-            window = getattr(module, "sliding_window", None) if is_text else _window(hf.config, name)
-            flows = (flowing or _trains(module.parameters())) and (is_text or _block(name) < _blocks_used(hf.config))
-            costs.add_pairs("text" if is_text else "encoder", window, _pair(module, config) * (1 + 2 * flows))
+            window = (
+                getattr(module, "sliding_window", None) if is_text else _window(hf.config, name)
+            )
+            flows = (flowing or _trains(module.parameters())) and (
+                is_text or _block(name) < _blocks_used(hf.config)
+            )
+            costs.add_pairs(
+                "text" if is_text else "encoder", window, _pair(module, config) * (1 + 2 * flows)
+            )
         for label, weight in module.named_parameters(recurse=False):
             forward = matrix(module, label, weight, config if is_text else None)
             if forward:
@@ -227,7 +251,11 @@ def _block(name: str) -> int:
 def _blocks_used(config: Any) -> float:
     """Some take the features of an earlier block: those after it run forward, and nothing comes back."""
     layer = getattr(config, "vision_feature_layer", -1)
-    return config.vision_config.num_hidden_layers + layer + 1 if isinstance(layer, int) and layer < -1 else math.inf
+    return (
+        config.vision_config.num_hidden_layers + layer + 1
+        if isinstance(layer, int) and layer < -1
+        else math.inf
+    )
 
 
 def _window(config: Any, name: str) -> int | None:

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mvp_engine.batch import PackedBatch
 from mvp_engine.config.schema import Config, Count, Section
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
+from mvp_engine.hf.config_source import read_config
+from mvp_engine.hf.lora import Lora
 from mvp_engine.kit.data import MLLMData, MLLMDataKit, load_processor
 from mvp_engine.kit.examples import examples_of
 from mvp_engine.kit.generate import Answer, answer
@@ -30,26 +32,30 @@ from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit, OptimSettings
 from mvp_engine.log.report import write_report
-from mvp_engine.model_engine.lora import Lora
-from mvp_engine.model_engine.source import read_config
 
 
-class Asking(Section):
+class EvalGeneration(Section):
     """Held-out questions that are answered by generation, in every evaluation."""
 
     max_new_tokens: Count = 32
-    every: Count = 1  # of the held-out rows, each so many-th is asked
-    prompt_tokens: Count = 16  # of a row that is text and no chat: so many are given, the model goes on from there
+    every_n_samples: Count = 1  # of the held-out rows, each so many-th is asked
+    prompt_tokens: Count = (
+        16  # of a row that is text and no chat: so many are given, the model goes on from there
+    )
 
 
 class MLLMConfig(Config):
     optim: OptimSettings
     mllm: MLLMData
-    processor: str | None = None  # the folder of the model's processor or tokenizer; None: that of the model
+    processor: str | None = (
+        None  # the folder of the model's processor or tokenizer; None: that of the model
+    )
     lora: Lora | None = None  # None: the model's own weights train
     loss: TokenLoss = TokenLoss()
-    ask: Asking | None = None  # None: evaluations have losses and no answers
-    export: str | None = None  # where the Hugging Face folder of the newest finished run is to be found: a link to it
+    eval_generation: EvalGeneration | None = None  # None: evaluations have losses and no answers
+    export: str | None = (
+        None  # where the Hugging Face folder of the newest finished run is to be found: a link to it
+    )
 
 
 class MLLMEngine(Engine):
@@ -64,7 +70,9 @@ class MLLMEngine(Engine):
         """The processor, or a tokenizer; a recipe that makes its data makes it here too."""
         folder = config.processor or config.model.path
         if folder is None:
-            raise UserError("no processor: set model.path to a model's folder, or processor to one that has it")
+            raise UserError(
+                "no processor: set model.path to a model's folder, or processor to one that has it"
+            )
         return load_processor(folder)
 
     @classmethod
@@ -72,7 +80,9 @@ class MLLMEngine(Engine):
         """Also what `mvp data inspect` and `mvp check` use."""
         about = read_config(config.model.path, config.model.config)
         processor = cls.make_processor(config)
-        return MLLMDataKit(config.mllm, processor, model_config=about, num_workers=config.data.num_workers)
+        return MLLMDataKit(
+            config.mllm, processor, model_config=about, num_workers=config.data.num_workers
+        )
 
     @cached_property
     def data(self) -> MLLMDataKit:
@@ -102,7 +112,9 @@ class MLLMEngine(Engine):
 
     def prepare_model(self) -> nn.Module:
         model: Any = MLLMModelKit(self.config.lora).build(self.config.model, self.config.model.type)
-        model.side_files = self.run.dir / "processor"  # with the limits of this training, into checkpoints and exports
+        model.side_files = (
+            self.run.dir / "processor"
+        )  # with the limits of this training, into checkpoints and exports
         if self.world.is_main:
             self.data.save_processor(model.side_files, self.config.model.path)
         return model
@@ -119,7 +131,9 @@ class MLLMEngine(Engine):
 
     def before_train(self) -> None:
         self._link()
-        if self.config.loop.eval_interval:  # what is wrong with held-out rows is told before hours of training
+        if (
+            self.config.loop.eval_interval
+        ):  # what is wrong with held-out rows is told before hours of training
             self._eval_loader = self._loader("eval")
         super().before_train()
         self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
@@ -128,7 +142,7 @@ class MLLMEngine(Engine):
         self.mfu.count(ctx)
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        if "side" in micro_batch.sequences:
+        if "side" in micro_batch.sequence_fields:
             raise UserError(
                 "mllm.pairs: this loss teaches rejected answers too. Set it to false, or write forward_step"
             )
@@ -150,20 +164,30 @@ class MLLMEngine(Engine):
 
     def eval_step(self, ctx: StepContext, micro_batch: PackedBatch) -> None:
         super().eval_step(ctx, micro_batch)
-        if self.config.ask and ctx.counts:
-            chosen = (micro_batch.sequences["sample"] % self.config.ask.every == 0).nonzero()[:, 0].tolist()
-            self.asked += [micro_batch.select(chosen).to("cpu")] if chosen else []  # pictures of a whole evaluation
+        if self.config.eval_generation and ctx.counts:
+            chosen = (
+                (
+                    micro_batch.sequence_fields["sample"]
+                    % self.config.eval_generation.every_n_samples
+                    == 0
+                )
+                .nonzero()[:, 0]
+                .tolist()
+            )
+            self.asked += (
+                [micro_batch.select(chosen).to("cpu")] if chosen else []
+            )  # pictures of a whole evaluation
 
     def eval_end(self, ctx: StepContext) -> None:
-        ask = self.config.ask
-        if ask is None:
+        settings = self.config.eval_generation
+        if settings is None:
             return
         self.answers = answer(
             self.model_engine,
             self.asked,
             self.tokenizer,
-            max_new_tokens=ask.max_new_tokens,
-            prompt_tokens=ask.prompt_tokens,
+            max_new_tokens=settings.max_new_tokens,
+            prompt_tokens=settings.prompt_tokens,
             stop=self.data.stops,
             budget=self.config.mllm.micro_batch_tokens,
         )
@@ -177,7 +201,9 @@ class MLLMEngine(Engine):
         link = self._link()
         if not self._training and not hasattr(self, "model_engine"):
             self.before_evaluate()
-        folder = self.run.dir / f"hf_step_{self.step}{'' if self.config.optim.ema is None else '_ema'}"
+        folder = (
+            self.run.dir / f"hf_step_{self.step}{'' if self.config.optim.ema is None else '_ema'}"
+        )
         if not self.world.broadcast(folder.exists()):
             with self.optim.averaged():
                 self.model_engine.export_hf(folder)
@@ -186,7 +212,9 @@ class MLLMEngine(Engine):
             beside = link.with_name(f".{link.name}.{os.getpid()}")
             beside.symlink_to(os.path.relpath(folder.resolve(), link.parent.resolve()))
             beside.replace(link)
-        self.logger.info("Hugging Face folder: %s%s", folder, f", also found as {link}" if link else "")
+        self.logger.info(
+            "Hugging Face folder: %s%s", folder, f", also found as {link}" if link else ""
+        )
         return folder
 
     def report(self) -> None:
@@ -194,16 +222,24 @@ class MLLMEngine(Engine):
         self._link()
         figures = self.evaluate()
         export = self.export()
-        every = self.world.all_gather(self.answers if self.config.ask and self.layout.speaks else [])
+        every = self.world.all_gather(
+            self.answers if self.config.eval_generation and self.layout.is_mp_src_rank else []
+        )
         if self.world.is_main:
             self.write_page(
-                figures, sorted((one for part in every for one in part), key=lambda one: one.sample), export
+                figures,
+                sorted((one for part in every for one in part), key=lambda one: one.sample),
+                export,
             )
 
-    def write_page(self, figures: dict[str, float | None], answers: list[Answer], export: Path) -> None:
+    def write_page(
+        self, figures: dict[str, float | None], answers: list[Answer], export: Path
+    ) -> None:
         losses = {name: name for name in figures if name.startswith("loss")}
         others = {name: name for name in figures if name not in losses}
-        shown = {name: "none" if value is None else f"{value:.4g}" for name, value in figures.items()}
+        shown = {
+            name: "none" if value is None else f"{value:.4g}" for name, value in figures.items()
+        }
         file = self.run.dir / "report.html"
         write_report(
             file,
@@ -232,8 +268,12 @@ class MLLMEngine(Engine):
             return None
         link = Path(self.config.export).expanduser()
         if link.exists() and not link.is_symlink():
-            raise UserError(f"export={link} is there, and no link of an earlier run: set export to another place")
+            raise UserError(
+                f"export={link} is there, and no link of an earlier run: set export to another place"
+            )
         there = next(folder for folder in link.absolute().parents if folder.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
-            raise UserError(f"export={link}: nothing can be written into {there}. Set export to another place")
+            raise UserError(
+                f"export={link}: nothing can be written into {there}. Set export to another place"
+            )
         return link

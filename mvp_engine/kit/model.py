@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.config.schema import Model, Part
+from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
+from mvp_engine.hf.lora import Lora, add_adapters, export_adapter
+from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.parts import parts_of, table
 from mvp_engine.model_engine import ModelEngine, ModelSource, engine_class
-from mvp_engine.model_engine.lora import Lora, add_adapters, export_adapter
-from mvp_engine.model_engine.packed import PackedModel
-from mvp_engine.model_engine.parts import parts_of, table
 
 
 class MLLMModelKit:
@@ -35,8 +35,13 @@ class MLLMModelKit:
         """
         if isinstance(model, Model):
             if model.type == "module":
-                raise UserError("model.type=module has nothing to build: set model.type=language_model, or value_model")
-            kind, source = engine_class(model.type, model.backend), ModelSource(model.path, model.config)
+                raise UserError(
+                    "model.type=module has nothing to build: set model.type=language_model, or value_model"
+                )
+            kind, source = (
+                engine_class(model.type, model.backend),
+                ModelSource(model.path, model.config),
+            )
         else:
             kind, source = engine_class(model_type), model
         return self.adapt(kind.build_model(source))
@@ -45,7 +50,9 @@ class MLLMModelKit:
         """Freeze a model that is built already and give it adapters, if there are to be some."""
         if self.lora is not None:
             if not isinstance(model, PackedModel):
-                raise UserError(f"lora: {type(model).__name__} is no Hugging Face model, so it takes no adapters")
+                raise UserError(
+                    f"lora: {type(model).__name__} is no Hugging Face model, so it takes no adapters"
+                )
             add_adapters(model, self.lora)
         return model
 
@@ -64,4 +71,6 @@ class MLLMModelKit:
         """The adapter alone, as a folder for `peft`. All ranks call it. Merged weights are `engine.export_hf`."""
         params = dict(engine.model.named_parameters())
         path = Path(folder).expanduser().resolve()
-        export_adapter(engine.model, path, lambda name: whole(params[name].detach()), engine.world)
+        export_adapter(
+            engine.model, path, lambda name: full_tensor(params[name].detach()), engine.world
+        )

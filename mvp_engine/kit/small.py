@@ -10,7 +10,11 @@ SEEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
 def small_tokenizer(
-    texts: Iterable[str], size: int, special: Iterable[str] = (), pieces: str | None = None, **media: str
+    texts: Iterable[str],
+    size: int,
+    special: Iterable[str] = (),
+    pieces: str | None = None,
+    **media: str,
 ) -> Any:
     """Bytes, and what pays of the words in `texts`: at most `size` tokens, with those of `CHAT` and `special` first.
 
@@ -48,13 +52,20 @@ def small_qwen3_vl(texts: Iterable[str], size: int, patch: int = 8) -> Any:
     places = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
     tokenizer = small_tokenizer(texts, size, SEEN, **places)
     patches: dict[str, Any] = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2}
-    patches["size"] = {"shortest_edge": patch**2, "longest_edge": (8 * patch) ** 2}  # areas; a config's limits go over
+    patches["size"] = {
+        "shortest_edge": patch**2,
+        "longest_edge": (8 * patch) ** 2,
+    }  # areas; a config's limits go over
     films = Qwen3VLVideoProcessor(**patches, cap_pixels_per_frame=True)
-    return Qwen3VLProcessor(Qwen2VLImageProcessor(**patches), tokenizer, films, tokenizer.chat_template)
+    return Qwen3VLProcessor(
+        Qwen2VLImageProcessor(**patches), tokenizer, films, tokenizer.chat_template
+    )
 
 
 def _template(media: Mapping[str, str]) -> str:
-    items = "".join(f"{{%- if part.type == '{kind}' %}}{text}{{%- endif %}}" for kind, text in media.items())
+    items = "".join(
+        f"{{%- if part.type == '{kind}' %}}{text}{{%- endif %}}" for kind, text in media.items()
+    )
     return (
         "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
         "{%- for part in ([{'type': 'text', 'text': message.content}] "

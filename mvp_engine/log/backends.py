@@ -29,7 +29,9 @@ class RunInfo:
     config: dict[str, Any]
     start_step: int = 0  # records up to this step are there already
     total_steps: int | None = None
-    messages: list[logging.LogRecord] = field(default_factory=list)  # said before, and shown already
+    messages: list[logging.LogRecord] = field(
+        default_factory=list
+    )  # said before, and shown already
 
 
 class Backend:
@@ -121,7 +123,9 @@ class TensorBoardBackend(Backend):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = info.run.dir / "tensorboard"
-        purge = info.start_step + 1 if info.workflow == "train" else None  # steps that will be made again
+        purge = (
+            info.start_step + 1 if info.workflow == "train" else None
+        )  # steps that will be made again
         self.writer = SummaryWriter(str(folder), purge_step=purge)
 
     def metrics(self, record: dict[str, Any]) -> None:
@@ -159,7 +163,11 @@ class WandbBackend(Backend):
     def start(self, info: RunInfo) -> None:
         wandb = _optional("wandb")
         self.run = wandb.init(
-            project=info.project, id=info.run.id, resume="allow", dir=str(info.run.dir), config=info.config
+            project=info.project,
+            id=info.run.id,
+            resume="allow",
+            dir=str(info.run.dir),
+            config=info.config,
         )
 
     def metrics(self, record: dict[str, Any]) -> None:
@@ -172,7 +180,9 @@ class WandbBackend(Backend):
 class TrackioBackend(Backend):
     def start(self, info: RunInfo) -> None:
         trackio = _optional("trackio")
-        self.run = trackio.init(project=info.project, name=info.run.id, resume="allow", config=info.config)
+        self.run = trackio.init(
+            project=info.project, name=info.run.id, resume="allow", config=info.config
+        )
 
     def metrics(self, record: dict[str, Any]) -> None:
         self.run.log(flat(record), step=record["step"])
@@ -194,7 +204,9 @@ BACKENDS: dict[str, type[Backend]] = {
 
 def flat(record: dict[str, Any]) -> dict[str, float]:
     """`train/loss`, `perf/memory_gib`, ...: a record as trackers want it."""
-    values = {f"{record['split']}/{k}": v for k, v in record.items() if k not in ("step", "split", "perf")}
+    values = {
+        f"{record['split']}/{k}": v for k, v in record.items() if k not in ("step", "split", "perf")
+    }
     values |= {f"perf/{k}": v for k, v in record.get("perf", {}).items()}
     return {name: value for name, value in values.items() if isinstance(value, int | float)}
 

@@ -43,7 +43,9 @@ def shown(record: dict[str, Any]) -> list[tuple[str, str]]:
         if key not in hidden and not key.startswith("lr/") and (key != "skipped" or value):
             pairs.append((key, number(value)))
     perf = record.get("perf", {})
-    pairs += [(f"{k.removesuffix('_per_s')}/s", rate(v)) for k, v in perf.items() if k.endswith("_per_s")]
+    pairs += [
+        (f"{k.removesuffix('_per_s')}/s", rate(v)) for k, v in perf.items() if k.endswith("_per_s")
+    ]
     if "mfu" in perf:
         pairs.append(("mfu", f"{100 * perf['mfu']:.1f}%"))
     if "data_wait" in perf:

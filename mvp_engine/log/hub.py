@@ -27,7 +27,9 @@ class EarlyMessages(logging.StreamHandler[Any]):
     def __init__(self, names: list[str], rank: int = 0) -> None:
         shows = rank == 0 and "terminal" in names
         super().__init__(sys.stdout if shows else sys.stderr)
-        self.setFormatter(logging.Formatter(f"{f'[rank {rank}] ' if rank else ''}%(levelname)s %(message)s"))
+        self.setFormatter(
+            logging.Formatter(f"{f'[rank {rank}] ' if rank else ''}%(levelname)s %(message)s")
+        )
         self.least = logging.INFO if shows else logging.WARNING
         self.kept: list[logging.LogRecord] = []
 
@@ -74,11 +76,16 @@ class LogHub:
         else:
             self._stderr = logging.StreamHandler(sys.stderr)
             self._stderr.setLevel(logging.WARNING)
-            self._stderr.setFormatter(logging.Formatter(f"[rank {rank}] %(levelname)s: %(message)s"))
+            self._stderr.setFormatter(
+                logging.Formatter(f"[rank {rank}] %(levelname)s: %(message)s")
+            )
             LOGGER.addHandler(self._stderr)
 
     def metrics(self, record: dict[str, Any]) -> None:
-        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        record = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in record.items()
+        }
         for backend in self.backends:
             self._call(backend, "metrics", record)
 
@@ -89,7 +96,9 @@ class LogHub:
         except OSError as error:
             if backend not in self._failing:
                 self._failing.add(backend)
-                LOGGER.error("%s cannot write: %s. Training goes on.", type(backend).__name__, error)
+                LOGGER.error(
+                    "%s cannot write: %s. Training goes on.", type(backend).__name__, error
+                )
         else:
             self._failing.discard(backend)
 
@@ -109,9 +118,13 @@ def backend_class(name: str) -> type[Backend]:
     if name in BACKENDS:
         return BACKENDS[name]
     if ":" not in name:
-        raise UserError(f"log.backends: unknown backend {name!r}; known: {', '.join(BACKENDS)}, or module:Class")
+        raise UserError(
+            f"log.backends: unknown backend {name!r}; known: {', '.join(BACKENDS)}, or module:Class"
+        )
     module, attribute = load_spec(name, Path.cwd(), "log.backends")
     found = getattr(module, attribute or "", None)
     if not (isinstance(found, type) and issubclass(found, Backend)):
-        raise UserError(f"log.backends: {name!r} is not a subclass of mvp_engine.log.backends.Backend")
+        raise UserError(
+            f"log.backends: {name!r} is not a subclass of mvp_engine.log.backends.Backend"
+        )
     return found

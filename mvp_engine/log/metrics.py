@@ -21,7 +21,9 @@ class MetricStore:
     def __init__(self, world: World, counts: bool = True, forgiving: bool = True) -> None:
         self.world = world
         self.counts = counts  # False on a rank whose data another rank has too
-        self.forgiving = forgiving  # leave out what is not finite; an evaluation does not, its mean is then None
+        self.forgiving = (
+            forgiving  # leave out what is not finite; an evaluation does not, its mean is then None
+        )
         self._host: Sums = {}
         self._device: dict[str, Tensor] = {}
         self.resumed = False  # holds a part that an earlier process added
@@ -33,7 +35,9 @@ class MetricStore:
     def add(self, name: str, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """`value` is a sum over `weight` items; the mean of everything added is logged."""
         if name in RESERVED:
-            raise ValueError(f"a metric cannot be called {name!r}; records use that name themselves")
+            raise ValueError(
+                f"a metric cannot be called {name!r}; records use that name themselves"
+            )
         self._add(f"mean/{name}", value, weight)
 
     def count(self, name: str, amount: Tensor | float) -> None:
@@ -75,8 +79,14 @@ class MetricStore:
         """Nothing on a rank that does not count: on another layout the sums of all ranks are added up."""
         if not self.counts:
             return {"host": {}, "names": [], "device": torch.zeros(0, 2)}
-        device = torch.stack(list(self._device.values())).cpu() if self._device else torch.zeros(0, 2)
-        return {"host": {k: list(v) for k, v in self._host.items()}, "names": list(self._device), "device": device}
+        device = (
+            torch.stack(list(self._device.values())).cpu() if self._device else torch.zeros(0, 2)
+        )
+        return {
+            "host": {k: list(v) for k, v in self._host.items()},
+            "names": list(self._device),
+            "device": device,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._host = {k: list(v) for k, v in state["host"].items()}

@@ -36,6 +36,7 @@ def device_peak(device: torch.device) -> float | None:
     name = torch.cuda.get_device_name(device)
     if (peak := peak_of(name)) is None:
         logging.getLogger("mvp_engine").warning(
-            "no peak is known for the GPU %r, so there is no MFU in the log: add it to mvp_engine/log/peaks.py", name
+            "no peak is known for the GPU %r, so there is no MFU in the log: add it to mvp_engine/log/peaks.py",
+            name,
         )
     return peak

@@ -36,7 +36,9 @@ def curves_svg(run: Run, panels: Mapping[str, Mapping[str, str]]) -> str:
     """Evaluations as SVG: a panel for each title, with metrics by label. One alone has its training curve too."""
     figure, every = _figure(len(panels))
     for axes, (title, metrics) in zip(every, panels.items(), strict=True):
-        lines = [(run, "train", *metrics.values(), "train", COLOURS[0])] if len(metrics) == 1 else []
+        lines = (
+            [(run, "train", *metrics.values(), "train", COLOURS[0])] if len(metrics) == 1 else []
+        )
         for (label, metric), colour in zip(metrics.items(), COLOURS[len(lines) :], strict=False):
             lines.append((run, "eval", metric, label, colour))
         _draw(axes, lines, {"eval": "o-"}, log=any("loss" in metric for metric in metrics.values()))
@@ -50,7 +52,9 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5) if panels == 1 else (5 * panels, 3.2), dpi=120, layout="constrained")
+    figure = Figure(
+        figsize=(8, 4.5) if panels == 1 else (5 * panels, 3.2), dpi=120, layout="constrained"
+    )
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
@@ -63,12 +67,22 @@ def _draw(axes: Any, lines: list[tuple[Any, ...]], styles: dict[str, str], log: 
             points += len(pairs)
             steps, values = zip(*pairs, strict=True)
             values_seen += values
-            axes.plot(steps, values, styles.get(split, "-"), color=colour, label=label, linewidth=1.6, markersize=4.5)
+            axes.plot(
+                steps,
+                values,
+                styles.get(split, "-"),
+                color=colour,
+                label=label,
+                linewidth=1.6,
+                markersize=4.5,
+            )
     if log and points and min(values_seen) > 0:
         axes.set_yscale("log")
     axes.set_xlabel("step", color=INK)
     axes.grid(True, color=GRID, linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     if points:
-        axes.legend(frameon=False, loc="upper right" if log else "lower right")  # where curves of their kind are not
+        axes.legend(
+            frameon=False, loc="upper right" if log else "lower right"
+        )  # where curves of their kind are not
     return points

@@ -87,7 +87,10 @@ def write_report(
         *(part for name, rows in (tables or {}).items() for part in _table(name, rows)),
         *_answers(chosen, len(examples), len(wrong)),
         "<h2>How to go on</h2><table class=steps>",
-        *(f"<tr><td>{escape(what)}<td><code>{escape(command)}</code></tr>" for what, command in next_steps.items()),
+        *(
+            f"<tr><td>{escape(what)}<td><code>{escape(command)}</code></tr>"
+            for what, command in next_steps.items()
+        ),
         f"</table><h2>Config</h2><details><summary>all keys of this run</summary><pre>{escape(config)}</pre></details>",
     ]
     # The policy forbids what escaping should have prevented, and every request to somewhere else.
@@ -106,7 +109,10 @@ def _figure(name: str, text: str) -> str:
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
     kinds = ["th", *["td"] * (len(rows) - 1)]
-    lines = ["".join(f"<{kind}>{escape(text)}" for text in row) for kind, row in zip(kinds, rows, strict=True)]
+    lines = [
+        "".join(f"<{kind}>{escape(text)}" for text in row)
+        for kind, row in zip(kinds, rows, strict=True)
+    ]
     return [f"<h2>{escape(title)}</h2><table>", *(f"<tr>{line}</tr>" for line in lines), "</table>"]
 
 
@@ -126,13 +132,25 @@ def _answers(chosen: Sequence[Example], asked: int, wrong: int) -> list[str]:
         told += f"{len(chosen) - missed:,} right ones"
     column = "<th>" if any(seen) else ""
     column += "".join(f"<th>{name}" for name in heads)
-    rows = [_row(example, media if any(seen) else None) for example, media in zip(chosen, seen, strict=True)]
-    return [f"<h2>{title}</h2>", f"<p class=dim>{told}.</p>", f"<table><tr>{column}</tr>", *rows, "</table>"]
+    rows = [
+        _row(example, media if any(seen) else None)
+        for example, media in zip(chosen, seen, strict=True)
+    ]
+    return [
+        f"<h2>{title}</h2>",
+        f"<p class=dim>{told}.</p>",
+        f"<table><tr>{column}</tr>",
+        *rows,
+        "</table>",
+    ]
 
 
 def _row(example: Example, media: Sequence[bytes] | None) -> str:
     mark = "<span class=right>right</span>" if example.right else "<span class=wrong>wrong</span>"
-    said = (_EMPTY_LINES.sub("\n\n", text) for text in (example.question, example.expected, example.written))
+    said = (
+        _EMPTY_LINES.sub("\n\n", text)
+        for text in (example.question, example.expected, example.written)
+    )
     texts = "".join(f"<td>{escape(text)}" for text in said)
     texts += "" if example.right is None else f"<td>{mark}"
     kind = " class=missed" if example.right is False else ""

@@ -23,12 +23,16 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 class Terminal:
-    def __init__(self, title: str, total_steps: int | None, live: bool, console: Console | None = None) -> None:
+    def __init__(
+        self, title: str, total_steps: int | None, live: bool, console: Console | None = None
+    ) -> None:
         self.title, self.total_steps = title, total_steps
         self.console = console or Console(highlight=False)
         self.handler: logging.Handler
         if self.console.is_terminal:
-            self.handler = RichHandler(console=self.console, show_path=False, show_time=False, rich_tracebacks=True)
+            self.handler = RichHandler(
+                console=self.console, show_path=False, show_time=False, rich_tracebacks=True
+            )
         else:
             self.handler = logging.StreamHandler(self.console.file)
             self.handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
@@ -38,7 +42,9 @@ class Terminal:
         self.latest: dict[str, dict[str, Any]] = {}
         self.live: Live | None = None
         if live and self.console.is_terminal:
-            self.live = Live(self._panel(), console=self.console, refresh_per_second=2, transient=True)
+            self.live = Live(
+                self._panel(), console=self.console, refresh_per_second=2, transient=True
+            )
             self.live.start()
 
     def show(self, record: dict[str, Any]) -> None:
@@ -55,7 +61,9 @@ class Terminal:
             self.live.stop()
             self.live = None
             if "train" in self.latest:  # the panel goes; its last figures stay
-                self.console.print(fmt.line(self.latest["train"], self.total_steps), markup=False, soft_wrap=True)
+                self.console.print(
+                    fmt.line(self.latest["train"], self.total_steps), markup=False, soft_wrap=True
+                )
         LOGGER.removeHandler(self.handler)
 
     def _panel(self) -> Panel:
@@ -74,12 +82,20 @@ class Terminal:
             figures = Table.grid(padding=(0, 3))
             pairs = [(name, text) for name, text in fmt.shown(record) if name != "eta"]
             for start in range(0, len(pairs), 4):
-                cells = [Text.assemble((f"{n} ", "dim"), (t, "bold")) for n, t in pairs[start : start + 4]]
+                cells = [
+                    Text.assemble((f"{n} ", "dim"), (t, "bold"))
+                    for n, t in pairs[start : start + 4]
+                ]
                 figures.add_row(*cells, *[""] * (4 - len(cells)))
             width = max(10, self.console.width - 12)
-            parts += [figures, Text.assemble(("loss ", "dim"), (sparkline(self.losses, width), "cyan"))]
+            parts += [
+                figures,
+                Text.assemble(("loss ", "dim"), (sparkline(self.losses, width), "cyan")),
+            ]
         else:
-            parts.append(Text("starting: the first figures come after log.interval steps", style="dim"))
+            parts.append(
+                Text("starting: the first figures come after log.interval steps", style="dim")
+            )
         return Panel(Group(*parts), title=self.title, title_align="left", border_style="dim")
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mvp_engine.batch import PackedBatch
+from mvp_engine.checkpoint.format import adopt
 from mvp_engine.checkpoint.state import SavedState, save
-from mvp_engine.checkpoint.storage import adopt
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
 
@@ -34,12 +34,16 @@ ForwardStep = Callable[[Any], tuple[Tensor, Tensor | float]]
 class Settings:
     """How a model engine is to run its model."""
 
-    precision: str = "fp32"  # of the computation: fp32, bf16 or fp16; weights and sums of gradients stay float32
+    precision: str = (
+        "fp32"  # of the computation: fp32, bf16 or fp16; weights and sums of gradients stay float32
+    )
     clip_grad_norm: float | None = None
     spike_sigmas: float | None = None  # a loss so far above those before it is not learnt from
     seed: int = 0  # of weights that are not read from anywhere
     freeze: tuple[str, ...] = ()  # parts, or patterns of parameter names, that do not train
-    recompute: str | Mapping[Any, str] = "none"  # none, selective or full; or one of them by part
+    activation_checkpointing: str | Mapping[Any, str] = (
+        "none"  # none, selective or full; or one of them by part
+    )
     compile: str | Mapping[Any, str | None] | None = (
         None  # a backend of torch.compile, for each block; or by part; or auto
     )
@@ -47,10 +51,14 @@ class Settings:
     offload: str = "none"  # none, optimizer or all: in host memory outside of train_mode; eval_mode has the model
 
     def __post_init__(self) -> None:
-        recompute = self.recompute.values() if isinstance(self.recompute, Mapping) else [self.recompute]
+        modes = (
+            self.activation_checkpointing.values()
+            if isinstance(self.activation_checkpointing, Mapping)
+            else [self.activation_checkpointing]
+        )
         for key, given, known in (
             ("precision", [self.precision], ("fp32", "bf16", "fp16")),
-            ("recompute", recompute, ("none", "selective", "full")),
+            ("activation_checkpointing", modes, ("none", "selective", "full")),
             ("offload", [self.offload], ("none", "optimizer", "all")),
         ):
             if wrong := [value for value in given if value not in known]:
@@ -61,7 +69,11 @@ def precision_on(device: torch.device, wanted: str) -> str:
     """What `auto` means there."""
     if wanted != "auto":
         return wanted
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return (
+        "bf16"
+        if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        else "fp32"
+    )
 
 
 @dataclass(frozen=True)
@@ -102,7 +114,9 @@ class ModelEngine(abc.ABC):
     @classmethod
     def build_model(cls, source: ModelSource) -> nn.Module:
         """A model of this type, on the meta device; `initialize` gives it its weights."""
-        raise UserError(f"{cls.__name__} has no model of its own to build: give it one (prepare_model)")
+        raise UserError(
+            f"{cls.__name__} has no model of its own to build: give it one (prepare_model)"
+        )
 
     # ---- Building -------------------------------------------------------------------------------------------------
 
@@ -173,7 +187,9 @@ class ModelEngine(abc.ABC):
         """`step` on one micro-batch, on the device and in the training precision; call it inside `eval_mode`."""
 
     @abc.abstractmethod
-    def infer_batch(self, batch: PackedBatch, outputs: Iterable[str], budget: int | None = None) -> dict[str, Tensor]:
+    def infer_batch(
+        self, batch: PackedBatch, outputs: Iterable[str], budget: int | None = None
+    ) -> dict[str, Tensor]:
         """Outputs by name over all tokens of a packed batch, in its order; at most `budget` tokens in a pass."""
 
     @abc.abstractmethod
@@ -222,7 +238,9 @@ class ModelEngine(abc.ABC):
         """A complete Hugging Face folder. All ranks call it, each writes its share of the files."""
 
     @abc.abstractmethod
-    def get_per_tensor_param(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def get_per_tensor_param(
+        self, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Each weight by its Hugging Face name, whole, one after the other. All ranks iterate together."""
 
     # ---- Who am I -------------------------------------------------------------------------------------------------
@@ -242,7 +260,7 @@ class ModelEngine(abc.ABC):
     @property
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Is this the rank, among those that work on the same data, whose outputs are to be collected?"""
-        return self.layout.speaks
+        return self.layout.is_mp_src_rank
 
 
 _REGISTRY: dict[tuple[str, str], type[ModelEngine]] = {}
@@ -253,9 +271,13 @@ def register(model_type: str, backend: str) -> Callable[[type[ModelEngine]], typ
 
     def add(engine: type[ModelEngine]) -> type[ModelEngine]:
         if not (isinstance(engine, type) and issubclass(engine, ModelEngine)):
-            raise TypeError(f"({model_type}, {backend}): {engine!r} is no class that derives from ModelEngine")
+            raise TypeError(
+                f"({model_type}, {backend}): {engine!r} is no class that derives from ModelEngine"
+            )
         if missing := sorted(engine.__abstractmethods__):
-            raise TypeError(f"({model_type}, {backend}): {engine.__qualname__} lacks {', '.join(missing)}")
+            raise TypeError(
+                f"({model_type}, {backend}): {engine.__qualname__} lacks {', '.join(missing)}"
+            )
         known = _REGISTRY.setdefault((model_type, backend), engine)
         if (known.__module__, known.__qualname__) != (engine.__module__, engine.__qualname__):
             raise ValueError(f"({model_type}, {backend}) is {known.__qualname__} already")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -14,13 +12,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.config.schema import Optim
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine.parts import PARTS, parts_of
+from mvp_engine.hf.parts import matching
 
 
 def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:
     """Fused AdamW. Weight decay reaches matrices only: not norms, not biases, not embeddings."""
     betas = (config.betas[0], config.betas[1])
-    return torch.optim.AdamW(parameter_groups(model, config), config.lr, betas, config.eps, fused=True)
+    return torch.optim.AdamW(
+        parameter_groups(model, config), config.lr, betas, config.eps, fused=True
+    )
 
 
 def parameter_groups(model: nn.Module, config: Optim) -> list[dict[str, Any]]:
@@ -33,11 +33,17 @@ def parameter_groups(model: nn.Module, config: Optim) -> list[dict[str, Any]]:
             label = "no_decay" if param in plain else "decay"
             group = groups.setdefault(
                 label if pattern is None else f"{pattern}/{label}",
-                {"params": [], "lr": rate, "weight_decay": 0.0 if param in plain else config.weight_decay},
+                {
+                    "params": [],
+                    "lr": rate,
+                    "weight_decay": 0.0 if param in plain else config.weight_decay,
+                },
             )
             group["params"].append(param)
     if not groups:
-        raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
+        raise UserError(
+            "the model has no parameter that requires a gradient; there is nothing to train"
+        )
     return [{**group, "name": name} for name, group in sorted(groups.items())]
 
 
@@ -46,7 +52,9 @@ def without_decay(model: nn.Module) -> set[nn.Parameter]:
     found: set[nn.Parameter] = set()
     for module in model.modules():
         is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        is_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+        is_norm = "norm" in type(module).__name__.lower() and not any(
+            True for _ in module.children()
+        )
         for name, param in module.named_parameters(recurse=False):
             if is_table or is_norm or param.ndim < 2 or "embed" in name or name.endswith("_token"):
                 found.add(param)
@@ -54,29 +62,17 @@ def without_decay(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _rates(model: nn.Module, config: Optim) -> dict[str, tuple[str, float]]:
-    """For each parameter that `optim.rates` speaks of, the first pattern that fits, and its rate."""
+    """For each parameter that `optim.lr_by_part` speaks of, the first pattern that fits, and its rate."""
     found: dict[str, tuple[str, float]] = {}
-    for pattern, rate in config.rates.items():
-        for name in matching(model, pattern, "optim.rates"):
+    for pattern, rate in config.lr_by_part.items():
+        for name in matching(model, pattern, "optim.lr_by_part"):
             found.setdefault(name, (pattern, rate))
     return found
 
 
-def matching(model: nn.Module, pattern: str, key: str) -> list[str]:
-    """The names of the parameters that a pattern fits, or of those of the part that it names; it must fit some."""
-    parts, names = parts_of(model), [name for name, _ in model.named_parameters()]
-    if pattern in parts.values():
-        return [name for name in names if parts[name] == pattern]
-    if pattern in PARTS and parts:
-        has = ", ".join(part for part in PARTS if part in parts.values())
-        raise UserError(f"{key}: {type(model).__name__} has no part {pattern}; it has {has}")
-    if not (found := [name for name in names if fnmatchcase(name, pattern)]):
-        near = difflib.get_close_matches(pattern, [*names, *sorted(set(parts.values()))], 3, 0.0)
-        raise UserError(f"{key}: no parameter is called {pattern!r}. Near it are {', '.join(near)}")
-    return found
-
-
-def build_scheduler(optimizer: torch.optim.Optimizer, config: Optim, total_steps: int | None) -> LambdaLR:
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, config: Optim, total_steps: int | None
+) -> LambdaLR:
     needs = [f"optim.schedule={config.schedule}"] if config.schedule != "constant" else []
     needs += ["optim.warmup_ratio"] if config.warmup_ratio is not None else []
     if total_steps is None and needs:
@@ -102,6 +98,7 @@ def lr_factor(step: int, config: Optim, total_steps: int) -> float:
         "constant": 1.0,
         "linear": 1.0 - done,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
-        "wsd": 1.0 - math.sqrt(done),  # ends lower than a straight line does for the same number of steps
+        "wsd": 1.0
+        - math.sqrt(done),  # ends lower than a straight line does for the same number of steps
     }
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shapes[config.schedule]

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvp_engine.distributed.sequence import SequenceShard
+from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
-from mvp_engine.ops import flex
-from mvp_engine.ops import ragged_attention as ragged
+from mvp_engine.ops import cudnn_attention as ragged
+from mvp_engine.ops import flex_attention as flex
 from mvp_engine.ops.autocast import autocast_dtype
-from mvp_engine.ops.by_sequence import one_by_one
+from mvp_engine.ops.reference_attention import reference_attention
 
 NAME = "mvp_packed"
 # Encoders that see "flash" hand over all their images in one call with boundaries, else they loop over images.
@@ -42,7 +42,7 @@ _PLAIN = {"causal_mask_function", "sliding_window_overlay", "packed_sequence_mas
 _BLOCKS = "blockwise_overlay"
 
 
-class NotHonoured(UserError, NotImplementedError):
+class UnsupportedAttention(UserError, NotImplementedError):
     """A model asks attention for something that packed attention does not have."""
 
 
@@ -74,9 +74,15 @@ class NoMask:
     ndim: int = 4
 
 
-def without_mask(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def without_mask(
+    decoder: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
     """A forward pre-hook for decoders, and for models that make the masks of theirs."""
-    inputs = kwargs.get("inputs_embeds") if kwargs.get("inputs_embeds") is not None else kwargs.get("input_ids")
+    inputs = (
+        kwargs.get("inputs_embeds")
+        if kwargs.get("inputs_embeds") is not None
+        else kwargs.get("input_ids")
+    )
     packed = decoder.config._attn_implementation == NAME  # type: ignore[union-attr]
     if not packed or inputs is None or kwargs.get("attention_mask") is not None:
         return None
@@ -133,7 +139,9 @@ def config_tree(config: Any) -> list[Any]:
 
 def boundaries(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
     """The keyword arguments of a model's forward that carry the boundaries to every attention layer."""
-    if cu_seqlens.is_cuda:  # or compiled blocks would be compiled anew when the number of sequences first changes
+    if (
+        cu_seqlens.is_cuda
+    ):  # or compiled blocks would be compiled anew when the number of sequences first changes
         torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
     return {
         "cu_seq_lens_q": cu_seqlens,
@@ -151,14 +159,22 @@ def _packed_mask(
         return attention_mask
     found = dict(_mask_parts(mask_function))
     parts = set(found)
-    leaves_it_to_the_mask = getattr(config, "use_bidirectional_attention", None) is True  # PaliGemma's layers do
+    leaves_it_to_the_mask = (
+        getattr(config, "use_bidirectional_attention", None) is True
+    )  # PaliGemma's layers do
     if parts <= _PLAIN and not leaves_it_to_the_mask:
         window = found.get("sliding_window_overlay")
-        return None if window is None else Window(inspect.getclosurevars(window).nonlocals["sliding_window"])
+        return (
+            None
+            if window is None
+            else Window(inspect.getclosurevars(window).nonlocals["sliding_window"])
+        )
     if parts <= {*_PLAIN, _BLOCKS}:
         return Overlay(mask_function, (1, 1, kv_length, kv_length))
     unknown = ", ".join(sorted(parts - {*_PLAIN, _BLOCKS}))
-    raise NotHonoured(f"the mask of {config.model_type} has {unknown}, which packed attention does not have")
+    raise UnsupportedAttention(
+        f"the mask of {config.model_type} has {unknown}, which packed attention does not have"
+    )
 
 
 def _mask_parts(function: Callable[..., Any]) -> list[tuple[str, Callable[..., Any]]]:
@@ -167,7 +183,9 @@ def _mask_parts(function: Callable[..., Any]) -> list[tuple[str, Callable[..., A
     if maker not in ("and_masks", "or_masks"):
         return [(maker, function)]
     return [
-        found for part in inspect.getclosurevars(function).nonlocals["mask_functions"] for found in _mask_parts(part)
+        found
+        for part in inspect.getclosurevars(function).nonlocals["mask_functions"]
+        for found in _mask_parts(part)
     ]
 
 
@@ -186,35 +204,45 @@ def packed_attention(
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    sequence_shard: SequenceShard | None = None,
+    ulysses_shard: UlyssesShard | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The signature of transformers' attention interface: (1, H, T, d) in, (1, T, H, d) out."""
     who = type(module).__name__
     _refuse(who, others)
     if isinstance(attention_mask, Tensor):
-        raise NotHonoured(f"{who} brings an attention mask of its own, which packed attention cannot honour")
+        raise UnsupportedAttention(
+            f"{who} brings an attention mask of its own, which packed attention cannot honour"
+        )
     if isinstance(attention_mask, Window):
         if sliding_window not in (None, attention_mask.size):
-            raise NotHonoured(f"{who} has a window of {sliding_window} and a mask with one of {attention_mask.size}")
+            raise UnsupportedAttention(
+                f"{who} has a window of {sliding_window} and a mask with one of {attention_mask.size}"
+            )
         sliding_window = attention_mask.size
     if cu_seq_lens_q is None or max_length_q is None:
-        raise NotHonoured(f"{who} was not told where sequences begin: its model drops keyword arguments")
+        raise UnsupportedAttention(
+            f"{who} was not told where sequences begin: its model drops keyword arguments"
+        )
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
-        raise NotHonoured(f"{who} calls attention with a batch or a cache; packed batches have neither")
+        raise UnsupportedAttention(
+            f"{who} calls attention with a batch or a cache; packed batches have neither"
+        )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     q, k, v = (x[0] for x in _as_autocast(query, key, value))
-    if sequence_shard is not None:
-        ranks = len(sequence_shard.sizes)
-        copies = max(1, ranks // k.shape[0])  # fewer key/value heads than ranks: each goes to several
+    if ulysses_shard is not None:
+        ranks = len(ulysses_shard.sizes)
+        copies = max(
+            1, ranks // k.shape[0]
+        )  # fewer key/value heads than ranks: each goes to several
         k, v = k.repeat_interleave(copies, 0), v.repeat_interleave(copies, 0)
-        q, k, v = sequence_shard.to_heads(q, k, v)
-        s_aux = None if s_aux is None else s_aux.chunk(ranks)[sequence_shard.rank]
+        q, k, v = ulysses_shard.to_heads(q, k, v)
+        s_aux = None if s_aux is None else s_aux.chunk(ranks)[ulysses_shard.rank]
     how = (scaling, dropout, causal, sliding_window, softcap, s_aux)
     overlay = attention_mask if isinstance(attention_mask, Overlay) else None
-    out = _each_sequence(q, k, v, cu_seq_lens_q, max_length_q, overlay, *how)
-    if sequence_shard is not None:
-        out = sequence_shard.to_tokens(out)
+    out = varlen_attention(q, k, v, cu_seq_lens_q, max_length_q, overlay, *how)
+    if ulysses_shard is not None:
+        out = ulysses_shard.to_tokens(out)
     return out.transpose(0, 1)[None].contiguous(), None  # some models view it
 
 
@@ -230,7 +258,7 @@ def encoder_attention(
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    sequence_shard: SequenceShard | None = None,
+    ulysses_shard: UlyssesShard | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """(N, H, L, d) in, (N, L, H, d) out: an item per row with a mask of its own if it likes, or all in one row with
@@ -241,13 +269,19 @@ def encoder_attention(
     q, k, v = _as_autocast(query, key, value)
     if cu_seq_lens_q is not None:
         if query.shape[0] != 1 or query.shape[2] != key.shape[2] or attention_mask is not None:
-            raise NotHonoured(f"{who} has boundaries and also a batch, a cache or a mask")
-        torch._assert_async(cu_seq_lens_q[-1] == query.shape[2], f"{who} was given boundaries that are not its own")
+            raise UnsupportedAttention(f"{who} has boundaries and also a batch, a cache or a mask")
+        torch._assert_async(
+            cu_seq_lens_q[-1] == query.shape[2], f"{who} was given boundaries that are not its own"
+        )
         how = (scaling, dropout, causal, None, None, None)
         longest = query.shape[2] if max_length_q is None else int(max_length_q)
-        return _each_sequence(q[0], k[0], v[0], cu_seq_lens_q, longest, None, *how).transpose(0, 1)[None], None
+        return varlen_attention(q[0], k[0], v[0], cu_seq_lens_q, longest, None, *how).transpose(
+            0, 1
+        )[None], None
     if attention_mask is not None and attention_mask.ndim != 4:
-        raise NotHonoured(f"{who} has a mask of shape {tuple(attention_mask.shape)}, not (items, heads, L, L)")
+        raise UnsupportedAttention(
+            f"{who} has a mask of shape {tuple(attention_mask.shape)}, not (items, heads, L, L)"
+        )
     out_NHLd = F.scaled_dot_product_attention(
         q,
         k,
@@ -262,9 +296,13 @@ def encoder_attention(
 
 
 def _refuse(who: str, others: dict[str, Any]) -> None:
-    unknown = [name for name, value in others.items() if name not in _HARMLESS and value is not None]
+    unknown = [
+        name for name, value in others.items() if name not in _HARMLESS and value is not None
+    ]
     if unknown:
-        raise NotHonoured(f"{who} asks attention for {', '.join(unknown)}, which packed attention does not have")
+        raise UnsupportedAttention(
+            f"{who} asks attention for {', '.join(unknown)}, which packed attention does not have"
+        )
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -273,7 +311,7 @@ def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors if dtype is None else tuple(x.to(dtype) for x in tensors)
 
 
-def _each_sequence(
+def varlen_attention(
     q_HTd: Tensor,
     k_KTd: Tensor,
     v_KTd: Tensor,
@@ -295,18 +333,22 @@ def _each_sequence(
         if _flash_can(q_HTd, v_KTd):
             return _flash(*what)
     if dropout == 0.0 and flex.can(q_HTd, v_KTd):
-        return _flex(q_HTd, k_KTd, v_KTd, cu_seqlens, allows, scale, causal, window, softcap, sinks_H)
-    return _loop(q_HTd, k_KTd, v_KTd, cu_seqlens, allows, scale, dropout, causal, window, softcap, sinks_H)
+        return _flex(
+            q_HTd, k_KTd, v_KTd, cu_seqlens, allows, scale, causal, window, softcap, sinks_H
+        )
+    return _loop(
+        q_HTd, k_KTd, v_KTd, cu_seqlens, allows, scale, dropout, causal, window, softcap, sinks_H
+    )
 
 
-_loop, _flex = one_by_one, flex.flex
+_loop, _flex = reference_attention, flex.flex
 
 
 def compile_around() -> None:
     """Blocks will be compiled: around what goes sequence by sequence, not through it, or each number of sequences would
     be a graph of its own; and around FlexAttention, which is compiled for sizes of its own."""
     global _loop, _flex
-    _loop, _flex = torch.compiler.disable(one_by_one), torch.compiler.disable(flex.flex)
+    _loop, _flex = torch.compiler.disable(reference_attention), torch.compiler.disable(flex.flex)
 
 
 def _ragged(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, *how: Any) -> Tensor:
@@ -331,9 +373,11 @@ def _flash(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    from mvp_engine.ops.varlen import varlen
+    from mvp_engine.ops.torch_varlen import varlen
 
     q, k, v = (x.transpose(0, 1).contiguous() for x in (q_HTd, k_KTd, v_KTd))
-    behind = -1 if window is None or window >= longest else window - 1  # a token sees itself and window - 1 before it
+    behind = (
+        -1 if window is None or window >= longest else window - 1
+    )  # a token sees itself and window - 1 before it
     ahead = 0 if causal else behind
     return varlen(q, k, v, cu_seqlens, longest, scale, (behind, ahead)).transpose(0, 1)

@@ -32,12 +32,17 @@ def use(block: nn.Module) -> int:
 def check(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
-        raise UserError(f"model.fp8: {name} has no 8-bit products; they begin with Ada and Hopper. Leave it out")
+        raise UserError(
+            f"model.fp8: {name} has no 8-bit products; they begin with Ada and Hopper. Leave it out"
+        )
 
 
 def fits(layer: nn.Module) -> bool:
     """A plain linear layer, not an adapter's, of sizes that there are such products for."""
-    return type(layer) is nn.Linear and layer.in_features % MULTIPLE == 0 == layer.out_features % MULTIPLE
+    return (
+        type(layer) is nn.Linear
+        and layer.in_features % MULTIPLE == 0 == layer.out_features % MULTIPLE
+    )
 
 
 class Fp8Linear(nn.Linear):
@@ -52,7 +57,9 @@ class Fp8Linear(nn.Linear):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TK if ctx.needs_input_grad[1] else None, weight_NK)  # only what a gradient needs
+        ctx.save_for_backward(
+            x_TK if ctx.needs_input_grad[1] else None, weight_NK
+        )  # only what a gradient needs
         return _product(x_TK, weight_NK)
 
     @staticmethod
@@ -69,7 +76,9 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     (a_codes, a_scale), (b_codes, b_scale) = _coded(a), _coded(b.contiguous())
     if not a.is_cuda:  # the same numbers in a slower way
         return (a_codes.float() @ b_codes.float().t() * a_scale * b_scale.t()).bfloat16()
-    return torch._scaled_mm(a_codes, b_codes.t(), a_scale, b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+    return torch._scaled_mm(
+        a_codes, b_codes.t(), a_scale, b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+    )
 
 
 def _coded(rows: Tensor) -> tuple[Tensor, Tensor]:

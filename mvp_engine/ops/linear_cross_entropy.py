@@ -30,7 +30,9 @@ class Scores(NamedTuple):
     log_probs: Tensor  # of the labels; 0 where there is none
     entropy: Tensor
     log_z: Tensor  # the logarithm of the softmax's denominator
-    mean_log_probs: Tensor | None  # over the whole vocabulary, if asked for: what label smoothing looks at
+    mean_log_probs: (
+        Tensor | None
+    )  # over the whole vocabulary, if asked for: what label smoothing looks at
 
 
 def linear_log_probs(
@@ -63,7 +65,9 @@ def linear_log_probs(
         )
     how = _how(hidden_TD, scale, softcap, temperature)
     with torch.autocast(hidden_TD.device.type, enabled=False):
-        given = _LinearLogProbs.apply(hidden_TD, weight_VD, bias_V, labels_T, how, chunk, mean, group, vocab_start or 0)
+        given = _LinearLogProbs.apply(
+            hidden_TD, weight_VD, bias_V, labels_T, how, chunk, mean, group, vocab_start or 0
+        )
     return Scores(*given)
 
 
@@ -83,8 +87,14 @@ def linear_argmax(
     how = _how(hidden_TD, scale, softcap, 1.0)
     weight_VD = weight_VD.to(how.dtype)
     with torch.autocast(hidden_TD.device.type, enabled=False):
-        best = [_logits(_raw(part_CD, weight_VD, bias_V, how), how).max(-1) for part_CD in hidden_TD.split(chunk)]
-    value_T, index_T = torch.cat([one.values for one in best]), torch.cat([one.indices for one in best])
+        best = [
+            _logits(_raw(part_CD, weight_VD, bias_V, how), how).max(-1)
+            for part_CD in hidden_TD.split(chunk)
+        ]
+    value_T, index_T = (
+        torch.cat([one.values for one in best]),
+        torch.cat([one.indices for one in best]),
+    )
     if group is None:
         return index_T
     ranks = dist.get_world_size(group)
@@ -112,7 +122,12 @@ def linear_loss(
     """
     needs = any(x is not None and x.requires_grad for x in (hidden_TD, weight_VD, bias_V))
     if not (torch.is_grad_enabled() and needs):
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "temperature": temperature, "chunk": chunk}
+        options: dict[str, Any] = {
+            "scale": scale,
+            "softcap": softcap,
+            "temperature": temperature,
+            "chunk": chunk,
+        }
         log_probs_T = linear_log_probs(hidden_TD, weight_VD, labels_T, bias_V, **options)[0]
         return -log_probs_T.sum(), -log_probs_T
     how = _how(hidden_TD, scale, softcap, temperature)
@@ -137,7 +152,11 @@ def _how(hidden_TD: Tensor, scale: float, softcap: float | None, temperature: fl
 
 def _kernels(logits_CV: Tensor, how: _How) -> Any:
     """The fused kernels, where they serve: they save most of the time that is not matmuls."""
-    if not logits_CV.is_cuda or how.softcap is not None or logits_CV.dtype not in (torch.bfloat16, torch.float16):
+    if (
+        not logits_CV.is_cuda
+        or how.softcap is not None
+        or logits_CV.dtype not in (torch.bfloat16, torch.float16)
+    ):
         return None
     from mvp_engine.ops import logit_kernels
 
@@ -205,7 +224,11 @@ def _join(slices_NT: Tensor, labels_T: Tensor, group: dist.ProcessGroup) -> tupl
     dot_T = (share_RT * (dot_RT + below_RT * sum_RT)).sum(0)
     log_sum_T = sum_T.log()
     log_probs_T = torch.where(labels_T == IGNORE, 0.0, picked_RT.amax(0) - max_T - log_sum_T)
-    mean_T, rows_T = (total_RT[0].sum(0) / total_RT[1].sum(0), total_RT[1].sum(0)) if total_RT else (log_sum_T,) * 2
+    mean_T, rows_T = (
+        (total_RT[0].sum(0) / total_RT[1].sum(0), total_RT[1].sum(0))
+        if total_RT
+        else (log_sum_T,) * 2
+    )
     return log_probs_T, max_T + log_sum_T, log_sum_T - dot_T / sum_T, mean_T, rows_T
 
 
@@ -258,26 +281,44 @@ def _gradient(
 class _Gradients:
     """Of hidden states, weight and bias, from those of the logits, one chunk of tokens after the other."""
 
-    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, needs: Any, how: _How) -> None:
+    def __init__(
+        self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, needs: Any, how: _How
+    ) -> None:
         self.weight, self.how = weight_VD.to(how.dtype), how
         self.dtypes = (weight_VD.dtype, None if bias_V is None else bias_V.dtype)
-        self.d_hidden_TD = torch.empty_like(hidden_TD, memory_format=torch.contiguous_format) if needs[0] else None
+        self.d_hidden_TD = (
+            torch.empty_like(hidden_TD, memory_format=torch.contiguous_format) if needs[0] else None
+        )
         self.d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs[1] else None
-        self.d_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and needs[2] else None
+        self.d_bias_V = (
+            torch.zeros_like(bias_V, dtype=torch.float32)
+            if bias_V is not None and needs[2]
+            else None
+        )
 
     def add(self, rows: slice, hidden_CD: Tensor, d_logits_CV: Tensor) -> None:
         if self.d_hidden_TD is not None:
             self.d_hidden_TD[rows] = d_logits_CV @ self.weight
         if self.d_weight_VD is not None:
             hidden_CD = hidden_CD.to(self.how.dtype)
-            if d_logits_CV.is_cuda and d_logits_CV.dtype != torch.float32:  # summed inside the matmul
-                torch.addmm(self.d_weight_VD, d_logits_CV.T, hidden_CD, out_dtype=torch.float32, out=self.d_weight_VD)
+            if (
+                d_logits_CV.is_cuda and d_logits_CV.dtype != torch.float32
+            ):  # summed inside the matmul
+                torch.addmm(
+                    self.d_weight_VD,
+                    d_logits_CV.T,
+                    hidden_CD,
+                    out_dtype=torch.float32,
+                    out=self.d_weight_VD,
+                )
             else:
                 self.d_weight_VD += d_logits_CV.T @ hidden_CD
         if self.d_bias_V is not None:
             self.d_bias_V += d_logits_CV.sum(0, dtype=torch.float32)
 
-    def times(self, factor: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def times(
+        self, factor: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of hidden states, weight and bias, in their dtypes."""
         found = (self.d_hidden_TD, self.d_weight_VD, self.d_bias_V)
         if factor is not None:
@@ -323,8 +364,14 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *d_scores: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD, bias_V, labels_T, norm_T, entropy_T, rows_T = ctx.saved_tensors
         # Those of a sum are one number that claims to be many, which the kernels do not know.
-        d_label_T, d_entropy_T, d_log_z_T, d_mean_T = (None if d is None else d.float().contiguous() for d in d_scores)
-        label_T = torch.zeros_like(norm_T) if d_label_T is None else torch.where(labels_T == IGNORE, 0.0, d_label_T)
+        d_label_T, d_entropy_T, d_log_z_T, d_mean_T = (
+            None if d is None else d.float().contiguous() for d in d_scores
+        )
+        label_T = (
+            torch.zeros_like(norm_T)
+            if d_label_T is None
+            else torch.where(labels_T == IGNORE, 0.0, d_label_T)
+        )
         p_T = label_T if d_log_z_T is None else label_T - d_log_z_T
         p_T = p_T if d_mean_T is None else p_T + d_mean_T
         every = (label_T, p_T, d_entropy_T, None if d_mean_T is None else d_mean_T / rows_T)
@@ -336,10 +383,14 @@ class _LinearLogProbs(torch.autograd.Function):
             raw_CV = _raw(hidden_CD, sums.weight, bias_V, ctx.how)
             given = _Upstream(*(None if d is None else d[rows] for d in every))  # type: ignore[arg-type]
             mine = None if ctx.group is None else _rows(labels_C, ctx.vocab_start, len(weight_VD))
-            d_raw_CV = _gradient(raw_CV, labels_C, norm_T[rows], entropy_T[rows], given, ctx.how, mine)
+            d_raw_CV = _gradient(
+                raw_CV, labels_C, norm_T[rows], entropy_T[rows], given, ctx.how, mine
+            )
             sums.add(rows, hidden_CD, d_raw_CV)
             if ctx.group is not None and sums.d_hidden_TD is not None:
-                pending.append(dist.all_reduce(sums.d_hidden_TD[rows], group=ctx.group, async_op=True))
+                pending.append(
+                    dist.all_reduce(sums.d_hidden_TD[rows], group=ctx.group, async_op=True)
+                )
         for work in pending:
             work.wait()
         return *sums.times(), None, None, None, None, None, None
@@ -365,7 +416,11 @@ class _LinearLoss(torch.autograd.Function):
             log_probs_C, norm_C, entropy_C, _ = _numbers(raw_CV, labels_C, how, mean=False)
             loss_T[rows] = -log_probs_C
             minus_C = -(labels_C != IGNORE).float()
-            sums.add(rows, hidden_CD, _gradient(raw_CV, labels_C, norm_C, entropy_C, _Upstream(minus_C, minus_C), how))
+            sums.add(
+                rows,
+                hidden_CD,
+                _gradient(raw_CV, labels_C, norm_C, entropy_C, _Upstream(minus_C, minus_C), how),
+            )
         ctx.sums = sums
         ctx.mark_non_differentiable(loss_T)
         return loss_T.sum(), loss_T
@@ -374,5 +429,7 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         sums, ctx.sums = ctx.sums, None
         if sums is None:
-            raise RuntimeError("linear_loss computed its gradients on the way forward, and gave them away already")
+            raise RuntimeError(
+                "linear_loss computed its gradients on the way forward, and gave them away already"
+            )
         return *sums.times(d_loss), None, None, None

@@ -22,7 +22,13 @@ def row_numbers(logits_CV: Tensor, labels_C: Tensor, factor: float) -> tuple[Ten
     numbers_4C = logits_CV.new_empty(4, len(logits_CV), dtype=torch.float32)
     how: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": WARPS}
     _row_numbers[(len(logits_CV),)](
-        logits_CV, labels_C.contiguous(), *numbers_4C, logits_CV.shape[1], logits_CV.stride(0), factor, **how
+        logits_CV,
+        labels_C.contiguous(),
+        *numbers_4C,
+        logits_CV.shape[1],
+        logits_CV.stride(0),
+        factor,
+        **how,
     )
     return numbers_4C.unbind()
 
@@ -39,26 +45,44 @@ def to_gradient_(
     factor: float,
 ) -> Tensor:
     """Overwrites the logits with the gradient with respect to them; what is given is `_Upstream`'s."""
-    some = [d_p_C if d is None else d for d in (d_entropy_C, d_flat_C)]  # a pointer that is not read
+    some = [
+        d_p_C if d is None else d for d in (d_entropy_C, d_flat_C)
+    ]  # a pointer that is not read
     rows = (labels_C, norm_C, entropy_C, d_label_C, d_p_C, *some)
     assert all(x.is_contiguous() for x in rows)
     how: dict[str, Any] = {"ENTROPY": d_entropy_C is not None, "FLAT": d_flat_C is not None}
     _to_gradient[(len(logits_CV),)](
-        logits_CV, *rows, logits_CV.shape[1], logits_CV.stride(0), factor, **how, BLOCK=BLOCK, num_warps=WARPS
+        logits_CV,
+        *rows,
+        logits_CV.shape[1],
+        logits_CV.stride(0),
+        factor,
+        **how,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
     )
     return logits_CV
 
 
 @triton.jit
-def _row_numbers(logits, labels, log_probs, norms, entropies, means, size, stride, factor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _row_numbers(  # type: ignore[no-untyped-def]
+    logits, labels, log_probs, norms, entropies, means, size, stride, factor, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
-    top, total, dot, plain = -float("inf"), 0.0, 0.0, 0.0  # sums of exp(x - top), that times (x - top), and x
+    top, total, dot, plain = (
+        -float("inf"),
+        0.0,
+        0.0,
+        0.0,
+    )  # sums of exp(x - top), that times (x - top), and x
     for start in range(0, size, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < size
         x = tl.load(logits + row * stride + column, inside, 0.0).to(tl.float32) * factor
         new_top = tl.maximum(top, tl.max(tl.where(inside, x, -float("inf")), 0))
-        lower = tl.where(total > 0.0, top - new_top, 0.0)  # before the first block there is nothing to move
+        lower = tl.where(
+            total > 0.0, top - new_top, 0.0
+        )  # before the first block there is nothing to move
         below = x - new_top
         share = tl.where(inside, tl.exp(below), 0.0)
         dot = (dot + total * lower) * tl.exp(lower) + tl.sum(share * below, 0)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.batch import IGNORE, PackedBatch
 from mvp_engine.config import Section
+from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.engine import StepContext
 from mvp_engine.kit import MLLMConfig, MLLMEngine, made_once
 

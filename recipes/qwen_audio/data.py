@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.kit import load_processor, made_once
-from mvp_engine.kit.data.decode import need
+from mvp_engine.kit.data.read.decode import need
 from mvp_engine.kit.small import small_tokenizer
 
 from .speech import Speaker

@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTImageProcessor
 
-from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.config import Model
 from mvp_engine.distributed import World
+from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine.source import read_config
+from mvp_engine.hf.config_source import read_config
 
 
 def make_processor(path: str | None, size: int) -> Any:
@@ -36,7 +36,7 @@ def make_model(model: Model, size: int, classes: list[str]) -> nn.Module:
 
 def save(model: Any, processor: Any, folder: Path, world: World) -> None:
     """Complete or not there. Ranks that share the weights call it together, and the first one writes."""
-    tensors = {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
+    tensors = {name: full_tensor(tensor).cpu() for name, tensor in model.state_dict().items()}
     if world.is_main:
         plain: Any = AutoModelForImageClassification.from_config(model.config)  # sharding changes the class
         plain.load_state_dict(tensors)

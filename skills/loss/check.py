@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config
 
-from mvp_engine.batch import PackedBatch
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.imports import load_spec
 from mvp_engine.kit import TokenNormedLossKit
-from mvp_engine.model_engine.packed import LanguageModel
 
 
 class Silent:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mvp_engine.batch import PackedBatch
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.kit import MFUKit
-from mvp_engine.model_engine.packed import LanguageModel
 from mvp_engine.ops import attention
 
 SHAPE = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "head_dim": 32}

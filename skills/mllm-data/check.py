@@ -17,7 +17,7 @@ import transformers as hf
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mvp_engine.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.imports import load_spec
 from mvp_engine.kit import MLLMData, MLLMDataKit
 
@@ -98,7 +98,7 @@ def problems(make: Make = with_kit) -> list[str]:
 
 
 def _samples(batch: PackedBatch) -> list[int]:
-    return batch.sequences["sample"].tolist()
+    return batch.sequence_fields["sample"].tolist()
 
 
 def _content(batches: list[PackedBatch], rows: dict[int, Any], processor: Any, folder: Path) -> list[str]:

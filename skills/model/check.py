@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.batch import PackedBatch
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
+from mvp_engine.hf.lora import adapted_layers
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource
-from mvp_engine.model_engine.lora import adapted_layers
 
 
 def problems(folder: Path, model: Any) -> list[str]:

@@ -20,7 +20,7 @@ from mvp_engine.model_engine import FSDPEngine
 
 Make = Callable[[nn.Module], Any]
 FORMS: list[dict[str, Any]] = [{"kind": k, "moments": m} for k in ("adamw", "muon") for m in ("float32", "int8")]
-FORMS += [{"moments": "bfloat16", "ema": 0.9}]
+FORMS += [{"state_dtype": "bfloat16", "ema": 0.9}]
 
 
 class Net(nn.Module):

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from mvp_engine.batch import PackedBatch
 from mvp_engine.config import compose
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.engine import StepContext
 from mvp_engine.engine.resume import choose_start
@@ -84,7 +84,7 @@ def _holds_out(config: str, words: list[str]) -> list[str]:
 
 def _seen(batch: PackedBatch) -> Iterator[tuple[int, str]]:
     """The source of each sequence, and a hash of all that a model sees of it."""
-    for s, source in enumerate(batch.sequences["source"].tolist()):
+    for s, source in enumerate(batch.sequence_fields["source"].tolist()):
         one = batch.select([s])
         told = hashlib.blake2b(one.input_ids.numpy().tobytes(), digest_size=12)
         for _, media in sorted(one.media.items()):

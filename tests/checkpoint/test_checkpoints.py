@@ -14,7 +14,8 @@ import torch
 from conftest import read_metrics
 from torch import nn
 
-from mvp_engine.checkpoint import CheckpointManager, state, storage
+from mvp_engine.checkpoint import CheckpointManager, state
+from mvp_engine.checkpoint import format as storage
 from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.config.schema import Checkpoint
 from mvp_engine.data import rng_state, set_rng_state

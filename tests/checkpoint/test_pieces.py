@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from mvp_engine.checkpoint.pieces import is_writer, pieces, runs
-from mvp_engine.checkpoint.pieces import whole as put_together
 from mvp_engine.distributed import World
+from mvp_engine.distributed.dtensor import dim_slices, is_writer, local_shards
+from mvp_engine.distributed.dtensor import full_tensor as put_together
 
 FUSED = _StridedShard(0, split_factor=2)
 
@@ -27,7 +27,7 @@ def numbered(*shape: int) -> Tensor:
 
 def test_plain_tensor_is_one_piece() -> None:
     for tensor in (numbered(3, 4), torch.tensor(2.5), torch.empty(0, 3), nn.Parameter(numbered(2))):
-        [(offset, part)] = pieces(tensor)
+        [(offset, part)] = local_shards(tensor)
         assert offset == (0,) * tensor.ndim
         assert part.shape == tensor.shape
         assert part.data_ptr() == tensor.data_ptr()
@@ -92,7 +92,7 @@ def all_pieces() -> list[tuple[Tensor, list[Any], Tensor | None]]:
 
 
 def described(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor, bool]]:
-    return [(offset, part.clone(), is_writer("name", tensor)) for offset, part in pieces(tensor)]
+    return [(offset, part.clone(), is_writer("name", tensor)) for offset, part in local_shards(tensor)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 12, 13, 24, 25])
@@ -107,7 +107,7 @@ def test_fsdp_cuts_what_tensor_parallel_left(size: int, tensor_ranks: int, kind:
             parts = torch.arange(size).tensor_split([-(-size // 3), 2 * -(-size // 3)]) if "fused" in kind else None
             left = torch.cat([chunk(p, tensor_ranks, second) for p in parts or [torch.arange(size)]])
             expected = chunk(left, 3, first).tolist()
-            found = runs(size, 0, (Replicate(), outer, inner), (2, 3, tensor_ranks), (1, first, second))
+            found = dim_slices(size, 0, (Replicate(), outer, inner), (2, 3, tensor_ranks), (1, first, second))
             assert [n for begin, _, length in found for n in range(begin, begin + length)] == expected
             assert [start for _, start, _ in found] == [sum(r[2] for r in found[:i]) for i in range(len(found))]
             assert all(a[0] + a[2] != b[0] for a, b in pairwise(found))  # as long as can be
@@ -142,6 +142,6 @@ def pending() -> str:
     world = World.join("cpu")
     tensor = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()])
     with pytest.raises(ValueError) as caught:
-        pieces(tensor)
+        local_shards(tensor)
     world.close()
     return str(caught.value)

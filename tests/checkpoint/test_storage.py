@@ -17,9 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from mvp_engine.checkpoint import state, storage
-from mvp_engine.checkpoint.pieces import pieces
+from mvp_engine.checkpoint import format as storage
+from mvp_engine.checkpoint import state
 from mvp_engine.distributed import World
+from mvp_engine.distributed.dtensor import local_shards
 from mvp_engine.errors import UserError
 
 FUSED = _StridedShard(0, split_factor=2)
@@ -197,7 +198,7 @@ def over_layouts(folder: str) -> list[str]:
             state.restore(Path(folder) / source, *other, world.host_group)
             found = everything(*other)
             for name, expected in everything(*right).items():
-                here, there = ([part for _, part in pieces(tensor)] for tensor in (found[name], expected))
+                here, there = ([part for _, part in local_shards(tensor)] for tensor in (found[name], expected))
                 if len(here) != len(there) or not all(map(torch.equal, here, there)):
                     wrong.append(f"{source} to {layout}: {name}")
     world.close()

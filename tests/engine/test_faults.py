@@ -109,7 +109,7 @@ def test_a_zero_weight_batch_is_skipped_not_divided_by(train, tmp_path: Path, mo
         (["tiny.loader=none"], "prepare_dataloader('train') gave None"),
         (["loop.total_steps=null"], "Set loop.total_steps or loop.epochs"),
         (["data.global_batch_size=7"], "The nearest that fit: 4 or 8"),
-        (["parallel.replicate=2"], "replicate=2, shard=1, sequence=1, tensor=1 do not multiply to the 1 process(es)"),
+        (["parallel.replicate=2"], "replicate=2, shard=1, ulysses=1, tensor=1 do not multiply to the 1 process(es)"),
         (["workflow=trian"], "it has: evaluate, shout, train"),
         (["workflow=save"], "no such workflow"),
         (["workflow=_build_model"], "no such workflow"),

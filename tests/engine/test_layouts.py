@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import MAGIC, ROOT, TINY, losses, read_metrics
 
-from mvp_engine.checkpoint import storage
+from mvp_engine.checkpoint import format as storage
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import EXIT_INTERRUPTED, UserError
 from mvp_engine.runs import list_runs
@@ -54,7 +54,7 @@ def test_half_an_interval_counts_once_on_another_layout(train, ranks2, ranks4, t
     words = ["log.interval=4", "checkpoint.interval=2", "optim.schedule=constant", "data.micro_batch_size=2"]
     assert train(*words, "loop.total_steps=4", config=LM, dir=tmp_path / "straight") == 0
     [straight] = read_metrics(tmp_path / "straight")
-    four = [*words, "loop.total_steps=3", "parallel.shard=2", "parallel.sequence=2", f"project.dir={tmp_path / '4'}"]
+    four = [*words, "loop.total_steps=3", "parallel.shard=2", "parallel.ulysses=2", f"project.dir={tmp_path / '4'}"]
     assert ranks4.launch(LM, *four) == [0] * 4
     again = [*words, f"resume={list_runs(tmp_path / '4')[-1].checkpoint_list()[0]}"]
     assert train(*again, "loop.total_steps=4", config=LM, dir=tmp_path / "1") == 0
@@ -90,11 +90,11 @@ def test_each_rank_writes_its_own_shards(ranks2, tmp_path: Path) -> None:
     assert bool(reader.read("model.0.weight").isfinite().all())
 
 
-@pytest.mark.parametrize("words", [{"shard": 3}, {"replicate": 2, "shard": 4}, {"sequence": 8}, {"tensor": 3}])
+@pytest.mark.parametrize("words", [{"shard": 3}, {"replicate": 2, "shard": 4}, {"ulysses": 8}, {"tensor": 3}])
 def test_layouts_that_do_not_multiply_are_explained(words: dict[str, int]) -> None:
     from mvp_engine.config.schema import Parallel
 
     four = World(0, 4, 0, 4, torch.device("cpu"))
-    config = Parallel(**{"replicate": -1, "shard": 1, "sequence": 1, "tensor": 1, "timeout": 60.0, **words})
+    config = Parallel(**{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 60.0, **words})
     with pytest.raises(UserError, match="do not multiply to the 4 process"):
         Layout.of(four, config)

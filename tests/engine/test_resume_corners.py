@@ -14,7 +14,7 @@ from conftest import MAGIC, TINY, losses, read_metrics
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from mvp_engine.checkpoint import storage
+from mvp_engine.checkpoint import format as storage
 from mvp_engine.checkpoint.manager import recover
 from mvp_engine.config import compose
 from mvp_engine.engine.feed import Feed
@@ -306,7 +306,7 @@ def same_start() -> float:
 
     world = World.join("cpu")
     weight = torch.full((2,), float(world.rank))
-    world.same_everywhere([weight])
+    world.broadcast_from_rank0_([weight])
     world.close()
     return float(weight.sum())
 
@@ -319,12 +319,12 @@ def test_gradient_that_comes_twice_in_one_backward_is_an_error(ranks2) -> None:
 def twice() -> str:
     from torch.utils.checkpoint import checkpoint
 
-    from mvp_engine.distributed import GradientReducer, World
+    from mvp_engine.distributed import DDPReducer, World
 
     world = World.join("cpu")
     layer = nn.Linear(4, 4)
     assert world.host_group is not None
-    reducer = GradientReducer(list(layer.parameters()), world.host_group)
+    reducer = DDPReducer(list(layer.parameters()), world.host_group)
     reducer.zero_grad()
     reducer.arm()
     x = torch.randn(2, 4, requires_grad=True)

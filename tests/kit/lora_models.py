@@ -12,12 +12,12 @@ from test_api import constant
 from test_hf_folders import alone
 from torch import Tensor
 
-from mvp_engine.batch import PackedBatch
-from mvp_engine.checkpoint.pieces import whole
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
+from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import FSDPEngine, ModelSource, Settings, engine_class
-from mvp_engine.model_engine.packed import LanguageModel
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 BATCH = PackedBatch.from_sequences([torch.arange(3, 12), torch.arange(5, 9)])
@@ -55,8 +55,8 @@ def adam(model: torch.nn.Module) -> torch.optim.AdamW:
 
 def steps(engine: FSDPEngine, batch: PackedBatch = BATCH, count: int = 2, output: str = "log_probs") -> None:
     for _ in range(count):
-        engine.train_batch([batch], lambda b: (-engine.model(b, [output])[output].sum(), b.weight))
+        engine.train_batch([batch], lambda b: (-engine.model(b, [output])[output].sum(), b.num_loss_tokens))
 
 
 def weights(engine: FSDPEngine) -> dict[str, Tensor]:
-    return {name: whole(param.detach()).clone() for name, param in engine.model.named_parameters()}
+    return {name: full_tensor(param.detach()).clone() for name, param in engine.model.named_parameters()}

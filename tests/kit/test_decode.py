@@ -19,10 +19,10 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from mvp_engine.kit.data import decode as reading
-from mvp_engine.kit.data.limits import Info, Limits
-from mvp_engine.kit.data.media import probe
-from mvp_engine.kit.data.rows import BadRow, Part
+from mvp_engine.kit.data.encode.limits import Info, Limits
+from mvp_engine.kit.data.encode.media import probe
+from mvp_engine.kit.data.read import decode as reading
+from mvp_engine.kit.data.read.rows import BadRow, Part
 
 LIMITS = Limits(fps=2.0, max_frames=8, timeout=20.0)
 HERE = Path(".")
@@ -333,7 +333,7 @@ def test_what_hangs_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch, photo: 
 def test_a_process_ends_although_a_decoder_hangs_in_it() -> None:
     code = """
 import ctypes
-from mvp_engine.kit.data import decode
+from mvp_engine.kit.data.read import decode
 try:
     decode.within(0.1, lambda: ctypes.CDLL(None).sleep(200), "it")
 except decode.BadRow as bad:

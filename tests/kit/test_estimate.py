@@ -12,18 +12,18 @@ import torch
 from conftest import ROOT
 from test_recipe import recipe  # noqa: F401 - a fixture
 
-from mvp_engine.batch import Media, PackedBatch
 from mvp_engine.cli import main
+from mvp_engine.data.batch import Media, PackedBatch
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
-from mvp_engine.kit.estimate import FP8, Setting, estimate
 from mvp_engine.model_engine import ModelSource
-from mvp_engine.model_engine.fsdp.build import freeze, light_base
-from mvp_engine.model_engine.packed import LanguageModel
+from mvp_engine.model_engine.fsdp.parallelize import cast_frozen_base, freeze
+from mvp_engine.tools.estimate_memory import FP8, Setting, estimate
 
 data: Any = import_file(ROOT / "benchmarks" / "sft" / "data.py")
 PIXELS = data.Pixels()
-LARGE = {"moments": "int8", "recompute": "selective"}
+LARGE = {"state_dtype": "int8", "activation_checkpointing": "selective"}
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,16 @@ def test_settings_change_what_they_should() -> None:
 
     base = told(plain)
     kept = base["memory_gib"]["activations"]
-    full, some = (told(replace(plain, recompute=way))["memory_gib"]["activations"] for way in ("full", "selective"))
+    full, some = (
+        told(replace(plain, activation_checkpointing=way))["memory_gib"]["activations"] for way in ("full", "selective")
+    )
     assert full < some < kept
     assert told(replace(plain, compile={"llm": "inductor"}))["memory_gib"]["activations"] > kept
-    assert told(replace(plain, recompute={"vision": "full"}))["memory_gib"]["activations"] < kept
-    assert told(replace(plain, moments="int8"))["memory_gib"]["moments"] < base["memory_gib"]["moments"] / 3
+    assert told(replace(plain, activation_checkpointing={"vision": "full"}))["memory_gib"]["activations"] < kept
+    assert told(replace(plain, state_dtype="int8"))["memory_gib"]["moments"] < base["memory_gib"]["moments"] / 3
     shared = told(replace(plain, shard=8))["memory_gib"]
     assert shared["weights"] == pytest.approx(base["memory_gib"]["weights"] / 8)
-    assert told(replace(plain, sequence=2))["memory_gib"]["activations"] < kept
+    assert told(replace(plain, ulysses=2))["memory_gib"]["activations"] < kept
     assert told(replace(plain, gpu="RTX 4090"))["step_s"] > 3 * base["step_s"]
     assert not told(replace(plain, gpu="RTX 4090"))["fits"]
     adapted = MLLMModelKit(Lora(rank=8)).build(ModelSource(None, shape))
@@ -96,8 +98,8 @@ def test_what_ranks_share_and_what_each_does_whole() -> None:
     shape, plain = data.shape("qwen3_vl_2b"), Setting()
     model, batch = LanguageModel.on_meta(None, shape), data.packed(data.rows("images", 1)[:6], "qwen3_vl_2b", PIXELS)
     text = replace(batch, media={})
-    alone, shared = (estimate(model, [batch], [batch], replace(plain, sequence=n)) for n in (1, 4))
-    words = estimate(model, [batch], [text], replace(plain, sequence=4))["seconds"]
+    alone, shared = (estimate(model, [batch], [batch], replace(plain, ulysses=n)) for n in (1, 4))
+    words = estimate(model, [batch], [text], replace(plain, ulysses=4))["seconds"]
     for name in ("weights", "gradients", "moments"):  # ranks that share sequences hold shards
         assert shared["memory_gib"][name] == pytest.approx(alone["memory_gib"][name] / 4)
     assert shared["seconds"]["optimizer"] == pytest.approx(alone["seconds"]["optimizer"] / 4)
@@ -113,7 +115,7 @@ def test_adapters_on_a_base_in_bf16() -> None:
     shape = {**data.shape("qwen3_8b"), "dtype": "bfloat16"}
     batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
     model: Any = MLLMModelKit(Lora(rank=16)).build(ModelSource(None, shape))
-    light_base(model, torch.bfloat16)
+    cast_frozen_base(model, torch.bfloat16)
     base = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     found = estimate(model, [batch], [batch], Setting())
     assert found["memory_gib"]["weights"] * 2**30 == pytest.approx(2 * base, rel=0.03)
@@ -151,7 +153,8 @@ def test_recomputing_takes_the_time_of_another_forward() -> None:
     model = LanguageModel.on_meta(None, data.shape("qwen3_8b"))
     batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
     none, some, full = (
-        estimate(model, [batch], [batch], Setting(recompute=way)) for way in ("none", "selective", "full")
+        estimate(model, [batch], [batch], Setting(activation_checkpointing=way))
+        for way in ("none", "selective", "full")
     )
     assert none["step_s"] == some["step_s"]  # what it computes again is not known to a tenth
     assert full["seconds"]["attention"] == pytest.approx(none["seconds"]["attention"] * 4 / 3)

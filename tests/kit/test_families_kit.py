@@ -18,10 +18,10 @@ from test_media import own
 from test_vision import check_packed_is_alone, close
 from transformers import AutoConfig
 
-from mvp_engine.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.data.limits import Info
-from mvp_engine.model_engine.packed import LanguageModel
+from mvp_engine.kit.data.encode.limits import Info
 from mvp_engine.ops import attention
 
 RATE = 16000
@@ -110,7 +110,7 @@ def test_packs_are_what_the_family_makes_of_each_row_alone(name: str, tmp_path: 
     kit = MLLMDataKit(MLLMData.model_validate(settings), processor, model_config=model.hf.config)
     assert kit.sampler.media.kinds == kinds
     (pack,) = kit.loader("train")
-    order = pack.sequences["sample"].tolist()
+    order = pack.sequence_fields["sample"].tolist()
     assert sorted(order) == list(range(len(rows)))
     ones = [pack.select([order.index(i)]) for i in range(len(rows))]
     for one, row, asked in zip(ones, rows, questions, strict=True):

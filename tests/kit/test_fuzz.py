@@ -32,7 +32,7 @@ def test_five_thousand_fuzzed_rows_are_trained_on_once_or_named_with_the_reason(
     )
     kit = MLLMDataKit(settings, talking("qwen2_5_omni"), num_workers=WORKERS)
     batches = kit.loader("train", folder=tmp_path)
-    trained = Counter(sample for batch in batches for sample in batch.sequences["sample"].tolist() if sample >= 0)
+    trained = Counter(sample for batch in batches for sample in batch.sequence_fields["sample"].tolist() if sample >= 0)
     listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
     reasons = {record["where"]: record["reason"] for record in listed}
     assert len(reasons) == len(listed)  # each once

@@ -11,11 +11,11 @@ import torch
 from families import VISION, parallel
 from test_vision import lively, samples
 
-from mvp_engine.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.kit.generate import answer, generate, split_answers
 from mvp_engine.model_engine import LanguageModelEngine
-from mvp_engine.model_engine.packed import LanguageModel
 
 FAMILIES = ["qwen3_vl", "qwen2_5_vl", "gemma3", "llava", "qwen2_audio"]
 NEW = 5
@@ -38,9 +38,9 @@ def expected(folder: Path, name: str, ones: list[PackedBatch], stop: int) -> lis
     model = AutoModelForMultimodalLM.from_pretrained(folder).eval()
     takes, found = inspect.signature(model.forward).parameters, []
     for one in ones:
-        given: dict[str, Any] = {n: value[None] for n, value in one.tokens.items() if n in takes}
+        given: dict[str, Any] = {n: value[None] for n, value in one.token_fields.items() if n in takes}
         for kind, media in one.media.items():
-            given |= {kind: media.values, **media.fields} if len(media.rows) else {}
+            given |= {kind: media.values, **media.fields} if len(media.row_counts) else {}
         given |= {"input_ids": one.input_ids[None], "attention_mask": torch.ones_like(one.input_ids)[None]}
         options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": stop, "pad_token_id": 0}
         found.append(model.generate(**given, **options)[0, one.num_tokens :].tolist())
@@ -71,7 +71,7 @@ def on_ranks(name: str, sizes: dict[str, int], stop: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("sizes", [{}, {"shard": 2}, {"sequence": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"shard": 2}, {"ulysses": 2}, {"tensor": 2}], ids=str)
 def test_every_layout_writes_the_same_and_ranks_without_prompts_do_not_hang(ranks2, sizes: dict[str, int]) -> None:
     name = "qwen3" if "tensor" in sizes else "qwen3_vl"  # only text has a plan in transformers
     engine, ones = built(name)
@@ -95,7 +95,7 @@ def test_the_last_answer_of_a_row_is_asked_for() -> None:
     mask = torch.zeros(12, dtype=torch.bool)
     mask[3:5] = mask[8:11] = True
     fields = {"source": torch.tensor([0, 1]), "sample": torch.tensor([4, 7])}
-    batch = PackedBatch.from_sequences([ids, ids[:4]], [mask, mask[:4] & False], sequences=fields)
+    batch = PackedBatch.from_sequences([ids, ids[:4]], [mask, mask[:4] & False], sequence_fields=fields)
     prompts, answers, kept = split_answers(batch)
     assert prompts is not None
     assert (prompts.input_ids.tolist(), answers, kept) == (ids[:8].tolist(), [[18, 19, 20]], [0])

@@ -13,8 +13,8 @@ from templates.tiny import tokenizer
 from tiny_vlm import chat, qwen3_vl, with_images, write
 
 from mvp_engine.cli import main
-from mvp_engine.kit.data import inspect as inspecting
-from mvp_engine.kit.data.show import show
+from mvp_engine.tools import inspect as inspecting
+from mvp_engine.tools.inspect_page import show
 
 KEYS = ["data", "model", "split", "missing", "decoded", "sources", "sample", "lengths", "plan", "overlong", "bad"]
 KEYS += ["rows"]

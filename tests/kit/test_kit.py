@@ -17,14 +17,14 @@ from PIL import Image
 from templates.tiny import tokenizer
 from tiny_vlm import TEXT, chat, made, model_config, picture, qwen3_vl, with_images, write
 
-from mvp_engine.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.kit import MLLMData
-from mvp_engine.kit.data import asking
-from mvp_engine.kit.data.bad import BadRecord, BadRows
-from mvp_engine.kit.data.rows import read_row
-from mvp_engine.kit.data.template import Template
-from mvp_engine.model_engine.packed import LanguageModel
+from mvp_engine.kit.data.encode import processor_calls as asking
+from mvp_engine.kit.data.encode.template import Template
+from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
+from mvp_engine.kit.data.read.rows import read_row
 
 
 def learns(model: LanguageModel, batches: list[PackedBatch], steps: int = 8) -> list[float]:
@@ -32,7 +32,7 @@ def learns(model: LanguageModel, batches: list[PackedBatch], steps: int = 8) -> 
     for _ in range(steps):
         optimizer.zero_grad()
         total = torch.stack([-model(batch, ["log_probs"])["log_probs"].sum() for batch in batches]).sum()
-        loss = total / torch.stack([batch.weight for batch in batches]).sum()
+        loss = total / torch.stack([batch.num_loss_tokens for batch in batches]).sum()
         loss.backward()
         optimizer.step()
         means.append(float(loss.detach()))
@@ -45,7 +45,7 @@ def test_chats_are_trained_on_as_the_template_masks_them(tmp_path: Path) -> None
     template, seen = Template(tokenizer("qwen2_5")), set()
     for batch in kit.loader("train"):
         assert batch.num_tokens <= 256
-        for s, sample in enumerate(batch.sequences["sample"].tolist()):
+        for s, sample in enumerate(batch.sequence_fields["sample"].tolist()):
             ids, loss, _ = template.tokenize(template.render(read_row(rows[sample])))
             part = batch.select([s])
             assert part.input_ids.tolist() == ids
@@ -73,9 +73,9 @@ def test_images_go_through_the_processor_and_a_model_learns(tmp_path: Path) -> N
     torch.manual_seed(0)
     model = LanguageModel.from_config(config)
     for batch in batches:
-        for s, sample in enumerate(batch.sequences["sample"].tolist()):
+        for s, sample in enumerate(batch.sequence_fields["sample"].tolist()):
             check_against_processor(batch.select([s]), rows[sample], tmp_path, model)
-    assert sum(len(batch.media["pixel_values"].rows) for batch in batches) == 12
+    assert sum(len(batch.media["pixel_values"].row_counts) for batch in batches) == 12
     means = learns(model, batches)
     assert means[-1] < 0.7 * means[0]
 
@@ -137,9 +137,11 @@ def test_over_long_rows(tmp_path: Path, overlong: str) -> None:
         with pytest.raises(UserError, match=r"2 row\(s\) have more than 90 tokens, such as long.jsonl:2, long.jsonl:3"):
             kit.loader("train")
         return
-    batches = {s: b.select([i]) for b in kit.loader("train") for i, s in enumerate(b.sequences["sample"].tolist())}
+    batches = {
+        s: b.select([i]) for b in kit.loader("train") for i, s in enumerate(b.sequence_fields["sample"].tolist())
+    }
     assert all(batch.num_tokens <= 90 for batch in batches.values())
-    assert all(int(batch.weight) > 0 for batch in batches.values())
+    assert all(int(batch.num_loss_tokens) > 0 for batch in batches.values())
     lost = kit.summary("train")
     if overlong == "drop":
         assert batches.keys() == {0}
@@ -150,7 +152,7 @@ def test_over_long_rows(tmp_path: Path, overlong: str) -> None:
         assert "Bad rows: 1 nothing_to_learn. Over-long rows truncated: 2" in lost
     else:
         assert batches.keys() == {0, 2}
-        assert len(batches[2].media["pixel_values"].rows) == 4
+        assert len(batches[2].media["pixel_values"].row_counts) == 4
         assert "Bad rows: 1 overlong. Over-long rows shrunk: 2" in lost
 
 
@@ -170,7 +172,7 @@ def test_bad_rows_are_named_counted_and_left_out(tmp_path: Path) -> None:
     assert {line["where"]: line["reason"] for line in listed} == expected
     assert len(listed) == 4
     assert loader.bad_rows.counts["rows", "missing_file"] == 1
-    samples = {s for batch in kit.loader("train") for s in batch.sequences["sample"].tolist()}
+    samples = {s for batch in kit.loader("train") for s in batch.sequence_fields["sample"].tolist()}
     assert samples == set(range(20)) - {3, 7, 11, 15}
     for settings in ({"max_bad_fraction": 0.15}, {"max_bad_fraction": 1.0, "max_bad_rows": 3}):
         with pytest.raises(UserError, match=r"4 of 20 rows are bad, and 3 are allowed .*1 bad_json.*rows.jsonl:4"):
@@ -194,7 +196,7 @@ def test_a_picture_that_breaks_after_the_plan_costs_its_row_and_nothing_else(tmp
     cut_off.write_bytes(cut_off.read_bytes()[:100])
     for _ in range(2):
         loader = kit.loader("train", folder=tmp_path, num_workers=workers)
-        samples = sorted(s for batch in loader for s in batch.sequences["sample"].tolist() if s >= 0)
+        samples = sorted(s for batch in loader for s in batch.sequence_fields["sample"].tolist() if s >= 0)
     listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
     assert [(line["where"], line["reason"]) for line in listed] == [("pictures.jsonl:5", "corrupt")]
     assert samples == sorted(set(range(12)) - {4})
@@ -222,7 +224,7 @@ def test_a_pack_of_which_nothing_is_left_trains_nothing(tmp_path: Path) -> None:
     good = next(iter(kit.loader("train")))
     (tmp_path / name).unlink()
     (batch,) = list(kit.loader("train"))
-    assert int(batch.weight) == 0
+    assert int(batch.num_loss_tokens) == 0
     assert batch.num_tokens == 1
     assert PackedBatch.concat([good, batch]).num_sequences == 2  # of the same kind
     LanguageModel.from_config(model_config())(batch, ["log_probs"])
@@ -249,7 +251,7 @@ def test_each_source_has_a_loss_of_its_own(tmp_path: Path) -> None:
     found = kit.source_losses(log_probs, batch)
     assert list(found) == ["loss_aa", "loss_bb"]
     for i, (total, weight) in enumerate(found.values()):
-        part = [s for s, source in enumerate(batch.sequences["source"].tolist()) if source == i]
+        part = [s for s, source in enumerate(batch.sequence_fields["source"].tolist()) if source == i]
         spans = [slice(*batch.cu_seqlens[s : s + 2].tolist()) for s in part]
         assert float(total) == -sum(float(log_probs[span].sum()) for span in spans)
         assert int(weight) == sum(int((batch.labels[span] != IGNORE).sum()) for span in spans) > 0

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelSource, Settings, engine_class
-from mvp_engine.model_engine.fsdp import build
-from mvp_engine.model_engine.packed import LanguageModel
+from mvp_engine.model_engine.fsdp import parallelize as build
 from mvp_engine.runs import list_runs
 
 
@@ -108,7 +108,7 @@ def test_selective_recomputation_keeps_no_more_for_adapters_than_without(base: P
     monkeypatch.setattr(build, "_keep", watched)
     sums = []
     for lora in (None, Lora(rank=2), Lora(rank=2, dora=True)):
-        steps(engine_of(base, lora, recompute="selective"), count=1)
+        steps(engine_of(base, lora, activation_checkpointing="selective"), count=1)
         sums.append(sum(kept))
         kept.clear()
     assert 0 < sums[0] <= sums[1] == sums[2] < 1.1 * sums[0]
@@ -127,9 +127,9 @@ def on_layout(base: Path, sizes: dict[str, int], lora: Lora, settings: dict[str,
 @pytest.mark.parametrize(
     ("sizes", "settings"),
     [
-        ({"replicate": 2}, {"recompute": "full"}),
-        ({"shard": 2}, {"recompute": "selective", "compile": {"llm": "aot_eager"}}),
-        ({"sequence": 2}, {}),
+        ({"replicate": 2}, {"activation_checkpointing": "full"}),
+        ({"shard": 2}, {"activation_checkpointing": "selective", "compile": {"llm": "aot_eager"}}),
+        ({"ulysses": 2}, {}),
     ],
     ids=["replicate", "shard", "sequence"],
 )

@@ -13,13 +13,13 @@ from lora_models import BATCH, LM, engine_of, pretrained, steps, weights
 from test_hf_folders import entries
 from test_vision import lively, samples
 
-from mvp_engine.batch import PackedBatch
-from mvp_engine.checkpoint import storage
+from mvp_engine.checkpoint import format as storage
 from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.cli import main
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.hf.packed_model import LanguageModel, ValueModel
 from mvp_engine.kit import Lora, MLLMModelKit
-from mvp_engine.model_engine.packed import LanguageModel, ValueModel
 from mvp_engine.runs import list_runs
 
 

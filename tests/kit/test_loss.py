@@ -11,11 +11,11 @@ from conftest import ROOT, run_process
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config
 
-from mvp_engine.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.engine.context import StepContext
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.imports import import_file
 from mvp_engine.kit import TokenLoss, TokenNormedLossKit
-from mvp_engine.model_engine.packed import LanguageModel
 
 TINY: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -78,17 +78,17 @@ def test_any_split_gives_the_same_sum() -> None:
 
 def test_tokens_may_have_weights_of_their_own() -> None:
     kit, net, packed = TokenNormedLossKit(), model(), batch()
-    packed.tokens["weight"] = torch.linspace(0, 2, packed.num_tokens)
+    packed.token_fields["weight"] = torch.linspace(0, 2, packed.num_tokens)
     loss, weight = kit(Logged(), net, packed)
     log_probs = net(packed, ["log_probs"])["log_probs"]
-    assert float(loss) == pytest.approx(float(-(log_probs * packed.tokens["weight"]).sum()), rel=1e-5)
-    assert float(weight) == pytest.approx(float(packed.tokens["weight"][packed.labels != IGNORE].sum()))
+    assert float(loss) == pytest.approx(float(-(log_probs * packed.token_fields["weight"]).sum()), rel=1e-5)
+    assert float(weight) == pytest.approx(float(packed.token_fields["weight"][packed.labels != IGNORE].sum()))
 
 
 BROKEN = """
 def loss(ctx, model, batch):  # a mean of its own over the micro-batch
     log_probs = model(batch, ["log_probs"])["log_probs"]
-    return -log_probs.sum() / batch.weight, 1.0
+    return -log_probs.sum() / batch.num_loss_tokens, 1.0
 """
 
 

@@ -14,13 +14,13 @@ import torch
 import transformers as hf
 from processors import FAMILIES, SQUARE, made, tokenizer
 
-from mvp_engine.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.asking import expand
-from mvp_engine.kit.data.limits import Info, Limits, limited_processor
-from mvp_engine.kit.data.media import MediaHandler
-from mvp_engine.kit.data.rows import BadRow, Part
-from mvp_engine.kit.data.samples import Sampler
+from mvp_engine.kit.data.encode.limits import Info, Limits, limited_processor
+from mvp_engine.kit.data.encode.media import MediaHandler
+from mvp_engine.kit.data.encode.processor_calls import expand
+from mvp_engine.kit.data.encode.row_encoder import Sampler
+from mvp_engine.kit.data.read.rows import BadRow, Part
 
 HERE = Path(".")
 SIZES = [(37, 53), (8, 8), (100, 30), (16, 16), (5, 60), (333, 200), (64, 64)]  # height, width
@@ -121,11 +121,11 @@ def test_conversations_are_those_of_the_processor_itself(name: str) -> None:
         expected = own(processor, text, one.infos, items)
         assert got.input_ids.tolist() == expected.pop("input_ids")[0].tolist()
         types = {key: expected.pop(key)[0] for key in ("token_type_ids", "mm_token_type_ids") if key in expected}
-        assert got.tokens.keys() == types.keys()
-        assert all(torch.equal(got.tokens[key], types[key]) for key in types)
+        assert got.token_fields.keys() == types.keys()
+        assert all(torch.equal(got.token_fields[key], types[key]) for key in types)
         for kind, found in got.media.items():
             for key, value in {kind: found.values, **found.fields}.items():
-                if len(found.rows):  # the processor may have padded to a common number of tiles
+                if len(found.row_counts):  # the processor may have padded to a common number of tiles
                     theirs = expected.pop(key)
                     theirs = theirs.reshape(-1, *value.shape[1:]) if theirs.ndim > value.ndim - 1 else theirs
                     if theirs.shape != value.shape and value.ndim > 3:

@@ -13,13 +13,13 @@ from families import TOKENS
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mvp_engine.batch import Media, PackedBatch
+from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.engine.meter import Meter
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.mfu import _seen
 from mvp_engine.log import peaks
-from mvp_engine.model_engine.packed import LanguageModel
 from mvp_engine.ops import attention
 
 TEXT = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "pad_token_id": 0}
@@ -124,14 +124,14 @@ def sample(case: str, seen: bool) -> PackedBatch:
             ids.append(torch.full((count,), TOKENS["audio_token_id" if look == "sounds" else "image_token_id"]))
     row = torch.cat(ids)
     tokens = {"token_type_ids": [(row == 90).long()]} if kind == "gemma3" else {}
-    return PackedBatch.from_sequences([row], tokens=tokens, media=made)
+    return PackedBatch.from_sequences([row], token_fields=tokens, media=made)
 
 
 def counted(model: LanguageModel, one: PackedBatch) -> int:
     """What torch counts in transformers' own forward of one sequence, and its backward."""
-    given: dict[str, Any] = {name: value[None] for name, value in one.tokens.items()}
+    given: dict[str, Any] = {name: value[None] for name, value in one.token_fields.items()}
     for name, media in one.media.items():
-        given |= {name: media.values, **media.fields} if len(media.rows) else {}
+        given |= {name: media.values, **media.fields} if len(media.row_counts) else {}
     with attention.own_attention(model.hf.config), FlopCounterMode(display=False) as counter:
         where = one.position_ids[None]
         logits = model.hf(input_ids=one.input_ids[None], position_ids=where, use_cache=False, **given).logits

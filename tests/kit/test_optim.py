@@ -11,12 +11,12 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT
+from mvp_engine.kit.optim.moments import flat_begin, parts
 from torch import Tensor, nn
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit import OptimKit, OptimSettings
 from mvp_engine.kit.optim import KitOptimizer
-from mvp_engine.kit.optim.moments import flat_begin, parts
 from mvp_engine.kit.optim.muon import orthogonal
 from mvp_engine.kit.optim.rounding import from_codes, noise, to_bfloat16, to_codes
 from mvp_engine.model_engine.optim import build_optimizer
@@ -162,7 +162,7 @@ def test_moments_fade_when_gradients_stay_away(moments: str) -> None:
     """Rounded to the nearest, 0.999 of a number in few bits is that number, for ever."""
     weight = nn.Parameter(torch.zeros(8, 256))
     module = nn.ParameterDict({"weight": weight})
-    optimizer = OptimKit(settings(betas=[0.9, 0.999], moments=moments)).build_optimizer(module)
+    optimizer = OptimKit(settings(betas=[0.9, 0.999], state_dtype=moments)).build_optimizer(module)
     weight.grad = torch.randn(8, 256, generator=torch.Generator().manual_seed(2))
     optimizer.step()
     before = _moment(optimizer, weight, 1)
@@ -175,7 +175,7 @@ def test_moments_fade_when_gradients_stay_away(moments: str) -> None:
 def test_a_small_element_beside_a_large_one_does_not_jump() -> None:
     """Its second moment is below the smallest code; as 0 it would make the first one an endless step."""
     weight = nn.Parameter(torch.zeros(4, 128))
-    optimizer = OptimKit(settings(moments="int8")).build_optimizer(nn.ParameterDict({"weight": weight}))
+    optimizer = OptimKit(settings(state_dtype="int8")).build_optimizer(nn.ParameterDict({"weight": weight}))
     weight.grad = torch.full((4, 128), 1e-5).index_fill_(1, torch.tensor(7), 1.0)
     for _ in range(5):
         optimizer.step()
@@ -192,7 +192,7 @@ def test_losses_with_few_bits_are_near_and_the_state_is_small() -> None:
     curves, sizes = {}, {}
     for moments in ("float32", "bfloat16", "int8"):
         model = net(layers=1)
-        optimizer = OptimKit(settings(moments=moments, lr=0.003)).build_optimizer(model)
+        optimizer = OptimKit(settings(state_dtype=moments, lr=0.003)).build_optimizer(model)
         curves[moments] = torch.tensor(train(model, optimizer, 100))
         weights = sum(p.numel() for p in model.parameters())
         states = (v for state in optimizer.state.values() for key, v in state.items() if key != "step")
@@ -217,7 +217,7 @@ def test_orthogonal_brings_singular_values_near_one() -> None:
 @pytest.mark.parametrize("moments", ["float32", "int8"])
 def test_muon_learns_and_moves_matrices_as_far_as_adamw_would(moments: str) -> None:
     model = net()
-    optimizer = OptimKit(settings(kind="muon", weight_decay=0.0, moments=moments)).build_optimizer(model)
+    optimizer = OptimKit(settings(kind="muon", weight_decay=0.0, state_dtype=moments)).build_optimizer(model)
     before = model.layers[0].up.weight.detach().clone()
     losses = train(model, optimizer, 1)
     step = (model.layers[0].up.weight.detach() - before) / 0.01
@@ -226,7 +226,7 @@ def test_muon_learns_and_moves_matrices_as_far_as_adamw_would(moments: str) -> N
     assert losses[-1] < 0.3 * losses[0]
 
 
-@pytest.mark.parametrize("words", [{}, {"moments": "bfloat16"}, {"moments": "int8"}, {"kind": "muon"}], ids=str)
+@pytest.mark.parametrize("words", [{}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}, {"kind": "muon"}], ids=str)
 def test_a_step_that_is_not_to_count_changes_nothing(words: dict[str, Any]) -> None:
     """As the engine asks for on a GPU: by a flag on the device, with gradients that are not finite, or not scaled."""
     model = net()
@@ -278,9 +278,9 @@ def test_averages_follow_the_weights_and_change_places_with_them() -> None:
 @pytest.mark.parametrize("new", ["float32", "bfloat16", "int8"])
 def test_moments_of_another_form_are_converted(old: str, new: str) -> None:
     model = net(layers=1)
-    first = OptimKit(settings(moments=old)).build_optimizer(model)
+    first = OptimKit(settings(state_dtype=old)).build_optimizer(model)
     train(model, first, 3)
-    second = OptimKit(settings(moments=new)).build_optimizer(model)
+    second = OptimKit(settings(state_dtype=new)).build_optimizer(model)
     second.load_state_dict(first.state_dict())
     if old == new:
         assert same(contents(model, second), contents(model, first))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from mvp_engine.checkpoint.pieces import box, local, pieces, whole
 from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.dtensor import full_tensor, local_shards, local_tensor, shard_slices
 from mvp_engine.errors import UserError
 from mvp_engine.kit import OptimKit
 from mvp_engine.model_engine import FSDPEngine
@@ -36,16 +36,16 @@ def steps(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
         for param in model.parameters():
             full = torch.randn(param.shape, generator=generator)
             param.grad = torch.empty_like(param)
-            for offset, part in pieces(param.grad):
-                part.copy_(full[box(offset, part)])
+            for offset, part in local_shards(param.grad):
+                part.copy_(full[shard_slices(offset, part)])
         optimizer.step()
 
 
 def gathered(made: FSDPEngine) -> dict[str, Tensor]:
     names = {param: name for name, param in made.model.named_parameters()}
-    found = {name: whole(param.detach()).clone() for name, param in made.model.named_parameters()}
+    found = {name: full_tensor(param.detach()).clone() for name, param in made.model.named_parameters()}
     for param, state in made.optimizer.state.items():
-        found |= {f"{names[param]}/{key}": whole(value).clone() for key, value in state.items()}
+        found |= {f"{names[param]}/{key}": full_tensor(value).clone() for key, value in state.items()}
     return found
 
 
@@ -57,12 +57,12 @@ def on_two(words: dict[str, Any], folder: Path) -> tuple[dict[str, Tensor], int]
     found = gathered(made)
     states = [value for state in made.optimizer.state.values() for value in state.values()]
     world.close()
-    return found, sum(local(value).nbytes for value in states if value.ndim)
+    return found, sum(local_tensor(value).nbytes for value in states if value.ndim)
 
 
 FEW = (torch.bfloat16, torch.int8)
-FORMS = [{"moments": "float32"}, {"moments": "bfloat16"}, {"moments": "int8"}, {"kind": "muon"}]
-FORMS += [{"kind": "muon", "moments": "int8"}]
+FORMS = [{"state_dtype": "float32"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}, {"kind": "muon"}]
+FORMS += [{"kind": "muon", "state_dtype": "int8"}]
 
 
 @pytest.mark.parametrize("words", FORMS, ids=lambda words: "-".join(words.values()))
@@ -104,14 +104,14 @@ def cut_rows(folder: Path) -> tuple[list[Tensor], str]:
     world = World.join("cpu")
     mesh = init_device_mesh("cpu", (2,))
     made = []
-    for words in ({"moments": "int8"}, {"kind": "muon"}, {"moments": "bfloat16"}):
-        model = rows(lambda full: distribute_tensor(full, mesh, [Shard(1)]), wide=words.get("moments") == "int8")
+    for words in ({"state_dtype": "int8"}, {"kind": "muon"}, {"state_dtype": "bfloat16"}):
+        model = rows(lambda full: distribute_tensor(full, mesh, [Shard(1)]), wide=words.get("state_dtype") == "int8")
         optimizer = OptimKit(settings(**words), seed=5).build_optimizer(model)
         steps(model, optimizer, 0, 2)
-        made += [whole(param.detach()) for param in model.parameters()]
+        made += [full_tensor(param.detach()) for param in model.parameters()]
     model = rows(lambda full: distribute_tensor(full, mesh, [Shard(1)]))
     try:
-        OptimKit(settings(moments="int8")).build_optimizer(model)
+        OptimKit(settings(state_dtype="int8")).build_optimizer(model)
     except UserError as error:
         said = str(error)
     for dim in (0, 1):
@@ -119,7 +119,7 @@ def cut_rows(folder: Path) -> tuple[list[Tensor], str]:
         optimizer = OptimKit(settings(), seed=5).build_optimizer(model)
         state.restore(folder, model, optimizer, world.host_group)
         kept = optimizer.state[next(model.parameters())]
-        made += [whole(kept[key]) for key in ("exp_avg", "exp_avg_sq")]
+        made += [full_tensor(kept[key]) for key in ("exp_avg", "exp_avg_sq")]
     world.close()
     return made, said
 
@@ -134,13 +134,13 @@ def rows(place: Any = lambda full: full, wide: bool = False) -> nn.Module:
 
 def test_rows_that_are_cut_are_right_or_refused(ranks2, tmp_path: Path) -> None:
     mine = []
-    for words in ({"moments": "int8"}, {"kind": "muon"}, {"moments": "bfloat16"}):
-        model = rows(wide=words.get("moments") == "int8")
+    for words in ({"state_dtype": "int8"}, {"kind": "muon"}, {"state_dtype": "bfloat16"}):
+        model = rows(wide=words.get("state_dtype") == "int8")
         optimizer = OptimKit(settings(**words), seed=5).build_optimizer(model)
         steps(model, optimizer, 0, 2)
         mine += [param.detach() for param in model.parameters()]
     saved = FSDPEngine(rows(), Layout(ALONE))
-    saved.initialize(OptimKit(settings(moments="int8"), seed=5).build_optimizer)
+    saved.initialize(OptimKit(settings(state_dtype="int8"), seed=5).build_optimizer)
     steps(saved.model, saved.optimizer, 0, 2)
     saved.save_checkpoint(tmp_path / "saved")
     converted = FSDPEngine(rows(), Layout(ALONE))
@@ -151,8 +151,8 @@ def test_rows_that_are_cut_are_right_or_refused(ranks2, tmp_path: Path) -> None:
     for found, said in ranks2.run(cut_rows, tmp_path / "saved"):
         for a, b in zip(mine, found, strict=True):
             assert torch.allclose(a, b, atol=1e-6)
-        assert "optim.moments=int8: layers.0.weight is cut inside of rows" in said
-        assert "Set optim.moments=bfloat16" in said
+        assert "optim.state_dtype=int8: layers.0.weight is cut inside of rows" in said
+        assert "Set optim.state_dtype=bfloat16" in said
 
 
 def on_a_mesh_of_four(shape: tuple[int, int], placements: list[Any]) -> list[Tensor]:
@@ -161,7 +161,7 @@ def on_a_mesh_of_four(shape: tuple[int, int], placements: list[Any]) -> list[Ten
     model = many(lambda full: distribute_tensor(full, mesh, placements))
     optimizer = OptimKit(settings(kind="muon")).build_optimizer(model)
     steps(model, optimizer, 0, 2)
-    found = [whole(param.detach()) for param in model.parameters()]
+    found = [full_tensor(param.detach()) for param in model.parameters()]
     dist.barrier()
     world.close()
     return found

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, read_metrics
 from safetensors.torch import load_file
 
-from mvp_engine.checkpoint.storage import Reader
+from mvp_engine.checkpoint.format import Reader
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.imports import import_file

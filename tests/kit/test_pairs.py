@@ -9,9 +9,9 @@ import pytest
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, model_config, picture, qwen3_vl, write
 
-from mvp_engine.batch import PackedBatch
-from mvp_engine.kit.data.rows import read_row
-from mvp_engine.kit.data.template import Template
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.kit.data.encode.template import Template
+from mvp_engine.kit.data.read.rows import read_row
 
 
 def pair(i: int, good: str = "Yes", bad: str = "No") -> dict[str, Any]:
@@ -22,7 +22,7 @@ def found(batches: list[PackedBatch]) -> dict[int, list[tuple[int, PackedBatch]]
     """Sample -> its sequences in the order of the packs; those of a sample must be neighbours in one pack."""
     rows: dict[int, list[tuple[int, PackedBatch]]] = {}
     for batch in batches:
-        samples, sides = batch.sequences["sample"].tolist(), batch.sequences["side"].tolist()
+        samples, sides = batch.sequence_fields["sample"].tolist(), batch.sequence_fields["side"].tolist()
         for s, (sample, side) in enumerate(zip(samples, sides, strict=True)):
             assert sample not in rows or samples[s - 1] == sample
             rows.setdefault(sample, []).append((side, batch.select([s])))
@@ -44,7 +44,7 @@ def test_both_sides_lie_side_by_side_and_carry_loss_on_their_answers_alone(tmp_p
         for (_, one), messages in zip(sides, (row.messages, row.rejected), strict=False):
             ids, loss, _ = template.tokenize(template.render(type(row)(messages=messages)))
             assert one.input_ids.tolist() == ids
-            assert int(one.weight) == sum(loss[1:])
+            assert int(one.num_loss_tokens) == sum(loss[1:])
     assert int(kit.dataset("train").plan.tokens.sum()) == sum(batch.num_tokens for batch in batches)
 
 
@@ -52,7 +52,7 @@ def test_without_the_setting_the_chosen_side_is_a_chat_like_any_other(tmp_path: 
     file = write(tmp_path / "pairs.jsonl", [pair(i) for i in range(9)])
     kit = made(file, tokenizer("qwen2_5"), micro_batch_tokens=2048)
     (batch,) = list(kit.loader("train"))
-    assert "side" not in batch.sequences
+    assert "side" not in batch.sequence_fields
     text = tokenizer("qwen2_5").decode(batch.input_ids)
     assert text.count("Yes") == 9
     assert "No," not in text
@@ -64,7 +64,7 @@ def test_images_of_the_question_are_in_both_sides_and_count_twice(tmp_path: Path
     file = write(tmp_path / "pairs.jsonl", [row])
     both, chosen = (made(file, qwen3_vl(), model_config(), pairs=on) for on in (True, False))
     (batch,) = list(both.loader("train"))
-    assert batch.media["pixel_values"].owner.tolist() == [0, 1]
+    assert batch.media["pixel_values"].sequence_ids.tolist() == [0, 1]
     costs = [kit._open("train")[1][0].encoder[0] for kit in (both, chosen)]
     assert costs[0] == 2 * costs[1] > 0
 
@@ -81,7 +81,7 @@ def test_a_pair_that_is_too_long_is_dropped_or_cut_on_both_sides_never_split(tmp
     assert sum(lengths[1]) == 256
     assert lengths[1][1] < 60
     assert lengths[2] == [128, 128]
-    assert all(int(one.weight) > 0 for sides in seen.values() for _, one in sides)
+    assert all(int(one.num_loss_tokens) > 0 for sides in seen.values() for _, one in sides)
 
 
 def test_a_side_that_cannot_be_trained_on_costs_the_whole_pair(tmp_path: Path) -> None:

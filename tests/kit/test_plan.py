@@ -13,10 +13,10 @@ from templates.tiny import tokenizer
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.data import costs as costing
-from mvp_engine.kit.data import plan as planning
-from mvp_engine.kit.data.packs import PackLoader
-from mvp_engine.kit.data.plan import Plan, make_packs, make_plan
+from mvp_engine.kit.data.pack import costs as costing
+from mvp_engine.kit.data.pack import plan as planning
+from mvp_engine.kit.data.pack.packs import PackLoader
+from mvp_engine.kit.data.pack.plan import Plan, make_packs, make_plan
 
 
 def lengths(rows: int, seed: int = 0, most: int = 4096) -> np.ndarray:
@@ -146,7 +146,7 @@ def steps(loaders: list[PackLoader], most: int | None = None) -> list[list[int]]
             if step == most:
                 break
             found += [[] for _ in range(step + 1 - len(found))]
-            found[step].append(batch.sequences["sample"].tolist())
+            found[step].append(batch.sequence_fields["sample"].tolist())
     return [sorted(sample for pack in packs for sample in pack) for packs in found]
 
 
@@ -185,7 +185,7 @@ def test_stopping_twice_and_going_on_with_other_ranks_gives_the_straight_order(
         for loader in loaders:
             iterator = iter(loader)
             for i in range(most * loader.accumulation):
-                taken[i // loader.accumulation] += next(iterator).sequences["sample"].tolist()
+                taken[i // loader.accumulation] += next(iterator).sequence_fields["sample"].tolist()
         got += [sorted(step) for step in taken]
         state = json.loads(json.dumps(loaders[-1].state_dict()))
         assert all(loader.state_dict() == state for loader in loaders)
@@ -256,7 +256,7 @@ def test_mixing_by_repeats_and_by_weight(folder: Path) -> None:
     assert np.bincount(samples).tolist() == [1] * 150 + [2] * 60
     halves = [{"path": path, "weight": 1.0} for path in paths]
     loader = kit(folder, sources=halves).loader("train")
-    sources = np.concatenate([batch.sequences["source"].numpy() for batch in loader])
+    sources = np.concatenate([batch.sequence_fields["source"].numpy() for batch in loader])
     assert np.bincount(sources).tolist() == [105, 105]
     with pytest.raises(ValueError, match="repeats and weights do not mix"):
         kit(folder, sources=[{"path": paths[0], "weight": 1.0}, {"path": paths[1]}])
@@ -265,5 +265,5 @@ def test_mixing_by_repeats_and_by_weight(folder: Path) -> None:
 def test_sample_ids_say_where_rows_come_from(folder: Path) -> None:
     loader = kit(folder).loader("train", rank=1, world_size=2)
     batch = next(iter(loader))
-    lines = [f"a.jsonl:{s + 1}" if s < 150 else f"b.jsonl:{s - 149}" for s in batch.sequences["sample"].tolist()]
+    lines = [f"a.jsonl:{s + 1}" if s < 150 else f"b.jsonl:{s - 149}" for s in batch.sequence_fields["sample"].tolist()]
     assert loader.sample_ids(0, 1) == lines

@@ -16,7 +16,7 @@ from test_kit import chat, model_config, qwen3_vl, with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.data import samples
+from mvp_engine.kit.data.encode import row_encoder as samples
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.rows import FORMATS, BadRow, Message, Part, Row, read_row, recognise
+from mvp_engine.kit.data.read.rows import FORMATS, BadRow, Message, Part, Row, read_row, recognise
 
 ASK, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 T = lambda text: Part("text", text)  # noqa: E731

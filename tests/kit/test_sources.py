@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.mixture import Mixture
-from mvp_engine.kit.data.rows import BadRow, read_row
-from mvp_engine.kit.data.sources import Source, open_source
+from mvp_engine.kit.data.pack.mixture import Mixture
+from mvp_engine.kit.data.read.rows import BadRow, read_row
+from mvp_engine.kit.data.read.sources import Source, open_source
 
 ROWS = [{"prompt": f"Is {i} even?", "completion": "yes" if i % 2 == 0 else "nö"} for i in range(10)]
 

@@ -19,11 +19,11 @@ import torch
 from templates.tiny import tokenizer
 from test_kit import chat, made, picture, qwen3_vl, write
 
-from mvp_engine.batch import PackedBatch
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.bad import BadRows
-from mvp_engine.kit.data.streams import Stream, Streams
-from mvp_engine.kit.data.windows import StreamLoader, WindowedPacks
+from mvp_engine.kit.data.pack.stream_loader import StreamLoader, WindowedPacks
+from mvp_engine.kit.data.read.bad_rows import BadRows
+from mvp_engine.kit.data.read.streams import Stream, Streams
 
 ROWS = 400
 
@@ -44,7 +44,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples(batches: list[PackedBatch]) -> list[int]:
-    return [sample for batch in batches for sample in batch.sequences["sample"].tolist()]
+    return [sample for batch in batches for sample in batch.sequence_fields["sample"].tolist()]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -114,7 +114,9 @@ def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> Stre
 
         def load(self, sides: Any, root: Any, fields: dict[str, int]) -> Any:
             ids = torch.zeros(len(sides[0].ids), dtype=torch.long)
-            return [PackedBatch.from_sequences([ids], sequences={k: torch.tensor([v]) for k, v in fields.items()})]
+            return [
+                PackedBatch.from_sequences([ids], sequence_fields={k: torch.tensor([v]) for k, v in fields.items()})
+            ]
 
     stream = Stream.__new__(Stream)
     stream.name, stream.format, stream.root = "sizes", None, Path(".")
@@ -215,7 +217,7 @@ def test_tar_shards_with_images_are_read_as_they_come(tmp_path: Path, suffix: st
     loader = made(tmp_path / "x", qwen3_vl(), **settings).stream_loader("train", num_workers=2)
     batches = list(loader)
     assert sorted(samples(batches)) == list(range(8))
-    assert sum(len(batch.media["pixel_values"].rows) for batch in batches) == 8
+    assert sum(len(batch.media["pixel_values"].row_counts) for batch in batches) == 8
     text = "".join(tokenizer("qwen_vl").decode(batch.input_ids) for batch in batches)
     assert all(f"Number {i}." in text for i in range(8))
 
@@ -228,7 +230,7 @@ def test_streams_are_mixed_by_weight_until_all_are_at_their_end(tmp_path: Path) 
     assert order[:40].count(1) == 30
     sources = [{"path": str(path), "stream": True, "weight": w} for path, w in ((a, 1.0), (b, 3.0))]
     mixed = kit(a, sources=sources)
-    found = np.concatenate([batch.sequences["source"].numpy() for batch in mixed.stream_loader("train")])
+    found = np.concatenate([batch.sequence_fields["source"].numpy() for batch in mixed.stream_loader("train")])
     assert np.bincount(found).tolist() == [60, 30]
     assert mixed.names() == ["a", "b"]
     with pytest.raises(ValueError, match="must be streams, or none"):

@@ -38,8 +38,8 @@ from kit.templates.tiny import (
 from tokenizers import AddedToken
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.rows import BadRow, Part, Row
-from mvp_engine.kit.data.template import Rendered, Template, cut
+from mvp_engine.kit.data.encode.template import Rendered, Template, cut
+from mvp_engine.kit.data.read.rows import BadRow, Part, Row
 
 
 @pytest.mark.parametrize("name", STOPS)

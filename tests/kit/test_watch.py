@@ -14,7 +14,7 @@ from templates.tiny import tokenizer
 from test_kit import made, write
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.watch import Watch
+from mvp_engine.kit.data.pack.worker_watchdog import Watch
 
 
 def broken_at(kit: Any, row: int, what: Any) -> None:
@@ -83,7 +83,7 @@ def test_measuring_in_processes_does_not_wait_for_threads_of_the_parent() -> Non
     """Processors of sounds compute with torch, which may have started threads before: these do not come along."""
     code = """
 import torch
-from mvp_engine.kit.data import costs
+from mvp_engine.kit.data.pack import costs
 torch.set_num_threads(4)
 big = torch.ones(1 << 20)
 big + 1

@@ -10,8 +10,8 @@ from families import parallel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.model_engine import FSDPEngine, Settings
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -51,7 +51,7 @@ def stepped(world: World, **sizes: int) -> tuple[dict[str, Tensor], list[int]]:
     mine = list(zip(rows, USED, BESIDE, strict=True))[world.rank :: world.size]
     for _ in range(2):
         engine.train_batch(mine, forward)
-    found = {n: whole(p.grad).clone() for n, p in engine.model.named_parameters() if p.grad is not None}
+    found = {n: full_tensor(p.grad).clone() for n, p in engine.model.named_parameters() if p.grad is not None}
     world.close()
     return found, held
 

@@ -117,9 +117,12 @@ def test_unknown_and_doubled_names_are_explained(train, capsys) -> None:
 @pytest.mark.parametrize(
     ("family", "how"),
     [
-        ("qwen3", {"recompute": "full"}),
-        ("qwen3", {"recompute": "selective"}),
-        ("gpt_oss", {"recompute": "selective"}),  # its experts have biases, which transformers adds in place
+        ("qwen3", {"activation_checkpointing": "full"}),
+        ("qwen3", {"activation_checkpointing": "selective"}),
+        (
+            "gpt_oss",
+            {"activation_checkpointing": "selective"},
+        ),  # its experts have biases, which transformers adds in place
         ("qwen3", {"compile": "aot_eager"}),
     ],
     ids=str,
@@ -134,7 +137,7 @@ def test_blocks_that_run_twice_in_a_step_are_recomputed_both_times() -> None:
     found = []
     for how in ("none", "full", "selective"):
         model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
-        engine = LanguageModelEngine(model, ALONE, Settings(recompute=how, precision="bf16"))
+        engine = LanguageModelEngine(model, ALONE, Settings(activation_checkpointing=how, precision="bf16"))
         engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
         twice = lambda run, b: (run(b, ["loss"])["loss"] + run(b, ["entropy"])["entropy"].sum(), 1)  # noqa: E731
         engine.train_batch([batch()], functools.partial(twice, engine.model))
@@ -147,7 +150,7 @@ def test_blocks_that_run_twice_in_a_step_are_recomputed_both_times() -> None:
 def test_recomputing_keeps_less() -> None:
     def kept(how: str) -> int:
         model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
-        engine = LanguageModelEngine(model, ALONE, Settings(recompute=how))
+        engine = LanguageModelEngine(model, ALONE, Settings(activation_checkpointing=how))
         engine.initialize()
         total = [0]
 
@@ -181,7 +184,7 @@ def with_norms(found: bool) -> Any:
     import test_packed_layouts as layouts
     from families import parallel
 
-    from mvp_engine.model_engine.fsdp import tensor
+    from mvp_engine.model_engine.fsdp import tensor_parallel as tensor
 
     world = World.join("cpu")
     before = layouts.overrides_of, tensor._norms_of_heads
@@ -202,7 +205,7 @@ def with_norms(found: bool) -> Any:
     [
         ({"tensor": 4}, "parallel.tensor=4 cannot share 4 query and 2 key/value heads of qwen3"),
         ({"tensor": 3}, "do not multiply to the 4 process"),
-        ({"sequence": 2, "tensor": 2, "family": "gpt2"}, "gpt2 has no tensor-parallel plan"),
+        ({"ulysses": 2, "tensor": 2, "family": "gpt2"}, "gpt2 has no tensor-parallel plan"),
     ],
     ids=str,
 )

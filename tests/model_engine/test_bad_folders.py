@@ -12,13 +12,13 @@ from families import parallel
 from safetensors.torch import save_file
 from test_hf_folders import alone, entries, folder_of, language_model, same
 
-from mvp_engine.batch import PackedBatch
 from mvp_engine.cli import main
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
+from mvp_engine.hf.config_source import read_config
 from mvp_engine.model_engine import FSDPEngine, ModelSource, ValueModelEngine
-from mvp_engine.model_engine.fsdp import weights as weights_of
-from mvp_engine.model_engine.source import read_config
+from mvp_engine.model_engine.fsdp import init_weights as weights_of
 
 
 @pytest.mark.parametrize("changed", [True, False])

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.torch_version import TorchVersion
 
-from mvp_engine.batch import PackedBatch
-from mvp_engine.checkpoint.pieces import whole
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.distributed.sequence import SequenceShard
+from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, Settings
-from mvp_engine.model_engine.fsdp import build
-from mvp_engine.model_engine.packed import LanguageModel
+from mvp_engine.model_engine.fsdp import parallelize as build
 from mvp_engine.ops import attention
 
 Found = tuple[list[Tensor], dict[str, Tensor], list[int]]
@@ -57,14 +57,14 @@ def found(name: str, layout: Layout, **how: Any) -> Found:
     def loss(batch: PackedBatch) -> tuple[Tensor, Tensor]:
         out = engine.model(batch, ["log_probs"])["log_probs"]
         outs.append(out.detach())
-        return -out.sum() / 100, batch.weight
+        return -out.sum() / 100, batch.num_loss_tokens
 
     engine.optimizer_zero_grad()
     for batch in batches:
         engine.forward_backward_batch([batch], loss)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     grads = {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
-    return outs, {n: whole(grad) / layout.data_size for n, grad in grads.items()}, graphs
+    return outs, {n: full_tensor(grad) / layout.data_size for n, grad in grads.items()}, graphs
 
 
 def dense(
@@ -91,14 +91,14 @@ def expected(name: str) -> Found:
     return found(name, PLAIN)
 
 
-FULL, SOME = ({"compile": "aot_eager", "recompute": how} for how in ("full", "selective"))
+FULL, SOME = ({"compile": "aot_eager", "activation_checkpointing": how} for how in ("full", "selective"))
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "sizes", "ways"),
     [
-        ("qwen3", 4, {"shard": 2, "sequence": 2}, [FULL]),
-        ("qwen3_vl", 2, {"sequence": 2}, [SOME]),
+        ("qwen3", 4, {"shard": 2, "ulysses": 2}, [FULL]),
+        ("qwen3_vl", 2, {"ulysses": 2}, [SOME]),
     ],
     ids=str,
 )
@@ -154,21 +154,23 @@ def test_blocks_whose_attention_goes_by_sequence_are_compiled_or_said_not_to_be(
     monkeypatch.setattr(build.LOGGER, "warning", lambda text, *words: said.append(text % words))
     build._say_uncompiled.cache_clear()
     outs, grads, _ = expected("qwen3")
-    its_outs, its_grads, graphs = found("qwen3", PLAIN, compile="aot_eager", recompute=how)
+    its_outs, its_grads, graphs = found("qwen3", PLAIN, compile="aot_eager", activation_checkpointing=how)
     assert all(close(mine, one) for mine, one in zip(its_outs, outs, strict=True))
     assert all(close(its_grads[n], grad) for n, grad in grads.items())
     assert (graphs[0] > 0) == (how == "full")
     assert graphs[-1] == graphs[WARM - 1]  # not one for each number of sequences
     assert len(said) == (how == "selective")  # once for all blocks
-    assert all("Qwen3DecoderLayer runs uncompiled" in one and "Set model.recompute=full" in one for one in said)
+    assert all(
+        "Qwen3DecoderLayer runs uncompiled" in one and "Set model.activation_checkpointing=full" in one for one in said
+    )
 
 
 WHOLE = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((4, 7, 6), (1, 7, 6), (1, 7, 10))]
 
 
-def layer(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard | None = None) -> Tensor:
+def layer(q: Tensor, k: Tensor, v: Tensor, shard: UlyssesShard | None = None) -> Tensor:
     """Attention of one layer, (T, H, d)."""
-    how: dict[str, Any] = {"sequence_shard": shard, **attention.boundaries(torch.tensor([0, 4, 7]).int(), 4)}
+    how: dict[str, Any] = {"ulysses_shard": shard, **attention.boundaries(torch.tensor([0, 4, 7]).int(), 4)}
     return attention.packed_attention(nn.Identity(), q[None], k[None], v[None], None, **how)[0][0]
 
 
@@ -181,7 +183,7 @@ def on_part() -> tuple[Any, ...]:
         return make_boxed_func(graph)
 
     world = World.join("cpu")
-    shard = SequenceShard.of(torch.distributed.group.WORLD, 7)  # type: ignore[arg-type]
+    shard = UlyssesShard.of(torch.distributed.group.WORLD, 7)  # type: ignore[arg-type]
     own = [shard.cut(x, dim=1).clone().requires_grad_() for x in WHOLE]
     with patch.multiple(attention, _flash_can=lambda *_: True, _flash=dense):
         out = torch.compile(layer, backend=aot_autograd(fw_compiler=kept))(*own, shard)

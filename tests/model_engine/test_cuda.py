@@ -104,7 +104,7 @@ def test_packed_language_model_on_the_gpu_follows_the_cpu(train, tmp_path: Path,
     assert losses(tmp_path / "cpu") == pytest.approx(losses(tmp_path / "gpu"), rel=tolerance)
 
 
-@pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.sequence=2"]], ids=str)
+@pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.ulysses=2"]], ids=str)
 def test_packed_language_model_on_two_ranks_of_one_gpu(train, ranks2, tmp_path: Path, layout: list[str]) -> None:
     assert train("data.micro_batch_size=8", *EXACT, config=LM, dir=tmp_path / "one") == 0
     words = [*layout, *EXACT, "data.micro_batch_size=2", f"project.dir={tmp_path / 'two'}"]

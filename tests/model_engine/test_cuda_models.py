@@ -11,10 +11,10 @@ from families import VISION, overrides_of, parallel
 from test_vision import lively, sample
 from torch.optim.lr_scheduler import LambdaLR
 
-from mvp_engine.batch import PackedBatch
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
-from mvp_engine.model_engine.packed import LanguageModel
 from mvp_engine.ops import attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -28,7 +28,7 @@ def language_model(shape: dict[str, Any], **how: Any) -> LanguageModelEngine:
 
 
 def loss(model: torch.nn.Module) -> Any:
-    return lambda batch: (-model(batch, ["log_probs"])["log_probs"].sum(), batch.weight)
+    return lambda batch: (-model(batch, ["log_probs"])["log_probs"].sum(), batch.num_loss_tokens)
 
 
 def mix(vocabulary: int, lengths: list[int]) -> PackedBatch:
@@ -130,7 +130,11 @@ def test_compiled_blocks_follow_eager_ones() -> None:
     shape = {**overrides_of("qwen3"), "head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
     batch = mix(99, [100, 50, 7, 200])
     eager = gradients(language_model(shape, seed=4, precision="bf16"), [batch])
-    for how in ({"compile": "inductor"}, {"compile": "inductor", "recompute": "full"}, {"recompute": "selective"}):
+    for how in (
+        {"compile": "inductor"},
+        {"compile": "inductor", "activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+    ):
         found = gradients(language_model(shape, seed=4, precision="bf16", **how), [batch])
         assert lowest_cosine(eager, found) > 0.995, how
 
@@ -139,7 +143,7 @@ def test_compiled_ranks_follow_one_plain_rank(ranks2) -> None:
     """Two ranks on one GPU, with shards and with shared sequences, over packs of other sizes in each step. On a CPU
     they are held to 1e-5 (test_compiled.py); this is for the kernels of bf16."""
     alone = steps(Layout(World(0, 1, 0, 1, torch.device("cuda", 0))), Settings(seed=4, precision="bf16"))
-    ways = [({"shard": 2}, "none"), ({"sequence": 2}, "full")]
+    ways = [({"shard": 2}, "none"), ({"ulysses": 2}, "full")]
     for seen in ranks2.run(compiled_steps, ways, timeout=180.0):
         for way, (losses, norms) in zip(ways, seen, strict=True):
             assert losses == pytest.approx(alone[0], rel=1e-2), way
@@ -150,7 +154,7 @@ def compiled_steps(ways: list[tuple[dict[str, int], str]]) -> list[tuple[list[fl
     world = World.join("cuda")
     seen = []
     for sizes, recompute in ways:
-        settings = Settings(seed=4, precision="bf16", compile="inductor", recompute=recompute)
+        settings = Settings(seed=4, precision="bf16", compile="inductor", activation_checkpointing=recompute)
         seen.append(steps(Layout.of(world, parallel(**sizes)), settings))
     world.close()
     return seen
@@ -173,7 +177,7 @@ def steps(layout: Layout, settings: Settings) -> tuple[list[float], list[float]]
 
 def compiles_few_times_and_never_waits(part: LanguageModelEngine, packs: list[PackedBatch], graphs: int) -> None:
     def forward(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return part.model(batch, ["loss"])["loss"], batch.weight
+        return part.model(batch, ["loss"])["loss"], batch.num_loss_tokens
 
     torch._dynamo.utils.counters.clear()
     for _ in range(2):
@@ -243,6 +247,6 @@ def test_soft_caps_and_sinks_in_bf16_follow_fp32(name: str) -> None:
     batch = mix(512, [100, 50, 7, 200])
     exact = gradients(language_model(shape, seed=4), [batch])
     for recompute in ("none", "full", "selective") if name == "gemma2" else ("none", "full"):
-        found = gradients(language_model(shape, seed=4, precision="bf16", recompute=recompute), [batch])
+        found = gradients(language_model(shape, seed=4, precision="bf16", activation_checkpointing=recompute), [batch])
         print("cosine", name, recompute, lowest_cosine(exact, found))
         assert lowest_cosine(exact, found) > 0.98, recompute

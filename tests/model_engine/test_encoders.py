@@ -12,12 +12,13 @@ from families import VISION, config_of
 from test_vision import lively, run, samples
 from torch import nn
 
-from mvp_engine.batch import Media, PackedBatch
+from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.samples import RopePositions
-from mvp_engine.model_engine import encoders, hooks
-from mvp_engine.model_engine.fsdp.ahead import Ahead
-from mvp_engine.model_engine.packed import LanguageModel
+from mvp_engine.hf import encoders
+from mvp_engine.hf import input_hooks as hooks
+from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.kit.data.encode.row_encoder import RopePositions
+from mvp_engine.model_engine.fsdp.prefetch import DevicePrefetcher
 from mvp_engine.ops import attention
 
 
@@ -97,10 +98,10 @@ def test_micro_batches_are_moved_one_ahead_and_in_order() -> None:
         told.append(f"moved {batch}")
         return batch.upper()
 
-    for batch, counts in Ahead(torch.device("cpu"), move)([("a", True), ("b", False), ("c", True)]):
+    for batch, counts in DevicePrefetcher(torch.device("cpu"), move)([("a", True), ("b", False), ("c", True)]):
         told.append(f"used {batch} {counts}")
     assert told == ["moved a", "moved b", "used A True", "moved c", "used B False", "used C True"]
-    assert list(Ahead(torch.device("cpu"), move)([])) == []
+    assert list(DevicePrefetcher(torch.device("cpu"), move)([])) == []
 
 
 def test_features_take_the_place_of_tokens_as_by_masked_scatter_with_the_same_gradients() -> None:
@@ -127,7 +128,7 @@ def test_the_host_says_when_features_and_tokens_do_not_match() -> None:
     batch, _ = seen(config, [[1, 4, 4], [1, 4, 8]])
     assert type(model.base().get_placeholder_mask(batch.input_ids[None], torch.zeros(1, 1, 1))[0]) is torch.Tensor
     moved = batch.to("cpu")  # as to a GPU: what the tokens were is known on the host
-    assert moved.ids_on_host is batch.input_ids
+    assert moved.host_input_ids is batch.input_ids
     batch.input_ids[batch.input_ids == config.image_token_id] = 11
     with pytest.raises(ValueError, match="do not match"):
         model(batch, ["log_probs"])
@@ -168,16 +169,16 @@ def test_tokens_that_were_changed_behind_a_copy_are_not_taken_for_it() -> None:
         return ids, PackedBatch.from_sequences([ids]).to("meta")  # as to a GPU
 
     ids, batch = moved()
-    assert batch.ids_on_host.tolist() == ids.tolist()
-    assert batch.to("meta").ids_on_host is batch.ids_on_host
-    batch.ids_on_host.add_(1)
-    assert batch.ids_on_host is None
+    assert batch.host_input_ids.tolist() == ids.tolist()
+    assert batch.to("meta").host_input_ids is batch.host_input_ids
+    batch.host_input_ids.add_(1)
+    assert batch.host_input_ids is None
     ids, batch = moved()
     batch.input_ids[0] = 3
-    assert batch.ids_on_host is None
+    assert batch.host_input_ids is None
     ids, batch = moved()
     batch.input_ids = batch.input_ids.clone()
-    assert batch.ids_on_host is None
+    assert batch.host_input_ids is None
 
 
 def test_what_is_compiled_as_a_whole_asks_transformers() -> None:

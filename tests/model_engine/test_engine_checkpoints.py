@@ -15,11 +15,18 @@ from families import overrides_of, parallel
 from test_api import adam, constant
 from test_hf_folders import alone, entries, same
 
-from mvp_engine.batch import PackedBatch
 from mvp_engine.cli import main
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
-from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, ModelEngine, ModelSource, Settings, register
+from mvp_engine.model_engine import (
+    FSDPEngine,
+    LanguageModelEngine,
+    ModelEngine,
+    ModelSource,
+    Settings,
+    register,
+)
 from mvp_engine.model_engine.base import _REGISTRY
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
@@ -34,7 +41,7 @@ def language_model(seed: int, layout: Layout | None = None, train: bool = True) 
 
 
 def step(engine: ModelEngine) -> None:
-    engine.train_batch([BATCH], lambda b: (-engine.model(b, ["log_probs"])["log_probs"].sum(), b.weight))
+    engine.train_batch([BATCH], lambda b: (-engine.model(b, ["log_probs"])["log_probs"].sum(), b.num_loss_tokens))
 
 
 def test_saving_again_replaces_a_checkpoint_but_nothing_else(tmp_path: Path, monkeypatch) -> None:
@@ -228,7 +235,7 @@ def test_a_recipes_own_model_type_is_merged_by_the_command(train, tmp_path: Path
 
 RECIPE = """
 import torch
-from mvp_engine.batch import PackedBatch
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine
 from .types import TokenClassifierEngine
 
@@ -238,7 +245,7 @@ class Tagger(Engine):
         return [PackedBatch.from_sequences([torch.arange(3, 12)])]
 
     def forward_step(self, ctx, batch):
-        return self.model(batch, ["class_logits"])["class_logits"].square().sum(), batch.weight
+        return self.model(batch, ["class_logits"])["class_logits"].square().sum(), batch.num_loss_tokens
 """
 
 

@@ -7,10 +7,10 @@ import torch
 from conftest import ROOT
 from families import FAMILIES, REFUSED, config_of, table
 
-from mvp_engine.batch import PackedBatch
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine.packed import LanguageModel, PackedModel, ValueModel
-from mvp_engine.model_engine.probe import check_packing
+from mvp_engine.hf.packed_model import LanguageModel, PackedModel, ValueModel
+from mvp_engine.hf.preflight import check_packing
 
 LENGTHS = [7, 1, 12, 5]
 

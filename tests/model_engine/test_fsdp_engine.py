@@ -11,12 +11,12 @@ import torch
 from families import parallel
 from torch import Tensor, nn
 
-from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.config.schema import Optim
 from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine import FSDPEngine, Settings
-from mvp_engine.model_engine.fsdp.numbers import LossScale, SpikeWatch, to_device
+from mvp_engine.model_engine.fsdp.grad_norm import LossScale, SpikeDetector, to_device
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler, lr_factor
 
 OPTIM = Optim(
@@ -68,7 +68,7 @@ def forward(model: nn.Module) -> Any:
 
 
 def gradients(part: FSDPEngine) -> dict[str, Tensor]:
-    return {name: whole(p.grad).clone() for name, p in part.model.named_parameters() if p.grad is not None}
+    return {name: full_tensor(p.grad).clone() for name, p in part.model.named_parameters() if p.grad is not None}
 
 
 def test_gradients_are_those_of_the_mean_over_everything() -> None:
@@ -368,12 +368,12 @@ def _faulty(fault: float) -> tuple[list[str | None], list[str | None]]:
 
 
 def test_a_loss_that_stays_high_is_the_new_level() -> None:
-    watch = SpikeWatch(6.0, torch.device("cpu"))
+    watch = SpikeDetector(6.0, torch.device("cpu"))
     noise = torch.randn(200, generator=torch.Generator().manual_seed(0)).double()
     told = [bool(watch.judge(2.0 + 0.1 * x)) for x in noise[:100]]
     assert not any(told)
     told = [bool(watch.judge(9.0 + 0.1 * x)) for x in noise[100:]]
-    assert told == [True] * SpikeWatch.PATIENCE + [False] * (100 - SpikeWatch.PATIENCE)
+    assert told == [True] * SpikeDetector.PATIENCE + [False] * (100 - SpikeDetector.PATIENCE)
     before = watch.state
     assert not bool(watch.judge(torch.tensor(float("nan"), dtype=torch.float64)))
     assert torch.equal(watch.state, before)

@@ -12,14 +12,15 @@ from conftest import ROOT, losses, read_metrics
 from families import FAMILIES, VISION, config_of, overrides_of, parallel
 from safetensors import safe_open
 
-from mvp_engine.batch import PackedBatch
-from mvp_engine.checkpoint import hf, hf_export
-from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.cli import main
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
+from mvp_engine.hf import export as hf_export
+from mvp_engine.hf import load as hf
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, ValueModelEngine
-from mvp_engine.model_engine.packed import LanguageModel
 from mvp_engine.runs import list_runs
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
@@ -82,7 +83,10 @@ def entries(file: Path) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2", "granite"])
 def test_value_models_go_in_and_out_to_the_bit(family: str, tmp_path: Path) -> None:
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
+    from transformers import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        AutoModelForSequenceClassification,
+    )
 
     folder_of(family, tmp_path / "in")
     engines = []
@@ -172,7 +176,7 @@ def read_slices(path: Path, sizes: dict[str, int]) -> tuple[int, int, bool]:
     good = True
     for a, b in zip(many, one, strict=True):
         state = b.model.state_dict()
-        good &= all(torch.equal(whole(value), state[name]) for name, value in a.model.state_dict().items())
+        good &= all(torch.equal(full_tensor(value), state[name]) for name, value in a.model.state_dict().items())
     world.close()
     return counted[0], sum(p.numel() for engine in one[:3] for p in engine.model.parameters()), good
 
@@ -226,11 +230,11 @@ def test_a_checkpoint_of_four_ranks_is_read_on_any_layout_and_merged(train, rank
 
     words = [f"project.dir={tmp_path}", "project.run_id=four", "loop.total_steps=3", "data.micro_batch_size=2"]
     words += ["optim.schedule=constant"]
-    assert ranks4.launch(LM, *words, "parallel.shard=2", "parallel.sequence=2") == [0] * 4
+    assert ranks4.launch(LM, *words, "parallel.shard=2", "parallel.ulysses=2") == [0] * 4
     checkpoint = list_runs(tmp_path)[-1].checkpoint_list()[-1]
     expected = state_of(checkpoint, {})
     assert len(expected) > 100
-    for pool, sizes in ((ranks4, {"shard": 4}), (ranks4, {"shard": 2, "tensor": 2}), (ranks2, {"sequence": 2})):
+    for pool, sizes in ((ranks4, {"shard": 4}), (ranks4, {"shard": 2, "tensor": 2}), (ranks2, {"ulysses": 2})):
         for found in pool.run(state_of, checkpoint, sizes):
             assert same(found, expected), sizes
     next_losses = {}
@@ -263,10 +267,10 @@ def state_of(checkpoint: Path, sizes: dict[str, int]) -> dict[str, torch.Tensor]
         lambda adam: torch.optim.lr_scheduler.LambdaLR(adam, lambda _: 1.0),
     )
     engine.load_checkpoint(checkpoint)
-    found = {name: whole(value).clone() for name, value in engine.model.state_dict().items()}
+    found = {name: full_tensor(value).clone() for name, value in engine.model.state_dict().items()}
     for name, param in engine.model.named_parameters():
         for key, value in engine.optimizer.state[param].items():
-            found[f"{name}.{key}"] = whole(value).clone()
+            found[f"{name}.{key}"] = full_tensor(value).clone()
     world.close()
     return found
 

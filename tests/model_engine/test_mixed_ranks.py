@@ -10,11 +10,11 @@ from families import overrides_of, parallel
 from test_vision import lively, samples
 from torch.optim.lr_scheduler import LambdaLR
 
-from mvp_engine.batch import PackedBatch
-from mvp_engine.checkpoint.pieces import whole
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
-from mvp_engine.model_engine.packed import LanguageModel
 
 NAMES = ["qwen3_vl", "qwen2_5_vl", "llava", "internvl", "gemma3", "smolvlm", "qwen2_audio", "qwen2_5_omni_thinker"]
 # What each of four ranks has: [], or micro-batches of samples 0 (text), 1 (one item), 2 (two, of two kinds if any)
@@ -25,7 +25,9 @@ ENCODERS = ("*vision*", "*visual*", "*audio*")
 def share(model: LanguageModel, name: str, share: list[list[int]]) -> list[PackedBatch]:
     ones = samples(model, name)
     # A batch of text does not even have an empty list of images.
-    text = PackedBatch(ones[0].input_ids, ones[0].labels, ones[0].position_ids, ones[0].cu_seqlens, ones[0].tokens)
+    text = PackedBatch(
+        ones[0].input_ids, ones[0].labels, ones[0].position_ids, ones[0].cu_seqlens, ones[0].token_fields
+    )
     return [text if members == [0] else PackedBatch.concat([ones[i] for i in members]) for members in share]
 
 
@@ -41,10 +43,10 @@ def trained(name: str, layout: Layout, shares: list[list[list[int]]], frozen: bo
 
     def loss(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         out = engine.model(batch, ["log_probs", "entropy"])
-        return out["entropy"].sum() - out["log_probs"].sum(), batch.weight
+        return out["entropy"].sum() - out["log_probs"].sum(), batch.num_loss_tokens
 
     engine.train_batch(mine, loss)
-    found = {n: whole(p.grad) for n, p in engine.model.named_parameters() if p.grad is not None}
+    found = {n: full_tensor(p.grad) for n, p in engine.model.named_parameters() if p.grad is not None}
     with engine.eval_mode():
         losses = [engine.infer_step(b, loss)[0] * counts for b, counts in engine.in_step(mine)]
     found["evaluated"] = torch.stack(losses).sum()
@@ -55,7 +57,7 @@ def on_ranks(name: str, sizes: dict[str, int], frozen: bool) -> dict[str, Any]:
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
     found = trained(name, layout, SHARES, frozen)
-    found["evaluated"] = sum(world.all_gather(found["evaluated"])) / layout.same_data  # type: ignore[assignment]
+    found["evaluated"] = sum(world.all_gather(found["evaluated"])) / layout.model_parallel_size  # type: ignore[assignment]
     world.close()
     return found
 
@@ -68,7 +70,7 @@ def test_four_ranks_with_all_kinds_of_data(ranks4, name: str, frozen: bool) -> N
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_that_share_sequences_share_media(ranks4, name: str) -> None:
-    check(ranks4.run(on_ranks, name, {"shard": 2, "sequence": 2}, False), name, False)
+    check(ranks4.run(on_ranks, name, {"shard": 2, "ulysses": 2}, False), name, False)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +106,12 @@ def after_inference(alone: bool = False) -> float:
     )
     engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0))
     engine.infer_batch(PackedBatch.from_sequences([torch.arange(3, 20)]), ["log_probs"])
-    batch = PackedBatch.from_sequences([torch.arange(3, 20)], tokens={"advantage": [torch.ones(17)]})
+    batch = PackedBatch.from_sequences([torch.arange(3, 20)], token_fields={"advantage": [torch.ones(17)]})
 
     def loss(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return -(engine.model(batch, ["log_probs"])["log_probs"] * batch.tokens["advantage"]).sum(), batch.weight
+        return -(
+            engine.model(batch, ["log_probs"])["log_probs"] * batch.token_fields["advantage"]
+        ).sum(), batch.num_loss_tokens
 
     norm = float(engine.train_batch([batch] if world.rank == world.size - 1 else [], loss).grad_norm)
     world.close()

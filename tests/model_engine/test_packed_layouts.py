@@ -14,14 +14,14 @@ from families import overrides_of, parallel
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mvp_engine.batch import PackedBatch
-from mvp_engine.checkpoint.pieces import whole
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.distributed.sequence import check_heads
+from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.distributed.ulysses import check_heads
 from mvp_engine.errors import UserError
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.launch import launch
 from mvp_engine.model_engine import LanguageModelEngine, Settings
-from mvp_engine.model_engine.packed import LanguageModel
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 
@@ -46,19 +46,19 @@ def gradients(family: str, layout: Layout, **how: Any) -> dict[str, torch.Tensor
 
     def loss(micro_batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         out = engine.model(micro_batch, ["log_probs", "entropy"])
-        return out["log_probs"].sum() - 0.1 * out["entropy"].sum(), micro_batch.weight
+        return out["log_probs"].sum() - 0.1 * out["entropy"].sum(), micro_batch.num_loss_tokens
 
     engine.optimizer_zero_grad()
     halves = batch().split(14).parts
     for half in halves:  # two calls add up to one step
         engine.forward_backward_batch([half], loss)
     grads = {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
-    return {name: whole(grad) / layout.data_size for name, grad in grads.items()}
+    return {name: full_tensor(grad) / layout.data_size for name, grad in grads.items()}
 
 
 def on_layout(shard: int, sequence: int, tensor: int, families: list[str]) -> dict[str, dict[str, torch.Tensor]]:
     world = World.join("cpu")
-    layout = Layout.of(world, parallel(shard=shard, sequence=sequence, tensor=tensor))
+    layout = Layout.of(world, parallel(shard=shard, ulysses=sequence, tensor=tensor))
     result = {family: gradients(family, layout) for family in families}
     world.close()
     return result
@@ -93,7 +93,7 @@ def test_losses_over_five_steps_are_those_of_one_rank(
     request, one: Path, tmp_path: Path, ranks: int, shard: int, sequence: int, tensor: int
 ) -> None:
     pool = request.getfixturevalue(f"ranks{ranks}")
-    layout = [f"parallel.shard={shard}", f"parallel.sequence={sequence}", f"parallel.tensor={tensor}"]
+    layout = [f"parallel.shard={shard}", f"parallel.ulysses={sequence}", f"parallel.tensor={tensor}"]
     words = ["loop.eval_interval=5", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
     assert pool.launch(LM, *words, *layout) == [0] * ranks
     for split in ("train", "eval"):
@@ -102,7 +102,7 @@ def test_losses_over_five_steps_are_those_of_one_rank(
         assert [r.get("totals") for r in alone] == [r.get("totals") for r in many]  # counted once
 
 
-@pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.tensor=2"], ["parallel.sequence=2"]], ids=str)
+@pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.tensor=2"], ["parallel.ulysses=2"]], ids=str)
 def test_bf16_follows_fp32(one: Path, ranks2, tmp_path: Path, layout: list[str]) -> None:
     """Weights travel as bf16; the masters and the sums of gradients stay float32."""
     words = [*layout, "loop.precision=bf16", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
@@ -116,9 +116,9 @@ def test_a_run_goes_on_over_layouts(train, ranks2, ranks4, tmp_path: Path) -> No
     words = ["data.micro_batch_size=2", "optim.schedule=constant"]  # so that a shorter run is the same run, cut
     assert train(*words, "loop.total_steps=8", config=LM, dir=tmp_path / "straight") == 0
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
-    both = ["parallel.shard=2", "parallel.sequence=2"]
+    both = ["parallel.shard=2", "parallel.ulysses=2"]
     assert ranks4.launch(LM, *cut, *both, "loop.total_steps=3") == [0] * 4
-    assert ranks2.launch(LM, *cut, "parallel.sequence=2", "loop.total_steps=5") == [0] * 2
+    assert ranks2.launch(LM, *cut, "parallel.ulysses=2", "loop.total_steps=5") == [0] * 2
     assert ranks4.launch(LM, *cut, "parallel.shard=4", "data.micro_batch_size=1", "loop.total_steps=6") == [0] * 4
     assert train(*cut, "loop.total_steps=8", config=LM, dir=tmp_path / "cut") == 0
     one, many = read_metrics(tmp_path / "straight"), read_metrics(tmp_path / "cut")
@@ -128,7 +128,7 @@ def test_a_run_goes_on_over_layouts(train, ranks2, ranks4, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(4, 2, 3), (6, 3, 2), (4, 4, 8)])
 def test_heads_that_cannot_be_shared_are_explained(heads: int, kv_heads: int, ranks: int) -> None:
-    with pytest.raises(UserError, match=f"parallel.sequence={ranks} cannot share {heads} query and {kv_heads}"):
+    with pytest.raises(UserError, match=f"parallel.ulysses={ranks} cannot share {heads} query and {kv_heads}"):
         check_heads(heads, kv_heads, ranks)
 
 
@@ -140,7 +140,7 @@ def test_two_engines_with_different_layouts_live_in_one_process(ranks4) -> None:
 def two_layouts() -> dict[str, Any]:
     world = World.join("cpu")
     both = []
-    for sizes in ({"shard": 4}, {"shard": 2, "sequence": 2}, {"tensor": 2, "shard": 2}):
+    for sizes in ({"shard": 4}, {"shard": 2, "ulysses": 2}, {"tensor": 2, "shard": 2}):
         model = LanguageModel.on_meta(None, overrides_of("qwen3"))
         both.append(LanguageModelEngine(model, Layout.of(world, parallel(**sizes)), Settings(seed=5)))
         both[-1].initialize()

@@ -11,15 +11,15 @@ from families import FAMILIES, VISION, config_of, parallel
 from test_hf_folders import alone
 from test_vision import samples
 
-from mvp_engine.batch import PackedBatch
-from mvp_engine.checkpoint.pieces import whole
 from mvp_engine.config import compose
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
+from mvp_engine.hf.packed_model import LanguageModel, ValueModel
+from mvp_engine.hf.parts import parts_of, table
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.model_engine.optim import build_optimizer
-from mvp_engine.model_engine.packed import LanguageModel, ValueModel
-from mvp_engine.model_engine.parts import parts_of, table
 
 # Where the parts of each family are, by patterns; all that fits none of them is the llm's.
 VISUAL = {"vision": "visual.*", "projector": "visual.merger.*"}
@@ -67,8 +67,8 @@ def trained(settings: Settings, layout: Layout | None = None) -> tuple[LanguageM
     batch = PackedBatch.concat(samples(model, "qwen3_vl"))
     engine = LanguageModelEngine(model, layout or alone(), settings)
     engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.5))
-    before = {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
-    engine.train_batch([batch], lambda b: (-model(b, ["log_probs"])["log_probs"].sum(), b.weight))
+    before = {name: full_tensor(param.detach()).clone() for name, param in model.named_parameters()}
+    engine.train_batch([batch], lambda b: (-model(b, ["log_probs"])["log_probs"].sum(), b.num_loss_tokens))
     return engine, before
 
 
@@ -92,7 +92,7 @@ def test_frozen_means_no_gradient_and_no_update(frozen: tuple[str, ...]) -> None
 def on_two_ranks(frozen: tuple[str, ...]) -> dict[str, torch.Tensor]:
     world = World.join("cpu")
     engine, before = trained(Settings(freeze=frozen), Layout.of(world, parallel(shard=2)))
-    found = {name: whole(param.detach()).clone() for name, param in engine.model.named_parameters()}
+    found = {name: full_tensor(param.detach()).clone() for name, param in engine.model.named_parameters()}
     parts = parts_of(engine.model)
     assert all(torch.equal(value, before[name]) == (parts[name] in frozen) for name, value in found.items())
     world.close()
@@ -123,7 +123,7 @@ def test_rates_by_part() -> None:
 def test_blocks_of_a_part_are_recomputed_and_compiled() -> None:
     plain, _ = trained(Settings())
     how = {"llm": "eager", "vision": "auto"}  # auto is nothing on a CPU
-    engine, _ = trained(Settings(recompute={"vision": "full", "projector": "selective"}, compile=how))
+    engine, _ = trained(Settings(activation_checkpointing={"vision": "full", "projector": "selective"}, compile=how))
     changed = {name.split(".")[2] for name, module in engine.model.named_modules() if "forward" in vars(module)}
     assert changed == {"visual"}
     compiled = {name for name, module in engine.model.named_modules() if module._compiled_call_impl is not None}
@@ -135,7 +135,10 @@ def test_blocks_of_a_part_are_recomputed_and_compiled() -> None:
 def test_a_part_that_a_model_does_not_have_is_refused() -> None:
     for settings, words in (
         (Settings(freeze=("audio",)), "model.freeze: LanguageModel has no part audio; it has vision, projector, llm"),
-        (Settings(recompute={"audio": "full"}), "model.recompute: LanguageModel has no part audio; it has vision"),
+        (
+            Settings(activation_checkpointing={"audio": "full"}),
+            "model.activation_checkpointing: LanguageModel has no part audio; it has vision",
+        ),
     ):
         with pytest.raises(UserError, match=words):
             trained(settings)

@@ -10,11 +10,12 @@ import torch
 from families import SMALL, config_of, overrides_of, parallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from mvp_engine.batch import PackedBatch
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, Settings, probe
-from mvp_engine.model_engine.packed import LanguageModel
+from mvp_engine.hf import preflight as probe
+from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, Settings
 
 
 def start(family: str, world: World, settings: Settings | None = None, **sizes: int) -> str:
@@ -49,7 +50,7 @@ def test_nor_does_it_on_several_ranks(ranks2) -> None:
 
 def on_two() -> dict[str, tuple[str, str]]:
     world = World.join("cpu")
-    layouts: list[dict[str, int]] = [{"shard": 2}, {"sequence": 2}, {}]
+    layouts: list[dict[str, int]] = [{"shard": 2}, {"ulysses": 2}, {}]
     answers = {str(sizes): (start("jamba", world, **sizes), start("qwen3", world, **sizes)) for sizes in layouts}
     world.close()
     return answers
@@ -76,7 +77,7 @@ def test_weights_that_are_not_finite_are_told() -> None:
 
 def test_fewer_tokens_than_ranks_can_be_shared(ranks4) -> None:
     alone = log_probs({})
-    for shared in [*ranks4.run(log_probs, {"sequence": 4}), *ranks4.run(log_probs, {"sequence": 2, "shard": 2})]:
+    for shared in [*ranks4.run(log_probs, {"ulysses": 4}), *ranks4.run(log_probs, {"ulysses": 2, "shard": 2})]:
         for got, expected in zip(shared, alone, strict=True):
             assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
 

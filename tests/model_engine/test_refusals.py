@@ -13,12 +13,18 @@ from test_hf_folders import alone, language_model
 from test_packed_layouts import gradients
 from torch import nn
 
-from mvp_engine.batch import IGNORE, PackedBatch
 from mvp_engine.cli import main
+from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
-from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, ModelSource, Settings, ValueModelEngine
-from mvp_engine.model_engine.fsdp import build
+from mvp_engine.model_engine import (
+    FSDPEngine,
+    LanguageModelEngine,
+    ModelSource,
+    Settings,
+    ValueModelEngine,
+)
+from mvp_engine.model_engine.fsdp import parallelize as build
 
 
 def batch_with(field: str, value: int) -> PackedBatch:
@@ -122,7 +128,9 @@ def test_offloading_makes_room_for_the_evaluations_of_a_training(offload: str, t
     assert len(seen["infer_step"]) > 1
 
 
-@pytest.mark.parametrize("wrong", [{"precision": "bf17"}, {"recompute": "ful"}, {"offload": "optimiser"}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"precision": "bf17"}, {"activation_checkpointing": "ful"}, {"offload": "optimiser"}], ids=str
+)
 def test_settings_that_are_none_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(UserError, match=rf"Settings: \w+='{next(iter(wrong.values()))}' is none of"):
         Settings(**wrong)  # type: ignore[arg-type]
@@ -137,7 +145,7 @@ def test_calls_out_of_order_are_told() -> None:
     with pytest.raises(UserError, match=r"initialize\(\) was called before"):
         engine.initialize()
     with pytest.raises(UserError, match=r"a step needs initialize\(optimizer=\.\.\.\)"):
-        engine.train_batch([batch], lambda b: (engine.model(b, ["loss"])["loss"], b.weight))
+        engine.train_batch([batch], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens))
     with pytest.raises(UserError, match="outputs per token, and loss is one number"):
         engine.infer_batch(batch, ["log_probs", "loss"])
     with pytest.raises(UserError, match="LanguageModel does not give"):
@@ -188,12 +196,14 @@ def test_results_that_are_kept_and_changed_in_place_are_told_of() -> None:
             return self.layers[1](self.layers[0](x))
 
     def step(how: str) -> None:
-        engine = FSDPEngine(Net(), alone(), Settings(recompute=how))
+        engine = FSDPEngine(Net(), alone(), Settings(activation_checkpointing=how))
         engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.1))
         engine.train_batch([torch.ones(3, 4)], lambda x: (engine.model(x).sum(), 1))
 
     step("full")
-    with pytest.raises(UserError, match=r"Sequential changes one of them in place\. Set model\.recompute=full"):
+    with pytest.raises(
+        UserError, match=r"Sequential changes one of them in place\. Set model\.activation_checkpointing=full"
+    ):
         step("selective")
 
 

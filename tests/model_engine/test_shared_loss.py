@@ -9,11 +9,12 @@ import torch
 from families import overrides_of, parallel
 from torch import Tensor
 
-from mvp_engine.batch import PackedBatch
-from mvp_engine.checkpoint.pieces import whole
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.model_engine import LanguageModelEngine, Settings, packed
-from mvp_engine.model_engine.packed import LanguageModel
+from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.hf import packed_model as packed
+from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 BATCHES = [PackedBatch.from_sequences([torch.arange(n) % 17 for n in sizes]) for sizes in ((7, 3, 11, 2), (1,), (2,))]
 
@@ -26,17 +27,19 @@ def found(layout: Layout, wanted: list[str]) -> tuple[list[dict[str, Tensor]], d
 
     def step(batch: PackedBatch) -> tuple[Tensor, Tensor]:
         given.append(engine.model(batch, wanted))
-        return given[-1]["loss"], batch.weight
+        return given[-1]["loss"], batch.num_loss_tokens
 
     with patch.object(packed, "linear_loss", side_effect=packed.linear_loss) as quick:
         engine.forward_backward_batch(BATCHES, step)
-    grads = {n: whole(p.grad) / layout.data_size for n, p in engine.model.named_parameters() if p.grad is not None}
+    grads = {
+        n: full_tensor(p.grad) / layout.data_size for n, p in engine.model.named_parameters() if p.grad is not None
+    }
     return [{n: v.detach() for n, v in one.items()} for one in given], grads, quick.call_count
 
 
 def on_ranks(wanted: list[str]) -> Any:
     world = World.join("cpu")
-    result = found(Layout.of(world, parallel(sequence=2)), wanted)
+    result = found(Layout.of(world, parallel(ulysses=2)), wanted)
     world.close()
     return result
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mvp_engine.batch import IGNORE, PackedBatch
-from mvp_engine.model_engine.packed import LanguageModel
+from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.hf.packed_model import LanguageModel
 
 MANY = settings(max_examples=50, deadline=None)
 
@@ -34,7 +34,7 @@ def batches(draw: st.DrawFn) -> PackedBatch:
     return PackedBatch.from_sequences(
         [torch.randint(99, (n,), generator=g) for n in lengths],
         [torch.rand(n, generator=g) < share for n in lengths],
-        tokens={"advantages": [torch.randn(n, generator=g) for n in lengths]},
+        token_fields={"advantages": [torch.randn(n, generator=g) for n in lengths]},
     )
 
 
@@ -46,11 +46,11 @@ def train(parts: list[PackedBatch]) -> Trained:
     for part in parts:
         out = language_model(part, ["log_probs", "entropy"])
         exploring = torch.where(part.labels == IGNORE, 0.0, out["entropy"])
-        loss_sum = -(out["log_probs"] * part.tokens["advantages"] + 0.1 * exploring).sum()
+        loss_sum = -(out["log_probs"] * part.token_fields["advantages"] + 0.1 * exploring).sum()
         loss_sum.backward()
         total += loss_sum.detach()
         outputs.append(out["log_probs"].detach())
-    weight = max(1, sum(int(part.weight) for part in parts))
+    weight = max(1, sum(int(part.num_loss_tokens) for part in parts))
     gradients = {n: p.grad / weight for n, p in language_model.named_parameters() if p.grad is not None}
     assert len(gradients) == len(list(language_model.parameters()))
     return total / weight, gradients, outputs
@@ -78,9 +78,9 @@ def test_split_budget_and_order_change_neither_loss_nor_gradients(batch: PackedB
     split = shuffled.split(budget, at_least=at_least)
     whole, parts = train([batch]), train(split.parts)
     same(whole, parts)
-    shuffled.tokens["log_probs"] = split.merge_tokens(parts[2])
+    shuffled.token_fields["log_probs"] = split.merge_tokens(parts[2])
     restored = shuffled.select([order.index(s) for s in range(batch.num_sequences)])
-    assert torch.allclose(restored.tokens["log_probs"], whole[2][0], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(restored.token_fields["log_probs"], whole[2][0], rtol=1e-5, atol=1e-5)
 
 
 @given(batches(), st.data())
@@ -94,7 +94,7 @@ def test_concatenated_selections_train_like_the_batch(batch: PackedBatch, data: 
 
 def test_the_comparison_would_see_one_token_that_is_out_of_place() -> None:
     batch = PackedBatch.from_sequences(
-        [torch.arange(5), torch.arange(9)], tokens={"advantages": [torch.ones(5), torch.ones(9)]}
+        [torch.arange(5), torch.arange(9)], token_fields={"advantages": [torch.ones(5), torch.ones(9)]}
     )
     moved = batch.select([0, 1])
     moved.position_ids[9] += 1

@@ -11,10 +11,10 @@ from conftest import ROOT
 from families import REFUSED_VISION, TYPES, VISION, config_of, media_of, vision_table
 from torch import Tensor
 
-from mvp_engine.batch import Media, PackedBatch
+from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine.packed import LanguageModel, PackedModel, ValueModel
-from mvp_engine.model_engine.probe import check_packing
+from mvp_engine.hf.packed_model import LanguageModel, PackedModel, ValueModel
+from mvp_engine.hf.preflight import check_packing
 from mvp_engine.ops import attention
 
 M = TypeVar("M", bound=PackedModel)
@@ -48,7 +48,9 @@ def sample(model: PackedModel, looks: list[str], seen: list[str], g: torch.Gener
     ids = torch.cat(row)
     types = (ids - 89).clamp(min=0)
     tokens = {"token_type_ids": [types.clamp(max=1)], "mm_token_type_ids": [types]}
-    return PackedBatch.from_sequences([ids], position_ids=[positions(model, ids, media)], tokens=tokens, media=media)
+    return PackedBatch.from_sequences(
+        [ids], position_ids=[positions(model, ids, media)], token_fields=tokens, media=media
+    )
 
 
 def media_item(look: str, large: bool, g: torch.Generator) -> tuple[str, Media]:
@@ -60,8 +62,8 @@ def joined(first: Media, second: Media) -> Media:
     pairs = zip(first.fields.items(), second.fields.values(), strict=True)
     return Media(
         torch.cat([first.values, second.values]),
-        torch.cat([first.rows, second.rows]),
-        torch.cat([first.owner, second.owner]),
+        torch.cat([first.row_counts, second.row_counts]),
+        torch.cat([first.sequence_ids, second.sequence_ids]),
         {name: torch.cat([mine, theirs]) for (name, mine), theirs in pairs},
     )
 
@@ -97,9 +99,9 @@ def positions(model: PackedModel, ids: Tensor, media: dict[str, Media]) -> Tenso
 def own_log_probs(model: LanguageModel, one: PackedBatch) -> Tensor:
     """What transformers makes of a sample, from what its processor would give."""
     takes = inspect.signature(model.hf.forward).parameters
-    given: dict[str, Any] = {name: value[None] for name, value in one.tokens.items() if name in takes}
+    given: dict[str, Any] = {name: value[None] for name, value in one.token_fields.items() if name in takes}
     for kind, media in one.media.items():
-        given |= {kind: media.values, **media.fields} if len(media.rows) else {}
+        given |= {kind: media.values, **media.fields} if len(media.row_counts) else {}
     with attention.own_attention(model.hf.config), torch.no_grad():
         logits = model.hf(input_ids=one.input_ids[None], use_cache=False, **given).logits[0]
     picked = logits.log_softmax(-1)[:-1].gather(-1, one.input_ids[1:, None])[:, 0]
@@ -157,7 +159,7 @@ def test_models_that_cannot_be_packed_are_refused(name: str) -> None:
 def test_images_without_the_token_types_that_a_model_reads_are_refused(name: str) -> None:
     model = lively(LanguageModel, name)
     text, *_, both = samples(model, name)
-    del both.tokens[TYPES[name]], text.tokens[TYPES[name]]
+    del both.token_fields[TYPES[name]], text.token_fields[TYPES[name]]
     with pytest.raises(UserError, match=f"reads {TYPES[name]} to see images: give them in the batch's tokens"):
         model(both, ["log_probs"])
     model(text, ["log_probs"])

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mvp_engine.ops import attention, ragged_attention
+from mvp_engine.ops import attention
+from mvp_engine.ops import cudnn_attention as ragged_attention
 from mvp_engine.ops.attention import boundaries, encoder_attention, packed_attention
 
 LENGTHS = [5, 1, 40, 17]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as theirs
 from torch.utils.checkpoint import checkpoint
 
-from mvp_engine.ops import flex
+from mvp_engine.ops import flex_attention as flex
 from mvp_engine.ops.attention import Overlay, boundaries, packed_attention
-from mvp_engine.ops.by_sequence import one_by_one
+from mvp_engine.ops.reference_attention import reference_attention
 
 LENGTHS = [1, 700, 5, 129, 128, 1, 64, 300, 33, 1900]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -51,7 +51,7 @@ def test_blocks_have_all_that_plain_attention_sees(monkeypatch, kind: dict[str, 
     tokens, ends = sum(lengths), ends_of(lengths)
     allows = images(tokens, window) if "images" in kind else None
     zeros = torch.zeros(1, tokens, 16)
-    plain = one_by_one(
+    plain = reference_attention(
         zeros, zeros, torch.eye(tokens)[None], ends, allows, None, 0.0, kind["causal"], window, None, None
     )
     seen_PP = torch.zeros(1024, 1024, dtype=torch.bool)
@@ -83,7 +83,7 @@ def both(flexible: Any, how: dict[str, Any], ends: Tensor, tensors: list[Tensor]
         q, k, v, sinks = (x.requires_grad_() for x in given)
         if plain:
             scale, *others = rules
-            out = one_by_one(q, k, v, ends, allows, scale, 0.0, *others, sinks if "sinks" in how else None)
+            out = reference_attention(q, k, v, ends, allows, scale, 0.0, *others, sinks if "sinks" in how else None)
         else:
             out = flexible(q, k, v, ends, allows, *rules, sinks if "sinks" in how else None)
         wanted = (q, k, v, sinks) if "sinks" in how else (q, k, v)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mvp_engine.batch import PackedBatch
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
@@ -102,7 +102,7 @@ def engine(shape: dict[str, Any] = SHAPE, **how: Any) -> LanguageModelEngine:
 
 
 def step(part: LanguageModelEngine, batch: PackedBatch) -> float:
-    numbers = part.train_batch([batch], lambda b: (part.model(b, ["loss"])["loss"], b.weight))
+    numbers = part.train_batch([batch], lambda b: (part.model(b, ["loss"])["loss"], b.num_loss_tokens))
     return float(numbers.loss_sum / numbers.weight)
 
 
@@ -111,7 +111,7 @@ def test_a_model_learns_as_in_bf16(recompute: str) -> None:
     batch = PackedBatch.from_sequences([torch.arange(n) % 7 for n in (30, 12, 50)])
     losses: dict[bool, list[float]] = {}
     for low in (False, True):
-        part = engine(precision="bf16", fp8=low, recompute=recompute)
+        part = engine(precision="bf16", fp8=low, activation_checkpointing=recompute)
         kinds = {type(module) for module in part.model.modules() if isinstance(module, nn.Linear)}
         assert (fp8.Fp8Linear in kinds) == low
         assert type(part.model.hf.lm_head) is nn.Linear

@@ -98,7 +98,9 @@ def test_held_out_digits_are_never_drawn_for_training_and_ids_are_those_of_the_c
     assert not set(train) & set(held_out)
     assert sorted(train + 3 * held_out) == sorted(3 * list(range(60)))
     tokens = [
-        rows for batch in kit.loader("train", packs_per_step=1) for rows in batch.media["pixel_values"].rows.tolist()
+        rows
+        for batch in kit.loader("train", packs_per_step=1)
+        for rows in batch.media["pixel_values"].row_counts.tolist()
     ]
     assert len(set(tokens)) > 1  # pictures of several sizes
 

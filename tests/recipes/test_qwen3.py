@@ -20,8 +20,11 @@ from mvp_engine.runs import list_runs
 FOLDER = ROOT / "recipes" / "qwen3"
 TASKS = ("count", "largest", "next", "reverse")
 SMALL = ["made.modules=20", "made.chats=60", "log.interval=1"]
-QUICK = {"pretrain_cpu": ["loop.total_steps=8", "ask.every=20", "ask.max_new_tokens=4"], "sft_cpu": ["ask.every=10"]}
-QUICK["sft_cpu"] += ["loop.total_steps=6", "loop.eval_interval=6", "ask.max_new_tokens=4"]
+QUICK = {
+    "pretrain_cpu": ["loop.total_steps=8", "eval_generation.every_n_samples=20", "eval_generation.max_new_tokens=4"],
+    "sft_cpu": ["eval_generation.every_n_samples=10"],
+}
+QUICK["sft_cpu"] += ["loop.total_steps=6", "loop.eval_interval=6", "eval_generation.max_new_tokens=4"]
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +167,13 @@ def test_configs_for_gpus_train_where_the_numbers_are_small(name: str, ran: Path
     names = {"train": kind, "eval": f"held_{kind}"}
     words = [f"mllm.sources.{names[split]}.path={ran}/qwen3_data/{split}_{task}.jsonl" for split in names]
     words += [f"project.dir={tmp_path}", "loop.precision=fp32", "model.compile=null", "mllm.micro_batch_tokens=512"]
-    words += ["data.num_workers=0", "loop.total_steps=2", "data.global_batch_size=1", "ask=null", "parallel.shard=1"]
+    words += [
+        "data.num_workers=0",
+        "loop.total_steps=2",
+        "data.global_batch_size=1",
+        "eval_generation=null",
+        "parallel.shard=1",
+    ]
     words += [
         "log.interval=1",
         "loop.eval_batches=1",

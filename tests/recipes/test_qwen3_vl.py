@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, readme_commands
 from test_hf_folders import entries
 
-from mvp_engine.checkpoint import storage
+from mvp_engine.checkpoint import format as storage
 from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
@@ -20,7 +20,7 @@ from mvp_engine.model_engine import ModelSource
 
 RECIPE = ROOT / "recipes" / "qwen3_vl"
 QUICK = ["shapes.rows=60", "data.num_workers=0"]
-SIZES = ["mllm.micro_batch_tokens=320", "ask.max_new_tokens=3", "log.backends=[file,jsonl]"]
+SIZES = ["mllm.micro_batch_tokens=320", "eval_generation.max_new_tokens=3", "log.backends=[file,jsonl]"]
 STEPS = {"words": 12, "align": 6, "pretrain": 10, "instruct": 6, "instruct_lora": 6}
 
 

@@ -135,7 +135,7 @@ def test_word_accuracy_counts_words_too_many_too_few_and_wrong() -> None:
 
 def test_gpu_configs_compose_and_ask_for_what_is_missing(tmp_path: Path, capsys: Any) -> None:
     from mvp_engine.kit import MLLMModelKit
-    from mvp_engine.model_engine.fsdp.build import freeze
+    from mvp_engine.model_engine.fsdp.parallelize import freeze
 
     tiny = compose(str(CONFIGS / "cpu.yaml"), []).config.model.config
     for name, trains in (("gpu1", "0 %"), ("gpu8", "95.7 %")):  # Whisper's positions never train

@@ -12,8 +12,8 @@ import torch
 from conftest import ROOT, read_metrics, readme_commands
 from PIL import Image
 
+from mvp_engine.checkpoint.format import Reader
 from mvp_engine.checkpoint.state import average_of
-from mvp_engine.checkpoint.storage import Reader
 from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from mvp_engine.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.imports import import_file
 
 CHECK: Any = import_file(ROOT / "skills" / "mllm-data" / "check.py")
@@ -50,7 +50,7 @@ def padded(batch: PackedBatch) -> PackedBatch:
     longest = max(one.num_tokens for one in ones)
     rows = [torch.cat([one.input_ids, one.input_ids.new_zeros(longest - one.num_tokens)]) for one in ones]
     masks = [torch.cat([torch.ones(one.num_tokens), torch.zeros(longest - one.num_tokens)]) > 0 for one in ones]
-    return PackedBatch.from_sequences(rows, masks, sequences=batch.sequences)
+    return PackedBatch.from_sequences(rows, masks, sequence_fields=batch.sequence_fields)
 
 
 class Repeating(Changed):

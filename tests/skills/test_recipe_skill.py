@@ -15,7 +15,13 @@ CHECK: Any = import_file(ROOT / "skills" / "recipe" / "check.py")
 CONFIG = str(ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml")
 SMALL = ["text_config.num_hidden_layers=1", "vision_config.depth=1", "vision_config.deepstack_visual_indexes=[0]"]
 SMALL = [f"model.config.{key}" for key in SMALL]
-SMALL += ["data.num_workers=0", "digits.drawings=1", "digits.count=40", "data.global_batch_size=1", "ask.every=4"]
+SMALL += [
+    "data.num_workers=0",
+    "digits.drawings=1",
+    "digits.count=40",
+    "data.global_batch_size=1",
+    "eval_generation.every_n_samples=4",
+]
 BROKEN = """
 import torch
 
@@ -70,7 +76,7 @@ def test_a_right_recipe_passes(small: list[str], capsys: pytest.CaptureFixture[s
         ("Blank", [], ["the export is another model than the trained one"]),
         (
             "Bare",
-            ["ask=null"],
+            ["eval_generation=null"],
             ["the export does not load", "a resumed training is another one", "no figure of the task"],
         ),
     ],

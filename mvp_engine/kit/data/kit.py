@@ -21,17 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mvp_engine.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.bad import BadRecord, BadRows
-from mvp_engine.kit.data.costs import Costs, find_costs
-from mvp_engine.kit.data.mixture import Mixture
-from mvp_engine.kit.data.packs import PackDataset, PackLoader
-from mvp_engine.kit.data.samples import RopePositions, Sampler
+from mvp_engine.kit.data.encode.row_encoder import RopePositions, Sampler
+from mvp_engine.kit.data.pack.costs import Costs, find_costs
+from mvp_engine.kit.data.pack.mixture import Mixture
+from mvp_engine.kit.data.pack.packs import PackDataset, PackLoader
+from mvp_engine.kit.data.pack.stream_loader import StreamLoader, WindowedPacks
+from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
+from mvp_engine.kit.data.read.sources import Source, open_source
+from mvp_engine.kit.data.read.streams import Stream, Streams
 from mvp_engine.kit.data.settings import DataSource, MLLMData
-from mvp_engine.kit.data.sources import Source, open_source
-from mvp_engine.kit.data.streams import Stream, Streams
-from mvp_engine.kit.data.windows import StreamLoader, WindowedPacks
 from mvp_engine.model_engine import precision_on
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -45,12 +45,16 @@ class MLLMDataKit:
     `model_config` is the model's Hugging Face config, for models with positions on three axes.
     """
 
-    def __init__(self, settings: MLLMData, processor: Any, *, model_config: Any = None, num_workers: int = 0) -> None:
+    def __init__(
+        self, settings: MLLMData, processor: Any, *, model_config: Any = None, num_workers: int = 0
+    ) -> None:
         self.settings, self.num_workers = settings, num_workers
         self.sampler = Sampler(
             processor,
             settings.limits,
-            most_tokens=min(settings.row_tokens or settings.micro_batch_tokens, settings.micro_batch_tokens),
+            most_tokens=min(
+                settings.row_tokens or settings.micro_batch_tokens, settings.micro_batch_tokens
+            ),
             overlong=settings.overlong,
             pairs=settings.pairs,
             options=settings.template,
@@ -59,7 +63,9 @@ class MLLMDataKit:
         if settings.media_dtype == "bfloat16":
             self.sampler.dtype = torch.bfloat16
         self.processor = self.sampler.media.processor
-        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mvp_engine" / "data"
+        default = (
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mvp_engine" / "data"
+        )
         self.cache = Path(settings.cache).expanduser() if settings.cache else default
         self._opened: dict[str, tuple[Mixture, list[Costs]]] = {}
 
@@ -71,7 +77,12 @@ class MLLMDataKit:
         return [source.name or _name(source.path) for source in self._sources(split)]
 
     def dataset(
-        self, split: str = "train", *, packs_per_step: int | None = None, seed: int = 0, shuffle: bool | None = None
+        self,
+        split: str = "train",
+        *,
+        packs_per_step: int | None = None,
+        seed: int = 0,
+        shuffle: bool | None = None,
     ) -> PackDataset:
         packs = packs_per_step or self.settings.step_packs
         if packs is None:
@@ -106,7 +117,9 @@ class MLLMDataKit:
         if not len(dataset):
             raise UserError(f"data: no row of {split} can be trained on. {self._lost(split)}")
         file = None if folder is None else Path(folder) / "bad_rows.jsonl"
-        bad = BadRows(self.settings, sum(map(len, dataset.mixture.sources)), self.names(split), file)
+        bad = BadRows(
+            self.settings, sum(map(len, dataset.mixture.sources)), self.names(split), file
+        )
         bad.add(self.bad_rows(split), list_them=rank == 0)
         return PackLoader(
             dataset,
@@ -133,7 +146,10 @@ class MLLMDataKit:
     ) -> StreamLoader:
         """Micro-batches of one pack each, from sources that are streams. How many there will be nobody knows."""
         given, streams = self._sources(split), self._streams(split)
-        lanes, workers = self.settings.stream_lanes, self.num_workers if num_workers is None else num_workers
+        lanes, workers = (
+            self.settings.stream_lanes,
+            self.num_workers if num_workers is None else num_workers,
+        )
         if any(stream.once for stream in streams):
             lanes, workers = 1, 0
             if world_size > 1:
@@ -152,7 +168,9 @@ class MLLMDataKit:
         file = None if folder is None else Path(folder) / "bad_rows.jsonl"
         bad = BadRows(self.settings, 0, self.names(split), file, LEAST)
         stall = self.settings.stall_seconds
-        return StreamLoader(packs, bad, num_workers=workers, pin_memory=pin_memory, stall_seconds=stall)
+        return StreamLoader(
+            packs, bad, num_workers=workers, pin_memory=pin_memory, stall_seconds=stall
+        )
 
     def engine_loader(self, engine: Any, split: str = "train") -> PackLoader | StreamLoader:
         """For `prepare_dataloader`: sizes, ranks, workers, seed and precision of the engine. All ranks must call it."""
@@ -161,16 +179,24 @@ class MLLMDataKit:
             raise UserError(
                 f"a micro-batch is one pack: set data.micro_batch_size=1 and data.global_batch_size={packs}"
             )
-        if self.settings.media_dtype == "auto":  # bf16 is what an encoder's first layer makes of them
+        if (
+            self.settings.media_dtype == "auto"
+        ):  # bf16 is what an encoder's first layer makes of them
             bf16 = precision_on(engine.device, engine.config.loop.precision) == "bf16"
             self.sampler.dtype = torch.bfloat16 if bf16 else torch.float32
-        options = {"rank": engine.layout.data_rank, "world_size": engine.layout.data_size, "seed": engine.config.seed}
+        options = {
+            "rank": engine.layout.data_rank,
+            "world_size": engine.layout.data_size,
+            "seed": engine.config.seed,
+        }
         options |= {"num_workers": data.num_workers, "pin_memory": engine.device.type == "cuda"}
         if self.is_stream(split):
             return self.stream_loader(split, folder=engine.run.dir, **options)
         loader = self.loader(split, packs_per_step=packs, folder=engine.run.dir, **options)
         if len(set(engine.world.all_gather(loader._plan_id()))) > 1:
-            raise UserError("data: the ranks found different costs for the same rows. Do all nodes see the same files?")
+            raise UserError(
+                "data: the ranks found different costs for the same rows. Do all nodes see the same files?"
+            )
         if engine.world.is_main:
             LOGGER.info("%s", self.summary(split, dataset=loader.dataset))
         return loader
@@ -187,17 +213,24 @@ class MLLMDataKit:
     def summary(self, split: str = "train", *, dataset: PackDataset | None = None) -> str:
         dataset = dataset or self.dataset(split)
         plan, counts = dataset.plan, np.array(dataset.mixture.counts)
-        words = [f"{name}: {rows:,}" for name, rows in zip(dataset.mixture.names, counts.tolist(), strict=True)]
+        words = [
+            f"{name}: {rows:,}"
+            for name, rows in zip(dataset.mixture.names, counts.tolist(), strict=True)
+        ]
         return (
             f"{split}: {counts.sum():,} rows an epoch ({', '.join(words)}) -> {len(plan.rows):,} rows with "
             f"{int(plan.tokens.sum()):,} tokens in {len(plan):,} packs of {plan.budget:,}, {plan.fill:.1%} full; "
             f"{plan.steps:,} steps of {plan.packs_per_step}. {self._lost(split)}"
         )
 
-    def source_losses(self, log_probs: Tensor, batch: PackedBatch, split: str = "train") -> dict[str, tuple[Any, Any]]:
+    def source_losses(
+        self, log_probs: Tensor, batch: PackedBatch, split: str = "train"
+    ) -> dict[str, tuple[Any, Any]]:
         """Name -> (summed loss, tokens) of each source, for `ctx.log`; nothing waits for the device."""
         names = self.names(split)
-        of_token = batch.sequences["source"].repeat_interleave(batch.lengths, output_size=batch.num_tokens)
+        of_token = batch.sequence_fields["source"].repeat_interleave(
+            batch.lengths, output_size=batch.num_tokens
+        )
         learnt = (batch.labels != IGNORE).float()
         sums, weights = (
             torch.zeros(len(names), device=learnt.device).index_add_(0, of_token, value)
@@ -221,7 +254,10 @@ class MLLMDataKit:
         They are not the same where a base model, whose texts end in one way, learns to chat.
         """
         tokenizer, written = self.sampler.media.tokenizer, self.sampler.template.stop
-        found = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(written) if written else None]
+        found = [
+            tokenizer.eos_token_id,
+            tokenizer.convert_tokens_to_ids(written) if written else None,
+        ]
         return list(dict.fromkeys(id for id in found if id is not None))
 
     def save_processor(self, folder: Path, model: str | None = None) -> None:
@@ -248,9 +284,14 @@ class MLLMDataKit:
     def _streams(self, split: str) -> list[Stream]:
         given = self._sources(split)
         if not given[0].stream:
-            raise UserError(f"data: the sources of {split} are no streams: set stream: true for each, or use loader")
+            raise UserError(
+                f"data: the sources of {split} are no streams: set stream: true for each, or use loader"
+            )
         names = self.names(split)
-        return [Stream(name, one.path, one.root, one.format) for name, one in zip(names, given, strict=True)]
+        return [
+            Stream(name, one.path, one.root, one.format)
+            for name, one in zip(names, given, strict=True)
+        ]
 
     def _open(self, split: str) -> tuple[Mixture, list[Costs]]:
         if split not in self._opened:
@@ -274,7 +315,11 @@ class MLLMDataKit:
         return self._opened[split]
 
     def _refuse_long(self, mixture: Mixture, costs: list[Costs]) -> None:
-        found = [(s, row) for s, cost in zip(mixture.sources, costs, strict=True) for row in cost.long.tolist()]
+        found = [
+            (s, row)
+            for s, cost in zip(mixture.sources, costs, strict=True)
+            for row in cost.long.tolist()
+        ]
         if found:
             shown = ", ".join(source.where(row) for source, row in found[:3])
             raise UserError(
@@ -286,8 +331,12 @@ class MLLMDataKit:
         _, costs = self._open(split)
         bad = Counter(reason for cost in costs for reason, _ in cost.bad.values())
         words = ", ".join(f"{n} {reason}" for reason, n in sorted(bad.items())) or "none"
-        fate = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}.get(self.settings.overlong, "refused")
-        return f"Bad rows: {words}. Over-long rows {fate}: {sum(len(cost.long) for cost in costs):,}"
+        fate = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}.get(
+            self.settings.overlong, "refused"
+        )
+        return (
+            f"Bad rows: {words}. Over-long rows {fate}: {sum(len(cost.long) for cost in costs):,}"
+        )
 
     def _data_id(self, split: str) -> str:
         told = " ".join(source.fingerprint for source in self._open(split)[0].sources)
@@ -303,7 +352,9 @@ def load_processor(folder: str | Path) -> Any:
     try:
         return AutoProcessor.from_pretrained(Path(folder).expanduser(), local_files_only=True)
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} has no processor or tokenizer that transformers can read: {error}") from None
+        raise UserError(
+            f"{folder} has no processor or tokenizer that transformers can read: {error}"
+        ) from None
 
 
 def _name(path: str | list[str]) -> str:

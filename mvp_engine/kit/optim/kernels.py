@@ -43,7 +43,12 @@ def adamw_(
     count = weight.numel() // columns * blocks
     tensors = (weight, grad, *moments, *(scales or moments))
     assert all(x.is_contiguous() for x in tensors)
-    how: dict[str, Any] = {"CODED": scales is not None, "BLOCK": BLOCK, "PER_PROGRAM": PER_PROGRAM, "num_warps": WARPS}
+    how: dict[str, Any] = {
+        "CODED": scales is not None,
+        "BLOCK": BLOCK,
+        "PER_PROGRAM": PER_PROGRAM,
+        "num_warps": WARPS,
+    }
     with torch.cuda.device(weight.device):
         _adamw[(triton.cdiv(count, PER_PROGRAM),)](
             *tensors, *numbers, found_inf, grad_scale, *salts, begin, count, blocks, columns,

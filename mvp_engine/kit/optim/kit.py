@@ -12,24 +12,32 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from mvp_engine.checkpoint.format import Reader
 from mvp_engine.checkpoint.state import average_of
-from mvp_engine.checkpoint.storage import Reader, together
 from mvp_engine.config.schema import Count, Optim
-from mvp_engine.distributed.sharding import blocks
+from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.errors import UserError
+from mvp_engine.hf.parts import matching
 from mvp_engine.kit.optim.optimizer import KitOptimizer
 from mvp_engine.model_engine import ModelEngine
-from mvp_engine.model_engine.optim import build_scheduler, matching, parameter_groups, without_decay
+from mvp_engine.model_engine.optim import build_scheduler, parameter_groups, without_decay
 
 
 class OptimSettings(Optim):
     """The `optim` section of a recipe that uses this kit: that of the engine, and more."""
 
-    kind: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of blocks, and adamw for all else
-    moments: Literal["float32", "bfloat16", "int8"] = "float32"  # what they are kept as
+    kind: Literal["adamw", "muon"] = (
+        "adamw"  # muon: for the matrices of blocks, and adamw for all else
+    )
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"  # what they are kept as
     momentum: float = Field(default=0.95, ge=0, lt=1)  # of muon
-    adamw: list[str] = Field(default_factory=list)  # patterns of parameter names, or parts, that muon is not to take
-    ema: float | None = Field(default=None, gt=0, lt=1)  # keep an average of the weights, such as 0.999
+    adamw: list[str] = Field(
+        default_factory=list
+    )  # patterns of parameter names, or parts, that muon is not to take
+    ema: float | None = Field(
+        default=None, gt=0, lt=1
+    )  # keep an average of the weights, such as 0.999
     warmup_tokens: Count | None = None  # or warmup_steps, or warmup_ratio
 
     @model_validator(mode="after")
@@ -59,7 +67,7 @@ class OptimKit:
             betas=(settings.betas[0], settings.betas[1]),
             eps=settings.eps,
             momentum=settings.momentum,
-            moments=settings.moments,
+            moments=settings.state_dtype,
             ema=settings.ema,
             seed=self.seed,
         )
@@ -88,19 +96,25 @@ class OptimKit:
         """Give an engine without an optimizer the averaged weights of a checkpoint, if such are kept."""
         if checkpoint is None or self.settings.ema is None:
             return
-        with together(engine.world.host_group):
+        with raise_on_all_ranks(engine.world.host_group):
             reader = Reader(checkpoint)
-            named = {average_of(name): param.detach() for name, param in engine.model.named_parameters()}
+            named = {
+                average_of(name): param.detach() for name, param in engine.model.named_parameters()
+            }
             found = {name: param for name, param in named.items() if name in reader.entries}
             if not found:
-                raise UserError(f"checkpoint {checkpoint} has no averaged weights: it was trained without optim.ema")
+                raise UserError(
+                    f"checkpoint {checkpoint} has no averaged weights: it was trained without optim.ema"
+                )
             reader.fill(found)
 
     def _with_muon(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Groups that decay, each in two: what muon takes, and the rest."""
         chosen = _matrices(model) - without_decay(model)
         for pattern in self.settings.adamw:
-            chosen -= {model.get_parameter(name) for name in matching(model, pattern, "optim.adamw")}
+            chosen -= {
+                model.get_parameter(name) for name in matching(model, pattern, "optim.adamw")
+            }
         found = []
         for group in groups:
             taken = [param for param in group["params"] if param in chosen]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from mvp_engine.checkpoint.pieces import boxes, empty_beside, local
+from mvp_engine.distributed.dtensor import empty_sharded_like, local_tensor, shard_offsets
 from mvp_engine.errors import UserError
 from mvp_engine.kit.optim.rounding import BLOCK, from_codes, hashed, noise, to_bfloat16, to_codes
 
@@ -41,7 +41,7 @@ class Part:
 
 def parts(param: Tensor) -> Iterator[Part]:
     """All that this rank holds of a parameter, some rows at a time."""
-    for offset, index in boxes(param):
+    for offset, index in shard_offsets(param):
         if not index:
             yield Part(offset, index)
             continue
@@ -55,15 +55,17 @@ def parts(param: Tensor) -> Iterator[Part]:
 class Moment:
     """One moment of one parameter: where its numbers are, and how they are read and written."""
 
-    def __init__(self, param: Tensor, state: dict[str, Any], key: str, signed: bool, kind: str, name: str) -> None:
+    def __init__(
+        self, param: Tensor, state: dict[str, Any], key: str, signed: bool, kind: str, name: str
+    ) -> None:
         self.param, self.state, self.key = param, state, key
         self.dtype = KINDS[kind]
         if kind == "int8":
             self.dtype = torch.float32 if param.ndim < 2 else torch.int8 if signed else torch.uint8
             if param.ndim > 1 and not blocks_are_whole(param):
                 raise UserError(
-                    f"optim.moments=int8: {name} is cut inside of rows ({param.placements}), where 8-bit moments have "  # type: ignore[attr-defined]
-                    f"blocks of {BLOCK}. Set optim.moments=bfloat16, or parallel.tensor=1"
+                    f"optim.state_dtype=int8: {name} is cut inside of rows ({param.placements}), where 8-bit moments have "  # type: ignore[attr-defined]
+                    f"blocks of {BLOCK}. Set optim.state_dtype=bfloat16, or parallel.tensor=1"
                 )
 
     @property
@@ -74,30 +76,33 @@ class Moment:
         if self.is_coded:
             size = scales_shape(self.param.shape)
             self.state[self.key + CODES] = torch.zeros_like(self.param, dtype=self.dtype)
-            self.state[self.key + SCALES] = empty_beside(self.param, size, torch.float32)
-            local(self.state[self.key + SCALES]).zero_()
+            self.state[self.key + SCALES] = empty_sharded_like(self.param, size, torch.float32)
+            local_tensor(self.state[self.key + SCALES]).zero_()
         else:
             self.state[self.key] = torch.zeros_like(self.param, dtype=self.dtype)
 
     def read(self, part: Part) -> Tensor:
         """As float32; a copy."""
         if self.is_coded:
-            codes, scales = local(self.state[self.key + CODES]), local(self.state[self.key + SCALES])
+            codes, scales = (
+                local_tensor(self.state[self.key + CODES]),
+                local_tensor(self.state[self.key + SCALES]),
+            )
             return from_codes(codes[part.index], scales[part.blocks])
-        return local(self.state[self.key])[part.index].to(torch.float32, copy=True)
+        return local_tensor(self.state[self.key])[part.index].to(torch.float32, copy=True)
 
     def write(self, part: Part, value: Tensor, key: Tensor, bad: Tensor | None) -> None:
         """Round and keep; where the step is `bad`, what is there stays."""
         if self.dtype is torch.float32:
-            _put(local(self.state[self.key])[part.index], value, bad)
+            _put(local_tensor(self.state[self.key])[part.index], value, bad)
             return
         bits = noise(key, value.shape, part.offset, self.param.shape)
         if self.dtype is torch.bfloat16:
-            _put(local(self.state[self.key])[part.index], to_bfloat16(value, bits), bad)
+            _put(local_tensor(self.state[self.key])[part.index], to_bfloat16(value, bits), bad)
             return
         codes, scales = to_codes(value, self.dtype, bits)
-        _put(local(self.state[self.key + CODES])[part.index], codes, bad)
-        _put(local(self.state[self.key + SCALES])[part.blocks], scales, bad)
+        _put(local_tensor(self.state[self.key + CODES])[part.index], codes, bad)
+        _put(local_tensor(self.state[self.key + SCALES])[part.blocks], scales, bad)
 
     def take(self, saved: Mapping[str, Any], key: Tensor) -> bool:
         """Take over what was saved, in whatever form that is; is there anything?"""
@@ -115,14 +120,16 @@ class Moment:
 
 def _as_float(saved: Mapping[str, Any], key: str, part: Part) -> Tensor:
     if key in saved:
-        return local(saved[key])[part.index].float()
-    codes, scales = local(saved[key + CODES])[part.index], saved[key + SCALES]
+        return local_tensor(saved[key])[part.index].float()
+    codes, scales = local_tensor(saved[key + CODES])[part.index], saved[key + SCALES]
     if isinstance(scales, DTensor):
-        return from_codes(codes, local(scales)[part.blocks])
+        return from_codes(codes, local_tensor(scales)[part.blocks])
     # Whole scales, since rows are cut here: those of the blocks that this box touches, beginning inside of the first.
     first, inside = divmod(part.offset[-1], BLOCK)
     rows = tuple(slice(o, o + n) for o, n in zip(part.offset[:-1], codes.shape[:-1], strict=True))
-    scales = scales.to(codes.device)[(*rows, slice(first, -(-(part.offset[-1] + codes.shape[-1]) // BLOCK)))]
+    scales = scales.to(codes.device)[
+        (*rows, slice(first, -(-(part.offset[-1] + codes.shape[-1]) // BLOCK)))
+    ]
     return from_codes(torch.nn.functional.pad(codes, (inside, 0)), scales)[..., inside:]
 
 
@@ -150,8 +157,8 @@ def blocks_are_whole(param: Tensor) -> bool:
 
 def flat_begin(param: Tensor) -> int | None:
     """Where in the whole parameter this rank's part begins, if that is one piece of the numbers in their order."""
-    pieces = boxes(param)
-    if len(pieces) != 1 or param.ndim == 0 or not local(param).is_contiguous():
+    pieces = shard_offsets(param)
+    if len(pieces) != 1 or param.ndim == 0 or not local_tensor(param).is_contiguous():
         return None
     ((first, *others), index), rest = pieces[0], param.shape[1:]
     whole = not any(others) and [s.stop - s.start for s in index[1:]] == list(rest)

@@ -16,10 +16,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mvp_engine.checkpoint.pieces import box, boxes, local, whole
+from mvp_engine.distributed.dtensor import full_tensor, local_tensor, shard_offsets, shard_slices
 
 STEPS = 5
-_A, _B, _C = 3.4445, -4.7750, 2.0315  # a steep polynomial: values above 0.01 end between 0.68 and 1.13
+_A, _B, _C = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # a steep polynomial: values above 0.01 end between 0.68 and 1.13
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -50,7 +54,7 @@ def directions(momenta: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
     shared = []
     for i, momentum in enumerate(momenta):
         if _is_whole_here(momentum):
-            here = local(momentum)
+            here = local_tensor(momentum)
             yield i, (orthogonal(here) if here.numel() else here)
         else:
             shared.append(i)
@@ -80,17 +84,21 @@ def _in_turns(momenta: list[Tensor], members: list[int]) -> Iterator[tuple[int, 
         turn = members[begin : begin + len(ranks)]
         result: Tensor | None = None
         for owner, i in enumerate(turn):
-            full = whole(momenta[i].bfloat16() if momenta[i].is_cuda else momenta[i])  # as it is worked on
+            full = full_tensor(
+                momenta[i].bfloat16() if momenta[i].is_cuda else momenta[i]
+            )  # as it is worked on
             if owner == me:
                 result = orthogonal(full).contiguous()
         for owner, i in enumerate(turn):
             momentum = momenta[i]
             assert isinstance(momentum, DTensor)
-            here = torch.empty_like(local(momentum), dtype=torch.bfloat16 if momentum.is_cuda else torch.float32)
+            here = torch.empty_like(
+                local_tensor(momentum), dtype=torch.bfloat16 if momentum.is_cuda else torch.float32
+            )
             full = result if owner == me and result is not None else here.new_empty(momentum.shape)
             _broadcast(full, owner, momentum.device_mesh)
-            for offset, index in boxes(momentum):
-                here[index] = full[box(offset, here[index])]
+            for offset, index in shard_offsets(momentum):
+                here[index] = full[shard_slices(offset, here[index])]
             yield i, here
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from mvp_engine.checkpoint.pieces import empty_beside, local
 from mvp_engine.checkpoint.state import EMA
+from mvp_engine.distributed.dtensor import empty_sharded_like, local_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.kit.optim import muon
 from mvp_engine.kit.optim.moments import (
@@ -40,7 +40,9 @@ _KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",)}
 class KitOptimizer(Optimizer):
     """`names` gives each parameter its name, which its noise depends on; groups have a `kind`, adamw or muon."""
 
-    _step_supports_amp_scaling = True  # so the engine leaves both to us, as to torch's fused optimizers
+    _step_supports_amp_scaling = (
+        True  # so the engine leaves both to us, as to torch's fused optimizers
+    )
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
 
@@ -60,7 +62,14 @@ class KitOptimizer(Optimizer):
         self.names, self.moments, self.ema, self.seed = names, moments, ema, seed
         self._swapped = False
         # "fused": the step counts are on the device, for those who move an optimizer.
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "kind": "adamw", "fused": True}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "momentum": momentum,
+            "kind": "adamw",
+            "fused": True,
+        }
         super().__init__(groups, defaults)
         for group in self.param_groups:
             for param in group["params"]:
@@ -71,7 +80,9 @@ class KitOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         if self._swapped:
-            raise RuntimeError("the averaged weights are in place: no step before they are out again")
+            raise RuntimeError(
+                "the averaged weights are in place: no step before they are out again"
+            )
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
@@ -86,13 +97,15 @@ class KitOptimizer(Optimizer):
     def _begin(self, param: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=local(param).device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local_tensor(param).device)
             for moment in self._moments_of(param, group):
                 moment.create()
         if self.ema is not None and EMA not in state:
             state[EMA] = param.detach().to(torch.float32, copy=True)
 
-    def _moments_of(self, param: Tensor, group: dict[str, Any], state: dict[str, Any] | None = None) -> list[Moment]:
+    def _moments_of(
+        self, param: Tensor, group: dict[str, Any], state: dict[str, Any] | None = None
+    ) -> list[Moment]:
         state = self.state[param] if state is None else state
         return [
             Moment(param, state, key, key != "exp_avg_sq", self.moments, self.names[param])
@@ -102,8 +115,16 @@ class KitOptimizer(Optimizer):
     def _adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         if self.moments != "float32":
-            few = [p for p in params if not all(m.dtype is torch.float32 for m in self._moments_of(p, group))]
-            begins = {p: begin for p in few if local(p).is_cuda and (begin := flat_begin(p)) is not None}
+            few = [
+                p
+                for p in params
+                if not all(m.dtype is torch.float32 for m in self._moments_of(p, group))
+            ]
+            begins = {
+                p: begin
+                for p in few
+                if local_tensor(p).is_cuda and (begin := flat_begin(p)) is not None
+            }
             self._adamw_by_kernel(begins, group)
             for param in few:
                 if param not in begins:
@@ -112,10 +133,10 @@ class KitOptimizer(Optimizer):
             params = [param for param in params if param not in done]
         states = [self.state[param] for param in params]
         adamw(
-            [local(param) for param in params],
-            [local(param.grad) for param in params if param.grad is not None],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
+            [local_tensor(param) for param in params],
+            [local_tensor(param.grad) for param in params if param.grad is not None],
+            [local_tensor(state["exp_avg"]) for state in states],
+            [local_tensor(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,
@@ -145,15 +166,28 @@ class KitOptimizer(Optimizer):
         corrections = (powers[0].float(), powers[1].sqrt().float())
         how = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
         for i, (param, begin) in enumerate(begins.items()):
-            if local(param).numel() == 0:
+            if local_tensor(param).numel() == 0:
                 continue
             assert param.grad is not None
             both, state = self._moments_of(param, group), self.state[param]
-            kept = [local(state[m.key + CODES if m.is_coded else m.key]) for m in both]
-            scales = [local(state[m.key + SCALES]) for m in both] if both[0].is_coded else None
+            kept = [local_tensor(state[m.key + CODES if m.is_coded else m.key]) for m in both]
+            scales = (
+                [local_tensor(state[m.key + SCALES]) for m in both] if both[0].is_coded else None
+            )
             salts = [salt_of(self.seed, self.names[param], m.key) for m in both]
             numbers = [now[i], *(by[i] for by in corrections)]
-            adamw_(local(param), local(param.grad).contiguous(), kept, scales, salts, begin, numbers, bad, scale, **how)
+            adamw_(
+                local_tensor(param),
+                local_tensor(param.grad).contiguous(),
+                kept,
+                scales,
+                salts,
+                begin,
+                numbers,
+                bad,
+                scale,
+                **how,
+            )
 
     def _adamw_in_few_bits(self, param: Tensor, group: dict[str, Any]) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]
@@ -180,13 +214,15 @@ class KitOptimizer(Optimizer):
             for part in parts(param):
                 _, grad = self._weight_and_grad(param, part)
                 value = moment.read(part).mul_(mu).add_(grad)
-                local(ahead)[part.index] = grad + mu * value  # where the momentum will be after the next step
+                local_tensor(ahead)[part.index] = (
+                    grad + mu * value
+                )  # where the momentum will be after the next step
                 moment.write(part, value, self._key(param, moment.key), bad)
             momenta.append(ahead)
             bads.append(bad)
         for i, direction in muon.directions(momenta):
             change = direction.float() * (group["lr"] * muon.scale(params[i].shape))
-            _move(local(params[i]), change, group["lr"] * group["weight_decay"], bads[i])
+            _move(local_tensor(params[i]), change, group["lr"] * group["weight_decay"], bads[i])
 
     def _count(self, param: Tensor) -> tuple[Tensor | None, Tensor]:
         """Is the step bad, and which one is it? It counts if it is good."""
@@ -201,8 +237,10 @@ class KitOptimizer(Optimizer):
 
     def _weight_and_grad(self, param: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         assert param.grad is not None
-        grad = local(param.grad)[part.index].float()
-        return local(param)[part.index], grad if self.grad_scale is None else grad / self.grad_scale
+        grad = local_tensor(param.grad)[part.index].float()
+        return local_tensor(param)[
+            part.index
+        ], grad if self.grad_scale is None else grad / self.grad_scale
 
     # ---- The average ----------------------------------------------------------------------------------------------
 
@@ -210,11 +248,11 @@ class KitOptimizer(Optimizer):
         """The average of what a parameter was after each of its updates; young ones weigh more at the beginning."""
         assert self.ema is not None
         state = self.state[param]
-        step, mean = state["step"], local(state[EMA])
+        step, mean = state["step"], local_tensor(state[EMA])
         share = 1 - ((1 + step) / (10 + step)).clamp(max=self.ema)
         if self.found_inf is not None:
             share = share * (1 - self.found_inf)
-        mean.add_((local(param) - mean).mul_(share))
+        mean.add_((local_tensor(param) - mean).mul_(share))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -231,7 +269,7 @@ class KitOptimizer(Optimizer):
     def _swap(self) -> None:
         for param, state in self.state.items():
             if EMA in state:
-                here, mean = local(param), local(state[EMA])
+                here, mean = local_tensor(param), local_tensor(state[EMA])
                 before = here.clone()
                 here.copy_(mean)
                 mean.copy_(before)
@@ -244,7 +282,7 @@ class KitOptimizer(Optimizer):
         if shape == param.shape:
             return torch.empty_like(param.detach(), dtype=dtype)
         if key.endswith(SCALES) and blocks_are_whole(param):
-            return empty_beside(param, shape, dtype)
+            return empty_sharded_like(param, shape, dtype)
         return torch.empty(shape, dtype=dtype)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -257,11 +295,13 @@ class KitOptimizer(Optimizer):
             if i in saved and not self._take(param, group, saved[i]):
                 fresh.append(self.names[param])
         if fresh:
-            LOGGER.warning("moments of %d parameters begin anew, such as of %s", len(fresh), fresh[0])
+            LOGGER.warning(
+                "moments of %d parameters begin anew, such as of %s", len(fresh), fresh[0]
+            )
 
     @torch.no_grad()
     def _take(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> bool:
-        state, device = self.state[param], local(param).device
+        state, device = self.state[param], local_tensor(param).device
         if self.ema is not None and EMA in saved:
             state[EMA] = saved[EMA].to(device)
         if "step" not in saved:

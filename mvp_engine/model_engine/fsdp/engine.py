@@ -19,24 +19,32 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from mvp_engine.batch import PackedBatch
-from mvp_engine.checkpoint import hf_export, state
-from mvp_engine.checkpoint.pieces import whole
-from mvp_engine.checkpoint.storage import together
-from mvp_engine.distributed import GradientReducer, Layout
-from mvp_engine.distributed.sharding import UsedParameters, sharded_modules
+from mvp_engine.checkpoint import state
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import DDPReducer, Layout
+from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.distributed.fsdp import UnusedParameterTracker, sharded_modules
 from mvp_engine.errors import UserError
+from mvp_engine.hf import export as hf_export
+from mvp_engine.hf import merge
+from mvp_engine.hf.lora import merging
+from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.preflight import check_gradients, check_packing
 from mvp_engine.log.metrics import device_scalar
-from mvp_engine.model_engine import merge
-from mvp_engine.model_engine.base import ForwardStep, ModelEngine, Outcome, Settings, StepNumbers, register
-from mvp_engine.model_engine.fsdp import numbers
-from mvp_engine.model_engine.fsdp.ahead import Ahead
-from mvp_engine.model_engine.fsdp.build import place
+from mvp_engine.model_engine.base import (
+    ForwardStep,
+    ModelEngine,
+    Outcome,
+    Settings,
+    StepNumbers,
+    register,
+)
+from mvp_engine.model_engine.fsdp import grad_norm as numbers
+from mvp_engine.model_engine.fsdp.lockstep import Pass, Passes
 from mvp_engine.model_engine.fsdp.offload import move_model, move_optimizer
-from mvp_engine.model_engine.fsdp.passes import Pass, Passes
-from mvp_engine.model_engine.lora import merging
-from mvp_engine.model_engine.packed import PackedModel
-from mvp_engine.model_engine.probe import check_gradients, check_packing
+from mvp_engine.model_engine.fsdp.parallelize import place
+from mvp_engine.model_engine.fsdp.prefetch import DevicePrefetcher
 
 
 @register("module", "fsdp")
@@ -44,15 +52,15 @@ class FSDPEngine(ModelEngine):
     def __init__(self, model: nn.Module, layout: Layout, settings: Settings | None = None) -> None:
         super().__init__(model, layout, settings)
         self.dtype = numbers.DTYPES[self.settings.precision]
-        self._ahead = Ahead(self.world.device, self._on_device)
+        self._ahead = DevicePrefetcher(self.world.device, self._on_device)
         self._passes = Passes(self.world)
         self._outcomes: list[Outcome] = []
         self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         self._on_host: set[str] = set()  # of "model" and "optimizer"
         self._initialized = self.training = False  # training: there is an optimizer
-        self.reducer: GradientReducer | None = None
-        self._used: UsedParameters | None = None
+        self.reducer: DDPReducer | None = None
+        self._used: UnusedParameterTracker | None = None
         self._spent = False  # the gradients that are there were used in a step
 
     def initialize(
@@ -63,11 +71,13 @@ class FSDPEngine(ModelEngine):
         if self._initialized:
             raise UserError("initialize() was called before, and a model is put on its layout once")
         if scheduler is not None and optimizer is None:
-            raise UserError("initialize(scheduler=...) needs an optimizer that the scheduler is for")
+            raise UserError(
+                "initialize(scheduler=...) needs an optimizer that the scheduler is for"
+            )
         place(self.model, self.layout, self.settings)
         self._initialized, self.sharded = True, list(sharded_modules(self.model))
         if isinstance(self.model, PackedModel):
-            with self.eval_mode(), self.autocast(), together(self.world.host_group):
+            with self.eval_mode(), self.autocast(), raise_on_all_ranks(self.world.host_group):
                 check_packing(
                     self.model,
                     exact=self.dtype == torch.float32,
@@ -78,7 +88,9 @@ class FSDPEngine(ModelEngine):
             self.training = True
             self.model.train()
             self.optimizer = optimizer(self.model)
-            self.scheduler = scheduler(self.optimizer) if scheduler else LambdaLR(self.optimizer, lambda _: 1.0)
+            self.scheduler = (
+                scheduler(self.optimizer) if scheduler else LambdaLR(self.optimizer, lambda _: 1.0)
+            )
             self._prepare_training()
         if self.settings.offload != "none":
             self.to("cpu", model=self.settings.offload == "all")
@@ -87,14 +99,20 @@ class FSDPEngine(ModelEngine):
         if self.layout.tensor_mesh is not None:
             with self.autocast():
                 check_gradients(self._packed(), self.layout.tensor_mesh, self.world.host_group)
-        self.params = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self.params = [
+            p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad
+        ]
         if self.world.host_group and not self.sharded:
-            self.reducer = GradientReducer(self.params, self.world.host_group)
+            self.reducer = DDPReducer(self.params, self.world.host_group)
         if self.sharded:
-            self._used = UsedParameters(self.model, self.world.host_group)
-        self.scale = numbers.LossScale(self.world.device) if self.settings.precision == "fp16" else None
+            self._used = UnusedParameterTracker(self.model, self.world.host_group)
+        self.scale = (
+            numbers.LossScale(self.world.device) if self.settings.precision == "fp16" else None
+        )
         sigmas = self.settings.spike_sigmas
-        self.spikes = numbers.SpikeWatch(sigmas, self.world.device) if sigmas is not None else None
+        self.spikes = (
+            numbers.SpikeDetector(sigmas, self.world.device) if sigmas is not None else None
+        )
         # Fused optimizers skip a step by themselves when this flag is set, so the host need not read it first.
         can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._device_skip = self.world.device.type == "cuda" and can_skip
@@ -115,7 +133,9 @@ class FSDPEngine(ModelEngine):
             with self.autocast():
                 loss_sum, weight = numbers.checked(step(micro_batch))
             if counts:
-                totals += torch.stack([loss_sum.detach().double(), device_scalar(weight, self.world.device)])
+                totals += torch.stack(
+                    [loss_sum.detach().double(), device_scalar(weight, self.world.device)]
+                )
             else:
                 loss_sum = loss_sum.nan_to_num(0.0, 0.0, 0.0) * 0.0
             self._before_backward(last=index == len(rounds) - 1)
@@ -127,10 +147,18 @@ class FSDPEngine(ModelEngine):
 
     def _rounds(self, micro_batches: list[Any]) -> list[Pass]:
         """The micro-batches, each with whether it counts."""
-        return self._passes.together(micro_batches) if self.sharded else [(batch, True) for batch in micro_batches]
+        return (
+            self._passes.together(micro_batches)
+            if self.sharded
+            else [(batch, True) for batch in micro_batches]
+        )
 
     def in_step(self, micro_batches: Iterable[Any]) -> Iterator[Pass]:
-        return self._passes.through(micro_batches) if self.sharded else ((batch, True) for batch in micro_batches)
+        return (
+            self._passes.through(micro_batches)
+            if self.sharded
+            else ((batch, True) for batch in micro_batches)
+        )
 
     def _before_backward(self, last: bool) -> None:
         """Between copies gradients travel during the last backward of a call only. Shards are summed in every one, or
@@ -144,7 +172,9 @@ class FSDPEngine(ModelEngine):
 
     def optimizer_zero_grad(self) -> None:
         if not self.training:
-            raise UserError("a step needs initialize(optimizer=...); without one the engine is for inference")
+            raise UserError(
+                "a step needs initialize(optimizer=...); without one the engine is for inference"
+            )
         self._spent = False
         self._totals.zero_()
         if self._used:
@@ -161,9 +191,13 @@ class FSDPEngine(ModelEngine):
         if self._used:
             self._used.drop_the_others()
         grads = [p.grad for p in self.params if p.grad is not None]
-        squares, self._norms = numbers.share_of_squares([p for p in self.params if p.grad is not None], self.world.size)
+        squares, self._norms = numbers.local_grad_norm_sq(
+            [p for p in self.params if p.grad is not None], self.world.size
+        )
         # Ranks that work on the same data have the same losses, which count once.
-        sums = torch.cat([totals / self.layout.same_data, squares.to(totals.device)[None]])
+        sums = torch.cat(
+            [totals / self.layout.model_parallel_size, squares.to(totals.device)[None]]
+        )
         if self.world.size > 1:
             dist.all_reduce(sums)
         loss_sum, weight, squares = sums
@@ -178,7 +212,11 @@ class FSDPEngine(ModelEngine):
             torch._foreach_mul_(local, factor.float())
         self.rates = self._learning_rates()
         bad_loss, bad_norm = ~loss_sum.isfinite(), ~norm.isfinite()
-        code = bad_loss * numbers.BAD_LOSS + (weight <= 0) * numbers.NO_WEIGHT + bad_norm * numbers.BAD_GRADIENT
+        code = (
+            bad_loss * numbers.BAD_LOSS
+            + (weight <= 0) * numbers.NO_WEIGHT
+            + bad_norm * numbers.BAD_GRADIENT
+        )
         if self.spikes:
             loss = torch.where(code > 0, torch.nan, loss_sum / weight)
             code = code + self.spikes.judge(loss) * numbers.SPIKE
@@ -228,11 +266,15 @@ class FSDPEngine(ModelEngine):
         with self.autocast():
             return step(self._on_device(micro_batch))
 
-    def infer_batch(self, batch: PackedBatch, outputs: Iterable[str], budget: int | None = None) -> dict[str, Tensor]:
+    def infer_batch(
+        self, batch: PackedBatch, outputs: Iterable[str], budget: int | None = None
+    ) -> dict[str, Tensor]:
         wanted = tuple(outputs)
         if not self._initialized:
             raise UserError("infer_batch() needs initialize(), which gives the model its weights")
-        with together(self.world.host_group if self.sharded else None):  # a batch that is too long may be one rank's
+        with raise_on_all_ranks(
+            self.world.host_group if self.sharded else None
+        ):  # a batch that is too long may be one rank's
             split = batch.split(batch.num_tokens if budget is None else budget)
         parts: list[dict[str, Tensor]] = []
         with self.eval_mode():
@@ -241,7 +283,9 @@ class FSDPEngine(ModelEngine):
                 if counts:
                     parts.append(given)
         if single := [name for name in wanted if parts[0][name].ndim == 0]:
-            raise UserError(f"infer_batch() gives outputs per token, and {single[0]} is one number: ask for log_probs")
+            raise UserError(
+                f"infer_batch() gives outputs per token, and {single[0]} is one number: ask for log_probs"
+            )
         return {name: split.merge_tokens([part[name] for part in parts]) for name in wanted}
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -251,7 +295,9 @@ class FSDPEngine(ModelEngine):
 
     def _learning_rates(self) -> dict[str, float]:
         """`lr`, or `lr/<group>` for each group where they differ."""
-        rates = {str(g.get("name", i)): float(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)}
+        rates = {
+            str(g.get("name", i)): float(g["lr"]) for i, g in enumerate(self.optimizer.param_groups)
+        }
         if len(set(rates.values())) == 1:
             return {"lr": next(iter(rates.values()))}
         return {f"lr/{name}": rate for name, rate in rates.items()}
@@ -259,7 +305,11 @@ class FSDPEngine(ModelEngine):
     def _on_device(self, micro_batch: Any) -> Any:
         if self.world.device.type == "cpu":
             return micro_batch
-        if isinstance(self.model, PackedModel) and isinstance(micro_batch, PackedBatch) and micro_batch.labels.is_cpu:
+        if (
+            isinstance(self.model, PackedModel)
+            and isinstance(micro_batch, PackedBatch)
+            and micro_batch.labels.is_cpu
+        ):
             self.model.check(micro_batch)
         return numbers.to_device(micro_batch, self.world.device)
 
@@ -278,7 +328,9 @@ class FSDPEngine(ModelEngine):
         finally:
             for module, training in modes:
                 module.training = training
-            for part in self.sharded:  # or what is still gathered would outlive a change of the weights
+            for (
+                part
+            ) in self.sharded:  # or what is still gathered would outlive a change of the weights
                 part.reshard()
 
     @contextlib.contextmanager
@@ -327,7 +379,11 @@ class FSDPEngine(ModelEngine):
             return {}
         scale = [float(self.scale.value), int(self.scale.good)] if self.scale else None
         schedule = {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
-        return {"scheduler": schedule, "scale": scale, "spikes": self.spikes.state.tolist() if self.spikes else None}
+        return {
+            "scheduler": schedule,
+            "scale": scale,
+            "spikes": self.spikes.state.tolist() if self.spikes else None,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if isinstance(self.scheduler, LambdaLR):
@@ -335,14 +391,20 @@ class FSDPEngine(ModelEngine):
             self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
             self.scheduler._step_count = state["scheduler"]["_step_count"]
             factors = [factor(self.scheduler.last_epoch) for factor in self.scheduler.lr_lambdas]
-            rates = [base * factor for base, factor in zip(self.scheduler.base_lrs, factors, strict=True)]
+            rates = [
+                base * factor for base, factor in zip(self.scheduler.base_lrs, factors, strict=True)
+            ]
             self.scheduler._last_lr = list(rates)
-            for group, base, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs, rates, strict=True):
+            for group, base, rate in zip(
+                self.optimizer.param_groups, self.scheduler.base_lrs, rates, strict=True
+            ):
                 group["initial_lr"], group["lr"] = base, rate
         else:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.spikes and state.get("spikes"):
-            self.spikes.state = torch.tensor(state["spikes"], dtype=torch.float64, device=self.world.device)
+            self.spikes.state = torch.tensor(
+                state["spikes"], dtype=torch.float64, device=self.world.device
+            )
         if self.scale and state["scale"]:
             self.scale.value.fill_(state["scale"][0])
             self.scale.good.fill_(state["scale"][1])
@@ -350,48 +412,63 @@ class FSDPEngine(ModelEngine):
     def collect(self, shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Tensor]:
         shared = {**shared, "model_engine": self.state_dict()}
         optimizer = self.optimizer if self.training else None
-        return state.collect(self.model, optimizer, shared, own, self.world.rank, without=self._elsewhere())
+        return state.collect(
+            self.model, optimizer, shared, own, self.world.rank, without=self._elsewhere()
+        )
 
     def _elsewhere(self) -> set[str]:
         """Tensors that a checkpoint need not have: frozen under adapters, they are read from the folder again."""
         model = self.model
         if not isinstance(model, PackedModel) or model.lora is None:
             return set()
-        return {name for name, p in model.named_parameters() if not p.requires_grad and name in model.from_folder}
+        return {
+            name
+            for name, p in model.named_parameters()
+            if not p.requires_grad and name in model.from_folder
+        }
 
     def restore(self, folder: Path) -> state.SavedState:
         without = self._elsewhere()
         if without:
-            with together(self.world.host_group):
+            with raise_on_all_ranks(self.world.host_group):
                 merge.check_base(folder, self._packed())
         if not self.training:
             return state.restore(folder, self.model, None, self.world.host_group, without=without)
         # What a scheduler that is no function of the step did to the parameter groups is part of its state.
         whole_groups = not isinstance(self.scheduler, LambdaLR)
-        saved = state.restore(folder, self.model, self.optimizer, self.world.host_group, whole_groups, without)
+        saved = state.restore(
+            folder, self.model, self.optimizer, self.world.host_group, whole_groups, without
+        )
         self.load_state_dict(saved.shared["model_engine"])
         return saved
 
     def describe(self, folder: Path) -> None:
         if isinstance(self.model, PackedModel) and self.model.model_type:
-            merge.describe(self.model, folder)
+            merge.describe(self.model, folder, type(self))
 
     def export_hf(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         tensors = self._packed().state_dict()
         target = self._packed().export_target(dtype)
-        fetch, like = merging(self.model, lambda n: whole(tensors[n])), (lambda n: _on_meta(tensors[n]))
+        fetch, like = (
+            merging(self.model, lambda n: full_tensor(tensors[n])),
+            (lambda n: _on_meta(tensors[n])),
+        )
         hf_export.export(target, Path(folder).expanduser().resolve(), fetch, like, self.world)
 
-    def get_per_tensor_param(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def get_per_tensor_param(
+        self, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         tensors = self._packed().state_dict()
         plan = hf_export.Plan(self._packed().export_target(dtype), lambda n: _on_meta(tensors[n]))
-        fetch = merging(self.model, lambda n: whole(tensors[n]))
+        fetch = merging(self.model, lambda n: full_tensor(tensors[n]))
         for group in plan.groups:
             yield from plan.entries(group, fetch)
 
     def _packed(self) -> PackedModel:
         if not isinstance(self.model, PackedModel):
-            raise UserError(f"{type(self.model).__name__} is no Hugging Face model, so it has no such folder or names")
+            raise UserError(
+                f"{type(self.model).__name__} is no Hugging Face model, so it has no such folder or names"
+            )
         return self.model
 
 

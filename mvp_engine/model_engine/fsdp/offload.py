@@ -28,8 +28,12 @@ def move_model(model: nn.Module, device: torch.device) -> None:
 
 def move_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     """Everything that the optimizer keeps beside a parameter, but for step counts that live on the host anyway."""
-    host_steps = not any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    host_steps = not any(
+        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
+    )
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and not (host_steps and name == "step"):
-                state[name] = to_host(value) if device.type == "cpu" else value.to(device, non_blocking=True)
+                state[name] = (
+                    to_host(value) if device.type == "cpu" else value.to(device, non_blocking=True)
+                )

@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mvp_engine.kit.data.rows import Message, Part, Row
-from mvp_engine.kit.data.template import Template
+from mvp_engine.kit.data.encode.template import Template
+from mvp_engine.kit.data.read.rows import Message, Part, Row
 
 FOLDER = Path(__file__).parent
 CHATML = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]

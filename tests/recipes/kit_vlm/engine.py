@@ -8,11 +8,11 @@ from typing import Any
 from tiny_vlm import model_config, qwen3_vl
 from torch import Tensor, nn
 
-from mvp_engine.batch import PackedBatch
 from mvp_engine.config import Config, Section
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.model_engine.packed import LanguageModel
 
 
 class Fate(Section):
@@ -40,7 +40,7 @@ class KitEngine(Engine):
         self.began = self.step
 
     def train_pre_step(self, ctx: StepContext) -> None:
-        rows = [batch.sequences["sample"].tolist() for batch in ctx.micro_batches]
+        rows = [batch.sequence_fields["sample"].tolist() for batch in ctx.micro_batches]
         note = {"began": self.began, "step": ctx.step, "rank": self.world.rank, "ranks": self.world.size, "rows": rows}
         with open(self.run.dir / f"seen-{self.world.rank}.jsonl", "a") as out:
             out.write(json.dumps(note) + "\n")
@@ -49,7 +49,7 @@ class KitEngine(Engine):
         if ctx.step == self.config.fate.kill_step and self.world.rank == 1 and micro_batch is ctx.micro_batches[-1]:
             os.kill(os.getpid(), signal.SIGKILL)
         ctx.count("tokens", micro_batch.num_tokens)
-        return -self.model(micro_batch, ["log_probs"])["log_probs"].sum(), micro_batch.weight
+        return -self.model(micro_batch, ["log_probs"])["log_probs"].sum(), micro_batch.num_loss_tokens
 
     def train_post_step(self, ctx: StepContext) -> None:
         if ctx.step == self.config.fate.stop_step and self.world.is_main:

@@ -7,11 +7,11 @@ from families import config_of, overrides_of
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from mvp_engine.batch import PackedBatch
 from mvp_engine.config import Config, Section
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
+from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.kit import Lora, MLLMModelKit
-from mvp_engine.model_engine.packed import LanguageModel
 
 
 class Lm(Section):
@@ -61,4 +61,4 @@ class LmEngine(Engine):
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         if ctx.split == "train":
             ctx.count("tokens", micro_batch.num_tokens)
-        return self.model(micro_batch, ["loss"])["loss"], micro_batch.weight
+        return self.model(micro_batch, ["loss"])["loss"], micro_batch.num_loss_tokens

@@ -1,5 +1,0 @@
-"""`mvp check`: a config tried out before it costs hours."""
-
-from mvp_engine.check.stages import facts, main
-
-__all__ = ["facts", "main"]

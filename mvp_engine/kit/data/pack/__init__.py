@@ -1,0 +1,1 @@
+"""Packs of rows: costs, the plan of an epoch, loaders."""

@@ -1,0 +1,1 @@
+"""Rows as users have them: files, row formats, media decoding."""

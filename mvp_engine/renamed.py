@@ -1,0 +1,91 @@
+"""Old names and the names that replaced them: config keys, modules, attributes.
+
+An old name is an error that gives the new one. Nothing is accepted under two names.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+
+CONFIG_KEYS = {
+    "model.recompute": "model.activation_checkpointing",
+    "optim.rates": "optim.lr_by_part",
+    "optim.moments": "optim.state_dtype",
+    "parallel.sequence": "parallel.ulysses",
+    "ask": "eval_generation",
+    "ask.every": "eval_generation.every_n_samples",
+    "eval_generation.every": "eval_generation.every_n_samples",
+    "mllm.packs_per_step": "data.global_batch_size",
+}
+
+# Modules below mvp_engine.
+MODULES = {
+    "batch": "data.batch",
+    "padded": "data.padded",
+    "pipes": "process.pipes",
+    "signals": "process.signals",
+    "check": "tools.check",
+    "estimate": "tools.estimate",
+    "profile": "tools.profile",
+    "recipes": "tools.recipe",
+    "checkpoint.hf": "hf.load",
+    "checkpoint.hf_export": "hf.export",
+    "checkpoint.pieces": "distributed.dtensor",
+    "checkpoint.storage": "checkpoint.format",
+    "distributed.reducer": "distributed.ddp",
+    "distributed.sequence": "distributed.ulysses",
+    "distributed.sharding": "distributed.fsdp",
+    "model_engine.encoders": "hf.encoders",
+    "model_engine.lora": "hf.lora",
+    "model_engine.merge": "hf.merge",
+    "model_engine.packed": "hf",
+    "model_engine.parts": "hf.parts",
+    "model_engine.probe": "hf.preflight",
+    "model_engine.source": "hf.config_source",
+    "ops.experts": "hf.experts",
+    "kit.data.rows": "kit.data.read.rows",
+    "kit.data.sources": "kit.data.read.sources",
+    "kit.data.decode": "kit.data.read.decode",
+    "kit.data.template": "kit.data.encode.template",
+    "kit.data.media": "kit.data.encode.media",
+    "kit.data.limits": "kit.data.encode.limits",
+    "kit.data.samples": "kit.data.encode.row_encoder",
+    "kit.data.packs": "kit.data.pack.packs",
+    "kit.data.plan": "kit.data.pack.plan",
+    "kit.data.windows": "kit.data.pack.stream_loader",
+}
+
+
+def renamed_key(key: str) -> str | None:
+    """The new name of a config key, or of the section that it is in."""
+    if key in CONFIG_KEYS:
+        return CONFIG_KEYS[key]
+    section, _, leaf = key.partition(".")
+    return f"{CONFIG_KEYS[section]}.{leaf}" if section in CONFIG_KEYS else None
+
+
+def raise_renamed(owner: object, name: str, attributes: Mapping[str, str]) -> None:
+    """Raise the AttributeError for an unknown attribute; it gives the new name where there is one."""
+    kind = type(owner).__name__
+    if name in attributes:
+        raise AttributeError(f"{kind}.{name} was renamed to {kind}.{attributes[name]}")
+    raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+
+
+class _RenamedModules(importlib.abc.MetaPathFinder):
+    """The last finder of Python's import system: it is asked only for modules that were not found."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        package, _, module = name.partition(".")
+        if package == "mvp_engine" and module in MODULES:
+            raise ImportError(f"{name} was renamed to mvp_engine.{MODULES[module]}", name=name)
+        return None
+
+
+def install() -> None:
+    """Answer imports of renamed modules with the new name."""
+    if not any(isinstance(finder, _RenamedModules) for finder in sys.meta_path):
+        sys.meta_path.append(_RenamedModules())

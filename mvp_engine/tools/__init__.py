@@ -1,0 +1,1 @@
+"""The commands behind `mvp`: check, estimate, profile, inspect, recipes and runs."""
