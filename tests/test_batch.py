@@ -250,7 +250,7 @@ def test_packed_to_padded_and_back_is_exact(lengths: list[int], seed: int, axes:
 
 
 def test_two_padded_fields_of_one_name_are_refused() -> None:
-    for kind, name in (("tokens", "labels"), ("sequences", "advantage")):
+    for kind, name in (("token_fields", "labels"), ("sequence_fields", "advantage")):
         batch = make([3, 2])
         getattr(batch, kind)[name] = batch.input_ids
         with pytest.raises(ValueError, match=f"two fields would be called '{name}'"):
@@ -282,7 +282,7 @@ def test_padding_that_cannot_be_taken_out_is_refused() -> None:
     for length in (0, -1, 5):
         with pytest.raises(ValueError, match=f"response_length={length} is none of 1 to 4"):
             from_padded(ids, ids, response_length=length)
-    for name, wrong in (("tokens", {"old": torch.zeros(3, 4)}), ("loss_mask", ids[:1]), ("position_ids", ids[:1])):
+    for name, wrong in (("token_fields", {"old": torch.zeros(3, 4)}), ("loss_mask", ids[:1]), ("position_ids", ids[:1])):
         with pytest.raises(ValueError, match=r"old is|loss_mask is|position_ids is"):
             from_padded(ids, ids, **{name: wrong})  # type: ignore[arg-type]
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT
-from mvp_engine.kit.optim.moments import flat_begin, parts
 from torch import Tensor, nn
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit import OptimKit, OptimSettings
 from mvp_engine.kit.optim import KitOptimizer
+from mvp_engine.kit.optim.moments import flat_begin, parts
 from mvp_engine.kit.optim.muon import orthogonal
 from mvp_engine.kit.optim.rounding import from_codes, noise, to_bfloat16, to_codes
 from mvp_engine.model_engine.optim import build_optimizer
