@@ -32,7 +32,7 @@ def read_metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
 
 def readme_commands(recipe: str) -> list[list[str]]:
     """The words of each `mvp` command in a recipe's README; a trailing comment is none of them."""
-    text = (ROOT / "recipes" / recipe / "README.md").read_text()
+    text = (ROOT / "recipes" / recipe / "README.md").read_text().replace("\\\n", "")
     lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("mvp ")]
 
