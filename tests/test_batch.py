@@ -282,7 +282,11 @@ def test_padding_that_cannot_be_taken_out_is_refused() -> None:
     for length in (0, -1, 5):
         with pytest.raises(ValueError, match=f"response_length={length} is none of 1 to 4"):
             from_padded(ids, ids, response_length=length)
-    for name, wrong in (("token_fields", {"old": torch.zeros(3, 4)}), ("loss_mask", ids[:1]), ("position_ids", ids[:1])):
+    for name, wrong in (
+        ("token_fields", {"old": torch.zeros(3, 4)}),
+        ("loss_mask", ids[:1]),
+        ("position_ids", ids[:1]),
+    ):
         with pytest.raises(ValueError, match=r"old is|loss_mask is|position_ids is"):
             from_padded(ids, ids, **{name: wrong})  # type: ignore[arg-type]
 
