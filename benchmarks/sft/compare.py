@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from data import PER_STEP, Pixels, Row, packed, rows, shape
 
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MFUKit
 from mvp_engine.log.peaks import device_peak
 

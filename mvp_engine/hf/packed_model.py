@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
@@ -27,7 +26,6 @@ from mvp_engine.hf import input_hooks as hooks
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.export import Target
 from mvp_engine.ops import attention
-from mvp_engine.ops.linear_cross_entropy import linear_argmax, linear_log_probs, linear_loss
 
 if TYPE_CHECKING:
     from mvp_engine.hf.lora import Lora
@@ -221,7 +219,7 @@ class PackedModel(nn.Module):
                 if name not in ("loss", "losses")
             )
             given = self._made(batch, others)
-            given |= _losses(given["log_probs"])
+            given |= losses_of(given["log_probs"])
             return {name: given[name] for name in wanted}
         spare = dist.get_world_size(self.ulysses_group) - batch.num_tokens
         if spare > 0:  # a token for every rank
@@ -248,7 +246,7 @@ class PackedModel(nn.Module):
         if (
             not config.sub_configs
         ):  # encoders may have tokens of their own outside of the embeddings
-            _refuse_outside(batch, "input_ids", self.hf.get_input_embeddings())  # type: ignore[operator]
+            check_token_range(batch, "input_ids", self.hf.get_input_embeddings())  # type: ignore[operator]
 
     def own_log_probs(self, batch: PackedBatch) -> Tensor | None:
         """What transformers' own forward gives for the labels, where there is such a thing to compare with."""
@@ -272,7 +270,7 @@ def _longest(config: Any) -> int | None:
     return min(found, default=None)
 
 
-def _refuse_outside(batch: PackedBatch, field: str, layer: Any) -> None:
+def check_token_range(batch: PackedBatch, field: str, layer: Any) -> None:
     """A token that is none would be scored as another, or end in an index error without a place."""
     values, size = getattr(batch, field), layer.weight.shape[0]
     bad = ((values < 0) | (values >= size)) & ((values != IGNORE) | (field != "labels"))
@@ -315,148 +313,6 @@ def _beside_tokens(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:
     return given
 
 
-class LanguageModel(PackedModel):
-    """Log-probs of the labels (0 where there is none), entropy and more of the distribution, per token, in float32.
-
-    `next_tokens` are the most likely ones: what greedy decoding writes behind each position. `loss` is minus the sum of
-    the log-probs as one number, and quicker.
-    """
-
-    model_type = "language_model"
-    provides = (
-        "log_probs",
-        "entropy",
-        "log_z",
-        "mean_log_probs",
-        "next_tokens",
-        "hidden_states",
-        "loss",
-        "losses",
-    )
-
-    def __init__(self, causal_lm: Any, temperature: float = 1.0, chunk: int = 2048) -> None:
-        if causal_lm.base_model is causal_lm:
-            raise UserError(
-                f"{type(causal_lm).__name__} has no backbone apart from its head, as a language model must"
-            )
-        super().__init__(causal_lm)
-        config = causal_lm.config.get_text_config()
-        self.temperature, self.chunk = temperature, chunk
-        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        # Granite divides its logits, Cohere multiplies them.
-        self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-            getattr(config, "logits_scaling", None) or 1.0
-        )
-
-    @classmethod
-    def from_config(cls, config: Any, **options: Any) -> LanguageModel:
-        from transformers import (
-            MODEL_FOR_MULTIMODAL_LM_MAPPING,
-            AutoModelForCausalLM,
-            AutoModelForMultimodalLM,
-        )
-
-        multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-        if getattr(config, "is_encoder_decoder", False):
-            raise UserError(
-                f"{config.model_type} is an encoder with a decoder, not a language model on one sequence"
-            )
-        auto = AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
-        return cls(from_auto(auto, config), **options)
-
-    def base(self) -> nn.Module:
-        return self.hf.base_model  # type: ignore[return-value]
-
-    def check(self, batch: PackedBatch) -> None:
-        super().check(batch)
-        _refuse_outside(batch, "labels", self.hf.get_output_embeddings())  # type: ignore[operator]
-
-    def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
-        head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
-        weight, bias = head.weight, head.bias
-        shared: dict[str, Any] = {}
-        if isinstance(weight, DTensor):  # each rank has a slice of the vocabulary
-            rows, ranks = weight.shape[0], weight.device_mesh.size()
-            start = min(rows, -(-rows // ranks) * weight.device_mesh.get_local_rank())
-            shared = {"group": weight.device_mesh.get_group(), "vocab_start": start}
-            weight, bias = weight.to_local(), None if bias is None else bias.to_local()
-        how: dict[str, Any] = {
-            "bias_V": bias,
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "chunk": self.chunk,
-        }
-        every = {"hidden_states": hidden_TD}
-        if "next_tokens" in wanted:
-            every["next_tokens"] = linear_argmax(hidden_TD, weight, **how, **shared)
-        how["temperature"] = self.temperature
-        missing = set(wanted) - set(every)
-        if "loss" in missing <= {"loss", "losses"} and not shared:
-            every["loss"], every["losses"] = linear_loss(hidden_TD, weight, labels_T, **how)
-        elif missing:
-            how["mean"] = "mean_log_probs" in wanted
-            every |= linear_log_probs(hidden_TD, weight, labels_T, **how, **shared)._asdict()
-            every |= _losses(every["log_probs"])
-        return {name: every[name] for name in wanted}
-
-    def own_log_probs(self, batch: PackedBatch) -> Tensor | None:
-        with attention.own_attention(self.hf.config):
-            logits = self.hf(batch.input_ids[None], use_cache=False).logits[0]
-        picked = (
-            logits.float()
-            .div(self.temperature)
-            .log_softmax(-1)[:-1]
-            .gather(-1, batch.labels[:-1, None])[:, 0]
-        )
-        return torch.cat([picked, picked.new_zeros(1)])
-
-
-def _losses(log_probs_T: Tensor) -> Outputs:
+def losses_of(log_probs_T: Tensor) -> Outputs:
     """Their sum, and each without a gradient."""
     return {"loss": -log_probs_T.sum(), "losses": -log_probs_T.detach()}
-
-
-class ValueModel(PackedModel):
-    """One number per token, in float32: a linear head on any backbone."""
-
-    model_type = "value_model"
-    provides = ("values", "hidden_states")
-    fresh = ("score.weight",)
-
-    def __init__(self, backbone: Any) -> None:
-        super().__init__(backbone)
-        width = backbone.config.get_text_config().hidden_size
-        self.score = nn.Linear(width, 1, bias=False)
-        self._init_weights(self.score)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if module is self.score:
-            nn.init.normal_(self.score.weight, std=0.02)
-
-    @classmethod
-    def from_config(cls, config: Any) -> ValueModel:
-        from transformers import AutoModel
-
-        return cls(from_auto(AutoModel, config))
-
-    def export_target(self, dtype: torch.dtype | None = None) -> Target:
-        """transformers' sequence classifier with one label, where the family has one; else backbone and head apart."""
-        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
-        kind: Any = type(self.hf.config)
-        if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            return super().export_target(dtype)
-        skeleton = self._skeleton(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[kind], num_labels=1)
-        prefix = f"{skeleton.base_model_prefix}."
-        names = {
-            n: f"hf.{n.removeprefix(prefix)}" if n.startswith(prefix) else n
-            for n in skeleton.state_dict()
-        }
-        return Target(
-            skeleton, names, (), dtype or self.export_dtype, self.side_files or self.source
-        )
-
-    def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
-        values_T = self.score(hidden_TD).float()[:, 0]
-        every = {"values": values_T, "hidden_states": hidden_TD}
-        return {name: every[name] for name in wanted}

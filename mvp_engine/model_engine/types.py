@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from mvp_engine.hf.packed_model import LanguageModel, ValueModel
+from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.model_engine.base import ModelSource, register
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
 

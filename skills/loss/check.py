@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.imports import load_spec
 from mvp_engine.kit import TokenNormedLossKit
 

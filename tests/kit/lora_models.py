@@ -15,7 +15,7 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import FSDPEngine, ModelSource, Settings, engine_class
 

@@ -14,7 +14,7 @@ from test_recipe import recipe  # noqa: F401 - a fixture
 
 from mvp_engine.cli import main
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelSource

@@ -19,7 +19,7 @@ from test_vision import check_packed_is_alone, close
 from transformers import AutoConfig
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.data.encode.limits import Info
 from mvp_engine.ops import attention

@@ -13,7 +13,7 @@ from test_vision import lively, samples
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.kit.generate import answer, generate, split_answers
 from mvp_engine.model_engine import LanguageModelEngine
 

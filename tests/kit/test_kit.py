@@ -19,7 +19,7 @@ from tiny_vlm import TEXT, chat, made, model_config, picture, qwen3_vl, with_ima
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.data.encode import processor_calls as asking
 from mvp_engine.kit.data.encode.template import Template

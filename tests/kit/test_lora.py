@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelSource, Settings, engine_class

@@ -18,7 +18,7 @@ from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
-from mvp_engine.hf.packed_model import LanguageModel, ValueModel
+from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.runs import list_runs
 

@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.engine.context import StepContext
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.imports import import_file
 from mvp_engine.kit import TokenLoss, TokenNormedLossKit
 

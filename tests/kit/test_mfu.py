@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.engine.meter import Meter
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.mfu import _seen
 from mvp_engine.log import peaks

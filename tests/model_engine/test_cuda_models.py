@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 from mvp_engine.ops import attention
 

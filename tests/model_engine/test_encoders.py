@@ -14,9 +14,8 @@ from torch import nn
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf import encoders
+from mvp_engine.hf import LanguageModel, encoders
 from mvp_engine.hf import input_hooks as hooks
-from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.kit.data.encode.row_encoder import RopePositions
 from mvp_engine.model_engine.fsdp.prefetch import DevicePrefetcher
 from mvp_engine.ops import attention

@@ -9,7 +9,7 @@ from families import FAMILIES, REFUSED, config_of, table
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.packed_model import LanguageModel, PackedModel, ValueModel
+from mvp_engine.hf import LanguageModel, PackedModel, ValueModel
 from mvp_engine.hf.preflight import check_packing
 
 LENGTHS = [7, 1, 12, 5]

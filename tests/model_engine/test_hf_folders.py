@@ -17,9 +17,9 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
+from mvp_engine.hf import LanguageModel
 from mvp_engine.hf import export as hf_export
 from mvp_engine.hf import load as hf
-from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, ValueModelEngine
 from mvp_engine.runs import list_runs
 

@@ -19,7 +19,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.distributed.ulysses import check_heads
 from mvp_engine.errors import UserError
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.launch import launch
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 

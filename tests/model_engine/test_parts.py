@@ -16,7 +16,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.hf.packed_model import LanguageModel, ValueModel
+from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.hf.parts import parts_of, table
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.model_engine.optim import build_optimizer

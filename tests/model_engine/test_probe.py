@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
+from mvp_engine.hf import LanguageModel
 from mvp_engine.hf import preflight as probe
-from mvp_engine.hf.packed_model import LanguageModel
 from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, Settings
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.hf import packed_model as packed
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel, language_model
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 BATCHES = [PackedBatch.from_sequences([torch.arange(n) % 17 for n in sizes]) for sizes in ((7, 3, 11, 2), (1,), (2,))]
@@ -29,7 +28,7 @@ def found(layout: Layout, wanted: list[str]) -> tuple[list[dict[str, Tensor]], d
         given.append(engine.model(batch, wanted))
         return given[-1]["loss"], batch.num_loss_tokens
 
-    with patch.object(packed, "linear_loss", side_effect=packed.linear_loss) as quick:
+    with patch.object(language_model, "linear_loss", side_effect=language_model.linear_loss) as quick:
         engine.forward_backward_batch(BATCHES, step)
     grads = {
         n: full_tensor(p.grad) / layout.data_size for n, p in engine.model.named_parameters() if p.grad is not None

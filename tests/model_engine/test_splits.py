@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 
 MANY = settings(max_examples=50, deadline=None)
 

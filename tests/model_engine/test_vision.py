@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf.packed_model import LanguageModel, PackedModel, ValueModel
+from mvp_engine.hf import LanguageModel, PackedModel, ValueModel
 from mvp_engine.hf.preflight import check_packing
 from mvp_engine.ops import attention
 

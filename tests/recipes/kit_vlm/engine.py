@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mvp_engine.config import Config, Section
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MLLMData, MLLMDataKit
 
 

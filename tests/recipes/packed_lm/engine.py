@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from mvp_engine.config import Config, Section
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
-from mvp_engine.hf.packed_model import LanguageModel
+from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import Lora, MLLMModelKit
 
 

@@ -102,7 +102,7 @@ class RopePositions:
 
     @cached_property
     def _model(self) -> Any:
-        from mvp_engine.hf.packed_model import LanguageModel
+        from mvp_engine.hf import LanguageModel
 
         with torch.device("meta"):
             return LanguageModel.from_config(copy.deepcopy(self.config)).base()
