@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_write_text
 
 STEP_PREFIX = "step_"
 LOCK_PATIENCE = 5.0  # seconds: the ranks of a job whose launcher was killed need a moment to notice
@@ -48,7 +49,7 @@ class Run:
 
     def note(self, **entries: Any) -> None:
         """Add to `run.json`."""
-        write_atomically(
+        atomic_write_text(
             self.dir / "run.json", json.dumps({**self.info, **entries}, indent=2) + "\n"
         )
 
@@ -81,7 +82,7 @@ class Run:
                 "launcher": launcher_id(),
                 "git": _git_commit(),
             }
-            write_atomically(folder / "run.json", json.dumps(info, indent=2) + "\n")
+            atomic_write_text(folder / "run.json", json.dumps(info, indent=2) + "\n")
         except OSError as error:
             raise UserError(
                 f"cannot write run folders to {root.absolute()}: {error.strerror}. "
@@ -149,7 +150,7 @@ class Run:
         if dropped:
             with open(self.dir / "metrics.dropped.jsonl", "a", encoding="utf-8") as away:
                 away.writelines(line if line.endswith("\n") else line + "\n" for line in dropped)
-            write_atomically(file, "".join(kept))
+            atomic_write_text(file, "".join(kept))
 
 
 def _try_lock(file: Any) -> bool:
@@ -214,15 +215,6 @@ def flat_keys(tree: object, prefix: str = "") -> dict[str, object]:
         for name, child in tree.items()
         for key, value in flat_keys(child, f"{prefix}{name}.").items()
     }
-
-
-def write_atomically(file: Path, text: str) -> None:
-    beside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    with open(beside, "w", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(beside, file)
 
 
 def _git_commit() -> str | None:

@@ -13,7 +13,6 @@ import io
 import json
 import os
 import pickle
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
@@ -26,10 +25,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mvp_engine import __version__
+from mvp_engine import __version__, files
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import local_shards
 from mvp_engine.errors import UserError
+from mvp_engine.files import fsync_path, temporary_path
 
 META = "meta.json"  # a checkpoint that has it is complete
 
@@ -97,7 +97,7 @@ def write(folder: Path, parts: Iterable[Piece], group: dist.ProcessGroup | None)
         file = file_of(folder, rank)
         save_file(data, file, {"ranks": str(ranks), "pieces": json.dumps(about)})
         file.chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
-        sync(file)
+        fsync_path(file)
 
 
 class Reader:
@@ -179,52 +179,25 @@ class Reader:
                 box[here].copy_(self._slices.read(path, key, there))
 
 
-def publish(beside: Path, final: Path, meta: dict[str, Any]) -> None:
-    """Give a checkpoint that is written its name. `meta.json` comes last; one of the same name makes place."""
-    about = {**meta, "mvp_engine": __version__, "torch": torch.__version__, "saved": time.time()}
-    (beside / META).write_text(json.dumps(about, indent=2) + "\n")
-    sync(beside / META)
-    sync(beside)
-    older = _aside(final) if final.exists() else None  # killed here: `adopt` finds the new one
-    os.replace(beside, final)
-    sync(final.parent)
-    if older:
-        shutil.rmtree(older, ignore_errors=True)
+def publish(temporary: Path, final: Path, meta: dict[str, Any]) -> None:
+    """Write `meta.json`, which marks a checkpoint as complete, and give the checkpoint its name.
+
+    An older checkpoint of the same name is replaced.
+    """
+    versions = {"mvp_engine": __version__, "torch": torch.__version__, "saved": time.time()}
+    (temporary / META).write_text(json.dumps({**meta, **versions}, indent=2) + "\n")
+    fsync_path(temporary / META)
+    files.publish(temporary, final, replace_folder=True)
 
 
-def discard(old: Path) -> None:
-    shutil.rmtree(_aside(old), ignore_errors=True)
-
-
-def _aside(old: Path) -> Path:
-    """Renamed before it is deleted: half a checkpoint must not look like one."""
-    gone = old.with_name(f".tmp-{old.name}-old")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.replace(old, gone)
-    return gone
-
-
-def beside_of(final: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
-    return final.with_name(f".tmp-{final.name}")
-
-
-def adopt(final: Path) -> None:
-    """Give a checkpoint that was whole when its writer died, but had no name yet, its name."""
-    beside = beside_of(final)
-    # meta.json is written last; one that is cut short is no JSON
+def publish_leftover(final: Path) -> None:
+    """Give a checkpoint its name that was complete when its writer was killed before the rename."""
+    temporary = temporary_path(final)
+    # `meta.json` is written last; one that is cut short is not valid JSON.
     with contextlib.suppress(OSError, json.JSONDecodeError):
-        json.loads((beside / META).read_text())
+        json.loads((temporary / META).read_text())
         if not final.exists():
-            os.replace(beside, final)
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            os.replace(temporary, final)
 
 
 def file_of(folder: Path, rank: int) -> Path:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written beside, renamed when whole, pointed to by `latest` and `best`, pruned last.
+"""The checkpoints of a run: written under a temporary name, renamed when complete, then linked and pruned.
 
 checkpoints/step_00000200/    complete, since it has this name
 checkpoints/.tmp-step_.../    being written, or left by a crash: removed at the next start
@@ -8,7 +8,6 @@ checkpoints/latest, best      links
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import threading
 import time
@@ -22,6 +21,7 @@ from mvp_engine.checkpoint import format as storage
 from mvp_engine.config.schema import Checkpoint
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_symlink, remove, remove_atomically, temporary_path
 from mvp_engine.runs import STEP_PREFIX, checkpoint_step, complete_checkpoints
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -45,9 +45,9 @@ class CheckpointManager:
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(f".tmp-{STEP_PREFIX}*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+                remove(leftover)
             if found := complete_checkpoints(folder):
-                _link(
+                atomic_symlink(
                     folder / "latest", found[-1].name
                 )  # a crash may have come between a checkpoint and its link
         world.barrier()
@@ -98,17 +98,17 @@ class CheckpointManager:
 
     def _write(self, step: int, staged: list[storage.Piece], meta: dict[str, Any]) -> None:
         name = f"{STEP_PREFIX}{step:08d}"
-        beside = storage.beside_of(self.folder / name)
+        temporary = temporary_path(self.folder / name)
         started = time.monotonic()
         self.failed = False
         try:
-            storage.write(beside, staged, self.group)
+            storage.write(temporary, staged, self.group)
             if self.world.is_main:
                 if self.along and self.along.is_dir():
-                    shutil.copytree(self.along, beside / self.along.name, dirs_exist_ok=True)
+                    shutil.copytree(self.along, temporary / self.along.name, dirs_exist_ok=True)
                 # One of the same step has less in it; `recover` finds the new one if we are killed in between.
-                storage.publish(beside, self.folder / name, meta)
-                _link(self.folder / "latest", name)
+                storage.publish(temporary, self.folder / name, meta)
+                atomic_symlink(self.folder / "latest", name)
                 self._link_best()
                 self._prune()
                 LOGGER.info(
@@ -125,12 +125,12 @@ class CheckpointManager:
                 self.folder,
             )
             if self.world.is_main:
-                shutil.rmtree(beside, ignore_errors=True)
+                remove(temporary)
 
     def _link_best(self) -> None:
         name = f"{STEP_PREFIX}{self._best or 0:08d}"
         if self.world.is_main and (self.folder / name / "meta.json").is_file():
-            _link(self.folder / "best", name)
+            atomic_symlink(self.folder / "best", name)
 
     def _prune(self) -> None:
         if self.config.keep_n is None:
@@ -140,20 +140,20 @@ class CheckpointManager:
             step = checkpoint_step(old) or 0
             if old.name == best or (self.config.keep_every and step % self.config.keep_every == 0):
                 continue
-            storage.discard(old)
+            remove_atomically(old)
 
 
 def recover(folder: Path) -> None:
     """Give the checkpoints of a run that were whole when the process died, but not yet renamed, their names."""
-    for beside in folder.glob(f".tmp-{STEP_PREFIX}*"):
-        final = folder / beside.name.removeprefix(".tmp-")
+    for temporary in folder.glob(f".tmp-{STEP_PREFIX}*"):
+        final = folder / temporary.name.removeprefix(".tmp-")
         if checkpoint_step(final) is not None:
-            storage.adopt(final)
+            storage.publish_leftover(final)
 
 
 def find_checkpoint(path: Path) -> Path:
     """The complete checkpoint that `path` is, or the newest of the run that `path` is."""
-    storage.adopt(path)
+    storage.publish_leftover(path)
     if (path / "meta.json").is_file():
         return path.resolve()
     for folder in (path / "checkpoints", path):
@@ -162,10 +162,3 @@ def find_checkpoint(path: Path) -> Path:
     if not path.exists():
         raise UserError(f"{path}: there is no such folder")
     raise UserError(f"{path}: neither a complete checkpoint nor a run folder that has one")
-
-
-def _link(link: Path, target: str) -> None:
-    beside = link.with_name(f".{link.name}.tmp")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(target)
-    os.replace(beside, link)

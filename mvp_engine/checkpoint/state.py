@@ -6,7 +6,6 @@ on the order of the parameter groups.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from mvp_engine.distributed import World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import is_writer
 from mvp_engine.errors import UserError
+from mvp_engine.files import remove, temporary_path
 
 EMA = "ema"  # what an optimizer calls an average of a parameter among its state
 HF = (
@@ -93,27 +93,27 @@ def save(
 
     `describe` writes what `mvp merge` needs to know into a folder inside.
     """
-    beside = storage.beside_of(folder)
+    temporary = temporary_path(folder)
     with raise_on_all_ranks(world.host_group):
         if world.is_main:
-            storage.adopt(folder)
+            storage.publish_leftover(folder)
             older = storage.file_of(folder, 0).is_file()
             if folder.exists() and not older and (folder.is_file() or any(folder.iterdir())):
                 raise UserError(
                     f"{folder} is there already and is no checkpoint; choose another name, or remove it"
                 )
-            shutil.rmtree(beside, ignore_errors=True)
+            remove(temporary)
             try:
-                beside.mkdir(parents=True)
+                temporary.mkdir(parents=True)
             except OSError as error:
                 raise UserError(
                     f"checkpoint {folder} cannot be written: {error}. Choose another place"
                 ) from error
-    storage.write(beside, storage.cut(tensors), world.host_group)
+    storage.write(temporary, storage.cut(tensors), world.host_group)
     with raise_on_all_ranks(world.host_group):
         if world.is_main:
-            describe(beside / HF)
-            storage.publish(beside, folder, {"world_size": world.size})
+            describe(temporary / HF)
+            storage.publish(temporary, folder, {"world_size": world.size})
 
 
 def restore(

@@ -10,8 +10,8 @@ from typing import Any
 
 from mvp_engine.config.schema import Guard
 from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_write_text
 from mvp_engine.model_engine import Outcome
-from mvp_engine.runs import write_atomically
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -83,7 +83,7 @@ class SkipGuard:
         """Steps after `step` will be made again, so what was written of them goes."""
         if self.file.is_file():
             lines = self.file.read_text().splitlines(keepends=True)
-            write_atomically(
+            atomic_write_text(
                 self.file, "".join(line for line in lines if json.loads(line)["step"] <= step)
             )
         self.total, self.consecutive, self.overflows = (

@@ -13,13 +13,13 @@ import yaml
 from mvp_engine.checkpoint.manager import find_checkpoint, recover
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_write_text
 from mvp_engine.runs import (
     Run,
     checkpoint_step,
     flat_keys,
     launcher_id,
     list_runs,
-    write_atomically,
 )
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -129,5 +129,5 @@ def record_config(run: Run, text: str, step: int) -> None:
         changed = [line for line in changed if not line.startswith(("resume:", "workflow:"))]
         if changed:
             LOGGER.warning("from step %d on the config differs: %s", step, "; ".join(changed))
-            write_atomically(run.dir / f"config.until_step_{step}.yaml", before)
-    write_atomically(file, text)
+            atomic_write_text(run.dir / f"config.until_step_{step}.yaml", before)
+    atomic_write_text(file, text)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
+from mvp_engine.files import publish, remove, temporary_path
 from mvp_engine.hf.load import INDEX, SINGLE
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -178,7 +179,7 @@ def export(
         raise UserError(
             f"{folder} is there already and not empty; choose another name, or remove it"
         )
-    beside = folder.with_name(f".tmp-{folder.name}")
+    temporary = temporary_path(folder)
     plan = Plan(target, like)
     files = plan.files(limit)
     names = (
@@ -186,27 +187,25 @@ def export(
         if len(files) == 1
         else [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
     )
-    failure = _attempt(lambda: _begin(beside)) if world.is_main else None
+    failure = _attempt(lambda: _begin(temporary)) if world.is_main else None
     world.barrier()
     for index, (name, groups) in enumerate(zip(names, files, strict=True)):
         mine = index % world.size == world.rank and failure is None
         if mine:
-            failure = _attempt(partial(_write_header, beside / name, groups))
+            failure = _attempt(partial(_write_header, temporary / name, groups))
         for group in groups:
             for _, value in plan.entries(group, fetch):  # on every rank: fetching is done together
                 if mine and failure is None:
-                    failure = _attempt(partial(_append, beside / name, value))
+                    failure = _attempt(partial(_append, temporary / name, value))
     if world.is_main and failure is None:
-        failure = _attempt(lambda: _describe(beside, plan, names, files))
+        failure = _attempt(lambda: _describe(temporary, plan, names, files))
     failures = [found for found in world.all_gather(failure) if found]
     if failures:
         if world.is_main:
-            shutil.rmtree(beside, ignore_errors=True)
+            remove(temporary)
         raise UserError(f"the Hugging Face folder {folder} could not be written: {failures[0]}")
     if world.is_main:
-        if folder.exists():
-            folder.rmdir()
-        beside.replace(folder)
+        publish(temporary, folder)
     world.barrier()
 
 
@@ -241,12 +240,12 @@ def _attempt(act: Callable[[], Any]) -> str | None:
     return None
 
 
-def _begin(beside: Path) -> None:
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+def _begin(temporary: Path) -> None:
+    remove(temporary)
+    temporary.mkdir(parents=True)
 
 
-def _describe(beside: Path, plan: Plan, names: list[str], files: list[list[_Group]]) -> None:
+def _describe(temporary: Path, plan: Plan, names: list[str], files: list[list[_Group]]) -> None:
     """Everything but the weights."""
     if len(names) > 1:
         where = {
@@ -257,8 +256,8 @@ def _describe(beside: Path, plan: Plan, names: list[str], files: list[list[_Grou
         }
         size = sum(group.bytes for group in plan.groups)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-        (beside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    write_side_files(plan.target, beside)
+        (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    write_side_files(plan.target, temporary)
 
 
 def write_side_files(target: Target, folder: Path) -> None:

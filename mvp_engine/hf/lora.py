@@ -11,8 +11,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
@@ -30,6 +28,7 @@ from mvp_engine.config.schema import Count, Positive, Section
 from mvp_engine.distributed import World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_path, temporary_path
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import PARTS, matching, parts_of
 
@@ -279,14 +278,10 @@ def _write(folder: Path, about: dict[str, Any], tensors: dict[str, Tensor]) -> N
         raise UserError(
             f"{folder} is there already and not empty; choose another name, or remove it"
         )
-    beside = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    save_file(
-        {name: value.detach().cpu().contiguous() for name, value in tensors.items()},
-        beside / "adapter_model.safetensors",
-    )
-    (beside / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
-    if folder.exists():
-        folder.rmdir()
-    os.replace(beside, folder)
+    with atomic_path(folder, temporary_path(folder)) as temporary:
+        temporary.mkdir(parents=True)
+        save_file(
+            {name: value.detach().cpu().contiguous() for name, value in tensors.items()},
+            temporary / "adapter_model.safetensors",
+        )
+        (temporary / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_path
 
 
 def made_once(
@@ -39,15 +38,10 @@ def made_once(
 
 
 def _make(folder: Path, about: dict[str, Any], make: Callable[[Path], None], key: str) -> None:
-    """Beside, then renamed."""
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is there, but was not made by this recipe: set {key} to another")
     print(f"Making data in {folder}, once", flush=True)
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        beside.mkdir(parents=True)
-        make(beside)
-        (beside / "made.json").write_text(json.dumps(about) + "\n")
-        beside.replace(folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with atomic_path(folder) as temporary:
+        temporary.mkdir()
+        make(temporary)
+        (temporary / "made.json").write_text(json.dumps(about) + "\n")

@@ -22,6 +22,7 @@ from mvp_engine.config.schema import Config, Count, Section
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_symlink
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.lora import Lora
 from mvp_engine.kit.data import MLLMData, MLLMDataKit, load_processor
@@ -209,9 +210,7 @@ class MLLMEngine(Engine):
                 self.model_engine.export_hf(folder)
         if self.world.is_main and link is not None:
             link.parent.mkdir(parents=True, exist_ok=True)
-            beside = link.with_name(f".{link.name}.{os.getpid()}")
-            beside.symlink_to(os.path.relpath(folder.resolve(), link.parent.resolve()))
-            beside.replace(link)
+            atomic_symlink(link, os.path.relpath(folder.resolve(), link.parent.resolve()))
         self.logger.info(
             "Hugging Face folder: %s%s", folder, f", also found as {link}" if link else ""
         )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mvp_engine.files import atomic_path
 from mvp_engine.runs import Run
 
 INK, GRID = "#1f2933", "#d9dee3"
@@ -26,9 +27,8 @@ def plot_runs(runs: list[Run], metric: str, out: Path) -> int:
     points = _draw(axes, lines, {"eval": "o"}, log=True)
     axes.set_ylabel(metric, color=INK)
     axes.set_title(runs[0].id if len(runs) == 1 else metric, color=INK, fontsize=11, loc="left")
-    beside = out.with_name(f".{out.name}.tmp")
-    figure.savefig(beside, format="png")
-    os.replace(beside, out)
+    with atomic_path(out) as temporary:
+        figure.savefig(temporary, format="png")
     return points
 
 

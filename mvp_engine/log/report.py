@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from mvp_engine.files import atomic_write_text
 from mvp_engine.log.plot import curves_svg
-from mvp_engine.runs import Run, write_atomically
+from mvp_engine.runs import Run
 
 # By how their files begin.
 _KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
@@ -100,7 +101,7 @@ def write_report(
         f'content="{policy}"><meta name=viewport content="width=device-width"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
     )
-    write_atomically(file, page)
+    atomic_write_text(file, page)
 
 
 def _figure(name: str, text: str) -> str:

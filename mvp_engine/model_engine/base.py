@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mvp_engine.checkpoint.format import adopt
+from mvp_engine.checkpoint.format import publish_leftover
 from mvp_engine.checkpoint.state import SavedState, save
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout
@@ -225,7 +225,7 @@ class ModelEngine(abc.ABC):
         """What `save_checkpoint`, or a training, wrote on any layout; without an optimizer, the weights of it."""
         place = Path(folder).expanduser().resolve()
         if self.world.is_main:
-            adopt(place)
+            publish_leftover(place)
         self.world.barrier()
         self.restore(place)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import difflib
 import keyword
-import os
 import re
 import shutil
 import textwrap
@@ -19,6 +18,7 @@ from typing import Any
 import yaml
 
 from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_path
 
 HERE = Path(__file__).parents[1] / "recipes"  # of a checkout, and of an editable install of it
 TEXTS = {".py", ".yaml", ".md", ".sh", ".txt"}
@@ -66,21 +66,18 @@ def new_recipe(name: str, origin: str, parent: Path | None = None) -> tuple[Path
         raise UserError(
             f"{folder} would lie inside of {source}, which it is to be a copy of: choose another --dir"
         )
-    beside = folder.with_name(f".{name}.{os.getpid()}.tmp")
     try:
-        shutil.copytree(source, beside, ignore=LEFT)
-        _rename(beside, source.name, name, folder)
-        configs = [folder / file.relative_to(beside) for file in _configs(beside)]
-        (beside / "README.md").write_text(_readme(source, name, configs), encoding="utf-8")
-        beside.rename(folder)
+        with atomic_path(folder) as copy:
+            shutil.copytree(source, copy, ignore=LEFT)
+            _rename(copy, source.name, name, folder)
+            configs = [folder / file.relative_to(copy) for file in _configs(copy)]
+            (copy / "README.md").write_text(_readme(source, name, configs), encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"cannot write {folder}: {error.strerror}. Give another place with --dir"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{source} has a file that cannot be read: {error}") from None
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     return folder, configs
 
 

@@ -1,6 +1,5 @@
 """A vision transformer of transformers' own classes: in by a config or a folder, out as a folder."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from mvp_engine.config import Model
 from mvp_engine.distributed import World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_path
 from mvp_engine.hf.config_source import read_config
 
 
@@ -40,10 +40,7 @@ def save(model: Any, processor: Any, folder: Path, world: World) -> None:
     if world.is_main:
         plain: Any = AutoModelForImageClassification.from_config(model.config)  # sharding changes the class
         plain.load_state_dict(tensors)
-        beside = folder.with_name(f".{folder.name}.tmp")
-        shutil.rmtree(beside, ignore_errors=True)
-        plain.save_pretrained(beside)
-        processor.save_pretrained(beside)
-        shutil.rmtree(folder, ignore_errors=True)
-        beside.replace(folder)
+        with atomic_path(folder, replace_folder=True) as temporary:
+            plain.save_pretrained(temporary)
+            processor.save_pretrained(temporary)
     world.barrier()

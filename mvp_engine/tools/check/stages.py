@@ -26,6 +26,7 @@ from mvp_engine.distributed import World
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.files import atomic_write_text
 from mvp_engine.hf.parts import trained_parts
 from mvp_engine.kit import EvalGeneration, MLLMData, MLLMDataKit
 from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBad
@@ -35,7 +36,7 @@ from mvp_engine.log.hub import backend_class
 from mvp_engine.model_engine import precision_on
 from mvp_engine.process.pipes import outlive_readers
 from mvp_engine.process.signals import StopSignals
-from mvp_engine.runs import Run, write_atomically
+from mvp_engine.runs import Run
 from mvp_engine.tools.check.show import Printer
 from mvp_engine.tools.inspect import count_bad, inspect_kit, kit_of
 
@@ -352,7 +353,7 @@ class Check:
 
     def _keep(self) -> None:
         if self.is_mp_src_rank:
-            write_atomically(self.folder / "facts.json", json.dumps(self.facts))
+            atomic_write_text(self.folder / "facts.json", json.dumps(self.facts))
 
 
 def _small(config: Config) -> Config:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import multiprocessing
-import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mvp_engine.files import atomic_path
 from mvp_engine.kit.data.encode.row_encoder import Sampler
 from mvp_engine.kit.data.read.rows import BadRow
 from mvp_engine.kit.data.read.sources import Source
@@ -192,10 +192,8 @@ def _write(file: Path, costs: Costs) -> None:
     bad = json.dumps([[place, *why] for place, why in sorted(costs.bad.items())]).encode(
         errors="surrogatepass"
     )
-    beside = file.with_suffix(f".{os.getpid()}.tmp")
-    with open(beside, "wb") as out:
+    with atomic_path(file) as temporary, open(temporary, "wb") as out:
         np.savez(out, tokens=costs.tokens, encoder=costs.encoder, bad=np.frombuffer(bad, np.uint8))
-    os.replace(beside, file)
 
 
 def _read(file: Path) -> Costs:

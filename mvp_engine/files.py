@@ -1,0 +1,98 @@
+"""Atomic writes: a file, folder or symlink gets its final name only when it is complete.
+
+Everything is written under a temporary name in the same folder, flushed to disk and then renamed, so a crash leaves
+the old version or none. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def atomic_path(
+    final: Path, temporary: Path | None = None, *, replace_folder: bool = False
+) -> Iterator[Path]:
+    """A path to write a file or a folder to; the block's end renames it to `final`, an exception removes it.
+
+    An existing file is replaced and keeps its permissions; an existing folder that is not empty is replaced only
+    with `replace_folder`. The default temporary name contains the process id, so concurrent writers never share one.
+    """
+    if temporary is None:
+        temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    remove(temporary)
+    try:
+        yield temporary
+        publish(temporary, final, replace_folder=replace_folder)
+    except BaseException:
+        remove(temporary)
+        raise
+
+
+def atomic_write_text(file: Path, text: str) -> None:
+    """Write a UTF-8 text file; readers see the old text or the new one."""
+    with atomic_path(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def atomic_symlink(link: Path, target: str | Path) -> None:
+    """Create a symlink, or point an existing one to another target."""
+    with atomic_path(link) as temporary:
+        temporary.symlink_to(target)
+
+
+def temporary_path(final: Path) -> Path:
+    """The temporary name that all ranks and all later processes know; `atomic_path` makes up a private one."""
+    return final.with_name(f".tmp-{final.name}")
+
+
+def publish(temporary: Path, final: Path, *, replace_folder: bool = False) -> None:
+    """Flush `temporary` to disk and rename it to `final`.
+
+    Of a folder only the list of its files is flushed: whoever needs their contents to survive a power failure calls
+    `fsync_path` on each of them.
+    """
+    if not temporary.is_symlink():
+        fsync_path(temporary)
+        if temporary.is_file() and final.is_file():
+            shutil.copymode(final, temporary)
+    replaced = None
+    if replace_folder and final.exists():
+        replaced = _hide(final)  # a crash here leaves the new folder complete, but unnamed
+    os.replace(temporary, final)
+    fsync_path(final.parent)
+    if replaced is not None:
+        remove(replaced)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a symlink or a folder with all its contents; a missing one is no error."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_atomically(folder: Path) -> None:
+    """Rename a folder, then delete it: a reader never finds half of its files."""
+    remove(_hide(folder))
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file, or the list of a folder's files, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _hide(folder: Path) -> Path:
+    hidden = folder.with_name(f".tmp-{folder.name}-old")
+    remove(hidden)
+    os.replace(folder, hidden)
+    return hidden
