@@ -338,7 +338,7 @@ def _data_inspect(args: argparse.Namespace) -> None:
             composed.config.data,
             kit_of(composed.engine_class, composed.config, args.model),
         )
-        packs = kit.settings.step_packs or sizes.global_batch_size or sizes.micro_batch_size
+        packs = kit.settings.global_batch_packs(sizes.global_batch_size) or sizes.micro_batch_size
     elif args.overrides:
         raise UserError(f"{args.overrides[0]!r}: only a config has keys")
     elif args.model:

@@ -126,7 +126,7 @@ def test_jpeg_files_give_the_rows_that_lie_in_memory(compare: Any, tmp_path, mon
     assert train(*keys, config=ROOT / "benchmarks" / "sft" / "train.yaml") == 0
 
     expected, found = data.rows("images", 4), list[Any]()  # of the steps trained, and two more
-    for pack in engine.data_kit("tiny_vl", 4, 2, tmp_path / "files", 0).loader(packs_per_step=2):
+    for pack in engine.data_kit("tiny_vl", 4, 2, tmp_path / "files", 0).loader(global_batch_size=2):
         found += [pack.select([i]) for i in range(pack.num_sequences)]
     four = engine.data_kit("tiny_vl", 4, 4, tmp_path / "files", 0)  # a step's rows, in as many packs as it has
     assert 4 * four.settings.micro_batch_tokens == pytest.approx(sum(len(row.ids) for row in expected) / 4, rel=0.02)

@@ -225,6 +225,9 @@ def _explain(
             )
         else:
             text = problem["msg"].removeprefix("Value error, ")
+            if not key:  # a check over several sections: the text names its keys
+                lines.append(f"{place}: {text}")
+                continue
             lines.append(f"{place}: '{key}' is {problem['input']!r}. {text[0].upper()}{text[1:]}")
     return "\n".join(dict.fromkeys(lines))
 

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -58,6 +59,11 @@ class MLLMConfig(Config):
         None  # where the Hugging Face folder of the newest finished run is to be found: a link to it
     )
 
+    @model_validator(mode="after")
+    def _one_global_batch(self) -> MLLMConfig:
+        self.mllm.global_batch_packs(self.data.global_batch_size)  # raises if two keys set it
+        return self
+
 
 class MLLMEngine(Engine):
     config_class: type[Config] = MLLMConfig
@@ -96,6 +102,12 @@ class MLLMEngine(Engine):
     @cached_property
     def loss(self) -> TokenNormedLossKit:
         return TokenNormedLossKit(self.config.loss)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Packs in one optimizer step: `data.global_batch_size`, or `mllm.global_batch_tokens` in packs."""
+        packs = self.config.mllm.global_batch_packs(self.config.data.global_batch_size)
+        return super().global_batch_size if packs is None else packs
 
     @property
     def tokenizer(self) -> Any:

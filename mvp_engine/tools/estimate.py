@@ -63,11 +63,8 @@ def facts(config_file: str, overrides: list[str], gpu: str, gpus: int) -> dict[s
         cast_frozen_base(model, torch.float16 if loop.precision == "fp16" else torch.bfloat16)
     kit = kit_of(composed.engine_class, config)
     ranks = gpus // (parallel.ulysses * parallel.tensor)
-    packs = (
-        kit.settings.step_packs
-        or config.data.global_batch_size
-        or config.data.micro_batch_size * ranks
-    )
+    data = config.data
+    packs = kit.settings.global_batch_packs(data.global_batch_size) or data.micro_batch_size * ranks
     largest, some, steps = _batches(kit, packs)
     each = accumulation_steps(packs, 1, ranks)
     step = [some[i % len(some)] for i in range(each)]
@@ -92,7 +89,7 @@ def _batches(kit: MLLMDataKit, packs: int) -> tuple[list[PackedBatch], list[Pack
             "mvp estimate goes by the plan of the data, and streams have none: name a file of them"
         )
     data = kit.loader(
-        "train", packs_per_step=packs
+        "train", global_batch_size=packs
     ).dataset  # which refuses what cannot be trained on
     encoder = np.concatenate([cost.encoder for cost in data.costs])
     tokens, work = [], []

@@ -64,7 +64,7 @@ def inspect_kit(
     """Everything about a split. `row` is a number over all sources, or a place such as `rows.jsonl:17`."""
     if kit.is_stream(split):
         return _inspect_streams(kit, split, limit, row)
-    dataset = kit.dataset(split, packs_per_step=packs)
+    dataset = kit.dataset(split, global_batch_size=packs)
     mixture, costs = kit._open(split)
     bad, broken = kit.bad_rows(split), Counter[str]()
     if decode:  # a row may come several times

@@ -83,7 +83,7 @@ def problems(make: Make = with_kit) -> list[str]:
         folder = Path(name)
         rows, processor = write_rows(folder), tiny_processor()
         settings = {"sources": [{"path": str(folder / "rows.jsonl")}], "cache": str(folder / "cache")}
-        settings |= {"micro_batch_tokens": BUDGET, "packs_per_step": 4, "max_bad_fraction": 0.1}
+        settings |= {"micro_batch_tokens": BUDGET, "global_batch_tokens": 4 * BUDGET, "max_bad_fraction": 0.1}
 
         def loader(rank: int, world_size: int) -> Any:
             return make(settings, processor, rank, world_size, folder)

@@ -70,7 +70,7 @@ def _holds_out(config: str, words: list[str]) -> list[str]:
     composed = compose(config, words)
     kit = composed.engine_class.data_kit(composed.config)  # type: ignore[attr-defined]
     try:
-        batches = {split: list(kit.loader(split, packs_per_step=1, num_workers=0)) for split in ("train", "eval")}
+        batches = {split: list(kit.loader(split, global_batch_size=1, num_workers=0)) for split in ("train", "eval")}
     except UserError as error:
         return [f"train and eval need rows: {error}"]
     known, wrong = {one for batch in batches["train"] for _, one in _seen(batch)}, list[str]()

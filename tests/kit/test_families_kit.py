@@ -105,8 +105,8 @@ def test_packs_are_what_the_family_makes_of_each_row_alone(name: str, tmp_path: 
             {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": f"It is {i}."}]}
         )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"sources": [{"path": str(tmp_path / "rows.jsonl")}], "micro_batch_tokens": 16384, "packs_per_step": 1}
-    settings |= {"cache": str(tmp_path / "cache"), "max_bad_fraction": 0.0}
+    settings = {"sources": [{"path": str(tmp_path / "rows.jsonl")}], "micro_batch_tokens": 16384}
+    settings |= {"global_batch_tokens": 16384, "cache": str(tmp_path / "cache"), "max_bad_fraction": 0.0}
     kit = MLLMDataKit(MLLMData.model_validate(settings), processor, model_config=model.hf.config)
     assert kit.sampler.media.kinds == kinds
     (pack,) = kit.loader("train")

@@ -25,7 +25,7 @@ def test_five_thousand_fuzzed_rows_are_trained_on_once_or_named_with_the_reason(
         {
             "sources": [{"path": str(folder / "rows.jsonl")}],
             "micro_batch_tokens": 8192,
-            "packs_per_step": 1,
+            "global_batch_tokens": 8192,
             "max_bad_fraction": 1.0,
             "cache": str(tmp_path / "cache"),
         }

@@ -260,19 +260,19 @@ def test_each_source_has_a_loss_of_its_own(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_are_explained(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"text": "hello"}])
     tries: list[tuple[dict[str, Any], str]] = [
-        ({"limits": {"pixels": 3}}, "there is no limit pixels"),
-        ({"global_batch_tokens": 300, "packs_per_step": None}, "multiple of micro_batch_tokens"),
+        ({"limits": {"pixels": 3}}, "unknown limit pixels"),
+        ({"global_batch_tokens": 300}, "multiple of micro_batch_tokens"),
         ({"sources": [{"path": str(file), "format": "chatty"}]}, "choose one of"),
-        ({"sources": {"a": str(file)}}, r"a is no source: write a: {path: FILE}"),
+        ({"sources": {"a": str(file)}}, r"a is not a source: write a: {path: FILE}"),
     ]
     for settings, words in tries:
         with pytest.raises(ValueError, match=words):
             made(file, tokenizer("zephyr"), **settings)
-    call: Callable[..., Any] = made(file, tokenizer("zephyr"), packs_per_step=None).loader
-    with pytest.raises(UserError, match="how large is a step"):
+    call: Callable[..., Any] = made(file, tokenizer("zephyr"), global_batch_tokens=None).loader
+    with pytest.raises(UserError, match=r"give global_batch_size=PACKS, or set mllm.global_batch_tokens"):
         call("train")
     with pytest.raises(UserError, match="no source has split: eval"):
-        call("eval", packs_per_step=1)
+        call("eval", global_batch_size=1)
     limits = made(file, tokenizer("zephyr"), limits={"max_pixels": 64 * 64}).settings
     assert limits.model_dump()["limits"]["max_pixels"] == 4096
     assert MLLMData.model_validate(limits.model_dump()) == limits
@@ -288,14 +288,14 @@ def test_an_engine_gives_sizes_ranks_and_seed_and_the_ranks_must_agree(tmp_path:
     kit = made(
         write(tmp_path / "a.jsonl", [{"text": "hello world"} for _ in range(99)]),
         tokenizer("zephyr"),
-        packs_per_step=None,
+        global_batch_tokens=None,
     )
     answers = [lambda mine: [mine, mine], lambda mine: [mine, "other"]]
     for agrees, gather in zip((True, False), answers, strict=True):
         engine: Any = SimpleNamespace(
             config=SimpleNamespace(
                 seed=5,
-                data=SimpleNamespace(micro_batch_size=1, num_workers=0),
+                data=SimpleNamespace(micro_batch_size=1, global_batch_size=4, num_workers=0),
                 loop=SimpleNamespace(precision="bf16"),
             ),
             layout=SimpleNamespace(data_rank=1, data_size=2),
@@ -309,7 +309,7 @@ def test_an_engine_gives_sizes_ranks_and_seed_and_the_ranks_must_agree(tmp_path:
                 engine.config.loop.precision = precision
                 loader = kit.engine_loader(engine)
                 assert (kit.sampler.dtype == torch.bfloat16) == (precision == "bf16")
-            same = kit.loader("train", packs_per_step=4, seed=5, rank=1, world_size=2)
+            same = kit.loader("train", global_batch_size=4, seed=5, rank=1, world_size=2)
             assert all(a.equals(b) for a, b in zip(loader, same, strict=True))
             assert loader.accumulation == 2
             again = pickle.loads(pickle.dumps(loader.dataset))
@@ -318,7 +318,7 @@ def test_an_engine_gives_sizes_ranks_and_seed_and_the_ranks_must_agree(tmp_path:
         with pytest.raises(UserError, match="Do all nodes see the same files"):
             kit.engine_loader(engine)
         engine.config.data.micro_batch_size = 2
-        with pytest.raises(UserError, match=r"set data.micro_batch_size=1 and data.global_batch_size=4"):
+        with pytest.raises(UserError, match=r"a micro-batch is one pack: set data.micro_batch_size=1"):
             kit.engine_loader(engine)
 
 

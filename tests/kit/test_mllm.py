@@ -1,4 +1,4 @@
-"""MLLMEngine on rows as they may be: what cannot work is told at once, and what can does not fail at the end."""
+"""MLLMEngine: user errors are raised before the first step, and evaluation, export and report handle every row."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tiny_vlm import chat, model_config, qwen3_vl, with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.kit import MLLMEngine, OptimKit
 
 CONFIG = """
 engine: mvp_engine.kit:MLLMEngine
@@ -27,7 +28,7 @@ data: {micro_batch_size: 1, global_batch_size: 1, num_workers: 0}
 loop: {total_steps: 1, eval_interval: 1}
 checkpoint: {best_metric: null}
 log: {backends: [jsonl]}
-ask: {max_new_tokens: 2}
+eval_generation: {max_new_tokens: 2}
 """
 FOLDERS = ["hf_step_1_ema", "hf_step_1"]
 REPORT = ["workflow=report", "resume=auto"]
@@ -51,7 +52,7 @@ def page(folder: Path) -> str:
     return file.read_text()
 
 
-def test_rows_that_end_with_a_picture_nobody_answers_are_not_asked(config: str, tmp_path: Path) -> None:
+def test_report_row_that_ends_with_an_unanswered_image_is_left_out(config: str, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "held.jsonl").read_text().splitlines()]
     rows[1]["messages"].append(rows[1]["messages"][0])
     write(tmp_path / "held.jsonl", rows)
@@ -61,13 +62,13 @@ def test_rows_that_end_with_a_picture_nobody_answers_are_not_asked(config: str, 
     assert "How many? 1" not in page(tmp_path)
 
 
-def test_a_report_on_held_out_streams_shows_what_was_asked(config: str, tmp_path: Path) -> None:
+def test_report_on_streamed_eval_rows_shows_the_prompts(config: str, tmp_path: Path) -> None:
     assert main(["train", config, "mllm.sources.held.stream=true"]) == 0
     assert main(["train", config, *REPORT, "mllm.sources.held.stream=true"]) == 0
     assert "How many? 1" in page(tmp_path)
 
 
-def test_averages_and_last_weights_are_exported_apart_and_never_over_a_folder(
+def test_export_with_and_without_ema_writes_two_folders_and_never_overwrites_a_folder(
     config: str, tmp_path: Path, capsys: Any
 ) -> None:
     words = ["train", config, "loop.eval_interval=null", "optim.ema=0.9", "optim.lr=0.1", "export=link"]
@@ -84,15 +85,13 @@ def test_averages_and_last_weights_are_exported_apart_and_never_over_a_folder(
 
 
 @pytest.mark.parametrize("word", ["mllm.sources.held.path=gone.jsonl", "mllm.sources.held=null"])
-def test_held_out_rows_that_are_not_there_are_told_before_the_first_step(
-    config: str, tmp_path: Path, word: str
-) -> None:
+def test_train_with_missing_eval_rows_fails_before_the_first_step(config: str, tmp_path: Path, word: str) -> None:
     assert main(["train", config, word]) == EXIT_USER_ERROR
     assert not list(tmp_path.glob("outputs/*/metrics.jsonl"))
     assert main(["train", config, word, "loop.eval_interval=null"]) == 0
 
 
-def test_rejected_answers_are_not_taught(config: str, tmp_path: Path, capsys: Any) -> None:
+def test_train_with_preference_pairs_is_refused_by_the_default_loss(config: str, tmp_path: Path, capsys: Any) -> None:
     said = {"chosen": chat("Hi", "Yes")["messages"], "rejected": chat("Hi", "No")["messages"]}
     write(tmp_path / "pictures.jsonl", [said] * 4)
     words = ["train", config, "loop.eval_interval=null"]
@@ -101,7 +100,52 @@ def test_rejected_answers_are_not_taught(config: str, tmp_path: Path, capsys: An
     assert main(words) == 0
 
 
-def test_an_estimate_says_what_is_missing(config: str, capsys: Any) -> None:
+def test_estimate_with_missing_settings_names_them(config: str, capsys: Any) -> None:
     for word, told in ("loop.total_steps=null", "how long"), ("mllm.row_tokens=2", "no row of train"):
         assert main(["estimate", config, word]) == EXIT_USER_ERROR
         assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "packs"), [(["data.global_batch_size=2"], 2), (["mllm.global_batch_tokens=512"], 2), ([], 1)]
+)
+def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_log(
+    config: str, monkeypatch: pytest.MonkeyPatch, size: list[str], packs: int
+) -> None:
+    text = Path(config).read_text().replace("global_batch_size: 1, ", "")
+    Path(config).write_text(text.replace("eval_interval: 1", "eval_interval: null"))
+    engines: list[MLLMEngine] = []
+    prepare = MLLMEngine.prepare_scheduler
+
+    def kept(self: MLLMEngine, optimizer: Any) -> Any:
+        engines.append(self)
+        return prepare(self, optimizer)
+
+    monkeypatch.setattr(MLLMEngine, "prepare_scheduler", kept)
+    tokens: list[int] = []
+    scheduler = OptimKit.build_scheduler
+
+    def counted(self: OptimKit, optimizer: Any, total_steps: int | None, tokens_per_step: int | None = None) -> Any:
+        tokens.append(tokens_per_step or 0)
+        return scheduler(self, optimizer, total_steps, tokens_per_step)
+
+    monkeypatch.setattr(OptimKit, "build_scheduler", counted)
+    assert main(["train", config, *size]) == 0
+    (engine,) = engines
+    assert engine.global_batch_size == packs
+    assert engine.feed.loader.dataset.plan.packs_per_step == packs
+    assert tokens == [256 * packs]
+    assert f"{packs} samples a step = 1 x 1 data rank(s) x {packs} micro-batch(es)" in engine._summary(packs)
+
+
+def test_global_batch_size_from_packs_and_tokens_is_a_user_error(config: str, capsys: Any) -> None:
+    for command in (["train", config], ["estimate", config], ["data", "inspect", config]):
+        assert main([*command, "mllm.global_batch_tokens=512"]) == EXIT_USER_ERROR
+        told = capsys.readouterr().err
+        assert "data.global_batch_size" in told
+        assert "mllm.global_batch_tokens" in told
+
+
+def test_packs_per_step_in_a_config_names_the_key_that_replaced_it(config: str, capsys: Any) -> None:
+    assert main(["train", config, "mllm.packs_per_step=2"]) == EXIT_USER_ERROR
+    assert "'mllm.packs_per_step' was renamed to 'data.global_batch_size'" in capsys.readouterr().err

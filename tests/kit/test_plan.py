@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import inspect
 import json
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ from templates.tiny import tokenizer
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMData, MLLMDataKit
+from mvp_engine.kit.data.encode import row_encoder
 from mvp_engine.kit.data.pack import costs as costing
 from mvp_engine.kit.data.pack import plan as planning
 from mvp_engine.kit.data.pack.packs import PackLoader
@@ -123,8 +126,9 @@ def write_texts(file: Path, rows: int, seed: int = 0) -> None:
 
 
 def kit(folder: Path, workers: int = 0, **settings: Any) -> MLLMDataKit:
-    given = {"sources": [{"path": str(folder / "a.jsonl")}, {"path": str(folder / "b.jsonl")}], "packs_per_step": 4}
+    given = {"sources": [{"path": str(folder / "a.jsonl")}, {"path": str(folder / "b.jsonl")}]}
     given |= {"micro_batch_tokens": 256, "cache": str(folder / "cache"), **settings}
+    given.setdefault("global_batch_tokens", 4 * given["micro_batch_tokens"])
     return MLLMDataKit(MLLMData.model_validate(given), tokenizer("zephyr"), num_workers=workers)
 
 
@@ -204,7 +208,11 @@ def test_packs_are_the_same_to_the_bit_with_workers_and_after_a_resume(folder: P
 
 def test_a_cursor_into_another_plan_is_refused(folder: Path) -> None:
     state = kit(folder).loader("train").state_dict()
-    for changed in ({"micro_batch_tokens": 512}, {"packs_per_step": 2}, {"sources": [{"path": f"{folder}/a.jsonl"}]}):
+    for changed in (
+        {"micro_batch_tokens": 512},
+        {"global_batch_tokens": 512},
+        {"sources": [{"path": f"{folder}/a.jsonl"}]},
+    ):
         with pytest.raises(UserError, match="not what the checkpoint was trained with"):
             kit(folder, **changed).loader("train").load_state_dict(state)
     kit(folder).loader("train").load_state_dict(state)
@@ -236,6 +244,30 @@ def test_costs_are_found_once_in_processes_or_not_and_anew_when_something_change
     measured.clear()
     kit(tmp_path, limits={"max_frames": 3}).dataset("train")
     assert sum(measured) == 211
+
+
+def test_cost_cache_key_changes_with_version_processor_template_and_limits_but_not_with_source_text(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def key(name: str = "zephyr", **settings: Any) -> str:
+        given = {"sources": [{"path": str(folder / "a.jsonl")}], "micro_batch_tokens": 256, **settings}
+        return MLLMDataKit(MLLMData.model_validate(given), tokenizer(name)).sampler.fingerprint
+
+    first = key()
+    for changed in (key("qwen2_5"), key(limits={"max_frames": 3}), key(template={"date": "today"}), key(pairs=True)):
+        assert changed != first
+    with monkeypatch.context() as patched:
+        patched.setattr(row_encoder, "ENCODER_VERSION", row_encoder.ENCODER_VERSION + 1)
+        assert key() != first
+    sampler = kit(folder).sampler
+
+    def no_source_text(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a source file was read")
+
+    with monkeypatch.context() as patched:
+        for owner, name in ((inspect, "getsource"), (Path, "read_text"), (Path, "read_bytes"), (builtins, "open")):
+            patched.setattr(owner, name, no_source_text)
+        assert sampler.fingerprint == first
 
 
 def test_steps_tokens_and_fill_are_told_before_the_first_step(folder: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_template_without_a_stop_token_is_warned_of_once(tmp_path: Path, monke
     source, told = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", list[str]()
     monkeypatch.setattr(samples.LOGGER, "warning", told.append)
     write(tmp_path / "a.jsonl", [chat("Hi", "Yes")] * 3)
-    settings = {"sources": [{"path": f"{tmp_path}/a.jsonl"}], "micro_batch_tokens": 99, "packs_per_step": 1}
+    settings = {"sources": [{"path": f"{tmp_path}/a.jsonl"}], "micro_batch_tokens": 99, "global_batch_tokens": 99}
     for words, warnings in ((tokenizer("zephyr"), 0), (tokenizer("zephyr", chat_template=source), 1)):
         kit = MLLMDataKit(MLLMData.model_validate({**settings, "cache": str(tmp_path)}), words)
         list(kit.loader("train"))

@@ -71,8 +71,10 @@ def write(file: Path, rows: list[Any]) -> Path:
 
 
 def made(file: Path, processor: Any, config: Any = None, **settings: Any) -> MLLMDataKit:
-    given = {"sources": [{"path": str(file)}], "micro_batch_tokens": 256, "packs_per_step": 2}
+    """A data kit for one file; a step has two packs."""
+    given = {"sources": [{"path": str(file)}], "micro_batch_tokens": 256}
     given |= {"cache": str(file.parent / "cache"), **settings}
+    given.setdefault("global_batch_tokens", 2 * given["micro_batch_tokens"])
     return MLLMDataKit(MLLMData.model_validate(given), processor, model_config=config)
 
 

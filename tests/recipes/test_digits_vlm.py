@@ -99,7 +99,7 @@ def test_held_out_digits_are_never_drawn_for_training_and_ids_are_those_of_the_c
     assert sorted(train + 3 * held_out) == sorted(3 * list(range(60)))
     tokens = [
         rows
-        for batch in kit.loader("train", packs_per_step=1)
+        for batch in kit.loader("train", global_batch_size=1)
         for rows in batch.media["pixel_values"].row_counts.tolist()
     ]
     assert len(set(tokens)) > 1  # pictures of several sizes

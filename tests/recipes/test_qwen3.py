@@ -104,7 +104,7 @@ def test_an_export_says_where_answers_end_and_answers_with_transformers(ran: Pat
 
 def test_bits_per_byte_are_those_of_the_text(ran: Path) -> None:
     kit, losses = kit_of(ran, "pretrain"), records(ran, "pretrain", "eval")[-1]
-    batches = list(kit.loader("eval", packs_per_step=1))
+    batches = list(kit.loader("eval", global_batch_size=1))
     learnt = [ids[ids >= 0].tolist() for batch in batches for ids in batch.labels.split(batch.lengths.tolist())]
     size = sum(len(kit.processor.decode(ids, skip_special_tokens=True).encode()) for ids in learnt)
     bits = losses["loss"] * sum(map(len, learnt)) / math.log(2)

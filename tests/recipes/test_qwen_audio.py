@@ -114,7 +114,7 @@ def test_held_out_sentences_are_never_trained_on_and_sizes_are_those_of_the_conf
     assert ears.nb_max_frames == 2 * about["audio_config"]["max_source_positions"]
     assert kit.processor.audio_token_id == about["audio_token_index"]
     assert len(kit.processor.tokenizer) <= about["text_config"]["vocab_size"]
-    told = kit.summary("train", dataset=kit.dataset("train", packs_per_step=1))
+    told = kit.summary("train", dataset=kit.dataset("train", global_batch_size=1))
     assert "Bad rows: none" in told  # no sentence is longer than what the model hears
 
 

@@ -80,13 +80,15 @@ class MLLMDataKit:
         self,
         split: str = "train",
         *,
-        packs_per_step: int | None = None,
+        global_batch_size: int | None = None,
         seed: int = 0,
         shuffle: bool | None = None,
     ) -> PackDataset:
-        packs = packs_per_step or self.settings.step_packs
+        packs = global_batch_size or self.settings.global_batch_packs(None)
         if packs is None:
-            raise UserError("how large is a step? Set packs_per_step or global_batch_tokens")
+            raise UserError(
+                "data: the global batch is not set: give global_batch_size=PACKS, or set mllm.global_batch_tokens"
+            )
         mixture, costs = self._open(split)
         return PackDataset(
             mixture,
@@ -103,7 +105,7 @@ class MLLMDataKit:
         self,
         split: str = "train",
         *,
-        packs_per_step: int | None = None,
+        global_batch_size: int | None = None,
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
@@ -113,7 +115,9 @@ class MLLMDataKit:
         folder: str | Path | None = None,
     ) -> PackLoader:
         """Micro-batches of one pack each. Bad rows are listed in `folder`/bad_rows.jsonl; only training shuffles."""
-        dataset = self.dataset(split, packs_per_step=packs_per_step, seed=seed, shuffle=shuffle)
+        dataset = self.dataset(
+            split, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle
+        )
         if not len(dataset):
             raise UserError(f"data: no row of {split} can be trained on. {self._lost(split)}")
         file = None if folder is None else Path(folder) / "bad_rows.jsonl"
@@ -174,10 +178,14 @@ class MLLMDataKit:
 
     def engine_loader(self, engine: Any, split: str = "train") -> PackLoader | StreamLoader:
         """For `prepare_dataloader`: sizes, ranks, workers, seed and precision of the engine. All ranks must call it."""
-        packs, data = self.settings.step_packs or engine.global_batch_size, engine.config.data
-        if data.micro_batch_size != 1 or packs != engine.global_batch_size:
+        data = engine.config.data
+        packs = self.settings.global_batch_packs(data.global_batch_size) or engine.global_batch_size
+        if data.micro_batch_size != 1:
+            raise UserError("a micro-batch is one pack: set data.micro_batch_size=1")
+        if packs != engine.global_batch_size:
             raise UserError(
-                f"a micro-batch is one pack: set data.micro_batch_size=1 and data.global_batch_size={packs}"
+                f"mllm.global_batch_tokens: {type(engine).__name__} does not read it. "
+                f"Set data.global_batch_size={packs} instead"
             )
         if (
             self.settings.media_dtype == "auto"
@@ -192,7 +200,7 @@ class MLLMDataKit:
         options |= {"num_workers": data.num_workers, "pin_memory": engine.device.type == "cuda"}
         if self.is_stream(split):
             return self.stream_loader(split, folder=engine.run.dir, **options)
-        loader = self.loader(split, packs_per_step=packs, folder=engine.run.dir, **options)
+        loader = self.loader(split, global_batch_size=packs, folder=engine.run.dir, **options)
         if len(set(engine.world.all_gather(loader._plan_id()))) > 1:
             raise UserError(
                 "data: the ranks found different costs for the same rows. Do all nodes see the same files?"

@@ -1,4 +1,4 @@
-"""The settings of a kit, for a recipe's config."""
+"""The config section of the data kit (`mllm:` in recipes): its sources, and the sizes of packs and rows."""
 
 from __future__ import annotations
 
@@ -9,21 +9,29 @@ from typing import Any, Literal
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from mvp_engine.config.schema import Count, Fraction, Positive, Section
+from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.limits import Limits
 from mvp_engine.kit.data.read.rows import FORMATS
 
 
 class DataSource(Section):
-    path: str | list[str]  # a file, a folder, a glob, or several
-    name: str | None = None  # in metrics and messages; None: that of the file
+    """One named source of rows."""
+
+    # A file, a folder, a glob, or a list of them.
+    path: str | list[str]
+    # The name in metrics and messages; null: the name of the file.
+    name: str | None = None
     split: str = "train"
-    format: str | None = None  # of its rows; None: recognised
-    repeats: Positive | None = None  # how often an epoch has its rows; None: once
-    weight: Positive | None = None  # instead: its share of the rows; for all sources or none
-    root: str | None = None  # the folder that media paths are in; None: the file's
-    stream: bool = (
-        False  # read one row after the other: also pipes ("-"), .gz files, and `file.py:function`
-    )
+    # The format of the rows; null: recognised for each row.
+    format: str | None = None
+    # How often each row comes in an epoch; null: once.
+    repeats: Positive | None = None
+    # Instead of `repeats`: the source's share of the rows of an epoch. All sources of a split have it, or none.
+    weight: Positive | None = None
+    # The folder of relative media paths; null: the folder of the file.
+    root: str | None = None
+    # Read rows sequentially. Only then may `path` be a pipe ("-"), a .gz file or `file.py:function`.
+    stream: bool = False
 
     @field_validator("format")
     @classmethod
@@ -34,46 +42,50 @@ class DataSource(Section):
 
 
 class MLLMData(Section):
-    """The settings of a kit, for a recipe's config."""
+    """The settings of an `MLLMDataKit`."""
 
-    sources: list[DataSource] = Field(
-        min_length=1
-    )  # or a mapping by name, which configs add to, change or set to null
-    micro_batch_tokens: Count  # of a pack, which is a micro-batch
-    packs_per_step: Count | None = None  # in a step, over all ranks; or ...
-    global_batch_tokens: Count | None = (
-        None  # ... a multiple of micro_batch_tokens. With an engine neither is needed
-    )
-    row_tokens: Count | None = (
-        None  # the longest row (the two sides of a pair together); None: a whole pack
-    )
+    # A list; or a mapping from name to source, which a config that inherits can add to, change or set to null.
+    sources: list[DataSource] = Field(min_length=1)
+    # The most tokens of a pack. One pack is one micro-batch.
+    micro_batch_tokens: Count
+    # The global batch in tokens, a multiple of micro_batch_tokens; null: data.global_batch_size, in packs.
+    global_batch_tokens: Count | None = None
+    # The most tokens of a row (of a preference pair: of both sides together); null: micro_batch_tokens.
+    row_tokens: Count | None = None
     overlong: Literal["drop", "truncate", "shrink", "error"] = "drop"
-    pairs: bool = False  # both sides of preference rows, side by side in a pack; false: the chosen one, like any chat
+    # Pack both sides of preference rows next to each other; false: only the chosen side, as an ordinary chat.
+    pairs: bool = False
     limits: Limits = Limits()
-    template: dict[str, Any] = Field(default_factory=dict)  # options for the chat template
-    max_bad_fraction: Fraction = 0.01  # of the rows; with more bad ones the run stops
+    # Keyword arguments for the chat template.
+    template: dict[str, Any] = Field(default_factory=dict)
+    # The run stops when more than this share of the rows, or more than this number of rows, is bad.
+    max_bad_fraction: Fraction = 0.01
     max_bad_rows: int | None = Field(default=None, ge=0)
-    media_dtype: Literal["auto", "float32", "bfloat16"] = (
-        "auto"  # in which media travel; auto: as the loop's precision
-    )
-    stream_window: Count = 64  # packs that are filled together, where sources are streams
-    stream_lanes: Count = (
-        4  # packers of each rank that share the streams; at most so many workers help
-    )
-    stall_seconds: Positive = (
-        300.0  # workers that give nothing for so long, twice, and are at the same rows: an error
-    )
-    cache: str | None = None  # where costs are kept; None: in the user's cache folder
+    # The dtype of media values on the way to the device; auto: that of loop.precision.
+    media_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # Packs that are filled together from a stream.
+    stream_window: Count = 64
+    # Independent packers of each rank that share the streams; at most this many workers are used.
+    stream_lanes: Count = 4
+    # The run stops when workers return nothing, and stay at the same rows, for twice this long.
+    stall_seconds: Positive = 300.0
+    # The folder of the cached row costs; null: mvp_engine/data in the user's cache folder.
+    cache: str | None = None
 
     @field_validator("sources", mode="before")
     @classmethod
     def _read_sources(cls, value: Any) -> Any:
-        """Of a mapping the keys are names: where a config inherits, mappings are merged and lists replaced."""
+        """Turn a mapping from name to source into a list: inheritance merges mappings and replaces lists."""
         if not isinstance(value, Mapping):
             return value
-        if wrong := [name for name, one in value.items() if not isinstance(one, Mapping | None)]:
-            raise ValueError(f"{wrong[0]} is no source: write {wrong[0]}: {{path: FILE}}")
-        return [{"name": name, **one} for name, one in value.items() if one is not None]
+        sources = []
+        for name, source in value.items():
+            if source is None:
+                continue
+            if not isinstance(source, Mapping):
+                raise ValueError(f"{name} is not a source: write {name}: {{path: FILE}}")
+            sources.append({"name": name, **source})
+        return sources
 
     @field_validator("limits", mode="before")
     @classmethod
@@ -81,41 +93,43 @@ class MLLMData(Section):
         if not isinstance(value, Mapping):
             return value
         known = [field.name for field in dataclasses.fields(Limits)]
-        if unknown := [name for name in value if name not in known]:
-            raise ValueError(f"there is no limit {unknown[0]}; there are {', '.join(known)}")
+        for name in value:
+            if name not in known:
+                raise ValueError(f"unknown limit {name}; choose from {', '.join(known)}")
         return TypeAdapter(Limits).validate_python(dict(value))
 
     @model_validator(mode="after")
-    def _agree(self) -> MLLMData:
-        total = self.global_batch_tokens
-        if total is not None and (
-            self.packs_per_step is not None or total % self.micro_batch_tokens
-        ):
-            raise ValueError(
-                "give packs_per_step, or global_batch_tokens as a multiple of micro_batch_tokens"
-            )
+    def _check(self) -> MLLMData:
+        if (self.global_batch_tokens or 0) % self.micro_batch_tokens:
+            raise ValueError("global_batch_tokens must be a multiple of micro_batch_tokens")
         for split in {source.split for source in self.sources}:
-            mixed = [source for source in self.sources if source.split == split]
-            weighed = [source.weight is not None for source in mixed]
-            if any(weighed) and (
-                not all(weighed) or any(source.repeats is not None for source in mixed)
-            ):
-                raise ValueError(
-                    f"give all sources of {split} a weight, or none: repeats and weights do not mix"
-                )
-            flows = [source.stream for source in mixed]
-            if any(flows) and (
-                not all(flows) or any(source.repeats is not None for source in mixed)
-            ):
-                raise ValueError(
-                    f"all sources of {split} must be streams, or none; and streams take no repeats"
-                )
+            _check_split(split, [source for source in self.sources if source.split == split])
         return self
 
-    @property
-    def step_packs(self) -> int | None:
-        return (
-            self.global_batch_tokens // self.micro_batch_tokens
-            if self.global_batch_tokens
-            else self.packs_per_step
+    def global_batch_packs(self, global_batch_size: int | None) -> int | None:
+        """The packs of one optimizer step over all ranks, from whichever config key sets them.
+
+        `global_batch_size` is the value of `data.global_batch_size`. None if neither key is set.
+        """
+        if self.global_batch_tokens is None:
+            return global_batch_size
+        if global_batch_size is not None:
+            raise UserError(
+                "data.global_batch_size (in packs) and mllm.global_batch_tokens both set the global batch: "
+                "remove one of them"
+            )
+        return self.global_batch_tokens // self.micro_batch_tokens
+
+
+def _check_split(split: str, sources: list[DataSource]) -> None:
+    repeated = any(source.repeats is not None for source in sources)
+    weighted = [source.weight is not None for source in sources]
+    if any(weighted) and (repeated or not all(weighted)):
+        raise ValueError(
+            f"give all sources of {split} a weight, or none: repeats and weights do not mix"
+        )
+    streams = [source.stream for source in sources]
+    if any(streams) and (repeated or not all(streams)):
+        raise ValueError(
+            f"all sources of {split} must be streams, or none; and streams take no repeats"
         )

@@ -203,7 +203,7 @@ class Check:
             return None
         self._begin("data")
         kit = kit_of(kind, config)
-        packs = kit.settings.step_packs or engine.global_batch_size
+        packs = engine.global_batch_size
         for split, key in (("train", "data"), ("eval", "eval_data")):
             if split == "eval" and not _has_eval(kit):
                 continue
