@@ -1,31 +1,27 @@
-"""`mvp`: each command is one call into the package. Heavy imports wait inside the commands, so help is instant."""
+"""`mvp`: the command line. It holds the parser and one call into the package per command.
+
+Heavy imports stay inside the commands, so that `mvp --help` imports neither torch nor pydantic.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
-import os
-import signal
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from mvp_engine import __version__
-from mvp_engine.errors import EXIT_BUG, EXIT_CODE_FILE, EXIT_USER_ERROR, UserError
-from mvp_engine.process.pipes import outlive_readers
-from mvp_engine.process.signals import StopSignals
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.process.pipes import ignore_broken_pipes
 
 
 def main(argv: list[str] | None = None) -> int:
-    outlive_readers()
+    ignore_broken_pipes()
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    # argparse takes no key=value after an option that follows the first ones; they may stand anywhere.
+    # argparse stops collecting key=value words at the first option after them; here they may stand anywhere.
     if not hasattr(args, "overrides") or any(word.startswith("-") for word in rest):
-        parser.parse_args(argv)  # for its error message
+        parser.parse_args(argv)  # exits with argparse's own error message
     else:
         args.overrides += rest
     try:
@@ -35,467 +31,342 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_USER_ERROR
 
 
+# ---- The parser -------------------------------------------------------------------------------------
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mvp", description="Train multimodal models with MVP Engine."
     )
     parser.add_argument("--version", action="version", version=f"mvp_engine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_training_commands(commands)
+    _add_estimate_command(commands)
+    _add_recipe_commands(commands)
+    _add_config_commands(commands)
+    _add_data_commands(commands)
+    _add_merge_command(commands)
+    _add_runs_commands(commands)
+    return parser
 
-    for name, text in (
-        ("train", "train a recipe: mvp train CONFIG [--nproc N] [key=value ...]"),
-        (
-            "evaluate",
-            "evaluate a checkpoint, by default the newest run's: mvp evaluate CONFIG [resume=PATH]",
-        ),
-    ):
-        _on_config(commands, name, text, nproc=True).set_defaults(run=_launch, workflow=name)
+
+def _add_training_commands(commands: Any) -> None:
+    """Commands that run a config on one or more ranks."""
+    train = _add_config_command(commands, "train", "train a recipe")
+    train.set_defaults(run=_train)
+
+    text = "evaluate a checkpoint, by default the newest run's (or resume=PATH)"
+    evaluate = _add_config_command(commands, "evaluate", text)
+    evaluate.set_defaults(run=_evaluate)
 
     text = (
-        "try a config out: data, model, a few steps, one evaluation batch; nothing is left behind"
+        "dry-run a config: data, model, a few training steps, one evaluation batch; leaves no files"
     )
-    check = _on_config(commands, "check", text, nproc=True)
-    check.add_argument("--json", action="store_true", help="for programs")
+    check = _add_config_command(commands, "check", text)
+    _add_json_option(check)
     check.set_defaults(run=_check)
 
-    text = "where the time and memory of a training's steps go: a trace and a page"
-    profile = _on_config(commands, "profile", text, nproc=True)
-    profile.add_argument("--out", default="profile", metavar="DIR", help="where to write (profile)")
-    profile.add_argument("--steps", type=int, default=3, metavar="N", help="steps to profile (3)")
+    text = "profile training steps: where their time and memory go, as a page and a trace"
+    profile = _add_config_command(commands, "profile", text)
     profile.add_argument(
-        "--first", type=int, default=6, metavar="N", help="the step to begin with: 5 warm up (6)"
+        "--out", default="profile", metavar="DIR", help="output folder (default: profile)"
+    )
+    profile.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="number of steps to profile (default: 3)"
+    )
+    profile.add_argument(
+        "--first",
+        type=int,
+        default=6,
+        metavar="N",
+        help="first measured step; the ones before it warm up (default: 6)",
     )
     profile.set_defaults(run=_profile)
 
-    text = "what a config will need of a GPU, which need not be there: memory, time of a step and of all"
-    estimate = _on_config(commands, "estimate", text)
+    for command in (train, evaluate, check, profile):
+        command.add_argument(
+            "--nproc",
+            type=int,
+            default=1,
+            metavar="N",
+            help="processes (ranks) on this machine (default: 1)",
+        )
+
+
+def _add_estimate_command(commands: Any) -> None:
+    text = "predict memory, step time and total time of a config on a GPU that need not be present"
+    estimate = _add_config_command(commands, "estimate", text)
     estimate.add_argument(
-        "--gpu", default="H200", metavar="NAME", help="such as H100 or RTX 4090 (H200)"
+        "--gpu", default="H200", metavar="NAME", help="such as H100 or RTX 4090 (default: H200)"
     )
-    estimate.add_argument("--gpus", type=int, default=1, metavar="N", help="how many of them (1)")
-    estimate.add_argument("--json", action="store_true", help="for programs")
+    estimate.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="number of GPUs (default: 1)"
+    )
+    _add_json_option(estimate)
     estimate.set_defaults(run=_estimate)
 
-    recipe = commands.add_parser(
-        "recipe", help="list recipes, make one of your own"
-    ).add_subparsers(required=True, metavar="COMMAND")
-    text = "the recipes that there are"
-    listing = recipe.add_parser("list", help=text, description=text)
-    listing.add_argument("--json", action="store_true", help="for programs")
+
+def _add_recipe_commands(commands: Any) -> None:
+    recipe = _add_group(commands, "recipe", "list recipes, or create one from another")
+    listing = _add_command(recipe, "list", "list all recipes")
+    _add_json_option(listing)
     listing.set_defaults(run=_recipe_list)
-    text = "a recipe of your own, that begins as a copy of another and runs at once"
-    new = recipe.add_parser("new", help=text, description=text)
-    new.add_argument("name", metavar="NAME", help="of letters, digits and _")
+
+    new = _add_command(recipe, "new", "create a recipe as a copy of another; it runs at once")
+    new.add_argument("name", metavar="NAME", help="letters, digits and underscores")
     new.add_argument(
-        "--from", dest="origin", required=True, metavar="RECIPE", help="its name, or its folder"
+        "--from", dest="origin", required=True, metavar="RECIPE", help="name or folder of a recipe"
     )
     new.add_argument(
-        "--dir",
-        metavar="DIR",
-        help="where to put it (recipes, if there is such a folder; else here)",
+        "--dir", metavar="DIR", help="parent folder (default: recipes/ if it exists, else .)"
     )
     new.set_defaults(run=_recipe_new)
 
-    config = commands.add_parser("config", help="show or describe a config").add_subparsers(
-        required=True
-    )
-    for name, text in (
-        ("show", "print the resolved config"),
-        ("schema", "print the JSON Schema of its keys"),
-    ):
-        _on_config(config, name, text).set_defaults(run=_config, what=name)
 
-    text = "rows as the model sees them, with what is learnt, lengths, packing and bad rows"
-    data = commands.add_parser("data", help="look at training data").add_subparsers(
-        required=True, metavar="COMMAND"
-    )
-    look = data.add_parser("inspect", help=text, description=text)
-    look.add_argument(
-        "what", metavar="FILE|CONFIG", help="rows in any format, or a recipe's YAML file"
-    )
-    look.add_argument("overrides", nargs="*", metavar="key=value", help="for a config")
-    look.add_argument(
-        "--model", metavar="FOLDER", help="a model's folder, for its processor or tokenizer"
-    )
-    look.add_argument("--split", default="train", help="of a config's sources (train)")
-    look.add_argument(
-        "--row", metavar="N", help="show this row, all of it: its number from 0, or its file:line"
-    )
-    look.add_argument("--limit", type=int, default=3, metavar="N", help="rows to show (3)")
-    look.add_argument(
-        "--tokens", type=int, default=8192, metavar="N", help="of a pack, for a file (8192)"
-    )
-    look.add_argument(
-        "--decode", action="store_true", help="decode all media, which finds broken ones"
-    )
-    look.add_argument("--json", action="store_true", help="for programs")
-    look.set_defaults(run=_data_inspect)
+def _add_config_commands(commands: Any) -> None:
+    config = _add_group(commands, "config", "print a resolved config or its JSON Schema")
+    show = _add_config_command(config, "show", "print the resolved config as YAML")
+    show.set_defaults(run=_config_show)
+    schema = _add_config_command(config, "schema", "print the JSON Schema of a recipe's config")
+    schema.set_defaults(run=_config_schema)
 
-    text = "a checkpoint as a Hugging Face folder; needs no GPU, and memory for one file"
-    merge = commands.add_parser("merge", help=text, description=text)
+
+def _add_data_commands(commands: Any) -> None:
+    data = _add_group(commands, "data", "inspect training data")
+    text = "show rows as the model sees them, the tokens with loss, lengths, packing and bad rows"
+    inspect = _add_command(data, "inspect", text)
+    inspect.add_argument(
+        "what", metavar="FILE|CONFIG", help="a data file of any format, or a recipe's YAML file"
+    )
+    inspect.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
+    )
+    inspect.add_argument(
+        "--model", metavar="FOLDER", help="model folder with the processor or tokenizer to use"
+    )
+    inspect.add_argument(
+        "--split", default="train", help="split of a config's sources (default: train)"
+    )
+    inspect.add_argument(
+        "--row", metavar="N", help="show only this row, in full: its index from 0, or FILE:LINE"
+    )
+    inspect.add_argument(
+        "--limit", type=int, default=3, metavar="N", help="number of rows to show (default: 3)"
+    )
+    inspect.add_argument(
+        "--tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="tokens per pack, where a data file is inspected (default: 8192)",
+    )
+    inspect.add_argument(
+        "--decode", action="store_true", help="decode all media, which finds corrupt files"
+    )
+    _add_json_option(inspect)
+    inspect.set_defaults(run=_data_inspect)
+
+
+def _add_merge_command(commands: Any) -> None:
+    text = "convert a checkpoint to a Hugging Face folder, on a CPU, one weight file at a time"
+    merge = _add_command(commands, "merge", text)
     merge.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run folder: its newest"
+        "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run folder (its newest one)"
     )
     merge.add_argument("out", metavar="OUT", help="the folder to write")
     merge.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="default: that of the pretrained folder",
+        help="dtype of the weights (default: that of the pretrained folder)",
     )
     merge.add_argument(
-        "--max-file-gb", type=float, default=5.0, metavar="GB", help="size of a weight file (5)"
+        "--max-file-gb",
+        type=float,
+        default=5.0,
+        metavar="GB",
+        help="largest size of one weight file (default: 5)",
     )
     merge.add_argument(
         "--engine",
         metavar="FILE",
-        help="what registers a model type of your own, if it has moved since the training",
+        help="file or module that registers a custom model type, if it moved since training",
     )
     merge.add_argument(
-        "--adapter", action="store_true", help="of a LoRA training: the adapter alone, for peft"
+        "--adapter", action="store_true", help="LoRA: write only the adapter, in peft's format"
     )
     merge.add_argument(
-        "--base",
-        metavar="FOLDER",
-        help="of a LoRA training: the folder it began with, if it has moved",
+        "--base", metavar="FOLDER", help="LoRA: the base model's folder, if it moved since training"
     )
     merge.add_argument(
-        "--ema",
-        action="store_true",
-        help="the averaged weights (optim.ema) instead of the last ones",
+        "--ema", action="store_true", help="write the EMA weights (optim.ema), not the last ones"
     )
     merge.set_defaults(run=_merge)
 
-    runs = commands.add_parser("runs", help="list, show, plot and compare runs").add_subparsers(
-        required=True
-    )
-    listing = runs.add_parser("list", help="all runs, oldest first")
-    show = runs.add_parser("show", help="one run: status, last figures, checkpoints")
-    show.add_argument("runs", nargs="?", metavar="RUN", help="folder or id; the newest if left out")
-    plot = runs.add_parser("plot", help="draw a metric of one or more runs")
-    plot.add_argument("runs", nargs="+", metavar="RUN")
-    plot.add_argument("--metric", default="loss")
+
+def _add_runs_commands(commands: Any) -> None:
+    runs = _add_group(commands, "runs", "list, show, plot and compare runs")
+    listing = _add_command(runs, "list", "list all runs, oldest first")
+    listing.set_defaults(run=_runs_list)
+
+    show = _add_command(runs, "show", "show one run: status, last metrics, checkpoints")
+    show.add_argument("name", nargs="?", metavar="RUN", help="folder or id (default: the newest)")
+    show.set_defaults(run=_runs_show)
+
+    plot = _add_command(runs, "plot", "plot a metric of one or more runs")
+    plot.add_argument("names", nargs="+", metavar="RUN", help="folder or id")
+    plot.add_argument("--metric", default="loss", help="name of the metric (default: loss)")
     plot.add_argument(
-        "--out", default=None, metavar="PNG", help="default: <metric>.png in the first run's folder"
+        "--out", metavar="PNG", help="output file (default: <metric>.png in the first run's folder)"
     )
-    diff = runs.add_parser("diff", help="what differs between two runs: config and last figures")
-    diff.add_argument("runs", nargs=2, metavar="RUN")
-    for command, function in (
-        (listing, _runs_list),
-        (show, _runs_show),
-        (plot, _runs_plot),
-        (diff, _runs_diff),
-    ):
-        command.add_argument("--dir", default="outputs", help="where the runs are (project.dir)")
-        command.add_argument("--json", action="store_true", help="for programs")
-        command.set_defaults(run=function)
-    return parser
+    plot.set_defaults(run=_runs_plot)
 
+    diff = _add_command(runs, "diff", "compare the configs and last metrics of two runs")
+    diff.add_argument("names", nargs=2, metavar="RUN", help="folder or id")
+    diff.set_defaults(run=_runs_diff)
 
-def _on_config(commands: Any, name: str, text: str, nproc: bool = False) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    command.add_argument("config", metavar="CONFIG", help="the recipe's YAML file")
-    command.add_argument("overrides", nargs="*", metavar="key=value")
-    if nproc:
+    for command in (listing, show, plot, diff):
         command.add_argument(
-            "--nproc", type=int, default=1, metavar="N", help="processes on this machine"
+            "--dir", default="outputs", help="folder of the runs, project.dir (default: outputs)"
         )
+        _add_json_option(command)
+
+
+def _add_group(commands: Any, name: str, text: str) -> Any:
+    group = commands.add_parser(name, help=text, description=text)
+    return group.add_subparsers(required=True, metavar="COMMAND")
+
+
+def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     return command
 
 
-def _launch(args: argparse.Namespace) -> int:
-    overrides = list(args.overrides)
-    if args.workflow == "evaluate":
-        overrides = ["workflow=evaluate", "resume=auto", *overrides]
-    return _start("mvp_engine.launch", args.nproc, ["--config", args.config, *overrides])
+def _add_config_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    """A command on a config file and its overrides."""
+    command = _add_command(commands, name, text)
+    command.add_argument("config", metavar="CONFIG", help="the recipe's YAML file")
+    command.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
+    )
+    return command
+
+
+def _add_json_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+# ---- The commands -----------------------------------------------------------------------------------
+
+
+def _train(args: argparse.Namespace) -> int:
+    from mvp_engine.tools import launcher
+
+    return launcher.train(args.config, args.overrides, args.nproc)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from mvp_engine.tools import launcher
+
+    return launcher.evaluate(args.config, args.overrides, args.nproc)
 
 
 def _check(args: argparse.Namespace) -> int:
-    with tempfile.TemporaryDirectory(prefix="mvp-check-") as folder:
-        words = [
-            "--config",
-            args.config,
-            "--folder",
-            folder,
-            *(["--quiet"] if args.json else []),
-            *args.overrides,
-        ]
-        code = _start("mvp_engine.tools.check", args.nproc, words)
-        if args.json:
-            from mvp_engine.tools.check import facts
+    from mvp_engine.tools import launcher
 
-            print(json.dumps(facts(Path(folder)), indent=2))
-    return code
+    return launcher.check(args.config, args.overrides, args.nproc, as_json=args.json)
 
 
 def _profile(args: argparse.Namespace) -> int:
-    if args.steps < 1 or args.first < 1:
-        raise UserError("--steps and --first: at least 1")
-    words = [
-        "--config",
-        args.config,
-        "--out",
-        args.out,
-        "--steps",
-        str(args.steps),
-        "--first",
-        str(args.first),
-    ]
-    return _start("mvp_engine.tools.profile", args.nproc, [*words, *args.overrides])
+    from mvp_engine.tools import launcher
+
+    return launcher.profile(
+        args.config, args.overrides, args.nproc, out=args.out, steps=args.steps, first=args.first
+    )
 
 
 def _estimate(args: argparse.Namespace) -> None:
-    from mvp_engine.tools.estimate import facts, page
+    from mvp_engine.tools import estimate
 
-    told = facts(args.config, args.overrides, args.gpu, args.gpus)
-    print(json.dumps(told, indent=2) if args.json else page(told))
-
-
-def _start(module: str, nproc: int, words: list[str]) -> int:
-    if nproc < 1:
-        raise UserError(f"--nproc {nproc}: at least one process is needed")
-    return (
-        int(importlib.import_module(module).main(words))
-        if nproc == 1
-        else _torchrun(module, nproc, words)
-    )
-
-
-def _torchrun(module: str, nproc: int, arguments: list[str]) -> int:
-    """torchrun in this process, with the exit code of the rank that failed first."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
-    words = ["--standalone", f"--nproc_per_node={nproc}", "-m", module, *arguments]
-    with tempfile.TemporaryDirectory(prefix="mvp-") as folder, StopSignals(leave=_kill_children):
-        told = Path(folder) / "exit_code"
-        os.environ[EXIT_CODE_FILE] = str(told)
-        os.environ.setdefault(
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600"
-        )  # a long step and a large checkpoint need time
-        try:
-            run(parse_args(words))
-        except ChildFailedError as error:
-            return error.get_first_failure()[1].exitcode or EXIT_BUG
-        except SignalException:
-            return int(told.read_text()) if told.is_file() else EXIT_BUG
-    return 0
-
-
-def _kill_children() -> None:
-    me = os.getpid()
-    for word in Path(f"/proc/{me}/task/{me}/children").read_text().split():
-        os.kill(int(word), signal.SIGKILL)
+    estimate.print_estimate(args.config, args.overrides, args.gpu, args.gpus, as_json=args.json)
 
 
 def _recipe_list(args: argparse.Namespace) -> None:
-    from mvp_engine.tools.recipe import find_recipes, first_words
+    from mvp_engine.tools import recipe
 
-    found = {
-        name: {"dir": str(folder), "about": first_words(folder)}
-        for name, folder in find_recipes().items()
-    }
-    if args.json:
-        print(json.dumps(found, indent=2))
-    for name, one in () if args.json else found.items():
-        print(f"{name:<20} {one['about']}\n{'':<20} {one['dir']}")
+    recipe.print_recipes(as_json=args.json)
 
 
 def _recipe_new(args: argparse.Namespace) -> None:
-    from mvp_engine.tools.recipe import new_recipe
+    from mvp_engine.tools import recipe
 
-    folder, configs = new_recipe(args.name, args.origin, Path(args.dir) if args.dir else None)
-    print(
-        f"{folder} is a recipe now. To see it run: mvp check {configs[0]}, then mvp train {configs[0]}"
-    )
+    recipe.create_recipe(args.name, args.origin, args.dir)
 
 
-def _config(args: argparse.Namespace) -> None:
-    from mvp_engine.config import compose
+def _config_show(args: argparse.Namespace) -> None:
+    from mvp_engine.tools import config
 
-    composed = compose(args.config, args.overrides)
-    if args.what == "show":
-        print(composed.config.to_yaml(), end="")
-    else:
-        print(json.dumps(composed.json_schema(), indent=2))
+    config.print_config(args.config, args.overrides)
+
+
+def _config_schema(args: argparse.Namespace) -> None:
+    from mvp_engine.tools import config
+
+    config.print_schema(args.config, args.overrides)
 
 
 def _data_inspect(args: argparse.Namespace) -> None:
-    from rich.console import Console
+    from mvp_engine.tools import inspect
 
-    from mvp_engine.kit import MLLMDataKit
-    from mvp_engine.tools.inspect import inspect_file, inspect_kit, kit_of, kit_of_file
-    from mvp_engine.tools.inspect_page import show
-
-    kit: MLLMDataKit | None = None
-    packs = 1
-    if Path(args.what).suffix in (".yaml", ".yml"):
-        from mvp_engine.config import compose
-
-        composed = compose(args.what, args.overrides)
-        sizes, kit = (
-            composed.config.data,
-            kit_of(composed.engine_class, composed.config, args.model),
-        )
-        packs = kit.settings.global_batch_packs(sizes.global_batch_size) or sizes.micro_batch_size
-    elif args.overrides:
-        raise UserError(f"{args.overrides[0]!r}: only a config has keys")
-    elif args.model:
-        kit = kit_of_file(args.what, args.model, args.tokens)
-    if kit is None:
-        facts = inspect_file(args.what, limit=args.limit, row=args.row)
-    else:
-        facts = inspect_kit(
-            kit, args.split, packs, limit=args.limit, row=args.row, decode=args.decode
-        )
-    facts = {"data": args.what, "model": args.model, **facts}
-    if args.json:
-        print(json.dumps(facts, indent=2))
-    else:
-        show(facts, Console(highlight=False), whole=args.row is not None)
-
-
-def _merge(args: argparse.Namespace) -> None:
-    import torch
-
-    from mvp_engine.checkpoint.manager import find_checkpoint
-    from mvp_engine.tools.merge import merge
-
-    checkpoint = find_checkpoint(Path(args.checkpoint))
-    if not 0 < args.max_file_gb < float("inf"):
-        raise UserError(f"--max-file-gb {args.max_file_gb}: a file must have some size")
-    dtype, limit = args.dtype and getattr(torch, args.dtype), int(args.max_file_gb * 1e9)
-    out = Path(args.out).expanduser().resolve()
-    options = {"base": args.base, "adapter": args.adapter, "ema": args.ema}
-    merge(checkpoint, out, args.engine, dtype=dtype, limit=limit, **options)
-    print(f"{checkpoint} is now the {'peft' if args.adapter else 'Hugging Face'} folder {args.out}")
-
-
-def _runs_list(args: argparse.Namespace) -> None:
-    from mvp_engine.runs import list_runs
-
-    rows = [_run_facts(run) for run in list_runs(Path(args.dir))]
-    if args.json:
-        print(json.dumps(rows, indent=2))
-    elif not rows:
-        print(f"no runs in {Path(args.dir).absolute()}")
-    else:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(
-            "run", "status", "step", "loss", "started", "checkpoints", box=None, pad_edge=False
-        )
-        for row in rows:
-            loss = row["train"].get("loss")
-            cells = (
-                row["id"],
-                row["status"],
-                row["step"],
-                "-" if loss is None else f"{loss:.4g}",
-                row["started"],
-            )
-            table.add_row(*map(str, cells), str(len(row["checkpoints"])))
-        Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
-
-
-def _runs_show(args: argparse.Namespace) -> None:
-    from mvp_engine.log.format import shown
-    from mvp_engine.runs import list_runs, open_run
-
-    newest = list_runs(Path(args.dir))[-1:]
-    if not args.runs and not newest:
-        raise UserError(f"no runs in {Path(args.dir).absolute()}")
-    run = open_run(args.runs, Path(args.dir)) if args.runs else newest[0]
-    facts = _run_facts(run)
-    if args.json:
-        print(json.dumps(facts, indent=2))
-        return
-    print(f"{run.id}: {facts['status']} at step {facts['step']}, started {facts['started']}")
-    for split in ("train", "eval"):
-        if facts[split]:
-            figures = "  ".join(
-                f"{name} {text}" for name, text in shown(facts[split]) if name != "eta"
-            )
-            print(f"  {split:<12}{figures}")
-    best = facts["best"]
-    if best:
-        print(f"  best        {best['metric']} {best['value']:.4g} at step {best['step']}")
-    print(f"  checkpoints {' '.join(facts['checkpoints']) or 'none'}")
-    curve = run.dir / "loss.png"
-    print(f"  files       {run.dir}/" + (f", curve in {curve}" if curve.is_file() else ""))
-
-
-def _runs_plot(args: argparse.Namespace) -> None:
-    from mvp_engine.log.plot import plot_runs
-    from mvp_engine.runs import open_run
-
-    runs = [open_run(text, Path(args.dir)) for text in args.runs]
-    out = Path(args.out) if args.out else runs[0].dir / f"{args.metric.replace('/', '_')}.png"
-    if not any(r.get(args.metric) is not None for run in runs for r in run.records()):
-        known = sorted(
-            {k for run in runs for r in run.records() for k, v in r.items() if isinstance(v, float)}
-        )
-        raise UserError(
-            f"no values of {args.metric!r} in these runs; they have: {', '.join(known) or 'no metrics'}"
-        )
-    points = plot_runs(runs, args.metric, out)
-    print(
-        json.dumps({"file": str(out), "points": points})
-        if args.json
-        else f"{out} ({points} points)"
+    inspect.print_inspection(
+        args.what,
+        args.overrides,
+        model=args.model,
+        split=args.split,
+        row=args.row,
+        limit=args.limit,
+        pack_tokens=args.tokens,
+        decode=args.decode,
+        as_json=args.json,
     )
 
 
+def _merge(args: argparse.Namespace) -> None:
+    from mvp_engine.tools import merge
+
+    merge.merge_command(
+        args.checkpoint,
+        args.out,
+        engine=args.engine,
+        dtype=args.dtype,
+        max_file_gb=args.max_file_gb,
+        base=args.base,
+        adapter=args.adapter,
+        ema=args.ema,
+    )
+
+
+def _runs_list(args: argparse.Namespace) -> None:
+    from mvp_engine.tools import runs
+
+    runs.print_runs(Path(args.dir), as_json=args.json)
+
+
+def _runs_show(args: argparse.Namespace) -> None:
+    from mvp_engine.tools import runs
+
+    runs.print_run(Path(args.dir), args.name, as_json=args.json)
+
+
+def _runs_plot(args: argparse.Namespace) -> None:
+    from mvp_engine.tools import runs
+
+    runs.plot_metric(Path(args.dir), args.names, args.metric, args.out, as_json=args.json)
+
+
 def _runs_diff(args: argparse.Namespace) -> None:
-    import yaml
+    from mvp_engine.tools import runs
 
-    from mvp_engine.runs import flat_keys, open_run
-
-    first, second = (open_run(text, Path(args.dir)) for text in args.runs)
-    sides = []
-    for run in (first, second):
-        file = run.dir / "config.yaml"
-        config = flat_keys(yaml.safe_load(file.read_text())) if file.is_file() else {}
-        facts = _run_facts(run)
-        figures = {
-            f"{s}.{k}": v
-            for s in ("train", "eval")
-            for k, v in facts[s].items()
-            if isinstance(v, int | float)
-        }
-        sides.append({"config": config, "figures": {"status": facts["status"], **figures}})
-    answer: dict[str, Any] = {"runs": [first.id, second.id]}
-    for part in ("config", "figures"):
-        a, b = sides[0][part], sides[1][part]
-        answer[part] = {k: [a.get(k), b.get(k)] for k in {**a, **b} if a.get(k) != b.get(k)}
-    if args.json:
-        print(json.dumps(answer, indent=2))
-        return
-    print(f"{first.id}  ->  {second.id}")
-    for part in ("config", "figures"):
-        print(f"{part}:" + ("" if answer[part] else " the same"))
-        for key, (a, b) in answer[part].items():
-            print(f"  {key}: {a} -> {b}")
-
-
-def _run_facts(run: Any) -> dict[str, Any]:
-    last: dict[str, dict[str, Any]] = {"train": {}, "eval": {}}
-    for record in run.records():
-        last[record["split"]] = record
-    checkpoints = run.checkpoint_list()
-    best = run.checkpoints / "best" / "meta.json"
-    return {
-        "id": run.id,
-        "dir": str(run.dir),
-        "status": run.status(),
-        "step": max([r.get("step", 0) for r in last.values()] + [run.info.get("step", 0)]),
-        "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.info["created"])),
-        "checkpoints": [p.name for p in checkpoints],
-        "best": json.loads(best.read_text())["best"] if best.is_file() else None,
-        **last,
-    }
+    runs.print_diff(Path(args.dir), *args.names, as_json=args.json)
 
 
 if __name__ == "__main__":

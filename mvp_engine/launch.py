@@ -32,12 +32,12 @@ from mvp_engine.errors import (
     UserError,
 )
 from mvp_engine.log import EarlyMessages
-from mvp_engine.process.pipes import outlive_readers
+from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.runs import Run
 
 
 def main(argv: list[str] | None = None) -> int:
-    outlive_readers()
+    ignore_broken_pipes()
     parser = argparse.ArgumentParser(prog="mvp_engine.launch", description="Run a recipe's config.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the recipe's YAML file")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""`mvp check`: what would go wrong is said at once, what is fine is measured, and nothing is left behind."""
+"""`mvp check`: it reports every problem, measures a few steps, and leaves no files behind."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from conftest import MAGIC, ROOT, TINY, run_process
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.tools import check
+from mvp_engine.tools.check.checked_engine import STEPS
+from mvp_engine.tools.check.stages import is_known_metric
 
 DIGITS = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
 SMALL = ["text_config.num_hidden_layers=1", "vision_config.depth=1", "vision_config.deepstack_visual_indexes=[0]"]
@@ -34,18 +36,18 @@ def stages(found: dict[str, Any]) -> dict[str, bool]:
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The words that make the recipe small, with its data in a folder that the tests share."""
+    """Overrides that make the recipe small, with its data in a folder that the tests share."""
     return [f"project.dir={tmp_path_factory.mktemp('digits')}", *QUICK]
 
 
-def test_a_plain_engine_is_measured_and_nothing_is_left(tmp_path: Path, capsys: Any) -> None:
+def test_check_of_a_plain_engine_measures_steps_and_leaves_no_files(tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "outputs"
     found = checked(capsys, MAGIC, f"project.dir={folder}", "checkpoint.interval=1", "resume=auto")
     assert list(stages(found).items()) == [(name, True) for name in ("config", "model", "step", "evaluation")]
     step, training = found["step"], found["training"]
-    assert (step["tokens"], step["samples"], len(step["losses"])) == (128 * 25, 128, check.stages.STEPS)
+    assert (step["tokens"], step["samples"], len(step["losses"])) == (128 * 25, 128, STEPS)
     assert step["losses"][0] == pytest.approx(2.4, abs=0.2)
-    assert step["losses"][-1] < step["losses"][0]  # it does train
+    assert step["losses"][-1] < step["losses"][0]
     assert 0 < step["seconds"] < 60
     assert (training["steps"], training["steps_per_epoch"]) == (600, 782)
     assert training["eta_s"] == pytest.approx(600 * step["seconds"])
@@ -54,18 +56,18 @@ def test_a_plain_engine_is_measured_and_nothing_is_left(tmp_path: Path, capsys: 
     assert found["evaluation"].keys() == {"loss", "exact_match"}
     assert found["parts"] == [{**found["parts"][0], "part": "all"}]
     assert found["data"] is None
-    assert "resume=auto is not looked at" in found["warnings"][0]
+    assert "resume=auto is ignored" in found["warnings"][0]
     assert not folder.exists()
 
 
-def test_the_keys_are_those_of_the_document(tmp_path: Path, capsys: Any) -> None:
+def test_check_json_keys_are_documented(tmp_path: Path, capsys: Any) -> None:
     found = checked(capsys, TINY, f"project.dir={tmp_path}")
-    told = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "check.md").read_text()))
+    documented = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "check.md").read_text()))
     inner = [found["step"], found["training"], found["memory"], found["stages"][0], found["parts"][0]]
-    assert set(found).union(*inner) - told == set()
+    assert set(found).union(*inner) - documented == set()
 
 
-def test_data_is_shown_and_counted_and_the_evaluation_tried(digits: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_check_of_a_data_kit_inspects_rows_and_evaluates(digits: list[str], tmp_path: Path, capsys: Any) -> None:
     export = tmp_path / "export"
     found = checked(capsys, DIGITS, *digits, f"export={export}", "loop.total_steps=null", "loop.epochs=3")
     assert list(stages(found)) == ["config", "data", "model", "step", "evaluation"]
@@ -86,11 +88,11 @@ def test_data_is_shown_and_counted_and_the_evaluation_tried(digits: list[str], t
     assert not export.exists()
     assert main(["check", str(DIGITS), *digits, "model.freeze=[vision]"]) == 0
     text = capsys.readouterr().out
-    for words in ("«0<|im_end|>»", "frozen", "GiB at its peak", "750 steps", "without evaluations", "ready to train"):
+    for words in ("«0<|im_end|>»", "frozen", "peak memory", "750 steps", "without evaluations", "ready to train"):
         assert words in text
 
 
-def test_losses_and_gradients_that_are_not_finite_are_problems_with_their_place(tmp_path: Path, capsys: Any) -> None:
+def test_check_nonfinite_loss_or_gradient_is_a_problem_with_its_place(tmp_path: Path, capsys: Any) -> None:
     words = [f"project.dir={tmp_path}", "tiny.fault_step=2", "guard.max_consecutive_skips=1"]
     found = checked(capsys, TINY, *words, "tiny.fault=nan_once", code=EXIT_USER_ERROR)
     assert len(found["problems"]) == 2
@@ -100,17 +102,17 @@ def test_losses_and_gradients_that_are_not_finite_are_problems_with_their_place(
     assert found["step"]["losses"][1] is None
     found = checked(capsys, TINY, *words, "tiny.fault=nan_grad", code=EXIT_USER_ERROR)
     (problem,) = found["problems"]
-    assert problem.startswith("step 2 changed nothing: a gradient is not finite, that of 0.weight; its samples:")
+    assert problem.startswith("step 2 was skipped: a gradient is not finite, that of 0.weight; its samples:")
     assert not list(tmp_path.iterdir())
 
 
-def test_what_would_fail_hours_later_is_said_now(digits: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_check_settings_that_fail_late_are_problems_at_once(digits: list[str], tmp_path: Path, capsys: Any) -> None:
     here = f"project.dir={tmp_path}"
     words = [here, "loop.eval_interval=1000", "checkpoint.best_metric=beauty"]
     (problem,) = checked(capsys, TINY, *words, code=EXIT_USER_ERROR)["problems"]
     assert "checkpoint.best_metric=beauty is not among the eval metrics: loss" in problem
-    assert check.stages._given("exact_b", ["loss", "exact_a"], ["a", "b"])  # by source, and of this one no row was seen
-    assert not check.stages._given("exact_c", ["loss", "exact_a"], ["a", "b"])
+    assert is_known_metric("exact_b", ["loss", "exact_a"], ["a", "b"])  # the micro-batch has no row of source b
+    assert not is_known_metric("exact_c", ["loss", "exact_a"], ["a", "b"])
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "run.json").write_text("{}")
     (problem,) = checked(capsys, TINY, here, "project.run_id=taken", code=EXIT_USER_ERROR)["problems"]
@@ -126,7 +128,7 @@ def test_what_would_fail_hours_later_is_said_now(digits: list[str], tmp_path: Pa
     assert stages(found) == {"config": True, "data": False}
 
 
-def test_bad_rows_are_counted_or_stop_it(digits: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_check_bad_rows_are_a_warning_or_an_error(digits: list[str], tmp_path: Path, capsys: Any) -> None:
     chat = [{"role": "user", "content": "Which digit is this?"}, {"role": "assistant", "content": "7"}]
     rows = ["{broken", *[json.dumps({"messages": chat})] * 30]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
@@ -138,11 +140,11 @@ def test_bad_rows_are_counted_or_stop_it(digits: list[str], tmp_path: Path, caps
     assert "1 of 31 rows are bad, and 0 are allowed" in output.err
     found = checked(capsys, DIGITS, *words, "mllm.max_bad_fraction=0.1")
     assert found["warnings"] == ["train: 1 bad row(s) will be left out"]
-    assert found["data"]["rows"][0]["where"] == "rows.jsonl:2"  # the first that can be trained on
+    assert found["data"]["rows"][0]["where"] == "rows.jsonl:2"  # the first good row
     assert found["evaluation"] is None
 
 
-def test_a_mistake_in_the_config_is_shown_as_such(capsys: Any) -> None:
+def test_check_unknown_config_key_fails_the_config_stage(capsys: Any) -> None:
     found = checked(capsys, TINY, "optim.lrr=1", code=EXIT_USER_ERROR)
     assert stages(found) == {"config": False}
     assert "Did you mean 'optim.lr'?" in found["problems"][0]
@@ -156,17 +158,17 @@ def _check(folder: str, words: list[str]) -> int:
     return check.main(["--config", str(DIGITS), "--folder", folder, "--quiet", *words])
 
 
-def test_two_ranks_check_together_and_one_speaks(ranks2: Any, digits: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_check_on_two_ranks_equals_one_rank(ranks2: Any, digits: list[str], tmp_path: Path, capsys: Any) -> None:
     words = [*digits, "data.global_batch_size=4", "parallel.shard=2"]
     assert ranks2.run(_check, str(tmp_path), words) == [0, 0]
-    two, one = check.facts(tmp_path), checked(capsys, DIGITS, *words[:-1])
+    two, one = check.read_facts(tmp_path), checked(capsys, DIGITS, *words[:-1])
     assert (two["ok"], two["processes"]) == (True, 2)
     assert two["step"]["losses"] == pytest.approx(one["step"]["losses"], rel=1e-4)
     assert two["step"]["tokens"] == one["step"]["tokens"]
     assert two["parts"] == one["parts"]
 
 
-def test_a_rank_that_fails_is_heard_of(tmp_path: Path) -> None:
+def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path: Path) -> None:
     words = [f"project.dir={tmp_path}", "tiny.fault=nan_once", "tiny.fault_step=1", "tiny.fault_rank=1"]
     code, output = run_process("-m", "mvp_engine.cli", "check", str(TINY), "--nproc", "2", *words)
     assert code == EXIT_USER_ERROR, output
@@ -175,10 +177,10 @@ def test_a_rank_that_fails_is_heard_of(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_bad_rows_that_only_show_when_they_are_read_are_listed(
+def test_check_bad_rows_of_a_stream_are_listed(
     digits: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mvp_engine.tools.inspect.SAMPLE", 100)  # so many rows of a stream are looked at before
+    monkeypatch.setattr("mvp_engine.tools.inspect_stats.SAMPLE", 100)  # rows of a stream that the data stage reads
     chat = [{"role": "user", "content": "Which digit is this?"}, {"role": "assistant", "content": "7"}]
     rows = [json.dumps({"messages": chat})] * 400
     rows[50] = rows[150] = rows[250] = "{broken"

@@ -1,4 +1,4 @@
-"""`mvp`: what each command prints, for people and for programs."""
+"""`mvp`: what each command prints, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def two_runs(train, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_train_and_evaluate_take_words_in_any_order(tmp_path: Path, capsys) -> None:
+def test_train_and_evaluate_accept_overrides_in_any_order(tmp_path: Path, capsys) -> None:
     folder = f"project.dir={tmp_path}"
     assert main(["train", str(TINY), "loop.total_steps=3", "--nproc", "1", folder]) == 0
     assert main(["evaluate", str(TINY), folder]) == 0
@@ -31,7 +31,7 @@ def test_train_and_evaluate_take_words_in_any_order(tmp_path: Path, capsys) -> N
     assert len(list_runs(tmp_path)) == 1
 
 
-def test_config_show_can_be_launched_again(tmp_path: Path, capsys) -> None:
+def test_config_show_output_trains_again(tmp_path: Path, capsys) -> None:
     assert main(["config", "show", str(TINY), "seed=4"]) == 0
     shown = capsys.readouterr().out
     (tmp_path / "again.yaml").write_text(shown)
@@ -39,18 +39,18 @@ def test_config_show_can_be_launched_again(tmp_path: Path, capsys) -> None:
     assert main(["train", str(tmp_path / "again.yaml"), f"project.dir={tmp_path}", "loop.total_steps=2"]) == 0
 
 
-def test_saved_config_of_a_run_can_be_launched_again(two_runs: Path) -> None:
+def test_saved_config_of_a_run_trains_with_equal_losses(two_runs: Path) -> None:
     assert main(["train", str(two_runs / "first" / "config.yaml"), "project.run_id=third"]) == 0
     first, third = (list((two_runs / name / "metrics.jsonl").read_text().splitlines()) for name in ("first", "third"))
     assert [json.loads(line)["loss"] for line in first] == [json.loads(line)["loss"] for line in third]
 
 
-def test_config_schema_is_json(capsys) -> None:
+def test_config_schema_prints_json(capsys) -> None:
     assert main(["config", "schema", str(MAGIC)]) == 0
     assert json.loads(capsys.readouterr().out)["$defs"]["Task"]["properties"]["digits"]["default"] == 12
 
 
-def test_runs_list_and_show(two_runs: Path, capsys) -> None:
+def test_runs_list_and_show_print_status_and_metrics(two_runs: Path, capsys) -> None:
     assert main(["runs", "list", "--dir", str(two_runs)]) == 0
     text = capsys.readouterr().out
     assert "first" in text
@@ -66,7 +66,7 @@ def test_runs_list_and_show(two_runs: Path, capsys) -> None:
     assert facts["train"]["step"] == 6
 
 
-def test_runs_diff_shows_config_and_figures(two_runs: Path, capsys) -> None:
+def test_runs_diff_prints_config_keys_and_metrics(two_runs: Path, capsys) -> None:
     assert main(["runs", "diff", "first", "second", "--dir", str(two_runs)]) == 0
     assert "optim.lr: 0.02 -> 0.1" in capsys.readouterr().out
     assert main(["runs", "diff", "first", "second", "--dir", str(two_runs), "--json"]) == 0
@@ -75,7 +75,7 @@ def test_runs_diff_shows_config_and_figures(two_runs: Path, capsys) -> None:
     assert "train.loss" in answer["figures"]
 
 
-def test_runs_plot_draws_a_picture(two_runs: Path, capsys) -> None:
+def test_runs_plot_writes_a_png(two_runs: Path, capsys) -> None:
     out = two_runs / "both.png"
     words = ["runs", "plot", "first", "second", "--metric", "grad_norm", "--out", str(out), "--dir", str(two_runs)]
     assert main(words) == 0
@@ -92,13 +92,13 @@ def test_runs_plot_draws_a_picture(two_runs: Path, capsys) -> None:
         (["runs", "list"], "no runs in"),
     ],
 )
-def test_nothing_there_is_said(tmp_path: Path, capsys, words: list[str], expected: str) -> None:
+def test_runs_without_a_match_print_a_message(tmp_path: Path, capsys, words: list[str], expected: str) -> None:
     main([*words, "--dir", str(tmp_path)])
     output = capsys.readouterr()
     assert expected in output.out + output.err
 
 
-def test_mistakes_are_one_line(capsys) -> None:
+def test_user_errors_are_one_line(capsys) -> None:
     assert main(["config", "show", "nowhere.yaml"]) == EXIT_USER_ERROR
     assert main(["train", str(TINY), "--nproc", "0"]) == EXIT_USER_ERROR
     with pytest.raises(SystemExit, match="2"):
@@ -110,23 +110,23 @@ def test_mistakes_are_one_line(capsys) -> None:
 
 
 def read_one_line(command: str) -> tuple[int, str, str]:
-    """Exit code of the command, what a reader that goes away was told, and what was said beside it."""
+    """Exit code, stdout and stderr of a command whose reader closes the pipe after one line."""
     script = f"set -o pipefail; {sys.executable} {command} | head -n 1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120)
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("python", ["", "-u"])
-def test_nobody_hears_of_a_reader_that_goes_away(tmp_path: Path, python: str) -> None:
+def test_output_after_a_broken_pipe_is_discarded(tmp_path: Path, python: str) -> None:
     lines = f"for n in range(20000): print(n); print(n, file=sys.stderr)\nopen({str(tmp_path / 'done')!r}, 'w')"
-    code = f"import sys\nfrom mvp_engine.process.pipes import outlive_readers\noutlive_readers()\n{lines}"
-    (tmp_path / "talk.py").write_text(code)
-    assert read_one_line(f"{python} {tmp_path}/talk.py 2>&1")[::2] == (0, "")
+    code = f"import sys\nfrom mvp_engine.process.pipes import ignore_broken_pipes\nignore_broken_pipes()\n{lines}"
+    (tmp_path / "prints.py").write_text(code)
+    assert read_one_line(f"{python} {tmp_path}/prints.py 2>&1")[::2] == (0, "")
     assert (tmp_path / "done").exists()
 
 
-def test_a_command_does_its_work_without_its_reader(tmp_path: Path) -> None:
+def test_profile_with_a_broken_pipe_writes_its_files(tmp_path: Path) -> None:
     words = f"{MAGIC} --nproc 2 --steps 1 --first 1 --out {tmp_path} data.micro_batch_size=16 data.global_batch_size=32"
-    code, told, beside = read_one_line(f"-m mvp_engine.cli profile {words}")
-    assert (code, len(told.splitlines()), "BrokenPipeError" in beside) == (0, 1, False)
+    code, stdout, stderr = read_one_line(f"-m mvp_engine.cli profile {words}")
+    assert (code, len(stdout.splitlines()), "BrokenPipeError" in stderr) == (0, 1, False)
     assert (tmp_path / "profile.md").read_text()

@@ -1,4 +1,4 @@
-"""`mvp recipe`: a copy runs at once, is one's own, and shares nothing with its origin."""
+"""`mvp recipe`: a copy runs at once and shares nothing with its origin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUICK = {
 
 
 def composed(file: Path) -> Any:
-    """The config, or the mistake: some are to be given a path on the command line."""
+    """The config, or the error: some configs need a path on the command line."""
     try:
         return compose(file).config
     except UserError as error:
@@ -31,7 +31,7 @@ def composed(file: Path) -> Any:
 
 
 @pytest.mark.parametrize("origin", RECIPES)
-def test_all_configs_of_a_copy_compose_under_its_own_name(origin: str, tmp_path: Path, capsys: Any) -> None:
+def test_recipe_new_all_configs_compose_under_the_new_name(origin: str, tmp_path: Path, capsys: Any) -> None:
     assert main(["recipe", "new", "mine_2", "--from", origin, "--dir", str(tmp_path)]) == 0
     assert str(tmp_path / "mine_2") in capsys.readouterr().out
     source, copy = ROOT / "recipes" / origin, tmp_path / "mine_2"
@@ -60,12 +60,12 @@ def _texts(tree: Any) -> list[str]:
 
 
 def _flat(config: Any, without: set[str], strip: str) -> str:
-    told = json.dumps(config.model_dump(exclude=without), sort_keys=True)
-    return told.replace(strip, f"{config.project.dir}/")
+    text = json.dumps(config.model_dump(exclude=without), sort_keys=True)
+    return text.replace(strip, f"{config.project.dir}/")
 
 
 @pytest.mark.parametrize("origin", QUICK)
-def test_a_copy_checks_and_trains_from_any_folder(
+def test_recipe_new_copy_trains_from_any_folder(
     origin: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "recipes").mkdir()
@@ -86,10 +86,10 @@ def test_a_copy_checks_and_trains_from_any_folder(
     assert main(["recipe", "list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {*RECIPES, "mine"}
-    assert found["mine"]["about"].startswith(f"Began as a copy of recipes/{origin}")
+    assert found["mine"]["about"].startswith(f"Started as a copy of recipes/{origin}")
 
 
-def test_stages_keep_what_tells_them_apart(tmp_path: Path) -> None:
+def test_recipe_new_training_stages_keep_their_name_endings(tmp_path: Path) -> None:
     origin = tmp_path / "vl"
     (origin / "configs").mkdir(parents=True)
     (origin / "engine.py").write_text(
@@ -108,20 +108,20 @@ def test_stages_keep_what_tells_them_apart(tmp_path: Path) -> None:
     assert text == first.replace("vl_one", "mine_one").replace("/vl/x", "/mine/x")
     text = (folder / "configs" / "two.yaml").read_text()
     assert text == second.replace("other", "mine_other").replace("/vl/x", "/mine/x")
-    assert "class BEngine(A)" in (folder / "engine.py").read_text()  # of several engines none is renamed
+    assert "class BEngine(A)" in (folder / "engine.py").read_text()  # with several engines none is renamed
     assert not (folder / "outputs").exists()
 
 
-def test_mistakes_are_explained(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_new_user_errors_are_explained(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     for words, expected in (
-        (["taken", "--from", "magic_transformer"], "taken is there already"),
-        (["my-recipe", "--from", "magic_transformer"], "'my-recipe' is no name for a recipe"),
-        (["class", "--from", "magic_transformer"], "is no name"),
-        (["mine", "--from", "magic_transfomer"], "Did you mean 'magic_transformer'? There are: "),
-        (["mine", "--from", "taken"], "taken is no recipe: it needs an engine.py"),
-        (["mine", "--from", str(TINY.parent), "--dir", str(TINY.parent)], "would lie inside of"),
+        (["taken", "--from", "magic_transformer"], "taken exists already"),
+        (["my-recipe", "--from", "magic_transformer"], "'my-recipe' is not a valid recipe name"),
+        (["class", "--from", "magic_transformer"], "is not a valid recipe name"),
+        (["mine", "--from", "magic_transfomer"], "Did you mean 'magic_transformer'? Known recipes: "),
+        (["mine", "--from", "taken"], "taken is not a recipe: it needs an engine.py"),
+        (["mine", "--from", str(TINY.parent), "--dir", str(TINY.parent)], "would lie inside"),
         (["mine", "--from", str(TINY.parent), "--dir", "/proc"], "cannot write /proc/mine"),
     ):
         assert main(["recipe", "new", *words]) == EXIT_USER_ERROR
@@ -130,7 +130,7 @@ def test_mistakes_are_explained(tmp_path: Path, capsys: Any, monkeypatch: pytest
     (tmp_path / "taken" / "train.yaml").write_text("a: [")
     assert main(["recipe", "new", "mine", "--from", "taken"]) == EXIT_USER_ERROR
     assert "has a file that cannot be read" in capsys.readouterr().err
-    monkeypatch.setattr(recipes, "HERE", tmp_path / "nowhere")
+    monkeypatch.setattr(recipes, "CHECKOUT", tmp_path / "nowhere")
     assert main(["recipe", "new", "mine", "--from", "digits_vlm"]) == EXIT_USER_ERROR
     assert "recipes are in the repository, not in the installed package" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]

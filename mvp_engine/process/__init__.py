@@ -1,1 +1,1 @@
-"""Processes: signals, broken pipes."""
+"""Process-level helpers: stop signals and broken pipes."""

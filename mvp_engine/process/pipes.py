@@ -1,5 +1,8 @@
-"""Readers that go away, as those of `mvp profile CONFIG | head`: what is told goes nowhere from then on, and the work,
-its files and its exit code are what they would have been. A training must not end with whoever looked at it."""
+"""Broken pipes: stdout and stderr of a process whose reader has gone, as in `mvp profile CONFIG | head`.
+
+A training must not end because its reader does: later output is discarded, while the work, its files and
+its exit code stay the same.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,32 @@ from typing import Any
 
 
 class _Pipe(io.FileIO):
+    """A file descriptor that becomes /dev/null at the first broken pipe."""
+
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # for processes that are started from here on, too
-            os.close(nowhere)
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self.fileno())  # child processes inherit it too
+            os.close(devnull)
             return super().write(data)
 
 
-def outlive_readers() -> None:
-    """From now on this process's stdout and stderr raise nothing when nobody reads them any more."""
+def ignore_broken_pipes() -> None:
+    """Replace this process's stdout and stderr by streams that never raise BrokenPipeError."""
     for name in ("stdout", "stderr"):
         stream: Any = getattr(sys, name)
         if stream is None or stream is not getattr(sys, f"__{name}__"):
-            continue  # closed, or somebody's own
+            continue  # closed, or replaced by the caller
         stream.flush()
         pipe = _Pipe(stream.fileno(), "wb", closefd=False)
-        buffer = (
-            pipe if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(pipe)
-        )  # python -u has none
-        how = {
-            what: getattr(stream, what)
-            for what in ("encoding", "errors", "line_buffering", "write_through")
-        }
-        setattr(sys, name, io.TextIOWrapper(buffer, **how))
+        unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
+        wrapped = io.TextIOWrapper(
+            pipe if unbuffered else io.BufferedWriter(pipe),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, wrapped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.kit import MLLMDataKit, MLLMModelKit
 from mvp_engine.log.format import duration, rate
 from mvp_engine.model_engine.fsdp.parallelize import cast_frozen_base, freeze
+from mvp_engine.tools.data_kit import config_data_kit
 from mvp_engine.tools.estimate_memory import Setting, estimate
-from mvp_engine.tools.inspect import kit_of
 
 SAMPLE = 8  # micro-batches that are loaded for the time of a step
 
@@ -61,7 +62,7 @@ def facts(config_file: str, overrides: list[str], gpu: str, gpus: int) -> dict[s
     freeze(model, config.model.freeze)
     if setting.half:
         cast_frozen_base(model, torch.float16 if loop.precision == "fp16" else torch.bfloat16)
-    kit = kit_of(composed.engine_class, config)
+    kit = config_data_kit(composed.engine_class, config)
     ranks = gpus // (parallel.ulysses * parallel.tensor)
     data = config.data
     packs = kit.settings.global_batch_packs(data.global_batch_size) or data.micro_batch_size * ranks
@@ -124,3 +125,10 @@ def page(told: dict[str, Any]) -> str:
         "Without communication between GPUs, and if loaders and host keep up. How near this is: docs/performance.md",
     ]
     return "\n".join(lines)
+
+
+def print_estimate(
+    config_file: str, overrides: list[str], gpu: str, gpus: int, *, as_json: bool
+) -> None:
+    found = facts(config_file, overrides, gpu, gpus)
+    print(json.dumps(found, indent=2) if as_json else page(found))

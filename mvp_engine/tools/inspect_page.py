@@ -1,4 +1,4 @@
-"""The facts of `inspect.py` on a terminal: coloured where there are colours, with marks where there are none."""
+"""The facts of `inspect.py` on a terminal: tokens with loss are coloured, or marked where colours are missing."""
 
 from __future__ import annotations
 
@@ -10,81 +10,72 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-LEARNT, MEDIUM, FAINT, WRONG = "bold green", "magenta", "dim", "red"
-MOST = 2000  # characters of a row's text
-LISTED = 10  # bad rows
+WITH_LOSS = "bold green"
+MEDIA = "magenta"
+DIM = "dim"
+ERROR = "red"
+MAX_CHARACTERS = 2000  # of a row's text, unless it is shown in full
+MAX_BAD_ROWS = 10
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # could move the cursor or set colours
+OVERLONG = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}
+SIDES = {1: ", chosen", -1: ", rejected", 0: ""}
 
 
-def show(facts: dict[str, Any], console: Console, whole: bool = False) -> None:
-    """Print everything; `whole`: however long a row is."""
+def show(facts: dict[str, Any], console: Console, in_full: bool = False) -> None:
+    """Print all facts; with `in_full`, rows of any length are printed completely."""
     plain = console.color_system is None
     _overview(facts, console)
     _histogram(facts["lengths"], console)
     show_bad(facts["bad"], console)
     if facts["rows"]:
-        how = (
-            "as they are read: what would be"
-            if facts["overlong"] is None
-            else "as the model sees them: what is"
-        )
-        marked = ("between « and »", "") if plain else ("green", LEARNT)
-        console.print(Text.assemble(f"\nRows {how} learnt is ", marked))
+        has_processor = facts["overlong"] is not None
+        source = "as the model sees them" if has_processor else "as they are read"
+        mark = ("between « and »", "") if plain else ("green", WITH_LOSS)
+        console.print(Text.assemble(f"\nRows {source}; text with loss is ", mark))
     for row in facts["rows"]:
-        _row(row, console, plain, whole)
+        _row(row, console, plain, in_full)
 
 
 def _overview(facts: dict[str, Any], console: Console) -> None:
-    sample, plan = facts["sample"], facts["plan"]
     for source in facts["sources"]:
-        tokens = "" if source["tokens"] is None else f", {source['tokens']:,} tokens"
-        words = f"{source['rows']:,} rows, {source['good']:,} to train on{tokens}"
-        lost = [
-            f"{source[key]:,} {key.replace('overlong', 'over-long')}"
-            for key in ("bad", "overlong")
-            if source[key]
-        ]
-        _line(
-            console,
-            "source",
-            Text.assemble(
-                (source["name"], "bold"), f": {words}", *((f", {one}", WRONG) for one in lost)
-            ),
-        )
-    of = (
-        f" (of {sample['rows']:,} rows looked at)"
-        if sample["rows"] < sum(s["rows"] for s in facts["sources"])
-        else ""
-    )
-    _line(
-        console, "formats", ", ".join(f"{name} {n:,}" for name, n in sample["formats"].items()) + of
-    )
-    media = (", ".join(f"{n:,} {kind}" for kind, n in sample["media"].items()) or "none") + of
-    unread = "; only their headers were read: mvp data inspect --decode finds broken ones"
-    _line(
-        console,
-        "media",
-        media + (unread if sample["media"] and plan and not facts["decoded"] else ""),
-    )
+        _line(console, "source", _source(source))
+    sample = facts["sample"]
+    plan = facts["plan"]
+    total = sum(source["rows"] for source in facts["sources"])
+    sampled = f" (of {sample['rows']:,} sampled rows)" if sample["rows"] < total else ""
+    formats = ", ".join(f"{name} {count:,}" for name, count in sample["formats"].items())
+    _line(console, "formats", formats + sampled)
+    media = ", ".join(f"{count:,} {kind}" for kind, count in sample["media"].items())
+    media = (media or "none") + sampled
+    if sample["media"] and plan and not facts["decoded"]:
+        media += "; only their headers were read: mvp data inspect --decode finds corrupt ones"
+    _line(console, "media", media)
     if plan is not None:
-        packs = f"{plan['packs']:,} packs of {plan['micro_batch_tokens']:,} tokens, {plan['fill']:.1%} full"
-        _line(
-            console,
-            "plan",
-            f"{packs}; {plan['steps']:,} steps of {plan['packs_per_step']} an epoch",
-        )
-    if facts["overlong"] is not None and facts["overlong"]["rows"]:
-        fate = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}[
-            facts["overlong"]["fate"]
-        ]
-        _line(console, "over-long", f"{facts['overlong']['rows']:,} rows {fate}")
+        packs = f"{plan['packs']:,} packs of {plan['micro_batch_tokens']:,} tokens"
+        steps = f"{plan['steps']:,} steps of {plan['packs_per_step']} packs per epoch"
+        _line(console, "plan", f"{packs}, {plan['fill']:.1%} full; {steps}")
+    overlong = facts["overlong"]
+    if overlong is not None and overlong["rows"]:
+        _line(console, "over-long", f"{overlong['rows']:,} rows {OVERLONG[overlong['fate']]}")
     if facts["missing"]:
-        _line(console, "missing", Text(facts["missing"], WRONG))
+        _line(console, "missing", Text(facts["missing"], ERROR))
+
+
+def _source(source: dict[str, Any]) -> Text:
+    text = Text.assemble(
+        (source["name"], "bold"), f": {source['rows']:,} rows, {source['good']:,} to train on"
+    )
+    if source["tokens"] is not None:
+        text.append(f", {source['tokens']:,} tokens")
+    for key, name in (("bad", "bad"), ("overlong", "over-long")):
+        if source[key]:
+            text.append(f", {source[key]:,} {name}", ERROR)
+    return text
 
 
 def _line(console: Console, name: str, words: str | Text) -> None:
     table = Table.grid(padding=(0, 2))
-    table.add_column(width=9, style=FAINT)
+    table.add_column(width=9, style=DIM)
     table.add_column()
     table.add_row(name, words)
     console.print(table)
@@ -93,79 +84,77 @@ def _line(console: Console, name: str, words: str | Text) -> None:
 def _histogram(lengths: dict[str, Any] | None, console: Console) -> None:
     if lengths is None:
         return
-    figures = ", ".join(
-        f"{key} {lengths[key]:,}" for key in ("min", "median", "mean", "p95", "max")
-    )
+    keys = ("min", "median", "mean", "p95", "max")
+    figures = ", ".join(f"{key} {lengths[key]:,}" for key in keys)
     _line(console, "lengths", f"in {lengths['unit']}: {figures}")
     bins = lengths["histogram"]
-    names = [
-        f"{one['from']:,}-{one['to']:,}" if one["to"] > one["from"] else f"{one['from']:,}"
-        for one in bins
-    ]
-    wide, most = max(map(len, names)), max(one["rows"] for one in bins)
-    room = max(10, min(60, console.width - wide - 24))
+    names = [_bin_name(one) for one in bins]
+    name_width = max(len(name) for name in names)
+    most = max(one["rows"] for one in bins)
+    bar_width = max(10, min(60, console.width - name_width - 24))
     for i, (name, one) in enumerate(zip(names, bins, strict=True)):
-        if not one["rows"]:
-            if bins[i - 1]["rows"]:  # one line for all that are empty; the first never is
-                console.print(Text(f"{'...':>{wide + 11}}", FAINT))
-            continue
-        bar = "█" * -(-one["rows"] * room // most)
-        console.print(Text(f"{'':11}{name:>{wide}}  {bar} {one['rows']:,}"), no_wrap=True)
+        if one["rows"]:
+            bar = "█" * -(-one["rows"] * bar_width // most)  # rounded up: no bin looks empty
+            console.print(Text(f"{'':11}{name:>{name_width}}  {bar} {one['rows']:,}"), no_wrap=True)
+        elif bins[i - 1][
+            "rows"
+        ]:  # one line for consecutive empty bins; the first bin is never empty
+            console.print(Text(f"{'...':>{name_width + 11}}", DIM))
+
+
+def _bin_name(one: dict[str, Any]) -> str:
+    return f"{one['from']:,}-{one['to']:,}" if one["to"] > one["from"] else f"{one['from']:,}"
 
 
 def show_bad(bad: dict[str, Any], console: Console) -> None:
+    """Print the number of bad rows by reason, and the first of them."""
     if not bad["total"]:
         return
-    reasons = ", ".join(f"{n:,} {reason}" for reason, n in bad["by_reason"].items())
-    console.print(Text(f"\n{bad['total']:,} bad row(s): {reasons}", WRONG))
-    for record in bad["rows"][:LISTED]:
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in bad["by_reason"].items())
+    console.print(Text(f"\n{bad['total']:,} bad row(s): {reasons}", ERROR))
+    for record in bad["rows"][:MAX_BAD_ROWS]:
         words = f"{record['where']}: {record['reason']}: {_clean(record['detail'])[:300]}"
         console.print(Padding(Text(words, overflow="fold"), (0, 0, 0, 2)))
-    if bad["total"] > LISTED:
-        console.print(
-            Text(f"  ... and {bad['total'] - LISTED:,} more; --json lists them all", FAINT)
-        )
+    more = bad["total"] - MAX_BAD_ROWS
+    if more > 0:
+        console.print(Text(f"  ... and {more:,} more; --json lists all of them", DIM))
 
 
-def _row(row: dict[str, Any], console: Console, plain: bool, whole: bool) -> None:
-    about = f"row {row['row']}, {row['where']}" + (f", {row['format']}" if row["format"] else "")
+def _row(row: dict[str, Any], console: Console, plain: bool, in_full: bool) -> None:
+    title = f"row {row['row']}, {row['where']}"
+    if row["format"]:
+        title += f", {row['format']}"
     if row["bad"]:
-        console.print(Text(f"\n{about}", "bold"))
-        console.print(
-            Padding(
-                Text(f"bad: {row['bad']['reason']}: {_clean(row['bad']['detail'])}", WRONG),
-                (0, 0, 0, 2),
-            )
-        )
-    for one in row["sequences"]:
-        side = {1: ", chosen", -1: ", rejected", 0: ""}[one["side"]]
-        counts = (
-            "" if one["tokens"] is None else f": {one['tokens']:,} tokens, {one['learnt']:,} learnt"
-        )
-        console.print(Text(f"\n{about}{side}{counts}", "bold"))
-        text = _text(one, plain)
-        if len(text) > MOST and not whole:
-            more, text = len(text) - MOST, text[:MOST]
-            text.append(
-                f" ... {more:,} more characters: mvp data inspect --row {row['row']}", FAINT
-            )
+        console.print(Text(f"\n{title}", "bold"))
+        reason = f"bad: {row['bad']['reason']}: {_clean(row['bad']['detail'])}"
+        console.print(Padding(Text(reason, ERROR), (0, 0, 0, 2)))
+    for sequence in row["sequences"]:
+        counts = ""
+        if sequence["tokens"] is not None:
+            counts = f": {sequence['tokens']:,} tokens, {sequence['learnt']:,} with loss"
+        console.print(Text(f"\n{title}{SIDES[sequence['side']]}{counts}", "bold"))
+        text = _text(sequence, plain)
+        more = len(text) - MAX_CHARACTERS
+        if more > 0 and not in_full:
+            text = text[:MAX_CHARACTERS]
+            text.append(f" ... {more:,} more characters: mvp data inspect --row {row['row']}", DIM)
         text.rstrip()
         console.print(text, overflow="fold")
 
 
-def _text(one: dict[str, Any], plain: bool) -> Text:
+def _text(sequence: dict[str, Any], plain: bool) -> Text:
     text = Text()
-    for piece in one["text"]:
-        if "media" in piece:
-            text.append(f"[{_medium(one['media'][piece['media']])}]", MEDIUM)
-        elif piece["learnt"] and plain:
-            text.append(f"«{_clean(piece['text'])}»")
+    for segment in sequence["text"]:
+        if "media" in segment:
+            text.append(f"[{_media_item(sequence['media'][segment['media']])}]", MEDIA)
+        elif segment["learnt"] and plain:
+            text.append(f"«{_clean(segment['text'])}»")
         else:
-            text.append(_clean(piece["text"]), LEARNT if piece["learnt"] else "")
+            text.append(_clean(segment["text"]), WITH_LOSS if segment["learnt"] else "")
     return text
 
 
-def _medium(item: dict[str, Any]) -> str:
+def _media_item(item: dict[str, Any]) -> str:
     words = [item["kind"]]
     if "width" in item:
         words.append(f"{item['width']}x{item['height']}")
@@ -173,8 +162,11 @@ def _medium(item: dict[str, Any]) -> str:
         words.append(f"{item['frames']} frames")
     if "seconds" in item:
         words.append(f"{item['seconds']:g} s")
-    return " ".join(words) + (f" = {item['tokens']:,} tokens" if "tokens" in item else "")
+    if "tokens" in item:
+        words.append(f"= {item['tokens']:,} tokens")
+    return " ".join(words)
 
 
 def _clean(text: str) -> str:
+    """The text without control characters: data must not control the terminal."""
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mvp_engine.checkpoint import state
+from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.errors import UserError
 from mvp_engine.hf import merge as hf_merge
 from mvp_engine.hf.packed_model import PackedModel
@@ -27,6 +30,34 @@ def merge(checkpoint: Path, out: Path, engine: str | None = None, **options: Any
         return model
 
     hf_merge.merge(checkpoint, out, build_model, **options)
+
+
+def merge_command(
+    checkpoint: str,
+    out: str,
+    *,
+    engine: str | None,
+    dtype: str | None,
+    max_file_gb: float,
+    base: str | None,
+    adapter: bool,
+    ema: bool,
+) -> None:
+    """Merge a checkpoint, or the newest one of a run folder, into the folder `out`."""
+    folder = find_checkpoint(Path(checkpoint))
+    if not 0 < max_file_gb < float("inf"):
+        raise UserError(f"--max-file-gb {max_file_gb}: must be a positive size")
+    merge(
+        folder,
+        Path(out).expanduser().resolve(),
+        engine,
+        dtype=getattr(torch, dtype) if dtype else None,
+        limit=int(max_file_gb * 1e9),
+        base=base,
+        adapter=adapter,
+        ema=ema,
+    )
+    print(f"{folder} is now the {'peft' if adapter else 'Hugging Face'} folder {out}")
 
 
 def _register(model_type: str, spec: str | None, checkpoint: Path) -> None:

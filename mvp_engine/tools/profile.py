@@ -20,13 +20,13 @@ from mvp_engine.engine import Engine, StepContext
 from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
-from mvp_engine.process.pipes import outlive_readers
+from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.runs import Run
 from mvp_engine.tools.profile_page import collectives_of, kernels_of, page, summary
 
 
 def main(argv: list[str] | None = None) -> int:
-    outlive_readers()
+    ignore_broken_pipes()
     parser = argparse.ArgumentParser(prog="mvp profile")
     parser.add_argument("--config", required=True)
     parser.add_argument("--out", required=True, type=Path)

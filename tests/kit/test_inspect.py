@@ -1,4 +1,4 @@
-"""`mvp data inspect`: what it shows is what is trained on, for people with and without colours, and for programs."""
+"""`mvp data inspect`: it shows what is trained on, with and without colours, and as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from templates.tiny import tokenizer
 from tiny_vlm import chat, qwen3_vl, with_images, write
 
 from mvp_engine.cli import main
-from mvp_engine.tools import inspect as inspecting
+from mvp_engine.tools import inspect_stats
 from mvp_engine.tools.inspect_page import show
 
 KEYS = ["data", "model", "split", "missing", "decoded", "sources", "sample", "lengths", "plan", "overlong", "bad"]
@@ -50,7 +50,7 @@ def printed(facts: dict[str, Any], width: int, colours: bool = False) -> str:
     return out.getvalue()
 
 
-def test_a_file_alone_tells_formats_counts_and_bad_rows_and_what_is_missing(folder: Path, capsys: Any) -> None:
+def test_inspect_file_without_a_model_shows_formats_counts_and_bad_rows(folder: Path, capsys: Any) -> None:
     facts = inspect(capsys, str(folder / "rows.jsonl"), "--limit", "2")
     assert facts["sources"][0] | {"name": ""} == {
         "name": "",
@@ -75,7 +75,7 @@ def test_a_file_alone_tells_formats_counts_and_bad_rows_and_what_is_missing(fold
         assert "give --model FOLDER" in " ".join(text.split())
 
 
-def test_with_a_model_rows_are_shown_as_it_sees_them(folder: Path, capsys: Any) -> None:
+def test_inspect_file_with_a_model_shows_tokens_loss_and_packing(folder: Path, capsys: Any) -> None:
     words = [str(folder / "rows.jsonl"), "--model", str(folder / "model"), "--tokens", "256"]
     facts = inspect(capsys, *words)
     processor = qwen3_vl()
@@ -103,13 +103,13 @@ def test_with_a_model_rows_are_shown_as_it_sees_them(folder: Path, capsys: Any) 
     assert (decoded["bad"]["by_reason"]["corrupt"], decoded["sources"][0]["good"]) == (1, 10)
 
 
-def test_one_row_by_its_number_or_its_place_and_a_bad_one_says_why(folder: Path, capsys: Any) -> None:
+def test_inspect_row_is_found_by_index_and_by_place(folder: Path, capsys: Any) -> None:
     words = [str(folder / "rows.jsonl"), "--model", str(folder / "model")]
     for row in ("5", "rows.jsonl:6"):
         (shown,) = inspect(capsys, *words, "--row", row)["rows"]
         assert (shown["row"], shown["bad"]["reason"], shown["sequences"]) == (5, "bad_json", [])
     assert main(["data", "inspect", *words, "--row", "99"]) == 2
-    assert "there are 14 rows" in capsys.readouterr().err
+    assert "the data has 14 rows" in capsys.readouterr().err
     assert main(["data", "inspect", str(folder / "none.jsonl")]) == 2
 
 
@@ -135,7 +135,7 @@ mllm:
 """
 
 
-def test_a_config_shows_its_own_sources_and_steps(tmp_path: Path, capsys: Any) -> None:
+def test_inspect_config_shows_its_sources_and_steps(tmp_path: Path, capsys: Any) -> None:
     tokenizer("zephyr").save_pretrained(tmp_path / "words")
     write(
         tmp_path / "a.jsonl", [{"prompt": f"Is it {i}?", "chosen": "Yes\x1b[2J", "rejected": "No"} for i in range(30)]
@@ -147,7 +147,7 @@ def test_a_config_shows_its_own_sources_and_steps(tmp_path: Path, capsys: Any) -
     assert [one["side"] for one in facts["rows"][0]["sequences"]] == [1, -1]
     assert facts["plan"]["packs_per_step"] == 2
     text = printed(facts, 80)
-    assert "\x1b" not in text  # what the row holds must not reach the terminal
+    assert "\x1b" not in text  # control characters of a row must not reach the terminal
     assert "«Yes\\x1b[2J" in text
     facts = inspect(capsys, str(tmp_path / "train.yaml"), "--split", "eval", "mllm.micro_batch_tokens=99")
     assert facts["plan"]["micro_batch_tokens"] == 99
@@ -162,8 +162,8 @@ def test_a_config_shows_its_own_sources_and_steps(tmp_path: Path, capsys: Any) -
         main(["data", "inspect", str(tmp_path / "own" / "train.yaml")])
 
 
-def test_of_streams_the_beginning_is_shown(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspecting, "SAMPLE", 6)
+def test_inspect_stream_shows_its_first_rows(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect_stats, "SAMPLE", 6)
     tokenizer("zephyr").save_pretrained(tmp_path / "words")
     rows: list[Any] = [chat("Hi", f"Yes {i}") for i in range(9)]
     rows[2], rows[3] = "{broken", chat("Hi", "long " * 999)

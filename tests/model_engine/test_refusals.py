@@ -211,4 +211,4 @@ def test_results_that_are_kept_and_changed_in_place_are_told_of() -> None:
 def test_files_of_no_size_are_refused(size: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "meta.json").write_text("{}")
     assert main(["merge", str(tmp_path), str(tmp_path / "out"), "--max-file-gb", size]) == EXIT_USER_ERROR
-    assert "a file must have some size" in capsys.readouterr().err
+    assert "must be a positive size" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""One rank of a check, for torchrun."""
+"""Entry point of one rank of a check under torchrun."""
 
 import sys
 

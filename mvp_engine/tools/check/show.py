@@ -1,4 +1,4 @@
-"""The facts of `stages.py` on a terminal, as they come."""
+"""The facts of a check on a terminal, printed as the stages end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ class Printer:
         self.console = Console(highlight=False, quiet=quiet)
 
     def stage(self, stage: dict[str, Any]) -> None:
-        self._line(
-            "ok", "bold green", f"{stage['name']:<11}{stage['says']}  ({stage['seconds']:.1f} s)"
-        )
+        text = f"{stage['name']:<11}{stage['says']}  ({stage['seconds']:.1f} s)"
+        self._line("ok", "bold green", text)
 
     def failed(self, name: str) -> None:
         self._line("FAILED", "bold red", name)
@@ -32,64 +31,64 @@ class Printer:
         show_bad(facts, self.console)
 
     def parts(self, parts: list[dict[str, Any]]) -> None:
-        for one in parts[:-1]:
-            rates = ", ".join(f"{value:g}" for value in one["rates"])
-            adapters = f", LoRA on {one['adapters']} layers" if one["adapters"] else ""
-            what = f"{one['trained']:,} of {one['parameters']:,} train, rate {rates}{adapters}"
-            self._figure(one["part"], what if one["trained"] else f"{one['parameters']:,} frozen")
+        """The parts of a model, without the last entry, which is their total."""
+        for part in parts[:-1]:
+            if not part["trained"]:
+                self._figure(part["part"], f"{part['parameters']:,} frozen")
+                continue
+            rates = ", ".join(f"{value:g}" for value in part["rates"])
+            text = f"{part['trained']:,} of {part['parameters']:,} train, learning rate {rates}"
+            if part["adapters"]:
+                text += f", LoRA on {part['adapters']} layers"
+            self._figure(part["part"], text)
 
     def end(self, facts: dict[str, Any]) -> None:
-        step, training, memory = facts["step"], facts["training"], facts["memory"]
         self.console.print()
-        if step:
-            amounts = [
-                f"{step[key]:,} {key}" for key in ("tokens", "samples") if step[key] is not None
-            ]
-            speed = f"; {rate(step['tokens_per_s'])} tokens/s" if step["tokens_per_s"] else ""
-            mfu = f", mfu {step['mfu']:.1%}" if step["mfu"] is not None else ""
-            self._figure(
-                "step", f"{number(step['seconds'])} s (the first {number(step['first_seconds'])} s)"
-            )
-            self._figure(
-                "",
-                f"{', '.join(amounts)}{speed}{mfu}; {step['data_wait']:.0%} of it waiting for data",
-            )
-            self._figure("losses", " ".join(number(loss) for loss in step["losses"]))
-        if memory:
-            whose = (
-                "of the GPU's" if memory["of"] == "device" else "of the process; the machine has"
-            )
-            self._figure(
-                "memory",
-                f"{memory['peak_gib']:.2f} GiB at its peak, {whose} {memory['total_gib']:.1f} GiB",
-            )
-        if training:
-            epoch = (
-                f" ({training['steps_per_epoch']:,} an epoch)"
-                if training["steps_per_epoch"]
-                else ""
-            )
-            tokens = f", {rate(training['tokens'])} tokens" if training["tokens"] else ""
-            steps = (
-                f"{training['steps']:,} steps"
-                if training["steps"]
-                else "nobody knows how many steps"
-            )
-            self._figure("training", f"{steps}{epoch}{tokens}")
-            self._figure(
-                "", f"about {duration(training['eta_s'])}, without evaluations and checkpoints"
-            )
+        if facts["step"]:
+            self._step(facts["step"])
+        if facts["memory"]:
+            self._memory(facts["memory"])
+        if facts["training"]:
+            self._training(facts["training"])
         if facts["evaluation"]:
-            figures = "  ".join(
-                f"{name} {number(value)}" for name, value in facts["evaluation"].items()
-            )
-            self._figure("evaluation", f"{figures}  (one micro-batch, after these steps)")
+            values = [f"{name} {number(value)}" for name, value in facts["evaluation"].items()]
+            self._figure("evaluation", f"{'  '.join(values)}  (one micro-batch, after these steps)")
         for text in facts["warnings"]:
             self._line("warning", "yellow", text)
         for text in facts["problems"]:
             self._line("PROBLEM", "bold red", text)
         if not facts["problems"]:
             self._line("ok", "bold green", "ready to train")
+
+    def _step(self, step: dict[str, Any]) -> None:
+        first = number(step["first_seconds"])
+        self._figure("step", f"{number(step['seconds'])} s (first step: {first} s)")
+        amounts = []
+        for key in ("tokens", "samples"):
+            if step[key] is not None:
+                amounts.append(f"{step[key]:,} {key}")
+        text = ", ".join(amounts)
+        if step["tokens_per_s"]:
+            text += f"; {rate(step['tokens_per_s'])} tokens/s"
+        if step["mfu"] is not None:
+            text += f", MFU {step['mfu']:.1%}"
+        self._figure("", f"{text}; {step['data_wait']:.0%} of the time waiting for data")
+        self._figure("losses", " ".join(number(loss) for loss in step["losses"]))
+
+    def _memory(self, memory: dict[str, Any]) -> None:
+        total = f"{memory['total_gib']:.1f} GiB"
+        owner = f"of the GPU's {total}" if memory["of"] == "device" else f"the machine has {total}"
+        self._figure("peak memory", f"{memory['peak_gib']:.2f} GiB, {owner}")
+
+    def _training(self, training: dict[str, Any]) -> None:
+        text = f"{training['steps']:,} steps" if training["steps"] else "unknown number of steps"
+        if training["steps_per_epoch"]:
+            text += f" ({training['steps_per_epoch']:,} per epoch)"
+        if training["tokens"]:
+            text += f", {rate(training['tokens'])} tokens"
+        self._figure("training", text)
+        eta = duration(training["eta_s"])
+        self._figure("", f"about {eta}, without evaluations and checkpoints")
 
     def _figure(self, name: str, text: str) -> None:
         self.console.print(Text.assemble((f"  {name:<12}", "dim"), text), soft_wrap=True)

@@ -1,0 +1,41 @@
+"""The data kit that a tool works on: the one of a recipe's config, or one for a single data file."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data.kit import MLLMDataKit, load_processor
+from mvp_engine.kit.data.settings import MLLMData
+
+
+def config_data_kit(engine_class: Any, config: Any, model: str | None = None) -> MLLMDataKit:
+    """The kit that the recipe's `data_kit(config)` builds, else one from its MLLMData section and model folder.
+
+    `model` names another folder to take the processor from.
+    """
+    if model is None and hasattr(engine_class, "data_kit"):
+        return engine_class.data_kit(config)
+    settings = next((value for _, value in config if isinstance(value, MLLMData)), None)
+    fix = "give the recipe's engine a classmethod data_kit(config) that returns its MLLMDataKit"
+    if settings is None:
+        raise UserError(f"the config has no section of type MLLMData: {fix}")
+    folder = model or config.model.path
+    if folder is None:
+        raise UserError(
+            f"the config has no model.path to load a processor from: {fix}, or give --model FOLDER"
+        )
+    return MLLMDataKit(settings, load_processor(folder), num_workers=config.data.num_workers)
+
+
+def file_data_kit(path: str, model: str, pack_tokens: int) -> MLLMDataKit:
+    """A kit for one data file; any number of bad rows is allowed."""
+    settings = MLLMData.model_validate(
+        {
+            "sources": [{"path": path}],
+            "micro_batch_tokens": pack_tokens,
+            "max_bad_fraction": 1.0,
+        }
+    )
+    return MLLMDataKit(settings, load_processor(model), num_workers=os.cpu_count() or 1)

@@ -1,0 +1,133 @@
+"""Single rows for `mvp data inspect`: as the model sees them, or as they are read where no model is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data.encode.row_encoder import Prepared, Sampler
+from mvp_engine.kit.data.read.rows import MEDIA, BadRow, Row, recognise
+from mvp_engine.tools.inspect_stats import Rows
+
+
+def find_row(sources: Sequence[Rows], row: str) -> tuple[int, int]:
+    """The source and the index in it of `row`: an index over all sources, or a place such as `rows.jsonl:17`."""
+    if row.isdecimal():
+        index = int(row)
+        for which, source in enumerate(sources):
+            if index < len(source):
+                return which, index
+            index -= len(source)
+        total = sum(len(source) for source in sources)
+        raise UserError(f"--row {row}: the data has {total} rows, counted from 0")
+    for which, source in enumerate(sources):
+        for index in range(len(source)):
+            if source.where(index) == row:
+                return which, index
+    example = sources[0].where(0)
+    raise UserError(f"--row {row}: not found; give the row's index, or its place such as {example}")
+
+
+def encoded_row(
+    sampler: Sampler, source: Rows, index: int, row_format: str | None
+) -> dict[str, Any]:
+    """A row as the model sees it. Media are decoded too, so that a shown row is one that can be trained on."""
+    facts: dict[str, Any] = {
+        "where": source.where(index),
+        "format": row_format,
+        "bad": None,
+        "sequences": [],
+    }
+    try:
+        raw = source[index]
+        facts["format"] = row_format or recognise(raw)
+        sequences = sampler.prepare(raw, row_format, source.root)
+        sampler.load(sequences, source.root, {})
+    except BadRow as error:
+        return {**facts, "bad": bad_reason(error)}
+    sides = (1, -1) if len(sequences) == 2 else (0,)  # chosen and rejected, or a single one
+    for sequence, side in zip(sequences, sides, strict=True):
+        facts["sequences"].append(_sequence(sampler, sequence, side))
+    return facts
+
+
+def bad_reason(error: BadRow) -> dict[str, Any]:
+    return {"reason": error.reason, "detail": error.detail}
+
+
+def _sequence(sampler: Sampler, sequence: Prepared, side: int) -> dict[str, Any]:
+    media = []
+    for info, (start, end) in zip(sequence.infos, sequence.spans, strict=True):
+        item: dict[str, Any] = {"kind": info.kind}
+        if info.kind != "audio":
+            item |= {"width": info.width, "height": info.height}
+        if info.kind == "video":
+            item |= {"frames": info.take}
+        if info.kind != "image":
+            item |= {"seconds": round(info.seconds, 3)}
+        item |= {"tokens": end - start, "encoder": sampler.media.cost(info).encoder}
+        media.append(item)
+    return {
+        "side": side,
+        "tokens": len(sequence.ids),
+        "learnt": sum(sequence.loss[1:]),  # no token predicts the first one
+        "media": media,
+        "text": _segments(sampler, sequence),
+    }
+
+
+def _segments(sampler: Sampler, sequence: Prepared) -> list[dict[str, Any]]:
+    """The text in segments with loss, without loss, and of media, decoded from the token ids themselves."""
+    media_index = np.full(len(sequence.ids), -1)
+    for item, (start, end) in enumerate(sequence.spans):
+        media_index[start:end] = item
+    has_loss = [False, *sequence.loss[1:]]
+    kinds = []
+    for item, loss in zip(media_index.tolist(), has_loss, strict=True):
+        kinds.append((item, bool(loss) and item < 0))
+    changes = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
+    tokenizer = sampler.media.tokenizer
+    segments = list[dict[str, Any]]()
+    decoded = ""
+    for start, end in pairwise([0, *changes, len(kinds)] if kinds else [0]):
+        # Decoded from the beginning each time: a segment decoded alone may lose its leading blank.
+        text = tokenizer.decode(sequence.ids[:end], clean_up_tokenization_spaces=False)
+        item, loss = kinds[start]
+        if item >= 0:
+            segments.append({"media": item})
+        else:
+            segments.append({"text": text[len(decoded) :], "learnt": loss})
+        decoded = text
+    return segments
+
+
+def plain_row(row: Row) -> list[dict[str, Any]]:
+    """The sequences of a row before any chat template, with the messages that have loss by default."""
+    if row.rejected:
+        return [_plain_sequence(row, 1), _plain_sequence(row, -1)]
+    return [_plain_sequence(row, 0)]
+
+
+def _plain_sequence(row: Row, side: int) -> dict[str, Any]:
+    segments = list[dict[str, Any]]()
+    media = list[dict[str, Any]]()
+    if row.text is not None:
+        segments.append({"text": row.text, "learnt": True})
+    for message in row.rejected if side < 0 else row.messages:
+        segments.append({"text": f"{message.role}: ", "learnt": False})
+        has_loss = message.role == "assistant" if message.loss is None else message.loss
+        for part in message.parts:
+            if part.kind in MEDIA:
+                segments.append({"media": len(media)})
+                media.append({"kind": part.kind})
+            else:
+                segments.append({"text": part.value, "learnt": has_loss})
+        calls = message.extra.get("tool_calls")
+        if calls:
+            segments.append({"text": f"{calls}", "learnt": has_loss})
+        segments.append({"text": "\n", "learnt": False})
+    return {"side": side, "tokens": None, "learnt": None, "media": media, "text": segments}

@@ -1,0 +1,88 @@
+"""Statistics over rows for `mvp data inspect`: formats, media, length histogram, bad rows by reason."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mvp_engine.kit.data.read.rows import BadRow, read_row, recognise
+
+SAMPLE = 1000  # rows per source that are read for formats and media
+BINS = 10  # of the length histogram, at most one more
+
+
+class Rows(Protocol):
+    """A source, or one row of a stream in the place of a source."""
+
+    root: Path
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def where(self, index: int, /) -> str: ...
+
+
+def sample_rows(sources: Sequence[Rows], formats: Sequence[str | None]) -> dict[str, Any]:
+    """Counts of formats and media over at most SAMPLE evenly spread rows of each source."""
+    rows = 0
+    kinds = Counter[str]()
+    media = Counter[str]()
+    for source, row_format in zip(sources, formats, strict=True):
+        for index in _spread(len(source), SAMPLE):
+            rows += 1
+            try:
+                raw = source[index]
+                row = read_row(raw, row_format)
+                kinds[row_format or recognise(raw) or "bad"] += 1
+                media.update(part.kind for part in row.media())
+            except BadRow:
+                kinds["bad"] += 1
+    return {"rows": rows, "formats": dict(kinds.most_common()), "media": dict(media.most_common())}
+
+
+def _spread(length: int, count: int) -> list[int]:
+    places = np.linspace(0, length - 1, min(length, count)).astype(int)
+    return np.unique(places).tolist()
+
+
+def length_stats(values: np.ndarray, unit: str) -> dict[str, Any] | None:
+    """Minimum, median, mean, 95th percentile, maximum and a histogram with round bin widths."""
+    if not len(values):
+        return None
+    low = int(values.min())
+    high = int(values.max())
+    width = _round_width(max(1.0, (high - low + 1) / BINS))
+    first = low // width * width
+    counts = np.bincount((values - first) // width).tolist()
+    bins = []
+    for i, rows in enumerate(counts):
+        start = first + i * width
+        bins.append({"from": start, "to": start + width - 1, "rows": rows})
+    return {
+        "unit": unit,
+        "min": low,
+        "median": int(np.quantile(values, 0.5, method="higher")),
+        "mean": round(float(values.mean()), 1),
+        "p95": int(np.quantile(values, 0.95, method="higher")),
+        "max": high,
+        "histogram": bins,
+    }
+
+
+def _round_width(least: float) -> int:
+    """The smallest of 1, 2, 5 times a power of ten that is not below `least`."""
+    power = 10 ** math.floor(math.log10(least))
+    return int(next(step * power for step in (1, 2, 5, 10) if step * power >= least))
+
+
+def count_bad(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Bad rows: their number, their number by reason, and the records themselves."""
+    rows = list(records)
+    reasons = Counter(record["reason"] for record in rows)
+    return {"total": len(rows), "by_reason": dict(reasons.most_common()), "rows": rows}

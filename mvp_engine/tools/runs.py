@@ -1,0 +1,159 @@
+"""`mvp runs`: list, show, plot and compare run folders. It imports no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mvp_engine.errors import UserError
+from mvp_engine.log.format import shown
+from mvp_engine.runs import Run, flat_keys, list_runs, open_run
+
+SPLITS = ("train", "eval")
+
+
+def print_runs(root: Path, *, as_json: bool) -> None:
+    rows = [_summary(run) for run in list_runs(root)]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    elif not rows:
+        print(f"no runs in {root.absolute()}")
+    else:
+        _print_table(rows)
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = ("run", "status", "step", "loss", "started", "checkpoints")
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        loss = row["train"].get("loss")
+        table.add_row(
+            row["id"],
+            row["status"],
+            str(row["step"]),
+            "-" if loss is None else f"{loss:.4g}",
+            row["started"],
+            str(len(row["checkpoints"])),
+        )
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def print_run(root: Path, name: str | None, *, as_json: bool) -> None:
+    """Print one run: the one called `name`, or the newest below `root`."""
+    run = open_run(name, root) if name else _newest(root)
+    summary = _summary(run)
+    if as_json:
+        print(json.dumps(summary, indent=2))
+        return
+    print(f"{run.id}: {summary['status']} at step {summary['step']}, started {summary['started']}")
+    for split in SPLITS:
+        if summary[split]:
+            values = [f"{key} {text}" for key, text in shown(summary[split]) if key != "eta"]
+            print(f"  {split:<12}{'  '.join(values)}")
+    best = summary["best"]
+    if best:
+        print(f"  best        {best['metric']} {best['value']:.4g} at step {best['step']}")
+    print(f"  checkpoints {' '.join(summary['checkpoints']) or 'none'}")
+    curve = run.dir / "loss.png"
+    plot = f", loss curve in {curve}" if curve.is_file() else ""
+    print(f"  folder      {run.dir}/{plot}")
+
+
+def _newest(root: Path) -> Run:
+    runs = list_runs(root)
+    if not runs:
+        raise UserError(f"no runs in {root.absolute()}")
+    return runs[-1]
+
+
+def plot_metric(
+    root: Path, names: list[str], metric: str, out: str | None, *, as_json: bool
+) -> None:
+    """Plot one metric of several runs into a PNG file."""
+    from mvp_engine.log.plot import plot_runs
+
+    runs = [open_run(name, root) for name in names]
+    file = Path(out) if out else runs[0].dir / f"{metric.replace('/', '_')}.png"
+    records = [record for run in runs for record in run.records()]
+    if all(record.get(metric) is None for record in records):
+        known = ", ".join(sorted(_metric_names(records))) or "no metrics"
+        raise UserError(f"no values of {metric!r} in these runs; they have: {known}")
+    points = plot_runs(runs, metric, file)
+    if as_json:
+        print(json.dumps({"file": str(file), "points": points}))
+    else:
+        print(f"{file} ({points} points)")
+
+
+def _metric_names(records: list[dict[str, Any]]) -> set[str]:
+    names = set[str]()
+    for record in records:
+        names |= {name for name, value in record.items() if isinstance(value, float)}
+    return names
+
+
+def print_diff(root: Path, first_name: str, second_name: str, *, as_json: bool) -> None:
+    """Print the config keys and the last metrics that differ between two runs."""
+    first = open_run(first_name, root)
+    second = open_run(second_name, root)
+    difference: dict[str, Any] = {
+        "runs": [first.id, second.id],
+        "config": _different(_config(first), _config(second)),
+        "figures": _different(_last_metrics(first), _last_metrics(second)),
+    }
+    if as_json:
+        print(json.dumps(difference, indent=2))
+        return
+    print(f"{first.id}  ->  {second.id}")
+    for title, part in (("config", "config"), ("last metrics", "figures")):
+        print(f"{title}:" + ("" if difference[part] else " no difference"))
+        for key, (old, new) in difference[part].items():
+            print(f"  {key}: {old} -> {new}")
+
+
+def _different(first: dict[str, Any], second: dict[str, Any]) -> dict[str, list[Any]]:
+    keys = {**first, **second}
+    pairs = {key: [first.get(key), second.get(key)] for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _config(run: Run) -> dict[str, Any]:
+    file = run.dir / "config.yaml"
+    return flat_keys(yaml.safe_load(file.read_text())) if file.is_file() else {}
+
+
+def _last_metrics(run: Run) -> dict[str, Any]:
+    summary = _summary(run)
+    metrics: dict[str, Any] = {"status": summary["status"]}
+    for split in SPLITS:
+        for key, value in summary[split].items():
+            if isinstance(value, int | float):
+                metrics[f"{split}.{key}"] = value
+    return metrics
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    """Status, last step, checkpoints and the last record of each split."""
+    last: dict[str, dict[str, Any]] = {split: {} for split in SPLITS}
+    for record in run.records():
+        last[record["split"]] = record
+    steps = [record.get("step", 0) for record in last.values()]
+    best = run.checkpoints / "best" / "meta.json"
+    return {
+        "id": run.id,
+        "dir": str(run.dir),
+        "status": run.status(),
+        "step": max(*steps, run.info.get("step", 0)),
+        "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.info["created"])),
+        "checkpoints": [path.name for path in run.checkpoint_list()],
+        "best": json.loads(best.read_text())["best"] if best.is_file() else None,
+        **last,
+    }
