@@ -37,9 +37,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
-from mvp_engine.ops import attention
+from mvp_engine.hf.attention import boundaries, packed_attention
+from mvp_engine.ops import attention, cudnn_attention, flex_attention, flex_block_mask
 
 H, K, D = 16, 8, 128
 SCALE = D**-0.5
@@ -142,26 +144,31 @@ def _with_autograd(case: Case, attend: Callable[..., Tensor], note: str = "") ->
 def ours(case: Case) -> Kernel:
     """What a model's layers call: cuDNN's ragged kernels, where they are installed."""
     layer: Any = nn.Module()
-    where = attention.boundaries(case.cu_seqlens, max(case.mix.lengths))
+    where = boundaries(case.cu_seqlens, max(case.mix.lengths))
 
     def attend(*qkv: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in qkv)
-        return attention.packed_attention(layer, q, k, v, None, **where)[0][0]
+        return packed_attention(layer, q, k, v, None, **where)[0][0]
 
     return _with_autograd(case, attend)
 
 
-def _without(*kernels: Any) -> Callable[[Case], Kernel]:
-    """The same call where these modules, or what `attention` has of its own, cannot serve."""
+# Where each kernel says whether it supports a case.
+CUDNN = (cudnn_attention, "is_supported")
+TORCH_VARLEN = (attention, "_torch_varlen_is_supported")
+FLEX = (flex_attention, "is_supported")
+
+
+def _without(*kernels: tuple[Any, str]) -> Callable[[Case], Kernel]:
+    """The same call where these kernels report that they do not support it."""
 
     def build(case: Case) -> Kernel:
         kernel = ours(case)
 
         def attend(*_: Tensor) -> Tensor:
             with contextlib.ExitStack() as off:
-                for where in kernels:
-                    asked = "_flash_can" if where is attention else "can"
-                    off.enter_context(mock.patch.object(where, asked, return_value=False))
+                for module, name in kernels:
+                    off.enter_context(mock.patch.object(module, name, return_value=False))
                 return kernel.forward()
 
         return _with_autograd(case, attend)
@@ -171,7 +178,7 @@ def _without(*kernels: Any) -> Callable[[Case], Kernel]:
 
 @cache
 def _compiled_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=False)  # one kernel for each number of tokens: its best case
+    return torch.compile(torch_flex_attention, dynamic=False)  # one kernel for each number of tokens: its best case
 
 
 def flex(case: Case) -> Kernel:
@@ -210,8 +217,8 @@ def dense(case: Case) -> Kernel | None:
 
 KERNELS: dict[str, Callable[[Case], Kernel | None]] = {
     "cuDNN, ragged (ours)": ours,
-    "varlen_attn (without cuDNN's frontend)": _without(attention.ragged),
-    "SDPA per sequence (without both)": _without(attention.ragged, attention, attention.flex),
+    "varlen_attn (without cuDNN's frontend)": _without(CUDNN),
+    "SDPA per sequence (without both)": _without(CUDNN, TORCH_VARLEN, FLEX),
     "cuDNN SDPA, dense (ceiling)": dense,
     "FlexAttention": flex,
 }
@@ -271,7 +278,7 @@ def special(rounds: int) -> str:
     drawn = [dice.lognormvariate(0, 1) for _ in range(16)]
     case = Case.of(Mix("log-normal", tuple(round(16384 * one / sum(drawn)) for one in drawn)), "cuda")
     layer: Any = nn.Module()
-    where = attention.boundaries(case.cu_seqlens, max(case.mix.lengths))
+    where = boundaries(case.cu_seqlens, max(case.mix.lengths))
     sinks = torch.zeros(H, device="cuda", requires_grad=True)
     kinds: dict[str, dict[str, Any]] = {"soft cap": {"softcap": 50.0}, "sinks": {"s_aux": sinks}}
     lines = [f"lengths {case.mix.lengths}", "| layer | way | forward ms | backward ms | peak GiB | first call s |"]
@@ -281,8 +288,8 @@ def special(rounds: int) -> str:
 
             def attend(*qkv: Tensor, how: dict[str, Any] = how, way: str = way) -> Tensor:
                 q, k, v = (x.transpose(0, 1)[None] for x in qkv)
-                with mock.patch.object(attention.flex, "can", return_value=way == "FlexAttention"):
-                    return attention.packed_attention(layer, q, k, v, None, **where, **how)[0][0]
+                with mock.patch.object(*FLEX, return_value=way == "FlexAttention"):
+                    return packed_attention(layer, q, k, v, None, **where, **how)[0][0]
 
             kernel, started = _with_autograd(case, attend), time.perf_counter()
             torch.cuda.reset_peak_memory_stats()
@@ -295,10 +302,11 @@ def special(rounds: int) -> str:
             )
             lines.append(f"| {kind} | {way} | {times[0]:.3f} | {times[1]:.3f} | {peak:.2f} | {first:.2f} |")
             print(lines[-1], file=sys.stderr, flush=True)
+    spec = attention.AttnSpec(case.cu_seqlens, max(case.mix.lengths))
     mask_ms = timed(
         lambda _: (
-            attention.flex._MASKS.clear(),
-            attention.flex._mask(case.cu_seqlens, case.mix.tokens, None, True, None),
+            flex_block_mask._BLOCK_MASKS.clear(),
+            flex_block_mask.block_mask_of(spec, case.mix.tokens),
         )
     )
     lines.append(f"block mask, once for a pack and kind of layer: {mask_ms:.2f} ms")

@@ -1,8 +1,8 @@
-"""Experts in the precision of autocast, registered with transformers.
+"""Mixture-of-experts layers in the autocast dtype, registered with transformers.
 
-Products over groups of rows are none that autocast knows: transformers computes them in the precision of the weights,
-which is float32 on ranks that do not shard them. That takes ten times as long on a GPU, and compiled it waits for the
-GPU in every layer, since there are no float32 kernels for it.
+Autocast does not cover grouped GEMMs: transformers computes them in the dtype of the weights, which is float32 on ranks
+that do not shard them. On a GPU that takes ten times as long. Compiled, it also costs a host sync in every layer, since
+grouped GEMM has no float32 kernels.
 """
 
 from __future__ import annotations
@@ -12,72 +12,86 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mvp_engine.ops.attention import config_tree
+from mvp_engine.hf.attention import config_tree
 from mvp_engine.ops.autocast import autocast_dtype
 
 NAME = "mvp_grouped"
-MULTIPLE = 8  # of which the sizes of matrices must be, where kernels take half precision
+MULTIPLE = 8  # the half-precision kernels need matrix sizes that are multiples of this
 
 
 def use(config: Any) -> None:
-    """In all parts of a model that would take transformers' own grouped products."""
+    """Set these experts in every part of a model that would use transformers' own grouped GEMM."""
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(NAME, grouped_experts)
     for part in config_tree(config):
         if part._experts_implementation == "grouped_mm":
-            part._experts_implementation_internal = NAME  # the setter would set all below
+            # Not through the setter, which would also set all sub-configs.
+            part._experts_implementation_internal = NAME
 
 
 def grouped_experts(
     experts: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """The signature of transformers' experts interface."""
+    """transformers' grouped experts in the autocast dtype, with transformers' experts signature."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     dtype = autocast_dtype(hidden_TD)
-    sizes = [
-        size for weight in experts.parameters() if weight.ndim == 3 for size in weight.shape[1:]
-    ]
-    seen: Any = experts
-    if dtype is not None and not any(size % MULTIPLE for size in sizes):
-        seen, hidden_TD = _In(experts, dtype), hidden_TD.to(dtype)
+    view: Any = experts
+    if dtype is not None and _sizes_fit(experts):
+        view = _CastExperts(experts, dtype)
+        hidden_TD = hidden_TD.to(dtype)
     if experts.has_bias:
-        seen = _Biased(
-            seen, torch.sort(index_TK.reshape(-1)).values
-        )  # the rows' experts, in the order of products
-    return grouped_mm_experts_forward(seen, hidden_TD, index_TK, weights_TK)
+        # transformers sorts the rows by expert before its GEMMs; the biases need the same order.
+        expert_of_row = torch.sort(index_TK.reshape(-1)).values
+        view = _BiasOutOfPlace(view, expert_of_row)
+    return grouped_mm_experts_forward(view, hidden_TD, index_TK, weights_TK)
 
 
-class _In:
-    """A module whose own parameters are seen in another precision."""
+def _sizes_fit(experts: nn.Module) -> bool:
+    """The half-precision kernels support all matrices of these experts, (E, in, out) each."""
+    matrices = [weight for weight in experts.parameters() if weight.ndim == 3]
+    return all(
+        weight.shape[1] % MULTIPLE == 0 and weight.shape[2] % MULTIPLE == 0 for weight in matrices
+    )
+
+
+class _CastExperts:
+    """A view of an experts module that returns its parameters cast to another dtype."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self.module, self.dtype = module, dtype
+        self.module = module
+        self.dtype = dtype
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.module, name)
         return value.to(self.dtype) if isinstance(value, Tensor) else value
 
 
-class _Biased:
-    """Experts whose biases come with what follows each product: transformers would add them in place, to a product
-    that `model.activation_checkpointing=selective` keeps."""
+class _BiasOutOfPlace:
+    """A view of an experts module that adds the biases out of place, in the function after each GEMM.
 
-    has_bias, has_post_expert_norm = False, True
+    transformers adds them in place, to an output that `model.activation_checkpointing=selective` has saved.
+    """
 
-    def __init__(self, experts: Any, experts_N: Tensor) -> None:
-        self.experts, self.experts_N = experts, experts_N
+    has_bias = False
+    has_post_expert_norm = True
+
+    def __init__(self, experts: Any, expert_of_row: Tensor) -> None:
+        self.experts = experts
+        self.expert_of_row = expert_of_row
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.experts, name)
 
     def _apply_gate(self, rows: Tensor) -> Tensor:
-        return self.experts._apply_gate(rows + self.experts.gate_up_proj_bias[self.experts_N])
+        return self.experts._apply_gate(rows + self.experts.gate_up_proj_bias[self.expert_of_row])
 
     def act_fn(self, rows: Tensor) -> Tensor:
-        return self.experts.act_fn(rows + self.experts.up_proj_bias[self.experts_N])
+        return self.experts.act_fn(rows + self.experts.up_proj_bias[self.expert_of_row])
 
     def post_expert_norm(self, rows: Tensor) -> Tensor:
-        rows = rows + self.experts.down_proj_bias[self.experts_N]
-        return self.experts.post_expert_norm(rows) if self.experts.has_post_expert_norm else rows
+        rows = rows + self.experts.down_proj_bias[self.expert_of_row]
+        if not self.experts.has_post_expert_norm:
+            return rows
+        return self.experts.post_expert_norm(rows)

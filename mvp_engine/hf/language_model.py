@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
+from mvp_engine.hf import attention
 from mvp_engine.hf.packed_model import (
     Outputs,
     PackedModel,
@@ -17,7 +18,6 @@ from mvp_engine.hf.packed_model import (
     from_auto,
     losses_of,
 )
-from mvp_engine.ops import attention
 from mvp_engine.ops.linear_cross_entropy import linear_argmax, linear_log_probs, linear_loss
 
 

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
 from mvp_engine.errors import UserError
-from mvp_engine.hf import encoders, experts
+from mvp_engine.hf import attention, encoders, experts
 from mvp_engine.hf import input_hooks as hooks
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.export import Target
-from mvp_engine.ops import attention
 
 if TYPE_CHECKING:
     from mvp_engine.hf.lora import Lora

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.errors import UserError
+from mvp_engine.hf import attention
 from mvp_engine.hf.packed_model import PackedModel
-from mvp_engine.ops import attention
 
 TRIALS = 3  # a router of experts may be on the edge between two of them, and tip over by a rounding
 

@@ -9,9 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf import LanguageModel
+from mvp_engine.hf import LanguageModel, attention
 from mvp_engine.kit import MFUKit
-from mvp_engine.ops import attention
 
 SHAPE = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "head_dim": 32}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}

@@ -19,10 +19,9 @@ from test_vision import check_packed_is_alone, close
 from transformers import AutoConfig
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.hf import LanguageModel
+from mvp_engine.hf import LanguageModel, attention
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.data.encode.limits import Info
-from mvp_engine.ops import attention
 
 RATE = 16000
 Asked = list[tuple[str, int]]  # kind and number of the media of a question

@@ -16,11 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.engine.meter import Meter
-from mvp_engine.hf import LanguageModel
+from mvp_engine.hf import LanguageModel, attention
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.mfu import _seen
 from mvp_engine.log import peaks
-from mvp_engine.ops import attention
 
 TEXT = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "pad_token_id": 0}
 TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "max_position_embeddings": 256}

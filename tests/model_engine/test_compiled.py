@@ -22,10 +22,11 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel
+from mvp_engine.hf import LanguageModel, attention
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.model_engine.fsdp import parallelize as build
-from mvp_engine.ops import attention
+from mvp_engine.ops import attention as attention_ops
+from mvp_engine.ops.attention import AttnSpec
 
 Found = tuple[list[Tensor], dict[str, Tensor], list[int]]
 PLAIN = Layout(World(0, 1, 0, 1, torch.device("cpu")))
@@ -67,20 +68,18 @@ def found(name: str, layout: Layout, **how: Any) -> Found:
     return outs, {n: full_tensor(grad) / layout.data_size for n, grad in grads.items()}, graphs
 
 
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float | None, causal: bool, window: None
-) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Tensor:
     """Attention that does not look at the values of boundaries, as kernels of GPUs: only so is a block one graph."""
     at = torch.arange(q.shape[1])
-    whose = torch.searchsorted(ends, at, right=True)
-    allowed = (whose[:, None] == whose) & ((at[:, None] >= at) | (not causal))
+    whose = torch.searchsorted(spec.cu_seqlens, at, right=True)
+    allowed = (whose[:, None] == whose) & ((at[:, None] >= at) | (not spec.causal))
     grouped = q.shape[0] != k.shape[0]
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], allowed, scale=scale, enable_gqa=grouped)[0]
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], allowed, scale=spec.scale, enable_gqa=grouped)[0]
 
 
 def on_ranks(name: str, sizes: dict[str, int], ways: list[dict[str, Any]]) -> list[Found]:
     world = World.join("cpu")
-    with patch.multiple(attention, _flash_can=lambda *_: True, _flash=dense):
+    with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense):
         results = [found(name, Layout.of(world, parallel(**sizes)), **how) for how in ways]
     world.close()
     return results
@@ -139,7 +138,7 @@ def test_on_gpus_they_are_by_default(monkeypatch, version: str, backend: str | N
 def sharing_matrices() -> tuple[str, list[Tensor], dict[str, Tensor]]:
     world = World.join("cpu")
     try:
-        with patch.multiple(attention, _flash_can=lambda *_: True, _flash=dense):
+        with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense):
             outs, grads, _ = found("qwen3", Layout.of(world, parallel(tensor=2)), compile="aot_eager")
         return "", outs, grads
     except UserError as error:
@@ -185,7 +184,7 @@ def on_part() -> tuple[Any, ...]:
     world = World.join("cpu")
     shard = UlyssesShard.of(torch.distributed.group.WORLD, 7)  # type: ignore[arg-type]
     own = [shard.cut(x, dim=1).clone().requires_grad_() for x in WHOLE]
-    with patch.multiple(attention, _flash_can=lambda *_: True, _flash=dense):
+    with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense):
         out = torch.compile(layer, backend=aot_autograd(fw_compiler=kept))(*own, shard)
         grads = torch.autograd.grad(out.square().sum(), own)
         with torch.inference_mode():

@@ -14,11 +14,11 @@ from torch import nn
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, encoders
+from mvp_engine.hf import LanguageModel, attention, encoders
 from mvp_engine.hf import input_hooks as hooks
 from mvp_engine.kit.data.encode.row_encoder import RopePositions
 from mvp_engine.model_engine.fsdp.prefetch import DevicePrefetcher
-from mvp_engine.ops import attention
+from mvp_engine.ops import attention as attention_ops
 
 
 def seen(config, grids: list[list[int]]) -> tuple[PackedBatch, dict[str, torch.Tensor]]:
@@ -223,9 +223,9 @@ def test_packs_with_all_kinds_of_media_or_samples_beside_ask_the_device_nothing(
         return nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], enable_gqa=len(q) != len(k))[0]
 
     for where, what, kind in (
-        (attention, "_flash_can", lambda *_: True),
-        (attention, "_flash", kernel),
-        (attention, "_as_autocast", lambda *tensors: tensors),
+        (attention_ops, "_torch_varlen_is_supported", lambda *_: True),
+        (attention_ops, "_torch_varlen", kernel),
+        (attention, "_as_autocast", lambda x: x),
         (hooks, "autocast_dtype", lambda _: None),
     ):
         monkeypatch.setattr(where, what, kind)

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, PackedModel, ValueModel
+from mvp_engine.hf import LanguageModel, PackedModel, ValueModel, attention
 from mvp_engine.hf.preflight import check_packing
-from mvp_engine.ops import attention
 
 M = TypeVar("M", bound=PackedModel)
 SEEN = {"video": 91, "frame": 91, "sound": 92}  # the token that stands for a piece of it; 90: of an image

@@ -35,7 +35,6 @@ from mvp_engine.model_engine.fsdp.grad_norm import DTYPES
 from mvp_engine.model_engine.fsdp.init_weights import materialize_weights
 from mvp_engine.model_engine.fsdp.tensor_parallel import apply_tensor_parallel
 from mvp_engine.ops import fp8
-from mvp_engine.ops.attention import compile_around
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -120,10 +119,7 @@ def _backends(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[s
         auto = None
     for backend in backends:
         _check_backend(backend)
-    compiled = {part: auto if backend == "auto" else backend for part, backend in asked.items()}
-    if any(compiled.values()):
-        compile_around()
-    return compiled
+    return {part: auto if backend == "auto" else backend for part, backend in asked.items()}
 
 
 def _in_fp8(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[str, bool]:

@@ -1,0 +1,43 @@
+"""`AttnSpec`: what one attention call computes, as a value that every kernel takes.
+
+It holds no query, key or value and chooses no kernel: `mvp_engine.ops.attention` does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+# FlexAttention's `mask_mod`: (batch, head, query index, key index) -> may this query attend to this key?
+MaskFunction = Callable[[Any, Any, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class AttnSpec:
+    """One attention over packed sequences: the sequence boundaries and the options of the softmax.
+
+    A token attends only to tokens of its own sequence, whatever the options. `mask_function` replaces `causal` and
+    `window` where it is set: it includes both.
+    """
+
+    cu_seqlens: (
+        Tensor  # int32 (S + 1,): the offset of each of the S sequences, then the number of tokens
+    )
+    max_seqlen: int
+    scale: float | None = None  # None: 1 / sqrt(head size)
+    causal: bool = True
+    window: int | None = None  # a token attends to itself and `window - 1` tokens before it
+    dropout: float = 0.0
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    sinks: Tensor | None = None  # (H,): one more logit per head, with a value of zero
+    mask_function: MaskFunction | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Only scale, causality and window are set, which every fused kernel supports."""
+        if self.mask_function is not None or self.dropout != 0.0:
+            return False
+        return self.softcap is None and self.sinks is None

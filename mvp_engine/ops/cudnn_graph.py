@@ -1,0 +1,231 @@
+"""cuDNN graphs of attention over packed sequences: build an execution plan once, run it on tensors.
+
+Legend: T tokens of all sequences, S sequences, H query heads, K key/value heads, d head size.
+
+`nvidia-cudnn-frontend` describes one attention as a graph; cuDNN, which torch ships, plans and runs it. A plan takes a
+tenth of a second to build and fits one number of sequences and one maximum length, so both are rounded up: the extra
+sequences have length 0. The autograd operator on top of this is in `mvp_engine.ops.cudnn_attention`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mvp_engine.ops.size_bucket import round_up_to_bucket
+
+DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}  # torch's dtype -> cuDNN's
+_FORWARD_INPUTS = ("q", "k", "v")
+_BACKWARD_INPUTS = ("q", "k", "v", "o", "do", "stats")
+_KV_TENSORS = ("k", "v", "dk", "dv")
+_OFFSETS = WeakTensorKeyDictionary()  # cu_seqlens -> its ragged offsets, which die with it
+_threads = threading.local()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All values that a cuDNN graph depends on: the key of the graph cache."""
+
+    device: int
+    dtype: torch.dtype
+    sequences: int
+    max_seqlen: int
+    tokens: int  # at most
+    heads: int
+    kv_heads: int
+    head_size: int
+    scale: float
+    causal: bool
+    window: int  # 0: no window
+    deterministic: bool
+
+    @classmethod
+    def of(
+        cls,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        sequences: int,
+        max_seqlen: int,
+        scale: float,
+        causal: bool,
+        window: int,
+    ) -> Plan:
+        """The plan for these tensors, with sizes rounded up so that packs share plans."""
+        tokens = len(q_THd)
+        return cls(
+            device=q_THd.device.index,
+            dtype=q_THd.dtype,
+            sequences=round_up_to_bucket(sequences, 2),
+            max_seqlen=round_up_to_bucket(max_seqlen, 128),
+            # The number of tokens only sizes a buffer, so powers of two are enough: fewer plans to build.
+            tokens=1 << max(12, (tokens - 1).bit_length()),
+            heads=q_THd.shape[1],
+            kv_heads=k_TKd.shape[1],
+            head_size=q_THd.shape[2],
+            scale=scale,
+            causal=causal,
+            window=window,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+
+
+class _Shape(NamedTuple):
+    """How cuDNN addresses a packed tensor: as if every sequence had `max_seqlen` tokens, from ragged offsets on."""
+
+    dim: list[int]
+    stride: list[int]
+    dtype: Any
+    offsets: str  # the name of the ragged offsets
+
+
+class _Graph(NamedTuple):
+    """A built graph that is ready to run."""
+
+    graph: Any
+    tensors: dict[str, Any]  # cuDNN's tensor handles by name
+    workspace_bytes: int
+
+
+def run(plan: Plan, cu_seqlens: Tensor, backward: bool, tensors: dict[str, Tensor]) -> None:
+    """Run the forward or backward graph of a plan; it writes into the output tensors. No host sync."""
+    built = _build(plan, backward)
+    offsets = _offsets(cu_seqlens, len(tensors["q"]), plan)
+    arguments = {built.tensors[name]: tensor for name, tensor in (tensors | offsets).items()}
+    workspace = torch.empty(built.workspace_bytes, dtype=torch.uint8, device=cu_seqlens.device)
+    built.graph.execute(arguments, workspace, handle=_handle(plan.device))
+
+
+@lru_cache(maxsize=256)
+def _build(plan: Plan, backward: bool) -> _Graph:
+    import cudnn
+
+    graph = cudnn.pygraph(
+        io_data_type=getattr(cudnn.data_type, DTYPES[plan.dtype]),
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+        handle=_handle(plan.device),
+    )
+    tensors = _index_tensors(graph, plan)
+    for name in _BACKWARD_INPUTS if backward else _FORWARD_INPUTS:
+        shape = _shape(plan, name)
+        tensors[name] = graph.tensor(dim=shape.dim, stride=shape.stride, data_type=shape.dtype)
+        tensors[name].set_ragged_offset(tensors[shape.offsets])
+    add_attention = _add_backward if backward else _add_forward
+    outputs = add_attention(graph, plan, tensors)
+    for name, tensor in outputs.items():
+        shape = _shape(plan, name)
+        tensor.set_output(True)
+        tensor.set_dim(shape.dim)
+        tensor.set_stride(shape.stride)
+        tensor.set_data_type(shape.dtype)
+        tensor.set_ragged_offset(tensors[shape.offsets])
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    return _Graph(graph, tensors | outputs, max(1, graph.get_workspace_size()))
+
+
+atexit.register(_build.cache_clear)  # graphs must be freed before Python unloads cuDNN's library
+
+
+def _index_tensors(graph: Any, plan: Plan) -> dict[str, Any]:
+    """The int32 inputs: the length of each sequence, and where it begins in each kind of tensor."""
+    import cudnn
+
+    rows = {
+        "lengths": plan.sequences,
+        "at_q": plan.sequences + 1,
+        "at_kv": plan.sequences + 1,
+        "at_stats": plan.sequences + 1,
+    }
+    stride = [1, 1, 1, 1]
+    int32 = cudnn.data_type.INT32
+    return {
+        name: graph.tensor(dim=[count, 1, 1, 1], stride=stride, data_type=int32)
+        for name, count in rows.items()
+    }
+
+
+def _shape(plan: Plan, name: str) -> _Shape:
+    import cudnn
+
+    length = plan.max_seqlen
+    if name == "stats":
+        dim = [plan.sequences, plan.heads, length, 1]
+        stride = [length * plan.heads, 1, plan.heads, 1]
+        return _Shape(dim, stride, cudnn.data_type.FLOAT, "at_stats")
+    is_kv = name in _KV_TENSORS
+    heads = plan.kv_heads if is_kv else plan.heads
+    size = plan.head_size
+    dim = [plan.sequences, heads, length, size]
+    stride = [length * heads * size, size, heads * size, 1]
+    dtype = getattr(cudnn.data_type, DTYPES[plan.dtype])
+    return _Shape(dim, stride, dtype, "at_kv" if is_kv else "at_q")
+
+
+def _attention_options(plan: Plan, tensors: dict[str, Any]) -> dict[str, Any]:
+    import cudnn
+
+    options: dict[str, Any] = {"attn_scale": plan.scale, "use_padding_mask": True}
+    options["seq_len_q"] = tensors["lengths"]
+    options["seq_len_kv"] = tensors["lengths"]
+    if plan.causal:
+        options["diagonal_alignment"] = cudnn.diagonal_alignment.TOP_LEFT
+        options["diagonal_band_right_bound"] = 0
+    if plan.window:
+        options["diagonal_band_left_bound"] = plan.window
+    return options
+
+
+def _add_forward(graph: Any, plan: Plan, tensors: dict[str, Any]) -> dict[str, Any]:
+    inputs = [tensors[name] for name in _FORWARD_INPUTS]
+    out, stats = graph.sdpa(*inputs, generate_stats=True, **_attention_options(plan, tensors))
+    return {"o": out, "stats": stats}
+
+
+def _add_backward(graph: Any, plan: Plan, tensors: dict[str, Any]) -> dict[str, Any]:
+    inputs = [tensors[name] for name in _BACKWARD_INPUTS]
+    options = _attention_options(plan, tensors)
+    options["max_total_seq_len_q"] = plan.tokens
+    options["max_total_seq_len_kv"] = plan.tokens
+    options["use_deterministic_algorithm"] = plan.deterministic
+    gradients = graph.sdpa_backward(*inputs, **options)
+    return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+
+def _handle(device: int) -> Any:
+    """cuDNN's handle of this thread and device, on the current stream. Autograd's backward thread has its own."""
+    import cudnn
+
+    handles = _threads.__dict__.setdefault("handles", {})
+    if device not in handles:
+        with torch.cuda.device(device):
+            handles[device] = cudnn.create_handle()
+    cudnn.set_stream(handle=handles[device], stream=torch.cuda.current_stream(device).cuda_stream)
+    return handles[device]
+
+
+def _offsets(cu_seqlens: Tensor, tokens: int, plan: Plan) -> dict[str, Tensor]:
+    """Lengths and ragged offsets (in elements). All layers of a forward share them, on the same stream."""
+    cached = _OFFSETS.setdefault(cu_seqlens, {})
+    key = (cu_seqlens._version, plan.sequences, plan.heads, plan.kv_heads, plan.head_size)
+    if key not in cached:
+        missing = plan.sequences + 1 - len(cu_seqlens)
+        ends = F.pad(cu_seqlens, (0, missing), value=tokens) if missing else cu_seqlens
+        cached[key] = {
+            "lengths": ends.diff(),
+            "at_stats": ends * plan.heads,
+            "at_q": ends * (plan.heads * plan.head_size),
+            "at_kv": ends * (plan.kv_heads * plan.head_size),
+        }
+    return cached[key]

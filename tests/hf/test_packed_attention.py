@@ -1,0 +1,136 @@
+"""Packed and encoder attention with transformers' signatures: which tokens attend to which, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mvp_engine.hf import attention
+from mvp_engine.hf.attention import boundaries, encoder_attention, packed_attention
+from mvp_engine.ops import attention as attention_ops
+
+LENGTHS = [5, 1, 40, 17]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def inputs(device: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 2, size: int = 32) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = [(1, h, sum(LENGTHS), size) for h in (heads, kv_heads, kv_heads)]
+    return [torch.randn(s, generator=g).to(device, dtype).requires_grad_() for s in shapes]
+
+
+def attend(tensors: list[Tensor], **options: Any) -> tuple[Tensor, list[Tensor]]:
+    """The output, and the gradients of q, k and v."""
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(tensors[0].device)
+    out, _ = packed_attention(nn.Identity(), *tensors, None, **boundaries(cu_seqlens, max(LENGTHS)), **options)
+    (out.float() * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)).sum().backward()
+    return out.detach(), [t.grad for t in tensors if t.grad is not None]
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"softcap": 3.0}, {"is_causal": False}], ids=str)
+def test_packed_attention_changed_sequence_changes_no_other_sequence(options: dict[str, Any]) -> None:
+    first = inputs("cpu", torch.float32)
+    second = inputs("cpu", torch.float32)
+    with torch.no_grad():
+        for tensor in second:
+            tensor[:, :, 6:46] += 1.0  # the third sequence
+    a = attend(first, **options)[0]
+    b = attend(second, **options)[0]
+    same = (a == b).flatten(2).all(-1)[0]
+    assert bool(same[:6].all())
+    assert bool(same[46:].all())
+    assert not bool(same[6:46].any())
+
+
+def test_packed_attention_window_of_longest_sequence_equals_full_attention() -> None:
+    full = attend(inputs("cpu", torch.float32))[0]
+    assert torch.equal(full, attend(inputs("cpu", torch.float32), sliding_window=40)[0])
+    assert not torch.equal(full, attend(inputs("cpu", torch.float32), sliding_window=39)[0])
+
+
+def test_packed_attention_unsupported_argument_raises_its_name() -> None:
+    tensors = inputs("cpu", torch.float32)
+    with pytest.raises(NotImplementedError, match="Identity passes bias_of_love to attention"):
+        attend(tensors, bias_of_love=1)
+    with pytest.raises(NotImplementedError, match="received no sequence boundaries"):
+        packed_attention(nn.Identity(), *tensors, None)
+    with pytest.raises(NotImplementedError, match="passes its own attention mask tensor"):
+        packed_attention(nn.Identity(), *tensors, torch.ones(1))
+
+
+def test_packed_mask_of_transformers_is_applied_or_refused_by_name() -> None:
+    from transformers import LlamaConfig
+    from transformers import masking_utils as masks
+
+    config = LlamaConfig(attn_implementation=attention.register(), attention_chunk_size=4)
+    options: dict[str, Any] = {"config": config, "inputs_embeds": torch.zeros(1, 63, 8), "past_key_values": None}
+    assert masks.create_causal_mask(**options, attention_mask=None) is None
+    images = torch.where((torch.arange(63) >= 50) & (torch.arange(63) < 55), 0, -1)[None]
+    overlay = masks.create_causal_mask(**options, attention_mask=None, block_sequence_ids=images)
+    tensors = inputs("cpu", torch.float32)
+    where = boundaries(torch.tensor([0, 5, 6, 46, 63], dtype=torch.int32), 40)
+    out = packed_attention(nn.Identity(), *tensors, overlay, **where)[0]
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor[:, :, 54] += 1.0  # the last token of the image, in the last sequence
+    changed = (out != packed_attention(nn.Identity(), *tensors, overlay, **where)[0]).flatten(2).any(-1)[0]
+    assert changed.nonzero()[:, 0].tolist() == list(range(50, 63))
+    with pytest.raises(NotImplementedError, match=" contains chunked_overlay"):
+        masks.create_chunked_causal_mask(**options, attention_mask=None)
+    with pytest.raises(NotImplementedError, match=" contains bidirectional_mask_function"):
+        masks.create_bidirectional_mask(**options, attention_mask=None)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_encoder_attention_rows_masks_and_boundaries_agree(device: str) -> None:
+    dtype, tolerance = (torch.float32, 1e-6) if device == "cpu" else (torch.bfloat16, 2e-2)
+    packed = [x.detach() for x in inputs(device, dtype, kv_heads=8)]
+    rows = [x[0].reshape(8, 9, 7, 32).transpose(0, 1) for x in packed]  # nine items of seven tokens
+    per_row, _ = encoder_attention(nn.Identity(), *rows, None)
+    cu_seqlens = torch.arange(0, 64, 7, dtype=torch.int32, device=device)
+    in_one_row, _ = encoder_attention(nn.Identity(), *packed, None, **boundaries(cu_seqlens, 7), is_causal=False)
+    assert torch.allclose(per_row.reshape(1, 63, 8, 32), in_one_row, atol=tolerance)
+    first_five = (torch.arange(7, device=device) < 5).expand(9, 1, 7, 7)
+    masked, _ = encoder_attention(nn.Identity(), *rows, first_five)
+    shortened, _ = encoder_attention(nn.Identity(), *(x[:, :, :5] for x in rows), None)
+    assert torch.allclose(masked[:, :5], shortened, atol=tolerance)
+
+
+def test_encoder_attention_unsupported_argument_raises_its_name() -> None:
+    tensors = inputs("cpu", torch.float32, kv_heads=8)
+    cu_seqlens = torch.tensor([0, 30], dtype=torch.int32)
+    batch = [x.expand(2, -1, -1, -1) for x in tensors]
+    with pytest.raises(NotImplementedError, match="Identity passes softcap to attention"):
+        encoder_attention(nn.Identity(), *tensors, None, softcap=2.0)
+    with pytest.raises(NotImplementedError, match="passes a mask of shape"):
+        encoder_attention(nn.Identity(), *tensors, torch.ones(1, 63))
+    with pytest.raises(NotImplementedError, match="passes boundaries together with a batch"):
+        encoder_attention(nn.Identity(), *batch, None, **boundaries(cu_seqlens, 30))
+    with pytest.raises(RuntimeError, match="boundaries that do not end at its number of tokens"):
+        encoder_attention(nn.Identity(), *tensors, None, **boundaries(cu_seqlens, 30))
+
+
+@needs_gpu
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"is_causal": False}, {"scaling": 0.3}], ids=str)
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_varlen_kernel_on_gpu_equals_reference(monkeypatch, options: dict[str, Any], kv_heads: int) -> None:
+    fast = attend(inputs("cuda", torch.bfloat16, kv_heads=kv_heads), **options)
+    monkeypatch.setattr(attention_ops, "_torch_varlen_is_supported", lambda *_: False)
+    plain = attend(inputs("cuda", torch.float32, kv_heads=kv_heads), **options)
+    for a, b in [(fast[0], plain[0]), *zip(fast[1], plain[1], strict=True)]:
+        assert float((a.float() - b).norm() / b.norm()) < 1e-2
+
+
+@needs_gpu
+def test_varlen_kernel_on_gpu_makes_no_host_sync() -> None:
+    tensors = inputs("cuda", torch.bfloat16)
+    attend(tensors)
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int().cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packed_attention(nn.Identity(), *tensors, None, **boundaries(cu_seqlens, max(LENGTHS)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

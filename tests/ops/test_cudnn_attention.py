@@ -1,0 +1,124 @@
+"""cuDNN's attention over packed sequences: few plans, the results of torch's varlen kernel, no reads past its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mvp_engine.hf.attention import boundaries, packed_attention
+from mvp_engine.ops import cudnn_attention, cudnn_graph
+from mvp_engine.ops.attention import AttnSpec
+from mvp_engine.ops.cudnn_graph import Plan
+
+needs_cudnn = pytest.mark.skipif(
+    not (torch.cuda.is_available() and cudnn_attention.INSTALLED), reason="needs a GPU and nvidia-cudnn-frontend"
+)
+
+
+def test_plan_packs_of_all_sizes_share_few_plans() -> None:
+    """A plan takes a tenth of a second or more to build; one per pack would cost more than the kernel saves."""
+    g = torch.Generator().manual_seed(0)
+    plans = set()
+    for _ in range(500):
+        lengths = torch.randint(64, 4097, (int(torch.randint(4, 33, (), generator=g)),), generator=g)
+        q = torch.empty(int(lengths.sum()), 16, 128, device="meta")
+        plan = Plan.of(q, q[:, :8], len(lengths), int(lengths.max()), 0.1, True, 0)
+        assert plan.sequences >= len(lengths)
+        assert plan.max_seqlen >= int(lengths.max())
+        assert plan.tokens >= len(q)
+        plans.add(plan)
+    assert len(plans) < 30
+
+
+@needs_cudnn
+@pytest.mark.parametrize("way", ["plain", "compiled", "checkpointed"])
+@pytest.mark.parametrize(
+    ("options", "heads", "size"),
+    [
+        ({}, (8, 2), 128),
+        ({"sliding_window": 50}, (8, 4), 64),
+        ({"is_causal": False}, (4, 4), 80),
+        ({"scaling": 0.3}, (8, 8), 32),
+    ],
+    ids=str,
+)
+def test_cudnn_output_and_gradients_equal_torch_varlen(
+    monkeypatch, way: str, options: dict[str, Any], heads: Any, size: int
+) -> None:
+    calls, run = [], cudnn_graph.run
+    monkeypatch.setattr(cudnn_graph, "run", lambda *args: (calls.append(1), run(*args)))
+    lengths = [5, 1, 140, 70, 300]
+    where = boundaries(torch.tensor([0, *lengths]).cumsum(0).int().cuda(), max(lengths))
+    g = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, h, sum(lengths), size, generator=g).cuda().bfloat16() for h in (*heads, heads[1])]
+    weight = torch.randn(1, sum(lengths), heads[0], size, generator=g).cuda().bfloat16()
+
+    def once(kind: str) -> list[Tensor]:
+        tensors = [x.clone().requires_grad_() for x in given]
+
+        def attended(*qkv: Tensor) -> Tensor:
+            return packed_attention(nn.Identity(), *qkv, None, **where, **options)[0]
+
+        if kind == "compiled":
+            out = torch.compile(attended, fullgraph=True, dynamic=True)(*tensors)
+        elif kind == "checkpointed":
+            out = checkpoint(attended, *tensors, use_reentrant=False)
+        else:
+            out = attended(*tensors)
+        return [out.detach(), *torch.autograd.grad(out, tensors, weight)]
+
+    ours = once(way)
+    assert len(calls) == (3 if way == "checkpointed" else 2)
+    monkeypatch.setattr(cudnn_attention, "INSTALLED", False)
+    for mine, theirs in zip(ours, once("plain"), strict=True):
+        assert float((mine.float() - theirs.float()).norm() / theirs.float().norm()) < 1e-2
+
+
+@needs_cudnn
+@pytest.mark.parametrize(
+    ("heads", "size", "causal"), [((32, 8), 128, True), ((16, 16), 64, False), ((16, 16), 80, False)], ids=str
+)
+def test_cudnn_nan_around_the_tensors_leaves_outputs_finite(
+    monkeypatch, heads: tuple[int, int], size: int, causal: bool
+) -> None:
+    """NaN before and after all tensors, in the outputs and in the workspace; lengths around those of tiles."""
+
+    def inside(*shape: int, dtype: torch.dtype = torch.bfloat16, fill: float | None = None) -> Tensor:
+        values = torch.randn(shape, device="cuda") if fill is None else torch.full(shape, fill, device="cuda")
+        around = torch.full((values.numel() + (2 << 20),), torch.nan, device="cuda", dtype=dtype)
+        found = around[1 << 20 : -1 << 20].view(shape)
+        return found.copy_(values)
+
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, **k: empty(*a, **k).fill_(255) if k.get("dtype") == torch.uint8 else empty(*a, **k)
+    )
+    for lengths in ([1, 129, 64, 700], [2000], [63, 65, 127, 128, 1, 300, 2]):
+        total = sum(lengths)
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+        q, do = (inside(total, heads[0], size) for _ in "qo")
+        k, v = (inside(total, heads[1], size) for _ in "kv")
+        made = {n: inside(*x.shape, fill=torch.nan) for n, x in {"o": q, "dq": q, "dk": k, "dv": v}.items()}
+        made["stats"] = inside(total, heads[0], 1, dtype=torch.float32, fill=torch.nan)
+        plan = Plan.of(q, k, len(lengths), max(lengths), 0.1, causal, 0)
+        for backward, names in ((False, ("o", "stats")), (True, ("o", "stats", "dq", "dk", "dv"))):
+            given = {"q": q, "k": k, "v": v} | ({"do": do} if backward else {}) | {n: made[n] for n in names}
+            cudnn_graph.run(plan, cu_seqlens, backward, given)
+        assert all(bool(x.isfinite().all()) for x in made.values()), lengths
+
+
+@needs_cudnn
+def test_cudnn_deterministic_algorithms_enabled_repeats_gradients_bit_by_bit() -> None:
+    spec = AttnSpec(torch.tensor([0, 500, 700, 2000], dtype=torch.int32).cuda(), 1300)
+    qkv = [torch.randn(2000, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 4, 4)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        out = [cudnn_attention.cudnn_attention(*(x.transpose(0, 1) for x in qkv), spec) for _ in "ab"]
+        grads = [torch.autograd.grad(o.float().square().sum(), qkv) for o in out]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
