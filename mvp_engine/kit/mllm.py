@@ -201,10 +201,10 @@ class MLLMEngine(Engine):
             self.tokenizer,
             max_new_tokens=settings.max_new_tokens,
             prompt_tokens=settings.prompt_tokens,
-            stop=self.data.stops,
+            stop=self.data.eos_token_ids,
             budget=self.config.mllm.micro_batch_tokens,
         )
-        for i, name in enumerate(self.data.names("eval")):
+        for i, name in enumerate(self.data.source_names("eval")):
             self.score(ctx, name, [one for one in self.answers if one.source == i])
 
     # ---- Workflows ------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class MLLMEngine(Engine):
         self.logger.info("report: %s", file)
 
     def _log_sources(self, ctx: StepContext, micro_batch: PackedBatch, loss_T: Tensor) -> None:
-        if len(self.data.names(ctx.split)) > 1:  # of one source it is the loss itself
+        if len(self.data.source_names(ctx.split)) > 1:  # of one source it is the loss itself
             for name, figures in self.data.source_losses(-loss_T, micro_batch, ctx.split).items():
                 ctx.log(name, *figures)
 

@@ -6,7 +6,8 @@ import os
 from typing import Any
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.kit import MLLMDataKit, load_processor
+from mvp_engine.kit.data.kit import MLLMDataKit
+from mvp_engine.kit.data.processor import load_processor
 from mvp_engine.kit.data.settings import MLLMData
 
 

@@ -75,7 +75,7 @@ def inspect_kit(
     if kit.is_stream(split):
         return inspect_streams(kit, split, limit=limit, row=row)
     dataset = kit.dataset(split, global_batch_size=packs)
-    mixture, costs = kit._open(split)
+    mixture, costs = kit.measured(split)
     bad = kit.bad_rows(split)
     corrupt = Counter[str]()
     if decode:
@@ -114,7 +114,7 @@ def inspect_kit(
             "tokens": int(plan.tokens.sum()),
             "micro_batch_tokens": plan.budget,
             "packs": len(plan),
-            "fill": round(plan.fill, 4),
+            "fill": round(plan.fill_ratio, 4),
             "packs_per_step": plan.packs_per_step,
             "steps": plan.steps,
         },

@@ -74,7 +74,7 @@ def _holds_out(config: str, words: list[str]) -> list[str]:
     except UserError as error:
         return [f"train and eval need rows: {error}"]
     known, wrong = {one for batch in batches["train"] for _, one in _seen(batch)}, list[str]()
-    for source, name in enumerate(kit.names("eval")):
+    for source, name in enumerate(kit.source_names("eval")):
         rows = [one for batch in batches["eval"] for of, one in _seen(batch) if of == source]
         again = sum(one in known for one in rows)
         if again > 0.1 * len(rows):

@@ -65,7 +65,7 @@ def test_images_of_the_question_are_in_both_sides_and_count_twice(tmp_path: Path
     both, chosen = (made(file, qwen3_vl(), model_config(), pairs=on) for on in (True, False))
     (batch,) = list(both.loader("train"))
     assert batch.media["pixel_values"].sequence_ids.tolist() == [0, 1]
-    costs = [kit._open("train")[1][0].encoder[0] for kit in (both, chosen)]
+    costs = [kit.measured("train")[1][0].encoder[0] for kit in (both, chosen)]
     assert costs[0] == 2 * costs[1] > 0
 
 

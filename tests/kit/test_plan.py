@@ -44,13 +44,13 @@ def test_each_row_is_in_one_pack_and_no_pack_is_over_its_budget(rows: int, budge
     assert all(0 < tokens[pack].sum() <= budget for pack in packs)
     assert all(plan.pack(i)[1].tolist() == tokens[pack].tolist() for i, pack in enumerate(packs))
     assert plan.steps == -(-len(packs) // 8)
-    assert rows < 10_000 or plan.fill >= 0.99
+    assert rows < 10_000 or plan.fill_ratio >= 0.99
 
 
 def test_very_many_rows_are_planned_in_seconds_and_packs_are_full() -> None:
     tokens, begun = lengths(300_000), time.perf_counter()
     plan = planned(tokens)
-    assert plan.fill >= 0.99
+    assert plan.fill_ratio >= 0.99
     assert time.perf_counter() - begun < 60  # a few, on a machine with nothing else to do
 
 
@@ -66,7 +66,9 @@ def test_packs_that_ranks_take_side_by_side_are_the_most_alike() -> None:
     tokens = lengths(20_000)
     plan = planned(tokens, packs=16)
     encoder = (tokens % 7 == 0) * tokens * 500
-    work = np.array([(tokens + encoder // planning.PATCH)[plan.pack(i)[0][:, 1]].sum() for i in range(len(plan))])
+    work = np.array(
+        [(tokens + encoder // planning.ENCODER_VALUES_PER_TOKEN)[plan.pack(i)[0][:, 1]].sum() for i in range(len(plan))]
+    )
     whole = work[: len(work) // 16 * 16].reshape(-1, 4, 4)  # step, micro-batch, rank
     assert (np.diff(whole.reshape(-1, 16), axis=1) <= 0).all()
     waste = 1 - whole.mean(2).sum() / whole.max(2).sum()
@@ -90,9 +92,9 @@ def test_a_rank_with_one_pack_a_step_has_about_the_encoder_work_of_the_others() 
     order = np.stack([np.zeros(len(tokens), np.int64), np.arange(len(tokens))], 1)
     sizes = {"budget": 8192, "packs_per_step": 8}
     plan = make_plan(order, tokens, encoder, **sizes, shuffle=np.random.default_rng(0))
-    work = tokens + encoder // planning.PATCH
+    work = tokens + encoder // planning.ENCODER_VALUES_PER_TOKEN
     works = np.array([work[plan.pack(i)[0][:, 1]].sum() for i in range(len(plan) // 8 * 8)]).reshape(-1, 8)
-    assert plan.fill >= 0.99
+    assert plan.fill_ratio >= 0.99
     assert 1 - works.mean(1).sum() / works.max(1).sum() < 0.15
 
 
@@ -111,7 +113,7 @@ def test_steps_of_one_pack_hold_all_kinds_of_rows_as_if_rows_were_drawn_at_rando
     random = np.array([np.bincount(kind[part], tokens[part], minlength=4) for part in drawn])
     spread, usual = ((one / one.sum(1, keepdims=True)).std(0).mean() for one in (shares, random))
     assert spread < 1.2 * usual
-    assert plan.fill >= 0.99
+    assert plan.fill_ratio >= 0.99
 
 
 # With a kit around it
@@ -165,7 +167,7 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(folder: Path) -> 
     assert first != second
     assert first == steps([kit(folder).loader("train", seed=3)])
     assert first != steps([kit(folder).loader("train", seed=4)])
-    assert loader.dataset.plan.fill > 0.9
+    assert loader.dataset.plan.fill_ratio > 0.9
 
 
 @pytest.mark.parametrize("worlds", [(1, 2, 4), (2, 1, 4), (4, 2, 1)])
@@ -224,13 +226,13 @@ def test_costs_are_found_once_in_processes_or_not_and_anew_when_something_change
     write_texts(tmp_path / "a.jsonl", 150)
     write_texts(tmp_path / "b.jsonl", 60, seed=1)
     measured: list[int] = []
-    each = costing._each
+    each = costing._map_chunks
 
     def counted(measure: Any, chunks: list[list[int]], workers: int) -> Any:
         measured.extend(map(len, chunks))
         return each(measure, chunks, workers)
 
-    monkeypatch.setattr(costing, "_each", counted)
+    monkeypatch.setattr(costing, "_map_chunks", counted)
     first = kit(tmp_path, workers=2).dataset("train").plan
     assert sum(measured) == 210
     measured.clear()

@@ -21,7 +21,8 @@ from test_kit import chat, made, picture, qwen3_vl, write
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.pack.stream_loader import StreamLoader, WindowedPacks
+from mvp_engine.kit.data.pack.stream_loader import StreamLoader
+from mvp_engine.kit.data.pack.stream_packs import StreamPackDataset
 from mvp_engine.kit.data.read.bad_rows import BadRows
 from mvp_engine.kit.data.read.streams import Stream, Streams
 
@@ -54,7 +55,7 @@ def test_each_row_comes_once_and_no_pack_is_over_its_budget(file: Path, world: i
     assert sorted(samples([batch for batches in every for batch in batches])) == list(range(ROWS))
     assert all(batch.num_tokens <= 256 for batches in every for batch in batches)
     for loader, batches in zip(loaders, every, strict=True):
-        assert loader.fill == pytest.approx(sum(b.num_tokens for b in batches) / 256 / len(batches))
+        assert loader.fill_ratio == pytest.approx(sum(b.num_tokens for b in batches) / 256 / len(batches))
 
 
 def test_the_order_depends_on_the_epoch_and_not_on_the_workers(file: Path) -> None:
@@ -88,7 +89,7 @@ def test_stopping_twice_in_mid_epoch_gives_the_straight_run_to_the_bit(
             state = json.loads(json.dumps(loader.state_dict()))
             assert len(json.dumps(state)) < 2000
         assert all(a.equals(b) for a, b in zip(expected, got, strict=True))
-        assert (loader.given, loader.fill) == (straight.given, straight.fill)
+        assert (loader.num_packs, loader.fill_ratio) == (straight.num_packs, straight.fill_ratio)
 
 
 def test_a_cursor_of_other_streams_or_ranks_is_refused(file: Path) -> None:
@@ -121,7 +122,7 @@ def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> Stre
     stream = Stream.__new__(Stream)
     stream.name, stream.format, stream.root = "sizes", None, Path(".")
     stream.parts = [lambda: ({"size": size} for size in sizes)]
-    packs = WindowedPacks(Streams([stream], [1.0]), Sized(), budget=budget, window=window, lanes=lanes)  # type: ignore[arg-type]
+    packs = StreamPackDataset(Streams([stream], [1.0]), Sized(), budget=budget, window=window, lanes=lanes)  # type: ignore[arg-type]
     settings = made(Path("x.jsonl"), tokenizer("zephyr")).settings
     return StreamLoader(packs, BadRows(settings, 0))
 
@@ -131,23 +132,23 @@ def test_packs_of_a_realistic_stream_are_99_percent_full() -> None:
     sizes = np.clip(np.exp(np.random.default_rng(0).normal(6, 1, 20_000)), 32, 4096).astype(int).tolist()
     loader = lengths_only(sizes, 8192, 64, 4)
     assert sorted(samples(list(loader))) == list(range(20_000))
-    assert loader.fill >= 0.99
+    assert loader.fill_ratio >= 0.99
 
 
 def test_memory_is_bounded_by_the_window(file: Path) -> None:
     """When a pack is given, no more than two windows of rows were read beyond those given before."""
     read = Counter[str]()
     loader = kit(file, stream_lanes=1).stream_loader("train")
-    prepare = loader.packs.sampler.prepare
+    prepare = loader.dataset.sampler.prepare
 
     def counted(*given: Any) -> Any:
         sides = prepare(*given)
         read["tokens"] += sum(len(side.ids) for side in sides)
         return sides
 
-    loader.packs.sampler.prepare = counted  # type: ignore[method-assign]
+    loader.dataset.sampler.prepare = counted  # type: ignore[method-assign]
     for _ in loader:
-        assert read["tokens"] - loader.tokens <= 2 * 4 * 256 + 256
+        assert read["tokens"] - loader.num_tokens <= 2 * 4 * 256 + 256
 
 
 def test_bad_rows_of_a_stream_are_named_and_too_many_stop_it(tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_streams_are_mixed_by_weight_until_all_are_at_their_end(tmp_path: Path) 
     mixed = kit(a, sources=sources)
     found = np.concatenate([batch.sequence_fields["source"].numpy() for batch in mixed.stream_loader("train")])
     assert np.bincount(found).tolist() == [60, 30]
-    assert mixed.names() == ["a", "b"]
+    assert mixed.source_names() == ["a", "b"]
     with pytest.raises(ValueError, match="must be streams, or none"):
         kit(a, sources=[{"path": str(a), "stream": True}, {"path": str(b)}])
     with pytest.raises(UserError, match="use stream_loader"):

@@ -14,7 +14,7 @@ from templates.tiny import tokenizer
 from test_kit import made, write
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.pack.worker_watchdog import Watch
+from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
 
 
 def broken_at(kit: Any, row: int, what: Any) -> None:
@@ -48,14 +48,14 @@ def test_a_death_that_is_told_while_another_error_is_looked_at_is_named(monkeypa
 
     told = iter([RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")])
 
-    def places(_: Watch) -> list[str]:
+    def positions(_: WorkerWatchdog) -> list[str]:
         for error in told:
             raise error
         return ["worker 0 at a.jsonl:8"]
 
-    monkeypatch.setattr(Watch, "places", places)
+    monkeypatch.setattr(WorkerWatchdog, "positions", positions)
     with pytest.raises(UserError, match=r"worker \(pid 1\) is killed.*worker 0 at a.jsonl:8"):
-        list(Watch().items(fetching, 1.0))
+        list(WorkerWatchdog().iterate(fetching, 1.0))
 
 
 def test_a_worker_that_hangs_names_the_row_it_was_at(kit: Any) -> None:
@@ -87,6 +87,6 @@ from mvp_engine.kit.data.pack import costs
 torch.set_num_threads(4)
 big = torch.ones(1 << 20)
 big + 1
-print(list(costs._each(lambda rows: float((big + 1).sum()), [[0], [1]], 2)))
+print(list(costs._map_chunks(lambda rows: float((big + 1).sum()), [[0], [1]], 2)))
 """
     assert run_process("-c", code) == (0, "[2097152.0, 2097152.0]\n")

@@ -1,33 +1,33 @@
-"""MLLMDataKit: rows of text, images, video and audio as users have them, to packed batches by a plan.
+"""MLLMDataKit: from rows of text, images, video and audio in files to packed batches.
 
     kit = MLLMDataKit(config.mllm, processor, model_config=read_config(path, {}))
     print(kit.summary("train"))
     loader = kit.engine_loader(engine, "train")  # in prepare_dataloader
 
-Text only is the case of a tokenizer instead of a processor.
+For text-only data, pass a tokenizer as the processor.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.row_encoder import RopePositions, Sampler
-from mvp_engine.kit.data.pack.costs import Costs, find_costs
+from mvp_engine.kit.data.pack.costs import Costs, measure_costs
 from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.pack.packs import PackDataset, PackLoader
-from mvp_engine.kit.data.pack.stream_loader import StreamLoader, WindowedPacks
+from mvp_engine.kit.data.pack.stream_loader import StreamLoader
+from mvp_engine.kit.data.pack.stream_packs import StreamPackDataset
+from mvp_engine.kit.data.processor import save_generation_config
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.read.streams import Stream, Streams
@@ -35,26 +35,28 @@ from mvp_engine.kit.data.settings import DataSource, MLLMData
 from mvp_engine.model_engine import precision_on
 
 LOGGER = logging.getLogger("mvp_engine")
-GENERATION = "generation_config.json"
-LEAST = 1000  # rows of a stream, before which a fraction of bad ones says little
+BAD_ROWS_FILE = "bad_rows.jsonl"
+# `max_bad_fraction` of a stream counts at least this many rows: of the first few a fraction means little.
+MIN_STREAM_ROWS = 1000
+OVERLONG_OUTCOMES = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}
 
 
 class MLLMDataKit:
-    """Data for one model. `processor` may be a tokenizer; `processor` of the kit is the one to save with the model.
+    """The data of one model. `processor` may be a tokenizer; `kit.processor` is the one to save with the model.
 
-    `model_config` is the model's Hugging Face config, for models with positions on three axes.
+    `model_config` is the model's Hugging Face config, needed for models with three-axis positions (M-RoPE).
     """
 
     def __init__(
         self, settings: MLLMData, processor: Any, *, model_config: Any = None, num_workers: int = 0
     ) -> None:
-        self.settings, self.num_workers = settings, num_workers
+        self.settings = settings
+        self.num_workers = num_workers
+        row_tokens = settings.row_tokens or settings.micro_batch_tokens
         self.sampler = Sampler(
             processor,
             settings.limits,
-            most_tokens=min(
-                settings.row_tokens or settings.micro_batch_tokens, settings.micro_batch_tokens
-            ),
+            most_tokens=min(row_tokens, settings.micro_batch_tokens),
             overlong=settings.overlong,
             pairs=settings.pairs,
             options=settings.template,
@@ -63,18 +65,43 @@ class MLLMDataKit:
         if settings.media_dtype == "bfloat16":
             self.sampler.dtype = torch.bfloat16
         self.processor = self.sampler.media.processor
-        default = (
-            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mvp_engine" / "data"
-        )
-        self.cache = Path(settings.cache).expanduser() if settings.cache else default
-        self._opened: dict[str, tuple[Mixture, list[Costs]]] = {}
+        self.cache = Path(settings.cache).expanduser() if settings.cache else default_cache()
+        self._measured: dict[str, tuple[Mixture, list[Costs]]] = {}
+
+    # ---- Sources --------------------------------------------------------------------------------
 
     def is_stream(self, split: str = "train") -> bool:
         return self._sources(split)[0].stream
 
-    def names(self, split: str = "train") -> list[str]:
-        """The sources; a batch's `sequences["source"]` is an index into them."""
-        return [source.name or _name(source.path) for source in self._sources(split)]
+    def source_names(self, split: str = "train") -> list[str]:
+        """The names of the sources; a batch's `sequence_fields["source"]` is an index into them."""
+        return [source.name or _file_name(source.path) for source in self._sources(split)]
+
+    def row(self, split: str, sample: int) -> tuple[Source, Any, str | None]:
+        """The source, the raw row and its configured format, for a value of `sequence_fields["sample"]`."""
+        mixture, _ = self.measured(split)
+        for settings, source in zip(self._sources(split), mixture.sources, strict=True):
+            if sample < len(source):
+                return source, source[sample], settings.format
+            sample -= len(source)
+        raise IndexError(f"{split} has no sample {sample}")
+
+    def bad_rows(self, split: str = "train") -> list[BadRecord]:
+        """The rows that were found to be bad before any media were decoded."""
+        mixture, costs = self.measured(split)
+        found = []
+        for name, source, cost in zip(mixture.names, mixture.sources, costs, strict=True):
+            for row, (reason, detail) in sorted(cost.bad.items()):
+                found.append(BadRecord(name, source.where(row), reason, detail))
+        return found
+
+    def measured(self, split: str) -> tuple[Mixture, list[Costs]]:
+        """The sources of a split as a mixture, and the costs of their rows; measured at the first call."""
+        if split not in self._measured:
+            self._measured[split] = self._measure(split)
+        return self._measured[split]
+
+    # ---- Loaders --------------------------------------------------------------------------------
 
     def dataset(
         self,
@@ -84,12 +111,13 @@ class MLLMDataKit:
         seed: int = 0,
         shuffle: bool | None = None,
     ) -> PackDataset:
+        """The packs of a split; `global_batch_size` (in packs) takes the place of `global_batch_tokens`."""
         packs = global_batch_size or self.settings.global_batch_packs(None)
         if packs is None:
             raise UserError(
                 "data: the global batch is not set: give global_batch_size=PACKS, or set mllm.global_batch_tokens"
             )
-        mixture, costs = self._open(split)
+        mixture, costs = self.measured(split)
         return PackDataset(
             mixture,
             [source.format for source in self._sources(split)],
@@ -114,20 +142,18 @@ class MLLMDataKit:
         pin_memory: bool = False,
         folder: str | Path | None = None,
     ) -> PackLoader:
-        """Micro-batches of one pack each. Bad rows are listed in `folder`/bad_rows.jsonl; only training shuffles."""
+        """Micro-batches of one pack each. Only training shuffles. Bad rows are listed in `folder`/bad_rows.jsonl."""
         dataset = self.dataset(
             split, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle
         )
         if not len(dataset):
-            raise UserError(f"data: no row of {split} can be trained on. {self._lost(split)}")
-        file = None if folder is None else Path(folder) / "bad_rows.jsonl"
-        bad = BadRows(
-            self.settings, sum(map(len, dataset.mixture.sources)), self.names(split), file
-        )
-        bad.add(self.bad_rows(split), list_them=rank == 0)
+            raise UserError(f"data: no row of {split} can be trained on. {self._dropped(split)}")
+        num_rows = sum(len(source) for source in dataset.mixture.sources)
+        bad_rows = self._bad_rows_list(split, num_rows, folder)
+        bad_rows.add(self.bad_rows(split), list_them=rank == 0)
         return PackLoader(
             dataset,
-            bad,
+            bad_rows,
             self._data_id(split),
             self.settings.stall_seconds,
             rank=rank,
@@ -148,18 +174,17 @@ class MLLMDataKit:
         pin_memory: bool = False,
         folder: str | Path | None = None,
     ) -> StreamLoader:
-        """Micro-batches of one pack each, from sources that are streams. How many there will be nobody knows."""
-        given, streams = self._sources(split), self._streams(split)
-        lanes, workers = (
-            self.settings.stream_lanes,
-            self.num_workers if num_workers is None else num_workers,
-        )
+        """Micro-batches of one pack each, from sources that are streams. Their number is not known in advance."""
+        streams = self._streams(split)
+        lanes = self.settings.stream_lanes
+        workers = self.num_workers if num_workers is None else num_workers
         if any(stream.once for stream in streams):
-            lanes, workers = 1, 0
             if world_size > 1:
                 raise UserError("data: a pipe can be read by one rank alone: write it to a file")
-        packs = WindowedPacks(
-            Streams(streams, [source.weight or 1.0 for source in given]),
+            lanes = 1
+            workers = 0
+        dataset = StreamPackDataset(
+            Streams(streams, [source.weight or 1.0 for source in self._sources(split)]),
             self.sampler,
             budget=self.settings.micro_batch_tokens,
             window=self.settings.stream_window,
@@ -169,39 +194,37 @@ class MLLMDataKit:
             seed=seed,
             shuffle=split == "train" if shuffle is None else shuffle,
         )
-        file = None if folder is None else Path(folder) / "bad_rows.jsonl"
-        bad = BadRows(self.settings, 0, self.names(split), file, LEAST)
-        stall = self.settings.stall_seconds
         return StreamLoader(
-            packs, bad, num_workers=workers, pin_memory=pin_memory, stall_seconds=stall
+            dataset,
+            self._bad_rows_list(split, 0, folder, MIN_STREAM_ROWS),
+            num_workers=workers,
+            pin_memory=pin_memory,
+            stall_seconds=self.settings.stall_seconds,
         )
 
     def engine_loader(self, engine: Any, split: str = "train") -> PackLoader | StreamLoader:
-        """For `prepare_dataloader`: sizes, ranks, workers, seed and precision of the engine. All ranks must call it."""
-        data = engine.config.data
-        packs = self.settings.global_batch_packs(data.global_batch_size) or engine.global_batch_size
-        if data.micro_batch_size != 1:
-            raise UserError("a micro-batch is one pack: set data.micro_batch_size=1")
-        if packs != engine.global_batch_size:
-            raise UserError(
-                f"mllm.global_batch_tokens: {type(engine).__name__} does not read it. "
-                f"Set data.global_batch_size={packs} instead"
-            )
-        if (
-            self.settings.media_dtype == "auto"
-        ):  # bf16 is what an encoder's first layer makes of them
-            bf16 = precision_on(engine.device, engine.config.loop.precision) == "bf16"
+        """The loader for `prepare_dataloader`, with the engine's sizes, ranks, workers, seed and precision.
+
+        All ranks must call it.
+        """
+        config = engine.config
+        packs = self._engine_packs(engine)
+        if self.settings.media_dtype == "auto":
+            # With bf16 an encoder's first layer casts its input anyway: nothing is lost on the way.
+            bf16 = precision_on(engine.device, config.loop.precision) == "bf16"
             self.sampler.dtype = torch.bfloat16 if bf16 else torch.float32
         options = {
             "rank": engine.layout.data_rank,
             "world_size": engine.layout.data_size,
-            "seed": engine.config.seed,
+            "seed": config.seed,
+            "num_workers": config.data.num_workers,
+            "pin_memory": engine.device.type == "cuda",
+            "folder": engine.run.dir,
         }
-        options |= {"num_workers": data.num_workers, "pin_memory": engine.device.type == "cuda"}
         if self.is_stream(split):
-            return self.stream_loader(split, folder=engine.run.dir, **options)
-        loader = self.loader(split, global_batch_size=packs, folder=engine.run.dir, **options)
-        if len(set(engine.world.all_gather(loader._plan_id()))) > 1:
+            return self.stream_loader(split, **options)
+        loader = self.loader(split, global_batch_size=packs, **options)
+        if len(set(engine.world.all_gather(loader.plan_id()))) > 1:
             raise UserError(
                 "data: the ranks found different costs for the same rows. Do all nodes see the same files?"
             )
@@ -209,79 +232,72 @@ class MLLMDataKit:
             LOGGER.info("%s", self.summary(split, dataset=loader.dataset))
         return loader
 
-    def bad_rows(self, split: str = "train") -> list[BadRecord]:
-        """Those that were found before any media were decoded."""
-        mixture, costs = self._open(split)
-        return [
-            BadRecord(name, source.where(row), *why)
-            for name, source, cost in zip(mixture.names, mixture.sources, costs, strict=True)
-            for row, why in sorted(cost.bad.items())
-        ]
+    # ---- Reports --------------------------------------------------------------------------------
 
     def summary(self, split: str = "train", *, dataset: PackDataset | None = None) -> str:
+        """One line with rows, tokens, packs, steps and bad rows."""
         dataset = dataset or self.dataset(split)
-        plan, counts = dataset.plan, np.array(dataset.mixture.counts)
-        words = [
-            f"{name}: {rows:,}"
-            for name, rows in zip(dataset.mixture.names, counts.tolist(), strict=True)
-        ]
+        plan = dataset.plan
+        counts = dataset.mixture.counts
+        sources = []
+        for name, count in zip(dataset.mixture.names, counts, strict=True):
+            sources.append(f"{name}: {count:,}")
         return (
-            f"{split}: {counts.sum():,} rows an epoch ({', '.join(words)}) -> {len(plan.rows):,} rows with "
-            f"{int(plan.tokens.sum()):,} tokens in {len(plan):,} packs of {plan.budget:,}, {plan.fill:.1%} full; "
-            f"{plan.steps:,} steps of {plan.packs_per_step}. {self._lost(split)}"
+            f"{split}: {sum(counts):,} rows an epoch ({', '.join(sources)}) -> {len(plan.rows):,} rows with "
+            f"{int(plan.tokens.sum()):,} tokens in {len(plan):,} packs of {plan.budget:,}, {plan.fill_ratio:.1%} full; "
+            f"{plan.steps:,} steps of {plan.packs_per_step}. {self._dropped(split)}"
         )
 
     def source_losses(
-        self, log_probs: Tensor, batch: PackedBatch, split: str = "train"
+        self, log_probs_T: Tensor, batch: PackedBatch, split: str = "train"
     ) -> dict[str, tuple[Any, Any]]:
-        """Name -> (summed loss, tokens) of each source, for `ctx.log`; nothing waits for the device."""
-        names = self.names(split)
-        of_token = batch.sequence_fields["source"].repeat_interleave(
+        """The (summed loss, tokens) of each source by metric name, for `ctx.log`; without a host sync."""
+        names = self.source_names(split)
+        source_T = batch.sequence_fields["source"].repeat_interleave(
             batch.lengths, output_size=batch.num_tokens
         )
-        learnt = (batch.labels != IGNORE).float()
-        sums, weights = (
-            torch.zeros(len(names), device=learnt.device).index_add_(0, of_token, value)
-            for value in (-log_probs.detach().float() * learnt, learnt)
-        )
+        has_loss_T = (batch.labels != IGNORE).float()
+        zeros = torch.zeros(len(names), device=has_loss_T.device)
+        loss_T = -log_probs_T.detach().float() * has_loss_T
+        sums = zeros.index_add(0, source_T, loss_T)
+        weights = zeros.index_add(0, source_T, has_loss_T)
         return {f"loss_{name}": (sums[i], weights[i]) for i, name in enumerate(names)}
 
-    def row(self, split: str, sample: int) -> tuple[Source, Any, str | None]:
-        """Of a batch's `sequences["sample"]`: its source, the row as it is there, and its format where one is named."""
-        mixture, _ = self._open(split)
-        for one, source in zip(self._sources(split), mixture.sources, strict=True):
-            if sample < len(source):
-                return source, source[sample], one.format
-            sample -= len(source)
-        raise IndexError(f"{split} has no sample {sample}")
+    # ---- The processor --------------------------------------------------------------------------
 
     @property
-    def stops(self) -> list[int]:
-        """Tokens that end what the model writes: the tokenizer's own, and what the chat template puts behind answers.
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end a completion: the tokenizer's own, and the one that the chat template writes after answers.
 
-        They are not the same where a base model, whose texts end in one way, learns to chat.
+        They differ where a base model, with its own end-of-text token, is fine-tuned on chats.
         """
-        tokenizer, written = self.sampler.media.tokenizer, self.sampler.template.stop
-        found = [
-            tokenizer.eos_token_id,
-            tokenizer.convert_tokens_to_ids(written) if written else None,
-        ]
-        return list(dict.fromkeys(id for id in found if id is not None))
+        tokenizer = self.sampler.media.tokenizer
+        stop = self.sampler.template.stop
+        found = [tokenizer.eos_token_id]
+        if stop:
+            found.append(tokenizer.convert_tokens_to_ids(stop))
+        return list(dict.fromkeys(token for token in found if token is not None))
 
     def save_processor(self, folder: Path, model: str | None = None) -> None:
-        """What goes with a model into a Hugging Face folder: the processor with this kit's limits, and how to generate.
-
-        The latter is that of the model's own folder, if it has one, and says where answers end: nothing else does.
-        """
+        """Save what belongs to a model in a Hugging Face folder: the processor with this kit's limits, and the
+        generation config of the folder `model` with this kit's end-of-sequence tokens."""
         self.processor.save_pretrained(folder)
-        given = None if model is None else Path(model).expanduser() / GENERATION
-        pad = {"pad_token_id": self.sampler.media.tokenizer.eos_token_id}
-        about = json.loads(given.read_text()) if given is not None and given.is_file() else pad
-        ends = about.get("eos_token_id")
-        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        ends += [id for id in self.stops if id not in ends]
-        about["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
-        (folder / GENERATION).write_text(json.dumps(about, indent=2) + "\n")
+        pad = self.sampler.media.tokenizer.eos_token_id
+        save_generation_config(folder, model, pad, self.eos_token_ids)
+
+    # ---- Inside ---------------------------------------------------------------------------------
+
+    def _engine_packs(self, engine: Any) -> int:
+        data = engine.config.data
+        if data.micro_batch_size != 1:
+            raise UserError("a micro-batch is one pack: set data.micro_batch_size=1")
+        packs = self.settings.global_batch_packs(data.global_batch_size)
+        if packs is not None and packs != engine.global_batch_size:
+            raise UserError(
+                f"mllm.global_batch_tokens: {type(engine).__name__} does not read it. "
+                f"Set data.global_batch_size={packs} instead"
+            )
+        return engine.global_batch_size
 
     def _sources(self, split: str) -> list[DataSource]:
         found = [source for source in self.settings.sources if source.split == split]
@@ -290,44 +306,40 @@ class MLLMDataKit:
         return found
 
     def _streams(self, split: str) -> list[Stream]:
-        given = self._sources(split)
-        if not given[0].stream:
+        sources = self._sources(split)
+        if not sources[0].stream:
             raise UserError(
-                f"data: the sources of {split} are no streams: set stream: true for each, or use loader"
+                f"data: the sources of {split} are not streams: set stream: true for each, or use loader"
             )
-        names = self.names(split)
-        return [
-            Stream(name, one.path, one.root, one.format)
-            for name, one in zip(names, given, strict=True)
-        ]
+        streams = []
+        for name, source in zip(self.source_names(split), sources, strict=True):
+            streams.append(Stream(name, source.path, source.root, source.format))
+        return streams
 
-    def _open(self, split: str) -> tuple[Mixture, list[Costs]]:
-        if split not in self._opened:
-            given = self._sources(split)
-            sources = [open_source(one.path, one.root) for one in given]
-            if given[0].stream:
-                raise UserError(
-                    f"data: the sources of {split} are streams, of which no plan is made: use stream_loader"
-                )
-            names = self.names(split)
-            by = "weight" if given[0].weight is not None else "repeats"
-            shares = [(one.weight if by == "weight" else one.repeats) or 1.0 for one in given]
-            mixture = Mixture(list(zip(names, sources, shares, strict=True)), by)
-            costs = [
-                find_costs(source, one.format, self.sampler, self.cache, self.num_workers, name)
-                for name, source, one in zip(names, sources, given, strict=True)
-            ]
-            if self.settings.overlong == "error":
-                self._refuse_long(mixture, costs)
-            self._opened[split] = mixture, costs
-        return self._opened[split]
+    def _measure(self, split: str) -> tuple[Mixture, list[Costs]]:
+        settings = self._sources(split)
+        if settings[0].stream:
+            raise UserError(
+                f"data: the sources of {split} are streams, which have no packing plan: use stream_loader"
+            )
+        sources = [open_source(one.path, one.root) for one in settings]
+        names = self.source_names(split)
+        by = "weight" if settings[0].weight is not None else "repeats"
+        shares = [getattr(one, by) or 1.0 for one in settings]
+        mixture = Mixture(list(zip(names, sources, shares, strict=True)), by)
+        costs = []
+        for name, source, one in zip(names, sources, settings, strict=True):
+            costs.append(
+                measure_costs(source, one.format, self.sampler, self.cache, self.num_workers, name)
+            )
+        if self.settings.overlong == "error":
+            self._refuse_overlong(mixture, costs)
+        return mixture, costs
 
-    def _refuse_long(self, mixture: Mixture, costs: list[Costs]) -> None:
-        found = [
-            (s, row)
-            for s, cost in zip(mixture.sources, costs, strict=True)
-            for row in cost.long.tolist()
-        ]
+    def _refuse_overlong(self, mixture: Mixture, costs: list[Costs]) -> None:
+        found = []
+        for source, cost in zip(mixture.sources, costs, strict=True):
+            found += [(source, row) for row in cost.long.tolist()]
         if found:
             shown = ", ".join(source.where(row) for source, row in found[:3])
             raise UserError(
@@ -335,38 +347,35 @@ class MLLMDataKit:
                 "micro_batch_tokens or row_tokens, or set overlong to drop, truncate or shrink"
             )
 
-    def _lost(self, split: str) -> str:
-        _, costs = self._open(split)
-        bad = Counter(reason for cost in costs for reason, _ in cost.bad.values())
-        words = ", ".join(f"{n} {reason}" for reason, n in sorted(bad.items())) or "none"
-        fate = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}.get(
-            self.settings.overlong, "refused"
-        )
-        return (
-            f"Bad rows: {words}. Over-long rows {fate}: {sum(len(cost.long) for cost in costs):,}"
-        )
+    def _bad_rows_list(
+        self, split: str, num_rows: int, folder: str | Path | None, min_rows: int = 0
+    ) -> BadRows:
+        file = None if folder is None else Path(folder) / BAD_ROWS_FILE
+        return BadRows(self.settings, num_rows, self.source_names(split), file, min_rows)
+
+    def _dropped(self, split: str) -> str:
+        _, costs = self.measured(split)
+        reasons = Counter[str]()
+        for cost in costs:
+            reasons.update(reason for reason, _ in cost.bad.values())
+        bad = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "none"
+        outcome = OVERLONG_OUTCOMES.get(self.settings.overlong, "refused")
+        num_long = sum(len(cost.long) for cost in costs)
+        return f"Bad rows: {bad}. Over-long rows {outcome}: {num_long:,}"
 
     def _data_id(self, split: str) -> str:
-        told = " ".join(source.fingerprint for source in self._open(split)[0].sources)
-        return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+        mixture, _ = self.measured(split)
+        fingerprints = " ".join(source.fingerprint for source in mixture.sources)
+        return hashlib.blake2b(fingerprints.encode(), digest_size=8).hexdigest()
 
 
-def load_processor(folder: str | Path) -> Any:
-    """The processor of a model's folder, or its tokenizer where it has no processor."""
-    if not Path(folder).expanduser().is_dir():
-        raise UserError(f"there is no folder {folder} with a model's processor or tokenizer")
-    from transformers import AutoProcessor
-
-    try:
-        return AutoProcessor.from_pretrained(Path(folder).expanduser(), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder} has no processor or tokenizer that transformers can read: {error}"
-        ) from None
+def default_cache() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "mvp_engine" / "data"
 
 
-def _name(path: str | list[str]) -> str:
-    """Of a file, of a function, or stdin."""
+def _file_name(path: str | list[str]) -> str:
+    """The default name of a source: of its first file, of its function, or stdin."""
     first = Path(path if isinstance(path, str) else path[0])
     if ":" in first.name and not first.exists():
         return first.name.rpartition(":")[2]

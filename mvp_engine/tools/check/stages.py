@@ -254,7 +254,7 @@ class Check:
         if "loss" in means and means["loss"] is None:
             record.problem("evaluation: the loss of the first micro-batch is not finite")
         best = config.checkpoint.best_metric
-        sources = kit.names("eval") if kit is not None and _has_eval(kit) else []
+        sources = kit.source_names("eval") if kit is not None and _has_eval(kit) else []
         if not config.loop.eval_interval:
             best = None  # only evaluations during training select the best checkpoint
         if best is not None and not is_known_metric(best, list(means), sources):
@@ -300,7 +300,7 @@ def _has_eval(kit: MLLMDataKit) -> bool:
 def _first_good(kit: MLLMDataKit, split: str) -> str | None:
     """The index of the first row that can be trained on."""
     index = 0
-    for cost in kit._open(split)[1]:
+    for cost in kit.measured(split)[1]:
         for tokens in cost.tokens.tolist():
             if tokens > 0:
                 return str(index)

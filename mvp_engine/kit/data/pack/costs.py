@@ -1,4 +1,7 @@
-"""What each row costs in tokens and encoder work: found once, in processes, and kept on disk."""
+"""The cost of each row in tokens and encoder work: measured once, in worker processes, and cached on disk.
+
+The cache key holds the data, the processor, the template, the limits and `ENCODER_VERSION`, never source text.
+"""
 
 from __future__ import annotations
 
@@ -25,34 +28,41 @@ from mvp_engine.kit.data.read.rows import BadRow
 from mvp_engine.kit.data.read.sources import Source
 
 LOGGER = logging.getLogger("mvp_engine")
-CHUNK = 64  # rows that a process takes at a time
+CHUNK_ROWS = 64  # rows that a process measures at a time
+PROGRESS_SECONDS = 10
 
 
 @dataclass
 class Costs:
-    """Of the rows of a source, by index."""
+    """The costs of the rows of a source, by row index."""
 
-    tokens: np.ndarray  # int64; 0: not to be trained on
-    encoder: np.ndarray  # int64: numbers that encoders read
-    bad: dict[int, tuple[str, str]] = field(default_factory=dict)  # why not: reason, detail
-    long: np.ndarray = field(
-        default_factory=lambda: np.zeros(0, np.int64)
-    )  # rows that were over-long
+    # int64; 0: the row is not trained on.
+    tokens: np.ndarray
+    # int64: the number of values that encoders read.
+    encoder: np.ndarray
+    # Why a row is bad: (reason, detail).
+    bad: dict[int, tuple[str, str]] = field(default_factory=dict)
+    # Indices of the over-long rows.
+    long: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+# The cost of one row: (tokens, encoder work), or (reason, detail) of a bad row.
+RowCost = tuple[int, int] | tuple[str, str]
 
 
 @dataclass
 class Measure:
-    """How to find the costs of a source's rows; goes to the processes that do it."""
+    """Measures rows of a source by index. It is sent to the worker processes."""
 
     source: Source
     format: str | None
     sampler: Sampler
-    fit: bool = False  # cut or shrink over-long rows
+    fit: bool = False  # truncate or shrink over-long rows
 
-    def __call__(self, rows: Sequence[int]) -> list[tuple[int, int] | tuple[str, str]]:
-        return [self._one(row) for row in rows]
+    def __call__(self, rows: Sequence[int]) -> list[RowCost]:
+        return [self._measure_row(row) for row in rows]
 
-    def _one(self, row: int) -> tuple[int, int] | tuple[str, str]:
+    def _measure_row(self, row: int) -> RowCost:
         try:
             sides = self.sampler.prepare(self.source[row], self.format, self.source.root, self.fit)
             return sum(len(side.ids) for side in sides), self.sampler.encoder_cost(sides)
@@ -63,7 +73,7 @@ class Measure:
             raise
 
 
-def find_costs(
+def measure_costs(
     source: Source,
     format: str | None,
     sampler: Sampler,
@@ -71,49 +81,58 @@ def find_costs(
     workers: int = 0,
     name: str = "data",
 ) -> Costs:
-    """The costs of all rows, over-long ones dealt with as the sampler is told, save for "error"."""
+    """The costs of all rows of a source, from the cache where possible.
+
+    Over-long rows are measured again as truncated or shrunk, if the sampler does that; otherwise they cost 0 tokens,
+    which drops them.
+    """
     measure = Measure(source, format, sampler)
     key = f"{source.fingerprint} {source.root} {format} {sampler.fingerprint}"
-    costs = _cached(measure, range(len(source)), cache, key, workers, name)
-    long = np.flatnonzero(costs.tokens > sampler.most_tokens)
-    tokens, encoder, bad = costs.tokens.copy(), costs.encoder.copy(), dict(costs.bad)
+    whole = _cached(measure, range(len(source)), cache, key, workers, name)
+    long = np.flatnonzero(whole.tokens > sampler.most_tokens)
+    costs = Costs(whole.tokens.copy(), whole.encoder.copy(), dict(whole.bad), long)
     if len(long) and sampler.overlong in ("truncate", "shrink"):
         measure.fit = True
         key += f" {sampler.overlong} {sampler.most_tokens}"
-        again = _cached(measure, long.tolist(), cache, key, workers, f"{name}, over-long rows")
-        tokens[long], encoder[long] = again.tokens, again.encoder
-        bad |= {int(long[i]): why for i, why in again.bad.items()}
+        name = f"{name}, over-long rows"
+        fitted = _cached(measure, long.tolist(), cache, key, workers, name)
+        costs.tokens[long] = fitted.tokens
+        costs.encoder[long] = fitted.encoder
+        for index, why in fitted.bad.items():
+            costs.bad[int(long[index])] = why
     else:
-        tokens[long] = encoder[long] = 0
-    return Costs(tokens, encoder, bad, long)
+        costs.tokens[long] = 0
+        costs.encoder[long] = 0
+    return costs
 
 
 def _cached(
     measure: Measure, rows: Sequence[int], cache: Path, key: str, workers: int, name: str
 ) -> Costs:
-    """Of several processes that want the same, one does it and the others wait for it.
+    """The costs of these rows from the cache file. Of several processes one measures, the others wait for it.
 
-    Rows that were bad are looked at once more at each start, since their files may have been mended.
+    Rows that were bad are measured again at each start, because their files may have been fixed since.
     """
-    asked = time.time()
+    started = time.time()
     cache.mkdir(parents=True, exist_ok=True)
     file = cache / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.npz"
     with _locked(file.with_suffix(".lock")):
         if not file.exists():
             costs = Costs(np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64))
-            _fill(costs, measure, range(len(rows)), rows, workers, name)
+            _measure_into(costs, measure, range(len(rows)), rows, workers, name)
             _write(file, costs)
             return costs
         costs = _read(file)
-        if costs.bad and file.stat().st_mtime < asked:
-            again = sorted(costs.bad)
+        measured_by_another = file.stat().st_mtime >= started
+        if costs.bad and not measured_by_another:
+            bad = sorted(costs.bad)
             costs.bad = {}
-            _fill(costs, measure, again, rows, workers, f"{name}, bad rows again")
+            _measure_into(costs, measure, bad, rows, workers, f"{name}, bad rows again")
             _write(file, costs)
         return costs
 
 
-def _fill(
+def _measure_into(
     costs: Costs,
     measure: Measure,
     places: Sequence[int],
@@ -121,56 +140,63 @@ def _fill(
     workers: int,
     name: str,
 ) -> None:
-    """Measure the rows that these places in `costs` stand for."""
-    told, done = time.monotonic(), 0
-    chunks = [places[i : i + CHUNK] for i in range(0, len(places), CHUNK)]
-    for chunk, found in zip(
-        chunks, _each(measure, [[rows[i] for i in c] for c in chunks], workers), strict=True
-    ):
-        for place, (one, two) in zip(chunk, found, strict=True):
-            if isinstance(one, str):
-                costs.bad[place] = one, str(two)
+    """Measure `rows[place]` for each of the places, and write the result to that place of `costs`."""
+    chunks = [places[i : i + CHUNK_ROWS] for i in range(0, len(places), CHUNK_ROWS)]
+    row_chunks = []
+    for chunk in chunks:
+        row_chunks.append([rows[place] for place in chunk])
+    reported = time.monotonic()
+    done = 0
+    for chunk, found in zip(chunks, _map_chunks(measure, row_chunks, workers), strict=True):
+        for place, (first, second) in zip(chunk, found, strict=True):
+            if isinstance(first, str):
+                costs.bad[place] = first, str(second)
             else:
-                costs.tokens[place], costs.encoder[place] = one, two
+                costs.tokens[place] = first
+                costs.encoder[place] = second
         done += len(chunk)
-        if time.monotonic() - told > 10:
-            told = time.monotonic()
+        if time.monotonic() - reported > PROGRESS_SECONDS:
+            reported = time.monotonic()
             LOGGER.info("%s: measured %d of %d rows", name, done, len(places))
 
 
-_measure: Measure | None = None  # of a process that measures
+# ---- Worker processes ---------------------------------------------------------------------------
+
+_measure: Measure | None = None  # set in each worker process
 
 
-def _begin(measure: Measure) -> None:
+def _start_worker(measure: Measure) -> None:
     global _measure
     _measure = measure
-    torch.set_num_threads(
-        1
-    )  # the parent's threads are not here: one that computes would wait for them
+    # A forked process has none of torch's threads, and would wait for them in the first parallel operation.
+    torch.set_num_threads(1)
 
 
-def _run(rows: list[int]) -> list[Any]:
+def _run_chunk(rows: list[int]) -> list[Any]:
     assert _measure is not None
     return _measure(rows)
 
 
-def _each(measure: Measure, chunks: list[list[int]], workers: int) -> Iterator[list[Any]]:
-    """In processes where it is worth their start. One that dies is an error here, where a Pool would wait for ever."""
+def _map_chunks(measure: Measure, chunks: list[list[int]], workers: int) -> Iterator[list[Any]]:
+    """The costs of each chunk, in order; in this process where a pool is not worth its start.
+
+    `ProcessPoolExecutor` raises when a worker dies; `multiprocessing.Pool` would wait forever.
+    """
     if not workers or len(chunks) < 2:
         yield from map(measure, chunks)
         return
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(min(workers, len(chunks)), context, _begin, (measure,)) as pool:
+    num_workers = min(workers, len(chunks))
+    with ProcessPoolExecutor(num_workers, context, _start_worker, (measure,)) as pool:
         done = 0
         try:
-            for found in pool.map(_run, chunks):
+            for found in pool.map(_run_chunk, chunks):
                 yield found
                 done += 1
         except BrokenProcessPool as error:
-            first, last = (
-                measure.source.where(chunks[min(done + i, len(chunks) - 1)][j])
-                for i, j in ((0, 0), (workers, -1))
-            )
+            last_chunk = chunks[min(done + workers, len(chunks) - 1)]
+            first = measure.source.where(chunks[min(done, len(chunks) - 1)][0])
+            last = measure.source.where(last_chunk[-1])
             error.add_note(
                 f"a process died while measuring rows between about {first} and {last}: out of memory?"
             )
@@ -179,28 +205,26 @@ def _each(measure: Measure, chunks: list[list[int]], workers: int) -> Iterator[l
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+# ---- The cache file -----------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
+    """Hold a lock that the operating system releases even if this process is killed."""
     with open(file, "w") as lock:
-        fcntl.flock(
-            lock, fcntl.LOCK_EX
-        )  # the system gives it back whatever becomes of this process
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _write(file: Path, costs: Costs) -> None:
-    bad = json.dumps([[place, *why] for place, why in sorted(costs.bad.items())]).encode(
-        errors="surrogatepass"
-    )
+    bad = [[row, reason, detail] for row, (reason, detail) in sorted(costs.bad.items())]
+    encoded = json.dumps(bad).encode(errors="surrogatepass")
+    bad_bytes = np.frombuffer(encoded, np.uint8)
     with atomic_path(file) as temporary, open(temporary, "wb") as out:
-        np.savez(out, tokens=costs.tokens, encoder=costs.encoder, bad=np.frombuffer(bad, np.uint8))
+        np.savez(out, tokens=costs.tokens, encoder=costs.encoder, bad=bad_bytes)
 
 
 def _read(file: Path) -> Costs:
     with np.load(file, allow_pickle=False) as found:
-        bad = json.loads(found["bad"].tobytes())
-        return Costs(
-            found["tokens"],
-            found["encoder"],
-            {place: (reason, detail) for place, reason, detail in bad},
-        )
+        bad = {row: (reason, detail) for row, reason, detail in json.loads(found["bad"].tobytes())}
+        return Costs(found["tokens"], found["encoder"], bad)

@@ -1,4 +1,4 @@
-"""The packs of a plan, loaded: their rows read, tokenized and decoded in workers, and given to ranks by stride."""
+"""The packs of a plan: a dataset that reads, tokenizes and decodes their rows in workers, and its loader."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.utils.data import Dataset
 from mvp_engine.data import SampleLoader, derived_seed
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.row_encoder import Sampler
+from mvp_engine.kit.data.encode.row_encoder import Prepared, Sampler
 from mvp_engine.kit.data.pack.costs import Costs
 from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.pack.plan import Plan, make_plan
-from mvp_engine.kit.data.pack.worker_watchdog import Watch
+from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
 from mvp_engine.kit.data.read.rows import BadRow
 from mvp_engine.kit.data.read.sources import Source
 
-CURE = "Were its media replaced? Costs are kept (mllm.cache; by default ~/.cache/mvp_engine/data): remove them"
+STALE_CACHE = "Were its media replaced? Then remove the cached costs (mllm.cache; by default ~/.cache/mvp_engine/data)"
 
 
 class PackDataset(Dataset[Any]):
@@ -38,76 +38,91 @@ class PackDataset(Dataset[Any]):
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
-        self.mixture, self.formats, self.costs, self.sampler = mixture, formats, costs, sampler
-        self.budget, self.packs_per_step, self.seed, self.shuffle = (
-            budget,
-            packs_per_step,
-            seed,
-            shuffle,
-        )
-        self.watch = Watch()
-        self.first = np.cumsum(
-            [0, *(len(source) for source in mixture.sources)]
-        )  # sample ids count through all
+        self.mixture = mixture
+        self.formats = formats
+        self.costs = costs
+        self.sampler = sampler
+        self.budget = budget
+        self.packs_per_step = packs_per_step
+        self.seed = seed
+        self.shuffle = shuffle
+        self.watchdog = WorkerWatchdog()
+        # The sample id of the first row of each source: ids count through all sources.
+        self.first = np.cumsum([0, *(len(source) for source in mixture.sources)])
         self.epoch = -1
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
-            self.epoch, self.plan = epoch, self.make_plan(epoch)
+            self.epoch = epoch
+            self.plan = self.make_plan(epoch)
 
     def make_plan(self, epoch: int) -> Plan:
         order = self.mixture.order(self.seed, epoch, self.shuffle)
-        flat = self.first[order[:, 0]] + order[:, 1]
-        tokens = np.concatenate([costs.tokens for costs in self.costs])[flat]
-        encoder = np.concatenate([costs.encoder for costs in self.costs])[flat]
+        sample_ids = self.first[order[:, 0]] + order[:, 1]
+        tokens = np.concatenate([costs.tokens for costs in self.costs])[sample_ids]
+        encoder = np.concatenate([costs.encoder for costs in self.costs])[sample_ids]
         good = tokens > 0
-        shuffle = (
-            np.random.default_rng(derived_seed(self.seed, "packs", epoch)) if self.shuffle else None
+        generator = None
+        if self.shuffle:
+            generator = np.random.default_rng(derived_seed(self.seed, "packs", epoch))
+        return make_plan(
+            order[good],
+            tokens[good],
+            encoder[good],
+            budget=self.budget,
+            packs_per_step=self.packs_per_step,
+            shuffle=generator,
         )
-        sizes = {"budget": self.budget, "packs_per_step": self.packs_per_step}
-        return make_plan(order[good], tokens[good], encoder[good], **sizes, shuffle=shuffle)
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __getitem__(self, index: int) -> tuple[PackedBatch, list[BadRecord]]:
-        pairs, planned = self.plan.pack(index)
-        room = self.budget - int(planned.sum())
-        batches, bad = [], []
-        for (which, row), tokens in zip(pairs.tolist(), planned.tolist(), strict=True):
-            source: Source = self.mixture.sources[which]
+        rows, planned = self.plan.pack(index)
+        free_tokens = self.budget - int(planned.sum())
+        batches: list[PackedBatch] = []
+        bad: list[BadRecord] = []
+        for (which, row), planned_tokens in zip(rows.tolist(), planned.tolist(), strict=True):
+            source = self.mixture.sources[which]
             fields = {"source": which, "sample": int(self.first[which]) + row}
-            self.watch.at(source.where(row))
+            self.watchdog.set_position(source.where(row))
             try:
-                sides = self.sampler.prepare(
-                    source[row], self.formats[which], source.root, decode=True
-                )
-                now = sum(len(side.ids) for side in sides)
-                room -= max(0, more := now - tokens)
-                if (
-                    room < 0
-                ):  # a template may write today's date; but a pack never grows past its budget
-                    room += more
-                    raise BadRow(
-                        "changed", f"{now} tokens, but {tokens} when it was planned. {CURE}"
-                    )
+                sides, grown = self._prepare(source, which, row, planned_tokens, free_tokens)
+                free_tokens -= grown
                 batches += self.sampler.load(sides, source.root, fields)
             except BadRow as error:
-                bad.append(
-                    BadRecord(
-                        self.mixture.names[which], source.where(row), error.reason, error.detail
-                    )
-                )
+                name = self.mixture.names[which]
+                bad.append(BadRecord(name, source.where(row), error.reason, error.detail))
             except Exception as error:
                 error.add_note(f"while reading {source.where(row)}")
                 raise
-        batches = batches or [self.sampler.nothing({"source": 0, "sample": -1})]
+        if not batches:
+            batches = [self.sampler.nothing({"source": 0, "sample": -1})]
         return (PackedBatch.concat(batches) if len(batches) > 1 else batches[0]), bad
+
+    def _prepare(
+        self, source: Source, which: int, row: int, planned_tokens: int, free_tokens: int
+    ) -> tuple[list[Prepared], int]:
+        """The encoded row, and how many tokens more it has than planned: at most `free_tokens`.
+
+        A row may have other tokens than when it was measured, for example if its template writes today's date. But a
+        pack never exceeds its budget.
+        """
+        raw, format = source[row], self.formats[which]
+        sides = self.sampler.prepare(raw, format, source.root, decode=True)
+        tokens = sum(len(side.ids) for side in sides)
+        grown = max(0, tokens - planned_tokens)
+        if grown > free_tokens:
+            raise BadRow(
+                "changed",
+                f"{tokens} tokens, but {planned_tokens} when it was planned. {STALE_CACHE}",
+            )
+        return sides, grown
 
 
 class PackLoader(SampleLoader):
-    """This rank's packs of the current epoch as PackedBatches, with the cursor of a `SampleLoader`: packs done."""
+    """A `SampleLoader` over packs: one PackedBatch per micro-batch, and a cursor that counts packs."""
 
     dataset: PackDataset
 
@@ -119,14 +134,18 @@ class PackLoader(SampleLoader):
         stall_seconds: float = 300.0,
         **options: Any,
     ) -> None:
-        self.bad_rows, self.data_id, self.stall_seconds = bad_rows, data_id, stall_seconds
-        options |= {
-            "global_batch_size": dataset.packs_per_step,
-            "seed": dataset.seed,
-            "collate_fn": _only,
-        }
+        self.bad_rows = bad_rows
+        self.data_id = data_id
+        self.stall_seconds = stall_seconds
         super().__init__(
-            dataset, micro_batch_size=1, shuffle=False, timeout=stall_seconds, **options
+            dataset,
+            micro_batch_size=1,
+            global_batch_size=dataset.packs_per_step,
+            seed=dataset.seed,
+            shuffle=False,
+            collate_fn=_single_item,
+            timeout=stall_seconds,
+            **options,
         )
 
     def __iter__(self) -> Iterator[PackedBatch]:
@@ -135,28 +154,32 @@ class PackLoader(SampleLoader):
             yield batch
 
     def _items(self) -> Iterator[Any]:
-        return self.dataset.watch.items(super()._items, self.stall_seconds)
+        return self.dataset.watchdog.iterate(super()._items, self.stall_seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "plan": self._plan_id()}
+        return {**super().state_dict(), "plan": self.plan_id()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if state["plan"] != self._plan_id():
+        if state["plan"] != self.plan_id():
             raise UserError(
-                "the data, the processor or the packing is not what the checkpoint was trained with, so its place in "
-                "the epoch means nothing here: put them back, or start a new run from its weights (model.path)"
+                "the data, the processor or the packing is not what the checkpoint was trained with, so its position "
+                "in the epoch is not valid here: restore them, or start a new run from its weights (model.path)"
             )
 
     def sample_ids(self, first: int, last: int) -> list[Any]:
         """Where the rows of this rank's micro-batches `first` to `last` (exclusive) come from."""
-        sources = self.dataset.mixture.sources
-        packs = [self.dataset.plan.pack(index)[0] for index in super().sample_ids(first, last)]
-        return [sources[which].where(row) for pack in packs for which, row in pack.tolist()]
+        found = []
+        for index in super().sample_ids(first, last):
+            rows, _ = self.dataset.plan.pack(index)
+            for which, row in rows.tolist():
+                found.append(self.dataset.mixture.sources[which].where(row))
+        return found
 
-    def _plan_id(self) -> str:
+    def plan_id(self) -> str:
+        """A hash of the data and of the plan of this epoch."""
         return f"{self.data_id}-{self.dataset.plan.digest}"
 
 
-def _only(items: list[Any]) -> Any:
+def _single_item(items: list[Any]) -> Any:
     return items[0]

@@ -1,7 +1,7 @@
-"""From what rows cost: which rows go into which pack of which step.
+"""The packing plan of an epoch: which rows go into which pack, and which packs into which optimizer step.
 
-The plan of an epoch follows from (seed, epoch), the costs and two sizes, never from the number of ranks. So each rank
-makes the same one and takes its stride, and a cursor into it is right on any number of ranks.
+The plan depends on (seed, epoch), the row costs, the pack size and the global batch, never on the number of ranks.
+Every rank computes the same plan and takes its stride, so a cursor into the plan is valid on any number of ranks.
 """
 
 from __future__ import annotations
@@ -9,29 +9,35 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
-WINDOW = 1024  # packs that are filled together: enough for hardly a gap, few enough that neighbours differ by epoch
-PATCH = 1024  # numbers that an encoder reads, for about the work of one token
-CHOICE = 8  # rows with media, and as many without, that are considered for a place in a pack
-MIXED = 0.9  # of a pack, which rows take in their order, whatever their size
-HEAVY = 0.5  # of the encoder work that a pack still needs: more in one row is left to the choice by work
-GAP = 0.02  # of a pack, below which it matters only that it is filled
-
-Pool = tuple[list[tuple[int, int]], list[float]]
+# Packs that are filled together. 1,024 leave hardly a gap, and are few enough that a row has other neighbours in
+# every epoch.
+WINDOW_PACKS = 1024
+# Values read by an encoder that cost about as much work as one token of the language model.
+ENCODER_VALUES_PER_TOKEN = 1024
+# Rows with media, and as many without, that are compared for one place in a pack.
+NUM_CANDIDATES = 8
+# This share of a pack is filled with rows in their shuffled order, whatever their size.
+IN_ORDER_SHARE = 0.9
+# A row with more than this share of the encoder work that the pack still needs is not taken in order.
+MAX_WORK_SHARE = 0.5
+# When less than this share of a pack is left, rows are chosen by size alone.
+SIZE_ONLY_SHARE = 0.02
 
 
 @dataclass(frozen=True)
 class Plan:
-    """An epoch: pack i is `rows[ends[i - 1] : ends[i]]`, pairs (source, row)."""
+    """The packs of an epoch: pack i is `rows[ends[i - 1] : ends[i]]`, with one (source, row) pair per line."""
 
     rows: np.ndarray
     ends: np.ndarray
-    tokens: np.ndarray  # of each row, as planned
+    tokens: np.ndarray  # of each row, as measured
     budget: int
     packs_per_step: int
 
@@ -39,8 +45,9 @@ class Plan:
         return len(self.ends)
 
     def pack(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Its rows, and their tokens."""
-        part = slice(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
+        """The (source, row) pairs of a pack, and the tokens of each."""
+        start = int(self.ends[index - 1]) if index else 0
+        part = slice(start, int(self.ends[index]))
         return self.rows[part], self.tokens[part]
 
     @property
@@ -48,18 +55,18 @@ class Plan:
         return -(-len(self) // self.packs_per_step)
 
     @property
-    def fill(self) -> float:
-        """The share of all packs' budgets that holds tokens."""
+    def fill_ratio(self) -> float:
+        """Tokens in all packs divided by the tokens that fit into them."""
         return int(self.tokens.sum()) / max(1, len(self) * self.budget)
 
     @cached_property
     def digest(self) -> str:
+        """A hash of the whole plan. Checkpoints hold it, so it must not change for an equal plan."""
+        digest = hashlib.blake2b(digest_size=8)
         sizes = np.array([self.budget, self.packs_per_step])
-        parts = [
-            np.ascontiguousarray(part, np.int64).tobytes()
-            for part in (sizes, self.ends, self.rows, self.tokens)
-        ]
-        return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
+        for part in (sizes, self.ends, self.rows, self.tokens):
+            digest.update(np.ascontiguousarray(part, np.int64).tobytes())
+        return digest.hexdigest()
 
 
 def make_plan(
@@ -71,100 +78,136 @@ def make_plan(
     packs_per_step: int,
     shuffle: np.random.Generator | None = None,
 ) -> Plan:
-    """Packs of an epoch's rows (`order`, pairs; their costs beside it), in steps of packs with about equal work.
+    """Pack the rows of an epoch into packs of about equal work, and group the packs into steps.
 
-    Inside a step the packs are sorted by work, so that those which ranks take side by side are the most alike.
+    `order` holds (source, row) pairs, `tokens` and `encoder` their costs. Inside a step the packs are sorted by work:
+    the ranks take neighbours of that order in one micro-batch, so they wait least for each other.
     """
     packs = make_packs(tokens, encoder, budget)
     if shuffle is not None:
         packs = [packs[i] for i in shuffle.permutation(len(packs))]
-    work = tokens + encoder // PATCH
-    works = [int(work[pack].sum()) for pack in packs]
-    steps = (
-        range(i, min(i + packs_per_step, len(packs))) for i in range(0, len(packs), packs_per_step)
-    )
-    packs = [packs[i] for step in steps for i in sorted(step, key=lambda i: -works[i])]
-    flat = np.array([row for pack in packs for row in pack], np.int64)
-    ends = np.cumsum([len(pack) for pack in packs], dtype=np.int64)
+    row_work = tokens + encoder // ENCODER_VALUES_PER_TOKEN
+    pack_work = [int(row_work[pack].sum()) for pack in packs]
+    sorted_packs = []
+    for start in range(0, len(packs), packs_per_step):
+        step = range(start, min(start + packs_per_step, len(packs)))
+        for index in sorted(step, key=lambda i: -pack_work[i]):
+            sorted_packs.append(packs[index])
+    flat = np.array([row for pack in sorted_packs for row in pack], np.int64)
+    ends = np.cumsum([len(pack) for pack in sorted_packs], dtype=np.int64)
     return Plan(order[flat].astype(np.int64), ends, tokens[flat], budget, packs_per_step)
 
 
 def make_packs(
-    tokens: np.ndarray, encoder: np.ndarray, budget: int, window: int = WINDOW
+    tokens: np.ndarray, encoder: np.ndarray, budget: int, window: int = WINDOW_PACKS
 ) -> list[list[int]]:
-    """Indices in packs of at most `budget` tokens and about equal encoder work, among rows that follow one another."""
+    """Indices of rows in packs of at most `budget` tokens and about equal encoder work.
+
+    Rows are packed window by window: a pack only holds rows that are near each other in the given order.
+    """
     if len(tokens) and not 0 < int(tokens.min()) <= int(tokens.max()) <= budget:
         raise ValueError(
             f"rows of {tokens.min()} to {tokens.max()} tokens do not fit packs of {budget}"
         )
-    groups = (np.cumsum(tokens) - 1) // (window * budget)
-    borders = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(tokens)]
-    parts = [slice(start, end) for start, end in pairwise(borders)]
-    return [
-        [part.start + i for i in pack]
-        for part in parts
-        for pack in _fit(tokens[part].tolist(), encoder[part].tolist(), budget)
-    ]
-
-
-def _fit(tokens: list[int], encoder: list[int], budget: int) -> list[list[int]]:
-    """One pack after the other. Each begins with rows in their order, and goes on with the largest that fit.
-
-    The first mix: rows of one size are often of one kind, and packed by size alone they would meet in the same steps.
-    The others fill the pack: of the few largest that fit it takes the one whose encoder work for its size is nearest to
-    what the pack still needs for its share. The last gap is closed by size alone.
-    """
-    pools = []  # rows with media, and without: sizes and indices; encoder work for each token; from small to large
-    for has in (True, False):
-        rows = sorted((tokens[i], i) for i, work in enumerate(encoder) if (work > 0) == has)
-        pools.append((rows, [encoder[i] / size for size, i in rows]))
-    left, work, packs, taken, first = (
-        sum(tokens),
-        sum(encoder),
-        list[list[int]](),
-        bytearray(len(tokens)),
-        0,
-    )
-    while left:
-        room, need, pack = budget, work * budget / left, list[int]()
-        while room:
-            first = taken.find(0, first)
-            if (
-                first >= 0
-                and tokens[first] <= room - (1 - MIXED) * budget
-                and encoder[first] <= HEAVY * need
-            ):
-                best = pools[0 if encoder[first] else 1]
-                at = bisect_left(best[0], (tokens[first], first))
-            else:
-                found = _largest(
-                    pools, room, need, by_size=not pack or not need or room < GAP * budget
-                )
-                if found is None:
-                    break
-                best, at = found
-            size, row = best[0].pop(at)
-            best[1].pop(at)
-            taken[row] = 1
-            pack.append(row)
-            room, need, left, work = (
-                room - size,
-                need - encoder[row],
-                left - size,
-                work - encoder[row],
-            )
-        packs.append(sorted(pack))
+    window_of_row = (np.cumsum(tokens) - 1) // (window * budget)
+    borders = [0, *(np.flatnonzero(np.diff(window_of_row)) + 1).tolist(), len(tokens)]
+    packs = []
+    for start, end in pairwise(borders):
+        packer = _WindowPacker(tokens[start:end].tolist(), encoder[start:end].tolist(), budget)
+        for pack in packer.packs():
+            packs.append([start + row for row in pack])
     return packs
 
 
-def _largest(pools: list[Pool], room: int, need: float, by_size: bool) -> tuple[Pool, int] | None:
-    """Of the largest rows that fit the one that brings the pack nearest to its share, or just the largest."""
-    best, least, largest = None, math.inf, 0
-    for pool in pools:
-        rows, density = pool
-        end = bisect_left(rows, (room + 1, -1))
-        for k in range(max(0, end - (1 if by_size else CHOICE)), end):
-            miss = 0.0 if by_size else abs(density[k] - need / room)
-            if miss < least or (miss == least and rows[k][0] > largest):
-                best, least, largest = (pool, k), miss, rows[k][0]
-    return best
+class _Pool:
+    """Rows of a window that are not packed yet, sorted by (tokens, row), with their encoder work per token."""
+
+    def __init__(self, rows: Iterable[int], tokens: list[int], encoder: list[int]) -> None:
+        self.rows = sorted((tokens[row], row) for row in rows)
+        self.density = [encoder[row] / size for size, row in self.rows]
+
+    def index(self, size: int, row: int) -> int:
+        return bisect_left(self.rows, (size, row))
+
+    def num_fitting(self, room: int) -> int:
+        """The first rows of the pool, this many, have at most `room` tokens."""
+        return bisect_left(self.rows, (room + 1, -1))
+
+    def pop(self, index: int) -> int:
+        del self.density[index]
+        return self.rows.pop(index)[1]
+
+
+class _WindowPacker:
+    """Packs the rows of one window, one pack after the other.
+
+    A pack starts with rows in their order. Rows of one size are often of one kind, and packs filled by size alone
+    would put them into the same steps. The rest of the pack is filled with the largest rows that fit: among a few of
+    them the packer takes the row that has the encoder work per token that the pack still needs.
+    """
+
+    def __init__(self, tokens: list[int], encoder: list[int], budget: int) -> None:
+        self.tokens = tokens
+        self.encoder = encoder
+        self.budget = budget
+        rows = range(len(tokens))
+        self.media = _Pool([row for row in rows if encoder[row] > 0], tokens, encoder)
+        self.text = _Pool([row for row in rows if encoder[row] == 0], tokens, encoder)
+        self.tokens_left = sum(tokens)
+        self.work_left = sum(encoder)
+        self.packed = bytearray(len(tokens))  # 1 for rows that are in a pack
+        self.first = 0  # the first row that is not
+
+    def packs(self) -> list[list[int]]:
+        packs = []
+        while self.tokens_left:
+            packs.append(self._next_pack())
+        return packs
+
+    def _next_pack(self) -> list[int]:
+        pack: list[int] = []
+        room = self.budget
+        need = self.work_left * self.budget / self.tokens_left  # encoder work, for an equal share
+        while room:
+            self.first = self.packed.find(0, self.first)
+            if self._fits_in_order(room, need):
+                row = self.first
+                pool = self.media if self.encoder[row] else self.text
+                index = pool.index(self.tokens[row], row)
+            else:
+                by_size = not pack or not need or room < SIZE_ONLY_SHARE * self.budget
+                found = self._largest(room, None if by_size else need / room)
+                if found is None:
+                    break
+                pool, index = found
+            row = pool.pop(index)
+            self.packed[row] = 1
+            pack.append(row)
+            room -= self.tokens[row]
+            need -= self.encoder[row]
+            self.tokens_left -= self.tokens[row]
+            self.work_left -= self.encoder[row]
+        return sorted(pack)
+
+    def _fits_in_order(self, room: int, need: float) -> bool:
+        if self.first < 0:
+            return False
+        size_fits = self.tokens[self.first] <= room - (1 - IN_ORDER_SHARE) * self.budget
+        return size_fits and self.encoder[self.first] <= MAX_WORK_SHARE * need
+
+    def _largest(self, room: int, density: float | None) -> tuple[_Pool, int] | None:
+        """One of the largest rows that fit: the nearest to this work per token; None: simply the largest."""
+        best = None
+        least_error = math.inf
+        largest = 0
+        num_candidates = 1 if density is None else NUM_CANDIDATES
+        for pool in (self.media, self.text):
+            end = pool.num_fitting(room)
+            for index in range(max(0, end - num_candidates), end):
+                error = 0.0 if density is None else abs(pool.density[index] - density)
+                size = pool.rows[index][0]
+                if error < least_error or (error == least_error and size > largest):
+                    best = pool, index
+                    least_error = error
+                    largest = size
+        return best

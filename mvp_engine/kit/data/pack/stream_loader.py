@@ -1,324 +1,132 @@
-"""Packs of rows that come one after the other: filled window by window, with a cursor that resumes to the bit.
-
-A rank has a few lanes. Row n of the streams belongs to lane n modulo all lanes of all ranks, so each comes once. A lane
-reads about a window of packs, fills them, gives them away, and reads the next window meanwhile; what the emptiest pack
-holds waits for the next window. The lanes take turns, whichever worker has them, so the order does not depend on the
-number of workers. A lane's cursor says where its window begins, which rows it was left, and how many of its packs are
-given away: going on means reading that window once more.
-"""
+"""The loader of packs from streams: micro-batches of one pack each, and a cursor that resumes bit-exactly."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
-import numpy as np
-from torch.utils.data import DataLoader, IterableDataset, default_convert, get_worker_info
+from torch.utils.data import DataLoader, default_convert
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.loader import pinned
-from mvp_engine.data.rng import derived_seed, keep_rng_state
+from mvp_engine.data.rng import keep_rng_state
 from mvp_engine.data.worker_memory import Kept, keep_memory
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.row_encoder import Prepared, Sampler
-from mvp_engine.kit.data.pack.plan import make_packs
-from mvp_engine.kit.data.pack.worker_watchdog import Watch
-from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
-from mvp_engine.kit.data.read.rows import BadRow
-from mvp_engine.kit.data.read.streams import Streams
+from mvp_engine.kit.data.pack.stream_packs import START, LaneOutput, StreamPackDataset
+from mvp_engine.kit.data.read.bad_rows import BadRows
 
 LOGGER = logging.getLogger("mvp_engine")
-FULL = 0.99  # of a pack, from which it waits for nothing
-Cursor = dict[str, Any]
-NEW: Cursor = {"first": 0, "left": [], "window": 0, "packs": 0}  # of a lane that has not begun
-
-
-@dataclass
-class _Item:
-    number: int
-    which: int
-    where: str
-    sides: list[Prepared]
-    tokens: int
-    encoder: int
-    waited: bool = False  # left over by the window before
-
-
-@dataclass
-class Given:
-    """What a lane gives in its turn."""
-
-    lane: int
-    cursor: Cursor
-    batch: PackedBatch | None = None
-    bad: list[BadRecord] = field(default_factory=list)
-    rows: int = 0  # that were read since the lane's last turn
-    dropped: int = 0  # of these, over-long
-
-    def pin_memory(self) -> Given:
-        return replace(self, batch=self.batch and self.batch.pin_memory())
-
-
-class WindowedPacks(IterableDataset[Any]):
-    """The packs of a rank from the cursors on; what is given is None for a lane that is at its end."""
-
-    def __init__(
-        self,
-        streams: Streams,
-        sampler: Sampler,
-        *,
-        budget: int,
-        window: int,
-        lanes: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
-    ) -> None:
-        self.streams, self.sampler, self.budget, self.window, self.lanes = (
-            streams,
-            sampler,
-            budget,
-            window,
-            lanes,
-        )
-        self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
-        self.watch = Watch()
-        self.begin(0, [NEW] * lanes, 0)
-
-    def begin(self, epoch: int, cursors: list[Cursor], turn: int) -> None:
-        self.epoch, self.cursors, self.turn = epoch, list(cursors), turn
-
-    def __iter__(self) -> Iterator[Given | None]:
-        """The number of workers must divide that of lanes."""
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        mine = [(self.turn + k) % self.lanes for k in range(self.lanes)][worker::workers]
-        left = {lane: self._lane(lane) for lane in mine}
-        while left:
-            for lane in mine:
-                given = next(left[lane], None) if lane in left else None
-                if given is None:
-                    left.pop(lane, None)
-                yield given
-
-    def _lane(self, lane: int) -> Iterator[Given]:
-        cursor = self.cursors[lane]
-        given, first, kept, ahead = (
-            Given(lane, cursor),
-            cursor["first"],
-            list[_Item](),
-            list[_Item](),
-        )
-        items = self._items(lane, cursor, given)
-        for item in items:
-            if item.number >= first:
-                items = chain([item], items)
-                break
-            kept.append(replace(item, waited=True))
-        number, skip = cursor["window"], cursor["packs"]
-        self._read(items, ahead, kept)
-        while kept or ahead:
-            cursor = {"first": first, "left": [item.number for item in kept], "window": number}
-            first = ahead[-1].number + 1 if ahead else first
-            packs, kept, ahead = *self._pack(kept + ahead, lane, number), []
-            for done, pack in enumerate(packs, 1):
-                if done > skip:
-                    batch = self._load(pack, given.bad)
-                    yield replace(
-                        given, batch=batch, cursor={**cursor, "packs": done}, bad=list(given.bad)
-                    )
-                    given.bad.clear()
-                    given.rows = given.dropped = 0
-                self._read(items, ahead, kept, done / len(packs))
-            self._read(items, ahead, kept)
-            number, skip = number + 1, 0
-            given.cursor = {**cursor, "packs": len(packs)}
-        if given.rows:
-            yield given
-
-    def _read(
-        self, items: Iterator[_Item], ahead: list[_Item], kept: list[_Item], share: float = 1.0
-    ) -> None:
-        """Up to this share of the next window, which begins with what was kept."""
-        tokens = sum(item.tokens for item in chain(kept, ahead))
-        while (
-            tokens < share * self.window * self.budget and (item := next(items, None)) is not None
-        ):
-            ahead.append(item)
-            tokens += item.tokens
-
-    def _items(self, lane: int, cursor: Cursor, given: Given) -> Iterator[_Item]:
-        """This lane's good rows, from the cursor's window on; of the others `given` is told."""
-        every, left = self.lanes * self.world_size, set(cursor["left"])
-        for number, (which, where, read) in enumerate(self.streams.rows()):
-            if number % every != lane * self.world_size + self.rank:
-                continue
-            if number < cursor["first"] and number not in left:
-                continue
-            stream = self.streams.streams[which]
-            self.watch.at(where)
-            given.rows += 1
-            try:
-                sides = self.sampler.prepare(read(), stream.format, stream.root)
-            except BadRow as bad:
-                if bad.reason == "overlong" and self.sampler.overlong == "error":
-                    raise UserError(
-                        f"data: {where}: {bad.detail}: raise micro_batch_tokens, or set overlong"
-                    ) from None
-                if bad.reason == "overlong" and self.sampler.overlong == "drop":
-                    given.dropped += 1
-                else:
-                    given.bad.append(BadRecord(stream.name, where, bad.reason, bad.detail))
-                continue
-            except Exception as error:
-                error.add_note(f"while reading {where}")
-                raise
-            tokens = sum(len(side.ids) for side in sides)
-            yield _Item(number, which, where, sides, tokens, self.sampler.encoder_cost(sides))
-
-    def _pack(
-        self, items: list[_Item], lane: int, number: int
-    ) -> tuple[list[list[_Item]], list[_Item]]:
-        """The packs of a window, and what is to wait for the next: once, and only if a pack would not be full."""
-        tokens, encoder = np.array([(item.tokens, item.encoder) for item in items], np.int64).T
-        packs = [
-            [items[i] for i in pack]
-            for pack in make_packs(tokens, encoder, self.budget, len(items))
-        ]
-        sizes = [sum(item.tokens for item in pack) for pack in packs]
-        emptiest = min(range(len(packs)), key=sizes.__getitem__)
-        waits = sizes[emptiest] < FULL * self.budget and not any(
-            item.waited for item in packs[emptiest]
-        )
-        kept = [replace(item, waited=True) for item in packs.pop(emptiest)] if waits else []
-        if self.shuffle:
-            seed = derived_seed(
-                self.seed, "window", self.epoch, lane * self.world_size + self.rank, number
-            )
-            packs = [packs[i] for i in np.random.default_rng(seed).permutation(len(packs))]
-        return packs, kept
-
-    def _load(self, pack: list[_Item], bad: list[BadRecord]) -> PackedBatch:
-        batches = []
-        for item in pack:
-            stream = self.streams.streams[item.which]
-            self.watch.at(item.where)
-            try:
-                batches += self.sampler.load(
-                    item.sides, stream.root, {"source": item.which, "sample": item.number}
-                )
-            except BadRow as error:
-                bad.append(BadRecord(stream.name, item.where, error.reason, error.detail))
-            except Exception as error:
-                error.add_note(f"while reading {item.where}")
-                raise
-        batches = batches or [self.sampler.nothing({"source": 0, "sample": -1})]
-        return PackedBatch.concat(batches) if len(batches) > 1 else batches[0]
 
 
 class StreamLoader:
-    """This rank's micro-batches of one pack each. The cursor is this rank's own: resume on as many ranks."""
+    """This rank's micro-batches of one pack each. The cursor is the rank's own: resume on as many ranks."""
 
     def __init__(
         self,
-        packs: WindowedPacks,
+        dataset: StreamPackDataset,
         bad_rows: BadRows,
         *,
         num_workers: int = 0,
         pin_memory: bool = False,
         stall_seconds: float = 300.0,
     ) -> None:
-        self.packs, self.bad_rows, self.stall_seconds = packs, bad_rows, stall_seconds
-        workers = max((n for n in range(1, num_workers + 1) if packs.lanes % n == 0), default=0)
-        self._make = lambda: DataLoader(
-            packs,
-            batch_size=None,
-            num_workers=workers,
-            timeout=stall_seconds if workers else 0.0,
-            collate_fn=Kept(default_convert),
-            worker_init_fn=keep_memory,
-        )
-        self._ready = pinned if pin_memory else iter
-        self.rows = self.dropped = 0  # since this loader was made
+        self.dataset = dataset
+        self.bad_rows = bad_rows
+        self.stall_seconds = stall_seconds
+        self.pin_memory = pin_memory
+        # The largest number of workers that divides the lanes.
+        divisors = [n for n in range(1, num_workers + 1) if dataset.lanes % n == 0]
+        self.num_workers = max(divisors, default=0)
+        self.rows = 0  # read since this loader was made
+        self.dropped = 0  # of these, over-long
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch, self.cursors, self.turn = epoch, [NEW] * self.packs.lanes, 0
-        self.given = self.tokens = 0
+        self.epoch = epoch
+        self.cursors = [START] * self.dataset.lanes
+        self.turn = 0
+        self.num_packs = 0  # of this epoch so far
+        self.num_tokens = 0
 
     @property
-    def fill(self) -> float:
-        """The share of this epoch's packs so far that holds tokens."""
-        return self.tokens / max(1, self.given * self.packs.budget)
+    def fill_ratio(self) -> float:
+        """Tokens of this epoch's packs so far, divided by the tokens that fit into them."""
+        return self.num_tokens / max(1, self.num_packs * self.dataset.budget)
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {"given": self.given, "tokens": self.tokens}
         return {
             "epoch": self.epoch,
             "turn": self.turn,
             "lanes": list(self.cursors),
-            "of": self._id(),
-            **counts,
+            "of": self._fingerprint(),
+            "given": self.num_packs,
+            "tokens": self.num_tokens,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["of"] != self._id():
+        if state["of"] != self._fingerprint():
             raise UserError(
                 "the streams, the processor, the packing or the number of ranks is not what the checkpoint was trained "
-                "with, so its place in the streams means nothing here: put them back, or start a new run (model.path)"
+                "with, so its position in the streams is not valid here: restore them, or start a new run (model.path)"
             )
-        self.epoch, self.turn, self.cursors = state["epoch"], state["turn"], list(state["lanes"])
-        self.given, self.tokens = state["given"], state["tokens"]
+        self.epoch = state["epoch"]
+        self.turn = state["turn"]
+        self.cursors = list(state["lanes"])
+        self.num_packs = state["given"]
+        self.num_tokens = state["tokens"]
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        self.packs.begin(self.epoch, self.cursors, self.turn)
+        self.dataset.set_cursors(self.epoch, self.cursors, self.turn)
         self.cursors = list(self.cursors)
-        for given in self._ready(self.packs.watch.items(self._begin, self.stall_seconds)):
-            if given is None:
+        outputs = self.dataset.watchdog.iterate(self._start, self.stall_seconds)
+        for output in pinned(outputs) if self.pin_memory else outputs:
+            if output is None:
                 continue
-            self.cursors[given.lane], self.turn = given.cursor, (given.lane + 1) % self.packs.lanes
-            self.rows, self.dropped = self.rows + given.rows, self.dropped + given.dropped
-            ranks = self.packs.world_size if self.bad_rows.file else 1
-            self.bad_rows.rows = self.rows * ranks  # about: all ranks take as many packs
-            self.bad_rows.add(given.bad)
-            if given.batch is not None:
-                self.given, self.tokens = self.given + 1, self.tokens + given.batch.num_tokens
-                yield given.batch
+            self._record(output)
+            if output.batch is not None:
+                self.num_packs += 1
+                self.num_tokens += output.batch.num_tokens
+                yield output.batch
         LOGGER.info(
             "streams: %d packs, %.1f%% full. Of %d rows read so far, over-long: %d; bad: %s",
-            *(self.given, 100 * self.fill, self.rows, self.dropped, self.bad_rows),
+            self.num_packs,
+            100 * self.fill_ratio,
+            self.rows,
+            self.dropped,
+            self.bad_rows,
         )
 
-    def _begin(self) -> Iterator[Given | None]:
+    def _record(self, output: LaneOutput) -> None:
+        self.cursors[output.lane] = output.cursor
+        self.turn = (output.lane + 1) % self.dataset.lanes
+        self.rows += output.rows
+        self.dropped += output.dropped
+        # An estimate of the rows read by all ranks that share the list of bad rows: they take as many packs each.
+        ranks = self.dataset.world_size if self.bad_rows.file else 1
+        self.bad_rows.rows = self.rows * ranks
+        self.bad_rows.add(output.bad)
+
+    def _start(self) -> Iterator[LaneOutput | None]:
         with keep_rng_state():
-            return iter(self._make())
+            loader = DataLoader(
+                self.dataset,
+                batch_size=None,
+                num_workers=self.num_workers,
+                timeout=self.stall_seconds if self.num_workers else 0.0,
+                collate_fn=Kept(default_convert),
+                worker_init_fn=keep_memory,
+            )
+            return iter(loader)
 
-    def _id(self) -> str:
-        packs = self.packs
-        sizes = [
-            packs.budget,
-            packs.window,
-            packs.lanes,
-            packs.rank,
-            packs.world_size,
-            packs.seed,
-            packs.shuffle,
-        ]
-        streams = [(stream.name, stream.format) for stream in packs.streams.streams]
-        told = repr(
-            [
-                sizes,
-                streams,
-                packs.streams.weights,
-                packs.sampler.overlong,
-                packs.sampler.most_tokens,
-            ]
-        )
-        return hashlib.blake2b(
-            (told + packs.sampler.fingerprint).encode(), digest_size=8
-        ).hexdigest()
+    def _fingerprint(self) -> str:
+        """A hash of everything that the meaning of a cursor depends on."""
+        data = self.dataset
+        sizes = [data.budget, data.window, data.lanes, data.rank, data.world_size]
+        sizes += [data.seed, data.shuffle]
+        streams = [(stream.name, stream.format) for stream in data.streams.streams]
+        parts = [sizes, streams, data.streams.weights]
+        parts += [data.sampler.overlong, data.sampler.most_tokens]
+        text = repr(parts) + data.sampler.fingerprint
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

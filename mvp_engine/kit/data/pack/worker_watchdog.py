@@ -1,4 +1,7 @@
-"""Which row each worker is at, so that one that dies or hangs can be told by name, and nobody waits for ever."""
+"""A watchdog for DataLoader workers: an error names the row at which a worker died or hangs.
+
+torch reports the death of a worker without what it was reading, and waits forever for one that hangs.
+"""
 
 from __future__ import annotations
 
@@ -14,88 +17,106 @@ from torch.utils.data import get_worker_info
 
 from mvp_engine.errors import UserError
 
-WORKERS, LETTERS = 256, 256
+MAX_WORKERS = 256
+MAX_POSITION_BYTES = 256
 
 
-class Watch:
-    """A board in shared memory. Workers write where they are, the process that waits for them reads it."""
+class WorkerWatchdog:
+    """The current row of each worker, in shared memory: workers write it, the main process reads it."""
 
     def __init__(self) -> None:
-        self.board = torch.zeros((WORKERS, LETTERS), dtype=torch.uint8).share_memory_()
+        shape = (MAX_WORKERS, MAX_POSITION_BYTES)
+        self.positions_WB = torch.zeros(shape, dtype=torch.uint8).share_memory_()
 
-    def at(self, where: str) -> None:
-        """This worker begins with the row at `where`."""
-        if (info := get_worker_info()) is not None:
-            text = where.encode()[:LETTERS].ljust(LETTERS, b"\0")
-            self.board[info.id % WORKERS] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    def set_position(self, where: str) -> None:
+        """Record that this worker starts to read the row at `where`; in the main process, do nothing."""
+        info = get_worker_info()
+        if info is None:
+            return
+        text = where.encode()[:MAX_POSITION_BYTES].ljust(MAX_POSITION_BYTES, b"\0")
+        self.positions_WB[info.id % MAX_WORKERS] = torch.frombuffer(
+            bytearray(text), dtype=torch.uint8
+        )
 
-    def places(self) -> list[str]:
-        lines = [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in self.board]
-        return [f"worker {i} at {line}" for i, line in enumerate(lines) if line]
+    def positions(self) -> list[str]:
+        found = []
+        for worker, row in enumerate(self.positions_WB):
+            text = bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+            if text:
+                found.append(f"worker {worker} at {text}")
+        return found
 
-    def _looked(self, iterator: Any, error: Exception) -> tuple[list[str], str | None]:
-        try:
-            return self.places(), _death(iterator, error)
-        except (
-            RuntimeError
-        ) as later:  # torch's handler of signals tells of a death whenever it hears of it
-            return self.places(), _death(iterator, later)
+    def iterate(self, start: Callable[[], Iterator[Any]], seconds: float) -> Iterator[Any]:
+        """The items of a DataLoader that has a timeout of `seconds`.
 
-    def items(self, begin: Callable[[], Iterator[Any]], seconds: float) -> Iterator[Any]:
-        """What a DataLoader with this time-out gives. A time-out counts only if no worker went on to another row."""
-        self.board.zero_()
+        A timeout is an error only if no worker moved to another row since the timeout before.
+        """
+        self.positions_WB.zero_()
         iterator: Any = None
-        before = None
+        positions_at_timeout = None
         while True:
             try:
-                iterator = _begun(begin) if iterator is None else iterator
+                if iterator is None:
+                    iterator = _start_without_sigchld_handler(start)
                 item = next(iterator)
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
-                now, told = self._looked(iterator, error)
-                at = "; ".join(now) or "none at a row yet"
-                if told:
+                positions, death = self._inspect(iterator, error)
+                where = "; ".join(positions) or "none at a row yet"
+                if death:
                     raise UserError(
-                        f"data: {told} What was being read: {at}. Out of memory? Then set data.num_workers lower; or "
-                        "look at the row with mvp data inspect --row"
+                        f"data: {death} What was being read: {where}. Out of memory? Then set data.num_workers lower; "
+                        "or look at the row with mvp data inspect --row"
                     ) from error
                 if not str(error).startswith("DataLoader timed out"):
                     raise
-                if now == before:
+                if positions == positions_at_timeout:
                     raise UserError(
                         f"data: nothing came from the workers for {2 * seconds:g} seconds, and they did not get any "
-                        f"further: {at}. Take the row out, or raise stall_seconds"
+                        f"further: {where}. Take the row out, or raise stall_seconds"
                     ) from error
-                before = now
+                positions_at_timeout = positions
                 continue
-            before = None
+            positions_at_timeout = None
             yield item
 
+    def _inspect(self, iterator: Any, error: Exception) -> tuple[list[str], str | None]:
+        """Where the workers are, and the death of a worker if that is what the error is about."""
+        try:
+            return self.positions(), _worker_death(iterator, error)
+        except RuntimeError as later:
+            # torch's signal handler raises in whatever runs when it hears of a death, here too.
+            return self.positions(), _worker_death(iterator, later)
 
-def _death(iterator: Any, error: Exception) -> str | None:
-    """Is a worker's death what this is about? torch says so, unless it was fetching what the worker had ready."""
+
+def _worker_death(iterator: Any, error: Exception) -> str | None:
+    """A description of the dead worker; None if the error has another cause.
+
+    torch's own error describes it, except when the main process was fetching what the worker had ready: that is an
+    OSError or EOFError.
+    """
     if re.match(r"DataLoader worker \(pid", str(error)):
         return str(error)
-    workers = (
-        {}
-        if isinstance(error, RuntimeError)
-        else {w.sentinel: w for w in getattr(iterator, "_workers", ())}
-    )
-    gone = [workers[end] for end in wait(workers, timeout=1.0)]
-    return (
-        f"DataLoader worker (pid {gone[0].pid}) is gone, exit code {gone[0].exitcode}."
-        if gone
-        else None
-    )
+    if isinstance(error, RuntimeError):
+        return None
+    workers = {worker.sentinel: worker for worker in getattr(iterator, "_workers", ())}
+    dead = wait(workers, timeout=1.0)
+    if not dead:
+        return None
+    worker = workers[dead[0]]
+    return f"DataLoader worker (pid {worker.pid}) is gone, exit code {worker.exitcode}."
 
 
-def _begun(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """Without torch's own handler for dying workers: it would raise in the middle of whatever the process is doing."""
+def _start_without_sigchld_handler(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Start the workers, but keep the process's own SIGCHLD handler.
+
+    torch installs one that raises in the middle of whatever the main process is doing.
+    """
     if threading.current_thread() is not threading.main_thread():
-        return begin()
+        return start()
     handler = signal.getsignal(signal.SIGCHLD)
-    iterator = begin()
+    iterator = start()
     if handler is not None:
         signal.signal(signal.SIGCHLD, handler)
     return iterator

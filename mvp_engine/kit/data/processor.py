@@ -1,0 +1,48 @@
+"""Processors of Hugging Face folders: loading one, and the files that are saved with a trained model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mvp_engine.errors import UserError
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+def load_processor(folder: str | Path) -> Any:
+    """The processor of a model's folder, or its tokenizer where it has no processor."""
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise UserError(f"{folder} is not a folder with a model's processor or tokenizer")
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder} has no processor or tokenizer that transformers can read: {error}"
+        ) from None
+
+
+def save_generation_config(
+    folder: Path, model: str | None, pad_token_id: int | None, eos_token_ids: Sequence[int]
+) -> None:
+    """Write `generation_config.json`: that of the model's own folder, with these tokens as end of sequence too.
+
+    No other file of the folder says where the answers of a fine-tuned model end.
+    """
+    config: dict[str, Any] = {"pad_token_id": pad_token_id}
+    if model is not None:
+        original = Path(model).expanduser() / GENERATION_CONFIG
+        if original.is_file():
+            config = json.loads(original.read_text())
+    known = config.get("eos_token_id")
+    if known is None:
+        known = []
+    eos = known if isinstance(known, list) else [known]
+    eos += [token for token in eos_token_ids if token not in eos]
+    config["eos_token_id"] = eos[0] if len(eos) == 1 else eos or None
+    (folder / GENERATION_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
