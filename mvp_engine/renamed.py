@@ -21,6 +21,10 @@ CONFIG_KEYS = {
     "mllm.packs_per_step": "data.global_batch_size",
 }
 
+REMOVED_KEYS = {
+    "lora.dora": "DoRA is no longer supported: delete the key to train with plain LoRA",
+}
+
 # Modules below mvp_engine.
 MODULES = {
     "batch": "data.batch",

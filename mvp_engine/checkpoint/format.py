@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mvp_engine import __version__, files
+from mvp_engine.checkpoint.safetensors_io import SafetensorsReader, write_safetensors
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import local_shards
 from mvp_engine.errors import UserError
@@ -34,25 +34,6 @@ from mvp_engine.files import fsync_path, temporary_path
 META = "meta.json"  # a checkpoint that has it is complete
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
-
-
-class Slices:
-    """Slices of safetensors files. What was read of a mapped file stays resident until it is closed, which is soon."""
-
-    LIMIT = 64 * 2**20
-
-    def __init__(self) -> None:
-        self._files: dict[Path, Any] = {}
-        self._mapped = 0
-
-    def read(self, path: Path, key: str, box: tuple[slice, ...]) -> Tensor:
-        if self._mapped > self.LIMIT:
-            self._files, self._mapped = {}, 0
-        if path not in self._files:
-            self._files[path] = safe_open(path, "pt")
-        value: Tensor = self._files[path].get_slice(key)[box or ...]
-        self._mapped += value.nbytes
-        return value
 
 
 class Piece(NamedTuple):
@@ -86,7 +67,7 @@ def write(folder: Path, parts: Iterable[Piece], group: dist.ProcessGroup | None)
         data, about = {}, {}
         for name, whole, offset, tensor in parts:
             key = f"{name}@{','.join(map(str, offset))}"
-            data[key] = tensor.cpu().contiguous()  # copies nothing that is so already
+            data[key] = tensor
             about[key] = {
                 "name": name,
                 "dtype": str(tensor.dtype),
@@ -94,10 +75,8 @@ def write(folder: Path, parts: Iterable[Piece], group: dist.ProcessGroup | None)
                 "offset": offset,
             }
         folder.mkdir(parents=True, exist_ok=True)
-        file = file_of(folder, rank)
-        save_file(data, file, {"ranks": str(ranks), "pieces": json.dumps(about)})
-        file.chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
-        fsync_path(file)
+        metadata = {"ranks": str(ranks), "pieces": json.dumps(about)}
+        write_safetensors(data, file_of(folder, rank), metadata)
 
 
 class Reader:
@@ -109,7 +88,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
-        self._slices = Slices()
+        self._slices = SafetensorsReader()
         if not any(folder.glob("rank_*.safetensors")):
             raise UserError(f"{folder} is no checkpoint: it has no rank_*.safetensors")
         rank, ranks = 0, 1

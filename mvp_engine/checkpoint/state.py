@@ -221,6 +221,11 @@ def check_fit(folder: Path, weights: dict[str, Tensor], saved: dict[str, storage
     missing = [n for n in weights if n not in saved]
     extra = [n for n in saved if n.startswith("model.") and n not in weights]
     shapes = [n for n, w in weights.items() if n in saved and saved[n].shape != w.shape]
+    if dora := [name for name in extra if ".lora_magnitude_vector." in name]:
+        raise UserError(
+            f"checkpoint {folder} was trained with DoRA, which was removed: it holds {dora[0]}. "
+            "Merge it with the version of mvp_engine that trained it"
+        )
     if missing or extra or shapes:
         parts = []
         if shapes:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from mvp_engine.config.recipe import find_engine
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError
-from mvp_engine.renamed import renamed_key
+from mvp_engine.renamed import REMOVED_KEYS, renamed_key
 from mvp_engine.runs import flat_keys
 
 if TYPE_CHECKING:
@@ -217,6 +217,8 @@ def _explain(
         place = _place(key, files, overrides)
         if problem["type"] == "extra_forbidden" and (new := renamed_key(key)):
             lines.append(f"{place}: '{key}' was renamed to '{new}'")
+        elif problem["type"] == "extra_forbidden" and key in REMOVED_KEYS:
+            lines.append(f"{place}: '{key}' was removed. {REMOVED_KEYS[key]}")
         elif problem["type"] == "extra_forbidden":
             lines.append(f"{place}: unknown key '{key}'. {_suggest(key, schema)}")
         elif problem["type"] == "missing":

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mvp_engine.checkpoint.format import Slices
+from mvp_engine.checkpoint.safetensors_io import SafetensorsReader
 from mvp_engine.distributed.dtensor import local_shards, shard_slices
 from mvp_engine.errors import UserError
 
@@ -48,7 +48,7 @@ class Folder:
             raise UserError(f"{path} has neither {SINGLE} nor {INDEX}{why}")
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, list[int]] = {}
-        self._slices = Slices()
+        self._slices = SafetensorsReader()
         for name in names:
             try:
                 file = safe_open(path / name, framework="pt")

@@ -24,7 +24,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import attention, encoders, experts
 from mvp_engine.hf import input_hooks as hooks
 from mvp_engine.hf.config_source import read_config
-from mvp_engine.hf.export import Target
+from mvp_engine.hf.export_plan import Target
 
 if TYPE_CHECKING:
     from mvp_engine.hf.lora import Lora

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mvp_engine.hf.export import Target
+from mvp_engine.hf.export_plan import Target
 from mvp_engine.hf.packed_model import Outputs, PackedModel, from_auto
 
 

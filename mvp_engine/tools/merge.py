@@ -1,35 +1,19 @@
-"""`mvp merge`: a checkpoint of any model type as a Hugging Face folder."""
+"""`mvp merge`: write a checkpoint of any model type as a Hugging Face folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from mvp_engine.checkpoint import state
 from mvp_engine.checkpoint.manager import find_checkpoint
+from mvp_engine.checkpoint.state import HF
 from mvp_engine.errors import UserError
-from mvp_engine.hf import merge as hf_merge
+from mvp_engine.hf.merge import merge
+from mvp_engine.hf.model_info import read_model_info
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.imports import load_spec
 from mvp_engine.model_engine.base import ModelSource, engine_class, is_registered
-
-
-def merge(checkpoint: Path, out: Path, engine: str | None = None, **options: Any) -> None:
-    """Merge a checkpoint. `options` are those of `mvp_engine.hf.merge.merge`.
-
-    `engine` names a file or module that registers the model type, if it moved since the training.
-    """
-
-    def build_model(model_type: str, registered_in: str | None) -> PackedModel:
-        _register(model_type, engine or registered_in, checkpoint)
-        source = ModelSource(str(checkpoint / state.HF))
-        model = engine_class(model_type).build_model(source)
-        assert isinstance(model, PackedModel)
-        return model
-
-    hf_merge.merge(checkpoint, out, build_model, **options)
 
 
 def merge_command(
@@ -49,26 +33,36 @@ def merge_command(
         raise UserError(f"--max-file-gb {max_file_gb}: must be a positive size")
     merge(
         folder,
+        build_model(folder, engine),
         Path(out).expanduser().resolve(),
-        engine,
         dtype=getattr(torch, dtype) if dtype else None,
-        limit=int(max_file_gb * 1e9),
-        base=base,
-        adapter=adapter,
+        max_file_bytes=int(max_file_gb * 1e9),
+        base=Path(base).expanduser() if base else None,
+        adapter_only=adapter,
         ema=ema,
     )
     print(f"{folder} is now the {'peft' if adapter else 'Hugging Face'} folder {out}")
 
 
+def build_model(checkpoint: Path, engine: str | None = None) -> PackedModel:
+    """The model of a checkpoint, on the meta device.
+
+    `engine` names the file or module that registers the model type, if it has moved since the training.
+    """
+    info = read_model_info(checkpoint)
+    _register(info.model_type, engine or info.engine, checkpoint)
+    model = engine_class(info.model_type).build_model(ModelSource(str(checkpoint / HF)))
+    assert isinstance(model, PackedModel)
+    return model
+
+
 def _register(model_type: str, spec: str | None, checkpoint: Path) -> None:
-    """Import the module that registers a model type of a recipe."""
+    """Import the file or module that registers the model type of a recipe."""
     if is_registered(model_type):
         return
     fix = "Name the file or module that registers it: mvp merge --engine FILE"
     if spec is None:
-        raise UserError(
-            f"{checkpoint} is of model type {model_type}, which is not known here. {fix}"
-        )
+        raise UserError(f"{checkpoint} is of the unknown model type {model_type}. {fix}")
     try:
         load_spec(spec, Path.cwd(), "its engine")
     except UserError as error:

@@ -14,7 +14,7 @@ import torch
 from conftest import read_metrics
 from torch import nn
 
-from mvp_engine.checkpoint import CheckpointManager, state
+from mvp_engine.checkpoint import CheckpointManager, safetensors_io, state
 from mvp_engine.checkpoint import format as storage
 from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.config.schema import Checkpoint
@@ -137,13 +137,13 @@ def _one_rank_cannot_write(folder: str) -> list[str]:
         Checkpoint(interval=1, keep_n=None, keep_every=None, best_metric=None, best_mode="min", background=True),
         world,
     )
-    whole = storage.save_file
+    whole = safetensors_io.save_file
     for step in (1, 2, 3):
         if step == 2 and world.rank == 1:
-            storage.save_file = _refuse
+            safetensors_io.save_file = _refuse
         checkpoints.save(step, {f"x.{world.rank}": torch.ones(3)}, {})
         checkpoints.wait()
-        storage.save_file = whole
+        safetensors_io.save_file = whole
         assert checkpoints.failed == (step == 2)
     world.barrier()
     found = names(Path(folder))

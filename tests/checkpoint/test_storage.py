@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from mvp_engine.checkpoint import format as storage
 from mvp_engine.checkpoint import state
+from mvp_engine.checkpoint.safetensors_io import SafetensorsReader
 from mvp_engine.distributed import World
 from mvp_engine.distributed.dtensor import local_shards
 from mvp_engine.errors import UserError
@@ -52,14 +53,14 @@ def test_box_takes_only_what_overlaps(tmp_path: Path, monkeypatch) -> None:
     storage.write(tmp_path, parts, None)
     reader = storage.Reader(tmp_path)
     touched: list[Any] = []
-    read = storage.Slices.read
+    read = SafetensorsReader.read
 
-    def watched(self: storage.Slices, path: Path, key: str, box: tuple[slice, ...]) -> Tensor:
+    def watched(self: SafetensorsReader, path: Path, key: str, box: tuple[slice, ...]) -> Tensor:
         part = read(self, path, key, box)
         touched.append((key, tuple(part.shape)))
         return part
 
-    monkeypatch.setattr(storage.Slices, "read", watched)
+    monkeypatch.setattr(SafetensorsReader, "read", watched)
     assert torch.equal(reader.read("x", (3, 1), (2, 2)), whole[3:5, 1:3])
     assert touched == [("x@2,0", (1, 2)), ("x@4,0", (1, 2))]
     assert torch.equal(reader.read("x", (1, 0), (7, 6)), whole[1:])

@@ -1,4 +1,4 @@
-"""What the tests of adapters share: pretrained folders, an engine with adapters, a few steps."""
+"""Shared by the LoRA tests: pretrained folders, an engine with adapters, a few training steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mvp_engine.model_engine import FSDPEngine, ModelSource, Settings, engine_cl
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 BATCH = PackedBatch.from_sequences([torch.arange(3, 12), torch.arange(5, 9)])
-WIDE = {"hidden_size": 160, "intermediate_size": 320}  # so that a base is much more than its adapters
+WIDE = {"hidden_size": 160, "intermediate_size": 320}  # a base much larger than its adapters
 
 
 def pretrained(folder: Path) -> Path:

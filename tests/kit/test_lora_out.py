@@ -1,4 +1,4 @@
-"""Adapters on disk: checkpoints that hold nothing else, folders for peft, merged weights; all with the same logits."""
+"""LoRA adapters on disk: checkpoints with adapters only, peft folders and merged weights give the same logits."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def base(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory) -> Path:
-    """A pretrained folder of a model that sees."""
+def vision_base(tmp_path_factory) -> Path:
+    """A pretrained folder of a vision-language model."""
     folder = tmp_path_factory.mktemp("base") / "qwen3_vl"
     lively(LanguageModel, "qwen3_vl").hf.save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize("more", [[], ["lora.dora=true", "lora.rslora=true"]], ids=["lora", "dora"])
-def test_saved_on_two_ranks_resumed_on_one_exported_for_peft_and_merged(
+@pytest.mark.parametrize("more", [[], ["lora.rslora=true"]], ids=["lora", "rslora"])
+def test_lora_checkpoint_of_two_ranks_resumes_on_one_and_exports_equal_logits(
     train, ranks2, base: Path, tmp_path: Path, more: list[str]
 ) -> None:
     from peft import PeftModel
@@ -65,9 +65,9 @@ def test_saved_on_two_ranks_resumed_on_one_exported_for_peft_and_merged(
         assert main(["merge", str(folder), str(tmp_path / out), *option]) == 0
     names = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors"}
-    engine = engine_of(base, Lora(rank=2, dora=bool(more), rslora=bool(more)), train=False)
+    engine = engine_of(base, Lora(rank=2, rslora=bool(more)), train=False)
     engine.load_checkpoint(checkpoint)
-    hidden = engine.infer_batch(BATCH, ["log_probs"])["log_probs"]
+    log_probs = engine.infer_batch(BATCH, ["log_probs"])["log_probs"]
     own = AutoModelForCausalLM.from_pretrained(base)
     ids = torch.arange(3, 12)[None]
     before = own(ids).logits
@@ -77,15 +77,15 @@ def test_saved_on_two_ranks_resumed_on_one_exported_for_peft_and_merged(
     ):
         logits = model.eval()(ids).logits
         picked = logits[0].log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
-        assert torch.allclose(picked, hidden[:8], atol=1e-5)
+        assert torch.allclose(picked, log_probs[:8], atol=1e-5)
         assert not torch.allclose(logits, before, atol=1e-2)
 
 
-def test_parts_of_a_model_that_sees_adapted_and_trained_in_full(seeing: Path, tmp_path: Path) -> None:
+def test_lora_vision_model_exports_adapted_and_fully_trained_parts(vision_base: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForMultimodalLM
 
-    engine = engine_of(seeing, Lora(rank=2, alpha=3.0, targets=["q_proj", "vision"], train=["projector"]))
+    engine = engine_of(vision_base, Lora(rank=2, alpha=3.0, targets=["q_proj", "vision"], train=["projector"]))
     model = engine.model
     assert isinstance(model, LanguageModel)
     batch = PackedBatch.concat(samples(model, "qwen3_vl"))
@@ -112,13 +112,13 @@ def test_parts_of_a_model_that_sees_adapted_and_trained_in_full(seeing: Path, tm
     assert all(torch.allclose(merged[name], again[name], atol=1e-6) for name in merged)
     loaded = engine_of(tmp_path / "merged", None, train=False)
     assert torch.allclose(loaded.infer_batch(batch, ["log_probs"])["log_probs"], expected, atol=1e-5)
-    theirs = PeftModel.from_pretrained(AutoModelForMultimodalLM.from_pretrained(seeing), str(tmp_path / "adapter"))
+    theirs = PeftModel.from_pretrained(AutoModelForMultimodalLM.from_pretrained(vision_base), str(tmp_path / "adapter"))
     with_peft = theirs.merge_and_unload().state_dict()
     for name, value in loaded.model.hf.state_dict().items():  # type: ignore[union-attr, operator]
         assert torch.allclose(with_peft[name], value, atol=1e-6), name
 
 
-def test_the_head_of_a_value_model_trains_and_goes_out_with_the_adapter(base: Path, tmp_path: Path) -> None:
+def test_export_adapter_of_a_value_model_contains_its_head(base: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
@@ -133,13 +133,13 @@ def test_the_head_of_a_value_model_trains_and_goes_out_with_the_adapter(base: Pa
 
 
 @pytest.mark.parametrize("family", ["phi3", "qwen3_moe", "gemma3", "qwen2_5_omni_thinker"])
-def test_families_go_out_alike_merged_and_by_peft(family: str, tmp_path: Path) -> None:
+def test_export_adapter_families_equal_merged_weights(family: str, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     lively(LanguageModel, family).hf.save_pretrained(tmp_path / "base")
     has = {"gemma3": ["vision"], "qwen2_5_omni_thinker": ["vision", "audio", "projector"]}.get(family, [])
-    engine = engine_of(tmp_path / "base", Lora(rank=2, targets=["llm", *has], dora=True), train=False)
+    engine = engine_of(tmp_path / "base", Lora(rank=2, targets=["llm", *has]), train=False)
     with torch.no_grad():
         for name, param in engine.model.named_parameters():
             param += 0.3 * torch.randn_like(param) * (".lora_" in name)
@@ -152,17 +152,17 @@ def test_families_go_out_alike_merged_and_by_peft(family: str, tmp_path: Path) -
         assert torch.allclose(value, merged[name], atol=1e-5), name
 
 
-def test_what_peft_has_no_place_for_is_merged_only(tmp_path: Path) -> None:
+def test_export_adapter_refuses_parameters_that_peft_cannot_store(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForMultimodalLM
 
     for family, train, name in (("llava_next", "projector", "image_newline"), ("gemma", "*embed*", "embed_tokens")):
-        lively(LanguageModel, family).hf.save_pretrained(tmp_path / family)  # the second has its embeddings as its head
+        lively(LanguageModel, family).hf.save_pretrained(tmp_path / family)  # gemma ties embeddings and head
         engine = engine_of(tmp_path / family, Lora(rank=2, train=[train]))
-        with pytest.raises(UserError, match=f"{name}.* trained in full, which peft cannot store"):
+        with pytest.raises(UserError, match=f"{name}.* trained in full, which a peft folder cannot hold"):
             MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
         engine.export_hf(tmp_path / f"{family} merged")
-    # A part that trains in full, with parameters of modules that have others inside them.
+    # A part trained in full that has parameters in modules with submodules.
     engine = engine_of(tmp_path / "llava_next", Lora(rank=2, train=["vision"]))
     steps(engine, PackedBatch.concat(samples(engine.model, "llava_next")))  # type: ignore[arg-type]
     MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
@@ -175,7 +175,7 @@ def test_what_peft_has_no_place_for_is_merged_only(tmp_path: Path) -> None:
     assert not any(name.startswith("model.vision_tower.embeddings.") for name in kept)
 
 
-def test_a_base_that_is_gone_or_another_one_is_told(train, base: Path, tmp_path: Path, capsys) -> None:
+def test_lora_base_that_moved_or_changed_is_refused(train, base: Path, tmp_path: Path, capsys) -> None:
     here = tmp_path / "base"
     shutil.copytree(base, here)
     engine = engine_of(here, Lora(rank=2))
@@ -193,8 +193,31 @@ def test_a_base_that_is_gone_or_another_one_is_told(train, base: Path, tmp_path:
     for param in other.parameters():
         torch.nn.init.normal_(param)
     other.hf.save_pretrained(tmp_path / "other")  # type: ignore[operator]
-    with pytest.raises(UserError, match=r"the weights in .*other are others\. Set model.path to the folder"):
+    with pytest.raises(UserError, match=r"other holds different weights\. Set model.path to the folder"):
         engine_of(tmp_path / "other", Lora(rank=2)).load_checkpoint(tmp_path / "saved")
     words = ["model.type=language_model", f"model.path={here}", "lora.rank=2"]
     assert train(*words, config=LM) == EXIT_USER_ERROR
     assert f"model.path={here} is no folder" in capsys.readouterr().err
+
+
+def test_dora_checkpoint_is_refused_by_name(base: Path, tmp_path: Path, capsys) -> None:
+    """By `hf/mvp.json`, which older versions wrote, and by the names of its tensors."""
+    engine = engine_of(base, Lora(rank=2))
+    engine.save_checkpoint(tmp_path / "saved")
+    file = tmp_path / "saved" / "hf" / "mvp.json"
+    info = json.loads(file.read_text())
+    words = ["merge", str(tmp_path / "saved"), str(tmp_path / "out")]
+    file.write_text(json.dumps(info | {"lora": info["lora"] | {"dora": True}}))
+    with pytest.raises(UserError, match=r"was trained with DoRA \(lora.dora=true\), which was removed"):
+        engine.load_checkpoint(tmp_path / "saved")
+    assert main(words) == EXIT_USER_ERROR
+    assert "was trained with DoRA (lora.dora=true), which was removed" in capsys.readouterr().err
+    file.write_text(json.dumps(info | {"lora": info["lora"] | {"dora": False}}))
+    engine.load_checkpoint(tmp_path / "saved")
+    assert main(words) == 0
+
+    layer = next(name for name in weights(engine) if "lora_A" in name).partition(".lora_A")[0]
+    engine.model.get_submodule(layer).lora_magnitude_vector = torch.nn.Linear(2, 2)
+    engine.save_checkpoint(tmp_path / "magnitudes")
+    with pytest.raises(UserError, match=r"trained with DoRA, .* it holds model\..*lora_magnitude_vector\.weight"):
+        engine_of(base, Lora(rank=2), train=False).load_checkpoint(tmp_path / "magnitudes")

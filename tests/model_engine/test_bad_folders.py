@@ -216,7 +216,7 @@ def test_an_export_replaces_nothing_and_knows_its_dtypes(tmp_path: Path) -> None
     folder_of("qwen3", tmp_path / "in")
     engine = language_model(tmp_path / "in")
     for path in (tmp_path / "in", tmp_path / "in" / "config.json"):
-        with pytest.raises(UserError, match="is there already"):
+        with pytest.raises(UserError, match="exists and is not empty"):
             engine.export_hf(str(path))
     for dtype in ("bfloat16", torch.int8):
         with pytest.raises(UserError, match=r"dtype=.*: a folder is exported as one of torch\.float32"):

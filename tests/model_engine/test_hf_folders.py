@@ -209,7 +209,7 @@ def test_a_folder_is_complete(tmp_path: Path) -> None:
         tensors.__getitem__,
         lambda name: tensors[name].to("meta"),
         engine.world,
-        limit=20_000,
+        max_file_bytes=20_000,
     )
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= names
@@ -220,7 +220,7 @@ def test_a_folder_is_complete(tmp_path: Path) -> None:
     assert set(index.values()) <= names
     for name, file in index.items():
         assert dict(entries(tmp_path / "out" / file))[name].dtype == torch.bfloat16
-    with pytest.raises(UserError, match="is there already and not empty"):
+    with pytest.raises(UserError, match="exists and is not empty"):
         engine.export_hf(tmp_path / "out")
 
 

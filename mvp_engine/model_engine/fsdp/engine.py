@@ -27,8 +27,9 @@ from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.distributed.fsdp import UnusedParameterTracker, sharded_modules
 from mvp_engine.errors import UserError
 from mvp_engine.hf import export as hf_export
-from mvp_engine.hf import merge
-from mvp_engine.hf.lora import merging
+from mvp_engine.hf.export_plan import ExportPlan
+from mvp_engine.hf.lora import merge_adapters
+from mvp_engine.hf.model_info import check_base, write_model_info
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.preflight import check_gradients, check_packing
 from mvp_engine.log.metrics import device_scalar
@@ -431,7 +432,7 @@ class FSDPEngine(ModelEngine):
         without = self._elsewhere()
         if without:
             with raise_on_all_ranks(self.world.host_group):
-                merge.check_base(folder, self._packed())
+                check_base(folder, self._packed())
         if not self.training:
             return state.restore(folder, self.model, None, self.world.host_group, without=without)
         # What a scheduler that is no function of the step did to the parameter groups is part of its state.
@@ -444,13 +445,13 @@ class FSDPEngine(ModelEngine):
 
     def describe(self, folder: Path) -> None:
         if isinstance(self.model, PackedModel) and self.model.model_type:
-            merge.describe(self.model, folder, type(self))
+            write_model_info(self.model, folder, type(self))
 
     def export_hf(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         tensors = self._packed().state_dict()
         target = self._packed().export_target(dtype)
         fetch, like = (
-            merging(self.model, lambda n: full_tensor(tensors[n])),
+            merge_adapters(self.model, lambda n: full_tensor(tensors[n])),
             (lambda n: _on_meta(tensors[n])),
         )
         hf_export.export(target, Path(folder).expanduser().resolve(), fetch, like, self.world)
@@ -459,8 +460,8 @@ class FSDPEngine(ModelEngine):
         self, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         tensors = self._packed().state_dict()
-        plan = hf_export.Plan(self._packed().export_target(dtype), lambda n: _on_meta(tensors[n]))
-        fetch = merging(self.model, lambda n: full_tensor(tensors[n]))
+        plan = ExportPlan(self._packed().export_target(dtype), lambda n: _on_meta(tensors[n]))
+        fetch = merge_adapters(self.model, lambda n: full_tensor(tensors[n]))
         for group in plan.groups:
             yield from plan.entries(group, fetch)
 

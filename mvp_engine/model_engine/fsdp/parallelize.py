@@ -27,7 +27,6 @@ from mvp_engine.distributed import Layout
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.fsdp import apply_fsdp
 from mvp_engine.errors import UserError
-from mvp_engine.hf.lora import set_magnitudes
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import PARTS, blocks_by_part, by_part, matching
 from mvp_engine.model_engine.base import Settings
@@ -94,7 +93,6 @@ def place(model: nn.Module, layout: Layout, settings: Settings) -> None:
             world.host_group
         ):  # a file may be damaged in one rank's part, or on one machine
             materialize_weights(model, skeleton, world.device, settings.seed)
-    set_magnitudes(model)
 
 
 def _backends(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[str, str | None]:
