@@ -164,7 +164,7 @@ def test_bad_folders_are_explained(tmp_path: Path, capsys) -> None:
         ),
         (
             {"model_type": "bert", "num_hidden_layers": 1, "vocab_size": 99},
-            "the mask of bert has bidirectional",
+            "the mask of bert contains bidirectional",
         ),
     ],
     ids=str,
