@@ -42,7 +42,7 @@ MODULES = {
     "distributed.reducer": "distributed.ddp",
     "distributed.sequence": "distributed.ulysses",
     "distributed.sharding": "distributed.fsdp",
-    "model_engine.encoders": "hf.encoders",
+    "model_engine.encoders": "hf.vision",
     "model_engine.lora": "hf.lora",
     "model_engine.merge": "hf.merge",
     "model_engine.packed": "hf",

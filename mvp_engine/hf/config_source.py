@@ -1,4 +1,8 @@
-"""The Hugging Face config that a model is built from: a folder's, a made-up one, or the first changed by the second."""
+"""The transformers config that a model is built from: `model.path`, `model.config`, or both.
+
+`model.path` names a local folder with a config.json, `model.config` changes single settings of
+it. Without a folder, `model.config.model_type` selects a config class with its defaults.
+"""
 
 from __future__ import annotations
 
@@ -10,107 +14,113 @@ from mvp_engine.errors import UserError
 
 
 def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:
-    """A config object of transformers. Remote code is never run."""
-    from transformers import CONFIG_MAPPING
-
+    """A config object of transformers. Remote code is never executed."""
+    settings: dict[str, Any] = {}
     if path is None:
-        model_type = str(overrides.get("model_type"))
-        if model_type not in CONFIG_MAPPING:
-            near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), 3)
-            hint = f"; near it are {', '.join(near)}" if near else ""
-            raise UserError(
-                f"without model.path, model.config needs a model_type of transformers, not {model_type}{hint}"
-            )
-        known, settings = CONFIG_MAPPING[model_type](), {}
+        known = _default_config(str(overrides.get("model_type")))
     else:
-        if not (Path(path) / "config.json").is_file():
-            what = "has no config.json" if Path(path).is_dir() else "is no folder"
-            raise UserError(
-                f"model.path={path} {what}; it must be a Hugging Face folder on this machine"
-            )
-        known = _folders_config(Path(path))
+        known = _config_of_folder(Path(path))
         settings = known.to_dict()
-    _merge(
-        known,
-        settings,
-        {key: value for key, value in overrides.items() if key != "model_type"},
-        "model.config",
-    )
+    changes = {key: value for key, value in overrides.items() if key != "model_type"}
+    _merge(known, settings, changes, "model.config")
     try:
         return type(known).from_dict(settings)
-    except Exception as error:  # noqa: BLE001 - of whatever kind: it is the user who gave these settings
+    except Exception as error:  # noqa: BLE001 - any error: the settings are the user's
         raise UserError(f"model.config does not fit {known.model_type}: {error}") from None
 
 
-def _folders_config(path: Path) -> Any:
+def _default_config(model_type: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        similar = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), 3)
+        hint = f". Similar names: {', '.join(similar)}" if similar else ""
+        raise UserError(
+            "without model.path, model.config needs a model_type of transformers, "
+            f"not {model_type}{hint}"
+        )
+    return CONFIG_MAPPING[model_type]()
+
+
+def _config_of_folder(path: Path) -> Any:
     from transformers import AutoConfig
 
+    if not (path / "config.json").is_file():
+        problem = "has no config.json" if path.is_dir() else "is not a folder"
+        raise UserError(f"model.path={path} {problem}; it must be a local Hugging Face folder")
     try:
         known = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - of whatever kind: it is the file
-        first = str(error).strip().split("\n")[0]
+    except Exception as error:  # noqa: BLE001 - any error: the file is the user's
+        first_line = str(error).strip().split("\n")[0]
         raise UserError(
-            f"{path / 'config.json'} cannot be read: {type(error).__name__}: {first}"
+            f"{path / 'config.json'} cannot be read: {type(error).__name__}: {first_line}"
         ) from None
     if getattr(known, "quantization_config", None) is not None:
         raise UserError(
-            f"model.path={path} holds quantised weights, which cannot be trained; take the original"
+            f"model.path={path} holds quantized weights, which cannot be trained; "
+            "use the original checkpoint"
         )
     if getattr(known, "transformers_weights", None) is not None:
         raise UserError(
-            f"model.path={path} names its weights itself (transformers_weights), which is not known here"
+            f"model.path={path} sets transformers_weights (other names for weight files), "
+            "which is not supported"
         )
     return known
 
 
 def _merge(known: Any, settings: dict[str, Any], overrides: dict[str, Any], key: str) -> None:
+    """Write `overrides` into `settings`; names that the config `known` lacks are user errors."""
     for name, value in overrides.items():
-        if not _has(known, name):
+        if not _has_setting(known, name):
             raise UserError(
                 f"{key}.{name}: {known.model_type} has no such setting.{_hint(known, name, key)}"
             )
-        if isinstance(value, dict) and name in known.sub_configs:
-            _merge(getattr(known, name), settings.setdefault(name, {}), value, f"{key}.{name}")
-        elif isinstance(value, dict) and isinstance(
-            before := settings.get(name, getattr(known, name)), dict
-        ):
-            settings[name] = _over(before, value, f"{key}.{name}")
-        else:
+        if not isinstance(value, dict):
             settings[name] = value
+        elif name in known.sub_configs:
+            sub_settings = settings.setdefault(name, {})
+            _merge(getattr(known, name), sub_settings, value, f"{key}.{name}")
+        else:
+            before = settings.get(name, getattr(known, name))
+            is_dict = isinstance(before, dict)
+            settings[name] = _merge_dict(before, value, f"{key}.{name}") if is_dict else value
 
 
-def _over(before: dict[str, Any], value: dict[str, Any], key: str) -> dict[str, Any]:
-    """Settings over those of a dict, such as a number of `rope_parameters`; some have a dict for each kind of layer."""
-    parts = [name for name, part in before.items() if isinstance(part, dict)]
-    for name in value:
-        if parts and name not in before:
+def _merge_dict(before: dict[str, Any], value: dict[str, Any], key: str) -> dict[str, Any]:
+    """Merge into a dict such as `rope_parameters`, which may hold one dict per layer type."""
+    layer_types = [name for name, part in before.items() if isinstance(part, dict)]
+    merged = dict(before)
+    for name, part in value.items():
+        if layer_types and name not in before:
             raise UserError(
-                f"{key}.{name}: there is one for each of {', '.join(parts)}; write {key}.{parts[0]}.{name}"
+                f"{key}.{name}: this is set per layer type ({', '.join(layer_types)}); "
+                f"write {key}.{layer_types[0]}.{name}"
             )
-    both = {**before, **value}
-    return {
-        name: _over(before[name], part, f"{key}.{name}")
-        if name in parts and isinstance(part, dict)
-        else part
-        for name, part in both.items()
-    }
+        both_dicts = name in layer_types and isinstance(part, dict)
+        merged[name] = _merge_dict(before[name], part, f"{key}.{name}") if both_dicts else part
+    return merged
 
 
-def _has(config: Any, name: str) -> bool:
+def _has_setting(config: Any, name: str) -> bool:
+    if name.startswith("_"):
+        return False
     try:
-        return not name.startswith("_") and not callable(getattr(config, name))
+        return not callable(getattr(config, name))
     except AttributeError:
         return False
-    except Exception:  # noqa: BLE001 - it is there, but asking for it is not wanted: layers may differ in it
+    except Exception:  # noqa: BLE001 - it exists, but reading it fails: it differs by layer
         return True
 
 
 def _hint(config: Any, name: str, key: str) -> str:
+    """Where the setting exists: in a sub-config (text first), in a dict, or under a similar name."""
     for part in sorted(config.sub_configs, key=lambda part: "text" not in part):
-        if (below := getattr(config, part, None)) is not None and _has(below, name):
+        sub_config = getattr(config, part, None)
+        if sub_config is not None and _has_setting(sub_config, name):
             return f" Did you mean {key}.{part}.{name}?"
-    for part, value in config.to_dict().items():
+    settings = config.to_dict()
+    for part, value in settings.items():
         if isinstance(value, dict) and name in value:
             return f" Did you mean {key}.{part}.{name}?"
-    near = difflib.get_close_matches(name, list(config.to_dict()), 1)
-    return f" Did you mean {near[0]}?" if near else ""
+    similar = difflib.get_close_matches(name, list(settings), 1)
+    return f" Did you mean {similar[0]}?" if similar else ""

@@ -1,4 +1,4 @@
-"""What happens to the inputs of a Hugging Face model's text layers on their way in."""
+"""Forward hooks on the inputs of a model's text layers: bf16 embeddings, and slices for Ulysses."""
 
 from __future__ import annotations
 
@@ -11,46 +11,56 @@ from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.ops.autocast import autocast_dtype
 
-
-def low(module: nn.Module, args: Any, embedded_TD: Tensor) -> Tensor | None:
-    """Autocast leaves embeddings in float32, and all that is added to them: twice the memory of bf16, which is what
-    sharded ranks have. float16 could overflow there."""
-    return embedded_TD.bfloat16() if autocast_dtype(embedded_TD) == torch.bfloat16 else None
+# Inputs of a decoder with one entry per token, and the dimension of the tokens.
+_TOKEN_DIMS = {"inputs_embeds": 1, "position_ids": -1, "per_layer_inputs": 1}
 
 
-def low_inputs(
+def cast_embeddings(module: nn.Module, args: Any, embeds: Tensor) -> Tensor | None:
+    """Forward hook of the embedding layer: bf16 output under bf16 autocast.
+
+    Autocast leaves embeddings in float32, and with them the residual stream: twice the memory.
+    Under float16 they stay float32, since the residual stream could overflow.
+    """
+    return embeds.bfloat16() if autocast_dtype(embeds) == torch.bfloat16 else None
+
+
+def cast_decoder_inputs(
     decoder: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
-    embedded = kwargs.get("inputs_embeds")
-    lower = None if embedded is None else low(decoder, args, embedded)
-    return None if lower is None else (args, {**kwargs, "inputs_embeds": lower})
+    """Forward pre-hook of a decoder with encoders: the same cast, after features are inserted."""
+    embeds = kwargs.get("inputs_embeds")
+    cast = None if embeds is None else cast_embeddings(decoder, args, embeds)
+    return None if cast is None else (args, {**kwargs, "inputs_embeds": cast})
 
 
-def cut_inputs(
+def slice_decoder_inputs(
     decoder: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
-    """This rank's part of what a decoder is given. Each rank ran the encoders on everything; a part of their gradient
-    comes back on each, and the sum over ranks is the whole."""
+    """Forward pre-hook of a decoder with encoders: this rank's slice of the tokens (Ulysses).
+
+    Each rank runs the encoders on all media. Each computes a part of the encoders' gradient, and
+    the reduction over ranks adds up the parts.
+    """
     shard: UlyssesShard | None = kwargs.get("ulysses_shard")
     if shard is None:
         return None
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    if (layers := given.pop("deepstack_visual_embeds", None)) is not None:
-        kwargs = {**kwargs, "deepstack_visual_embeds": [shard.cut(layer) for layer in layers]}
-    for name, value in given.items():
-        if name in _BY_TOKEN:
-            kwargs = {**kwargs, name: shard.cut(value, _BY_TOKEN[name])}
-        elif (
-            isinstance(value, Tensor)
-            and sum(shard.sizes) in value.shape
-            and not name.startswith("cu_seq_lens")
-        ):
-            who = type(decoder).__name__
+    sliced = dict(kwargs)
+    for name, value in kwargs.items():
+        if value is None:
+            continue
+        if name == "deepstack_visual_embeds":  # a list with one tensor per layer
+            sliced[name] = [shard.cut(layer) for layer in value]
+        elif name in _TOKEN_DIMS:
+            sliced[name] = shard.cut(value, _TOKEN_DIMS[name])
+        elif _may_be_per_token(name, value, num_tokens=sum(shard.sizes)):
             raise UserError(
-                f"parallel.ulysses > 1: {who} is given {name}, and it is not known how to share that"
+                f"parallel.ulysses > 1: {type(decoder).__name__} gets {name}, which may have one "
+                "entry per token; it is not known how to slice it. Set parallel.ulysses=1."
             )
-    return args, kwargs
+    return args, sliced
 
 
-# The inputs of a decoder with a row for each token, and the dimension of the rows.
-_BY_TOKEN = {"inputs_embeds": 1, "position_ids": -1, "per_layer_inputs": 1}
+def _may_be_per_token(name: str, value: Any, num_tokens: int) -> bool:
+    if not isinstance(value, Tensor) or name.startswith("cu_seq_lens"):
+        return False
+    return num_tokens in value.shape

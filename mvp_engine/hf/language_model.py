@@ -1,4 +1,8 @@
-"""A Hugging Face language model on packed batches: log-probabilities of the labels without full logits."""
+"""LanguageModel: a causal (or multimodal) LM on packed batches, without full logits in memory.
+
+The head is not transformers' forward: `ops.linear_cross_entropy` computes log-probs from hidden
+states and the output embedding, in chunks of tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,19 @@ from torch.distributed.tensor import DTensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import attention
-from mvp_engine.hf.packed_model import (
-    Outputs,
-    PackedModel,
-    check_token_range,
-    from_auto,
-    losses_of,
-)
+from mvp_engine.hf.model_inputs import check_token_range
+from mvp_engine.hf.packed_model import Outputs, PackedModel, from_auto, losses_of
 from mvp_engine.ops.linear_cross_entropy import linear_argmax, linear_log_probs, linear_loss
 
 
 class LanguageModel(PackedModel):
-    """Log-probs of the labels (0 where there is none), entropy and more of the distribution, per token, in float32.
+    """A language model; its outputs are per token and float32.
 
-    `next_tokens` are the most likely ones: what greedy decoding writes behind each position. `loss` is minus the sum of
-    the log-probs as one number, and quicker.
+    - `log_probs`: of the labels; 0 where the label is ignored
+    - `entropy`, `log_z`, `mean_log_probs`: of the distribution over the vocabulary
+    - `next_tokens`: the argmax, which is what greedy decoding writes after each position
+    - `loss`: minus the sum of log_probs, one scalar. Asked for alone (or with `losses`, its terms
+      without gradient), it is cheaper: the gradients are computed in the forward
     """
 
     model_type = "language_model"
@@ -43,16 +45,18 @@ class LanguageModel(PackedModel):
     def __init__(self, causal_lm: Any, temperature: float = 1.0, chunk: int = 2048) -> None:
         if causal_lm.base_model is causal_lm:
             raise UserError(
-                f"{type(causal_lm).__name__} has no backbone apart from its head, as a language model must"
+                f"{type(causal_lm).__name__} does not separate its backbone from its head, "
+                "which a language model needs"
             )
         super().__init__(causal_lm)
+        self.temperature = temperature
+        self.chunk = chunk  # tokens per chunk of logits
         config = causal_lm.config.get_text_config()
-        self.temperature, self.chunk = temperature, chunk
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        # Granite divides its logits, Cohere multiplies them.
-        self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-            getattr(config, "logits_scaling", None) or 1.0
-        )
+        # Cohere multiplies its logits, Granite divides them.
+        multiplier = float(getattr(config, "logit_scale", None) or 1.0)
+        divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+        self.scale = multiplier / divisor
 
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> LanguageModel:
@@ -62,13 +66,13 @@ class LanguageModel(PackedModel):
             AutoModelForMultimodalLM,
         )
 
-        multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
         if getattr(config, "is_encoder_decoder", False):
             raise UserError(
-                f"{config.model_type} is an encoder with a decoder, not a language model on one sequence"
+                f"{config.model_type} is an encoder-decoder model, not a decoder-only language model"
             )
-        auto = AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
-        return cls(from_auto(auto, config), **options)
+        is_multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+        auto_class = AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
+        return cls(from_auto(auto_class, config), **options)
 
     def base(self) -> nn.Module:
         return self.hf.base_model  # type: ignore[return-value]
@@ -78,40 +82,49 @@ class LanguageModel(PackedModel):
         check_token_range(batch, "labels", self.hf.get_output_embeddings())  # type: ignore[operator]
 
     def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
-        head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
-        weight, bias = head.weight, head.bias
-        shared: dict[str, Any] = {}
-        if isinstance(weight, DTensor):  # each rank has a slice of the vocabulary
-            rows, ranks = weight.shape[0], weight.device_mesh.size()
-            start = min(rows, -(-rows // ranks) * weight.device_mesh.get_local_rank())
-            shared = {"group": weight.device_mesh.get_group(), "vocab_start": start}
-            weight, bias = weight.to_local(), None if bias is None else bias.to_local()
-        how: dict[str, Any] = {
-            "bias_V": bias,
+        weight_VD, bias_V, vocab_shard = self._local_head()
+        options: dict[str, Any] = {
+            "bias_V": bias_V,
             "scale": self.scale,
             "softcap": self.softcap,
             "chunk": self.chunk,
         }
-        every = {"hidden_states": hidden_TD}
+        computed = {"hidden_states": hidden_TD}
         if "next_tokens" in wanted:
-            every["next_tokens"] = linear_argmax(hidden_TD, weight, **how, **shared)
-        how["temperature"] = self.temperature
-        missing = set(wanted) - set(every)
-        if "loss" in missing <= {"loss", "losses"} and not shared:
-            every["loss"], every["losses"] = linear_loss(hidden_TD, weight, labels_T, **how)
+            computed["next_tokens"] = linear_argmax(hidden_TD, weight_VD, **options, **vocab_shard)
+        options["temperature"] = self.temperature
+        missing = set(wanted) - set(computed)
+        if "loss" in missing and missing <= {"loss", "losses"} and not vocab_shard:
+            loss, losses_T = linear_loss(hidden_TD, weight_VD, labels_T, **options)
+            computed |= {"loss": loss, "losses": losses_T}
         elif missing:
-            how["mean"] = "mean_log_probs" in wanted
-            every |= linear_log_probs(hidden_TD, weight, labels_T, **how, **shared)._asdict()
-            every |= losses_of(every["log_probs"])
-        return {name: every[name] for name in wanted}
+            options["mean"] = "mean_log_probs" in wanted
+            computed |= linear_log_probs(
+                hidden_TD, weight_VD, labels_T, **options, **vocab_shard
+            )._asdict()
+            computed |= losses_of(computed["log_probs"])
+        return {name: computed[name] for name in wanted}
+
+    def _local_head(self) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+        """Weight and bias of the output embedding, and which slice of the vocabulary they are.
+
+        The third value is empty, or the arguments `group` and `vocab_start` of tensor parallelism.
+        """
+        head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
+        weight = head.weight
+        bias = head.bias
+        if not isinstance(weight, DTensor):
+            return weight, bias, {}
+        mesh = weight.device_mesh
+        vocab_size = weight.shape[0]
+        rows_per_rank = -(-vocab_size // mesh.size())  # rounded up: the last rank may have fewer
+        vocab_start = min(vocab_size, rows_per_rank * mesh.get_local_rank())
+        vocab_shard = {"group": mesh.get_group(), "vocab_start": vocab_start}
+        return weight.to_local(), None if bias is None else bias.to_local(), vocab_shard
 
     def own_log_probs(self, batch: PackedBatch) -> Tensor | None:
         with attention.own_attention(self.hf.config):
             logits = self.hf(batch.input_ids[None], use_cache=False).logits[0]
-        picked = (
-            logits.float()
-            .div(self.temperature)
-            .log_softmax(-1)[:-1]
-            .gather(-1, batch.labels[:-1, None])[:, 0]
-        )
-        return torch.cat([picked, picked.new_zeros(1)])
+        log_probs_TV = logits.float().div(self.temperature).log_softmax(-1)
+        of_labels = log_probs_TV[:-1].gather(-1, batch.labels[:-1, None])[:, 0]
+        return torch.cat([of_labels, of_labels.new_zeros(1)])

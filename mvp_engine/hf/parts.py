@@ -1,8 +1,10 @@
-"""The parts of a model by name: `vision`, `audio`, `projector`, `llm`. Each parameter belongs to exactly one.
+"""Parts of a multimodal model: `vision`, `audio`, `projector`, `llm`. Each parameter has one.
 
-They are found by structure, not by a table of models. The decoder says where the text layers are; an encoder is a
-sub-model that was built from a sub-config of its own; what stands beside both leads from one to the other. Where
-nothing does, the encoder ends with its projector itself. Heads (`lm_head`, that of a value model) belong to the `llm`.
+Config keys such as `model.freeze` or `optim.lr_by_part` accept these names. Parts are found by
+structure, not by a table of models: the decoder marks the text layers, and an encoder is a
+sub-model built from a vision or audio sub-config. Other children of the base connect the two, so
+they are the projector; without any, the projector is what follows the blocks inside the encoder.
+Heads (`lm_head`, the head of a value model) belong to `llm`.
 """
 
 from __future__ import annotations
@@ -22,149 +24,201 @@ from mvp_engine.hf.packed_model import PackedModel
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
+# Words in the name of a sub-config, and the part that its sub-model is.
+_ENCODER_PARTS: dict[str, Part] = {
+    "vision": "vision",
+    "image": "vision",
+    "video": "vision",
+    "audio": "audio",
+}
+
+
+# ---- Which parameter belongs to which part -----------------------------------------------------
+
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
-    """The part of each parameter, by its name; of a model that is no Hugging Face model, nothing is known."""
+    """The part of each parameter, by parameter name; empty for a model outside of Hugging Face."""
     if not isinstance(model, PackedModel):
         return {}
-    base, decoder = model.base(), model.decoder()
-    owners: dict[nn.Module, Part] = {model: "llm"}
-    if decoder is not base:
-        owners |= {base: "projector", decoder: "llm"}
-        encoders = dict(_encoders(base, decoder))
-        owners |= encoders
-        beside = [
-            child for child in base.children() if child is not decoder and child not in encoders
-        ]
-        if not any(True for child in beside for _ in child.parameters()):
-            owners |= {
-                child: "projector" for encoder in encoders for child in _after_blocks(encoder)
-            }
+    roots = _part_roots(model)
     found: dict[str, Part] = {}
 
     def walk(module: nn.Module, prefix: str, part: Part) -> None:
-        part = owners.get(module, part)
+        part = roots.get(module, part)
         for name, _ in module.named_parameters(recurse=False):
             found[prefix + name] = part
         for name, child in module.named_children():
             walk(child, f"{prefix}{name}.", part)
 
     walk(model, "", "llm")
-    return {
-        name: found[name] for name, _ in model.named_parameters()
-    }  # a tied one under its first name
+    # A tied parameter only counts under its first name, as in named_parameters().
+    return {name: found[name] for name, _ in model.named_parameters()}
 
 
-def blocks_by_part(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Each block, and the part that it belongs to; without parts, all belong to the same."""
-    parts, names = parts_of(model), {param: name for name, param in model.named_parameters()}
-    return [
-        (block, parts.get(names[next(block.parameters())], PARTS[0])) for block in blocks(model)
-    ]
+def _part_roots(model: PackedModel) -> dict[nn.Module, Part]:
+    """The modules at which a part begins; a part ends where another one begins below it."""
+    base = model.base()
+    decoder = model.decoder()
+    roots: dict[nn.Module, Part] = {model: "llm"}
+    if decoder is base:
+        return roots
+    roots |= {base: "projector", decoder: "llm"}
+    encoders = _encoders(base, decoder)
+    roots |= encoders
+    connectors = [child for child in base.children() if child not in (decoder, *encoders)]
+    if not any(_has_parameters(child) for child in connectors):
+        for encoder in encoders:
+            roots |= dict.fromkeys(_after_blocks(encoder), "projector")
+    return roots
 
 
-def _encoders(base: Any, decoder: nn.Module) -> Iterator[tuple[nn.Module, Part]]:
-    """Sub-models beside the decoder that have a config of their own for something to see or to hear."""
-    kinds: dict[str, Part] = {
-        "vision": "vision",
-        "image": "vision",
-        "video": "vision",
-        "audio": "audio",
-    }
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _encoders(base: Any, decoder: nn.Module) -> dict[nn.Module, Part]:
+    """Children of the base, except the decoder, built from a sub-config for vision or audio."""
+    encoders: dict[nn.Module, Part] = {}
     for key in base.config.sub_configs:
-        part = next((part for word, part in kinds.items() if word in key), None)
         config = getattr(base.config, key, None)
-        if part is not None and config is not None:
-            yield from (
-                (c, part)
-                for c in base.children()
-                if getattr(c, "config", None) is config and c is not decoder
-            )
+        part = next((part for word, part in _ENCODER_PARTS.items() if word in key), None)
+        if part is None or config is None:
+            continue
+        for child in base.children():
+            if getattr(child, "config", None) is config and child is not decoder:
+                encoders[child] = part
+    return encoders
 
 
 def _after_blocks(encoder: nn.Module) -> Iterator[nn.Module]:
-    """What an encoder has after its blocks, but for norms: mergers and projections. Convolutions are its beginning,
-    wherever they stand."""
-    children = list(encoder.named_children())
-    lists = [index for index, (_, child) in enumerate(children) if isinstance(child, nn.ModuleList)]
-    for name, child in children[lists[0] + 1 :] if lists else ():
-        if not name.startswith("conv") and any(param.ndim > 1 for param in child.parameters()):
+    """Mergers and projections that an encoder has after its first list of blocks.
+
+    Norms have no matrices and are skipped; so are convolutions, which embed the input wherever
+    they are declared.
+    """
+    seen_blocks = False
+    for name, child in encoder.named_children():
+        has_matrix = any(param.ndim > 1 for param in child.parameters())
+        if seen_blocks and has_matrix and not name.startswith("conv"):
             yield child
+        seen_blocks = seen_blocks or isinstance(child, nn.ModuleList)
+
+
+def blocks_by_part(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Each transformer block with its part. In a model without parts all get the same one."""
+    parts = parts_of(model)
+    names = {param: name for name, param in model.named_parameters()}
+    found: list[tuple[nn.Module, str]] = []
+    for block in blocks(model):
+        first_parameter = names[next(block.parameters())]
+        found.append((block, parts.get(first_parameter, PARTS[0])))
+    return found
+
+
+# ---- Parts in a config -------------------------------------------------------------------------
 
 
 def by_part(model: nn.Module, setting: Any, key: str) -> Mapping[str, Any]:
-    """A setting for all parts alike, or for some of them, as one for each part that the model has."""
-    known = set(parts_of(model).values())
+    """A config value as a mapping from part to value; a single value holds for all parts."""
     if not isinstance(setting, Mapping):
         return dict.fromkeys(PARTS, setting)
-    if unknown := [part for part in setting if part not in known]:
-        has = (
-            f"it has {', '.join(part for part in PARTS if part in known)}"
-            if known
-            else "parts are not known of it"
-        )
-        raise UserError(f"{key}: {type(model).__name__} has no part {unknown[0]}; {has}")
+    known = set(parts_of(model).values())
+    for part in setting:
+        if part not in known:
+            raise _no_part(model, part, key, known)
     return setting
+
+
+def matching(model: nn.Module, pattern: str, key: str) -> list[str]:
+    """Names of the parameters of a part, or of those that fit a glob pattern; at least one."""
+    parts = parts_of(model)
+    known = set(parts.values())
+    names = [name for name, _ in model.named_parameters()]
+    if pattern in known:
+        return [name for name in names if parts[name] == pattern]
+    if pattern in PARTS and known:
+        raise _no_part(model, pattern, key, known)
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
+        similar = difflib.get_close_matches(pattern, [*names, *sorted(known)], 3, 0.0)
+        raise UserError(
+            f"{key}: no parameter name matches {pattern!r}. Similar names: {', '.join(similar)}"
+        )
+    return found
+
+
+def _no_part(model: nn.Module, part: str, key: str, known: set[Part]) -> UserError:
+    listed = ", ".join(part for part in PARTS if part in known)
+    reason = f"it has {listed}" if known else "only Hugging Face models have parts"
+    return UserError(f"{key}: {type(model).__name__} has no part {part}; {reason}")
+
+
+# ---- What is trained ---------------------------------------------------------------------------
 
 
 def trained_parts(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> list[dict[str, Any]]:
-    """What trains: for each part, and for `all`, its `parameters`, how many are `trained`, at which `rates` (before any
-    schedule), and the `adapters` in it. Of a model of which no parts are known there is `all` alone."""
-    parts, params = parts_of(model), dict(model.named_parameters())
-    groups = optimizer.param_groups if optimizer else []
-    rates = {
-        param: group.get("initial_lr", group["lr"]) for group in groups for param in group["params"]
-    }
+    """One dict per part, then one for `all` of the model.
+
+    Keys: `part`, `parameters`, `trained` (how many are not frozen), `rates` (their learning rates
+    before any schedule) and `adapters` (LoRA layers). A model without parts has `all` alone.
+    """
+    parts = parts_of(model)
+    named = dict(model.named_parameters())
+    learning_rates = _learning_rates(optimizer)
     facts = []
-    for part in (*(part for part in PARTS if part in parts.values()), "all"):
-        own = {name: param for name, param in params.items() if part in (parts.get(name), "all")}
-        trained = {name: param for name, param in own.items() if param.requires_grad}
-        total, train = (sum(param.numel() for param in some.values()) for some in (own, trained))
-        seen = sorted({rates[param] for param in trained.values() if param in rates})
-        adapters = sum(".lora_A." in name for name in trained)
-        facts.append(
-            {
-                "part": part,
-                "parameters": total,
-                "trained": train,
-                "rates": seen,
-                "adapters": adapters,
-            }
-        )
-    return facts
+    for part in PARTS:
+        members = {name: param for name, param in named.items() if parts.get(name) == part}
+        if members:
+            facts.append(_summary(part, members, learning_rates))
+    return [*facts, _summary("all", named, learning_rates)]
+
+
+def _learning_rates(optimizer: torch.optim.Optimizer | None) -> dict[nn.Parameter, float]:
+    rates: dict[nn.Parameter, float] = {}
+    for group in optimizer.param_groups if optimizer else []:
+        rate = group.get("initial_lr", group["lr"])
+        rates |= dict.fromkeys(group["params"], rate)
+    return rates
+
+
+def _summary(
+    part: str, params: dict[str, nn.Parameter], learning_rates: dict[nn.Parameter, float]
+) -> dict[str, Any]:
+    trained = {name: param for name, param in params.items() if param.requires_grad}
+    rates = {learning_rates[param] for param in trained.values() if param in learning_rates}
+    return {
+        "part": part,
+        "parameters": sum(param.numel() for param in params.values()),
+        "trained": sum(param.numel() for param in trained.values()),
+        "rates": sorted(rates),
+        "adapters": sum(".lora_A." in name for name in trained),
+    }
 
 
 def table(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-    """`trained_parts` for people; empty for a model of which no parts are known."""
+    """`trained_parts` as a text table for the log; empty for a model without parts."""
     facts = trained_parts(model, optimizer)
-    rows = [("part", "parameters", "train", "", "rate")]
-    for one in facts:
-        what = ", ".join(f"{rate:g}" for rate in one["rates"])
-        what += f"  LoRA on {one['adapters']} layers" if one["adapters"] else ""
-        share = f"{100 * one['trained'] / max(1, one['parameters']):.4g} %"
-        what = "frozen" if not one["trained"] else "" if one["part"] == "all" else what
-        rows.append((one["part"], f"{one['parameters']:,}", f"{one['trained']:,}", share, what))
+    if len(facts) == 1:
+        return ""
+    rows = [("part", "parameters", "trained", "", "learning rate"), *map(_table_row, facts)]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)), row[4]]
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join(lines) if len(facts) > 1 else ""
+    lines = []
+    for row in rows:
+        figures = [row[column].rjust(widths[column]) for column in (1, 2, 3)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *figures, row[4]]).rstrip())
+    return "\n".join(lines)
 
 
-def matching(model: nn.Module, pattern: str, key: str) -> list[str]:
-    """The names of the parameters that a pattern fits, or of those of the part that it names; it must fit some."""
-    parts, names = parts_of(model), [name for name, _ in model.named_parameters()]
-    if pattern in parts.values():
-        return [name for name in names if parts[name] == pattern]
-    if pattern in PARTS and parts:
-        has = ", ".join(part for part in PARTS if part in parts.values())
-        raise UserError(f"{key}: {type(model).__name__} has no part {pattern}; it has {has}")
-    if not (found := [name for name in names if fnmatchcase(name, pattern)]):
-        near = difflib.get_close_matches(pattern, [*names, *sorted(set(parts.values()))], 3, 0.0)
-        raise UserError(f"{key}: no parameter is called {pattern!r}. Near it are {', '.join(near)}")
-    return found
+def _table_row(facts: dict[str, Any]) -> tuple[str, ...]:
+    percent = 100 * facts["trained"] / max(1, facts["parameters"])
+    remark = ", ".join(f"{rate:g}" for rate in facts["rates"])
+    if facts["adapters"]:
+        remark += f"  LoRA on {facts['adapters']} layers"
+    if facts["part"] == "all":
+        remark = ""
+    if not facts["trained"]:
+        remark = "frozen"
+    figures = (f"{facts['parameters']:,}", f"{facts['trained']:,}", f"{percent:.4g} %")
+    return (facts["part"], *figures, remark)

@@ -1,12 +1,16 @@
-"""Trials before training: a model that would train on wrong numbers is refused at the start, by name.
+"""Preflight probes: run a few random tokens before training, and reject models that fail.
 
-A few random tokens go through the model as it stands on its layout, so all ranks call these together, and agree on
-what they saw.
+`check_packing` compares packed with single sequences, `check_gradients` compares gradients between
+tensor-parallel ranks. Both run the model as it is placed on its layout, so all ranks must call
+them; results are reduced over ranks, so that all of them raise or none.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -21,7 +25,51 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import attention
 from mvp_engine.hf.packed_model import PackedModel
 
-TRIALS = 3  # a router of experts may be on the edge between two of them, and tip over by a rounding
+TRIALS = 3  # one may fail by chance: rounding can switch an expert router between two experts
+LENGTHS = (9, 6)  # of the two sequences
+EXACT = 1e-5  # the largest relative difference that float32 rounding explains
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Relative differences that one trial measured."""
+
+    neighbour: float  # of a sequence when the other one in its pack is replaced; maximum
+    packing: float  # of packed sequences from the same ones alone; mean
+    reference: float  # of log-probs from those of transformers' own forward; mean
+    noise: float  # bound for rounding errors of this model; 0 in float32
+
+    @classmethod
+    def measure(cls, model: PackedModel, seed: int, *, exact: bool, own: bool) -> Differences:
+        first, second = _sequences(model, LENGTHS, seed)
+        other_first, other_second = _sequences(model, LENGTHS, seed + TRIALS)
+        split = LENGTHS[0]
+        packed = _hidden(model, first, second)
+        noise = 0.0 if exact else 4 * _rounding_noise(model, first)
+        neighbour = max(
+            _max_difference(packed[split:], _hidden(model, other_first, second)[split:]),
+            _max_difference(packed[:split], _hidden(model, first, other_second)[:split]),
+        )
+        alone = torch.cat([_hidden(model, first), _hidden(model, second)])
+        packing = _difference(packed, alone)
+        reference = _reference_difference(model, [first, second]) if own else 0.0
+        return cls(neighbour, packing, reference, noise)
+
+    def max_over_ranks(self, group: dist.ProcessGroup | None) -> Differences:
+        """The largest of all ranks, so that all ranks decide alike. NaN counts as infinite."""
+        largest = torch.tensor(astuple(self), dtype=torch.float64).nan_to_num(nan=torch.inf)
+        if group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        return Differences(*largest.tolist())
+
+    def neighbour_ok(self) -> bool:
+        return self.neighbour <= max(EXACT, min(0.1, self.noise))
+
+    def packing_ok(self, exact: bool) -> bool:
+        return self.packing <= (EXACT if exact else min(0.1, max(1e-4, self.noise)))
+
+    def reference_ok(self, exact: bool) -> bool:
+        return self.reference <= (EXACT if exact else 3e-2)
 
 
 @torch.no_grad()
@@ -32,161 +80,148 @@ def check_packing(
     own: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Two short sequences packed must give what each gives alone, and what transformers' own forward gives.
+    """Raise unless two packed sequences give what each gives alone and what transformers gives.
 
-    Above all, neither may change with the other: that is seen to the last bit, since nothing else differs.
+    Most of all, a sequence must not change with its neighbour in the pack: shapes are equal
+    there, so the results are bit-equal, and a leak in one layer of many shows. The probe rejects
+    state-space and linear-attention mixers, position schemes that ignore `position_ids`, heads
+    with unknown steps, and layers that need attention features that packed attention lacks.
 
-    Refuses state-space and linear-attention mixers, position schemes that ignore `position_ids`, heads with unknown
-    steps, and layers that ask attention for something it does not have. `exact`: the computation is in float32.
-    `own`: compare with transformers' forward, which knows nothing of matrices that are shared. `group`: all ranks.
-
-    In half precision the bar is the noise of this very model: a causal model's first tokens do not depend on later
-    ones, so what changes when these are left out is rounding. A model with attention of its own may not even be causal
-    without a mask: there, what transformers says about the class has to do.
+    `exact`: the model computes in float32. In half precision the bound is the model's own
+    rounding noise: a causal model's first tokens do not depend on later ones, so whatever changes
+    when those are cut off is rounding. A model outside of transformers' attention interface may
+    not be causal without a mask, so in half precision it is rejected by its class.
+    `own`: compare with transformers' forward, which does not know tensor-parallel weights.
+    `group`: all ranks.
     """
-    kind = model.hf.config.model_type  # type: ignore[union-attr]
-    if not exact and not _asks_for_attention(model):
-        raise UserError(
-            f"{kind} cannot be trained on packed sequences: it does not use transformers' attention interface"
-        )
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    model_type = model.hf.config.model_type  # type: ignore[union-attr]
+    rejected = f"{model_type} cannot be trained on packed sequences"
+    if not exact and not _uses_attention_interface(model):
+        raise UserError(f"{rejected}: it does not use transformers' attention interface")
     try:
-        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "flex_attention called without torch.compile"
-            )  # for once, as is wanted
+        with _eager_eval(model), warnings.catch_warnings():
+            # The probe runs once, uncompiled on purpose.
+            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             for seed in range(TRIALS):
-                ones, others = (
-                    _sequences(model, (9, 6), seed),
-                    _sequences(model, (9, 6), seed + TRIALS),
-                )
-                packed = _hidden(model, PackedBatch.concat(ones))
-                noise = 0.0 if exact else 4 * _noise(model, ones[0])
-                moved = max(
-                    _worst(
-                        packed[9:], _hidden(model, PackedBatch.concat([others[0], ones[1]]))[9:]
-                    ),
-                    _worst(
-                        packed[:9], _hidden(model, PackedBatch.concat([ones[0], others[1]]))[:9]
-                    ),
-                )
-                apart = _difference(packed, torch.cat([_hidden(model, one) for one in ones]))
-                unlike = _from_transformers(model, ones) if own else 0.0
-                moved, apart, unlike, noise = _agreed([moved, apart, unlike, noise], group)
-                near = 1e-5 if exact else min(0.1, max(1e-4, noise))
-                if (
-                    moved <= max(1e-5, min(0.1, noise))
-                    and apart <= near
-                    and unlike <= (1e-5 if exact else 3e-2)
-                ):
+                found = Differences.measure(model, seed, exact=exact, own=own).max_over_ranks(group)
+                packing_ok = found.packing_ok(exact)
+                reference_ok = found.reference_ok(exact)
+                if found.neighbour_ok() and packing_ok and reference_ok:
                     return
     except Exception as error:
-        what = (
-            str(error)
-            if isinstance(error, NotImplementedError | UserError)
-            else f"{type(error).__name__}: {error}"
-        )
-        raise UserError(f"{kind} cannot be trained on packed sequences: {what}") from error
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    if apart == float("inf"):
+        is_ours = isinstance(error, NotImplementedError | UserError)
+        reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        raise UserError(f"{rejected}: {reason}") from error
+    if found.packing == float("inf"):
         raise UserError(
-            f"{kind} gives outputs that are not finite: are there such numbers among its weights?"
+            f"{model_type} returns non-finite outputs: check its weights for NaN and infinity"
         )
-    if not apart <= near or unlike <= (1e-5 if exact else 3e-2):
+    if packing_ok and not reference_ok:
         raise UserError(
-            f"{kind} cannot be trained on packed sequences: two in one batch change each other by {moved:.1e} and "
-            f"differ from the same two alone by {apart:.1e}. Its layers look across boundaries (state-space or "
-            "linear-attention mixers do)."
+            f"{model_type}: log-probs differ from those of transformers' own forward by "
+            f"{found.reference:.1e}. The model has a step between backbone and logits, or in "
+            "attention, that is not supported here."
         )
     raise UserError(
-        f"{kind}: log-probs differ from those of transformers' own forward by {unlike:.1e}. "
-        "The model does something between its backbone and its logits, or in attention, that is not known here."
+        f"{rejected}: two sequences in one batch change each other by {found.neighbour:.1e} and "
+        f"differ from the same two alone by {found.packing:.1e}. Its layers look across sequence "
+        "boundaries (state-space or linear-attention mixers do)."
     )
 
 
 def check_gradients(model: PackedModel, mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
-    """What all tensor ranks hold alike must get the same gradient on all of them. `group`: all ranks of the world.
+    """Raise unless replicated parameters get equal gradients on all tensor-parallel ranks.
 
-    A plan that does not say that a weight is used on a part of the heads only would give each rank a part of its
-    gradient, and nobody would notice. Here a small batch is run, and such a weight is refused by name.
+    A weight that acts on a part of the heads gets a part of its gradient on each rank. If the
+    tensor-parallel plan does not sum the parts, training continues with wrong gradients and no
+    error. `group`: all ranks of the world.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            batch = PackedBatch.concat(_sequences(model, (15, 9), 0))
-            hidden = _hidden(model, batch).float()
-            if not hidden.requires_grad:  # all of it is frozen
-                return
-            direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(
-                hidden.device
-            )
-            (hidden * direction).sum().backward()
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with _eager_eval(model):
+        hidden_TD = _hidden(model, *_sequences(model, (15, 9), seed=0)).float()
+        if not hidden_TD.requires_grad:  # all parameters are frozen
+            return
+        generator = torch.Generator().manual_seed(1)
+        direction_TD = torch.randn(hidden_TD.shape, generator=generator).to(hidden_TD.device)
+        (hidden_TD * direction_TD).sum().backward()
     with raise_on_all_ranks(group):
         for name, param in model.named_parameters():
-            if param.grad is None or (
-                isinstance(param, DTensor) and "tensor" in (param.device_mesh.mesh_dim_names or ())
-            ):
+            if param.grad is None or _is_tensor_parallel(param):
                 continue
-            grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-            high, low = grad.clone(), grad.clone()
-            dist.all_reduce(high, dist.ReduceOp.MAX, group=mesh.get_group())
-            dist.all_reduce(low, dist.ReduceOp.MIN, group=mesh.get_group())
-            if high.numel() and float((high - low).max()) > 1e-2 * float(
-                torch.maximum(high.abs(), low.abs()).max()
-            ):
+            if not _equal_on_ranks(param.grad, mesh.get_group()):
                 raise UserError(
-                    f"parallel.tensor={mesh.size()}: {name} gets another gradient on each rank: transformers' plan for "
-                    "this model does not say how it is shared. Set parallel.tensor=1."
+                    f"parallel.tensor={mesh.size()}: {name} gets a different gradient on each "
+                    "rank, because transformers' tensor-parallel plan for this model does not "
+                    "cover it. Set parallel.tensor=1."
                 )
     for param in model.parameters():
         param.grad = None
 
 
-def _asks_for_attention(model: PackedModel) -> bool:
-    kind = type(model.hf.config.get_text_config())  # type: ignore[union-attr, operator]
+def _is_tensor_parallel(param: Tensor) -> bool:
+    return isinstance(param, DTensor) and "tensor" in (param.device_mesh.mesh_dim_names or ())
+
+
+def _equal_on_ranks(grad: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether a gradient differs by at most 1 % of its largest entry between ranks."""
+    local = grad.to_local() if isinstance(grad, DTensor) else grad
+    high = local.clone()
+    low = local.clone()
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+    if not high.numel():
+        return True
+    largest = torch.maximum(high.abs(), low.abs()).max()
+    return not float((high - low).max()) > 1e-2 * float(largest)
+
+
+@contextmanager
+def _eager_eval(model: PackedModel) -> Iterator[None]:
+    """Eval mode without compiled blocks; the mode of each module is restored afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _uses_attention_interface(model: PackedModel) -> bool:
+    text_config = type(model.hf.config.get_text_config())  # type: ignore[union-attr, operator]
     return any(
-        getattr(module, "_supports_attention_backend", False) and type(module.config) is kind
+        getattr(module, "_supports_attention_backend", False) and type(module.config) is text_config
         for module in model.hf.modules()
     )
 
 
-def _noise(model: PackedModel, one: PackedBatch) -> float:
-    first = PackedBatch.from_sequences([one.input_ids[: one.num_tokens // 2].cpu()]).to(
-        one.input_ids.device
-    )
-    return _difference(_hidden(model, one)[: first.num_tokens], _hidden(model, first))
+def _rounding_noise(model: PackedModel, sequence: PackedBatch) -> float:
+    """How much the first half of a sequence changes when the second half is cut off."""
+    half_ids = sequence.input_ids[: sequence.num_tokens // 2].cpu()
+    half = PackedBatch.from_sequences([half_ids]).to(sequence.input_ids.device)
+    return _difference(_hidden(model, sequence)[: half.num_tokens], _hidden(model, half))
 
 
-def _from_transformers(model: PackedModel, ones: list[PackedBatch]) -> float:
-    theirs = [value for one in ones if (value := model.own_log_probs(one)) is not None]
-    if not theirs:
+def _reference_difference(model: PackedModel, sequences: list[PackedBatch]) -> float:
+    reference = []
+    for sequence in sequences:
+        log_probs = model.own_log_probs(sequence)
+        if log_probs is not None:
+            reference.append(log_probs)
+    if not reference:
         return 0.0
-    return _difference(
-        torch.cat([model(one, ["log_probs"])["log_probs"] for one in ones]), torch.cat(theirs)
-    )
+    computed = [model(sequence, ["log_probs"])["log_probs"] for sequence in sequences]
+    return _difference(torch.cat(computed), torch.cat(reference))
 
 
-def _hidden(model: PackedModel, batch: PackedBatch) -> Tensor:
+def _hidden(model: PackedModel, *sequences: PackedBatch) -> Tensor:
+    """Hidden states of one sequence, or of several packed ones; else the first output provided."""
+    batch = sequences[0] if len(sequences) == 1 else PackedBatch.concat(list(sequences))
     name = "hidden_states" if "hidden_states" in model.provides else model.provides[0]
     return model(batch, [name])[name]
 
 
-def _agreed(numbers: list[float], group: dist.ProcessGroup | None) -> list[float]:
-    """The largest of all ranks, so that all of them go the same way."""
-    largest = torch.tensor(numbers, dtype=torch.float64).nan_to_num(nan=torch.inf)
-    if group is not None:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return largest.tolist()
-
-
-def _worst(a: Tensor, b: Tensor) -> float:
+def _max_difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).float().abs().max() / b.float().abs().max().clamp(min=1e-6))
 
 
@@ -195,23 +230,25 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 def _sequences(model: PackedModel, lengths: tuple[int, ...], seed: int) -> list[PackedBatch]:
-    """Random text: tokens that stand for media, or have a meaning of their own, are left out."""
+    """Random text without special and placeholder tokens, each sequence in its own batch."""
     config: Any = model.hf.config
-    special = {
-        token
-        for part in attention.config_tree(config)
-        for name, value in part.to_dict().items()
-        if name.endswith(("token_id", "token_index", "token_ids"))
-        for token in (value if isinstance(value, list) else [value])
-    }
-    words = torch.tensor(
-        [token for token in range(config.get_text_config().vocab_size) if token not in special]
-    )
+    special = _special_tokens(config)
+    vocab_size = config.get_text_config().vocab_size
+    words = torch.tensor([token for token in range(vocab_size) if token not in special])
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
-    return [
-        PackedBatch.from_sequences(
-            [words[torch.randint(len(words), (n,), generator=generator)]]
-        ).to(device)
-        for n in lengths
-    ]
+    sequences = []
+    for length in lengths:
+        ids = words[torch.randint(len(words), (length,), generator=generator)]
+        sequences.append(PackedBatch.from_sequences([ids]).to(device))
+    return sequences
+
+
+def _special_tokens(config: Any) -> set[Any]:
+    """Ids that a config or its sub-configs name: end of sequence, image placeholder, and so on."""
+    tokens = set()
+    for part in attention.config_tree(config):
+        for name, value in part.to_dict().items():
+            if name.endswith(("token_id", "token_index", "token_ids")):
+                tokens |= set(value) if isinstance(value, list) else {value}
+    return tokens

@@ -1,4 +1,4 @@
-"""A value model on packed batches: a Hugging Face backbone with a linear head."""
+"""ValueModel: a scalar per token from a linear head on any backbone, as value functions need it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mvp_engine.hf.packed_model import Outputs, PackedModel, from_auto
 
 
 class ValueModel(PackedModel):
-    """One number per token, in float32: a linear head on any backbone."""
+    """A backbone with a linear head: `values`, one float32 per token."""
 
     model_type = "value_model"
     provides = ("values", "hidden_states")
@@ -20,8 +20,8 @@ class ValueModel(PackedModel):
 
     def __init__(self, backbone: Any) -> None:
         super().__init__(backbone)
-        width = backbone.config.get_text_config().hidden_size
-        self.score = nn.Linear(width, 1, bias=False)
+        hidden_size = backbone.config.get_text_config().hidden_size
+        self.score = nn.Linear(hidden_size, 1, bias=False)
         self._init_weights(self.score)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -35,23 +35,22 @@ class ValueModel(PackedModel):
         return cls(from_auto(AutoModel, config))
 
     def export_target(self, dtype: torch.dtype | None = None) -> Target:
-        """transformers' sequence classifier with one label, where the family has one; else backbone and head apart."""
-        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        """transformers' sequence classifier with one label; without one, backbone and head apart."""
+        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 
-        kind: Any = type(self.hf.config)
-        if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        config_class: Any = type(self.hf.config)
+        if config_class not in CLASSIFIERS:
             return super().export_target(dtype)
-        skeleton = self._skeleton(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[kind], num_labels=1)
+        skeleton = self._skeleton(CLASSIFIERS[config_class], num_labels=1)
         prefix = f"{skeleton.base_model_prefix}."
-        names = {
-            n: f"hf.{n.removeprefix(prefix)}" if n.startswith(prefix) else n
-            for n in skeleton.state_dict()
-        }
-        return Target(
-            skeleton, names, (), dtype or self.export_dtype, self.side_files or self.source
-        )
+        names = {}
+        for name in skeleton.state_dict():
+            in_backbone = name.startswith(prefix)
+            names[name] = f"hf.{name.removeprefix(prefix)}" if in_backbone else name
+        folder = self.side_files or self.source
+        return Target(skeleton, names, (), dtype or self.export_dtype, folder)
 
     def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
         values_T = self.score(hidden_TD).float()[:, 0]
-        every = {"values": values_T, "hidden_states": hidden_TD}
-        return {name: every[name] for name in wanted}
+        computed = {"values": values_T, "hidden_states": hidden_TD}
+        return {name: computed[name] for name in wanted}

@@ -212,8 +212,8 @@ TYPES = {"gemma3": "token_type_ids", "paligemma": "token_type_ids", "gemma4": "m
 
 # Models that see and must be refused, with words of the reason.
 REFUSED_VISION: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama4": ("has no backbone apart from its head", parts(vit(vision_output_dim=16), num_local_experts=2)),
-    "lfm2_vl": ("look across boundaries", parts(vit(), layer_types=["conv", "full_attention"] * 2)),
+    "llama4": ("does not separate its backbone from its head", parts(vit(vision_output_dim=16), num_local_experts=2)),
+    "lfm2_vl": ("look across sequence boundaries", parts(vit(), layer_types=["conv", "full_attention"] * 2)),
     "aya_vision": (
         "log-probs differ from those of transformers' own forward",
         {**parts(vit("siglip_vision_model"), model_type="cohere2", **WINDOW), "downsample_factor": 2},

@@ -177,7 +177,7 @@ def test_norms_of_heads_that_a_plan_forgets_get_whole_gradients(ranks2, monkeypa
     for found in ranks2.run(with_norms, True):
         assert all(torch.allclose(found[name], grad, rtol=1e-5, atol=1e-5) for name, grad in expected.items())
     for said in ranks2.run(with_norms, False):
-        assert re.search(r"parallel\.tensor=2: \S+[qk]_norm.weight gets another gradient on each rank", said)
+        assert re.search(r"parallel\.tensor=2: \S+[qk]_norm.weight gets a different gradient on each rank", said)
 
 
 def with_norms(found: bool) -> Any:

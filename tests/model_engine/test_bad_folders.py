@@ -120,9 +120,9 @@ def test_integer_buffers_that_nobody_sets_are_refused(rule: bool) -> None:
 
 
 def test_bad_folders_are_explained(tmp_path: Path, capsys) -> None:
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         language_model(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="needs a model_type of transformers, not qwen33; near it are qwen3"):
+    with pytest.raises(UserError, match=r"needs a model_type of transformers, not qwen33\. Similar names: qwen3"):
         language_model(None, model_type="qwen33")
     with pytest.raises(UserError, match=r"model\.config\.hiden_size: qwen3 has no such setting\. Did you mean hidden"):
         language_model(None, model_type="qwen3", hiden_size=3)
@@ -147,10 +147,13 @@ def test_bad_folders_are_explained(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gptj", "n_layer": 1}, "gptj has attention of its own, which takes no packed sequences"),
-        ({"model_type": "t5"}, "t5 is an encoder with a decoder"),
-        ({"model_type": "whisper"}, "whisper is an encoder with a decoder"),
-        ({"model_type": "vit"}, "transformers has no vit for AutoModelForCausalLM"),
+        (
+            {"model_type": "gptj", "n_layer": 1},
+            "gptj has its own attention code, which does not support packed sequences",
+        ),
+        ({"model_type": "t5"}, "t5 is an encoder-decoder model"),
+        ({"model_type": "whisper"}, "whisper is an encoder-decoder model"),
+        ({"model_type": "vit"}, "transformers has no vit model for AutoModelForCausalLM"),
         ({"model_type": "gpt2", "n_embd": 30, "n_head": 4}, "gpt2 cannot be built from this config: ValueError"),
         (
             {"model_type": "gemma3", "hidden_size": 8},
@@ -160,7 +163,7 @@ def test_bad_folders_are_explained(tmp_path: Path, capsys) -> None:
         ({"model_type": "qwen3", "to_dict": 1}, "model.config.to_dict: qwen3 has no such setting"),
         (
             {"model_type": "gemma4_text", "rope_parameters": {"rope_theta": 8}},
-            "there is one for each of sliding_attention, full_attention",
+            "set per layer type (sliding_attention, full_attention)",
         ),
         (
             {"model_type": "bert", "num_hidden_layers": 1, "vocab_size": 99},

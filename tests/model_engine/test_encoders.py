@@ -14,7 +14,7 @@ from torch import nn
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, attention, encoders
+from mvp_engine.hf import LanguageModel, attention, media_features, vision
 from mvp_engine.hf import input_hooks as hooks
 from mvp_engine.kit.data.encode.row_encoder import RopePositions
 from mvp_engine.model_engine.fsdp.prefetch import DevicePrefetcher
@@ -64,8 +64,8 @@ def test_log_probs_of_images_are_those_of_transformers_alone(name: str) -> None:
 def test_a_convolution_over_single_patches_is_a_matrix_product_with_the_same_gradients() -> None:
     plain = nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4))
     wrapped = nn.Sequential(copy.deepcopy(plain))
-    encoders.tune(wrapped, wrapped)
-    assert type(wrapped[0]) is encoders.PatchConv3d
+    vision.apply_sync_free_vision(wrapped)
+    assert type(wrapped[0]) is vision.PatchConv3d
     for size in ((2, 4, 4), (4, 8, 4)):  # the second is no single patch
         x = torch.randn(5, 3, *size)
         a, b = plain(x), wrapped(x)
@@ -76,7 +76,7 @@ def test_a_convolution_over_single_patches_is_a_matrix_product_with_the_same_gra
         for mine, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
             assert torch.allclose(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
     overlapping = nn.Sequential(nn.Conv3d(3, 8, 3, 1))
-    encoders.tune(overlapping, overlapping)
+    vision.apply_sync_free_vision(overlapping)
     assert type(overlapping[0]) is nn.Conv3d
 
 
@@ -84,10 +84,10 @@ def test_plans_are_kept_for_each_size_and_not_for_ever(monkeypatch) -> None:
     config = config_of("qwen3_vl")
     model = LanguageModel.from_config(config).eval()
     encoder = model.hf.model.visual
-    monkeypatch.setattr(encoders, "MOST_PLANS", 2)
+    monkeypatch.setattr(vision, "MAX_PLANS", 2)
     for grids in ([[1, 4, 4], [1, 4, 8]], [[1, 4, 4]], [[1, 8, 8]]):
         model(seen(config, grids)[0], ["log_probs"])
-    assert len(encoders._PLANS[encoder]) == 1
+    assert len(vision._PLANS[encoder]) == 1
 
 
 def test_micro_batches_are_moved_one_ahead_and_in_order() -> None:
@@ -109,7 +109,7 @@ def test_features_take_the_place_of_tokens_as_by_masked_scatter_with_the_same_gr
     embeds, features = torch.randn(1, 30, 8, generator=g), torch.randn(int(mask.sum()), 8, generator=g)
     d = torch.randn(1, 30, 8, generator=g)
     seen = []
-    counted = encoders._Mask.of(mask, mask)
+    counted = media_features.PlaceholderMask.of(mask, mask)
     for kind in (mask, counted):
         into, rows = embeds.clone().requires_grad_(), features.clone().requires_grad_()
         for one in (kind, kind.expand_as(into)):
@@ -145,7 +145,7 @@ def test_of_models_that_do_not_compare_them_either(more: bool) -> None:
         if count == 5:
             model(batch, ["log_probs"])
             continue
-        with pytest.raises(UserError, match=f"{count} tokens .* gives 5 features"):
+        with pytest.raises(UserError, match=f"{count} tokens .* returned 5 features"):
             model(batch, ["log_probs"])
 
 
@@ -156,8 +156,8 @@ def test_a_mask_of_tokens_alone_stays_as_it_is() -> None:
             return input_ids == 9
 
     model, ids = Codes(), torch.tensor([[1, 9, 9, 2]])
-    encoders.tune(model, model)
-    encoders.remember(ids, ids[0])
+    media_features.apply_sync_free_features(model, model)
+    media_features.register_host_ids(ids, ids[0])
     found = ids.masked_scatter(model.get_placeholder_mask(ids, torch.tensor([5, 6])), torch.tensor([5, 6]))
     assert found.tolist() == [[1, 5, 6, 2]]
 
@@ -190,8 +190,8 @@ def test_what_is_compiled_as_a_whole_asks_transformers() -> None:
             return embeds.masked_scatter(mask, features) + mask[..., :1]
 
     model, ids = Sees(), torch.tensor([[1, 9, 9, 2]])
-    encoders.tune(model, model)
-    encoders.remember(ids, ids[0])
+    media_features.apply_sync_free_features(model, model)
+    media_features.register_host_ids(ids, ids[0])
     given = (ids, torch.zeros(1, 4, 3), torch.randn(2, 3))
     expected = model(*given)
     assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(*given), expected)
@@ -208,7 +208,9 @@ def test_what_the_host_knows_changes_no_bit(name: str, monkeypatch) -> None:
     model = lively(LanguageModel, name)
     batch = PackedBatch.concat(samples(model, name))
     mine = run(model, batch, ["log_probs"])
-    monkeypatch.setattr(encoders, "remember", lambda *_: None)  # then transformers asks the tokens on their device
+    monkeypatch.setattr(
+        media_features, "register_host_ids", lambda *_: None
+    )  # then transformers asks the tokens on their device
     theirs = run(model, batch, ["log_probs"])
     assert torch.equal(mine[0][0], theirs[0][0])
     assert mine[1].keys() == theirs[1].keys()

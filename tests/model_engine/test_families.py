@@ -85,5 +85,7 @@ def test_outputs_are_asked_for_by_name() -> None:
     model = LanguageModel.from_config(config_of("llama"))
     batch = PackedBatch.from_sequences(sequences()[0])
     assert set(model(batch, ["hidden_states", "entropy"])) == {"hidden_states", "entropy"}
-    with pytest.raises(ValueError, match="LanguageModel does not give \\['values'\\]; it gives log_probs, entropy"):
+    with pytest.raises(
+        ValueError, match="LanguageModel does not provide \\['values'\\]; it provides log_probs, entropy"
+    ):
         model(batch, ["values"])

@@ -140,7 +140,9 @@ def test_frozen_parts_get_no_gradient_and_no_update() -> None:
     part.train_batch(batches(5), forward(part.model))
     changed = {n for n, p in part.model.named_parameters() if not torch.equal(p, before[n])}
     assert changed == {"norm.weight", "norm.bias", "out.weight", "spare.weight"}
-    with pytest.raises(UserError, match=r"model\.freeze: no parameter is called 'tokens.*'. Near it are token.weight"):
+    with pytest.raises(
+        UserError, match=r"model\.freeze: no parameter name matches 'tokens.*'. Similar names: token.weight"
+    ):
         engine(freeze=("tokens.*",))
 
 
@@ -153,7 +155,7 @@ def test_parts_have_rates_of_their_own() -> None:
     assert rates["token.weight"] == 0.1
     part.train_batch(batches(3), forward(part.model))
     assert part.rates["lr/out.*/decay"] == 0.01
-    with pytest.raises(UserError, match=r"optim\.rates: no parameter is called 'head"):
+    with pytest.raises(UserError, match=r"optim\.rates: no parameter name matches 'head"):
         engine(optim=OPTIM.model_copy(update={"rates": {"head": 0.1}}))
 
 

@@ -111,7 +111,7 @@ def test_rates_by_part() -> None:
     with torch.device("meta"):
         model = LanguageModel.from_config(config_of("qwen3_vl"))
     settings = compose(MAGIC).config.optim.model_copy(
-        update={"lr": 1.0, "rates": {"*.visual.pos*": 4, "vision": 2, "projector": 3}}
+        update={"lr": 1.0, "lr_by_part": {"*.visual.pos*": 4, "vision": 2, "projector": 3}}
     )
     optimizer = build_optimizer(model, settings)
     found = {param: group["lr"] for group in optimizer.param_groups for param in group["params"]}
@@ -143,6 +143,6 @@ def test_a_part_that_a_model_does_not_have_is_refused() -> None:
         with pytest.raises(UserError, match=words):
             trained(settings)
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(UserError, match=r"model.compile: Linear has no part llm; parts are not known of it"):
+    with pytest.raises(UserError, match=r"model.compile: Linear has no part llm; only Hugging Face models have parts"):
         LanguageModelEngine(model, alone(), Settings(compile={"llm": "eager"})).initialize()
     assert table(model) == ""

@@ -71,7 +71,7 @@ def test_weights_that_are_not_finite_are_told() -> None:
     with torch.no_grad():
         model.hf.get_output_embeddings().weight[3] = float("nan")
         model.base().norm.weight[0] = float("inf")
-    with pytest.raises(UserError, match="llama gives outputs that are not finite"):
+    with pytest.raises(UserError, match="llama returns non-finite outputs"):
         FSDPEngine(model, Layout(World.join("cpu"))).initialize()
 
 
@@ -154,7 +154,7 @@ def test_one_layer_that_looks_across_is_enough() -> None:
     more = {"model_type": "lfm2", "layer_types": ["full_attention", "conv", "full_attention"], "num_hidden_layers": 3}
     for precision in ("fp32", "bf16"):
         model = LanguageModel.on_meta(None, {k: v for k, v in SMALL.items() if k != "head_dim"} | more)
-        with pytest.raises(UserError, match="two in one batch change each other"):
+        with pytest.raises(UserError, match="two sequences in one batch change each other"):
             LanguageModelEngine(model, Layout(World.join("cpu")), Settings(precision=precision)).initialize()
 
 

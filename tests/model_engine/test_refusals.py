@@ -36,7 +36,9 @@ def batch_with(field: str, value: int) -> PackedBatch:
 @pytest.mark.parametrize(("field", "value"), [("labels", -1), ("labels", 99), ("input_ids", 99), ("input_ids", IGNORE)])
 def test_tokens_that_are_none_are_refused_with_their_place(field: str, value: int) -> None:
     engine = language_model(None, **overrides_of("qwen3"))
-    with pytest.raises(UserError, match=rf"{field}: {value} at position 2 of sequence 1 is none of the model's 99 tok"):
+    with pytest.raises(
+        UserError, match=rf"{field}: {value} at position 2 of sequence 1 is outside of the model's vocabulary of 99 tok"
+    ):
         engine.infer_batch(batch_with(field, value), ["log_probs"])
     good = engine.infer_batch(batch_with(field, 98), ["log_probs"])["log_probs"]
     assert bool(good.isfinite().all())
@@ -148,7 +150,7 @@ def test_calls_out_of_order_are_told() -> None:
         engine.train_batch([batch], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens))
     with pytest.raises(UserError, match="outputs per token, and loss is one number"):
         engine.infer_batch(batch, ["log_probs", "loss"])
-    with pytest.raises(UserError, match="LanguageModel does not give"):
+    with pytest.raises(UserError, match="LanguageModel does not provide"):
         engine.infer_batch(batch, ["logprobs"])
     with pytest.raises(UserError, match="costs 6 tokens, more than the budget of 0"):
         engine.infer_batch(batch, ["log_probs"], budget=0)

@@ -159,7 +159,7 @@ def test_images_without_the_token_types_that_a_model_reads_are_refused(name: str
     model = lively(LanguageModel, name)
     text, *_, both = samples(model, name)
     del both.token_fields[TYPES[name]], text.token_fields[TYPES[name]]
-    with pytest.raises(UserError, match=f"reads {TYPES[name]} to see images: give them in the batch's tokens"):
+    with pytest.raises(UserError, match=f"reads {TYPES[name]} to see images: give them in the batch's token_fields"):
         model(both, ["log_probs"])
     model(text, ["log_probs"])
 

@@ -193,4 +193,4 @@ def test_configs_for_gpus_train_where_the_numbers_are_small(name: str, ran: Path
 def test_the_second_stage_says_that_the_first_is_missing(tmp_path: Path, capsys: Any) -> None:
     words = [f"project.dir={tmp_path}", *SMALL]
     assert launch(str(FOLDER / "configs" / "sft_cpu.yaml"), words) == EXIT_USER_ERROR
-    assert "qwen3_base is no folder" in capsys.readouterr().err
+    assert "qwen3_base is not a folder" in capsys.readouterr().err

@@ -18,7 +18,8 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.packed_model import PackedModel, heads_of
+from mvp_engine.hf.config_facts import num_heads
+from mvp_engine.hf.packed_model import PackedModel
 
 _SUMMED = "mvp_replicated_with_summed_gradient"
 
@@ -35,7 +36,7 @@ def apply_tensor_parallel(model: PackedModel, mesh: DeviceMesh) -> None:
         raise UserError(
             f"parallel.tensor={ranks}: {config.model_type} has no tensor-parallel plan in transformers"
         )
-    heads, kv_heads = heads_of(config)
+    heads, kv_heads = num_heads(config)
     by_heads = any(
         name.endswith(("k_proj", "query_key_value")) and style == "colwise"
         for name, style in plan.items()

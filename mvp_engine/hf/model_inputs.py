@@ -1,0 +1,71 @@
+"""A packed batch as inputs of a transformers model: keyword arguments for media, and checks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.errors import UserError
+
+
+def check_token_range(batch: PackedBatch, field: str, layer: Any) -> None:
+    """Raise for a token id outside of the vocabulary. `field`: "input_ids" or "labels".
+
+    Without the check, such a label gets the log-probability of another token, and such an input
+    ends in an index error that does not name the place. Reads values: call it on host tensors.
+    """
+    values = getattr(batch, field)
+    vocab_size = layer.weight.shape[0]
+    bad = (values < 0) | (values >= vocab_size)
+    if field == "labels":
+        bad &= values != IGNORE
+    if not bool(bad.any()):
+        return
+    at = int(bad.nonzero()[0])
+    sequence = int((batch.cu_seqlens <= at).sum()) - 1
+    position = at - int(batch.cu_seqlens[sequence])
+    hint = f" (write {IGNORE} for a position without a label)" if field == "labels" else ""
+    raise UserError(
+        f"{field}: {int(values[at])} at position {position} of sequence {sequence} is outside of "
+        f"the model's vocabulary of {vocab_size} tokens{hint}"
+    )
+
+
+def media_inputs(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:
+    """Keyword arguments for media: values and fields of each kind with items, and token types.
+
+    Raises where a model needs token types or three-axis positions for images and the batch lacks
+    them: transformers would continue as if the images were text.
+    """
+    inputs: dict[str, Any] = {}
+    for kind, media in batch.media.items():
+        if len(media.row_counts):
+            inputs |= {kind: media.values, **media.fields}
+    has_media = bool(inputs)
+    name = type(base).__name__
+    has_mrope = hasattr(base, "get_rope_index")
+    if has_media and has_mrope and batch.position_ids.ndim == 1:
+        raise UserError(
+            f"{name} has positions on three axes: "
+            "build the batch's position_ids with its get_rope_index"
+        )
+    # With get_rope_index, mm_token_type_ids only serve to compute position_ids.
+    token_types = ["token_type_ids"] if has_mrope else ["token_type_ids", "mm_token_type_ids"]
+    for field in token_types:
+        given = field in batch.token_fields
+        if not (has_media or given) or not _takes(base, field):
+            continue
+        if not given:
+            raise UserError(
+                f"{name} reads {field} to see images: give them in the batch's "
+                f"token_fields[{field!r}]"
+            )
+        inputs[field] = batch.token_fields[field][None]
+    return inputs
+
+
+def _takes(module: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(module.forward).parameters
