@@ -64,11 +64,13 @@ MODULES = {
 
 
 def renamed_key(key: str) -> str | None:
-    """The new name of a config key, or of the section that it is in."""
-    if key in CONFIG_KEYS:
-        return CONFIG_KEYS[key]
-    section, _, leaf = key.partition(".")
-    return f"{CONFIG_KEYS[section]}.{leaf}" if section in CONFIG_KEYS else None
+    """The new name of a config key that was renamed itself or is in a renamed section, else None."""
+    prefix = key
+    while prefix:
+        if prefix in CONFIG_KEYS:
+            return CONFIG_KEYS[prefix] + key.removeprefix(prefix)
+        prefix = prefix.rpartition(".")[0]
+    return None
 
 
 def raise_renamed(owner: object, name: str, attributes: Mapping[str, str]) -> None:

@@ -86,10 +86,10 @@ def test_python_of_the_other_pages_runs() -> None:
 
 
 def test_keys_in_the_documents_exist() -> None:
-    from mvp_engine.config.compose import _all_keys
+    from mvp_engine.config.explain import all_keys
     from mvp_engine.kit import MLLMConfig
 
-    known = set(flat_keys(compose(MAGIC).config.model_dump())) | set(_all_keys(MLLMConfig))
+    known = set(flat_keys(compose(MAGIC).config.model_dump())) | set(all_keys(MLLMConfig))
     sections = {key.split(".")[0] for key in known}
     for page in PAGES:
         for word in re.findall(r"`([a-z_]+\.[a-z_]+)(?:=[^`]*)?`", page.read_text()):

@@ -1,4 +1,4 @@
-"""Configuration: `default.yaml` < the recipe's YAML < the command line, checked by a strict schema."""
+"""Configuration: `default.yaml` < the recipe's YAML < the command line, validated by a strict schema."""
 
 from mvp_engine.config.compose import Composed, compose
 from mvp_engine.config.schema import Config, Model, Section

@@ -1,4 +1,4 @@
-"""Finding the engine class that a config is for, in this repository or anywhere else on disk."""
+"""The engine class of a config, found in this repository or anywhere else on disk."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def find_engine(spec: str | None, config_file: Path) -> tuple[type[Engine], str]:
-    """The engine class that `spec` names, and the spec that finds it again from any folder.
+    """The engine class that `spec` names, and a spec that finds it again from any folder.
 
-    `spec` is `file.py:Class` (relative to the config file), `module:Class`, or None for the engine of the recipe
-    that the config lies in: `engine.py` beside it or in one of the two folders above it.
+    `spec` is `file.py:Class` (relative to the config file), `module:Class`, or None for the recipe's own engine:
+    `engine.py` next to the config file or in one of the two folders above it.
     """
     module, wanted = _load(spec, config_file)
     engine_class = pick_class(module, wanted)
@@ -33,32 +33,29 @@ def _load(spec: str | None, config_file: Path) -> tuple[ModuleType, str | None]:
             if (folder / "engine.py").is_file():
                 return import_file(folder / "engine.py"), None
         raise UserError(
-            f"{config_file}: no engine.py beside the config or in the two folders above it. "
+            f"{config_file}: no engine.py next to the config or in the two folders above it. "
             "Set `engine: path/to/engine.py:YourEngine` in the config."
         )
     return load_spec(spec, config_file.parent, "engine")
 
 
 def pick_class(module: ModuleType, wanted: str | None) -> type[Engine]:
+    """The engine class called `wanted`, or the only one that the module defines itself."""
     from mvp_engine.engine import Engine
 
-    classes = {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, Engine) and value is not Engine
-    }
+    classes = dict[str, type[Engine]]()
+    for name, value in vars(module).items():
+        if isinstance(value, type) and issubclass(value, Engine) and value is not Engine:
+            classes[name] = value
     own = {name: value for name, value in classes.items() if value.__module__ == module.__name__}
-    if wanted is None and len(own) == 1:
-        return next(iter(own.values()))
-    if wanted in classes:
-        return classes[wanted]
-    if wanted is None and not own:
-        raise UserError(f"{module.__file__} defines no subclass of mvp_engine.engine.Engine")
+    file = module.__file__
     choices = ", ".join(sorted(own or classes))
-    if wanted is None:
-        raise UserError(
-            f"{module.__file__} defines several engines ({choices}). Set `engine: file.py:Class`."
-        )
-    raise UserError(
-        f"{module.__file__} has no engine class {wanted!r}; it has: {choices or 'none'}"
-    )
+    if wanted is not None:
+        if wanted in classes:
+            return classes[wanted]
+        raise UserError(f"{file} has no engine class {wanted!r}; it has: {choices or 'none'}")
+    if not own:
+        raise UserError(f"{file} defines no subclass of mvp_engine.engine.Engine")
+    if len(own) > 1:
+        raise UserError(f"{file} defines several engines ({choices}). Set `engine: file.py:Class`.")
+    return next(iter(own.values()))

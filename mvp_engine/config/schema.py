@@ -1,6 +1,6 @@
-"""The typed shape of a config. Types and checks live here; the values live in `default.yaml`, and only there.
+"""The schema of a config: types and checks. Default values are in `default.yaml`, and only there.
 
-A recipe adds keys of its own by subclassing `Config` and naming the subclass as its engine's `config_class`:
+A recipe adds its own keys by subclassing `Config` and setting the subclass as its engine's `config_class`:
 
     class Task(Section):
         digits: int = 4
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
-    """A group of keys. Unknown keys and wrong types are errors; values never change after the start."""
+    """A group of config keys. Unknown keys and wrong types are errors; values are immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
 
@@ -132,5 +132,5 @@ class Config(Section):
     parallel: Parallel
 
     def to_yaml(self) -> str:
-        """Plain YAML that can be launched again from anywhere."""
+        """YAML that `mvp train` accepts again, from any folder."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)

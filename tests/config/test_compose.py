@@ -1,4 +1,4 @@
-"""Configs: who wins, what is refused, and that each refusal says what, where and the fix."""
+"""Configs: precedence, validation, and error messages that name the problem, its place and the fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mvp_engine.errors import UserError
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A copy of the tiny recipe outside the repository, under a name of its own; gives its train.yaml."""
+    """The train.yaml of a copy of the tiny recipe, outside the repository and under another name."""
     folder = tmp_path / f"recipe_{tmp_path.name}"
     shutil.copytree(TINY.parent, folder)
     return folder / "train.yaml"
@@ -28,7 +28,7 @@ def error(config: Path | str, *words: str) -> str:
     return str(caught.value)
 
 
-def test_command_line_wins_over_recipe_over_what_it_inherits_over_defaults(recipe: Path) -> None:
+def test_precedence_is_command_line_recipe_inherited_defaults(recipe: Path) -> None:
     config = compose(recipe, ["optim.lr=0.5"]).config
     assert config.optim.lr == 0.5  # the command line, over base.yaml's 0.02
     assert config.log.interval == 2  # train.yaml, over base.yaml's 1
@@ -36,26 +36,26 @@ def test_command_line_wins_over_recipe_over_what_it_inherits_over_defaults(recip
     assert config.checkpoint.keep_n == 3  # default.yaml
 
 
-def test_every_default_has_a_type_and_every_type_a_default() -> None:
+def test_default_yaml_and_schema_have_the_same_keys() -> None:
     from mvp_engine.config.compose import DEFAULTS
     from mvp_engine.config.schema import Config
 
     Config.model_validate(yaml.safe_load(DEFAULTS.read_text().replace("1.0e-3", "0.001").replace("1.0e-8", "1.0e-08")))
 
 
-def test_recipe_outside_the_repository_works_and_keeps_its_own_keys(recipe: Path) -> None:
-    composed = compose(recipe, ["tiny.dropout=0.25"])  # a key that only the schema knows
+def test_recipe_outside_the_repository_composes_with_its_own_keys(recipe: Path) -> None:
+    composed = compose(recipe, ["tiny.dropout=0.25"])  # a key that is in the schema and in no YAML file
     assert composed.config.tiny.dropout == 0.25
     assert composed.engine_class.__name__ == "TinyEngine"
 
 
-def test_resolved_config_can_be_composed_again_from_elsewhere(recipe: Path, tmp_path: Path) -> None:
+def test_resolved_config_composes_again_from_another_folder(recipe: Path, tmp_path: Path) -> None:
     first = compose(recipe, ["seed=7", "resume=auto"]).config
     (tmp_path / "saved.yaml").write_text(first.to_yaml())
     assert compose(tmp_path / "saved.yaml").config == first
 
 
-def test_config_group_is_chosen_by_name_and_interpolation_resolves(recipe: Path) -> None:
+def test_config_group_is_selected_by_name_and_interpolation_resolves(recipe: Path) -> None:
     (recipe.parent / "tiny").mkdir()
     (recipe.parent / "tiny" / "big.yaml").write_text("samples: 99\n")
     (recipe.parent / "tiny" / "small.yaml").write_text("samples: 9\n")
@@ -72,7 +72,7 @@ def test_config_in_a_subfolder_inherits_from_the_configs_folder(recipe: Path) ->
     assert compose(folder / "gpu" / "one.yaml").config.project.name == "tiny"
 
 
-def test_typo_in_a_file_names_file_line_and_the_right_key(recipe: Path) -> None:
+def test_typo_in_a_file_names_line_and_suggested_key(recipe: Path) -> None:
     recipe.write_text(recipe.read_text() + "optim:\n  lrr: 0.1\n")
     text = error(recipe)
     assert f"{recipe}:8" in text
@@ -96,7 +96,7 @@ def test_typo_in_an_inherited_file_names_that_file(recipe: Path) -> None:
         ("qqq=1", "Known keys: project, engine"),
     ],
 )
-def test_typo_on_the_command_line_says_so_and_what_was_meant(recipe: Path, word: str, expected: str) -> None:
+def test_typo_on_the_command_line_names_it_and_the_suggested_key(recipe: Path, word: str, expected: str) -> None:
     text = error(recipe, word)
     assert expected in text
     assert f"command line ({word})" in text
@@ -120,7 +120,7 @@ def test_typo_on_the_command_line_says_so_and_what_was_meant(recipe: Path, word:
         ("optim=3", "optim"),
     ],
 )
-def test_wrong_value_names_key_and_place(recipe: Path, word: str, key: str) -> None:
+def test_invalid_value_names_key_and_place(recipe: Path, word: str, key: str) -> None:
     text = error(recipe, word)
     assert f"command line ({word}): '{key}' is" in text
     assert "\n" not in text or key == "parallel.replicate"
@@ -131,7 +131,7 @@ NAMED = "a: {path: a.jsonl}\n    b: {path: b.jsonl,\n       splitt: eval}\n"
 
 
 @pytest.mark.parametrize("sources", [LISTED, NAMED])
-def test_typo_in_an_item_of_a_list_names_its_line_and_the_right_key(tmp_path: Path, sources: str) -> None:
+def test_typo_in_a_list_item_names_line_and_suggested_key(tmp_path: Path, sources: str) -> None:
     file = tmp_path / "train.yaml"
     file.write_text("engine: mvp_engine.kit:MLLMEngine\nmllm:\n  micro_batch_tokens: 8\n  sources:\n    " + sources)
     with pytest.raises(UserError) as error:
@@ -148,17 +148,17 @@ def test_wrong_type_in_a_file_names_the_line(recipe: Path) -> None:
     assert f"{recipe}:6: 'log.interval' is '2'" in error(recipe)
 
 
-def test_missing_key_of_the_recipe_is_named(recipe: Path) -> None:
+def test_missing_required_key_is_named(recipe: Path) -> None:
     base = recipe.parent / "base.yaml"
     base.write_text(base.read_text().replace("  samples: 44\n", "  dropout: 0.0\n"))
     assert "key 'tiny.samples' is missing" in error(recipe)
 
 
-def test_missing_file_offers_the_near_one(recipe: Path) -> None:
+def test_missing_config_file_suggests_similar_names(recipe: Path) -> None:
     assert f"Did you mean {recipe}?" in error(recipe.with_name("trian.yaml"))
     assert "has: base.yaml, train.yaml" in error(recipe.with_name("zzz.yaml"))
     assert "Did you mean" in error(recipe.with_suffix(""))
-    assert "there is no YAML file in" in error("/nowhere/at/all.yaml")
+    assert "/nowhere/at has no YAML file" in error("/nowhere/at/all.yaml")
     assert "is a folder" in error(recipe.parent)
 
 
@@ -166,29 +166,29 @@ def test_missing_file_offers_the_near_one(recipe: Path) -> None:
     ("text", "expected"),
     [("a: [1\n", "not valid YAML"), ("- 1\n- 2\n", "must be a mapping"), ("seed: ${nothing}\n", "does not compose")],
 )
-def test_broken_file_is_one_message(recipe: Path, text: str, expected: str) -> None:
+def test_broken_config_file_is_one_message(recipe: Path, text: str, expected: str) -> None:
     recipe.write_text(text)
     assert expected in error(recipe)
 
 
-def test_words_that_are_no_override_are_explained(recipe: Path) -> None:
+def test_malformed_override_is_explained(recipe: Path) -> None:
     assert "'fast' on the command line is not of the form key=value" in error(recipe, "fast")
     assert "cannot be read" in error(recipe, "seed=[1")
 
 
-def test_missing_parent_is_named(recipe: Path) -> None:
+def test_missing_inherited_file_is_named(recipe: Path) -> None:
     recipe.write_text("defaults: [nobody, _self_]\n")
     assert "nobody" in error(recipe)
 
 
-def test_engine_is_found_or_the_message_says_how(recipe: Path, tmp_path: Path) -> None:
+def test_engine_is_found_or_the_error_names_the_fix(recipe: Path, tmp_path: Path) -> None:
     engine = recipe.parent / "engine.py"
     assert compose(recipe, ["engine=engine.py:TinyEngine"]).engine_class.__name__ == "TinyEngine"
     assert "it has: TinyEngine" in error(recipe, "engine=engine.py:Nope")
     assert "there is no file" in error(recipe, "engine=nope.py:TinyEngine")
     assert "no module 'no_such_module'" in error(recipe, "engine=no_such_module:Engine")
     (tmp_path / "alone.yaml").write_text("seed: 1\n")
-    assert "no engine.py beside the config" in error(tmp_path / "alone.yaml")
+    assert "no engine.py next to the config" in error(tmp_path / "alone.yaml")
     engine.rename(recipe.parent / "other.py")
     (recipe.parent / "engine_two.py").write_text("from mvp_engine.engine import Engine\nX = 1\n")
     assert "defines no subclass" in error(recipe, "engine=engine_two.py")
@@ -211,20 +211,20 @@ def test_typo_in_a_group_file_names_that_file(recipe: Path) -> None:
     )
 
 
-def test_files_that_inherit_each_other_are_refused(recipe: Path) -> None:
+def test_circular_inheritance_is_an_error(recipe: Path) -> None:
     base = recipe.parent / "base.yaml"
     base.write_text("defaults: [train, _self_]\n" + base.read_text())
     assert "inherits from itself" in error(recipe)
 
 
-def test_odd_files_and_words_are_one_message(recipe: Path) -> None:
+def test_unsupported_engine_override_and_suffix_are_one_message(recipe: Path) -> None:
     assert "'engine' is 3. Write file.py:Class" in error(recipe, "engine=3")
     assert "have no effect here" in error(recipe, "hydra.verbose=true")
     recipe.rename(recipe.with_suffix(".yml"))
     assert "must be called *.yaml" in error(recipe.with_suffix(".yml"))
 
 
-def test_json_schema_describes_core_and_recipe_with_defaults() -> None:
+def test_json_schema_covers_core_and_recipe_with_defaults() -> None:
     schema = compose(TINY).json_schema()
     assert schema["properties"]["seed"]["default"] == 0
     assert "required" not in schema
@@ -233,7 +233,7 @@ def test_json_schema_describes_core_and_recipe_with_defaults() -> None:
     json.dumps(schema)
 
 
-def test_keys_that_users_type_stay_stable() -> None:
+def test_common_config_keys_are_stable() -> None:
     keys = {"project.name", "project.dir", "seed", "deterministic", "workflow", "resume", "parallel.replicate"}
     keys |= {"loop.total_steps", "loop.epochs", "log.interval", "log.backends", "optim.lr"}
     keys |= {"checkpoint.interval", "checkpoint.keep_n"}
@@ -242,6 +242,6 @@ def test_keys_that_users_type_stay_stable() -> None:
     assert keys <= set(flat_keys(compose(MAGIC).config.model_dump()))
 
 
-def test_relative_paths_are_short_in_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_a_config_in_the_current_folder_has_no_absolute_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert error(TINY, "log.intervall=3").startswith("command line")

@@ -1,0 +1,136 @@
+"""Error messages for configs: each says what is wrong, where it was set, and the likely fix."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from mvp_engine.config.places import ConfigFile, override_key, place_of, short_path
+from mvp_engine.config.schema import Config
+from mvp_engine.renamed import CONFIG_KEYS, REMOVED_KEYS, renamed_key
+from mvp_engine.runs import flat_keys
+
+
+def explain_invalid(
+    error: ValidationError, schema: type[Config], files: list[ConfigFile], overrides: list[str]
+) -> str:
+    """The message for values that the schema refuses, one line per problem."""
+    lines = list[str]()
+    for problem in error.errors(include_url=False):
+        key = _key_of(problem["loc"], schema)
+        place = place_of(key, files, overrides)
+        if problem["type"] == "extra_forbidden":
+            old_keys = _old_keys(key, problem["input"])
+            for old in old_keys:
+                lines.append(_old_key(old, place_of(old, files, overrides), schema))
+            if not old_keys:
+                lines.append(f"{place}: unknown key '{key}'. {_suggest(key, schema)}")
+        elif problem["type"] == "missing":
+            file = short_path(files[-1].path)
+            fix = f"add it, or give {key}=... on the command line"
+            lines.append(f"{file}: key '{key}' is missing; {fix}")
+        else:
+            text = problem["msg"].removeprefix("Value error, ")
+            if key:
+                text = f"'{key}' is {problem['input']!r}. {text[0].upper()}{text[1:]}"
+            lines.append(f"{place}: {text}")  # a check over several sections names the keys itself
+    return "\n".join(dict.fromkeys(lines))
+
+
+def explain_uncomposed(error: Exception, files: list[ConfigFile], overrides: list[str]) -> str:
+    """The message for files and overrides that Hydra cannot compose."""
+    text = " ".join(line for line in str(error).splitlines() if line.strip())
+    for named in re.findall(r"'([\w.]+)'", text):
+        new = renamed_key(named)
+        if new is None:
+            continue
+        deleted = any(word.startswith("~") and override_key(word) == named for word in overrides)
+        # An interpolation names the old key in the value of another one, which OmegaConf calls full_key.
+        user = named if deleted else str(getattr(error, "full_key", None) or named)
+        return f"{place_of(user, files, overrides)}: '{named}' was renamed to '{new}'"
+    return f"{short_path(files[-1].path)} does not compose: {text}"
+
+
+def _old_keys(key: str, value: Any) -> list[str]:
+    """The renamed or removed keys among an unknown key and, if it is a section, the keys in it."""
+    found = [key] if renamed_key(key) or key in REMOVED_KEYS else []
+    if isinstance(value, dict):
+        inner = flat_keys(value, f"{key}.")
+        found += [one for one in inner if one in CONFIG_KEYS or one in REMOVED_KEYS]
+    return found
+
+
+def _old_key(old: str, place: str, schema: type[Config]) -> str:
+    """The message for an old key. Where the recipe lacks the new one, the key may also be a typo."""
+    if old in REMOVED_KEYS:
+        return f"{place}: '{old}' was removed. {REMOVED_KEYS[old]}"
+    new = renamed_key(old)
+    known = all_keys(schema)
+    message = f"{place}: '{old}' was renamed to '{new}'"
+    if new not in known:
+        near = difflib.get_close_matches(old, known, n=1, cutoff=0.85)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        message += f", which this recipe's config does not have.{hint}"
+    return message
+
+
+def _key_of(loc: tuple[int | str, ...], schema: type[BaseModel]) -> str:
+    """The dotted key of a problem. pydantic appends the union members that it tried to `loc`; they are no keys."""
+    parts: list[str] = []
+    fields: dict[str, Any] | None = dict(schema.model_fields)
+    for part in loc:
+        parts.append(str(part))
+        if isinstance(part, int):
+            continue  # an item of a list of sections
+        if fields is None or str(part) not in fields:
+            break
+        section = _section(fields[str(part)].annotation)
+        if section is None:
+            break
+        fields = dict(section.model_fields)
+    return ".".join(parts)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    for kind in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
+    """All dotted keys of a schema, with those of its sections."""
+    keys = []
+    for name, field in schema.model_fields.items():
+        keys.append(prefix + name)
+        section = _section(field.annotation)
+        if section is not None:
+            keys += all_keys(section, f"{prefix}{name}.")
+    return keys
+
+
+def _suggest(key: str, schema: type[Config]) -> str:
+    """The key that was probably meant: a similar one, else one with the same or a similar last part."""
+    known = all_keys(schema)
+    key = re.sub(r"\.\d+(?=\.)", "", key)  # all items of a list have the same keys
+    old = [name for name, new in CONFIG_KEYS.items() if name != key and new in known]
+    near = difflib.get_close_matches(key, [*known, *old], n=1, cutoff=0.75)
+    if near and near[0] not in known:
+        return f"Did you mean '{CONFIG_KEYS[near[0]]}', the new name of '{near[0]}'?"
+    leaf = _leaf(key)
+    near = near or [one for one in known if _leaf(one) == leaf]
+    near = near or [
+        one for one in known if difflib.get_close_matches(leaf, [_leaf(one)], cutoff=0.7)
+    ]
+    if near:
+        return f"Did you mean '{near[0]}'?"
+    parent = key.rpartition(".")[0]
+    siblings = [one for one in known if one.rpartition(".")[0] == parent]
+    return f"Known keys{f' under {parent}' if parent else ''}: {', '.join(siblings)}"
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]
