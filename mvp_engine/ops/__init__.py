@@ -1,1 +1,1 @@
-"""Numeric building blocks: plain PyTorch first, faster kernels behind the same call."""
+"""Kernels and numeric building blocks: plain PyTorch first, faster kernels behind the same call."""

@@ -1,4 +1,4 @@
-"""What autocast is set to, asked in one place."""
+"""The dtype that autocast is set to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """That of matrix products on the device of `x`, if autocast is on there."""
+    """The dtype of matmuls under autocast on the device of `x`; None where autocast is off."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -1,4 +1,4 @@
-"""Linear layers on 8-bit floats: near to bf16, the same on every device, and only where they are asked for."""
+"""FP8 linear layers: close to bf16, equal on every device, and only where the config enables them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mvp_engine.ops import fp8
 
 def layers(device: str = "cpu") -> tuple[nn.Linear, nn.Sequential]:
     torch.manual_seed(0)
-    plain = nn.Linear(64, 48).to(device)  # drawn on the CPU, so that devices have the same
+    plain = nn.Linear(64, 48).to(device)  # initialized on the CPU: equal on all devices
     low = nn.Sequential(copy.deepcopy(plain))
     assert fp8.use(low) == 1
     return plain, low
@@ -40,32 +40,32 @@ def inputs(device: str = "cpu") -> tuple[Tensor, Tensor]:
     return x.to(device), d.to(device, torch.bfloat16)
 
 
-def test_products_and_gradients_are_near_to_bf16_row_by_row() -> None:
+def test_fp8_linear_outputs_and_gradients_are_close_to_bf16_in_every_row() -> None:
     plain, low = layers()
     expected, found = (run(layer, *inputs()) for layer in (plain, low))
     for name in ("out", "x"):
         a, b = (one[name].float().flatten(0, 1) for one in (expected, found))
         apart = (a - b).norm(dim=-1) / a.norm(dim=-1)
-        assert 0.005 < float(apart.max()) < 0.06, name  # 8 bits were used, and no row spoils another
-    for name in ("weight", "bias"):  # sums over tokens are bf16 products as without
+        assert 0.005 < float(apart.max()) < 0.06, name  # FP8 was used, and the outlier row changes no other
+    for name in ("weight", "bias"):  # sums over tokens stay bf16 GEMMs
         assert torch.equal(expected[name], found[name])
         assert found[name].dtype == torch.float32
 
 
-def test_without_bf16_and_with_odd_sizes_nothing_changes() -> None:
+def test_fp8_linear_without_bf16_autocast_or_with_odd_sizes_equals_linear() -> None:
     plain, low = layers()
     x = inputs()[0]
     assert torch.equal(plain(x), low(x))
     with torch.autocast("cpu", torch.float16):
         assert torch.equal(plain(x), low(x))
-    with torch.autocast("cpu", torch.bfloat16):  # one row, and none
+    with torch.autocast("cpu", torch.bfloat16):  # one row, and no rows
         assert torch.equal(low(x[0, 0]), low(x[0])[0])
         assert low(x[:, :0]).shape == (2, 0, 48)
     odd = nn.Sequential(nn.Linear(20, 32), nn.Linear(32, 10))
     assert fp8.use(odd) == 0
 
 
-def test_compiled_it_is_the_same() -> None:
+def test_fp8_linear_compiled_equals_uncompiled() -> None:
     _, low = layers()
     eager = run(low, *inputs())
     low.zero_grad()
@@ -74,7 +74,7 @@ def test_compiled_it_is_the_same() -> None:
         assert torch.allclose(value, compiled[name], rtol=1e-2, atol=1e-8), name
 
 
-def test_inputs_of_frozen_layers_are_not_kept() -> None:
+def test_fp8_linear_frozen_weight_does_not_save_its_input() -> None:
     kept = []
     for trains in (True, False):
         _, low = layers()
@@ -106,12 +106,12 @@ def step(part: LanguageModelEngine, batch: PackedBatch) -> float:
     return float(numbers.loss_sum / numbers.weight)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_model_learns_as_in_bf16(recompute: str) -> None:
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_fp8_model_losses_follow_those_of_bf16(checkpointing: str) -> None:
     batch = PackedBatch.from_sequences([torch.arange(n) % 7 for n in (30, 12, 50)])
     losses: dict[bool, list[float]] = {}
     for low in (False, True):
-        part = engine(precision="bf16", fp8=low, activation_checkpointing=recompute)
+        part = engine(precision="bf16", fp8=low, activation_checkpointing=checkpointing)
         kinds = {type(module) for module in part.model.modules() if isinstance(module, nn.Linear)}
         assert (fp8.Fp8Linear in kinds) == low
         assert type(part.model.hf.lm_head) is nn.Linear
@@ -121,7 +121,7 @@ def test_a_model_learns_as_in_bf16(recompute: str) -> None:
     assert losses[True][-1] < 0.8 * losses[True][0]
 
 
-def test_by_part_and_what_cannot_be() -> None:
+def test_fp8_setting_by_part_is_applied_and_invalid_ones_raise() -> None:
     part = engine(precision="bf16", fp8={"llm": True})
     assert any(isinstance(module, fp8.Fp8Linear) for module in part.model.modules())
     with pytest.raises(UserError, match="is for bf16, not for fp32"):
@@ -133,8 +133,8 @@ def test_by_part_and_what_cannot_be() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_gpu_computes_what_the_cpu_does() -> None:
+def test_fp8_linear_on_gpu_equals_cpu() -> None:
     here, there = run(layers()[1], *inputs()), run(layers("cuda")[1], *inputs("cuda"))
     for name in here:
         a, b = here[name].float(), there[name].float().cpu()
-        assert float((a - b).norm() / a.norm()) < 0.01, name  # sums of fewer bits, and bf16
+        assert float((a - b).norm() / a.norm()) < 0.01, name  # the GPU accumulates with fewer bits

@@ -1,4 +1,4 @@
-"""Chunked head and loss: the numbers of the plain way, without its memory."""
+"""Chunked linear cross-entropy: the values and gradients of plain PyTorch, without the logits of the whole batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, **how: Any)
 @pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk", [5, 23, 64])
-def test_values_and_gradients_are_those_of_the_plain_way(how: dict[str, Any], bias: bool, chunk: int) -> None:
+def test_linear_log_probs_values_and_gradients_equal_plain_pytorch(how: dict[str, Any], bias: bool, chunk: int) -> None:
     ours, theirs = inputs(bias=bias), inputs(bias=bias)
     for result in (a := linear_log_probs(*ours, **how, chunk=chunk, mean=True), b := plain(*theirs, **how)):
         loss_of(*result).backward()
@@ -61,7 +61,7 @@ def test_values_and_gradients_are_those_of_the_plain_way(how: dict[str, Any], bi
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_loss_and_its_gradients_are_those_of_the_plain_way(how: dict[str, Any], bias: bool) -> None:
+def test_linear_loss_values_and_gradients_equal_plain_pytorch(how: dict[str, Any], bias: bool) -> None:
     ours, theirs = inputs(bias=bias), inputs(bias=bias)
     (a, each), log_probs = linear_loss(*ours, **how, chunk=5), plain(*theirs, **how)[0]
     b = -log_probs.sum()
@@ -77,7 +77,7 @@ def test_loss_and_its_gradients_are_those_of_the_plain_way(how: dict[str, Any], 
         assert torch.allclose(linear_loss(*ours, **how, chunk=5)[0], b, rtol=1e-5)
 
 
-def test_it_passes_the_numerical_gradient_check() -> None:
+def test_linear_log_probs_passes_gradcheck() -> None:
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(4, 3, generator=g, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, 3, generator=g, dtype=torch.float64, requires_grad=True)
@@ -90,12 +90,12 @@ def test_it_passes_the_numerical_gradient_check() -> None:
 
 
 class Alive(TorchDispatchMode):
-    """The most elements alive at once of what operations made here, and how many of the operations are collectives."""
+    """Counts the peak of elements in tensors made inside the context, and the collectives."""
 
     def __init__(self) -> None:
         super().__init__()
         self.elements = self.collectives = 0
-        self._theirs: set[int] = set()  # storages that came in from outside, which stays alive
+        self._theirs: set[int] = set()  # storages made outside of the context
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,7 +111,7 @@ class Alive(TorchDispatchMode):
         return out
 
 
-def test_full_logits_are_never_alive() -> None:
+def test_linear_log_probs_and_loss_never_hold_all_logits() -> None:
     tokens, width, vocab, chunk = 1024, 4, 1000, 64
 
     def scores(*given: Any) -> Tensor:
@@ -125,10 +125,10 @@ def test_full_logits_are_never_alive() -> None:
     hidden, weight, labels, _ = inputs(tokens, width, vocab)
     with Alive() as alive:
         plain(hidden, weight, labels, None)[0].sum().backward()
-    assert alive.elements >= tokens * vocab  # the counter does see them
+    assert alive.elements >= tokens * vocab  # the counter sees them in plain PyTorch
 
 
-def test_under_autocast_it_computes_low_and_keeps_its_gradients_in_the_weights_dtype() -> None:
+def test_linear_log_probs_under_autocast_keeps_gradients_in_the_dtype_of_the_weight() -> None:
     ours, exact = inputs(64, 32, 200), inputs(64, 32, 200)
     with torch.autocast("cpu", torch.bfloat16):
         low = linear_log_probs(*ours, chunk=16)[0]
@@ -139,7 +139,7 @@ def test_under_autocast_it_computes_low_and_keeps_its_gradients_in_the_weights_d
     assert 0 < difference < 2e-2
 
 
-def test_frozen_parts_get_no_gradient() -> None:
+def test_linear_log_probs_frozen_weight_gets_no_gradient() -> None:
     hidden, weight, labels, _ = inputs()
     linear_log_probs(hidden, weight.detach(), labels, chunk=8)[0].sum().backward()
     assert hidden.grad is not None
@@ -151,12 +151,12 @@ def loss_of(log_probs: Tensor, entropy: Tensor, log_z: Tensor, mean: Tensor) -> 
     return (log_probs * weights + (0.3 * entropy + 0.01 * log_z.square()) * weights.flip(0) + 0.2 * mean).sum()
 
 
-def cut(cuts: list[int], how: list[dict[str, Any]]) -> list[list[Tensor | None]]:
-    """For each way: values and gradients, from this rank's rows of the vocabulary."""
+def of_shard(cuts: list[int], ways: list[dict[str, Any]]) -> list[list[Tensor | None]]:
+    """Values and gradients for each way, from this rank's rows of the vocabulary."""
     world = World.join("cpu")
     start, end = cuts[world.rank : world.rank + 2]
     results: list[list[Tensor | None]] = []
-    for way in how:
+    for way in ways:
         way = dict(way)
         hidden, weight, labels, bias = inputs(bias=way.pop("bias"))
         weight = weight.detach()[start:end].requires_grad_()
@@ -171,9 +171,9 @@ def cut(cuts: list[int], how: list[dict[str, Any]]) -> list[list[Tensor | None]]
 
 
 @pytest.mark.parametrize("cuts", [[0, 25, 50], [0, 17, 50], [0, 49, 50]], ids=str)
-def test_ranks_that_share_the_vocabulary_get_the_values_and_gradients_of_one(ranks2, cuts: list[int]) -> None:
+def test_linear_log_probs_sharded_vocabulary_equals_unsharded(ranks2, cuts: list[int]) -> None:
     ways = [{"chunk": c, "bias": b, **how} for how in WAYS for b in (False, True) for c in (5, 64)]
-    for way, first, second in zip(ways, *ranks2.run(cut, cuts, ways), strict=True):
+    for way, first, second in zip(ways, *ranks2.run(of_shard, cuts, ways), strict=True):
         how = {name: value for name, value in way.items() if name not in ("bias", "chunk")}
         hidden, weight, labels, bias = inputs(bias=way["bias"])
         expected = plain(hidden, weight, labels, bias, **how)
@@ -189,8 +189,8 @@ def test_ranks_that_share_the_vocabulary_get_the_values_and_gradients_of_one(ran
             assert bias is None or torch.allclose(d_bias, bias.grad[rows], rtol=1e-5, atol=1e-5)
 
 
-def watched(tokens: int, vocab: int, chunk: int) -> list[int]:
-    """The most elements alive; the collectives of forward, of backward, and of backward through frozen states."""
+def peak_and_collectives(tokens: int, vocab: int, chunk: int) -> list[int]:
+    """The peak of elements; the collectives of forward, of backward, and of backward with frozen hidden states."""
     world = World.join("cpu")
     rows = slice(world.rank * vocab // 2, (world.rank + 1) * vocab // 2)
     found = [0]
@@ -214,14 +214,14 @@ def watched(tokens: int, vocab: int, chunk: int) -> list[int]:
     return found
 
 
-def test_a_shared_vocabulary_keeps_the_promise_of_memory_with_one_collective_forward(ranks2) -> None:
+def test_linear_log_probs_sharded_vocabulary_makes_one_collective_in_forward(ranks2) -> None:
     tokens, vocab, chunk = 1024, 1000, 64
-    for elements, *collectives in ranks2.run(watched, tokens, vocab, chunk):
+    for elements, *collectives in ranks2.run(peak_and_collectives, tokens, vocab, chunk):
         assert chunk * vocab / 2 <= elements < 6 * chunk * vocab / 2 < tokens * vocab / 2 / 2
         assert collectives == [1, tokens // chunk, 0]
 
 
-def label_of_nobody() -> tuple[float, float]:
+def label_past_the_vocabulary() -> tuple[float, float]:
     world = World.join("cpu")
     hidden, weight, labels, _ = inputs(vocab=50)
     labels[1] = 50
@@ -231,51 +231,54 @@ def label_of_nobody() -> tuple[float, float]:
     return float(out[1]), float(out[2:].sum())
 
 
-def test_a_label_that_no_rank_has_is_never_a_finite_loss(ranks2) -> None:
-    for lost, rest in ranks2.run(label_of_nobody):
-        assert lost == float("-inf")
+def test_linear_log_probs_label_that_no_rank_owns_gives_minus_infinity(ranks2) -> None:
+    for past_the_end, rest in ranks2.run(label_past_the_vocabulary):
+        assert past_the_end == float("-inf")
         assert abs(rest) < float("inf")
 
 
-def test_a_group_without_this_ranks_first_row_is_refused() -> None:
+def test_linear_log_probs_vocab_start_without_group_raises() -> None:
     with pytest.raises(ValueError, match="group and vocab_start go together"):
         linear_log_probs(*inputs(), vocab_start=0)
 
 
 KERNELS = """
 import torch
-from mvp_engine.ops import linear_cross_entropy as ops
+from mvp_engine.ops import logit_gradients, logit_stats
+from mvp_engine.ops.logit_gradients import UpstreamGrads
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 g = torch.Generator().manual_seed(0)
 raw = torch.randn(6, 20001, generator=g).bfloat16().to(device) * 3
 labels = torch.tensor([5, 20000, -100, 0, 9999, 8192]).to(device)
-label, p, entropy, flat = torch.randn(4, 6, generator=g).to(device)
-how = ops._How(0.7, None, 0.9, torch.bfloat16)
-plain = ops._whole(ops._logits(raw, how), labels, True)
+label, p, entropy, uniform = torch.randn(4, 6, generator=g).to(device)
+spec = logit_stats.HeadSpec(0.7, None, 0.9, torch.bfloat16)
+plain = logit_stats.torch_stats(logit_stats.logits_of(raw, spec), labels, True)
 from mvp_engine.ops import logit_kernels
-for ours, theirs in zip(logit_kernels.row_numbers(raw, labels, how.factor), plain):
+for ours, theirs in zip(logit_kernels.row_stats(raw, labels, spec.factor), plain):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
-beyond = logit_kernels.row_numbers(raw[:1], torch.tensor([20001], device=device), 1.0)[0]
-assert beyond.isnan().all(), "a label that is no token must not pass"
+past_the_end = logit_kernels.row_stats(raw[:1], torch.tensor([20001], device=device), 1.0)[0]
+assert past_the_end.isnan().all(), "a label past the vocabulary must give NaN"
 label = label.masked_fill(labels < 0, 0.0)
-for given in (ops._Upstream(label, p), ops._Upstream(label, p, entropy), ops._Upstream(label, p, entropy, flat / 9e3)):
-    host = ops._Upstream(*(None if x is None else x.cpu() for x in given))
-    theirs = ops._gradient(raw.cpu(), labels.cpu(), plain[1].cpu(), plain[2].cpu(), host, how)
-    ours = logit_kernels.to_gradient_(raw.clone(), labels, plain[1], plain[2], *given, how.factor)
+all_terms = UpstreamGrads(label, p, entropy, uniform / 9e3)
+for upstream in (UpstreamGrads(label, p), UpstreamGrads(label, p, entropy), all_terms):
+    on_host = UpstreamGrads(*(None if x is None else x.cpu() for x in upstream))
+    stats = (plain.log_z, plain.entropy)
+    theirs = logit_gradients.logit_gradient_(raw.cpu(), labels.cpu(), *(x.cpu() for x in stats), on_host, spec)
+    ours = logit_kernels.to_gradient_(raw.clone(), labels, *stats, *upstream, spec.factor)
     torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-2, atol=1e-6)
 """
 
 
-def test_kernels_give_what_the_plain_way_gives() -> None:
-    """In a process of its own: without a GPU Triton interprets them, which must be said before it is imported."""
+def test_triton_kernels_equal_plain_pytorch() -> None:
+    """In a separate process: without a GPU Triton interprets the kernels, which must be set before it is imported."""
     environment = {**os.environ, **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
     done = subprocess.run([sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_in_bf16_both_ways_agree_and_follow_float32() -> None:
+def test_linear_loss_on_gpu_in_bf16_equals_log_probs_and_is_close_to_float32() -> None:
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(700, 64, generator=g).cuda(), torch.randn(5000, 64, generator=g).cuda() * 0.2
     labels = torch.randint(5000, (700,), generator=g).cuda()

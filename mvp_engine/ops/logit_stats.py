@@ -1,0 +1,158 @@
+"""Softmax statistics of one chunk of logits: what the loss needs of a (C, V) block before it is freed.
+
+Legend: T tokens, C tokens of a chunk, D hidden size, V vocabulary rows on this rank, R ranks, N statistics.
+
+With a sharded vocabulary each rank computes statistics relative to its own maximum (`shard_stats`), and one all-gather
+of N numbers per token combines them (`merge_shard_stats`). Gradients are in `mvp_engine.ops.logit_gradients`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100  # the label of tokens without a loss
+
+
+class HeadSpec(NamedTuple):
+    """How a head turns hidden states into logits: `(hidden @ weight.T + bias) * scale`, capped, over temperature."""
+
+    scale: float
+    softcap: float | None
+    temperature: float
+    dtype: torch.dtype  # of the matmuls
+
+    @property
+    def factor(self) -> float:
+        """What the output of the matmul is multiplied by where no soft cap comes in between."""
+        return self.scale / self.temperature
+
+
+class VocabShard(NamedTuple):
+    """This rank's rows of a vocabulary that the ranks of a group share."""
+
+    group: dist.ProcessGroup
+    start: int  # the first row
+
+
+class Stats(NamedTuple):
+    """Statistics of the softmax over the whole vocabulary, float32, one number per token."""
+
+    log_probs: Tensor  # of the labels; 0 where the label is IGNORE
+    log_z: Tensor  # the logarithm of the softmax's denominator
+    entropy: Tensor
+    mean_logits: Tensor  # over the vocabulary; a placeholder unless the caller asked for it
+
+    @classmethod
+    def cat(cls, chunks: list[Stats]) -> Stats:
+        """The statistics of all tokens from those of their chunks."""
+        return cls(*(torch.cat(columns) for columns in zip(*chunks, strict=True)))
+
+
+def fused_kernels(raw_CV: Tensor, spec: HeadSpec) -> Any:
+    """The module of Triton kernels where it supports these logits: it saves most of the time outside of matmuls."""
+    half = raw_CV.dtype in (torch.bfloat16, torch.float16)
+    if not raw_CV.is_cuda or not half or spec.softcap is not None:
+        return None
+    from mvp_engine.ops import logit_kernels
+
+    return logit_kernels
+
+
+def head_output(
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, spec: HeadSpec
+) -> Tensor:
+    """The output of the head's matmul, before scale, cap and temperature. The weight is already in `spec.dtype`."""
+    bias_V = None if bias_V is None else bias_V.to(spec.dtype)
+    return F.linear(hidden_CD.to(spec.dtype), weight_VD, bias_V)
+
+
+def logits_of(raw_CV: Tensor, spec: HeadSpec) -> Tensor:
+    """The float32 logits of a head's output."""
+    logits_CV = raw_CV.float()
+    if spec.scale != 1.0:
+        logits_CV = logits_CV * spec.scale
+    if spec.softcap is not None:
+        logits_CV = spec.softcap * torch.tanh(logits_CV / spec.softcap)
+    if spec.temperature != 1.0:
+        logits_CV = logits_CV / spec.temperature
+    return logits_CV
+
+
+def chunk_stats(raw_CV: Tensor, labels_C: Tensor, spec: HeadSpec, mean: bool) -> Stats:
+    """The statistics of a chunk from the head's output over the whole vocabulary."""
+    kernels = fused_kernels(raw_CV, spec)
+    if kernels is not None:
+        return Stats(*kernels.row_stats(raw_CV, labels_C, spec.factor))
+    return torch_stats(logits_of(raw_CV, spec), labels_C, mean)
+
+
+def torch_stats(logits_CV: Tensor, labels_C: Tensor, mean: bool) -> Stats:
+    """`chunk_stats` in plain PyTorch, which the fused kernel is tested against."""
+    log_z_C = logits_CV.logsumexp(-1)
+    label_logit_C = logits_CV.gather(-1, labels_C.clamp(min=0)[:, None])[:, 0]
+    log_probs_C = torch.where(labels_C == IGNORE, 0.0, label_logit_C - log_z_C)
+    probs_CV = (logits_CV - log_z_C[:, None]).exp_()
+    entropy_C = log_z_C - torch.linalg.vecdot(probs_CV, logits_CV)
+    mean_C = logits_CV.mean(-1) if mean else log_z_C
+    return Stats(log_probs_C, log_z_C, entropy_C, mean_C)
+
+
+def shard_stats(logits_CV: Tensor, labels_C: Tensor, vocab_start: int, mean: bool) -> Tensor:
+    """The statistics of this rank's vocabulary rows that the other ranks need, (N, C); uses up the logits.
+
+    Maximum, sum of exponentials and weighted sum, the latter two relative to the maximum; the label's logit; with
+    `mean` also the sum of logits and the number of rows. The label's logit is -inf where another rank owns the label,
+    so a label that no rank owns gives a non-finite loss.
+    """
+    max_C = logits_CV.amax(-1)
+    index_C, is_local_C = local_labels(labels_C, vocab_start, logits_CV.shape[1])
+    label_logit_C = logits_CV.gather(-1, index_C[:, None])[:, 0]
+    label_logit_C = label_logit_C.masked_fill(~is_local_C, float("-inf"))
+    for_mean = []
+    if mean:
+        for_mean = [logits_CV.sum(-1), torch.full_like(max_C, logits_CV.shape[1])]
+    logits_CV -= max_C[:, None]
+    exp_CV = logits_CV.exp()
+    weighted_C = torch.linalg.vecdot(exp_CV, logits_CV)
+    return torch.stack([max_C, exp_CV.sum(-1), weighted_C, label_logit_C, *for_mean])
+
+
+def merge_shard_stats(
+    stats_NT: Tensor, labels_T: Tensor, group: dist.ProcessGroup, mean: bool
+) -> tuple[Stats, Tensor | None]:
+    """The statistics over the whole vocabulary from `shard_stats` of all ranks; with `mean` also its size, (T,)."""
+    ranks = dist.get_world_size(group)
+    stats, tokens = stats_NT.shape
+    stats_RNT = stats_NT.new_empty(ranks * stats, tokens)
+    dist.all_gather_into_tensor(stats_RNT, stats_NT, group=group)
+    by_kind = stats_RNT.view(ranks, stats, tokens).unbind(1)
+    max_RT = by_kind[0]
+    sum_RT = by_kind[1]
+    weighted_RT = by_kind[2]
+    label_logit_RT = by_kind[3]
+    max_T = max_RT.amax(0)
+    below_RT = max_RT - max_T  # how far each rank's maximum is below that of all
+    share_RT = below_RT.exp()
+    sum_T = (share_RT * sum_RT).sum(0)
+    weighted_T = (share_RT * (weighted_RT + below_RT * sum_RT)).sum(0)
+    log_sum_T = sum_T.log()
+    label_log_prob_T = label_logit_RT.amax(0) - max_T - log_sum_T
+    log_probs_T = torch.where(labels_T == IGNORE, 0.0, label_log_prob_T)
+    entropy_T = log_sum_T - weighted_T / sum_T
+    mean_T = log_sum_T
+    vocab_size_T = None
+    if mean:
+        vocab_size_T = by_kind[5].sum(0)
+        mean_T = by_kind[4].sum(0) / vocab_size_T
+    return Stats(log_probs_T, max_T + log_sum_T, entropy_T, mean_T), vocab_size_T
+
+
+def local_labels(labels_C: Tensor, vocab_start: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The labels as indices of this rank's vocabulary rows (any row for other ranks' labels), and which are local."""
+    index_C = labels_C - vocab_start
+    return index_C.clamp(0, rows - 1), (index_C >= 0) & (index_C < rows)
