@@ -55,7 +55,7 @@ MODULES = {
     "kit.data.decode": "kit.data.read.decode",
     "kit.data.template": "kit.data.encode.template",
     "kit.data.media": "kit.data.encode.media",
-    "kit.data.limits": "kit.data.encode.limits",
+    "kit.data.limits": "kit.data.read.limits",
     "kit.data.samples": "kit.data.encode.row_encoder",
     "kit.data.packs": "kit.data.pack.packs",
     "kit.data.plan": "kit.data.pack.plan",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.kit.data.encode.row_encoder import RopePositions
+from mvp_engine.kit.data.encode.rope_positions import RopePositions
 
 LONGEST, PER_STEP, KNOWN = 4096, {"mix": 32, "full": 8, "images": 40}, 4096
 IMAGE, BEGIN, END, VIDEO = range(KNOWN, KNOWN + 4)  # tokens that no text has

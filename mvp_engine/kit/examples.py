@@ -12,7 +12,8 @@ import numpy as np
 from PIL import Image
 
 from mvp_engine.kit.data import MLLMDataKit
-from mvp_engine.kit.data.read.rows import MEDIA, BadRow, Message, read_row
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message
+from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.generate import Answer
 from mvp_engine.log.report import Example
 
@@ -53,15 +54,15 @@ def _asked(kit: MLLMDataKit, split: str, one: Answer) -> tuple[Sequence[Message]
 
 def _media(kit: MLLMDataKit, source: Any, messages: Sequence[Message]) -> list[bytes]:
     """Pictures as PNG files, some frames of videos too, sounds as WAV files."""
-    handler, shown = kit.sampler.media, list[bytes]()
+    handler, shown = kit.row_encoder.media, list[bytes]()
     for part in (part for message in messages for part in message.parts if part.kind in MEDIA):
         try:
-            _, item = handler.fetch(part, source.root)
+            _, item = handler.probe_and_decode(part, source.root)
         except BadRow:  # it was there when it was asked about; the page says [?]
             shown.append(b"")
             continue
         if part.kind == "audio":
-            shown.append(_wav(item, handler.rate))
+            shown.append(_wav(item, handler.sampling_rate))
         else:
             frames = [item] if part.kind == "image" else item[:: max(1, -(-len(item) // FRAMES))]
             shown += [

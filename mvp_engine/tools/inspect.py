@@ -16,7 +16,8 @@ import numpy as np
 from mvp_engine.config import compose
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.kit import MLLMDataKit
-from mvp_engine.kit.data.read.rows import BadRow, read_row, recognise
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.rows import detect_format, read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.tools.data_kit import config_data_kit, file_data_kit
 from mvp_engine.tools.inspect_page import show
@@ -97,7 +98,7 @@ def inspect_kit(
     wanted = _in_turn(mixture.sources, limit) if row is None else [find_row(mixture.sources, row)]
     shown = []
     for which, index in wanted:
-        facts = encoded_row(kit.sampler, mixture.sources[which], index, dataset.formats[which])
+        facts = encoded_row(kit.row_encoder, mixture.sources[which], index, dataset.formats[which])
         number = int(dataset.first[which]) + index
         shown.append({"row": number, "source": mixture.names[which], **facts})
     plan = dataset.plan
@@ -161,7 +162,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
             messages = sum(len(message.text) for message in read.messages)
             lengths.append(messages + len(read.text or ""))
             if index in wanted:
-                facts["format"] = recognise(source[index])
+                facts["format"] = detect_format(source[index])
                 facts["sequences"] = plain_row(read)
         except BadRow as error:
             facts["bad"] = bad_reason(error)

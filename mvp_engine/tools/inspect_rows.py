@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.row_encoder import Prepared, Sampler
-from mvp_engine.kit.data.read.rows import MEDIA, BadRow, Row, recognise
+from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+from mvp_engine.kit.data.encode.sequences import EncodedSequence
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Row
+from mvp_engine.kit.data.read.rows import detect_format
 from mvp_engine.tools.inspect_stats import Rows
 
 
@@ -33,7 +35,7 @@ def find_row(sources: Sequence[Rows], row: str) -> tuple[int, int]:
 
 
 def encoded_row(
-    sampler: Sampler, source: Rows, index: int, row_format: str | None
+    row_encoder: RowEncoder, source: Rows, index: int, row_format: str | None
 ) -> dict[str, Any]:
     """A row as the model sees it. Media are decoded too, so that a shown row is one that can be trained on."""
     facts: dict[str, Any] = {
@@ -44,14 +46,14 @@ def encoded_row(
     }
     try:
         raw = source[index]
-        facts["format"] = row_format or recognise(raw)
-        sequences = sampler.prepare(raw, row_format, source.root)
-        sampler.load(sequences, source.root, {})
+        facts["format"] = row_format or detect_format(raw)
+        sequences = row_encoder.encode(raw, row_format, source.root)
+        row_encoder.load(sequences, source.root, {})
     except BadRow as error:
         return {**facts, "bad": bad_reason(error)}
     sides = (1, -1) if len(sequences) == 2 else (0,)  # chosen and rejected, or a single one
     for sequence, side in zip(sequences, sides, strict=True):
-        facts["sequences"].append(_sequence(sampler, sequence, side))
+        facts["sequences"].append(_sequence(row_encoder, sequence, side))
     return facts
 
 
@@ -59,28 +61,28 @@ def bad_reason(error: BadRow) -> dict[str, Any]:
     return {"reason": error.reason, "detail": error.detail}
 
 
-def _sequence(sampler: Sampler, sequence: Prepared, side: int) -> dict[str, Any]:
+def _sequence(row_encoder: RowEncoder, sequence: EncodedSequence, side: int) -> dict[str, Any]:
     media = []
     for info, (start, end) in zip(sequence.infos, sequence.spans, strict=True):
         item: dict[str, Any] = {"kind": info.kind}
         if info.kind != "audio":
             item |= {"width": info.width, "height": info.height}
         if info.kind == "video":
-            item |= {"frames": info.take}
+            item |= {"frames": info.num_frames}
         if info.kind != "image":
             item |= {"seconds": round(info.seconds, 3)}
-        item |= {"tokens": end - start, "encoder": sampler.media.cost(info).encoder}
+        item |= {"tokens": end - start, "encoder": row_encoder.media.cost(info).encoder}
         media.append(item)
     return {
         "side": side,
         "tokens": len(sequence.ids),
         "learnt": sum(sequence.loss[1:]),  # no token predicts the first one
         "media": media,
-        "text": _segments(sampler, sequence),
+        "text": _segments(row_encoder, sequence),
     }
 
 
-def _segments(sampler: Sampler, sequence: Prepared) -> list[dict[str, Any]]:
+def _segments(row_encoder: RowEncoder, sequence: EncodedSequence) -> list[dict[str, Any]]:
     """The text in segments with loss, without loss, and of media, decoded from the token ids themselves."""
     media_index = np.full(len(sequence.ids), -1)
     for item, (start, end) in enumerate(sequence.spans):
@@ -90,7 +92,7 @@ def _segments(sampler: Sampler, sequence: Prepared) -> list[dict[str, Any]]:
     for item, loss in zip(media_index.tolist(), has_loss, strict=True):
         kinds.append((item, bool(loss) and item < 0))
     changes = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
-    tokenizer = sampler.media.tokenizer
+    tokenizer = row_encoder.media.tokenizer
     segments = list[dict[str, Any]]()
     decoded = ""
     for start, end in pairwise([0, *changes, len(kinds)] if kinds else [0]):

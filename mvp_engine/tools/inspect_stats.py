@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mvp_engine.kit.data.read.rows import BadRow, read_row, recognise
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.rows import detect_format, read_row
 
 SAMPLE = 1000  # rows per source that are read for formats and media
 BINS = 10  # of the length histogram, at most one more
@@ -39,7 +40,7 @@ def sample_rows(sources: Sequence[Rows], formats: Sequence[str | None]) -> dict[
             try:
                 raw = source[index]
                 row = read_row(raw, row_format)
-                kinds[row_format or recognise(raw) or "bad"] += 1
+                kinds[row_format or detect_format(raw) or "bad"] += 1
                 media.update(part.kind for part in row.media())
             except BadRow:
                 kinds["bad"] += 1

@@ -11,7 +11,7 @@ import numpy as np
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.kit import MLLMDataKit
-from mvp_engine.kit.data.read.rows import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.tools import inspect_stats
 from mvp_engine.tools.inspect_rows import bad_reason, encoded_row
 from mvp_engine.tools.inspect_stats import count_bad, length_stats, sample_rows
@@ -90,7 +90,7 @@ def _inspect_stream(
         row = _StreamRow(place, stream.root)
         try:
             row.raw = read()
-            sequences = kit.sampler.prepare(row.raw, stream.format, stream.root)
+            sequences = kit.row_encoder.encode(row.raw, stream.format, stream.root)
             lengths.append(sum(len(sequence.ids) for sequence in sequences))
         except BadRow as error:
             row.raw = row.raw or error
@@ -102,7 +102,7 @@ def _inspect_stream(
         counts.add_sample(row, stream.format)
         is_shown = rows < limit if wanted is None else wanted in (str(index), place)
         if is_shown:
-            facts = encoded_row(kit.sampler, row, 0, stream.format)
+            facts = encoded_row(kit.row_encoder, row, 0, stream.format)
             counts.shown.append({"row": index, "source": stream.name, **facts})
         rows += 1
     counts.lengths += lengths

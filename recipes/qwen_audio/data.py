@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.kit import load_processor, made_once
-from mvp_engine.kit.data.read.decode import need
+from mvp_engine.kit.data.read.media_source import require_package
 from mvp_engine.kit.small import small_tokenizer
 
 from .speech import Speaker
@@ -46,7 +46,7 @@ def prepare(folder: str, sentences: int, held_out: int) -> Any:
 
 
 def _write_rows(folder: Path, name: str, voices: list[str], count: int, speaker: Speaker) -> None:
-    soundfile = need("soundfile", "speech")
+    soundfile = require_package("soundfile", "speech")
     random = np.random.default_rng(zlib.crc32(name.encode()))
     with (folder / f"{name}.jsonl").open("w") as rows:
         for i in range(count):

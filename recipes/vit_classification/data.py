@@ -20,9 +20,9 @@ from mvp_engine.config import Section
 from mvp_engine.data import derived_seed
 from mvp_engine.errors import UserError
 from mvp_engine.kit import Limits
-from mvp_engine.kit.data.encode.media import probe
 from mvp_engine.kit.data.read.decode import decode
-from mvp_engine.kit.data.read.rows import BadRow, Part
+from mvp_engine.kit.data.read.probe import probe
+from mvp_engine.kit.data.read.row_types import BadRow, Part
 
 IGNORE = -100  # the label of what has none
 ENDS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}

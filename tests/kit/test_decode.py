@@ -19,10 +19,13 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from mvp_engine.kit.data.encode.limits import Info, Limits
-from mvp_engine.kit.data.encode.media import probe
-from mvp_engine.kit.data.read import decode as reading
-from mvp_engine.kit.data.read.rows import BadRow, Part
+from mvp_engine.kit.data.read import decode_image, decode_video
+from mvp_engine.kit.data.read.decode import decode
+from mvp_engine.kit.data.read.limits import Limits
+from mvp_engine.kit.data.read.media_info import MediaInfo
+from mvp_engine.kit.data.read.probe import probe
+from mvp_engine.kit.data.read.row_types import BadRow, Part
+from mvp_engine.kit.data.read.timeout import run_with_timeout
 
 LIMITS = Limits(fps=2.0, max_frames=8, timeout=20.0)
 HERE = Path(".")
@@ -41,9 +44,9 @@ def packed(image: Image.Image, format: str, **options: Any) -> bytes:
     return out.getvalue()
 
 
-def read(part: Part, limits: Limits = LIMITS, root: Path = HERE, rate: int = 16000) -> tuple[Info, Any]:
+def read(part: Part, limits: Limits = LIMITS, root: Path = HERE, rate: int = 16000) -> tuple[MediaInfo, Any]:
     info = probe(part, limits, root)
-    return info, reading.decode(part, info, limits, root, rate)
+    return info, decode(part, info, limits, root, rate)
 
 
 def reason(part: Part, limits: Limits = LIMITS, root: Path = HERE) -> str:
@@ -161,7 +164,7 @@ def test_each_bad_image_is_named(photo: np.ndarray, tmp_path: Path) -> None:
 def test_a_file_that_changed_since_it_was_planned_is_a_bad_row(photo: np.ndarray) -> None:
     info = probe(Part("image", photo), LIMITS, HERE)
     with pytest.raises(BadRow, match="changed: the image is 86x128 now, but was 128x86"):
-        reading.decode(Part("image", photo.transpose(1, 0, 2).copy()), info, LIMITS, HERE)
+        decode(Part("image", photo.transpose(1, 0, 2).copy()), info, LIMITS, HERE)
 
 
 def film(codec: str = "mpeg4", format: str = "mp4", frames: int = 30, fps: int = 10, size: int = 32) -> bytes:
@@ -190,30 +193,30 @@ def test_frames_are_those_that_were_asked_for(kind: str, tmp_path: Path) -> None
     (tmp_path / "film").write_bytes(raw)
     for value in (raw, "film", {"bytes": None, "path": "film"}):
         info, frames = read(Part("video", value), root=tmp_path)
-        assert (info.frames, info.fps, info.seconds, info.take) == (30, 10.0, 3.0, 6)
+        assert (info.total_frames, info.fps, info.seconds, info.num_frames) == (30, 10.0, 3.0, 6)
         assert frames.shape == (6, 32, 32, 3)
-        assert greys(frames) == info.picks() == [0, 6, 12, 17, 23, 29]
+        assert greys(frames) == info.frame_indices() == [0, 6, 12, 17, 23, 29]
     info, frames = read(Part("video", raw, {"fps": 1, "min_pixels": 5, "max_pixels": 99.5}))
-    assert (info.take, info.min_pixels, info.max_pixels) == (3, 5, 100)
-    assert read(Part("video", raw, {"nframes": 5}))[0].take == 5
-    assert read(Part("video", raw, {"fps": 10}))[0].take == LIMITS.max_frames
-    assert read(Part("video", raw, {"fps": 10, "max_frames": 3}))[0].take == 3
+    assert (info.num_frames, info.min_pixels, info.max_pixels) == (3, 5, 100)
+    assert read(Part("video", raw, {"nframes": 5}))[0].num_frames == 5
+    assert read(Part("video", raw, {"fps": 10}))[0].num_frames == LIMITS.max_frames
+    assert read(Part("video", raw, {"fps": 10, "max_frames": 3}))[0].num_frames == 3
 
 
 def test_far_apart_frames_are_jumped_to(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = film(frames=32 * 12, fps=4, size=16)  # greys repeat every 32 frames
     info, jumped = read(Part("video", raw))
-    monkeypatch.setattr(reading, "SEEK", 1e9)
+    monkeypatch.setattr(decode_video, "SEEK_SECONDS", 1e9)
     assert np.array_equal(jumped, read(Part("video", raw))[1])
-    assert greys(jumped) == [i % 32 for i in info.picks()]
+    assert greys(jumped) == [i % 32 for i in info.frame_indices()]
 
 
 def test_given_frames_are_videos_too(photo: np.ndarray, tmp_path: Path) -> None:
     frames = np.stack([np.full((6, 4, 3), i, np.uint8) for i in range(12)])
     (tmp_path / "f.png").write_bytes(packed(Image.fromarray(frames[3]), "PNG"))
     info, found = read(Part("video", frames))
-    assert (info.width, info.height, info.frames, info.fps, info.take) == (4, 6, 12, 2.0, 8)
-    assert found[:, 0, 0, 0].tolist() == info.picks() == [0, 2, 3, 5, 6, 8, 9, 11]
+    assert (info.width, info.height, info.total_frames, info.fps, info.num_frames) == (4, 6, 12, 2.0, 8)
+    assert found[:, 0, 0, 0].tolist() == info.frame_indices() == [0, 2, 3, 5, 6, 8, 9, 11]
     listed = [Image.fromarray(frames[0]), frames[1], packed(Image.fromarray(frames[2]), "PNG"), "f.png"]
     info, found = read(Part("video", listed, {"fps": 1}), root=tmp_path)
     assert (info.seconds, found[:, 0, 0, 0].tolist()) == (4.0, [0, 1, 2, 3])
@@ -288,8 +291,8 @@ def test_sounds_are_mono_at_the_rate_of_the_model(format: str, tmp_path: Path) -
         "data:audio/x;base64," + base64.b64encode(raw).decode(),
     ):
         info, wave = read(Part("audio", value), root=tmp_path)
-        assert (info.rate, wave.dtype, wave.ndim) == (44100, np.float32, 1)
-        assert len(wave) == info.length(16000) == -(-info.samples * 16000 // 44100)
+        assert (info.sampling_rate, wave.dtype, wave.ndim) == (44100, np.float32, 1)
+        assert len(wave) == info.num_samples_at(16000) == -(-info.num_samples * 16000 // 44100)
         heard = np.abs(np.fft.rfft(wave[:16000]))
         assert int(heard.argmax()) == 440
         assert np.abs(wave).max() == pytest.approx(0.4, abs=0.05)  # the mean of both channels
@@ -321,11 +324,11 @@ def test_what_hangs_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch, photo: 
         ctypes.CDLL(None).sleep(60)  # in C, where no signal of Python's reaches
 
     info = probe(Part("image", photo), LIMITS, HERE)
-    monkeypatch.setattr(reading, "_picture", stuck)
-    monkeypatch.setattr(reading, "_opened", lambda *args: time.sleep(60))
+    monkeypatch.setattr(decode_image, "decode_image", stuck)
+    monkeypatch.setattr(decode_image, "open_image", lambda *args: time.sleep(60))
     begun = time.monotonic()
     with pytest.raises(BadRow, match=r"timeout: decoding image ndarray took more than 0\.2 seconds"):
-        reading.decode(Part("image", photo), info, Limits(timeout=0.2), HERE)
+        decode(Part("image", photo), info, Limits(timeout=0.2), HERE)
     assert reason(Part("image", "a.png"), Limits(timeout=0.2)) == "timeout"
     assert time.monotonic() - begun < 20
 
@@ -333,10 +336,11 @@ def test_what_hangs_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch, photo: 
 def test_a_process_ends_although_a_decoder_hangs_in_it() -> None:
     code = """
 import ctypes
-from mvp_engine.kit.data.read import decode
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.timeout import run_with_timeout
 try:
-    decode.within(0.1, lambda: ctypes.CDLL(None).sleep(200), "it")
-except decode.BadRow as bad:
+    run_with_timeout(0.1, lambda: ctypes.CDLL(None).sleep(200), "it")
+except BadRow as bad:
     print(bad.reason)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
@@ -349,7 +353,7 @@ class Stuck(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> str:
         try:
-            return reading.within(0.2, lambda: ctypes.CDLL(None).sleep(300), "it")
+            return run_with_timeout(0.2, lambda: ctypes.CDLL(None).sleep(300), "it")
         except BadRow as bad:
             return bad.reason
 
@@ -364,7 +368,7 @@ def test_errors_of_ours_are_no_bad_rows(monkeypatch: pytest.MonkeyPatch, photo: 
     def broken(*args: Any) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(reading, "image_size", broken)
+    monkeypatch.setattr(decode_image, "image_size", broken)
     with pytest.raises(KeyError):
         probe(Part("image", photo), LIMITS, HERE)
 

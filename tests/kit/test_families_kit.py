@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.hf import LanguageModel, attention
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.data.encode.limits import Info
+from mvp_engine.kit.data.read.media_info import MediaInfo
 
 RATE = 16000
 Asked = list[tuple[str, int]]  # kind and number of the media of a question
@@ -70,15 +70,15 @@ def file_of(folder: Path, kind: str, i: int) -> Any:
     return names[0] if kind == "image" else names
 
 
-def opened(folder: Path, kind: str, file: Any) -> tuple[Info, Any]:
+def opened(folder: Path, kind: str, file: Any) -> tuple[MediaInfo, Any]:
     """As the processor itself takes it, not read by the kit."""
     if kind == "audio":
         wave, _ = soundfile.read(folder / file, dtype="float32")
-        return Info("audio", samples=len(wave), rate=RATE), wave
+        return MediaInfo("audio", samples=len(wave), rate=RATE), wave
     if kind == "image":
-        return Info("image"), Image.open(folder / file)
+        return MediaInfo("image"), Image.open(folder / file)
     frames = torch.stack([torch.from_numpy(np.array(Image.open(folder / name))).permute(2, 0, 1) for name in file])
-    return Info("video", frames=len(file), fps=2.0, take=len(file)), frames
+    return MediaInfo("video", frames=len(file), fps=2.0, take=len(file)), frames
 
 
 def own_log_probs(model: LanguageModel, given: dict[str, Any]) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_packs_are_what_the_family_makes_of_each_row_alone(name: str, tmp_path: 
     settings = {"sources": [{"path": str(tmp_path / "rows.jsonl")}], "micro_batch_tokens": 16384}
     settings |= {"global_batch_tokens": 16384, "cache": str(tmp_path / "cache"), "max_bad_fraction": 0.0}
     kit = MLLMDataKit(MLLMData.model_validate(settings), processor, model_config=model.hf.config)
-    assert kit.sampler.media.kinds == kinds
+    assert kit.row_encoder.media.kinds == kinds
     (pack,) = kit.loader("train")
     order = pack.sequence_fields["sample"].tolist()
     assert sorted(order) == list(range(len(rows)))
@@ -121,7 +121,7 @@ def test_packs_are_what_the_family_makes_of_each_row_alone(name: str, tmp_path: 
 
 def check_bf16_loses_nothing(model: LanguageModel, kit: MLLMDataKit, pack: PackedBatch) -> None:
     """A training in bf16 sees the same, to the bit, of media that travel in bf16."""
-    kit.sampler.dtype = torch.bfloat16
+    kit.row_encoder.dtype = torch.bfloat16
     (light,) = kit.loader("train")
     assert all(media.values.dtype == torch.bfloat16 for media in light.media.values())
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():

@@ -21,8 +21,8 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MLLMData
-from mvp_engine.kit.data.encode import processor_calls as asking
-from mvp_engine.kit.data.encode.template import Template
+from mvp_engine.kit.data.encode import processor_calls
+from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
 from mvp_engine.kit.data.read.rows import read_row
 
@@ -42,7 +42,7 @@ def learns(model: LanguageModel, batches: list[PackedBatch], steps: int = 8) -> 
 def test_chats_are_trained_on_as_the_template_masks_them(tmp_path: Path) -> None:
     rows = [chat(f"What is {i}?", f"It is {'very ' * (i % 7)}{i}.") for i in range(40)]
     kit = made(write(tmp_path / "chat.jsonl", rows), tokenizer("qwen2_5"))
-    template, seen = Template(tokenizer("qwen2_5")), set()
+    template, seen = ChatTemplate(tokenizer("qwen2_5")), set()
     for batch in kit.loader("train"):
         assert batch.num_tokens <= 256
         for s, sample in enumerate(batch.sequence_fields["sample"].tolist()):
@@ -107,9 +107,11 @@ def test_a_video_becomes_what_the_processor_makes_of_the_whole_conversation(
     text, token = qwen3_vl().apply_chat_template(shown, tokenize=False), "<|video_pad|>"
     whole = f"<|vision_start|>{token}<|vision_end|>"
     if swallows:
-        ask, text = asking.ask, text.replace(whole, token)
+        call, text = processor_calls.call_processor, text.replace(whole, token)
         monkeypatch.setattr(
-            asking, "ask", lambda p, a, t, *more, **m: ask(p, a, token if t == whole else t, *more, **m)
+            processor_calls,
+            "call_processor",
+            lambda p, a, t, *more, **m: call(p, a, token if t == whole else t, *more, **m),
         )
     batch = next(iter(made(write(tmp_path / "films.jsonl", [row]), qwen3_vl(), model_config()).loader("train")))
     film = torch.stack([torch.from_numpy(np.array(Image.open(tmp_path / name))).permute(2, 0, 1) for name in frames])
@@ -237,7 +239,7 @@ def test_a_bug_in_a_handler_raises_and_names_the_row(tmp_path: Path, monkeypatch
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(kit.sampler.media, "collate", broken)
+    monkeypatch.setattr(kit.row_encoder.media, "collate", broken)
     with pytest.raises(ZeroDivisionError, match="a bug") as caught:
         list(loader)
     assert "while reading a.jsonl:1" in caught.value.__notes__
@@ -308,7 +310,7 @@ def test_an_engine_gives_sizes_ranks_and_seed_and_the_ranks_must_agree(tmp_path:
             for precision in ("bf16", "fp32", "bf16"):  # of one engine after the other
                 engine.config.loop.precision = precision
                 loader = kit.engine_loader(engine)
-                assert (kit.sampler.dtype == torch.bfloat16) == (precision == "bf16")
+                assert (kit.row_encoder.dtype == torch.bfloat16) == (precision == "bf16")
             same = kit.loader("train", global_batch_size=4, seed=5, rank=1, world_size=2)
             assert all(a.equals(b) for a, b in zip(loader, same, strict=True))
             assert loader.accumulation == 2

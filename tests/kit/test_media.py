@@ -16,11 +16,13 @@ from processors import FAMILIES, SQUARE, made, tokenizer
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.limits import Info, Limits, limited_processor
 from mvp_engine.kit.data.encode.media import MediaHandler
-from mvp_engine.kit.data.encode.processor_calls import expand
-from mvp_engine.kit.data.encode.row_encoder import Sampler
-from mvp_engine.kit.data.read.rows import BadRow, Part
+from mvp_engine.kit.data.encode.placeholders import expand_placeholders
+from mvp_engine.kit.data.encode.processor_limits import limited_processor
+from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+from mvp_engine.kit.data.read.limits import Limits
+from mvp_engine.kit.data.read.media_info import MediaInfo
+from mvp_engine.kit.data.read.row_types import BadRow, Part
 
 HERE = Path(".")
 SIZES = [(37, 53), (8, 8), (100, 30), (16, 16), (5, 60), (333, 200), (64, 64)]  # height, width
@@ -49,7 +51,7 @@ def item(kind: str, i: int) -> Part:
     return Part(kind, rng.standard_normal(LENGTHS[i]).astype(np.float32), {"sampling_rate": 16000})
 
 
-def own(processor: Any, text: str, infos: list[Info], items: list[Any]) -> dict[str, Any]:
+def own(processor: Any, text: str, infos: list[MediaInfo], items: list[Any]) -> dict[str, Any]:
     """What the processor itself makes of a whole conversation."""
     given: dict[str, Any] = {"text_kwargs": {"add_special_tokens": False}}
     for kind, name in (("image", "images"), ("video", "videos"), ("audio", "audio")):
@@ -57,10 +59,11 @@ def own(processor: Any, text: str, infos: list[Info], items: list[Any]) -> dict[
             given[name] = [some] if kind == "video" else some
     seen = [info for info in infos if info.kind == "video"]
     films = [
-        {"total_num_frames": i.frames, "fps": i.fps, "duration": i.seconds, "frames_indices": i.picks()} for i in seen
+        {"total_num_frames": i.total_frames, "fps": i.fps, "duration": i.seconds, "frames_indices": i.frame_indices()}
+        for i in seen
     ]
     if films:
-        rate = {"fps": seen[0].take / seen[0].seconds} if type(processor) is hf.Qwen2_5OmniProcessor else {}
+        rate = {"fps": seen[0].num_frames / seen[0].seconds} if type(processor) is hf.Qwen2_5OmniProcessor else {}
         given["videos_kwargs"] = {"video_metadata": [films], "do_sample_frames": False, **rate}
     if "audio" in given:
         given["audio_kwargs"] = {"sampling_rate": 16000}
@@ -72,12 +75,12 @@ TEMPLATE = """{% for m in messages %}{{ '<|im_end|>' if m.role == 'user' else ''
 {{- '' if m.role == 'user' else '<|im_end|>\n' }}{% endfor %}"""
 
 
-def sampler(name: str, **options: Any) -> Sampler:
+def sampler(name: str, **options: Any) -> RowEncoder:
     """With a chat template that writes what the family's processor looks for."""
     processor = copy.copy(made(name))
     places = {kind: getattr(processor, f"{kind}_token") for kind in handler(name).kinds}
     processor.chat_template = TEMPLATE.replace("PLACES", repr(places))
-    return Sampler(processor, most_tokens=100_000, **options)
+    return RowEncoder(processor, max_tokens=100_000, **options)
 
 
 def conversation(processor: Any, parts: list[Part]) -> tuple[dict[str, Any], str]:
@@ -115,7 +118,7 @@ def test_conversations_are_those_of_the_processor_itself(name: str) -> None:
     for mix in mixes:
         parts = [item(kind, i) for i, kind in enumerate(mix)]
         row, text = conversation(processor, parts)
-        (one,) = sides = rows.prepare(row, None, HERE)
+        (one,) = sides = rows.encode(row, None, HERE)
         (got,) = rows.load(sides, HERE, {})
         items = [media.decode(part, info, HERE) for part, info in zip(parts, one.infos, strict=True)]
         expected = own(processor, text, one.infos, items)
@@ -144,7 +147,7 @@ def test_conversations_are_those_of_the_processor_itself(name: str) -> None:
 
 
 def test_spans_move_with_what_is_expanded_before_them() -> None:
-    text, moved = expand("a<i>b<i>c", [(1, 4), (5, 8)], ["12345", "6"])
+    text, moved = expand_placeholders("a<i>b<i>c", [(1, 4), (5, 8)], ["12345", "6"])
     assert text == "a12345b6c"
     assert [moved(i) for i in (0, 1, 4, 5, 8, 9)] == [0, 1, 6, 7, 8, 9]
 
@@ -154,7 +157,7 @@ def test_line_breaks_beside_an_image_may_merge_with_its_own() -> None:
     rows = sampler("gemma3")
     blocks: list[Any] = [{"type": "text", "text": "\n"}, {"type": "image", "image": item("image", 0).value}]
     row = {"role": "assistant", "content": [*blocks, {"type": "text", "text": "\nNo."}]}
-    (one,) = rows.prepare({"messages": [{"role": "user", "content": "So?"}, row]}, None, HERE)
+    (one,) = rows.encode({"messages": [{"role": "user", "content": "So?"}, row]}, None, HERE)
     words = [rows.media.tokenizer.decode([id]) for id in one.ids]
     image = ["<start_of_image>", *["<image_soft_token>"] * 4, "<end_of_image>"]
     assert words == ["<|im_end|>", "S", "o", "?", "\n\n", "\n", *image, "\n\n", "\n", "N", "o", ".", "<|im_end|>", "\n"]
@@ -166,11 +169,11 @@ def test_line_breaks_beside_an_image_may_merge_with_its_own() -> None:
 def test_a_placeholder_that_somebody_wrote_is_never_taken_for_one() -> None:
     rows = sampler("qwen3_vl")
     with pytest.raises(BadRow, match="placeholder_in_text"):
-        rows.prepare({"prompt": "say <|image_pad|>", "completion": "No."}, None, HERE)
+        rows.encode({"prompt": "say <|image_pad|>", "completion": "No."}, None, HERE)
 
 
-def big(kind: str) -> Info:
-    return Info(kind, 400, 300, frames=40, fps=2.0, take=12 if kind == "video" else 0)
+def big(kind: str) -> MediaInfo:
+    return MediaInfo(kind, 400, 300, total_frames=40, fps=2.0, num_frames=12 if kind == "video" else 0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -178,7 +181,7 @@ def test_an_item_shrinks_to_the_tokens_that_are_left(name: str) -> None:
     media = handler(name)
     for kind in media.kinds:
         if kind == "audio":
-            assert media.shrink(Info("audio", samples=16000, rate=16000), 5) is None
+            assert media.shrink(MediaInfo("audio", num_samples=16000, sampling_rate=16000), 5) is None
             continue
         info = big(kind)
         whole = media.cost(info).tokens
@@ -188,7 +191,11 @@ def test_an_item_shrinks_to_the_tokens_that_are_left(name: str) -> None:
             continue
         assert small is not None
         assert 0 < media.cost(small).tokens <= whole * 2 // 3
-        blank = np.zeros((small.take, 300, 400, 3), np.uint8) if kind == "video" else np.zeros((300, 400, 3), np.uint8)
+        blank = (
+            np.zeros((small.num_frames, 300, 400, 3), np.uint8)
+            if kind == "video"
+            else np.zeros((300, 400, 3), np.uint8)
+        )
         assert media.collate([small], [blank])[0] == [media.expansion(small)]
         assert media.shrink(info, 0) is None
 
@@ -216,11 +223,11 @@ def test_limits_are_kept_and_come_back_with_a_saved_processor(name: str, tmp_pat
         if name not in ("gemma3", "llava") and kind == "image":
             assert media.cost(info).tokens < handler(name).cost(info).tokens
         frames = np.zeros((20, 30, 40, 3), np.uint8)
-        assert kind == "image" or media.probe(Part("video", frames, {"fps": 2}), HERE).take == 4
+        assert kind == "image" or media.probe(Part("video", frames, {"fps": 2}), HERE).num_frames == 4
 
 
 def test_limits_that_a_family_cannot_keep_are_refused() -> None:
-    with pytest.raises(UserError, match="CLIPImageProcessor makes all pictures 16x16, more than the 255 pixels"):
+    with pytest.raises(UserError, match="CLIPImageProcessor resizes all images to 16x16, more than the 255 pixels"):
         limited_processor(made("llava"), Limits(max_pixels=255))
     with pytest.raises(UserError, match="Qwen2_5OmniProcessor fixes the size of videos in its code"):
         limited_processor(made("qwen2_5_omni"), Limits(video_max_pixels=255))
@@ -309,11 +316,11 @@ def test_families_that_do_not_fit_are_refused_at_once() -> None:
         MediaHandler(pixtral)
     odd = copy.copy(made("llava"))
     odd.replace_image_token = lambda images, image_idx, **options: "<image>" * (2 + image_idx)
-    with pytest.raises(UserError, match="LlavaProcessor makes something else of two images than of each"):
+    with pytest.raises(UserError, match="LlavaProcessor expands two images differently than each"):
         MediaHandler(odd)
     siglip = hf.SiglipImageProcessor(size=SQUARE)
     siglip.image_seq_length = 4
-    with pytest.raises(UserError, match="PaliGemmaProcessor cannot be asked for one item at a time"):
+    with pytest.raises(UserError, match="PaliGemmaProcessor cannot be called for one item at a time"):
         MediaHandler(hf.PaliGemmaProcessor(siglip, tokenizer("<image>")))
 
 

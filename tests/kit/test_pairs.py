@@ -10,7 +10,7 @@ from templates.tiny import tokenizer
 from tiny_vlm import chat, made, model_config, picture, qwen3_vl, write
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.kit.data.encode.template import Template
+from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.read.rows import read_row
 
 
@@ -36,7 +36,7 @@ def test_both_sides_lie_side_by_side_and_carry_loss_on_their_answers_alone(tmp_p
     kit = made(file, tokenizer("qwen2_5"), pairs=True)
     batches = list(kit.loader("train", num_workers=workers))
     assert all(batch.num_tokens <= 256 for batch in batches)
-    template, seen = Template(tokenizer("qwen2_5")), found(batches)
+    template, seen = ChatTemplate(tokenizer("qwen2_5")), found(batches)
     assert seen.keys() == set(range(40))
     for sample, sides in seen.items():
         assert [side for side, _ in sides] == ([1, -1] if sample % 4 else [0])

@@ -253,7 +253,7 @@ def test_cost_cache_key_changes_with_version_processor_template_and_limits_but_n
 ) -> None:
     def key(name: str = "zephyr", **settings: Any) -> str:
         given = {"sources": [{"path": str(folder / "a.jsonl")}], "micro_batch_tokens": 256, **settings}
-        return MLLMDataKit(MLLMData.model_validate(given), tokenizer(name)).sampler.fingerprint
+        return MLLMDataKit(MLLMData.model_validate(given), tokenizer(name)).row_encoder.fingerprint
 
     first = key()
     for changed in (key("qwen2_5"), key(limits={"max_frames": 3}), key(template={"date": "today"}), key(pairs=True)):
@@ -261,7 +261,7 @@ def test_cost_cache_key_changes_with_version_processor_template_and_limits_but_n
     with monkeypatch.context() as patched:
         patched.setattr(row_encoder, "ENCODER_VERSION", row_encoder.ENCODER_VERSION + 1)
         assert key() != first
-    sampler = kit(folder).sampler
+    encoder = kit(folder).row_encoder
 
     def no_source_text(*_: Any, **__: Any) -> Any:
         raise AssertionError("a source file was read")
@@ -269,7 +269,7 @@ def test_cost_cache_key_changes_with_version_processor_template_and_limits_but_n
     with monkeypatch.context() as patched:
         for owner, name in ((inspect, "getsource"), (Path, "read_text"), (Path, "read_bytes"), (builtins, "open")):
             patched.setattr(owner, name, no_source_text)
-        assert sampler.fingerprint == first
+        assert encoder.fingerprint == first
 
 
 def test_steps_tokens_and_fill_are_told_before_the_first_step(folder: Path) -> None:

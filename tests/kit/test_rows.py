@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.read.rows import FORMATS, BadRow, Message, Part, Row, read_row, recognise
+from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row
+from mvp_engine.kit.data.read.rows import FORMATS, detect_format, read_row
 
 ASK, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 T = lambda text: Part("text", text)  # noqa: E731
@@ -65,7 +66,7 @@ def test_every_format_gives_the_same_conversation(name: str) -> None:
     assert said(row.messages) == PAIR
     if name.startswith("preference"):
         assert said(row.rejected) == [("user", "Why?"), ("assistant", "No.")]
-        assert recognise(SAME[name]) == "preference"
+        assert detect_format(SAME[name]) == "preference"
     else:
         assert not row.rejected
 

@@ -20,7 +20,8 @@ import pytest
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.pack.mixture import Mixture
-from mvp_engine.kit.data.read.rows import BadRow, read_row
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
 
 ROWS = [{"prompt": f"Is {i} even?", "completion": "yes" if i % 2 == 0 else "nö"} for i in range(10)]
@@ -275,7 +276,7 @@ def test_media_of_folders_in_one_source_are_found_from_the_common_root(tmp_path:
         ("half.json", b'[{"text": "a"}', "not a JSON list"),
         ("number.json", b"3", "not a JSON list"),
         ("a.jsonl.gz", b"\x1f\x8b00", "unpack it"),
-        ("a.tar", b"x" * 2000, "no whole tar"),
+        ("a.tar", b"x" * 2000, "not a complete tar"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1", "cannot be read"),
         ("a.arrow", b"nothing of the kind", "cannot be read"),
         ("a.csv", b"a,b\n", "none of jsonl"),
@@ -301,7 +302,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_shard_that_was_cut_short_is_named(tmp_path: Path) -> None:
     whole = tar(tmp_path / "a.tar", {"1.jpg": b"x" * 5000, "2.jpg": b"y" * 5000}).read_bytes()
     (tmp_path / "b.tar").write_bytes(whole[:7000])
-    with pytest.raises(UserError, match=r"b\.tar is no whole tar file"):
+    with pytest.raises(UserError, match=r"b\.tar is not a complete tar file"):
         open_source(tmp_path / "b.tar")
 
 
@@ -387,5 +388,5 @@ def test_shares_that_give_nothing_are_refused(three: list[Source], share: Any) -
 
 def test_mixtures_want_names_and_a_way(three: list[Source]) -> None:
     for parts, by in (([], "repeats"), ([("a", three[0], 1)] * 2, "repeats"), ([("a", three[0], 1)], "size")):
-        with pytest.raises(UserError, match="mixture wants"):
+        with pytest.raises(UserError, match="mixture needs"):
             Mixture(parts, by=by)

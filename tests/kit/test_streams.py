@@ -1,4 +1,4 @@
-"""Streams: each row once, full packs in bounded memory, and a cursor that goes on to the bit, whatever the workers."""
+"""StreamMixture: each row once, full packs in bounded memory, and a cursor that goes on to the bit, whatever the workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.data.pack.stream_loader import StreamLoader
 from mvp_engine.kit.data.pack.stream_packs import StreamPackDataset
 from mvp_engine.kit.data.read.bad_rows import BadRows
-from mvp_engine.kit.data.read.streams import Stream, Streams
+from mvp_engine.kit.data.read.streams import Stream, StreamMixture
 
 ROWS = 400
 
@@ -105,9 +105,9 @@ def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> Stre
     """A loader whose rows are as long as they say, for streams longer than a tokenizer would be quick with."""
 
     class Sized:
-        overlong, most_tokens, fingerprint = "drop", budget, ""
+        overlong, max_tokens, fingerprint = "drop", budget, ""
 
-        def prepare(self, raw: dict[str, Any], *_: Any) -> Any:
+        def encode(self, raw: dict[str, Any], *_: Any) -> Any:
             return [type("Sides", (), {"ids": range(raw["size"])})()]
 
         def encoder_cost(self, sides: Any) -> int:
@@ -122,7 +122,7 @@ def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> Stre
     stream = Stream.__new__(Stream)
     stream.name, stream.format, stream.root = "sizes", None, Path(".")
     stream.parts = [lambda: ({"size": size} for size in sizes)]
-    packs = StreamPackDataset(Streams([stream], [1.0]), Sized(), budget=budget, window=window, lanes=lanes)  # type: ignore[arg-type]
+    packs = StreamPackDataset(StreamMixture([stream], [1.0]), Sized(), budget=budget, window=window, lanes=lanes)  # type: ignore[arg-type]
     settings = made(Path("x.jsonl"), tokenizer("zephyr")).settings
     return StreamLoader(packs, BadRows(settings, 0))
 
@@ -139,14 +139,14 @@ def test_memory_is_bounded_by_the_window(file: Path) -> None:
     """When a pack is given, no more than two windows of rows were read beyond those given before."""
     read = Counter[str]()
     loader = kit(file, stream_lanes=1).stream_loader("train")
-    prepare = loader.dataset.sampler.prepare
+    encode = loader.dataset.row_encoder.encode
 
     def counted(*given: Any) -> Any:
-        sides = prepare(*given)
+        sides = encode(*given)
         read["tokens"] += sum(len(side.ids) for side in sides)
         return sides
 
-    loader.dataset.sampler.prepare = counted  # type: ignore[method-assign]
+    loader.dataset.row_encoder.encode = counted  # type: ignore[method-assign]
     for _ in loader:
         assert read["tokens"] - loader.num_tokens <= 2 * 4 * 256 + 256
 
@@ -225,7 +225,7 @@ def test_tar_shards_with_images_are_read_as_they_come(tmp_path: Path, suffix: st
 
 def test_streams_are_mixed_by_weight_until_all_are_at_their_end(tmp_path: Path) -> None:
     a, b = (write(tmp_path / f"{name}.jsonl", texts(rows)) for name, rows in (("a", 60), ("b", 30)))
-    streams = Streams([Stream("a", str(a)), Stream("b", str(b))], [1.0, 3.0])
+    streams = StreamMixture([Stream("a", str(a)), Stream("b", str(b))], [1.0, 3.0])
     order = [which for which, _, _ in streams.rows()]
     assert (order.count(0), order.count(1)) == (60, 30)
     assert order[:40].count(1) == 30

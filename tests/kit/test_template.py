@@ -38,8 +38,9 @@ from kit.templates.tiny import (
 from tokenizers import AddedToken
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.template import Rendered, Template, cut
-from mvp_engine.kit.data.read.rows import BadRow, Part, Row
+from mvp_engine.kit.data.encode.template import ChatTemplate
+from mvp_engine.kit.data.encode.tokenization import Rendered, truncate
+from mvp_engine.kit.data.read.row_types import BadRow, Part, Row
 
 
 @pytest.mark.parametrize("name", STOPS)
@@ -136,7 +137,7 @@ def test_generation_blocks_say_what_transformers_reads_from_them() -> None:
 
 def test_a_stop_token_outside_of_the_loop_is_found_and_the_next_turn_is_not_taken_for_one() -> None:
     after = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}{% endfor %}</s>"  # and it never asks for an answer
-    form = Template(tokenizer("zephyr", chat_template=after))
+    form = ChatTemplate(tokenizer("zephyr", chat_template=after))
     assert learnt(form, HI, HELLO, BYE, CIAO) == ["Hello  there!", "Ciao\n\n  now.</s>"]
     assert not form.render(Row(messages=(HI, HELLO, BYE, CIAO))).stops
     assert form.render(Row(messages=(HI, HELLO))).stops
@@ -162,7 +163,7 @@ def test_any_message_may_set_its_own_loss(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"add_vision_id": True}])
 def test_media_stand_where_the_template_puts_their_placeholders(options: dict[str, Any]) -> None:
-    form = Template(Processor("qwen_vl"), **options)
+    form = ChatTemplate(Processor("qwen_vl"), **options)
     shows = say("assistant", "Like ", IMAGE, " this.")
     row = Row(messages=(say("user", IMAGE, "and", VIDEO, IMAGE, "?"), HELLO, say("user", VIDEO), shows))
     rendered = form.render(row)
@@ -179,7 +180,7 @@ def test_media_stand_where_the_template_puts_their_placeholders(options: dict[st
 
 
 def test_a_written_placeholder_is_never_taken_for_media() -> None:
-    form = Template(Processor("qwen_vl"))
+    form = ChatTemplate(Processor("qwen_vl"))
     literal = say("assistant", "Write <|image_pad|> there.")
     for row in (
         Row(messages=(say("user", IMAGE), literal)),
@@ -190,7 +191,7 @@ def test_a_written_placeholder_is_never_taken_for_media() -> None:
             form.render(row)
     named = "{% for m in messages %}{{ m.name }}{% for p in m.content %}{{ p.text or '<|image_pad|>' }}{% endfor %}"
     named += "{% endfor %}"
-    other = Template(tokenizer("qwen_vl", chat_template=named))
+    other = ChatTemplate(tokenizer("qwen_vl", chat_template=named))
     assert len(other.render(Row(messages=(say("user", IMAGE, name="Eve"), HELLO))).media) == 1
     with pytest.raises(BadRow, match="placeholder_in_text"):
         other.render(Row(messages=(say("user", IMAGE, name="<|image_pad|>"), HELLO)))
@@ -200,8 +201,8 @@ def test_a_written_placeholder_is_never_taken_for_media() -> None:
 
 
 def test_templates_that_want_typed_texts_and_move_images_forward() -> None:
-    form = Template(Processor("llava"))
-    assert form.typed
+    form = ChatTemplate(Processor("llava"))
+    assert form.renderer.typed_content
     assert learnt(form, SYSTEM, HI, HELLO, say("user", "this:", IMAGE), CIAO) == ["Hello  there!", "Ciao\n\n  now."]
     rendered = form.render(Row(messages=(say("user", "this:", IMAGE), CIAO)))
     assert rendered.text == "USER: <image>\nthis: ASSISTANT: Ciao\n\n  now. "
@@ -210,12 +211,12 @@ def test_templates_that_want_typed_texts_and_move_images_forward() -> None:
 
 def test_media_that_a_template_or_tokenizer_cannot_take() -> None:
     shown = Row(messages=(say("user", Part("audio", "a.wav"), IMAGE), HELLO))
-    for form in template("qwen2_5"), template("llama3"), Template(Processor("qwen_vl")):
+    for form in template("qwen2_5"), template("llama3"), ChatTemplate(Processor("qwen_vl")):
         with pytest.raises(BadRow, match="unsupported_media"):
             form.render(shown)
     with pytest.raises(BadRow, match="unsupported_media"):  # which of three special tokens is it?
         template("qwen_vl").render(Row(messages=(say("user", IMAGE), HELLO)))
-    named = Template(tokenizer("qwen_vl"), placeholders={"image": "<|image_pad|>"})
+    named = ChatTemplate(tokenizer("qwen_vl"), placeholders={"image": "<|image_pad|>"})
     assert len(named.render(Row(messages=(say("user", IMAGE, IMAGE), HELLO))).media) == 2
 
 
@@ -227,7 +228,7 @@ def test_rows_of_which_the_template_would_leave_something_out_are_bad() -> None:
         (template("gemma"), Row(messages=(SYSTEM, HI, HELLO))),
         (template("gemma"), Row(messages=(HI, HELLO, HELLO))),
         (template("llama3"), Row(messages=(HI, say("assistant", tool_calls=CALL.extra["tool_calls"] * 2)))),
-        (Template(tokenizer("zephyr", chat_template=roles)), Row(messages=(SYSTEM, HI, HELLO))),
+        (ChatTemplate(tokenizer("zephyr", chat_template=roles)), Row(messages=(SYSTEM, HI, HELLO))),
     ):
         with pytest.raises(BadRow) as bad:
             form.render(row)
@@ -245,7 +246,7 @@ def test_rows_of_which_the_template_would_leave_something_out_are_bad() -> None:
 )
 def test_a_template_that_is_of_no_use_is_an_error_at_set_up(source: str) -> None:
     with pytest.raises(UserError, match="chat template"):
-        Template(tokenizer("zephyr", chat_template=source))
+        ChatTemplate(tokenizer("zephyr", chat_template=source))
 
 
 def test_spans_that_are_not_certain_are_never_guessed() -> None:
@@ -261,7 +262,7 @@ def test_spans_that_are_not_certain_are_never_guessed() -> None:
         (peeks, (asks, HELLO)),
         (drops, (HI, say("assistant", "x"))),
     ):
-        form = Template(tokenizer("zephyr", chat_template=source))
+        form = ChatTemplate(tokenizer("zephyr", chat_template=source))
         with pytest.raises(BadRow) as bad:
             form.render(Row(messages=talk))
         assert bad.value.reason == "mask"
@@ -293,7 +294,7 @@ def test_whatever_the_texts_hold_the_spans_are_those_of_the_format(name: str, or
 @pytest.mark.parametrize("trim", [False, True])
 def test_white_space_inside_an_answer_carries_loss_on_tokenizers_that_trim_offsets_too(trim: bool) -> None:
     code = "def f(x):\n        if x:\n            return   x\n"
-    form = Template(tokenizer("phi3", trim=trim))
+    form = ChatTemplate(tokenizer("phi3", trim=trim))
     ids, loss, _ = form.tokenize(form.render(Row(messages=(HI, say("assistant", code)))))
     learns = [id for id, has in zip(ids, loss, strict=True) if has]
     assert form.tokenizer.decode(learns) == code + "<|end|>"
@@ -310,13 +311,13 @@ def test_a_token_across_the_border_of_a_span_belongs_to_it_but_a_special_one_mus
         assert [i for i, has in enumerate(loss) if has] == list(range(first, len(ids) - 1))
     greedy = copy.deepcopy(form.tokenizer)  # as Phi-3's own: they take the white space behind them in
     greedy.add_tokens([AddedToken(token, rstrip=True, special=True) for token in PHI], special_tokens=True)
-    form = Template(greedy)
+    form = ChatTemplate(greedy)
     ids, loss, _ = form.tokenize(form.render(Row(messages=(HI, say("assistant", "\n\n ok")))))
     assert greedy.decode([id for id, has in zip(ids, loss, strict=True) if has]) == "ok<|end|>"
 
 
 def test_text_rows_learn_everything_with_one_bos_and_one_eos() -> None:
-    form = Template(adds_bos("zephyr"))
+    form = ChatTemplate(adds_bos("zephyr"))
     bos, eos = form.tokenizer.bos_token_id, form.tokenizer.eos_token_id
     for text in "hello", "<s>hello", "hello</s>", "<s>hello</s>":
         ids, loss, _ = form.tokenize(form.render(Row(text=text)))
@@ -333,12 +334,12 @@ def test_text_rows_learn_everything_with_one_bos_and_one_eos() -> None:
 def test_a_conversation_has_the_bos_that_its_template_or_its_processor_gives() -> None:
     for name, process, count in ("llama3", 0, 1), ("zephyr", 0, 0), ("llama3", 1, 1), ("zephyr", 1, 1):
         made = adds_bos(name)
-        form = Template(SimpleNamespace(tokenizer=made) if process else made)
+        form = ChatTemplate(SimpleNamespace(tokenizer=made) if process else made)
         ids, loss, _ = form.tokenize(form.render(Row(messages=(HI, HELLO))))
         assert ids.count(made.bos_token_id) == count
         assert made.decode([id for id, has in zip(ids, loss, strict=True) if has]).startswith("Hello  there!")
     shown = Processor("llava", adds_bos("llava"))
-    ids, _, media = Template(shown).tokenize(Template(shown).render(Row(messages=(say("user", IMAGE), HELLO))))
+    ids, _, media = ChatTemplate(shown).tokenize(ChatTemplate(shown).render(Row(messages=(say("user", IMAGE), HELLO))))
     assert [ids[0], *ids[slice(*media[0].span)]] == shown.tokenizer.convert_tokens_to_ids(["<s>", "<image>"])
 
 
@@ -346,24 +347,24 @@ def test_cutting_never_leaves_part_of_a_medium() -> None:
     ids, loss = list(range(12)), [False] * 2 + [True] * 10
     media = [(3, 6), (6, 8), (9, 11)]
     for limit in range(4, 14):
-        kept, mask, whole = cut(ids, loss, media, limit)
+        kept, mask, whole = truncate(ids, loss, media, limit)
         assert kept == ids[: len(kept)]
         assert len(kept) == len(mask) <= limit
         assert all(end <= len(kept) or start >= len(kept) for start, end in media)
         assert whole == sum(end <= len(kept) for _, end in media)
-    assert [len(cut(ids, loss, media, limit)[0]) for limit in (4, 6, 7, 8, 10, 99)] == [3, 6, 6, 8, 9, 12]
+    assert [len(truncate(ids, loss, media, limit)[0]) for limit in (4, 6, 7, 8, 10, 99)] == [3, 6, 6, 8, 9, 12]
     for mask, limit in (loss, 2), ([True] + [False] * 11, 12):  # nothing predicts the first token
         with pytest.raises(BadRow, match="nothing_to_learn"):
-            cut(ids, mask, media, limit)
+            truncate(ids, mask, media, limit)
 
 
 def test_templates_travel_to_worker_processes_and_need_a_fast_tokenizer_and_a_template() -> None:
     form = pickle.loads(pickle.dumps(template("qwen3")))
     assert learnt(form, HI, HELLO) == learnt(template("qwen3"), HI, HELLO)
     with pytest.raises(UserError, match="fast tokenizer"):
-        Template(SimpleNamespace(is_fast=False))
+        ChatTemplate(SimpleNamespace(is_fast=False))
     bare = copy.deepcopy(tokenizer("zephyr"))
     bare.chat_template = None
-    Template(bare).render(Row(text="hello"))
+    ChatTemplate(bare).render(Row(text="hello"))
     with pytest.raises(UserError, match="no chat template"):
-        Template(bare).render(Row(messages=(HI, HELLO)))
+        ChatTemplate(bare).render(Row(messages=(HI, HELLO)))

@@ -19,14 +19,14 @@ from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
 
 def broken_at(kit: Any, row: int, what: Any) -> None:
     """Something happens when the row with this number is loaded."""
-    load = kit.sampler.load
+    load = kit.row_encoder.load
 
     def replaced(sides: Any, root: Path, fields: dict[str, int]) -> Any:
         if fields["sample"] == row:
             what()
         return load(sides, root, fields)
 
-    kit.sampler.load = replaced
+    kit.row_encoder.load = replaced
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def test_a_worker_that_hangs_names_the_row_it_was_at(kit: Any) -> None:
 
 
 def test_a_worker_that_is_slow_but_goes_on_is_waited_for(kit: Any) -> None:
-    load = kit.sampler.load
-    kit.sampler.load = lambda *given: time.sleep(0.15) or load(*given)
+    load = kit.row_encoder.load
+    kit.row_encoder.load = lambda *given: time.sleep(0.15) or load(*given)
     kit.settings = kit.settings.model_copy(update={"stall_seconds": 0.2})
     assert sum(batch.num_sequences for batch in kit.loader("train", num_workers=1)) == 20
 

@@ -16,7 +16,7 @@ from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, attention, media_features, vision
 from mvp_engine.hf import input_hooks as hooks
-from mvp_engine.kit.data.encode.row_encoder import RopePositions
+from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.model_engine.fsdp.prefetch import DevicePrefetcher
 from mvp_engine.ops import attention as attention_ops
 

@@ -130,7 +130,7 @@ def test_only_what_the_assistant_says_is_learnt(ran: Path) -> None:
     kit = kit_of(ran, "sft")
     row = {"role": "system", "content": "Give the answer alone."}, {"role": "user", "content": "What comes after 5?"}
     row += {"role": "assistant", "content": "6"}, {"role": "user", "content": "What is 89 backwards?"}
-    (one,) = kit.sampler.prepare({"messages": [*row, {"role": "assistant", "content": "98"}]}, None, ran)
+    (one,) = kit.row_encoder.encode({"messages": [*row, {"role": "assistant", "content": "98"}]}, None, ran)
     learnt = [id for id, loss in zip(one.ids, one.loss, strict=True) if loss]
     assert kit.processor.decode(learnt) == "6<|im_end|>98<|im_end|>"
 

@@ -1,10 +1,10 @@
 """The data kit: rows in files and streams are read, encoded, and packed into batches."""
 
-from mvp_engine.kit.data.encode.limits import Limits
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.pack.packs import PackLoader
 from mvp_engine.kit.data.pack.stream_loader import StreamLoader
 from mvp_engine.kit.data.processor import load_processor
+from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.settings import DataSource, MLLMData
 
 __all__ = [

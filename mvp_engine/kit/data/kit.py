@@ -21,7 +21,8 @@ from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.row_encoder import RopePositions, Sampler
+from mvp_engine.kit.data.encode.rope_positions import RopePositions
+from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.pack.costs import Costs, measure_costs
 from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.pack.packs import PackDataset, PackLoader
@@ -30,7 +31,7 @@ from mvp_engine.kit.data.pack.stream_packs import StreamPackDataset
 from mvp_engine.kit.data.processor import save_generation_config
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
 from mvp_engine.kit.data.read.sources import Source, open_source
-from mvp_engine.kit.data.read.streams import Stream, Streams
+from mvp_engine.kit.data.read.streams import Stream, StreamMixture
 from mvp_engine.kit.data.settings import DataSource, MLLMData
 from mvp_engine.model_engine import precision_on
 
@@ -53,18 +54,18 @@ class MLLMDataKit:
         self.settings = settings
         self.num_workers = num_workers
         row_tokens = settings.row_tokens or settings.micro_batch_tokens
-        self.sampler = Sampler(
+        self.row_encoder = RowEncoder(
             processor,
             settings.limits,
-            most_tokens=min(row_tokens, settings.micro_batch_tokens),
+            max_tokens=min(row_tokens, settings.micro_batch_tokens),
             overlong=settings.overlong,
             pairs=settings.pairs,
             options=settings.template,
-            positions=None if model_config is None else RopePositions.of(model_config),
+            positions=None if model_config is None else RopePositions.for_config(model_config),
         )
         if settings.media_dtype == "bfloat16":
-            self.sampler.dtype = torch.bfloat16
-        self.processor = self.sampler.media.processor
+            self.row_encoder.dtype = torch.bfloat16
+        self.processor = self.row_encoder.media.processor
         self.cache = Path(settings.cache).expanduser() if settings.cache else default_cache()
         self._measured: dict[str, tuple[Mixture, list[Costs]]] = {}
 
@@ -122,7 +123,7 @@ class MLLMDataKit:
             mixture,
             [source.format for source in self._sources(split)],
             costs,
-            self.sampler,
+            self.row_encoder,
             budget=self.settings.micro_batch_tokens,
             packs_per_step=packs,
             seed=seed,
@@ -178,14 +179,14 @@ class MLLMDataKit:
         streams = self._streams(split)
         lanes = self.settings.stream_lanes
         workers = self.num_workers if num_workers is None else num_workers
-        if any(stream.once for stream in streams):
+        if any(stream.is_pipe for stream in streams):
             if world_size > 1:
                 raise UserError("data: a pipe can be read by one rank alone: write it to a file")
             lanes = 1
             workers = 0
         dataset = StreamPackDataset(
-            Streams(streams, [source.weight or 1.0 for source in self._sources(split)]),
-            self.sampler,
+            StreamMixture(streams, [source.weight or 1.0 for source in self._sources(split)]),
+            self.row_encoder,
             budget=self.settings.micro_batch_tokens,
             window=self.settings.stream_window,
             lanes=lanes,
@@ -212,7 +213,7 @@ class MLLMDataKit:
         if self.settings.media_dtype == "auto":
             # With bf16 an encoder's first layer casts its input anyway: nothing is lost on the way.
             bf16 = precision_on(engine.device, config.loop.precision) == "bf16"
-            self.sampler.dtype = torch.bfloat16 if bf16 else torch.float32
+            self.row_encoder.dtype = torch.bfloat16 if bf16 else torch.float32
         options = {
             "rank": engine.layout.data_rank,
             "world_size": engine.layout.data_size,
@@ -271,8 +272,8 @@ class MLLMDataKit:
 
         They differ where a base model, with its own end-of-text token, is fine-tuned on chats.
         """
-        tokenizer = self.sampler.media.tokenizer
-        stop = self.sampler.template.stop
+        tokenizer = self.row_encoder.media.tokenizer
+        stop = self.row_encoder.template.stop_token
         found = [tokenizer.eos_token_id]
         if stop:
             found.append(tokenizer.convert_tokens_to_ids(stop))
@@ -282,7 +283,7 @@ class MLLMDataKit:
         """Save what belongs to a model in a Hugging Face folder: the processor with this kit's limits, and the
         generation config of the folder `model` with this kit's end-of-sequence tokens."""
         self.processor.save_pretrained(folder)
-        pad = self.sampler.media.tokenizer.eos_token_id
+        pad = self.row_encoder.media.tokenizer.eos_token_id
         save_generation_config(folder, model, pad, self.eos_token_ids)
 
     # ---- Inside ---------------------------------------------------------------------------------
@@ -330,7 +331,9 @@ class MLLMDataKit:
         costs = []
         for name, source, one in zip(names, sources, settings, strict=True):
             costs.append(
-                measure_costs(source, one.format, self.sampler, self.cache, self.num_workers, name)
+                measure_costs(
+                    source, one.format, self.row_encoder, self.cache, self.num_workers, name
+                )
             )
         if self.settings.overlong == "error":
             self._refuse_overlong(mixture, costs)
@@ -343,7 +346,7 @@ class MLLMDataKit:
         if found:
             shown = ", ".join(source.where(row) for source, row in found[:3])
             raise UserError(
-                f"data: {len(found)} row(s) have more than {self.sampler.most_tokens} tokens, such as {shown}: raise "
+                f"data: {len(found)} row(s) have more than {self.row_encoder.max_tokens} tokens, such as {shown}: raise "
                 "micro_batch_tokens or row_tokens, or set overlong to drop, truncate or shrink"
             )
 

@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from mvp_engine.config.schema import Count, Fraction, Positive, Section
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.limits import Limits
+from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.rows import FORMATS
 
 

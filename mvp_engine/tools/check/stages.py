@@ -25,7 +25,7 @@ from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.hf.parts import trained_parts
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBad
+from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows
 from mvp_engine.launch import launch, leave
 from mvp_engine.log.hub import backend_class
 from mvp_engine.model_engine import precision_on
@@ -93,9 +93,9 @@ class Check:
                 f"{str(error).splitlines()[0]}. Lower data.micro_batch_size (or mllm.micro_batch_tokens), set "
                 "model.activation_checkpointing, or shard the model (parallel.shard)"
             ) from None
-        except TooManyBad as error:
+        except TooManyBadRows as error:
             raise UserError(
-                error.told
+                error.summary
             ) from None  # without its file, which is in the temporary folder
         finally:
             LOGGER.removeHandler(warnings)

@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mvp_engine.kit.data.encode.template import Template
-from mvp_engine.kit.data.read.rows import Message, Part, Row
+from mvp_engine.kit.data.encode.template import ChatTemplate
+from mvp_engine.kit.data.read.row_types import Message, Part, Row
 
 FOLDER = Path(__file__).parent
 CHATML = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
@@ -58,8 +58,8 @@ def tokenizer(name: str, trim: bool = False, chat_template: str | None = None) -
 
 
 @lru_cache
-def template(name: str, **options: Any) -> Template:
-    return Template(tokenizer(name), **options)
+def template(name: str, **options: Any) -> ChatTemplate:
+    return ChatTemplate(tokenizer(name), **options)
 
 
 def say(role: str, *content: Any, loss: bool | None = None, **extra: Any) -> Message:
@@ -67,7 +67,7 @@ def say(role: str, *content: Any, loss: bool | None = None, **extra: Any) -> Mes
     return Message(role, tuple(parts), loss, extra)
 
 
-def learnt(template: Template, *messages: Message, tools: tuple[Any, ...] = ()) -> list[str]:
+def learnt(template: ChatTemplate, *messages: Message, tools: tuple[Any, ...] = ()) -> list[str]:
     """The runs of tokens with loss, as text; on the way, the tokens must be those of the tokenizer's own rendering."""
     rendered = template.render(Row(messages=messages, tools=tools))
     ids, loss, _ = template.tokenize(rendered)

@@ -1,1 +1,1 @@
-"""From a row to token ids, labels and media tensors, by the chat template and the processor of the model."""
+"""Encoding of rows: token ids, loss masks and media tensors, by the model's chat template and processor."""

@@ -1,8 +1,9 @@
-"""Images, videos and sounds of a row through the model's own Hugging Face processor, for any family.
+"""MediaHandler: images, videos and audio through the model's own Hugging Face processor.
 
-The processor itself is asked, one item at a time: it is given the item's placeholder as the text, and what it hands to
-its tokenizer is what the item becomes in a conversation. A plan asks in the same way with tensors that have a size but
-no data, so what it counts is what training gets. No family has a file here; what differs is found in the answers.
+The processor itself is called, one item at a time, with the item's placeholder as the text
+(`processor_calls.py`). A packing plan calls it in the same way with tensors that have a size but no
+data, so what the plan counts is what training gets. No model family has code here: what differs is
+found in the processor's outputs.
 """
 
 from __future__ import annotations
@@ -14,328 +15,354 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import Media
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode import processor_calls as asking
-from mvp_engine.kit.data.encode.limits import (
-    PARTS,
-    Info,
-    Limits,
-    asked_for,
-    full_limits,
+from mvp_engine.kit.data.encode import processor_calls
+from mvp_engine.kit.data.encode.processor_calls import TOKEN_TYPE_NAMES, blank_item
+from mvp_engine.kit.data.encode.processor_limits import (
+    SUB_PROCESSORS,
     limited_processor,
-    most_pixels,
-    pixels_asked_for,
-    set_pixels,
+    limits_with_defaults,
+    pixel_budget,
+    set_pixel_budget,
 )
-from mvp_engine.kit.data.encode.processor_calls import TYPES
-from mvp_engine.kit.data.read import decode as reading
-from mvp_engine.kit.data.read.rows import BadRow, Part
+from mvp_engine.kit.data.encode.processor_outputs import (
+    concat_media,
+    to_media,
+    to_media_of_items,
+)
+from mvp_engine.kit.data.read.decode import decode, decode_now
+from mvp_engine.kit.data.read.limits import Limits
+from mvp_engine.kit.data.read.media_info import MediaInfo
+from mvp_engine.kit.data.read.media_source import describe
+from mvp_engine.kit.data.read.probe import probe, probe_now
+from mvp_engine.kit.data.read.row_types import BadRow, Part
+from mvp_engine.kit.data.read.timeout import run_with_timeout
 
-PLANS = 512  # remembered answers; one may be a text of 100 kB
-STEPS = 80  # of shrinking, each by a factor of 2 ** (1 / 4) in pixels
+MAX_CACHED = 512  # expansions in memory; the text of one may have 100 kB
+SHRINK_STEPS = 80  # each divides the pixels by 2 ** (1 / 4)
+BILINEAR = 2  # PIL's number
 
 
 @dataclass(frozen=True)
-class Cost:
+class MediaCost:
     tokens: int  # in the text
     encoder: int  # numbers that an encoder reads
 
 
-def probe(part: Part, limits: Limits, root: Path) -> Info:
-    """The cheap look at an item."""
-    return reading.within(
-        limits.timeout, lambda: _look(part, limits, root), f"looking at {reading.name_of(part)}"
-    )
-
-
-def _look(part: Part, limits: Limits, root: Path) -> Info:
-    if part.kind == "image":
-        return Info(
-            "image", *reading.image_size(part.value, limits, root), **pixels_asked_for(part)
-        )
-    return (
-        _look_at_video(part, limits, root)
-        if part.kind == "video"
-        else _look_at_audio(part, limits, root)
-    )
-
-
-def _look_at_video(part: Part, limits: Limits, root: Path) -> Info:
-    fps = asked_for(part, "fps") or limits.fps or 2.0
-    size, frames, own = reading.video_size(part.value, limits, root, fps)
-    if frames / own > limits.video_seconds:
-        raise BadRow(
-            "too_long", f"video of {frames / own:.0f} seconds; {limits.video_seconds:g} are allowed"
-        )
-    if size[0] * size[1] > limits.image_pixels:
-        raise BadRow(
-            "too_large", f"video of {size[0]}x{size[1]}; {limits.image_pixels} pixels are allowed"
-        )
-    wanted = int(asked_for(part, "num_frames", "nframes") or frames / own * fps)
-    most = min(int(asked_for(part, "max_frames") or frames), limits.max_frames or frames)
-    take = max(2, min(max(wanted, limits.min_frames or 1), most, frames))
-    if not isinstance(part.value, np.ndarray | list | tuple):
-        scale = min(1.0, math.sqrt(limits.clip_pixels / (take * size[0] * size[1])))
-        size = max(1, int(size[0] * scale)), max(1, int(size[1] * scale))
-    return Info("video", *size, frames, own, take, **pixels_asked_for(part))
-
-
-def _look_at_audio(part: Part, limits: Limits, root: Path) -> Info:
-    samples, rate = reading.audio_size(part, limits, root)
-    if (
-        samples < 1 or not 100 <= rate <= 1_000_000
-    ):  # resampling from anything else would take for ever
-        raise BadRow("corrupt", f"audio with {samples} samples at {rate} Hz")
-    if samples / rate > limits.audio_seconds:
-        raise BadRow(
-            "too_long",
-            f"audio of {samples / rate:.0f} seconds; {limits.audio_seconds:g} are allowed",
-        )
-    return Info("audio", samples=samples, rate=rate)
-
-
 class MediaHandler:
-    """One processor under limits. Text alone is the case of a tokenizer, or of rows without media."""
+    """One processor under limits. A tokenizer is a processor without media."""
 
     def __init__(self, processor: Any, limits: Limits | None = None) -> None:
         self.tokenizer = getattr(processor, "tokenizer", processor)
         if not getattr(self.tokenizer, "is_fast", False):
             raise UserError(
-                f"{type(self.tokenizer).__name__} does not say which text a token stands for: use a fast one"
+                f"{type(self.tokenizer).__name__} gives no character offsets of tokens: "
+                "use a fast tokenizer"
             )
         limits = limits or Limits()
-        self.kinds = [
-            kind
-            for kind, part in PARTS.items()
-            if getattr(processor, part, None) is not None
-            and getattr(processor, f"{kind}_token", None) is not None
-        ]
+        self.kinds = [kind for kind in SUB_PROCESSORS if _supports(processor, kind)]
         self.processor = limited_processor(processor, limits) if self.kinds else processor
-        self.limits = full_limits(self.processor, limits)
-        self.rate = (
-            int(self.processor.feature_extractor.sampling_rate) if "audio" in self.kinds else 0
-        )
-        self._plans: dict[Info, tuple[str, int]] = {}
-        self._limited: dict[tuple[str, int | None, int | None], Any] = {}
-        self._blind = dict.fromkeys(self.kinds, False)  # whether it can be asked without data
-        self._together = True  # whether it can be asked for several images at once
-        ids = [self.tokenizer.convert_tokens_to_ids(self.placeholder(kind)) for kind in self.kinds]
-        self._pieces = set(ids).union(
-            *(getattr(processor, f"{kind}_token_ids", []) for kind in self.kinds)
-        ) - {None}
-        self._types, self._empty = list[str](), dict[str, Media]()
-        if not self.kinds:
-            return
+        self.limits = limits_with_defaults(self.processor, limits)
+        self.sampling_rate = 0
+        if "audio" in self.kinds:
+            self.sampling_rate = int(self.processor.feature_extractor.sampling_rate)
+        self._measured: dict[MediaInfo, tuple[str, int]] = {}  # expansion, encoder cost
+        self._item_processors: dict[tuple[str, int | None, int | None], Any] = {}
+        # Whether a kind can be measured with meta tensors, which have no data.
+        self._uses_meta = dict.fromkeys(self.kinds, False)
+        self._can_batch_images = True
+        self._token_types: list[str] = []
+        self._empty: dict[str, Media] = {}
+        if self.kinds:
+            self._try_processor(processor)
+
+    def _try_processor(self, processor: Any) -> None:
         try:
-            self._types = [name for name in TYPES if name in self.processor(text=["x"])]
-            self._empty = self._try_out()
+            outputs = self.processor(text=["x"])
+            token_types = [name for name in TOKEN_TYPE_NAMES if name in outputs]
+            self._empty = self._find_empty_media()
         except (TypeError, LookupError, AttributeError, ValueError, RuntimeError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(
-                f"{type(processor).__name__} cannot be asked for one item at a time: {error}"
+                f"{type(processor).__name__} cannot be called for one item at a time: {error}"
             ) from error
-        self._types = [name for name in self._types if name not in self.tokenizer(["x"])]
+        # The tokenizer's own token types are not about media.
+        of_tokenizer = self.tokenizer(["x"])
+        self._token_types = [name for name in token_types if name not in of_tokenizer]
 
     def placeholder(self, kind: str) -> str:
-        """What stands for an item in a rendered conversation, once."""
+        """The token that stands for one item in a rendered conversation."""
         return getattr(self.processor, f"{kind}_token")
 
-    def probe(self, part: Part, root: Path) -> Info:
-        return self._taken(part, lambda: probe(part, self.limits, root))
+    def probe(self, part: Part, root: Path) -> MediaInfo:
+        """The item's size and length, if the processor supports it."""
+        return self._supported_info(part, lambda: probe(part, self.limits, root))
 
-    def fetch(self, part: Part, root: Path) -> tuple[Info, Any]:
-        """What `probe` and `decode` give, in one go."""
+    def decode(self, part: Part, info: MediaInfo, root: Path) -> Any:
+        return decode(part, info, self.limits, root, self.sampling_rate)
 
-        def both() -> tuple[Info, Any]:
-            info = self._taken(part, lambda: _look(part, self.limits, root))
-            return info, reading.read(part, info, self.limits, root, self.rate)
+    def probe_and_decode(self, part: Part, root: Path) -> tuple[MediaInfo, Any]:
+        """What `probe` and `decode` return, under one timeout and with one thread switch."""
 
-        return reading.within(self.limits.timeout, both, f"reading {reading.name_of(part)}")
+        def work() -> tuple[MediaInfo, Any]:
+            info = self._supported_info(part, lambda: probe_now(part, self.limits, root))
+            return info, decode_now(part, info, self.limits, root, self.sampling_rate)
 
-    def _taken(self, part: Part, look: Callable[[], Info]) -> Info:
-        """What a look at an item says, if the processor takes it."""
+        return run_with_timeout(self.limits.timeout, work, f"reading {describe(part)}")
+
+    def _supported_info(self, part: Part, find_info: Callable[[], MediaInfo]) -> MediaInfo:
         if part.kind not in self.kinds:
-            raise BadRow("unsupported", f"{type(self.processor).__name__} takes no {part.kind}")
-        info = look()
-        most = (
-            getattr(self.processor.feature_extractor, "n_samples", math.inf)
-            if part.kind == "audio"
-            else math.inf
-        )
-        if part.kind == "audio" and info.length(self.rate) > most:  # it would be cut without a word
-            heard = f"the processor hears {most / self.rate:g} (limits.chunk_seconds, where the encoder takes more)"
-            raise BadRow("too_long", f"audio of {info.seconds:.1f} seconds; {heard}")
+            name = type(self.processor).__name__
+            raise BadRow("unsupported", f"{name} does not support {part.kind}")
+        info = find_info()
+        if part.kind != "audio":
+            return info
+        # The extractor would truncate longer audio silently.
+        longest = getattr(self.processor.feature_extractor, "n_samples", math.inf)
+        if info.num_samples_at(self.sampling_rate) > longest:
+            raise BadRow(
+                "too_long",
+                f"audio of {info.seconds:.1f} seconds; the processor hears "
+                f"{longest / self.sampling_rate:g} "
+                "(limits.chunk_seconds, where the encoder takes more)",
+            )
         return info
 
-    def decode(self, part: Part, info: Info, root: Path) -> Any:
-        return reading.decode(part, info, self.limits, root, self.rate)
+    def expansion(self, info: MediaInfo) -> str:
+        """The text that replaces the item's placeholder."""
+        return self._measure(info)[0]
 
-    def expansion(self, info: Info) -> str:
-        """The text that takes the place of the item's placeholder."""
-        return self._plan(info)[0]
+    def cost(self, info: MediaInfo) -> MediaCost:
+        text, encoder = self._measure(info)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return MediaCost(len(ids), encoder)
 
-    def cost(self, info: Info) -> Cost:
-        text, encoder = self._plan(info)
-        return Cost(len(self.tokenizer(text, add_special_tokens=False)["input_ids"]), encoder)
+    def shrink(self, info: MediaInfo, max_tokens: int) -> MediaInfo | None:
+        """The item with fewer pixels and frames, so that it has at most `max_tokens`.
 
-    def shrink(self, info: Info, tokens: int) -> Info | None:
-        """The item with fewer pixels and frames, at most `tokens` in the text; None where that cannot be."""
+        None where that is impossible.
+        """
         if info.kind == "audio":
             return None
-        most = info.max_pixels or most_pixels(getattr(self.processor, PARTS[info.kind]))
-
-        def smaller(step: int) -> Info:
-            scale = 2 ** (-step / 4)
-            take = info.take and max(2, round(info.take * math.sqrt(scale)))
-            high = most and max(1, int(most * scale))
-            low = info.min_pixels and high and min(info.min_pixels, high)
-            return replace(info, take=take, min_pixels=low, max_pixels=high)
-
-        fits, fails = STEPS, 0
-        if self.cost(smaller(STEPS)).tokens > tokens:
+        if self.cost(self._shrunk(info, SHRINK_STEPS)).tokens > max_tokens:
             return None
-        while fits - fails > 1:
+        fits = SHRINK_STEPS
+        fails = 0
+        while fits - fails > 1:  # bisection: tokens fall with the pixels
             middle = (fits + fails) // 2
-            fits, fails = (
-                (middle, fails) if self.cost(smaller(middle)).tokens <= tokens else (fits, middle)
-            )
-        return smaller(fits)
+            if self.cost(self._shrunk(info, middle)).tokens <= max_tokens:
+                fits = middle
+            else:
+                fails = middle
+        return self._shrunk(info, fits)
+
+    def _shrunk(self, info: MediaInfo, step: int) -> MediaInfo:
+        scale = 2 ** (-step / 4)
+        num_frames = info.num_frames and max(2, round(info.num_frames * math.sqrt(scale)))
+        budget = info.max_pixels or pixel_budget(self._sub_processor(info.kind))
+        high = budget and max(1, int(budget * scale))
+        low = info.min_pixels and high and min(info.min_pixels, high)
+        return replace(info, num_frames=num_frames, min_pixels=low, max_pixels=high)
 
     def collate(
-        self, infos: Sequence[Info], items: Sequence[Any]
+        self, infos: Sequence[MediaInfo], items: Sequence[Any]
     ) -> tuple[list[str], dict[str, Media]]:
-        """What was decoded for one sequence: the text that each item becomes, and media for a PackedBatch."""
-        alike = {(info.kind, info.min_pixels, info.max_pixels) for info in infos}
-        if self._together and len(infos) > 1 and len(alike) == 1 and infos[0].kind == "image":
-            asked = list(zip(infos, items, strict=True))
-            texts, answer = asking.ask(
-                self._under(infos[0]), asked, self.placeholder("image"), self.rate
-            )
-            if several := asking.as_several(answer, len(infos)):
-                return texts, {**self._empty, several[0]: several[1]}
-            self._together = False
-        texts, found = [], {name: [none] for name, none in self._empty.items()}
+        """The expansion of each decoded item of one sequence, and its media for a PackedBatch."""
+        batched = self._collate_batched(infos, items)
+        if batched is not None:
+            return batched
+        texts: list[str] = []
+        found = {name: [empty] for name, empty in self._empty.items()}
         for info, item in zip(infos, items, strict=True):
-            text, answer = asking.ask(
-                self._under(info), [(info, item)], self.placeholder(info.kind), self.rate
-            )
-            name, media = asking.as_media(answer)
-            texts += text
+            expansions, outputs = self._call(self._processor_for(info), [(info, item)])
+            name, media = to_media(outputs)
+            texts += expansions
             found[name].append(media)
-        return texts, {name: asking.joined(ones) for name, ones in found.items()}
+        return texts, {name: concat_media(media) for name, media in found.items()}
+
+    def _collate_batched(
+        self, infos: Sequence[MediaInfo], items: Sequence[Any]
+    ) -> tuple[list[str], dict[str, Media]] | None:
+        """All images of a sequence in one call; None where the processor cannot do that.
+
+        A call has a fixed cost, which a sequence of many small images would pay for each.
+        """
+        budgets = {(info.kind, info.min_pixels, info.max_pixels) for info in infos}
+        is_batch = len(infos) > 1 and len(budgets) == 1 and infos[0].kind == "image"
+        if not self._can_batch_images or not is_batch:
+            return None
+        pairs = list(zip(infos, items, strict=True))
+        texts, outputs = self._call(self._processor_for(infos[0]), pairs)
+        found = to_media_of_items(outputs, len(infos))
+        if found is None:
+            self._can_batch_images = False
+            return None
+        name, media = found
+        return texts, {**self._empty, name: media}
 
     def token_types(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """What else forwards of this family want of each token, by name: for the `tokens` of a PackedBatch."""
-        types = (
-            self.processor.create_mm_token_type_ids([input_ids.tolist()])[0] if self._types else []
-        )
-        return {name: torch.tensor(types, dtype=torch.long) for name in self._types}
+        """Further per-token inputs of this family's forward, for a PackedBatch's `token_fields`."""
+        if not self._token_types:
+            return {}
+        types = self.processor.create_mm_token_type_ids([input_ids.tolist()])[0]
+        return {name: torch.tensor(types, dtype=torch.long) for name in self._token_types}
 
     def empty(self) -> dict[str, Media]:
         """The media of a sequence that has none."""
         return dict(self._empty)
 
-    def _plan(self, info: Info) -> tuple[str, int]:
-        if (
-            info.kind == "audio"
-        ):  # as many as there are hops at the extractor's rate; what is between changes nothing
-            hop = getattr(self.processor.feature_extractor, "hop_length", 1)
-            info = Info("audio", samples=-(-info.length(self.rate) // hop) * hop, rate=self.rate)
-        if info not in self._plans:
-            if len(self._plans) >= PLANS:
-                self._plans.clear()
-            self._plans[info] = self._plan_afresh(info)
-        return self._plans[info]
+    def _call(
+        self, processor: Any, items: Sequence[tuple[MediaInfo, Any]], short_audio: bool = False
+    ) -> tuple[list[str], dict[str, Any]]:
+        placeholder = self.placeholder(items[0][0].kind)
+        return processor_calls.call_processor(
+            processor, items, placeholder, self.sampling_rate, short_audio
+        )
 
-    def _plan_afresh(self, info: Info) -> tuple[str, int]:
-        """A size that the processor refuses is a bad row: others were tried out."""
+    def _measure(self, info: MediaInfo) -> tuple[str, int]:
+        """Expansion and encoder cost of an item, cached by its size."""
+        if info.kind == "audio":
+            info = self._rounded_to_hops(info)
+        if info not in self._measured:
+            if len(self._measured) >= MAX_CACHED:
+                self._measured.clear()
+            self._measured[info] = self._measure_uncached(info)
+        return self._measured[info]
+
+    def _rounded_to_hops(self, info: MediaInfo) -> MediaInfo:
+        """Audio as a whole number of hops: lengths in between have equal costs, and hit the cache."""
+        hop_length = getattr(self.processor.feature_extractor, "hop_length", 1)
+        hops = -(-info.num_samples_at(self.sampling_rate) // hop_length)
+        return MediaInfo("audio", num_samples=hops * hop_length, sampling_rate=self.sampling_rate)
+
+    def _measure_uncached(self, info: MediaInfo) -> tuple[str, int]:
+        """A size that the processor refuses is a bad row: other sizes worked at start-up."""
         try:
-            (text,), answer = self._ask_of_size(info)
+            expansions, outputs = self._call_blank(info)
         except (ValueError, ArithmeticError, RuntimeError) as error:
-            who = type(self.processor).__name__
+            name = type(self.processor).__name__
             raise BadRow(
-                "refused", f"{who} refuses {info.kind} of this size: {error} ({info})"
+                "refused", f"{name} refuses {info.kind} of this size: {error} ({info})"
             ) from None
+        text = expansions[0]
         if not text:
             raise BadRow(
                 "too_short", f"{info.kind} of {info.seconds:.3f} seconds becomes no token at all"
             )
-        return text, asking.as_media(answer)[1].values.numel()
+        _, media = to_media(outputs)
+        return text, media.values.numel()
 
-    def _ask_of_size(self, info: Info) -> tuple[list[str], dict[str, Any]]:
-        """What would be made of such an item, from nothing but its size if the processor can do that."""
-        processor = copy.copy(self._under(info))
+    def _call_blank(self, info: MediaInfo) -> tuple[list[str], dict[str, Any]]:
+        """The outputs for an item of this size, without its data where the processor allows that."""
+        processor = copy.copy(self._processor_for(info))
         if info.kind != "audio":
-            part = copy.copy(getattr(processor, PARTS[info.kind]))
-            part.resample = 2  # bilinear: the filter has no say in sizes, and not all of them can do without data
-            setattr(processor, PARTS[info.kind], part)
-        blank = asking.blank(info, "meta" if self._blind[info.kind] else "cpu")
-        return asking.ask(
-            processor, [(info, blank)], self.placeholder(info.kind), self.rate, short=True
-        )
+            name = SUB_PROCESSORS[info.kind]
+            part = copy.copy(getattr(processor, name))
+            # The filter does not change sizes, and not all filters work on meta tensors.
+            part.resample = BILINEAR
+            setattr(processor, name, part)
+        blank = blank_item(info, "meta" if self._uses_meta[info.kind] else "cpu")
+        return self._call(processor, [(info, blank)], short_audio=True)
 
-    def _can_be_blind(self, info: Info, text: list[str]) -> bool:
-        self._blind[info.kind] = info.kind != "audio"
-        try:
-            return self._ask_of_size(info)[0] == text
-        except (RuntimeError, TypeError, ValueError):  # it looks into the data on the way
-            return False
+    def _sub_processor(self, kind: str) -> Any:
+        return getattr(self.processor, SUB_PROCESSORS[kind])
 
-    def _under(self, info: Info) -> Any:
-        """The processor under the item's own limits."""
+    def _processor_for(self, info: MediaInfo) -> Any:
+        """The processor under the item's own pixel budget, which cannot exceed the processor's."""
         if info.min_pixels is None and info.max_pixels is None:
             return self.processor
         key = (info.kind, info.min_pixels, info.max_pixels)
-        if key not in self._limited:
-            if len(self._limited) >= PLANS:
-                self._limited.clear()
-            name = PARTS[info.kind]
-            new, part = copy.copy(self.processor), copy.deepcopy(getattr(self.processor, name))
-            most = most_pixels(part) or math.inf  # which a row cannot raise
-            set_pixels(part, info.min_pixels, info.max_pixels and int(min(info.max_pixels, most)))
-            setattr(new, name, part)
-            self._limited[key] = new
-        return self._limited[key]
+        if key not in self._item_processors:
+            if len(self._item_processors) >= MAX_CACHED:
+                self._item_processors.clear()
+            self._item_processors[key] = self._limited_for(info)
+        return self._item_processors[key]
 
-    def _try_out(self) -> dict[str, Media]:
-        """No items, in the shapes of this family.
+    def _limited_for(self, info: MediaInfo) -> Any:
+        processor = copy.copy(self.processor)
+        part = copy.deepcopy(self._sub_processor(info.kind))
+        budget = pixel_budget(part) or math.inf
+        max_pixels = info.max_pixels and int(min(info.max_pixels, budget))
+        set_pixel_budget(part, info.min_pixels, max_pixels)
+        setattr(processor, SUB_PROCESSORS[info.kind], part)
+        return processor
 
-        Refused are families whose items cannot lie in one tensor, or change with the items beside them.
+    def _find_empty_media(self) -> dict[str, Media]:
+        """Media without items, in the shapes of this family, by the name of their values.
+
+        Raises a UserError for a family that cannot be packed: items of different shapes, or items that
+        change with others in the same call.
         """
-        who, found = type(self.processor).__name__, dict[str, Media]()
+        empty: dict[str, Media] = {}
         for kind in self.kinds:
-            infos = [Info(kind, 64, 48, 4, 2.0, 4, self.rate // 2, self.rate)]
-            infos += [Info(kind, 96, 200, 4, 2.0, 4, self.rate, self.rate)]
-            asked = [(info, asking.blank(info, "cpu")) for info in infos]
-            tries = [asked[:1], asked[1:], asked]
-            texts, answers = zip(
-                *(asking.ask(self.processor, a, self.placeholder(kind), self.rate) for a in tries),
-                strict=True,
-            )
-            if texts[0] + texts[1] != texts[2]:
+            first, second = _trial_infos(kind, self.sampling_rate)
+            trials = [(info, blank_item(info, "cpu")) for info in (first, second)]
+            first_text, first_outputs = self._call(self.processor, trials[:1])
+            second_text, second_outputs = self._call(self.processor, trials[1:])
+            both_texts, _ = self._call(self.processor, trials)
+            if first_text + second_text != both_texts:
                 raise UserError(
-                    f"{who} makes something else of two {kind}s than of each: it is not supported"
+                    f"{type(self.processor).__name__} expands two {kind}s differently than each "
+                    "alone: it is not supported"
                 )
-            self._blind[kind] = self._can_be_blind(infos[0], texts[0])
-            for name, media in map(asking.as_media, answers[:2]):
-                none = media.select([])
-                none = replace(
-                    none, values=none.values.clone()
-                )  # not a view of what it was, which would travel with it
-                other = found.setdefault(name, none)
-                shapes = [
-                    {n: v.shape for n, v in {**one.fields, "": one.values}.items()}
-                    for one in (none, other)
-                ]
-                if shapes[0] != shapes[1]:
-                    differ = [list(map(tuple, some.values())) for some in shapes]
-                    raise UserError(
-                        f"{who} gives {kind}s of different sizes shapes that cannot be packed: {differ}"
-                    )
-        return found
+            self._uses_meta[kind] = self._can_use_meta(first, first_text)
+            for outputs in (first_outputs, second_outputs):
+                self._add_empty(kind, outputs, empty)
+        return empty
+
+    def _can_use_meta(self, info: MediaInfo, expected: list[str]) -> bool:
+        self._uses_meta[info.kind] = info.kind != "audio"
+        try:
+            return self._call_blank(info)[0] == expected
+        except (RuntimeError, TypeError, ValueError):  # the processor reads the data
+            return False
+
+    def _add_empty(self, kind: str, outputs: dict[str, Any], empty: dict[str, Media]) -> None:
+        name, media = to_media(outputs)
+        none = media.select([])
+        # Not a view of the item's values, which would be pickled with it.
+        none = replace(none, values=none.values.clone())
+        other = empty.setdefault(name, none)
+        shapes = _shapes(none)
+        other_shapes = _shapes(other)
+        if shapes != other_shapes:
+            differing = [list(shapes.values()), list(other_shapes.values())]
+            raise UserError(
+                f"{type(self.processor).__name__} gives {kind}s of different sizes shapes that "
+                f"cannot be packed: {differing}"
+            )
+
+
+def _supports(processor: Any, kind: str) -> bool:
+    has_part = getattr(processor, SUB_PROCESSORS[kind], None) is not None
+    return has_part and getattr(processor, f"{kind}_token", None) is not None
+
+
+def _shapes(media: Media) -> dict[str, tuple[int, ...]]:
+    shapes = {name: tuple(value.shape) for name, value in media.fields.items()}
+    return {**shapes, "": tuple(media.values.shape)}
+
+
+def trial_info(kind: str, sampling_rate: int) -> MediaInfo:
+    """A small item of any kind, for trial calls of a processor."""
+    return _trial_infos(kind, sampling_rate)[0]
+
+
+def _trial_infos(kind: str, sampling_rate: int) -> tuple[MediaInfo, MediaInfo]:
+    """Two items of different sizes: a small one of half a second, a tall one of a second."""
+    small = MediaInfo(
+        kind,
+        width=64,
+        height=48,
+        total_frames=4,
+        fps=2.0,
+        num_frames=4,
+        num_samples=sampling_rate // 2,
+        sampling_rate=sampling_rate,
+    )
+    return small, replace(small, width=96, height=200, num_samples=sampling_rate)

@@ -1,17 +1,16 @@
-"""From a row to the tokens that a model reads, and with its media decoded, to a batch of one sequence.
+"""RowEncoder: from a raw row to token ids, and with its media decoded, to a batch of one sequence.
 
-A plan counts with `prepare`, a worker goes on from it with `load`: what is counted is what is trained on.
+A packing plan counts the tokens of `encode`; a worker encodes the row again and calls `load`. So what
+is counted is what is trained on.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,273 +20,277 @@ from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode import processor_calls as asking
-from mvp_engine.kit.data.encode.limits import Info, Limits
-from mvp_engine.kit.data.encode.media import MediaHandler
-from mvp_engine.kit.data.encode.processor_calls import Span, expand
-from mvp_engine.kit.data.encode.template import Placeholder, Rendered, Template, Tokens, cut
-from mvp_engine.kit.data.read.rows import BadRow, Message, Part, Row, read_row
+from mvp_engine.kit.data.encode import processor_calls
+from mvp_engine.kit.data.encode.media import MediaHandler, trial_info
+from mvp_engine.kit.data.encode.placeholders import (
+    Placeholder,
+    PlaceholderToken,
+    expand_placeholders,
+)
+from mvp_engine.kit.data.encode.processor_calls import blank_item
+from mvp_engine.kit.data.encode.sequences import EncodedSequence, FullSequence, total_tokens
+from mvp_engine.kit.data.encode.template import ChatTemplate
+from mvp_engine.kit.data.encode.tokenization import Rendered
+from mvp_engine.kit.data.read.limits import Limits
+from mvp_engine.kit.data.read.media_info import MediaInfo
+from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row
+from mvp_engine.kit.data.read.rows import read_row
 
 LOGGER = logging.getLogger("mvp_engine")
+# (token ids, per-token types, media) -> position ids
 Positions = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Media]], Tensor]
-OVERLONG = ("drop", "truncate", "shrink", "error")
-# Raise it with every change to kit/data/read or kit/data/encode that changes the tokens or the encoder work of any row:
-# costs that were measured and cached before are then measured again.
+# Raise it with every change to kit/data/read or kit/data/encode that changes the tokens or the encoder
+# work of any row: costs that were measured and cached before are then measured again.
 ENCODER_VERSION = 1
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A row in tokens, its media not decoded yet: in the order of the text, without those that were cut off."""
-
-    ids: list[int]
-    loss: list[bool]
-    parts: list[Part]
-    infos: list[Info]
-    expansions: list[str]
-    spans: list[Span]  # the tokens of each item, with those that enclose it
-    media: dict[str, Media] | None = None  # decoded, where that was asked for
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """A row on its way to being prepared, still whole."""
-
-    rendered: Rendered
-    parts: list[Part]
-    infos: list[Info]
-    tokens: Tokens = field(default_factory=lambda: Tokens([], [], []))
-    expansions: list[str] = field(default_factory=list)
-    media: dict[str, Media] | None = None
-
-    def whole(self) -> Prepared:
-        spans = [place.outer for place in self.tokens.media]
-        return Prepared(
-            self.tokens.ids,
-            self.tokens.loss,
-            self.parts,
-            self.infos,
-            self.expansions,
-            spans,
-            self.media,
-        )
-
-    def cut(self, most: int) -> Prepared:
-        one = self.whole()
-        ids, loss, kept = cut(one.ids, one.loss, one.spans, most)
-        return Prepared(
-            ids, loss, one.parts[:kept], one.infos[:kept], one.expansions[:kept], one.spans[:kept]
-        )
-
-
-class RopePositions:
-    """Positions on three axes as the model itself makes them, by its `get_rope_index`; no weights are needed."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = copy.deepcopy(config)
-
-    @classmethod
-    def of(cls, config: Any) -> RopePositions | None:
-        """None where the model counts its tokens like any other."""
-        made = cls(config)
-        return made if hasattr(made._model, "get_rope_index") else None
-
-    @cached_property
-    def _model(self) -> Any:
-        from mvp_engine.hf import LanguageModel
-
-        with torch.device("meta"):
-            return LanguageModel.from_config(copy.deepcopy(self.config)).base()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config}
-
-    def __call__(
-        self, ids: Tensor, types: Mapping[str, Tensor], media: Mapping[str, Media]
-    ) -> Tensor:
-        fields = {
-            name: value
-            for one in media.values()
-            if len(one.row_counts)
-            for name, value in one.fields.items()
-        }
-        if not any(len(one.row_counts) for one in media.values()):
-            return torch.arange(len(ids)).expand(3, -1)
-        if "feature_attention_mask" in fields:
-            fields["audio_seqlens"] = fields["feature_attention_mask"].sum(-1)
-        if "video_second_per_grid" in fields:
-            fields["second_per_grids"] = fields["video_second_per_grid"]
-        fields |= {name: value[None] for name, value in types.items()}
-        known = inspect.signature(self._model.get_rope_index).parameters
-        given = {name: value for name, value in fields.items() if name in known}
-        found = self._model.get_rope_index(
-            ids[None], attention_mask=torch.ones_like(ids)[None], **given
-        )[0]
-        return found[:, 0].long()
-
-
-class Sampler:
-    """Rows for one model: its processor (or tokenizer) with its chat template, under limits."""
+class RowEncoder:
+    """Encodes rows for one model: its processor (or tokenizer) with its chat template, under limits."""
 
     def __init__(
         self,
         processor: Any,
         limits: Limits | None = None,
         *,
-        most_tokens: int,
+        max_tokens: int,
         overlong: str = "drop",
         pairs: bool = False,
         options: Mapping[str, Any] | None = None,
         positions: Positions | None = None,
     ) -> None:
-        self.media, self.template = (
-            MediaHandler(processor, limits),
-            Template(processor, **(options or {})),
-        )
-        self.most_tokens, self.overlong, self.pairs, self.positions = (
-            most_tokens,
-            overlong,
-            pairs,
-            positions,
-        )
-        kinds = [kind for kind in self.media.kinds if kind in self.template.placeholders]
-        self.dtype = torch.float32  # of media on their way to the device
-        self._with_outer = {
-            kind: _takes_outer(self.media, kind, self.template.placeholders[kind]) for kind in kinds
-        }
+        """`overlong` is "drop", "truncate", "shrink" or "error"; `options` are the template's."""
+        self.media = MediaHandler(processor, limits)
+        self.template = ChatTemplate(processor, **(options or {}))
+        self.max_tokens = max_tokens
+        self.overlong = overlong
+        self.pairs = pairs
+        self.positions = positions
+        self.dtype = torch.float32  # of media values in batches
+        # Whether an expansion replaces the special tokens around a placeholder too, by kind.
+        self._expands_outer: dict[str, bool] = {}
+        for kind in self.media.kinds:
+            if kind in self.template.placeholders:
+                written = self.template.placeholders[kind]
+                self._expands_outer[kind] = _expands_outer(self.media, kind, written)
+        self._warn_without_stop_token()
 
-        self._warn_of_no_stop()
-
-    def _warn_of_no_stop(self) -> None:
+    def _warn_without_stop_token(self) -> None:
+        if not self.template.renderer.chat_template:
+            return
         turns = [Message(role, (Part("text", role),)) for role in ("user", "assistant") * 2]
         try:
-            stops = (
-                not self.template.speaker.chat_template
-                or self.template.render(Row(tuple(turns))).stops
-            )
-        except BadRow:  # a template for something else; each row will be told
+            rendered = self.template.render(Row(tuple(turns)))
+        except BadRow:  # a template for another kind of conversation; its rows will show that
             return
-        if not stops:
+        if not rendered.stops:
             LOGGER.warning(
-                "the chat template writes no special token behind an answer: the model learns no stopping"
+                "the chat template writes no special token after an answer: "
+                "the model does not learn to stop"
             )
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that a row's cost depends on, except `most_tokens` and `overlong`."""
+        """A hash of everything that a row's cost depends on, except `max_tokens` and `overlong`."""
         import transformers
 
-        tokenizer, processor = self.media.tokenizer, self.media.processor
-        told = [
+        tokenizer = self.media.tokenizer
+        renderer = self.template.renderer
+        processor = self.media.processor.to_json_string() if self.media.kinds else ""
+        values = [
             str(ENCODER_VERSION),
             transformers.__version__,
             tokenizer.backend_tokenizer.to_str(),
             repr(tokenizer.special_tokens_map),
-        ]
-        told += [
-            json.dumps(self.template.speaker.chat_template),
-            repr(sorted(self.template.options.items())),
-        ]
-        told += [
+            json.dumps(renderer.chat_template),
+            repr(sorted(renderer.options.items())),
             repr((self.pairs, self.media.limits)),
-            processor.to_json_string() if self.media.kinds else "",
+            processor,
         ]
-        return hashlib.blake2b("\0".join(told).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b("\0".join(values).encode(), digest_size=16).hexdigest()
 
-    def prepare(
+    def encode(
         self,
         raw: Mapping[str, Any],
         format: str | None,
         root: Path,
         fit: bool = True,
         decode: bool = False,
-    ) -> list[Prepared]:
-        """The row's sequence; with `pairs`, of a preference row the chosen side and the rejected one.
+    ) -> list[EncodedSequence]:
+        """The row's sequence; of a preference row with `pairs`, the chosen side and the rejected one.
 
-        BadRow if it cannot be trained on; with `fit`, an over-long row is cut or its media shrink, if asked for. With
-        `decode`, media that will not be cut or shrink are decoded on the way, so that nothing is asked for twice.
+        Raises BadRow. With `fit`, an over-long row is handled as `overlong` says. With `decode`, media
+        that will not be truncated or shrunk are decoded on the way: files are then opened once.
         """
         row = read_row(raw, format)
         decode = decode and self.overlong not in ("truncate", "shrink")
-        drafts = [self._draft(row, root, decode)]
+        sides = [self._full_sequence(row, root, decode)]
         if self.pairs and row.rejected:
-            try:
-                drafts.append(self._draft(replace(row, messages=row.rejected), root, decode))
-            except BadRow as bad:
-                raise BadRow(bad.reason, f"the rejected side: {bad.detail}") from None
-        total = sum(len(draft.tokens.ids) for draft in drafts)
-        if not fit or total <= self.most_tokens:
-            return [draft.whole() for draft in drafts]
+            sides.append(self._rejected_side(row, root, decode))
+        total = total_tokens(sides)
+        if not fit or total <= self.max_tokens:
+            return [side.encoded() for side in sides]
+        if self.overlong == "truncate":
+            return self._truncate(sides)
         if self.overlong == "shrink":
-            infos = iter(self._shrunk([info for draft in drafts for info in draft.infos], total))
-            drafts = [
-                _Draft(draft.rendered, draft.parts, [next(infos) for _ in draft.infos])
-                for draft in drafts
-            ]
-            drafts = [self._tokens(draft) for draft in drafts]
-            if sum(len(draft.tokens.ids) for draft in drafts) <= self.most_tokens:
-                return [draft.whole() for draft in drafts]
-        elif self.overlong == "truncate":
-            least = min(len(draft.tokens.ids) for draft in drafts)
-            room = (
-                self.most_tokens
-                if len(drafts) == 1
-                else max(self.most_tokens - least, self.most_tokens // 2)
-            )
-            return [draft.cut(room) for draft in drafts]
-        raise BadRow("overlong", f"{total} tokens; {self.most_tokens} are allowed")
+            sides = self._shrink(sides, total)
+            if total_tokens(sides) <= self.max_tokens:
+                return [side.encoded() for side in sides]
+        raise BadRow("overlong", f"{total} tokens; {self.max_tokens} are allowed")
 
-    def encoder_cost(self, sides: Sequence[Prepared]) -> int:
+    def _rejected_side(self, row: Row, root: Path, decode: bool) -> FullSequence:
+        try:
+            return self._full_sequence(replace(row, messages=row.rejected), root, decode)
+        except BadRow as bad:
+            raise BadRow(bad.reason, f"the rejected side: {bad.detail}") from None
+
+    def _full_sequence(self, row: Row, root: Path, decode: bool) -> FullSequence:
+        rendered = self.template.render(row)
+        row_media = row.media()
+        parts = [row_media[place.index] for place in rendered.media]
+        if not decode or not parts:
+            infos = [self.media.probe(part, root) for part in parts]
+            return self._tokenize(FullSequence(rendered, parts, infos))
+        decoded = [self.media.probe_and_decode(part, root) for part in parts]
+        infos = [info for info, _ in decoded]
+        items = [item for _, item in decoded]
+        sequence = FullSequence(rendered, parts, infos)
+        try:
+            texts, media = self.media.collate(infos, items)
+        except (ValueError, ArithmeticError, RuntimeError):
+            self._tokenize(sequence)  # raises a BadRow if the processor refuses a size
+            raise
+        if all(texts):
+            sequence = replace(sequence, expansions=texts, media=media)
+        return self._tokenize(sequence)
+
+    def _tokenize(self, sequence: FullSequence) -> FullSequence:
+        """The sequence with its tokens, each placeholder expanded as the processor does it."""
+        rendered = sequence.rendered
+        expansions = sequence.expansions
+        if not expansions:
+            expansions = [self.media.expansion(info) for info in sequence.infos]
+        if not expansions:
+            return replace(sequence, tokens=self.template.tokenize(rendered))
+        expanded = self._expand(rendered, expansions)
+        return replace(sequence, tokens=self.template.tokenize(expanded), expansions=expansions)
+
+    def _expand(self, rendered: Rendered, expansions: Sequence[str]) -> Rendered:
+        places = []
+        for place in rendered.media:
+            places.append(place.outer if self._expands_outer[place.kind] else place.span)
+        text, moved = expand_placeholders(rendered.text, places, expansions)
+        media = []
+        for place, (start, end) in zip(rendered.media, places, strict=True):
+            # Any special token of the expansion identifies its tokens.
+            token = self.template.special.pattern.search(text, moved(start), moved(end))
+            if token is None:
+                raise UserError(
+                    f"the processor's expansion of {place.kind} has no special token of the tokenizer"
+                )
+            outer = (moved(place.outer[0]), moved(place.outer[1]))
+            media.append(Placeholder(place.index, place.kind, token.span(), outer))
+        loss = tuple((moved(start), moved(end)) for start, end in rendered.loss)
+        return replace(rendered, text=text, loss=loss, media=tuple(media))
+
+    def _truncate(self, sides: Sequence[FullSequence]) -> list[EncodedSequence]:
+        """One sequence cut to `max_tokens`; of two sides, the longer one gives way first."""
+        if len(sides) == 1:
+            return [sides[0].truncated(self.max_tokens)]
+        shorter = min(side.num_tokens for side in sides)
+        room = max(self.max_tokens - shorter, self.max_tokens // 2)
+        return [side.truncated(room) for side in sides]
+
+    def _shrink(self, sides: Sequence[FullSequence], total: int) -> list[FullSequence]:
+        """The sides with smaller media, tokenized again."""
+        infos: list[MediaInfo] = []
+        for side in sides:
+            infos += side.infos
+        shrunk = iter(self._shrink_infos(infos, total))
+        smaller = []
+        for side in sides:
+            side_infos = [next(shrunk) for _ in side.infos]
+            smaller.append(self._tokenize(FullSequence(side.rendered, side.parts, side_infos)))
+        return smaller
+
+    def _shrink_infos(self, infos: Sequence[MediaInfo], total: int) -> list[MediaInfo]:
+        """Each item in the same proportion, so that the row fits. Audio cannot shrink."""
+        costs = [self.media.cost(info).tokens for info in infos]
+        shrinkable = 0
+        for cost, info in zip(costs, infos, strict=True):
+            if info.kind != "audio":
+                shrinkable += cost
+        fixed = total - shrinkable
+        share = (self.max_tokens - fixed) / max(1, shrinkable)
+        shrunk = []
+        for cost, info in zip(costs, infos, strict=True):
+            smaller: MediaInfo | None = info
+            if info.kind != "audio":
+                smaller = self.media.shrink(info, int(cost * share)) if share > 0 else None
+            if smaller is None:
+                raise BadRow(
+                    "overlong",
+                    f"{total} tokens, and its media cannot shrink to fit {self.max_tokens}",
+                )
+            shrunk.append(smaller)
+        return shrunk
+
+    def encoder_cost(self, sides: Sequence[EncodedSequence]) -> int:
         """Numbers that encoders read."""
-        return sum(self.media.cost(info).encoder for side in sides for info in side.infos)
+        cost = 0
+        for side in sides:
+            cost += sum(self.media.cost(info).encoder for info in side.infos)
+        return cost
 
     def load(
-        self, sides: Sequence[Prepared], root: Path, fields: Mapping[str, int]
+        self, sides: Sequence[EncodedSequence], root: Path, fields: Mapping[str, int]
     ) -> list[PackedBatch]:
-        """Decode the media. `fields` go into the batches' `sequences`; so does the token that ends the last medium, as
-        `media_end`, and with `pairs` the `side`."""
+        """Decode the media: one batch of one sequence for each side.
+
+        `sequence_fields` of the batches are `fields`, `media_end` (the index of the token after the
+        last media item), and with `pairs` the `side`: 1 chosen, -1 rejected, 0 no pair.
+        """
         signs = (1, -1) if len(sides) == 2 else (0,)
-        return [
-            self._load(one, root, self._sided(fields, sign))
-            for one, sign in zip(sides, signs, strict=True)
-        ]
+        batches = []
+        for side, sign in zip(sides, signs, strict=True):
+            batches.append(self._load_side(side, root, self._with_side(fields, sign)))
+        return batches
 
-    def _load(self, one: Prepared, root: Path, fields: Mapping[str, int]) -> PackedBatch:
-        media = one.media
+    def _load_side(
+        self, side: EncodedSequence, root: Path, fields: Mapping[str, int]
+    ) -> PackedBatch:
+        media = side.media
         if media is None:
-            decoded = [
-                self.media.decode(part, info, root)
-                for part, info in zip(one.parts, one.infos, strict=True)
-            ]
-            texts, media = self.media.collate(one.infos, decoded)
-            if texts != one.expansions:
-                what = "the processor makes other tokens of the media than it did without their content"
-                raise BadRow("changed", what)
-        seen = {"media_end": max((end for _, end in one.spans), default=0)}
-        return self._batch(torch.tensor(one.ids), torch.tensor(one.loss), media, {**fields, **seen})
+            items = []
+            for part, info in zip(side.parts, side.infos, strict=True):
+                items.append(self.media.decode(part, info, root))
+            texts, media = self.media.collate(side.infos, items)
+            if texts != side.expansions:
+                raise BadRow(
+                    "changed",
+                    "the processor expands the decoded media differently than their sizes alone",
+                )
+        media_end = max((end for _, end in side.spans), default=0)
+        fields = {**fields, "media_end": media_end}
+        return self._batch(torch.tensor(side.ids), torch.tensor(side.loss), media, fields)
 
-    def _sided(self, fields: Mapping[str, int], sign: int) -> Mapping[str, int]:
+    def _with_side(self, fields: Mapping[str, int], sign: int) -> Mapping[str, int]:
         return {**fields, "side": sign} if self.pairs else fields
 
-    def nothing(self, fields: Mapping[str, int]) -> PackedBatch:
-        """The smallest batch of this kind that trains nothing, for a pack of which no row is left."""
-        eos, fields = self.media.tokenizer.eos_token_id, {**fields, "media_end": 0}
-        batch = self._batch(
-            torch.tensor([eos or 0]),
-            torch.tensor([False]),
-            self.media.empty(),
-            self._sided(fields, 0),
-        )
+    def empty_batch(self, fields: Mapping[str, int]) -> PackedBatch:
+        """The smallest batch without loss, for a pack that lost all of its rows."""
+        ids = torch.tensor([self.media.tokenizer.eos_token_id or 0])
+        fields = self._with_side({**fields, "media_end": 0}, 0)
+        batch = self._batch(ids, torch.tensor([False]), self.media.empty(), fields)
         return replace(batch, labels=torch.full_like(batch.labels, IGNORE))
 
     def _batch(
         self, ids: Tensor, loss: Tensor, media: dict[str, Media], fields: Mapping[str, int]
     ) -> PackedBatch:
         types = self.media.token_types(ids)
-        media = {kind: self._light(one) for kind, one in media.items()}
-        positions = (
-            torch.arange(len(ids)) if self.positions is None else self.positions(ids, types, media)
-        )
+        media = {name: self._cast(items) for name, items in media.items()}
+        positions = torch.arange(len(ids))
+        if self.positions is not None:
+            positions = self.positions(ids, types, media)
         return PackedBatch.from_sequences(
             [ids],
             [loss],
@@ -297,98 +300,38 @@ class Sampler:
             media=media,
         )
 
-    def _light(self, media: Media) -> Media:
-        return (
-            replace(media, values=media.values.to(self.dtype))
-            if media.values.is_floating_point()
-            else media
-        )
-
-    def _draft(self, row: Row, root: Path, decode: bool) -> _Draft:
-        rendered, every = self.template.render(row), row.media()
-        parts = [every[place.index] for place in rendered.media]
-        if not decode or not parts:
-            return self._tokens(
-                _Draft(rendered, parts, [self.media.probe(part, root) for part in parts])
-            )
-        fetched = [self.media.fetch(part, root) for part in parts]
-        draft = _Draft(rendered, parts, [info for info, _ in fetched])
-        try:
-            texts, media = self.media.collate(draft.infos, [item for _, item in fetched])
-        except (ValueError, ArithmeticError, RuntimeError):
-            self._tokens(draft)  # BadRow, if the processor refuses a size
-            raise
-        return self._tokens(replace(draft, expansions=texts, media=media) if all(texts) else draft)
-
-    def _tokens(self, draft: _Draft) -> _Draft:
-        """With the tokens of its text, each placeholder expanded to what the processor makes of the item."""
-        rendered = draft.rendered
-        expansions = draft.expansions or [self.media.expansion(info) for info in draft.infos]
-        if not expansions:
-            return replace(draft, tokens=self.template.tokenize(rendered))
-        places = [
-            place.outer if self._with_outer[place.kind] else place.span for place in rendered.media
-        ]
-        text, moved = expand(rendered.text, places, expansions)
-        found = []
-        for place, (start, end) in zip(rendered.media, places, strict=True):
-            piece = self.template.special_pattern.search(
-                text, moved(start), moved(end)
-            )  # any will do
-            if piece is None:
-                raise UserError(
-                    f"what the processor makes of {place.kind} has no special token of the tokenizer"
-                )
-            outer = moved(place.outer[0]), moved(place.outer[1])
-            found.append(Placeholder(place.index, place.kind, piece.span(), outer))
-        loss = tuple((moved(start), moved(end)) for start, end in rendered.loss)
-        expanded = replace(rendered, text=text, loss=loss, media=tuple(found))
-        return replace(draft, tokens=self.template.tokenize(expanded), expansions=expansions)
-
-    def _shrunk(self, infos: Sequence[Info], tokens: int) -> list[Info]:
-        """Each item in the same proportion, so that the row fits. Sounds stay as they are."""
-        costs = [self.media.cost(info).tokens for info in infos]
-        fixed = tokens - sum(
-            cost for cost, info in zip(costs, infos, strict=True) if info.kind != "audio"
-        )
-        share = (self.most_tokens - fixed) / max(1, tokens - fixed)
-        new = []
-        for cost, info in zip(costs, infos, strict=True):
-            small = (
-                info
-                if info.kind == "audio"
-                else self.media.shrink(info, int(cost * share))
-                if share > 0
-                else None
-            )
-            if small is None:
-                raise BadRow(
-                    "overlong",
-                    f"{tokens} tokens, and its media cannot shrink to fit {self.most_tokens}",
-                )
-            new.append(small)
-        return new
+    def _cast(self, media: Media) -> Media:
+        if not media.values.is_floating_point():
+            return media
+        return replace(media, values=media.values.to(self.dtype))
 
 
-def _takes_outer(media: MediaHandler, kind: str, written: Sequence[str]) -> bool:
-    """Whether what a processor makes of an item already has the tokens that a chat template writes around it.
+def _expands_outer(media: MediaHandler, kind: str, written: PlaceholderToken) -> bool:
+    """Whether the processor's expansion already has the tokens that a chat template writes around it.
 
-    Some processors write them where they are not there, or take them away with the placeholder, so it is asked.
+    Some processors add these tokens where they are missing, or replace them with the placeholder, so
+    both texts are tried.
     """
-    before, token, behind = written
-    if token != media.placeholder(kind):
-        who = type(media.processor).__name__
+    name = type(media.processor).__name__
+    if written.token != media.placeholder(kind):
         raise UserError(
-            f"the chat template writes {token!r} for {kind}, but {who} looks for {media.placeholder(kind)!r}"
+            f"the chat template writes {written.token!r} for {kind}, "
+            f"but {name} looks for {media.placeholder(kind)!r}"
         )
-    info = Info(kind, 64, 48, 4, 2.0, 4, media.rate // 2, media.rate)
-    asked = [(info, asking.blank(info, "cpu"))]
-    alone, inside = (
-        asking.ask(media.processor, asked, text, media.rate)[0][0]
-        for text in (token, before + token + behind)
+    around = written.before + written.token + written.after
+    alone = _trial_expansion(media, kind, written.token)
+    inside = _trial_expansion(media, kind, around)
+    if inside not in (written.before + alone + written.after, alone):
+        raise UserError(
+            f"cannot use the expansion of {around!r} by {name}, which is {inside[:200]!r}"
+        )
+    return around != written.token and inside == alone
+
+
+def _trial_expansion(media: MediaHandler, kind: str, text: str) -> str:
+    info = trial_info(kind, media.sampling_rate)
+    items = [(info, blank_item(info, "cpu"))]
+    expansions, _ = processor_calls.call_processor(
+        media.processor, items, text, media.sampling_rate
     )
-    if inside not in (before + alone + behind, alone):
-        raise UserError(
-            f"cannot tell what the processor makes of {before + token + behind!r}: it gives {inside[:200]!r}"
-        )
-    return bool(before + behind) and inside == alone
+    return expansions[0]

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from mvp_engine.files import atomic_path
-from mvp_engine.kit.data.encode.row_encoder import Sampler
-from mvp_engine.kit.data.read.rows import BadRow
+from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.sources import Source
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -56,7 +56,7 @@ class Measure:
 
     source: Source
     format: str | None
-    sampler: Sampler
+    row_encoder: RowEncoder
     fit: bool = False  # truncate or shrink over-long rows
 
     def __call__(self, rows: Sequence[int]) -> list[RowCost]:
@@ -64,8 +64,10 @@ class Measure:
 
     def _measure_row(self, row: int) -> RowCost:
         try:
-            sides = self.sampler.prepare(self.source[row], self.format, self.source.root, self.fit)
-            return sum(len(side.ids) for side in sides), self.sampler.encoder_cost(sides)
+            sides = self.row_encoder.encode(
+                self.source[row], self.format, self.source.root, self.fit
+            )
+            return sum(len(side.ids) for side in sides), self.row_encoder.encoder_cost(sides)
         except BadRow as bad:
             return bad.reason, bad.detail
         except Exception as error:
@@ -76,24 +78,24 @@ class Measure:
 def measure_costs(
     source: Source,
     format: str | None,
-    sampler: Sampler,
+    row_encoder: RowEncoder,
     cache: Path,
     workers: int = 0,
     name: str = "data",
 ) -> Costs:
     """The costs of all rows of a source, from the cache where possible.
 
-    Over-long rows are measured again as truncated or shrunk, if the sampler does that; otherwise they cost 0 tokens,
+    Over-long rows are measured again as truncated or shrunk, if the encoder does that; otherwise they cost 0 tokens,
     which drops them.
     """
-    measure = Measure(source, format, sampler)
-    key = f"{source.fingerprint} {source.root} {format} {sampler.fingerprint}"
+    measure = Measure(source, format, row_encoder)
+    key = f"{source.fingerprint} {source.root} {format} {row_encoder.fingerprint}"
     whole = _cached(measure, range(len(source)), cache, key, workers, name)
-    long = np.flatnonzero(whole.tokens > sampler.most_tokens)
+    long = np.flatnonzero(whole.tokens > row_encoder.max_tokens)
     costs = Costs(whole.tokens.copy(), whole.encoder.copy(), dict(whole.bad), long)
-    if len(long) and sampler.overlong in ("truncate", "shrink"):
+    if len(long) and row_encoder.overlong in ("truncate", "shrink"):
         measure.fit = True
-        key += f" {sampler.overlong} {sampler.most_tokens}"
+        key += f" {row_encoder.overlong} {row_encoder.max_tokens}"
         name = f"{name}, over-long rows"
         fitted = _cached(measure, long.tolist(), cache, key, workers, name)
         costs.tokens[long] = fitted.tokens

@@ -11,13 +11,14 @@ from torch.utils.data import Dataset
 from mvp_engine.data import SampleLoader, derived_seed
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.row_encoder import Prepared, Sampler
+from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+from mvp_engine.kit.data.encode.sequences import EncodedSequence
 from mvp_engine.kit.data.pack.costs import Costs
 from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.pack.plan import Plan, make_plan
 from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
-from mvp_engine.kit.data.read.rows import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.sources import Source
 
 STALE_CACHE = "Were its media replaced? Then remove the cached costs (mllm.cache; by default ~/.cache/mvp_engine/data)"
@@ -31,7 +32,7 @@ class PackDataset(Dataset[Any]):
         mixture: Mixture,
         formats: list[str | None],
         costs: list[Costs],
-        sampler: Sampler,
+        row_encoder: RowEncoder,
         *,
         budget: int,
         packs_per_step: int,
@@ -41,7 +42,7 @@ class PackDataset(Dataset[Any]):
         self.mixture = mixture
         self.formats = formats
         self.costs = costs
-        self.sampler = sampler
+        self.row_encoder = row_encoder
         self.budget = budget
         self.packs_per_step = packs_per_step
         self.seed = seed
@@ -90,7 +91,7 @@ class PackDataset(Dataset[Any]):
             try:
                 sides, grown = self._prepare(source, which, row, planned_tokens, free_tokens)
                 free_tokens -= grown
-                batches += self.sampler.load(sides, source.root, fields)
+                batches += self.row_encoder.load(sides, source.root, fields)
             except BadRow as error:
                 name = self.mixture.names[which]
                 bad.append(BadRecord(name, source.where(row), error.reason, error.detail))
@@ -98,19 +99,19 @@ class PackDataset(Dataset[Any]):
                 error.add_note(f"while reading {source.where(row)}")
                 raise
         if not batches:
-            batches = [self.sampler.nothing({"source": 0, "sample": -1})]
+            batches = [self.row_encoder.empty_batch({"source": 0, "sample": -1})]
         return (PackedBatch.concat(batches) if len(batches) > 1 else batches[0]), bad
 
     def _prepare(
         self, source: Source, which: int, row: int, planned_tokens: int, free_tokens: int
-    ) -> tuple[list[Prepared], int]:
+    ) -> tuple[list[EncodedSequence], int]:
         """The encoded row, and how many tokens more it has than planned: at most `free_tokens`.
 
         A row may have other tokens than when it was measured, for example if its template writes today's date. But a
         pack never exceeds its budget.
         """
         raw, format = source[row], self.formats[which]
-        sides = self.sampler.prepare(raw, format, source.root, decode=True)
+        sides = self.row_encoder.encode(raw, format, source.root, decode=True)
         tokens = sum(len(side.ids) for side in sides)
         grown = max(0, tokens - planned_tokens)
         if grown > free_tokens:

@@ -127,6 +127,6 @@ class StreamLoader:
         sizes += [data.seed, data.shuffle]
         streams = [(stream.name, stream.format) for stream in data.streams.streams]
         parts = [sizes, streams, data.streams.weights]
-        parts += [data.sampler.overlong, data.sampler.most_tokens]
-        text = repr(parts) + data.sampler.fingerprint
+        parts += [data.row_encoder.overlong, data.row_encoder.max_tokens]
+        text = repr(parts) + data.row_encoder.fingerprint
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -19,12 +19,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.rng import derived_seed
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.row_encoder import Prepared, Sampler
+from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+from mvp_engine.kit.data.encode.sequences import EncodedSequence
 from mvp_engine.kit.data.pack.plan import make_packs
 from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
 from mvp_engine.kit.data.read.bad_rows import BadRecord
-from mvp_engine.kit.data.read.rows import BadRow
-from mvp_engine.kit.data.read.streams import Streams
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.streams import StreamMixture
 
 FULL_SHARE = 0.99  # a pack with at least this share of its budget does not wait for the next window
 
@@ -39,7 +40,7 @@ class _EncodedRow:
     number: int  # in the global order of the streams
     stream: int
     where: str
-    sides: list[Prepared]
+    sides: list[EncodedSequence]
     tokens: int
     encoder: int
     waited: bool = False  # left over by the window before
@@ -65,8 +66,8 @@ class StreamPackDataset(IterableDataset[Any]):
 
     def __init__(
         self,
-        streams: Streams,
-        sampler: Sampler,
+        streams: StreamMixture,
+        row_encoder: RowEncoder,
         *,
         budget: int,
         window: int,
@@ -77,7 +78,7 @@ class StreamPackDataset(IterableDataset[Any]):
         shuffle: bool = True,
     ) -> None:
         self.streams = streams
-        self.sampler = sampler
+        self.row_encoder = row_encoder
         self.budget = budget
         self.window = window
         self.lanes = lanes
@@ -115,7 +116,7 @@ class _Lane:
 
     def __init__(self, dataset: StreamPackDataset, lane: int) -> None:
         self.dataset = dataset
-        self.sampler = dataset.sampler
+        self.row_encoder = dataset.row_encoder
         # Row n is of this lane if n % stride == offset.
         self.stride = dataset.lanes * dataset.world_size
         self.offset = lane * dataset.world_size + dataset.rank
@@ -178,7 +179,7 @@ class _Lane:
             self.output.rows += 1
             source = self.dataset.streams.streams[stream]
             try:
-                sides = self.sampler.prepare(read(), source.format, source.root)
+                sides = self.row_encoder.encode(read(), source.format, source.root)
             except BadRow as bad:
                 self._record_bad(bad, source.name, where)
                 continue
@@ -186,15 +187,15 @@ class _Lane:
                 error.add_note(f"while reading {where}")
                 raise
             tokens = sum(len(side.ids) for side in sides)
-            encoder = self.sampler.encoder_cost(sides)
+            encoder = self.row_encoder.encoder_cost(sides)
             yield _EncodedRow(number, stream, where, sides, tokens, encoder)
 
     def _record_bad(self, bad: BadRow, name: str, where: str) -> None:
-        if bad.reason == "overlong" and self.sampler.overlong == "error":
+        if bad.reason == "overlong" and self.row_encoder.overlong == "error":
             raise UserError(
                 f"data: {where}: {bad.detail}: raise micro_batch_tokens, or set overlong"
             ) from None
-        if bad.reason == "overlong" and self.sampler.overlong == "drop":
+        if bad.reason == "overlong" and self.row_encoder.overlong == "drop":
             self.output.dropped += 1
         else:
             self.output.bad.append(BadRecord(name, where, bad.reason, bad.detail))
@@ -232,7 +233,7 @@ class _Lane:
             self.dataset.watchdog.set_position(row.where)
             fields = {"source": row.stream, "sample": row.number}
             try:
-                batches += self.sampler.load(row.sides, source.root, fields)
+                batches += self.row_encoder.load(row.sides, source.root, fields)
             except BadRow as error:
                 self.output.bad.append(
                     BadRecord(source.name, row.where, error.reason, error.detail)
@@ -241,7 +242,7 @@ class _Lane:
                 error.add_note(f"while reading {row.where}")
                 raise
         if not batches:
-            batches = [self.sampler.nothing({"source": 0, "sample": -1})]
+            batches = [self.row_encoder.empty_batch({"source": 0, "sample": -1})]
         batch = PackedBatch.concat(batches) if len(batches) > 1 else batches[0]
         loaded = replace(self.output, batch=batch, cursor=cursor)
         self.output.bad = []

@@ -1,1 +1,1 @@
-"""Rows as users have them: files, row formats, media decoding."""
+"""Reading of rows as users have them: files and streams, row formats, media probing and decoding."""

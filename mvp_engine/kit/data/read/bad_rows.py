@@ -1,4 +1,4 @@
-"""Rows that cannot be trained on: named, counted, listed, and too many of them an error."""
+"""Bad rows of a run: counted by source and reason, listed in bad_rows.jsonl, and limited in number."""
 
 from __future__ import annotations
 
@@ -12,28 +12,36 @@ from pathlib import Path
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.settings import MLLMData
 
+RowKey = tuple[str, str]  # source, where
+
 
 @dataclass(frozen=True)
 class BadRecord:
+    """One line of bad_rows.jsonl."""
+
     source: str
-    where: str  # file and line, or what the file has in the place of lines
+    where: str  # file and line, or the counterpart of a line in that file format
     reason: str
     detail: str
 
+    @property
+    def key(self) -> RowKey:
+        return self.source, self.where
 
-class TooManyBad(UserError):
-    """`told` is what is wrong, without the file that lists all of them."""
 
-    def __init__(self, told: str, file: Path | None) -> None:
-        super().__init__(told + (f". All are in {file}" if file else ""))
-        self.told = told
+class TooManyBadRows(UserError):
+    """The run has more bad rows than allowed. `summary` is the message without the path of the list."""
+
+    def __init__(self, summary: str, file: Path | None) -> None:
+        super().__init__(summary + (f". All are in {file}" if file else ""))
+        self.summary = summary
 
 
 class BadRows:
-    """Counted by source and reason, each row once; listed in a file, where there is one; too many are an error.
+    """The bad rows of all ranks, each counted once; too many of them are an error.
 
-    Ranks share the file, and it is how they hear of each other's bad rows: a rank that finds one counts those that the
-    others have listed since the start. Without a file each rank counts its own.
+    Ranks share the file, and learn of each other's bad rows through it: a rank that finds one counts
+    those that the others have listed since the start. Without a file, each rank counts its own.
     """
 
     def __init__(
@@ -42,70 +50,70 @@ class BadRows:
         rows: int,
         names: Iterable[str] = (),
         file: Path | None = None,
-        least: int = 0,
+        min_rows: int = 0,
     ) -> None:
-        """`names` are the sources, `rows` are theirs on all ranks that share the file. They may grow, as those of
-        streams do; the fraction is then of at least so many."""
-        self.settings, self.rows, self.names, self.least, self.file = (
-            settings,
-            rows,
-            {*names},
-            least,
-            file,
-        )
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self._seen: set[tuple[str, str]] = set()
-        self._before = self._listed()  # in earlier launches: they may have been mended since
+        """`names` are the sources, and `rows` is their size on all ranks that share the file.
+
+        `rows` may grow, as that of streams does; the allowed fraction is of at least `min_rows`.
+        """
+        self.settings = settings
+        self.rows = rows
+        self.names = set(names)
+        self.min_rows = min_rows
+        self.file = file
+        self.counts: Counter[tuple[str, str]] = Counter()  # by (source, reason)
+        self._seen: set[RowKey] = set()
+        self._listed_before = self._read_file()  # by earlier launches: fixed since, perhaps
 
     @property
-    def most(self) -> int:
-        """How many are allowed."""
-        share = int(self.settings.max_bad_fraction * max(self.rows, self.least))
-        return (
-            share if self.settings.max_bad_rows is None else min(self.settings.max_bad_rows, share)
-        )
+    def max_allowed(self) -> int:
+        share = int(self.settings.max_bad_fraction * max(self.rows, self.min_rows))
+        if self.settings.max_bad_rows is None:
+            return share
+        return min(self.settings.max_bad_rows, share)
 
     def add(self, records: Iterable[BadRecord], list_them: bool = True) -> None:
-        new = [record for record in records if (record.source, record.where) not in self._seen]
-        self._seen |= {(record.source, record.where) for record in new}
+        """Count records that are new, append them to the file, and raise if they are too many."""
+        new = [record for record in records if record.key not in self._seen]
+        self._seen |= {record.key for record in new}
         self.counts.update((record.source, record.reason) for record in new)
         if self.file is not None and list_them and new:
-            listed = self._listed()
-            fresh = [record for record in new if (record.source, record.where) not in listed]
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.file, "a", encoding="utf-8") as out:
-                out.write(
-                    "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in fresh)
-                )
-            others = (
-                {row for row in listed if row[0] in self.names} - self._before.keys() - self._seen
-            )
-            self._seen |= others
-            self.counts.update((row[0], listed[row]) for row in others)
-        total = self.counts.total()
-        if new and total > self.most:
-            shown = "; ".join(f"{one.where}: {one.reason}: {one.detail[:200]}" for one in new[:3])
-            raise TooManyBad(
-                f"data: {total} of {self.rows} rows are bad, and {self.most} are allowed ({self}). Such as {shown}. "
-                "Mend them, or raise max_bad_fraction, max_bad_rows",
-                self.file,
-            )
+            self._share(self.file, new)
+        if new and self.counts.total() > self.max_allowed:
+            raise TooManyBadRows(self._message(new), self.file)
 
-    def _listed(self) -> dict[tuple[str, str], str]:
-        """By all ranks and in all launches, with reasons: in another epoch another rank has the row."""
+    def _share(self, file: Path, new: list[BadRecord]) -> None:
+        """Append new records to the file, and count those that other ranks have appended."""
+        listed = self._read_file()
+        fresh = [record for record in new if record.key not in listed]
+        lines = [json.dumps(dataclasses.asdict(record)) + "\n" for record in fresh]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "a", encoding="utf-8") as out:
+            out.write("".join(lines))
+        of_our_sources = {key for key in listed if key[0] in self.names}
+        of_other_ranks = of_our_sources - self._listed_before.keys() - self._seen
+        self._seen |= of_other_ranks
+        self.counts.update((key[0], listed[key]) for key in of_other_ranks)
+
+    def _message(self, new: list[BadRecord]) -> str:
+        examples = [f"{one.where}: {one.reason}: {one.detail[:200]}" for one in new[:3]]
+        return (
+            f"data: {self.counts.total()} of {self.rows} rows are bad, and {self.max_allowed} are "
+            f"allowed ({self}). Such as {'; '.join(examples)}. "
+            "Fix them, or raise max_bad_fraction, max_bad_rows"
+        )
+
+    def _read_file(self) -> dict[RowKey, str]:
+        """Reasons by row, of all ranks and all launches: in another epoch another rank has the row."""
         if self.file is None or not self.file.exists():
             return {}
-        lines = [
-            json.loads(line)
-            for line in self.file.read_text(encoding="utf-8").splitlines()
-            if line.endswith("}")
-        ]
-        return {(line["source"], line["where"]): line["reason"] for line in lines}
+        reasons = {}
+        for line in self.file.read_text(encoding="utf-8").splitlines():
+            if line.endswith("}"):  # another rank may be in the middle of a line
+                record = json.loads(line)
+                reasons[record["source"], record["where"]] = record["reason"]
+        return reasons
 
     def __str__(self) -> str:
-        return (
-            ", ".join(
-                f"{source}: {n} {reason}" for (source, reason), n in sorted(self.counts.items())
-            )
-            or "none"
-        )
+        counts = sorted(self.counts.items())
+        return ", ".join(f"{source}: {n} {reason}" for (source, reason), n in counts) or "none"

@@ -1,12 +1,12 @@
-"""Rows that can only be read one after the other: pipes, compressed files, tar shards, functions that give rows.
+"""Streams: rows that can only be read in order, from pipes, compressed files, tar shards or functions.
 
-A stream gives, for each row, where it is and a function that reads it: rows of other ranks are passed over unread.
+A stream yields, for each row, its place and a function that reads it, so that the rows of other ranks
+are skipped unread.
 """
 
 from __future__ import annotations
 
 import functools
-import glob
 import gzip
 import os
 import stat
@@ -21,16 +21,20 @@ from typing import Any
 
 from mvp_engine.errors import UserError
 from mvp_engine.imports import load_spec
-from mvp_engine.kit.data.read.rows import BadRow
-from mvp_engine.kit.data.read.sources import parse_object, sample_key, sample_of
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.sample_files import is_sample_member, merge_sample, sample_key
+from mvp_engine.kit.data.read.sources import expand_path
+from mvp_engine.kit.data.read.value_checks import parse_object
 
-Read = Callable[[], dict[str, Any]]
-_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+ReadRow = Callable[[], dict[str, Any]]
+RowFunction = Callable[[], Iterable[Any]]
+_JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+_STDIN = "-"
 
 
 class Stream:
-    """One named stream of rows, begun anew by each `iter`."""
+    """One named stream of rows; each `iter` starts it from the beginning."""
 
     def __init__(
         self,
@@ -39,69 +43,75 @@ class Stream:
         root: str | None = None,
         format: str | None = None,
     ) -> None:
-        self.name, self.format = name, format
-        self.parts = [
-            part for each in ([path] if isinstance(path, str) else path) for part in _parts(each)
-        ]
+        self.name = name
+        self.format = format
+        self.parts: list[str | RowFunction] = []
+        for each in [path] if isinstance(path, str) else path:
+            self.parts += _open_parts(each)
         first = self.parts[0]
-        folder = Path.cwd() if callable(first) or first == "-" else Path(first).absolute().parent
+        folder = Path.cwd()
+        if isinstance(first, str) and first != _STDIN:
+            folder = Path(first).absolute().parent
         self.root = Path(root).expanduser().absolute() if root else folder
 
     @property
-    def once(self) -> bool:
-        """Whether it is a pipe, which one process can read, once."""
-        return any(isinstance(part, str) and (part == "-" or _is_pipe(part)) for part in self.parts)
+    def is_pipe(self) -> bool:
+        """Whether a part of it is a pipe, which one process can read, once."""
+        return any(_is_pipe_part(part) for part in self.parts)
 
-    def __iter__(self) -> Iterator[tuple[str, Read]]:
+    def __iter__(self) -> Iterator[tuple[str, ReadRow]]:
         for part in self.parts:
-            if callable(part):
-                yield from _called(part, self.name)
+            if not isinstance(part, str):
+                yield from _function_rows(part, self.name)
             elif part.lower().endswith(_TARS):
-                yield from _tar(Path(part))
+                yield from _tar_rows(Path(part))
             else:
-                yield from _lines(part)
+                yield from _json_line_rows(part)
 
 
-def _parts(path: str) -> list[Any]:
-    if path == "-":
+def _open_parts(path: str) -> Sequence[str | RowFunction]:
+    """The files that a path names, or the function of `module:function`."""
+    if path == _STDIN:
         return [path]
-    whole = os.path.abspath(os.path.expanduser(path))
-    names = [whole] if os.path.exists(whole) else sorted(glob.glob(whole, recursive=True))
+    names = expand_path(path)
+    for name in names:
+        if not name.lower().endswith(_JSON_LINES + _TARS) and not _is_fifo(name):
+            supported = ", ".join(_JSON_LINES + _TARS)
+            raise UserError(f"data: {name} cannot be read as a stream; supported are {supported}")
     if names:
-        for name in names:
-            if not name.lower().endswith(_LINES + _TARS) and not _is_pipe(name):
-                raise UserError(
-                    f"data: {name} cannot be read as a stream: that takes {', '.join(_LINES + _TARS)}"
-                )
         return names
     if ":" not in path:
-        raise UserError(f"data: there is nothing at {path}")
+        raise UserError(f"data: nothing at {path}")
     module, function_name = load_spec(path, Path.cwd(), "data: the stream")
     function = getattr(module, function_name or "", None)
     if not callable(function):
-        raise UserError(f"data: {path} is not a function that gives rows")
+        raise UserError(f"data: {path} is not a function that returns rows")
     return [function]
 
 
-def _is_pipe(path: str) -> bool:
+def _is_fifo(path: str) -> bool:
     return stat.S_ISFIFO(os.stat(path).st_mode)
 
 
-def _called(function: Callable[[], Iterable[Any]], name: str) -> Iterator[tuple[str, Read]]:
+def _is_pipe_part(part: str | RowFunction) -> bool:
+    return isinstance(part, str) and (part == _STDIN or _is_fifo(part))
+
+
+def _function_rows(function: RowFunction, name: str) -> Iterator[tuple[str, ReadRow]]:
     for number, row in enumerate(function()):
-        yield f"{name}[{number}]", functools.partial(_mapping, row)
+        yield f"{name}[{number}]", functools.partial(_copy_mapping, row)
 
 
-def _mapping(row: Any) -> dict[str, Any]:
+def _copy_mapping(row: Any) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         raise BadRow("wrong_type", f"the row is {type(row).__name__}, wanted a mapping")
     return dict(row)
 
 
-def _lines(path: str) -> Iterator[tuple[str, Read]]:
-    name = "stdin" if path == "-" else os.path.basename(path)
+def _json_line_rows(path: str) -> Iterator[tuple[str, ReadRow]]:
+    name = "stdin" if path == _STDIN else os.path.basename(path)
     try:
-        with _opened(path) as file:
+        with _open_lines(path) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield f"{name}:{number}", functools.partial(parse_object, line, "the line")
@@ -109,62 +119,64 @@ def _lines(path: str) -> Iterator[tuple[str, Read]]:
         raise UserError(f"data: {path} cannot be read to its end: {error}") from None
 
 
-def _opened(path: str) -> AbstractContextManager[Iterable[bytes]]:
-    if path == "-":
+def _open_lines(path: str) -> AbstractContextManager[Iterable[bytes]]:
+    if path == _STDIN:
         return nullcontext(sys.stdin.buffer)
     return gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
 
 
-def _tar(path: Path) -> Iterator[tuple[str, Read]]:
-    """Members of a sample lie side by side, as WebDataset has it. Of a plain tar, rows passed over are not read."""
-    plain = path.suffix == ".tar"
+def _tar_rows(path: Path) -> Iterator[tuple[str, ReadRow]]:
+    """Samples of a WebDataset shard, in which the members of a sample are adjacent.
+
+    An uncompressed tar can seek, so its skipped rows are not read at all.
+    """
+    can_seek = path.suffix == ".tar"
     try:
-        with tarfile.open(path, "r:" if plain else "r|*") as tar:
-            members = (
-                m
-                for m in tar
-                if m.isreg() and not m.name.rpartition("/")[2].startswith((".", "__"))
-            )
+        with tarfile.open(path, "r:" if can_seek else "r|*") as tar:
+            members = filter(is_sample_member, tar)
             for key, group in groupby(members, key=lambda member: sample_key(member.name)):
-                if plain:
-                    yield f"{path.name}:{key}", functools.partial(_sample, tar, list(group))
+                read: ReadRow
+                if can_seek:
+                    read = functools.partial(_read_sample, tar, list(group))
                 else:
-                    read = [(member.name, _bytes(tar, member)) for member in group]
-                    yield f"{path.name}:{key}", functools.partial(sample_of, read)
-                tar.members = []  # type: ignore[attr-defined]  # it remembers all that it passed
+                    contents = [(member.name, _read_member(tar, member)) for member in group]
+                    read = functools.partial(merge_sample, contents)
+                yield f"{path.name}:{key}", read
+                # TarFile keeps the headers of all members: memory would grow with the stream.
+                tar.members = []  # type: ignore[attr-defined]
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise UserError(f"data: {path} is no whole tar file: {error}") from None
+        raise UserError(f"data: {path} is not a complete tar file: {error}") from None
 
 
-def _sample(tar: tarfile.TarFile, members: list[tarfile.TarInfo]) -> dict[str, Any]:
-    return sample_of((member.name, _bytes(tar, member)) for member in members)
+def _read_sample(tar: tarfile.TarFile, members: list[tarfile.TarInfo]) -> dict[str, Any]:
+    return merge_sample((member.name, _read_member(tar, member)) for member in members)
 
 
-def _bytes(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+def _read_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     data = tar.extractfile(member)
     assert data is not None
     return data.read()
 
 
-class Streams:
-    """Several streams in one order: each row comes once, the next from the stream that is most behind its weight."""
+class StreamMixture:
+    """Several streams interleaved by weight: each row comes once, from the stream most behind its weight."""
 
     def __init__(self, streams: Sequence[Stream], weights: Sequence[float]) -> None:
-        self.streams, self.weights = list(streams), list(weights)
-        if len({stream.name for stream in streams}) < len(streams):
-            raise UserError(
-                f"data: streams want different names, not {[stream.name for stream in streams]}"
-            )
+        self.streams = list(streams)
+        self.weights = list(weights)
+        names = [stream.name for stream in streams]
+        if len(set(names)) < len(names):
+            raise UserError(f"data: streams need different names, not {names}")
 
-    def rows(self) -> Iterator[tuple[int, str, Read]]:
-        """Which stream, where, and how to read it."""
-        left = {which: iter(stream) for which, stream in enumerate(self.streams)}
-        taken = dict.fromkeys(left, 0)
-        while left:
-            which = min(left, key=lambda one: (taken[one] + 1) / self.weights[one])
-            taken[which] += 1
-            row = next(left[which], None)
+    def rows(self) -> Iterator[tuple[int, str, ReadRow]]:
+        """(index of the stream, place of the row, function that reads it)."""
+        remaining = {index: iter(stream) for index, stream in enumerate(self.streams)}
+        taken = dict.fromkeys(remaining, 0)
+        while remaining:
+            index = min(remaining, key=lambda one: (taken[one] + 1) / self.weights[one])
+            taken[index] += 1
+            row = next(remaining[index], None)
             if row is None:
-                del left[which]
+                del remaining[index]
             else:
-                yield which, *row
+                yield index, *row

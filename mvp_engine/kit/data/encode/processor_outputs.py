@@ -1,0 +1,84 @@
+"""Outputs of a processor as `Media`: the items' values with their row counts and fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mvp_engine.data.batch import Media
+from mvp_engine.errors import UserError
+
+# Names that model forwards use for the values of items.
+VALUE_NAMES = ("pixel_values", "pixel_values_videos", "input_features")
+
+
+def to_media(outputs: dict[str, Any]) -> tuple[str, Media]:
+    """The name of the values, and one item; or one item per tile, where each tile has its own fields."""
+    name, values, fields = _split_values(outputs)
+    if values.ndim != 5:
+        return name, _single_sequence(values, [len(values)], fields)
+    # (batch of one, tiles, channels, height, width)
+    has_tile_fields = bool(fields)
+    for value in fields.values():
+        has_tile_fields &= value.shape[:2] == values.shape[:2]  # such as a pixel mask
+    if has_tile_fields:
+        tiles = values.transpose(0, 1)
+        tile_fields = {key: value.transpose(0, 1) for key, value in fields.items()}
+        return name, _single_sequence(tiles, [1] * len(tiles), tile_fields)
+    tiles = values.flatten(0, 1)
+    return name, _single_sequence(tiles, [len(tiles)], fields)
+
+
+def to_media_of_items(outputs: dict[str, Any], num_items: int) -> tuple[str, Media] | None:
+    """Several items of one call; None if the rows of each item cannot be determined.
+
+    They are given by a grid, or each item has one row.
+    """
+    name, values, fields = _split_values(outputs)
+    row_counts = [1] * num_items
+    for field, value in fields.items():
+        if field.endswith("_grid_thw"):
+            row_counts = value.prod(-1).tolist()
+            break
+    counts_match = len(row_counts) == num_items and sum(row_counts) == len(values)
+    fields_match = all(len(value) == num_items for value in fields.values())
+    if values.ndim == 5 or not counts_match or not fields_match:
+        return None
+    return name, _single_sequence(values, row_counts, fields)
+
+
+def _split_values(outputs: dict[str, Any]) -> tuple[str, Tensor, dict[str, Tensor]]:
+    """The name of the values, the values, the other fields."""
+    names = [name for name in VALUE_NAMES if name in outputs]
+    if len(names) != 1 or not all(isinstance(value, Tensor) for value in outputs.values()):
+        raise UserError(
+            f"this processor returns {sorted(outputs)}: supported are tensors, one of them "
+            f"{' or '.join(VALUE_NAMES)}"
+        )
+    fields = dict(outputs)
+    values = fields.pop(names[0])
+    return names[0], values, fields
+
+
+def _single_sequence(values: Tensor, row_counts: list[int], fields: dict[str, Tensor]) -> Media:
+    sequence_ids = torch.zeros(len(row_counts), dtype=torch.long)
+    return Media(values, torch.tensor(row_counts), sequence_ids, fields)
+
+
+def concat_media(items: Sequence[Media]) -> Media:
+    """All items in one. The first is empty, and gives the shapes where no other follows."""
+    filled = items[1:] or items
+    if len(filled) == 1:
+        return filled[0]
+    fields = {}
+    for name in filled[0].fields:
+        fields[name] = torch.cat([item.fields[name] for item in filled])
+    return Media(
+        torch.cat([item.values for item in filled]),
+        torch.cat([item.row_counts for item in filled]),
+        torch.cat([item.sequence_ids for item in filled]),
+        fields,
+    )

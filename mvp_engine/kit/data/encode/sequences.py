@@ -1,0 +1,71 @@
+"""One sequence of a row, at full length and as it goes into a pack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mvp_engine.data.batch import Media
+from mvp_engine.kit.data.encode.text_spans import Span
+from mvp_engine.kit.data.encode.tokenization import Rendered, TokenizedText, truncate
+from mvp_engine.kit.data.read.media_info import MediaInfo
+from mvp_engine.kit.data.read.row_types import Part
+
+
+@dataclass(frozen=True)
+class EncodedSequence:
+    """Token ids and loss mask of a sequence, and its media in the order of the text, not decoded yet.
+
+    Media that were truncated away are not in it.
+    """
+
+    ids: list[int]
+    loss: list[bool]
+    parts: list[Part]
+    infos: list[MediaInfo]
+    expansions: list[str]
+    spans: list[Span]  # the tokens of each item, with those that enclose it
+    media: dict[str, Media] | None = None  # decoded, where `encode` was called with decode=True
+
+
+@dataclass(frozen=True)
+class FullSequence:
+    """A sequence before it is made to fit: rendered, and tokenized once `tokens` is set."""
+
+    rendered: Rendered
+    parts: list[Part]
+    infos: list[MediaInfo]
+    tokens: TokenizedText = field(default_factory=lambda: TokenizedText([], [], []))
+    expansions: list[str] = field(default_factory=list)
+    media: dict[str, Media] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens.ids)
+
+    def encoded(self) -> EncodedSequence:
+        return EncodedSequence(
+            self.tokens.ids,
+            self.tokens.loss,
+            self.parts,
+            self.infos,
+            self.expansions,
+            [place.outer for place in self.tokens.media],
+            self.media,
+        )
+
+    def truncated(self, max_tokens: int) -> EncodedSequence:
+        full = self.encoded()
+        ids, loss, kept = truncate(full.ids, full.loss, full.spans, max_tokens)
+        return EncodedSequence(
+            ids,
+            loss,
+            full.parts[:kept],
+            full.infos[:kept],
+            full.expansions[:kept],
+            full.spans[:kept],
+        )
+
+
+def total_tokens(sequences: Sequence[FullSequence]) -> int:
+    return sum(sequence.num_tokens for sequence in sequences)

@@ -1,0 +1,165 @@
+"""Rendering of conversations with the model's own chat template, with marks around its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data.encode.template_marks import (
+    PROBE_TEXT,
+    MarkedSpans,
+    compile_with_marks,
+    extract_marks,
+    mark,
+)
+from mvp_engine.kit.data.read.row_types import BadRow, Message, Part
+
+Chat = list[dict[str, Any]]
+Tools = list[Any] | None
+# What a template may raise for a row that it does not support.
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+# Names of the reasoning field in datasets, in order of preference.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A rendered conversation without its marks, and the spans that they enclosed."""
+
+    chat: Chat
+    tools: Tools
+    text: str
+    spans: MarkedSpans
+
+
+class TemplateRenderer:
+    """The chat template of a processor, or of its tokenizer; `options` are passed to the template."""
+
+    def __init__(self, processor: Any, tokenizer: Any, options: Mapping[str, Any]) -> None:
+        self.tokenizer = tokenizer
+        # The object that the template belongs to.
+        self.owner = processor if getattr(processor, "chat_template", None) else tokenizer
+        self.options = {**options, "tokenize": False}
+        self.typed_content = False  # whether plain texts must be typed parts too
+
+    @property
+    def chat_template(self) -> Any:
+        """One template, or several by name; None if the model has none."""
+        return self.owner.chat_template
+
+    def source(self, tools: Tools) -> str:
+        """The template for a conversation with these tools."""
+        source = self.chat_template
+        if isinstance(source, Mapping):
+            source = (tools and source.get("tool_use")) or source.get("default")
+        if source is None:
+            raise UserError(
+                "the tokenizer has no chat template to render conversations with; "
+                "set its chat_template"
+            )
+        return source
+
+    def render(
+        self,
+        chat: Chat,
+        tools: Tools = None,
+        *,
+        add_generation_prompt: bool = False,
+        unmarked: Chat | None = None,
+    ) -> MarkedText:
+        """The conversation as text.
+
+        With `unmarked`, the same conversation without marks in its texts, the result must be equal to
+        the tokenizer's own rendering of it, else the row is bad.
+        """
+        source = self.source(tools)
+        index_of = {id(message): index for index, message in enumerate(chat)}
+
+        def mark_message(value: Any, bracket: str) -> str:
+            # Loops over other things than messages get no marks.
+            return mark(bracket, index_of[id(value)]) if id(value) in index_of else ""
+
+        context = {
+            **self.tokenizer.special_tokens_map,
+            **self.options,
+            "documents": None,
+            "mvp_mark": mark_message,
+        }
+        own_text = None
+        try:
+            text = compile_with_marks(source).render(
+                messages=chat,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **context,
+            )
+            if unmarked:
+                own_text = self.owner.apply_chat_template(
+                    unmarked, tools=tools, chat_template=source, **self.options
+                )
+        except TEMPLATE_ERRORS as error:
+            raise BadRow("template", f"the chat template fails: {error}") from error
+        text, spans = extract_marks(text)
+        if own_text is not None and own_text != text:
+            raise BadRow(
+                "mask", "the chat template renders another text once its messages are marked"
+            )
+        return MarkedText(chat, tools, text, spans)
+
+    def message(
+        self,
+        message: Message,
+        index: int = 0,
+        *,
+        mark_texts: bool = False,
+        empty_content: str | None = "",
+    ) -> dict[str, Any]:
+        """A message as chat templates take it, with media as bare types.
+
+        `mark_texts` puts marks around its texts. `empty_content` is the content of a turn that has
+        tool calls alone: most templates want "", some None.
+        """
+        content: Any = [_content_block(part, index, mark_texts) for part in message.parts]
+        has_text_only = all(part.kind == "text" for part in message.parts)
+        if not content and message.extra.get("tool_calls"):
+            content = empty_content
+        elif has_text_only and not self.typed_content:
+            content = "".join(block["text"] for block in content)
+        extra = _with_reasoning_keys(message.extra)
+        return {**extra, "role": message.role, "content": content}
+
+    def probe_message(self, role: str) -> dict[str, Any]:
+        """A message with PROBE_TEXT, for trial renderings."""
+        return self.message(Message(role, (Part("text", PROBE_TEXT),)))
+
+
+def _content_block(part: Part, index: int, mark_text: bool) -> dict[str, Any]:
+    if part.kind != "text":
+        return {"type": part.kind}
+    text = part.value
+    stripped = text.strip()
+    if mark_text and stripped:
+        # Marks inside of the white space: templates may trim it.
+        marked = mark("(", index) + stripped + mark(")", index)
+        text = text.replace(stripped, marked, 1)
+    return {"type": "text", "text": text}
+
+
+def _with_reasoning_keys(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The extra fields with reasoning under both names that templates of transformers read."""
+    found = [extra[key] for key in REASONING_KEYS if extra.get(key) is not None]
+    if not found:
+        return dict(extra)
+    return {"thinking": found[0], **extra, "reasoning_content": found[0]}

@@ -1,0 +1,160 @@
+"""Tokenization of a rendered text, with a loss mask by token and the token spans of its media."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data.encode.placeholders import Placeholder
+from mvp_engine.kit.data.encode.text_spans import Span, any_of
+from mvp_engine.kit.data.read.row_types import BadRow
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A row as text, with spans by character."""
+
+    text: str
+    loss: tuple[Span, ...]  # in order
+    media: tuple[Placeholder, ...] = ()  # in order of the text
+    bos: bool = False  # prepend BOS, if the tokenizer adds it by itself and the text has none
+    eos: bool = False  # append EOS, if the text has none
+    # Whether each assistant turn with loss ends in a special token. Without one, the model does not
+    # learn to stop.
+    stops: bool = True
+
+
+class TokenizedText(NamedTuple):
+    """Token ids of a row, its loss mask, and its media with spans by token, in order."""
+
+    ids: list[int]
+    loss: list[bool]
+    media: list[Placeholder]
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer: their ids, their texts, and a pattern that matches any."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        ids = set(tokenizer.all_special_ids)
+        texts = set(tokenizer.all_special_tokens)
+        for id, token in tokenizer.added_tokens_decoder.items():
+            if token.special:
+                ids.add(id)
+                texts.add(str(token))
+        self.ids = sorted(ids)
+        self.texts = tuple(texts)
+        self.pattern = any_of(texts)
+
+
+def fast_encode(tokenizer: Any, text: str) -> Any:
+    """Tokens and offsets by the tokenizer's Rust backend.
+
+    The Python call around it takes several times as long: it builds a BatchEncoding for each text.
+    """
+    backend = tokenizer.backend_tokenizer
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    return backend.encode(text, add_special_tokens=False)
+
+
+class MaskingTokenizer:
+    """Tokenizes rendered texts and maps their character spans to tokens."""
+
+    def __init__(self, tokenizer: Any, special: SpecialTokens) -> None:
+        self.tokenizer = tokenizer
+        self.special = special
+        bos = tokenizer.bos_token_id
+        self.adds_bos = bos is not None and tokenizer("").input_ids[:1] == [bos]
+
+    def __call__(self, rendered: Rendered) -> TokenizedText:
+        encoding = fast_encode(self.tokenizer, rendered.text)
+        ids = encoding.ids
+        spans = _token_spans(encoding)
+        loss = self._loss_mask(ids, spans, rendered)
+        bos = self.tokenizer.bos_token_id
+        eos = self.tokenizer.eos_token_id
+        if rendered.bos and self.adds_bos and ids[:1] != [bos]:
+            ids = [bos, *ids]
+            loss = [False, *loss]
+            spans = np.concatenate([[[0, 0]], spans])
+        if rendered.eos and eos is not None and ids[-1:] != [eos]:
+            ids = [*ids, eos]
+            loss = [*loss, True]
+        media = [_placeholder_by_token(place, spans, rendered.text) for place in rendered.media]
+        for place in media:
+            # Tokens of media carry no loss, including those that merged with the text around them.
+            first, end = place.outer
+            loss[first:end] = [False] * (end - first)
+        _check_has_loss(loss, len(ids), len(ids))
+        return TokenizedText(ids, loss, media)
+
+    def _loss_mask(self, ids: list[int], spans: np.ndarray, rendered: Rendered) -> list[bool]:
+        """A token carries loss if it overlaps a span with loss.
+
+        A special token carries loss if it starts in one: it may include white space after it.
+        """
+        starts = spans[:, 0]
+        flags = np.zeros(len(rendered.text) + 2, np.int64)
+        for start, end in rendered.loss:
+            flags[start + 1 : end + 1] = 1
+        # Characters with loss before each position: two lookups per token instead of a scan.
+        loss_before = flags.cumsum()
+        is_special = np.isin(ids, self.special.ids)
+        ends = np.where(is_special, starts + 1, spans[:, 1])
+        return (loss_before[ends] > loss_before[starts]).tolist()
+
+
+def _token_spans(encoding: Any) -> np.ndarray:
+    """(tokens, 2): the first character of each token, and the one after its last."""
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    starts = offsets[:, 0].copy()
+    ends = offsets[:, 1].copy()
+    # Some tokenizers trim spaces off the offsets: a token of spaces alone is then empty, and gets
+    # what lies between its neighbours.
+    is_empty = starts[1:] == ends[1:]
+    starts[1:] = np.where(is_empty, np.minimum(starts[1:], ends[:-1]), starts[1:])
+    return np.stack([starts, ends], axis=1)
+
+
+def _placeholder_by_token(place: Placeholder, spans: np.ndarray, text: str) -> Placeholder:
+    first, end = _overlapping_tokens(place.span, spans)
+    token = text[slice(*place.span)]
+    if text[spans[first][0] : spans[end - 1][1]].strip() != token:
+        raise UserError(
+            f"add {token!r}, the placeholder for {place.kind}, to the tokenizer as a special token"
+        )
+    outer = _overlapping_tokens(place.outer, spans)
+    return Placeholder(place.index, place.kind, (first, end), outer)
+
+
+def _overlapping_tokens(span: Span, spans: np.ndarray) -> Span:
+    start, end = span
+    overlapping = np.flatnonzero((spans[:, 0] < end) & (start < spans[:, 1]))
+    return int(overlapping[0]), int(overlapping[-1]) + 1
+
+
+def truncate(
+    ids: list[int], loss: list[bool], media: Sequence[Span], max_tokens: int
+) -> tuple[list[int], list[bool], int]:
+    """At most `max_tokens` tokens, and how many media they hold.
+
+    `media` are the outer token spans, in order. The cut never splits one of them.
+    """
+    end = min(max_tokens, len(ids))
+    split = [start for start, stop in media if start < end < stop]
+    end = min([end, *split])
+    _check_has_loss(loss, end, len(ids))
+    kept_media = sum(stop <= end for _, stop in media)
+    return ids[:end], loss[:end], kept_media
+
+
+def _check_has_loss(loss: list[bool], end: int, total: int) -> None:
+    if not any(loss[1:end]):  # nothing predicts the first token
+        raise BadRow("nothing_to_learn", f"none of the first {end} of {total} tokens carries loss")

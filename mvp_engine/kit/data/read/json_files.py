@@ -1,0 +1,99 @@
+"""JSON lines, JSON lists, and the metadata.jsonl of Hugging Face's imagefolder."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data.read.row_files import RowFile, content_hash
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.sample_files import media_kind
+from mvp_engine.kit.data.read.value_checks import parse_object
+
+_CHUNK_BYTES = 1 << 24
+
+
+class JsonLines(RowFile):
+    """One JSON object per line. The file is scanned once for line ends; blank lines are no rows.
+
+    With `media_folder` it is a metadata.jsonl: `file_name` is the row's image, video or audio file,
+    in that folder.
+    """
+
+    def __init__(self, file: Path, name: str, media_folder: str | None = None) -> None:
+        super().__init__(file, name)
+        self.media_folder = media_folder
+        data = np.memmap(file, np.uint8, "r")
+        digest = content_hash()
+        newlines = []
+        for offset in range(0, len(data), _CHUNK_BYTES):
+            chunk = data[offset : offset + _CHUNK_BYTES]
+            digest.update(chunk.data)
+            newlines.append(np.flatnonzero(chunk == ord("\n")) + offset)
+        ends = np.concatenate([*newlines, [len(data)]])
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        lines = np.flatnonzero(_is_not_blank(data, starts, ends))
+        self.size = len(lines)
+        self.fingerprint = digest.hexdigest()
+        self.starts = starts[lines]
+        self.ends = ends[lines]
+        # Line numbers, where blank lines make them differ from row numbers.
+        has_blank_lines = len(lines) > 0 and lines[-1] >= len(lines)
+        self.lines = lines if has_blank_lines else None
+
+    def row(self, index: int) -> dict[str, Any]:
+        start = int(self.starts[index])
+        end = int(self.ends[index])
+        # Opened for every row: that takes microseconds, and forked processes share no file position.
+        with open(self.file, "rb") as stream:
+            stream.seek(start)
+            line = stream.read(end - start)
+        row = parse_object(line, "the line")
+        if self.media_folder is not None and "file_name" in row:
+            name = row.pop("file_name")
+            kind = media_kind(name) if isinstance(name, str) else None
+            if kind is None:
+                raise BadRow(
+                    "bad_media", "file_name is not the name of an image, video or audio file"
+                )
+            row[f"{kind}s"] = [os.path.normpath(f"{self.media_folder}/{name}")]
+        return row
+
+    def where(self, index: int) -> str:
+        line = index if self.lines is None else self.lines[index]
+        return f"{self.name}:{line + 1}"
+
+
+def _is_not_blank(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Which lines have more than a line end; a lone carriage return is a Windows line end."""
+    lengths = ends - starts
+    has_bytes = lengths > 0
+    not_return = data[starts[has_bytes]] != ord("\r")
+    full = has_bytes.copy()
+    full[has_bytes] = (lengths[has_bytes] > 1) | not_return
+    return full
+
+
+class JsonList(RowFile):
+    """One JSON list of objects. It is kept in memory; each process parses the file again."""
+
+    def __init__(self, file: Path, name: str) -> None:
+        super().__init__(file, name)
+        self.fingerprint = content_hash(file.read_bytes()).hexdigest()
+        try:
+            self.size = len(self._rows)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UserError(f"data: {file} is not a JSON list: {error}") from None
+
+    @functools.cached_property
+    def _rows(self) -> list[Any]:
+        return json.loads(self.file.read_bytes())
+
+    def row(self, index: int) -> dict[str, Any]:
+        return dict(parse_object(self._rows[index], "the entry"))

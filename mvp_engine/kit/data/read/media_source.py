@@ -1,0 +1,104 @@
+"""Access to the bytes of media: paths, data URIs and bytes, inside the dataset's folder only."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import importlib
+import io
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from PIL import Image
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data.read.limits import Limits
+from mvp_engine.kit.data.read.row_types import BadRow, Part
+
+
+def require_package(package: str, what: str) -> Any:
+    """The imported optional package, or a UserError that says how to install it."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError:
+        raise UserError(
+            f"{what} needs the package {package}: pip install 'mvp-engine[data]'"
+        ) from None
+
+
+@contextmanager
+def decoder_errors(what: str) -> Iterator[None]:
+    """Turns any exception of a decoder into a BadRow: broken bytes make decoders raise nearly anything.
+
+    Only calls into decoders belong inside, so that a bug of ours still raises.
+    """
+    try:
+        yield
+    except BadRow:
+        raise
+    except Image.DecompressionBombError as error:
+        raise BadRow("too_large", f"{what}: {error}") from None
+    except Exception as error:  # noqa: BLE001
+        raise BadRow("corrupt", f"{what}: {type(error).__name__}: {error}"[:500]) from None
+
+
+def describe(part: Part) -> str:
+    """The kind and the path of an item, for error messages."""
+    value = part.value
+    if isinstance(value, Mapping):
+        value = value.get("path")
+    if isinstance(value, str | os.PathLike):
+        return f"{part.kind} {str(value)[:200]}"
+    return f"{part.kind} {type(part.value).__name__}"
+
+
+def open_media(value: Any, limits: Limits, root: Path, what: str) -> Path | io.BytesIO:
+    """The file or the bytes that a media value refers to. Nothing is fetched from the network."""
+    if isinstance(value, Mapping):
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if isinstance(value, bytes | bytearray | memoryview):
+        if not len(value):
+            raise BadRow("corrupt", f"{what}: no bytes")
+        return io.BytesIO(value)
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise BadRow(
+            "wrong_type", f"{what} cannot be read from {type(value).__name__} {str(value)[:80]!r}"
+        )
+    text = os.fspath(value)
+    if text.startswith("data:"):
+        return _decode_data_uri(text, what)
+    if text.startswith("file://"):
+        text = unquote(urlsplit(text).path)
+    elif "://" in text[:16]:
+        raise BadRow("unsupported", f"{what}: nothing is fetched from the network: {text[:200]}")
+    return _resolve_file(text, limits, root, what)
+
+
+def _decode_data_uri(text: str, what: str) -> io.BytesIO:
+    head, _, body = text.partition(",")
+    if not head.endswith(";base64"):
+        return io.BytesIO(b"")  # which no decoder takes
+    try:
+        return io.BytesIO(base64.b64decode("".join(body.split()), validate=True))
+    except (binascii.Error, ValueError) as error:
+        raise BadRow("corrupt", f"{what}: data URI: {error}") from None
+
+
+def _resolve_file(text: str, limits: Limits, root: Path, what: str) -> Path:
+    try:
+        path = (root / text).resolve()
+        folder = root.resolve()
+        if not limits.allow_outside and not path.is_relative_to(folder):
+            raise BadRow("path_escape", f"{what}: {text[:200]} is not in {folder}")
+        mode = path.stat().st_mode
+    except (OSError, ValueError, RuntimeError) as error:
+        # Missing, too long, with a NUL character, or a loop of symbolic links.
+        raise BadRow("missing_file", f"{what}: {str(error)[:300]}") from None
+    if not stat.S_ISREG(mode):  # reading from a pipe or a device might never end
+        raise BadRow("unsupported", f"{what}: {path} is not a regular file")
+    return path

@@ -1,0 +1,218 @@
+"""Messages in the spellings that datasets use, read into `Message` and `Part`.
+
+Media are checked for their type only. Whether a file exists and decodes is found out later (`probe.py`,
+`decode.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mvp_engine.kit.data.read.row_types import MEDIA, ROLES, BadRow, Message, Part
+from mvp_engine.kit.data.read.value_checks import (
+    check_json_serializable,
+    check_list,
+    check_object,
+    check_text,
+    parse_json,
+    pop_first,
+    type_name,
+)
+
+FROM_COLUMN = object()  # the value of a typed block without its own: it takes one of the column
+# Message keys that make an assistant turn non-empty without any text.
+ACTION_KEYS = ("tool_calls", "reasoning_content")
+_TOOL_CALL_ROLES = ("function_call", "tool_call")
+
+
+def _role_spellings() -> dict[str, str]:
+    spellings = {}
+    for role, names in ROLES.items():
+        spellings.update(dict.fromkeys(names, role))
+    return spellings
+
+
+def _media_block_types() -> dict[str, str]:
+    """Block type -> media kind: `image`, `image_url`, ..., `input_audio`."""
+    types = {}
+    for kind in MEDIA:
+        types[kind] = kind
+        types[f"{kind}_url"] = kind
+    types["input_audio"] = "audio"
+    return types
+
+
+_ROLE_OF = _role_spellings()
+_MEDIA_BLOCKS = _media_block_types()
+_BLOCK_TYPES = ("text", *_MEDIA_BLOCKS)
+
+
+def has_actions(message: Message) -> bool:
+    """Whether a turn has content other than text: a tool call, reasoning or media."""
+    return message.has_media or any(message.extra.get(key) for key in ACTION_KEYS)
+
+
+def text_message(role: str, text: Any, where: str) -> Message:
+    parts = (Part("text", text),) if check_text(text, where) else ()
+    return Message(role, parts)
+
+
+def read_messages(value: Any, where: str) -> list[Message]:
+    """A list of messages; an empty one is a bad row."""
+    raw_messages = check_list(value, where)
+    messages = [read_message(raw, f"{where}[{i}]") for i, raw in enumerate(raw_messages)]
+    if not messages:
+        raise BadRow("empty", f"{where} has no messages")
+    return messages
+
+
+def read_turns(value: Any, key: str) -> list[Message]:
+    """A string, one message or a list of messages.
+
+    A string is the assistant's under `completion`, `chosen` and `rejected`, else the user's.
+    """
+    if isinstance(value, str):
+        is_answer = key in ("completion", "chosen", "rejected")
+        return [text_message("assistant" if is_answer else "user", value, key)]
+    if isinstance(value, Mapping):
+        return [read_message(value, key)]
+    return read_messages(value, key)
+
+
+def read_message(raw: Any, where: str) -> Message:
+    fields = check_object(raw, where)
+    role_name = pop_first(fields, "role", "from")
+    content = pop_first(fields, "content", "value")
+    loss = pop_first(fields, "loss", "weight")
+    role = _read_role(role_name, where)
+    if loss is not None and not _is_loss_flag(loss):
+        raise BadRow("wrong_type", f"{where}.loss is {type_name(loss)}, wanted true or false")
+    if role_name.lower() in _TOOL_CALL_ROLES:
+        fields["tool_calls"] = _sharegpt_tool_calls(content, f"{where}.value")
+        content = ""
+    _check_extra_fields(fields, where)
+    parts = _read_content(content, where)
+    message = Message(role, parts, None if loss is None else bool(loss), fields)
+    if content is None and not has_actions(message):
+        raise BadRow("missing_key", f"{where} has no content")
+    return message
+
+
+def _read_role(name: Any, where: str) -> str:
+    role = _ROLE_OF.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        shown = name if isinstance(name, str) else type_name(name)
+        raise BadRow("unknown_role", f"{where} has role {shown!r:.40}")
+    return role
+
+
+def _is_loss_flag(value: Any) -> bool:
+    return isinstance(value, bool | int | float) and value in (0, 1)
+
+
+def _sharegpt_tool_calls(content: Any, where: str) -> list[dict[str, Any]]:
+    """ShareGPT writes calls as JSON in the text of a turn with a role of its own."""
+    calls = parse_json(content, where)
+    if not isinstance(calls, list):
+        calls = [calls]
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _check_extra_fields(extra: Mapping[str, Any], where: str) -> None:
+    """Check the types of fields that chat templates print or index; other keys may hold anything."""
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        check_text(extra.get(key, ""), f"{where}.{key}")
+    tool_calls = check_list(extra.get("tool_calls", []), f"{where}.tool_calls")
+    for index, tool_call in enumerate(tool_calls):
+        place = f"{where}.tool_calls[{index}]"
+        fields = check_object(tool_call, place)
+        function = check_object(fields.get("function", fields), place)
+        check_text(function.get("name"), f"{place}.name")
+        check_json_serializable(function, place)
+
+
+def _read_content(content: Any, where: str) -> tuple[Part, ...]:
+    if content is not None and not isinstance(content, str | Mapping | list | tuple):
+        raise BadRow(
+            "wrong_type",
+            f"{where}.content is {type_name(content)}, wanted a string or a list of parts",
+        )
+    blocks = [content] if isinstance(content, str | Mapping) else content or []
+    parts = [_read_block(block, f"{where}.content[{i}]") for i, block in enumerate(blocks)]
+    return tuple(part for part in parts if part.kind != "text" or part.value)
+
+
+def _read_block(block: Any, where: str) -> Part:
+    """A content block: a string, a typed text, or typed media."""
+    if isinstance(block, str):
+        return Part("text", check_text(block, where))
+    fields = check_object(block, where)
+    # A block without `type` is of the first type that it has a key for.
+    inferred = next((key for key in _BLOCK_TYPES if key in fields), None)
+    name = fields.pop("type", inferred)
+    if not isinstance(name, str) or name not in _BLOCK_TYPES:
+        shown = name if isinstance(name, str) else type_name(name)
+        raise BadRow("unknown_block", f"{where} has type {shown!r:.40}")
+    if name == "text":
+        return Part("text", check_text(fields.get("text"), f"{where}.text"))
+    return _read_media_block(name, fields, where)
+
+
+def _read_media_block(name: str, fields: dict[str, Any], where: str) -> Part:
+    """Media with their options, as `transformers`, OpenAI or `datasets` write them."""
+    kind = _MEDIA_BLOCKS[name]
+    if isinstance(fields.get("base64"), str):
+        fields[kind] = _data_uri(kind, fields.pop("base64"))
+    value = pop_first(fields, name, kind, "bytes", "path", "url")
+    if isinstance(value, Mapping) and ("url" in value or "data" in value):
+        # OpenAI's image_url and input_audio nest the value, and options with it.
+        inner = check_object(value, where)
+        if "url" in inner:
+            value = inner.pop("url")
+        else:
+            data = check_text(inner.pop("data", None), f"{where}.data")
+            value = _data_uri(kind, data)
+        fields |= inner
+    if value is None:
+        return Part(kind, FROM_COLUMN, fields)
+    return Part(kind, check_media_value(kind, value, where), fields)
+
+
+def _data_uri(kind: str, base64_text: str) -> str:
+    return f"data:{kind}/*;base64,{base64_text}"
+
+
+def check_media_value(kind: str, value: Any, where: str) -> Any:
+    """`value`, if its type can hold media of that kind at all."""
+    if not _may_be_media(kind, value, where):
+        raise BadRow("bad_media", f"{where} is {type_name(value)} that cannot be {kind}")
+    return value
+
+
+def _may_be_media(kind: str, value: Any, where: str) -> bool:
+    if isinstance(value, str):
+        return value != "" and "\0" not in check_text(value, where)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return len(value) > 0
+    if isinstance(value, Mapping):
+        return _may_be_media_mapping(kind, value, where)
+    if isinstance(value, list | tuple):
+        if kind != "video":
+            return False
+        for index, frame in enumerate(value):
+            check_media_value("image", frame, f"{where}[{index}]")
+        return len(value) > 0
+    # A PIL image, an array or a decoder object.
+    return value is not None and not isinstance(value, int | float | complex)
+
+
+def _may_be_media_mapping(kind: str, value: Mapping[str, Any], where: str) -> bool:
+    """As `datasets` stores media: {"bytes", "path"}, or {"array", "sampling_rate"}."""
+    keys = ("bytes", "path", "array")
+    inner = next((value[key] for key in keys if value.get(key) is not None), None)
+    if inner is None or isinstance(inner, Mapping):
+        return False
+    if "array" not in value:
+        check_media_value(kind, inner, where)
+    return True

@@ -1,0 +1,49 @@
+"""Preference pairs: the prompt that the chosen and the rejected conversation share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from mvp_engine.kit.data.read.messages import ACTION_KEYS
+from mvp_engine.kit.data.read.row_types import BadRow, Message
+
+
+def common_prompt_length(chosen: str, rejected: str) -> int:
+    """The length of the prompt that two plain texts begin with, up to their last common whole word."""
+    same = len(os.path.commonprefix([chosen, rejected]))  # noqa: RUF071  (by character, as intended)
+    return max(chosen.rfind(space, 0, same) for space in " \n\t") + 1
+
+
+def join_prompt_and_answer(prompt: list[Message], answer: list[Message], key: str) -> list[Message]:
+    """The whole conversation.
+
+    Some datasets store it in chosen and rejected already, and repeat the prompt in its own column.
+    """
+    if not prompt or answer[0].role in ("assistant", "tool"):
+        return prompt + answer
+    questions = [message.text for message in prompt if message.role == "user"]
+    if questions and questions[-1] not in [message.text for message in answer]:
+        raise BadRow(
+            "prompt_mismatch", f"{key} is a whole conversation, but does not contain the prompt"
+        )
+    return answer
+
+
+def num_shared_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """How many first turns both conversations share, without the last one: that is the answer."""
+    chosen_keys = [_comparison_key(message) for message in chosen]
+    rejected_keys = [_comparison_key(message) for message in rejected]
+    if chosen_keys == rejected_keys and not any(message.has_media for message in chosen):
+        raise BadRow("equal_pair", "chosen and rejected are the same")
+    longest = min(len(chosen), len(rejected)) - 1
+    shared = 0
+    while shared < longest and chosen_keys[shared] == rejected_keys[shared]:
+        shared += 1
+    return shared
+
+
+def _comparison_key(message: Message) -> tuple[Any, ...]:
+    actions = [message.extra.get(key) for key in ACTION_KEYS]
+    return (message.role, message.text, *actions)

@@ -1,0 +1,92 @@
+"""Probing of media: the MediaInfo of an item from its header, without decoding it.
+
+Only the first frame of a video is decoded. Items past a guard of `Limits` are bad rows.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from mvp_engine.kit.data.read import decode_audio, decode_image, decode_video
+from mvp_engine.kit.data.read.limits import Limits
+from mvp_engine.kit.data.read.media_info import MediaInfo, number_option, pixel_options
+from mvp_engine.kit.data.read.media_source import describe
+from mvp_engine.kit.data.read.row_types import BadRow, Part
+from mvp_engine.kit.data.read.timeout import run_with_timeout
+
+DEFAULT_FPS = 2.0
+MIN_FRAMES = 2  # no video encoder takes a single frame
+# Sampling rates outside of these are errors of a header, and resampling from them would not end.
+MIN_SAMPLING_RATE = 100
+MAX_SAMPLING_RATE = 1_000_000
+
+
+def probe(part: Part, limits: Limits, root: Path) -> MediaInfo:
+    """The item's size and length; BadRow after `limits.timeout` seconds."""
+
+    def work() -> MediaInfo:
+        return probe_now(part, limits, root)
+
+    return run_with_timeout(limits.timeout, work, f"probing {describe(part)}")
+
+
+def probe_now(part: Part, limits: Limits, root: Path) -> MediaInfo:
+    if part.kind == "image":
+        width, height = decode_image.image_size(part.value, limits, root)
+        return MediaInfo("image", width, height, **pixel_options(part))
+    if part.kind == "video":
+        return _probe_video(part, limits, root)
+    return _probe_audio(part, limits, root)
+
+
+def _probe_video(part: Part, limits: Limits, root: Path) -> MediaInfo:
+    sampled_fps = number_option(part, "fps") or limits.fps or DEFAULT_FPS
+    size, total_frames, fps = decode_video.video_size(part.value, limits, root, sampled_fps)
+    seconds = total_frames / fps
+    if seconds > limits.video_seconds:
+        raise BadRow(
+            "too_long", f"video of {seconds:.0f} seconds; {limits.video_seconds:g} are allowed"
+        )
+    width, height = size
+    if width * height > limits.image_pixels:
+        raise BadRow(
+            "too_large", f"video of {width}x{height}; {limits.image_pixels} pixels are allowed"
+        )
+    num_frames = _num_sampled_frames(part, limits, total_frames, seconds * sampled_fps)
+    if not isinstance(part.value, np.ndarray | list | tuple):
+        # Frames of a file are decoded smaller if all of them would not fit in memory.
+        scale = min(1.0, math.sqrt(limits.clip_pixels / (num_frames * width * height)))
+        width = max(1, int(width * scale))
+        height = max(1, int(height * scale))
+    return MediaInfo(
+        "video",
+        width,
+        height,
+        total_frames=total_frames,
+        fps=fps,
+        num_frames=num_frames,
+        **pixel_options(part),
+    )
+
+
+def _num_sampled_frames(part: Part, limits: Limits, total_frames: int, frames_at_fps: float) -> int:
+    """How many frames the model sees, under the row's options and the limits."""
+    wanted = int(number_option(part, "num_frames", "nframes") or frames_at_fps)
+    row_limit = int(number_option(part, "max_frames") or total_frames)
+    most = min(row_limit, limits.max_frames or total_frames, total_frames)
+    return max(MIN_FRAMES, min(max(wanted, limits.min_frames or 1), most))
+
+
+def _probe_audio(part: Part, limits: Limits, root: Path) -> MediaInfo:
+    num_samples, sampling_rate = decode_audio.audio_size(part, limits, root)
+    if num_samples < 1 or not MIN_SAMPLING_RATE <= sampling_rate <= MAX_SAMPLING_RATE:
+        raise BadRow("corrupt", f"audio with {num_samples} samples at {sampling_rate} Hz")
+    seconds = num_samples / sampling_rate
+    if seconds > limits.audio_seconds:
+        raise BadRow(
+            "too_long", f"audio of {seconds:.0f} seconds; {limits.audio_seconds:g} are allowed"
+        )
+    return MediaInfo("audio", num_samples=num_samples, sampling_rate=sampling_rate)

@@ -1,0 +1,182 @@
+"""Samples that are several files: WebDataset shards, and folders of media with captions.
+
+Files of one sample have the same name up to the first dot (shards) or the last dot (folders). The
+`.json` is the row, the `.txt` is its `text`, and media are its `images`, `videos`, `audios`; they
+replace what the row has under these names. Media are bytes from a shard, and paths from a folder. So
+an image and a text are a caption. Other members of a shard are in the row as bytes, under their
+extension.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data.read.row_files import RowFile, content_hash, file_edges
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow
+from mvp_engine.kit.data.read.value_checks import parse_object
+
+_SUFFIXES = {
+    "image": "jpg jpeg png webp gif bmp tif tiff",
+    "video": "mp4 mkv webm avi mov m4v mpg mpeg",
+    "audio": "wav flac mp3 ogg opus m4a",
+}
+
+
+def _kinds_by_suffix() -> dict[str, str]:
+    kinds = {}
+    for kind, suffixes in _SUFFIXES.items():
+        kinds.update(dict.fromkeys(suffixes.split(), kind))
+    return kinds
+
+
+_KIND_OF_SUFFIX = _kinds_by_suffix()
+
+
+def media_kind(name: str) -> str | None:
+    """The media kind of a file by its name; None for other files."""
+    return _KIND_OF_SUFFIX.get(_suffix(name))
+
+
+def _suffix(name: str) -> str:
+    return name.rpartition(".")[2].lower()
+
+
+def sample_key(name: str) -> str:
+    """The name of the sample that a member of a shard belongs to."""
+    folder, slash, base = name.rpartition("/")
+    return folder + slash + base.partition(".")[0]
+
+
+def is_sample_member(member: tarfile.TarInfo) -> bool:
+    """Whether a member of a tar file is data: hidden files and those of macOS are not."""
+    base = member.name.rpartition("/")[2]
+    return member.isreg() and not base.startswith((".", "__"))
+
+
+def merge_sample(members: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """One row from the files of a sample, given as (name, content or path)."""
+    row: dict[str, Any] = {}
+    from_files: dict[str, Any] = {}
+    for name, value in members:
+        suffix = _suffix(name)
+        kind = media_kind(name)
+        if suffix == "json":
+            row = parse_object(value, "the .json file")
+        elif suffix == "txt":
+            from_files["text"] = _decode_text(value)
+        elif kind is not None:
+            from_files.setdefault(f"{kind}s", []).append(value)
+        else:
+            extension = name.rpartition("/")[2].partition(".")[2]
+            from_files[extension] = value
+    for kind in MEDIA:
+        if f"{kind}s" in from_files:
+            row.pop(kind, None)
+    return row | from_files
+
+
+def _decode_text(data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise BadRow("bad_text", f"the .txt file is not UTF-8: {error}") from None
+
+
+class TarShard(RowFile):
+    """A WebDataset tar file. Its headers are scanned once; a sample is the offsets of its headers."""
+
+    def __init__(self, file: Path, name: str) -> None:
+        super().__init__(file, name)
+        samples: dict[str, list[int]] = {}
+        digest = content_hash(file_edges(file))
+        try:
+            with tarfile.open(file, "r:") as tar:
+                for member in filter(is_sample_member, tar):
+                    samples.setdefault(sample_key(member.name), []).append(member.offset)
+                    digest.update(_name_and_size(member.name, member.size))
+        except tarfile.TarError as error:
+            raise UserError(f"data: {file} is not a complete tar file: {error}") from None
+        offsets: list[int] = []
+        for sample in samples.values():
+            offsets += sample
+        self.headers = np.array(offsets, np.int64)
+        self.ends = np.cumsum([0, *map(len, samples.values())])
+        self.size = len(samples)
+        self.fingerprint = digest.hexdigest()
+
+    def _members(self, index: int) -> Iterator[tuple[str, IO[bytes]]]:
+        first = self.ends[index]
+        end = self.ends[index + 1]
+        with open(self.file, "rb") as stream:
+            for offset in self.headers[first:end]:
+                stream.seek(int(offset))
+                with tarfile.open(fileobj=stream, mode="r:") as tar:
+                    member = next(iter(tar))
+                    data = tar.extractfile(member)
+                    assert data is not None, f"{self.file} changed after it was opened"
+                    yield member.name, data
+
+    def row(self, index: int) -> dict[str, Any]:
+        return merge_sample((name, data.read()) for name, data in self._members(index))
+
+    def where(self, index: int) -> str:
+        first_name, _ = next(self._members(index))
+        return f"{self.name}:{sample_key(first_name)}"
+
+
+class MediaFolder(RowFile):
+    """A folder of media files with captions; a folder without media is `.txt` files as documents."""
+
+    def __init__(self, folder: Path, name: str, root: Path) -> None:
+        super().__init__(folder, name)
+        self.root = root
+        groups: dict[Path, list[str]] = {}
+        digest = content_hash()
+        for path in _visible_files(folder):
+            inside = path.relative_to(folder)
+            suffix = _suffix(path.name)
+            if suffix in ("jsonl", "parquet", "arrow", "tar"):
+                raise UserError(
+                    f"data: {folder} holds {inside}: name such files one by one, or by a glob"
+                )
+            is_media = media_kind(path.name) is not None
+            if not is_media and suffix not in ("txt", "json"):
+                continue
+            groups.setdefault(path.with_suffix(""), []).append(os.path.relpath(path, root))
+            digest.update(_name_and_size(str(inside), path.stat().st_size))
+            if not is_media:
+                digest.update(file_edges(path))
+        self.samples = [names for names in groups.values() if any(map(media_kind, names))]
+        if not self.samples:
+            self.samples = [names for names in groups.values() if _suffix(names[-1]) == "txt"]
+        self.size = len(self.samples)
+        self.fingerprint = digest.hexdigest()
+
+    def row(self, index: int) -> dict[str, Any]:
+        members: list[tuple[str, Any]] = []
+        for name in self.samples[index]:
+            content = name if media_kind(name) else (self.root / name).read_bytes()
+            members.append((name, content))
+        return merge_sample(members)
+
+    def where(self, index: int) -> str:
+        return self.samples[index][0]
+
+
+def _visible_files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in inside.parts)
+        if not is_hidden and path.is_file():
+            yield path
+
+
+def _name_and_size(name: str, size: int) -> bytes:
+    return f"{name} {size}\n".encode(errors="backslashreplace")
