@@ -1,9 +1,9 @@
-"""Reading and writing one checkpoint folder: a safetensors file for each rank that wrote.
+"""The on-disk format of a checkpoint: one safetensors file for each rank, and `meta.json`, written last.
 
-A tensor lies there as boxes; each file says of which tensors its boxes are part and where in them they belong. So a
-rank writes what it has without asking the others, and whoever reads takes the boxes that overlap its own, whatever the
-layout was. What is no tensor travels as bytes inside a uint8 tensor. Nothing is unpickled freely: headers are JSON,
-and bytes are read with `weights_only`.
+A file holds shards of tensors, and its header gives the tensor, the full shape and the offset of each. So each rank
+writes what it has without a collective, and a reader on any layout reads the slices that overlap its own shards.
+State that is no tensor is stored as bytes in a uint8 tensor. Reading never unpickles code: headers are JSON, bytes are
+read with `weights_only`.
 """
 
 from __future__ import annotations
@@ -29,133 +29,163 @@ from mvp_engine.checkpoint.safetensors_io import SafetensorsReader, write_safete
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import local_shards
 from mvp_engine.errors import UserError
-from mvp_engine.files import fsync_path, temporary_path
 
-META = "meta.json"  # a checkpoint that has it is complete
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
+META = "meta.json"  # a checkpoint folder with this file is complete
 
 
-class Piece(NamedTuple):
-    """A box of a tensor, to be written."""
+class Shard(NamedTuple):
+    """A contiguous slice of a tensor, to be written."""
 
     name: str
-    whole: torch.Size
+    full_shape: torch.Size
     offset: tuple[int, ...]
     data: Tensor
 
 
+class SavedShard(NamedTuple):
+    """A shard in a checkpoint."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: Path
+    key: str  # of the safetensors entry
+
+
 class Entry(NamedTuple):
-    """A tensor that a checkpoint holds."""
+    """A tensor in a checkpoint."""
 
     shape: torch.Size
     dtype: torch.dtype
-    pieces: dict[Box, tuple[Path, str]]  # in which file, under which key
+    shards: dict[tuple[tuple[int, ...], tuple[int, ...]], SavedShard]  # by offset and shape
 
 
-def cut(tensors: dict[str, Tensor]) -> Iterator[Piece]:
-    """This rank's pieces of the tensors, as views."""
+def shards_of(tensors: dict[str, Tensor]) -> Iterator[Shard]:
+    """This rank's shards of the tensors, as views."""
     for name, tensor in tensors.items():
         for offset, data in local_shards(tensor):
-            yield Piece(name, tensor.shape, offset, data)
+            yield Shard(name, tensor.shape, offset, data)
 
 
-def write(folder: Path, parts: Iterable[Piece], group: dist.ProcessGroup | None) -> None:
-    """Write this rank's file; returns when all ranks have written theirs. A failure on one rank raises on all."""
-    rank, ranks = (group.rank(), group.size()) if group else (0, 1)
+def write(folder: Path, shards: Iterable[Shard], group: dist.ProcessGroup | None) -> None:
+    """Write this rank's file and wait for the other ranks. An error on one rank is raised on all."""
+    rank = group.rank() if group else 0
+    num_ranks = group.size() if group else 1
     with raise_on_all_ranks(group):
-        data, about = {}, {}
-        for name, whole, offset, tensor in parts:
-            key = f"{name}@{','.join(map(str, offset))}"
-            data[key] = tensor
-            about[key] = {
-                "name": name,
-                "dtype": str(tensor.dtype),
-                "shape": whole,
-                "offset": offset,
+        tensors: dict[str, Tensor] = {}
+        header: dict[str, dict[str, Any]] = {}
+        for shard in shards:
+            offset = ",".join(str(start) for start in shard.offset)
+            key = f"{shard.name}@{offset}"
+            tensors[key] = shard.data
+            header[key] = {
+                "name": shard.name,
+                "dtype": str(shard.data.dtype),
+                "shape": shard.full_shape,
+                "offset": shard.offset,
             }
         folder.mkdir(parents=True, exist_ok=True)
-        metadata = {"ranks": str(ranks), "pieces": json.dumps(about)}
-        write_safetensors(data, file_of(folder, rank), metadata)
+        metadata = {"ranks": str(num_ranks), "pieces": json.dumps(header)}
+        write_safetensors(tensors, rank_file(folder, rank), metadata)
 
 
 class Reader:
-    """One checkpoint folder. Opening it reads headers; of the data only what is asked for is read, from mapped files.
+    """Reads one checkpoint folder. Opening it reads the headers only; data is read slice by slice.
 
-    Pieces that several ranks wrote count once. Distinct ones never overlap, so sizes tell whether all are there.
+    Shards that several ranks wrote count once. Different shards of a tensor never overlap, so their sizes add up to
+    the size of the tensor if all are present.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
-        self._slices = SafetensorsReader()
+        self._files = SafetensorsReader()
         if not any(folder.glob("rank_*.safetensors")):
-            raise UserError(f"{folder} is no checkpoint: it has no rank_*.safetensors")
-        rank, ranks = 0, 1
-        while rank < ranks:
-            ranks, rank = self._open(file_of(folder, rank)), rank + 1
+            raise UserError(f"{folder} is not a checkpoint: it has no rank_*.safetensors")
+        rank = 0
+        num_ranks = 1  # until the first file has been read
+        while rank < num_ranks:
+            num_ranks = self._read_header(rank_file(folder, rank))
+            rank += 1
         for name, entry in self.entries.items():
-            if sum(prod(shape) for _, shape in entry.pieces) != prod(entry.shape):
+            found = sum(prod(shard.shape) for shard in entry.shards.values())
+            if found != prod(entry.shape):
                 raise UserError(
-                    f"checkpoint {folder} has only parts of {name}. Resume from an older one."
+                    f"checkpoint {folder} has only some shards of {name}. Resume from an older one."
                 )
 
-    def _open(self, path: Path) -> int:
+    def _read_header(self, path: Path) -> int:
+        """Add the shards of one file to `entries`; returns the number of files."""
         try:
             file = safe_open(path, "pt")
-            about = file.metadata()
-            for key, part in json.loads(about["pieces"]).items():
-                dtype, size = (
-                    getattr(torch, part["dtype"].removeprefix("torch.")),
-                    file.get_slice(key).get_shape(),
-                )
-                entry = self.entries.setdefault(
-                    part["name"], Entry(torch.Size(part["shape"]), dtype, {})
-                )
-                entry.pieces[tuple(part["offset"]), tuple(size)] = (path, key)
-            return int(about["ranks"])
+            metadata = file.metadata()
+            for key, shard in json.loads(metadata["pieces"]).items():
+                dtype = getattr(torch, shard["dtype"].removeprefix("torch."))
+                new = Entry(torch.Size(shard["shape"]), dtype, {})
+                entry = self.entries.setdefault(shard["name"], new)
+                offset = tuple(shard["offset"])
+                shape = tuple(file.get_slice(key).get_shape())
+                entry.shards[offset, shape] = SavedShard(offset, shape, path, key)
+            return int(metadata["ranks"])
         except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
-            why = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             raise UserError(
-                f"checkpoint file {path} cannot be read ({why}). Resume from an older one."
+                f"checkpoint file {path} cannot be read ({reason}). Resume from an older one."
             ) from error
 
     def read(
         self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> Tensor:
-        """A box of a tensor, or the whole, on the CPU."""
+        """A slice of a tensor, or the full tensor, on the CPU."""
         entry = self.entries[name]
-        box = torch.empty(torch.Size(entry.shape if shape is None else shape), dtype=entry.dtype)
-        self._copy(entry, (0,) * box.ndim if offset is None else offset, box)
-        return box
+        out = torch.empty(torch.Size(entry.shape if shape is None else shape), dtype=entry.dtype)
+        self._copy(entry, (0,) * out.ndim if offset is None else offset, out)
+        return out
 
     def fill(self, tensors: dict[str, Tensor]) -> None:
-        """Fill the tensors in place; of a DTensor the part that this rank holds."""
+        """Fill tensors in place; of a DTensor the shards of this rank."""
         for name, tensor in tensors.items():
-            there, here = tuple(self.entries[name].shape), tuple(tensor.shape)
-            if there != here:
+            entry = self.entries[name]
+            if entry.shape != tensor.shape:
                 raise UserError(
-                    f"checkpoint {self.folder}: {name} is {there} there and {here} here"
+                    f"checkpoint {self.folder}: {name} has the shape {tuple(entry.shape)} there and "
+                    f"{tuple(tensor.shape)} in this model"
                 )
-            for offset, part in local_shards(tensor):
-                self._copy(self.entries[name], offset, part)
+            for offset, shard in local_shards(tensor):
+                self._copy(entry, offset, shard)
 
-    def _copy(self, entry: Entry, offset: Sequence[int], box: Tensor) -> None:
-        ends = [o + n for o, n in zip(offset, box.shape, strict=True)]
+    def _copy(self, entry: Entry, offset: Sequence[int], out: Tensor) -> None:
+        """Fill `out`, which begins at `offset` in the full tensor, from all saved shards that overlap it."""
+        ends = [start + size for start, size in zip(offset, out.shape, strict=True)]
         if any(end > size for end, size in zip(ends, entry.shape, strict=True)):
             raise IndexError(
-                f"there is no {tuple(box.shape)} at {tuple(offset)} in {tuple(entry.shape)}"
+                f"a slice {tuple(out.shape)} at {tuple(offset)} exceeds the shape {tuple(entry.shape)}"
             )
-        for (start, size), (path, key) in entry.pieces.items():
-            low = [max(o, s) for o, s in zip(offset, start, strict=True)]
-            high = [min(end, s + n) for end, s, n in zip(ends, start, size, strict=True)]
-            both = list(zip(low, high, strict=True))
-            if all(a < b for a, b in both):
-                here, there = (
-                    tuple(slice(a - o, b - o) for (a, b), o in zip(both, origin, strict=True))
-                    for origin in (offset, start)
-                )
-                box[here].copy_(self._slices.read(path, key, there))
+        for shard in entry.shards.values():
+            overlap = _overlap(offset, out.shape, shard.offset, shard.shape)
+            if overlap is not None:
+                source = self._files.read(shard.file, shard.key, _relative(overlap, shard.offset))
+                out[_relative(overlap, offset)].copy_(source)
+
+
+def _overlap(
+    offset: Sequence[int],
+    shape: Sequence[int],
+    other_offset: Sequence[int],
+    other_shape: Sequence[int],
+) -> list[slice] | None:
+    """The elements that two slices of one tensor have in common, or None."""
+    common: list[slice] = []
+    for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True):
+        start = max(a, b)
+        stop = min(a + n, b + m)
+        if start >= stop:
+            return None
+        common.append(slice(start, stop))
+    return common
+
+
+def _relative(slices: Sequence[slice], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(s.start - o, s.stop - o) for s, o in zip(slices, origin, strict=True))
 
 
 def publish(temporary: Path, final: Path, meta: dict[str, Any]) -> None:
@@ -165,13 +195,13 @@ def publish(temporary: Path, final: Path, meta: dict[str, Any]) -> None:
     """
     versions = {"mvp_engine": __version__, "torch": torch.__version__, "saved": time.time()}
     (temporary / META).write_text(json.dumps({**meta, **versions}, indent=2) + "\n")
-    fsync_path(temporary / META)
+    files.fsync_path(temporary / META)
     files.publish(temporary, final, replace_folder=True)
 
 
 def publish_leftover(final: Path) -> None:
-    """Give a checkpoint its name that was complete when its writer was killed before the rename."""
-    temporary = temporary_path(final)
+    """Rename a checkpoint that was complete when its writer was killed, just before the rename."""
+    temporary = files.temporary_path(final)
     # `meta.json` is written last; one that is cut short is not valid JSON.
     with contextlib.suppress(OSError, json.JSONDecodeError):
         json.loads((temporary / META).read_text())
@@ -179,24 +209,23 @@ def publish_leftover(final: Path) -> None:
             os.replace(temporary, final)
 
 
-def file_of(folder: Path, rank: int) -> Path:
+def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.safetensors"
 
 
 def to_bytes(value: Any) -> Tensor:
-    """Refuses what could not be read again, before it is written."""
+    """State as a uint8 tensor; raises `UserError` if `from_bytes` could not read it again."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
     try:
         from_bytes(data)
     except pickle.UnpicklingError as error:
-        why = next(
-            (line for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line),
-            str(error),
-        )
+        lines = str(error).splitlines()
+        named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+        reason = named[0] if named else str(error)
         raise UserError(
-            f"a checkpoint holds tensors, numbers, strings, lists and dicts; something in the state is neither: {why}. "
+            f"a checkpoint holds tensors, numbers, strings, lists and dicts; the state has something else: {reason}. "
             "Look at extra_state() and at the loader's and scheduler's state_dict()."
         ) from None
     return data

@@ -1,8 +1,8 @@
-"""The checkpoints of a run: written under a temporary name, renamed when complete, then linked and pruned.
+"""The checkpoints of a run: when and where they are written, which ones are kept, which one a launch starts from.
 
-checkpoints/step_00000200/    complete, since it has this name
+checkpoints/step_00000200/    complete
 checkpoints/.tmp-step_.../    being written, or left by a crash: removed at the next start
-checkpoints/latest, best      links
+checkpoints/latest, best      symlinks
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.checkpoint import format as storage
+from mvp_engine.checkpoint import format as checkpoint_format
+from mvp_engine.checkpoint.format import META, Shard
 from mvp_engine.config.schema import Checkpoint
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
@@ -28,64 +29,69 @@ LOGGER = logging.getLogger("mvp_engine")
 
 
 class CheckpointManager:
+    """Writes checkpoints of a run in a background thread and deletes old ones."""
+
     def __init__(
-        self, folder: Path, config: Checkpoint, world: World, along: Path | None = None
+        self, folder: Path, config: Checkpoint, world: World, extra_folder: Path | None = None
     ) -> None:
-        """`along`: a folder that goes into each checkpoint as it is, if there is one."""
-        self.folder, self.config, self.world, self.along = folder, config, world, along
-        self.group = (
-            world.new_host_group()
-        )  # its own: the writing thread must not cross the main thread's collectives
+        """`extra_folder`: is copied into each checkpoint, if it exists by then."""
+        self.folder = folder
+        self.config = config
+        self.world = world
+        self.extra_folder = extra_folder
+        # A process group of its own: the writer thread's collectives must not mix with the main thread's.
+        self.group = world.new_host_group()
+        self.failed = False  # whether the last checkpoint could not be written
         self._thread: threading.Thread | None = None
         self._best: int | None = None
-        self.failed = False  # the last checkpoint was not written
-        self._copies: dict[
-            tuple[str, tuple[int, ...]], Tensor
-        ] = {}  # on the host, used again for every checkpoint
+        # Host copies of the shards, reused for every checkpoint.
+        self._host_copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(f".tmp-{STEP_PREFIX}*"):
                 remove(leftover)
-            if found := complete_checkpoints(folder):
-                atomic_symlink(
-                    folder / "latest", found[-1].name
-                )  # a crash may have come between a checkpoint and its link
+            found = complete_checkpoints(folder)
+            if found:  # a crash may have happened between a checkpoint and its symlink
+                atomic_symlink(folder / "latest", found[-1].name)
         world.barrier()
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """Copy what this rank writes now, write it in the background. A failure is a loud warning, not the end."""
+        """Copy this rank's shards to the host, then write them in the background.
+
+        A failed write is logged as an error and sets `failed`; it does not stop the training.
+        """
         self.wait()
-        staged = self._stage(tensors)
+        shards = self._copy_to_host(tensors)
         meta = {"step": step, **meta, "world_size": self.world.size}
         self._thread = threading.Thread(
-            target=self._write, args=(step, staged, meta), name="mvp-checkpoint"
+            target=self._write, args=(step, shards, meta), name="mvp-checkpoint"
         )
         self._thread.start()
         if not self.config.background:
             self.wait()
 
-    def _stage(self, tensors: dict[str, Tensor]) -> list[storage.Piece]:
-        """Copies that training cannot change any more."""
-        staged = []
-        for piece in storage.cut(tensors):
-            data, copy = piece.data, self._copies.get((piece.name, piece.offset))
+    def _copy_to_host(self, tensors: dict[str, Tensor]) -> list[Shard]:
+        copies: list[Shard] = []
+        for shard in checkpoint_format.shards_of(tensors):
+            data = shard.data
+            copy = self._host_copies.get((shard.name, shard.offset))
             if copy is None or copy.shape != data.shape or copy.dtype != data.dtype:
                 copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
-            staged.append(piece._replace(data=copy.copy_(data, non_blocking=True)))
+            copies.append(shard._replace(data=copy.copy_(data, non_blocking=True)))
         if self.world.device.type == "cuda":
-            torch.cuda.synchronize()  # one wait for all copies
-        self._copies = {(piece.name, piece.offset): piece.data for piece in staged}
-        return staged
+            torch.cuda.synchronize()  # one host sync for all copies
+        self._host_copies = {(copy.name, copy.offset): copy.data for copy in copies}
+        return copies
 
     def mark_best(self, step: int) -> None:
-        """The checkpoint of `step`, written or being written, is the best so far."""
+        """Point `best` to the checkpoint of `step`, now or as soon as it is written."""
         self._best = step
         if self._thread is None:
             self._link_best()
 
     def wait(self) -> None:
-        """Until the checkpoint under way, if any, is written or has failed."""
-        if self._thread:
+        """Wait until the current checkpoint, if any, is written or has failed."""
+        if self._thread is not None:
             self._thread.join()
             self._thread = None
             self._link_best()
@@ -96,29 +102,28 @@ class CheckpointManager:
     def __exit__(self, *_: object) -> None:
         self.wait()
 
-    def _write(self, step: int, staged: list[storage.Piece], meta: dict[str, Any]) -> None:
-        name = f"{STEP_PREFIX}{step:08d}"
-        temporary = temporary_path(self.folder / name)
+    def _write(self, step: int, shards: list[Shard], meta: dict[str, Any]) -> None:
+        folder = self.folder / _folder_name(step)
+        temporary = temporary_path(folder)
         started = time.monotonic()
         self.failed = False
         try:
-            storage.write(temporary, staged, self.group)
+            checkpoint_format.write(temporary, shards, self.group)
             if self.world.is_main:
-                if self.along and self.along.is_dir():
-                    shutil.copytree(self.along, temporary / self.along.name, dirs_exist_ok=True)
-                # One of the same step has less in it; `recover` finds the new one if we are killed in between.
-                storage.publish(temporary, self.folder / name, meta)
-                atomic_symlink(self.folder / "latest", name)
+                if self.extra_folder is not None and self.extra_folder.is_dir():
+                    copied = temporary / self.extra_folder.name
+                    shutil.copytree(self.extra_folder, copied, dirs_exist_ok=True)
+                # Replaces a checkpoint of the same step; `recover` finishes a rename that a kill interrupts.
+                checkpoint_format.publish(temporary, folder, meta)
+                atomic_symlink(self.folder / "latest", folder.name)
                 self._link_best()
                 self._prune()
-                LOGGER.info(
-                    "checkpoint %s (%.2f s)", self.folder / name, time.monotonic() - started
-                )
-        except Exception as error:  # noqa: BLE001 - training goes on, the old ones stay
+                LOGGER.info("checkpoint %s (%.2f s)", folder, time.monotonic() - started)
+        except Exception as error:  # noqa: BLE001 - training continues, older checkpoints stay
             self.failed = True
             LOGGER.error(
-                "CHECKPOINT AT STEP %d WAS NOT WRITTEN: %s: %s. Training goes on; the older checkpoints are whole. "
-                "Free space or mend the folder %s before the next one is due.",
+                "CHECKPOINT AT STEP %d WAS NOT WRITTEN: %s: %s. Training continues; the older checkpoints are "
+                "complete. Free disk space or fix the folder %s before the next checkpoint is due.",
                 step,
                 type(error).__name__,
                 error,
@@ -128,37 +133,43 @@ class CheckpointManager:
                 remove(temporary)
 
     def _link_best(self) -> None:
-        name = f"{STEP_PREFIX}{self._best or 0:08d}"
-        if self.world.is_main and (self.folder / name / "meta.json").is_file():
+        name = _folder_name(self._best or 0)
+        if self.world.is_main and (self.folder / name / META).is_file():
             atomic_symlink(self.folder / "best", name)
 
     def _prune(self) -> None:
+        """Delete old checkpoints, but not the newest `keep_n`, every `keep_every`-th step and the best one."""
         if self.config.keep_n is None:
             return
         best = (self.folder / "best").resolve().name
         for old in complete_checkpoints(self.folder)[: -self.config.keep_n]:
             step = checkpoint_step(old) or 0
-            if old.name == best or (self.config.keep_every and step % self.config.keep_every == 0):
-                continue
-            remove_atomically(old)
+            is_milestone = self.config.keep_every and step % self.config.keep_every == 0
+            if old.name != best and not is_milestone:
+                remove_atomically(old)
 
 
 def recover(folder: Path) -> None:
-    """Give the checkpoints of a run that were whole when the process died, but not yet renamed, their names."""
+    """Publish the checkpoints of a run that were complete when its process was killed, just before the rename."""
     for temporary in folder.glob(f".tmp-{STEP_PREFIX}*"):
         final = folder / temporary.name.removeprefix(".tmp-")
         if checkpoint_step(final) is not None:
-            storage.publish_leftover(final)
+            checkpoint_format.publish_leftover(final)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The complete checkpoint that `path` is, or the newest of the run that `path` is."""
-    storage.publish_leftover(path)
-    if (path / "meta.json").is_file():
+    """The complete checkpoint at `path`, or the newest one of the run folder at `path`."""
+    checkpoint_format.publish_leftover(path)
+    if (path / META).is_file():
         return path.resolve()
     for folder in (path / "checkpoints", path):
-        if found := complete_checkpoints(folder):
+        found = complete_checkpoints(folder)
+        if found:
             return found[-1]
     if not path.exists():
-        raise UserError(f"{path}: there is no such folder")
-    raise UserError(f"{path}: neither a complete checkpoint nor a run folder that has one")
+        raise UserError(f"{path} does not exist")
+    raise UserError(f"{path} is neither a complete checkpoint nor a run folder with one")
+
+
+def _folder_name(step: int) -> str:
+    return f"{STEP_PREFIX}{step:08d}"

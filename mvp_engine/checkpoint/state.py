@@ -1,7 +1,7 @@
-"""What a checkpoint holds, as flat names: `model.<name>`, `optim.<name>.<state>`, `shared`, `rank.<n>`.
+"""The contents of a checkpoint, by flat names: `model.<name>`, `optim.<name>.<state>`, `shared`, `rank.<n>`.
 
-The names are those of the parameters, not their positions, so a checkpoint does not depend on the number of ranks or
-on the order of the parameter groups.
+Parameters go by their names, not by their positions, so a checkpoint does not depend on the number of ranks or on the
+order of the parameter groups. How tensors lie on disk is in `format`.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mvp_engine.checkpoint import format as storage
+from mvp_engine.checkpoint import format as checkpoint_format
+from mvp_engine.checkpoint.format import Entry, Reader, from_bytes, to_bytes
 from mvp_engine.distributed import World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import is_writer
 from mvp_engine.errors import UserError
 from mvp_engine.files import remove, temporary_path
 
-EMA = "ema"  # what an optimizer calls an average of a parameter among its state
-HF = (
-    "hf"  # in a checkpoint: config, tokenizer and all else of a Hugging Face folder but the weights
-)
+EMA = "ema"  # the key of a parameter's moving average in the optimizer state
+HF = "hf"  # the folder in a checkpoint with all of a Hugging Face folder except the weights
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """The small state of a run. `shared` is the same on all ranks, `ranks` has one entry for each rank that saved."""
+    """The state of a run that is no tensor: `shared` by all ranks, and one entry of `ranks` for each rank that saved."""
 
     shared: dict[str, Any]
     ranks: list[dict[str, Any]]
+
+
+# ---- Saving -----------------------------------------------------------------------------------------------------
 
 
 def collect(
@@ -43,43 +45,45 @@ def collect(
     shared: dict[str, Any],
     own: dict[str, Any],
     rank: int,
-    owner: Callable[[str, Tensor], bool] = is_writer,
     without: Set[str] = frozenset(),
 ) -> dict[str, Tensor]:
-    """Everything this rank has to write. Tensors are still those of the model and the optimizer, if there is one.
+    """The tensors that this rank writes; those of model and optimizer are not copied.
 
-    `without`: names of tensors of the model that are kept elsewhere.
-
-    Of what several ranks have, each writes that which it is the `owner` of; so every rank must have the same names.
+    Of a tensor that several ranks hold, one rank writes each shard (`is_writer`), so every rank must have the same
+    names. `without`: names of model tensors that are stored elsewhere.
     """
-    tensors, other = tensors_of(model)
-    tensors = {
-        name: value for name, value in tensors.items() if name.removeprefix("model.") not in without
-    }
-    names = _names(model)
+    model_tensors, model_extra = tensors_of(model)
+    tensors: dict[str, Tensor] = {}
+    for name, value in model_tensors.items():
+        if name.removeprefix("model.") not in without:
+            tensors[name] = value
     scalars: dict[str, dict[str, Any]] = {}
-    for param, state in optimizer.state.items() if optimizer else ():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"optim.{_name(names, param)}.{key}"] = value
-            else:
-                scalars.setdefault(_name(names, param), {})[key] = value
-    groups = [
-        {
-            **{k: v for k, v in g.items() if k != "params"},
-            "params": [_name(names, p) for p in g["params"]],
-        }
-        for g in (optimizer.param_groups if optimizer else ())
-    ]
-    # Buffers may differ between ranks: rank 0's count, as in an evaluation.
-    rank_0s = {
-        f"model.{name}" for name, buffer in model.named_buffers() if not isinstance(buffer, DTensor)
-    }
-    mine = {n: t for n, t in tensors.items() if (rank == 0 if n in rank_0s else owner(n, t))}
+    groups: list[dict[str, Any]] = []
+    if optimizer is not None:
+        names = _ParameterNames(model)
+        for param, param_state in optimizer.state.items():
+            name = names[param]
+            for key, value in param_state.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optim.{name}.{key}"] = value
+                else:
+                    scalars.setdefault(name, {})[key] = value
+        for group in optimizer.param_groups:
+            groups.append({**group, "params": [names[param] for param in group["params"]]})
+
+    # Buffers may differ between ranks; those of rank 0 are saved, as they are also the ones to evaluate with.
+    rank_0_names: set[str] = set()
+    for name, buffer in model.named_buffers():
+        if not isinstance(buffer, DTensor):
+            rank_0_names.add(f"model.{name}")
+    mine: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if rank == 0 if name in rank_0_names else is_writer(name, tensor):
+            mine[name] = tensor
     if rank == 0:
-        shared = {**shared, "model_extra": other, "optim_groups": groups, "optim_scalars": scalars}
-        mine["shared"] = storage.to_bytes(shared)
-    mine[f"rank.{rank:05d}"] = storage.to_bytes(own)
+        optim_state = {"optim_groups": groups, "optim_scalars": scalars}
+        mine["shared"] = to_bytes({**shared, "model_extra": model_extra, **optim_state})
+    mine[f"rank.{rank:05d}"] = to_bytes(own)
     return mine
 
 
@@ -89,19 +93,15 @@ def save(
     world: World,
     describe: Callable[[Path], None] = lambda _: None,
 ) -> None:
-    """Write a checkpoint now and wait. It has its name when it is complete; an older one of that name makes place.
+    """Write a checkpoint and wait for it. It gets its name when it is complete, and replaces an older one.
 
-    `describe` writes what `mvp merge` needs to know into a folder inside.
+    `describe` writes the folder `hf`, which `mvp merge` needs.
     """
     temporary = temporary_path(folder)
     with raise_on_all_ranks(world.host_group):
         if world.is_main:
-            storage.publish_leftover(folder)
-            older = storage.file_of(folder, 0).is_file()
-            if folder.exists() and not older and (folder.is_file() or any(folder.iterdir())):
-                raise UserError(
-                    f"{folder} is there already and is no checkpoint; choose another name, or remove it"
-                )
+            checkpoint_format.publish_leftover(folder)
+            _check_replaceable(folder)
             remove(temporary)
             try:
                 temporary.mkdir(parents=True)
@@ -109,11 +109,25 @@ def save(
                 raise UserError(
                     f"checkpoint {folder} cannot be written: {error}. Choose another place"
                 ) from error
-    storage.write(temporary, storage.cut(tensors), world.host_group)
+    checkpoint_format.write(temporary, checkpoint_format.shards_of(tensors), world.host_group)
     with raise_on_all_ranks(world.host_group):
         if world.is_main:
             describe(temporary / HF)
-            storage.publish(temporary, folder, {"world_size": world.size})
+            checkpoint_format.publish(temporary, folder, {"world_size": world.size})
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Only a checkpoint or an empty folder may be replaced."""
+    is_checkpoint = checkpoint_format.rank_file(folder, 0).is_file()
+    if not folder.exists() or is_checkpoint:
+        return
+    if folder.is_file() or any(folder.iterdir()):
+        raise UserError(
+            f"{folder} exists and is not a checkpoint; choose another name, or remove it"
+        )
+
+
+# ---- Loading ----------------------------------------------------------------------------------------------------
 
 
 def restore(
@@ -121,59 +135,67 @@ def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     group: dist.ProcessGroup | None,
-    whole_groups: bool = False,
+    all_group_options: bool = False,
     without: Set[str] = frozenset(),
 ) -> SavedState:
-    """Load a checkpoint into the model and, where given, the optimizer; gives the small state.
+    """Load a checkpoint into the model and, if given, the optimizer; returns the other state.
 
-    `without`: names of tensors of the model that have their values already, and need not be in the checkpoint.
-
-    Of the parameter groups only the learning rates are taken, unless `whole_groups`: the rest is the config's, which
-    may have been changed.
+    Of the parameter groups only the learning rates are restored, unless `all_group_options`: the other options come
+    from the config, which may have been changed. `without`: names of model tensors that have their values already and
+    may be missing in the checkpoint.
     """
     with raise_on_all_ranks(group):
-        reader = storage.Reader(folder)
-        saved = reader.entries
-        tensors, _ = tensors_of(model)
-        tensors = {
-            n: value
-            for n, value in tensors.items()
-            if n in saved or n.removeprefix("model.") not in without
-        }
-        check_fit(folder, tensors, saved)
-        states: dict[nn.Parameter, dict[str, Any]] = {}
-        params = dict(model.named_parameters()) if optimizer else {}
-        for full, entry in saved.items():
-            name, _, key = full.removeprefix("optim.").rpartition(".")
-            if name in params and full.startswith("optim."):
-                # Moments are laid out like their parameter; step counts are plain scalars. An optimizer with state of
-                # other shapes says itself where that lies.
-                empty = getattr(optimizer, "empty_state", _empty_state)
-                tensors[full] = empty(params[name], key, entry.shape, entry.dtype)
-                states.setdefault(params[name], {})[key] = tensors[full]
-        shared = storage.from_bytes(reader.read("shared"))
-        if optimizer and not shared["optim_groups"]:
+        reader = Reader(folder)
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in tensors_of(model)[0].items():
+            if name in reader.entries or name.removeprefix("model.") not in without:
+                tensors[name] = tensor
+        check_fit(folder, tensors, reader.entries)
+        shared = from_bytes(reader.read("shared"))
+        if optimizer is not None and not shared["optim_groups"]:
             raise UserError(
                 f"checkpoint {folder} holds weights only, since it was saved without an optimizer. Load it without "
-                "one, or export it and begin with that folder"
+                "one, or export it and start from that folder"
             )
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        if optimizer is not None:
+            states = _empty_states(model, optimizer, reader.entries)
+            names = _ParameterNames(model)
+            for param, param_state in states.items():
+                for key, value in param_state.items():
+                    tensors[f"optim.{names[param]}.{key}"] = value
         reader.fill(tensors)
-        ranks = [
-            storage.from_bytes(reader.read(name))
-            for name in sorted(saved)
-            if name.startswith("rank.")
-        ]
+        rank_names = sorted(name for name in reader.entries if name.startswith("rank."))
+        ranks = [from_bytes(reader.read(name)) for name in rank_names]
     if shared["model_extra"]:
         model.load_state_dict(shared["model_extra"], strict=False)
-    if optimizer:
-        _restore_optimizer(model, optimizer, states, shared, folder, whole_groups)
+    if optimizer is not None:
+        _restore_optimizer(model, optimizer, states, shared, folder, all_group_options)
     return SavedState(shared, ranks)
 
 
+def _empty_states(
+    model: nn.Module, optimizer: torch.optim.Optimizer, entries: dict[str, Entry]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Uninitialized optimizer states for all that a checkpoint has of this model's parameters."""
+    params = dict(model.named_parameters())
+    # An optimizer with states of other shapes than its parameters has its own rule for their placement.
+    empty_state = getattr(optimizer, "empty_state", _empty_state)
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    for full_name, entry in entries.items():
+        if not full_name.startswith("optim."):
+            continue
+        name, _, key = full_name.removeprefix("optim.").rpartition(".")
+        if name in params:
+            state = empty_state(params[name], key, entry.shape, entry.dtype)
+            states.setdefault(params[name], {})[key] = state
+    return states
+
+
 def _empty_state(param: Tensor, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(
-        param.detach() if shape == param.shape else torch.empty(shape), dtype=dtype
-    )
+    """Moments are sharded like their parameter; step counts are plain CPU scalars."""
+    like = param.detach() if shape == param.shape else torch.empty(shape)
+    return torch.empty_like(like, dtype=dtype)
 
 
 def _restore_optimizer(
@@ -182,83 +204,95 @@ def _restore_optimizer(
     states: dict[nn.Parameter, dict[str, Any]],
     shared: dict[str, Any],
     folder: Path,
-    whole_groups: bool,
+    all_group_options: bool,
 ) -> None:
-    names = _names(model)
     params = dict(model.named_parameters())
     for name, scalars in shared["optim_scalars"].items():
         states.setdefault(params[name], {}).update(scalars)
-    saved_group = {name: g for g in shared["optim_groups"] for name in g["params"]}
+
+    names = _ParameterNames(model)
+    saved_groups: dict[str, dict[str, Any]] = {}  # by parameter name
+    for saved_group in shared["optim_groups"]:
+        saved_groups.update(dict.fromkeys(saved_group["params"], saved_group))
     for group in optimizer.param_groups:
-        known = [
-            saved_group[_name(names, p)] for p in group["params"] if _name(names, p) in saved_group
-        ]
-        if len(known) != len(group["params"]):
-            lost = [_name(names, p) for p in group["params"] if _name(names, p) not in saved_group]
+        group_names = [names[param] for param in group["params"]]
+        missing = [name for name in group_names if name not in saved_groups]
+        if missing:
             raise UserError(
-                f"checkpoint {folder} has no optimizer state for {lost[:3]}: was it frozen then?"
+                f"checkpoint {folder} has no optimizer state for {missing[:3]}: was it frozen in that run?"
             )
-        group.update(
-            {
-                k: v
-                for k, v in known[0].items()
-                if k in ("lr", "initial_lr") or (whole_groups and k != "params")
-            }
-        )
-    order = [p for group in optimizer.param_groups for p in group["params"]]
-    # Through the optimizer's own loader, which knows where each kind of state has to live.
-    packed = optimizer.state_dict()
-    packed["state"] = {i: states[p] for i, p in enumerate(order) if p in states}
-    optimizer.load_state_dict(packed)
+        for key, value in saved_groups[group_names[0]].items():
+            if key in ("lr", "initial_lr") or (all_group_options and key != "params"):
+                group[key] = value
+
+    # The optimizer's own loader moves each state to the device that it has to be on.
+    state_dict = optimizer.state_dict()
+    ordered = [param for group in optimizer.param_groups for param in group["params"]]
+    state_dict["state"] = {i: states[param] for i, param in enumerate(ordered) if param in states}
+    optimizer.load_state_dict(state_dict)
 
 
-def average_of(name: str) -> str:
-    """Where a checkpoint has the average of a parameter, if it has one."""
-    return f"optim.{name}.{EMA}"
-
-
-def check_fit(folder: Path, weights: dict[str, Tensor], saved: dict[str, storage.Entry]) -> None:
-    missing = [n for n in weights if n not in saved]
-    extra = [n for n in saved if n.startswith("model.") and n not in weights]
-    shapes = [n for n, w in weights.items() if n in saved and saved[n].shape != w.shape]
-    if dora := [name for name in extra if ".lora_magnitude_vector." in name]:
+def check_fit(folder: Path, tensors: dict[str, Tensor], entries: dict[str, Entry]) -> None:
+    """Raise `UserError` unless a checkpoint has exactly these model tensors, with their shapes."""
+    extra = [n for n in entries if n.startswith("model.") and n not in tensors]
+    dora = [name for name in extra if ".lora_magnitude_vector." in name]
+    if dora:
         raise UserError(
             f"checkpoint {folder} was trained with DoRA, which was removed: it holds {dora[0]}. "
             "Merge it with the version of mvp_engine that trained it"
         )
-    if missing or extra or shapes:
-        parts = []
-        if shapes:
-            n = shapes[0]
-            parts.append(f"{n} is {tuple(saved[n].shape)} there and {tuple(weights[n].shape)} here")
-        if missing:
-            parts.append(f"it lacks {', '.join(missing[:3])}")
-        if extra:
-            parts.append(f"it also has {', '.join(extra[:3])}")
+    differences: list[str] = []
+    for name, tensor in tensors.items():
+        if name in entries and entries[name].shape != tensor.shape:
+            there = tuple(entries[name].shape)
+            differences.append(
+                f"{name} has the shape {there} there and {tuple(tensor.shape)} in this model"
+            )
+            break  # one example is enough
+    missing = [name for name in tensors if name not in entries]
+    if missing:
+        differences.append(f"it lacks {', '.join(missing[:3])}")
+    if extra:
+        differences.append(f"it also has {', '.join(extra[:3])}")
+    if differences:
         raise UserError(
-            f"checkpoint {folder} does not fit this model: {'; '.join(parts)}. Was the model config changed?"
+            f"checkpoint {folder} does not fit this model: {'; '.join(differences)}. Was the model config changed?"
         )
+
+
+# ---- Names ------------------------------------------------------------------------------------------------------
+
+
+def ema_name(name: str) -> str:
+    """The name under which a checkpoint stores a parameter's moving average, if it has one."""
+    return f"optim.{name}.{EMA}"
 
 
 def tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a model, tied ones under the first of their names only; and what is none (`get_extra_state`)."""
+    """The tensors of a model's state dict, tied ones once, and its other values (`get_extra_state`)."""
     tensors: dict[str, Tensor] = {}
-    values = model.state_dict(keep_vars=True)
+    others: dict[str, Any] = {}
     seen: set[int] = set()
-    for name, value in values.items():
-        if isinstance(value, Tensor) and id(value) not in seen:
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            others[name] = value
+        elif id(value) not in seen:
             seen.add(id(value))
             tensors[f"model.{name}"] = value
-    return tensors, {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    return tensors, others
 
 
-def _names(model: nn.Module) -> dict[Tensor, str]:
-    return {param: name for name, param in model.named_parameters()}
+class _ParameterNames:
+    """The names of a model's parameters, by parameter."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self._names: dict[Tensor, str] = {}
+        for name, param in model.named_parameters():
+            self._names[param] = name
 
-def _name(names: dict[Tensor, str], param: Tensor) -> str:
-    if param not in names:
-        raise UserError(
-            "the optimizer holds a parameter that is no part of the model; register it on the model"
-        )
-    return names[param]
+    def __getitem__(self, param: Tensor) -> str:
+        if param not in self._names:
+            raise UserError(
+                "the optimizer holds a parameter that is not part of the model; register it on the model"
+            )
+        return self._names[param]

@@ -1,7 +1,7 @@
-"""Which boxes of a tensor a rank holds, and which of the ranks that hold the same box writes it.
+"""DTensor geometry: which slices of a tensor a rank holds, and which of several ranks with the same slice writes it.
 
-Worked out from the placements, without asking anybody. torch's own helpers give one box a rank, but a rank can hold
-several: of a fused weight, whose parts are shared out each by itself, it has some of every part.
+Everything follows from mesh and placements, without a collective. torch's own helpers assume one contiguous shard per
+rank; a rank can hold several: of a fused weight, such as `gate_up_proj`, it holds a slice of each part.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from math import prod
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -17,64 +18,80 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+Offset = tuple[int, ...]
+Index = tuple[slice, ...]
 
-def local_shards(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
-    """The boxes of a tensor that this rank holds: where in the whole each begins, and a view of its data."""
+
+class DimSlice(NamedTuple):
+    """A contiguous range of one tensor dimension that a rank holds."""
+
+    global_start: int  # in the full tensor
+    local_start: int  # in the local tensor
+    length: int
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_shards(tensor: Tensor) -> list[tuple[Offset, Tensor]]:
+    """The contiguous shards that this rank holds: the offset of each in the full tensor, and a view of its data."""
     data = local_tensor(tensor.detach())
     return [(offset, data[index]) for offset, index in shard_offsets(tensor)]
 
 
-def shard_offsets(tensor: Tensor) -> list[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """The same without the data: where in the whole each box begins, and where in what this rank holds it lies."""
-    everything = ((0,) * tensor.ndim, tuple(slice(0, size) for size in local_tensor(tensor).shape))
+def shard_offsets(tensor: Tensor) -> list[tuple[Offset, Index]]:
+    """The shards of `local_shards` without data: offset in the full tensor, and index into the local tensor."""
+    local_shape = tuple(local_tensor(tensor).shape)
+    one_shard = ((0,) * tensor.ndim, tuple(slice(0, size) for size in local_shape))
     if not isinstance(tensor, DTensor):
-        return [everything]
+        return [one_shard]
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
     if tensor.numel() == 0:
-        return [everything]  # nothing to share out, but there
+        return [one_shard]  # no elements, but the entry itself must be saved
     layout = (tensor.placements, tensor.device_mesh.shape, coordinate)
-    sides = [dim_slices(size, dim, *layout) for dim, size in enumerate(tensor.shape)]
-    here = tuple(tensor.to_local().shape)
-    if here != tuple(sum(length for _, _, length in side) for side in sides):
-        raise ValueError(f"{tuple(tensor.shape)} as {layout} should be {sides} here, but is {here}")
-    return [
-        (
-            tuple(begin for begin, _, _ in side),
-            tuple(slice(start, start + length) for _, start, length in side),
+    by_dim = [dim_slices(size, dim, *layout) for dim, size in enumerate(tensor.shape)]
+    expected_shape = tuple(_total_length(slices) for slices in by_dim)
+    if local_shape != expected_shape:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} with layout {layout} should have the local shape "
+            f"{expected_shape}, but has {local_shape}"
         )
-        for side in product(*sides)
-    ]
+    shards: list[tuple[Offset, Index]] = []
+    for slices in product(*by_dim):
+        offset = tuple(part.global_start for part in slices)
+        index = tuple(slice(p.local_start, p.local_start + p.length) for p in slices)
+        shards.append((offset, index))
+    return shards
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def shard_slices(offset: Sequence[int], shard: Tensor) -> Index:
+    """The index into the full tensor at which a shard lies."""
+    return tuple(slice(o, o + n) for o, n in zip(offset, shard.shape, strict=True))
 
 
 def empty_sharded_like(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An empty tensor of another size that the ranks share as they share `tensor`."""
+    """An uninitialized tensor of another shape with the mesh and the placements of `tensor`."""
     if not isinstance(tensor, DTensor):
         return torch.empty(*shape, dtype=dtype, device=tensor.device)
-    mesh, size = tensor.device_mesh, torch.Size(shape)
+    mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "only ranks of its mesh hold a tensor"
-    sides = [
-        dim_slices(n, dim, tensor.placements, mesh.shape, coordinate) for dim, n in enumerate(size)
-    ]
-    here = torch.empty(
-        [sum(length for _, _, length in side) for side in sides], dtype=dtype, device=tensor.device
-    )
-    stride = torch.empty(size, device="meta").stride()
+    local_shape = []
+    for dim, size in enumerate(shape):
+        slices = dim_slices(size, dim, tensor.placements, mesh.shape, coordinate)
+        local_shape.append(_total_length(slices))
     return DTensor.from_local(
-        here, mesh, tensor.placements, run_check=False, shape=size, stride=stride
+        torch.empty(local_shape, dtype=dtype, device=tensor.device),
+        mesh,
+        tensor.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(torch.Size(shape), device="meta").stride(),
     )
-
-
-def shard_slices(offset: Sequence[int], part: Tensor) -> tuple[slice, ...]:
-    """Where a piece lies in the whole."""
-    return tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
 
 
 def dim_slices(
@@ -83,71 +100,93 @@ def dim_slices(
     placements: Sequence[Placement],
     mesh: Sequence[int],
     coordinate: Sequence[int],
-) -> list[tuple[int, int, int]]:
-    """What the rank at `coordinate` of a mesh holds of dimension `dim`: (begin in the whole, begin here, length).
+) -> list[DimSlice]:
+    """The ranges of dimension `dim` that the rank at `coordinate` of a mesh holds."""
+    splits = _splits_in_order(dim, placements, mesh)
+    if not splits:
+        return [DimSlice(0, 0, size)]
+    held = torch.arange(size)
+    for axis, split_factor in splits:
+        parts = [_chunk(held, split_factor, i) for i in range(split_factor)]
+        held = torch.cat([_chunk(part, mesh[axis], coordinate[axis]) for part in parts])
+    if len(held) == 0:
+        return []
+    jumps = (held.diff() != 1).nonzero().flatten() + 1
+    starts = [0, *jumps.tolist()]
+    ends = [*starts[1:], len(held)]
+    return [DimSlice(int(held[a]), a, b - a) for a, b in zip(starts, ends, strict=True)]
 
-    DTensor cuts by the placements from left to right. FSDP2, which is applied last but named first, instead cuts what
-    the placements right of its own have left, and says so with a `_StridedShard` of as many splits as they make
-    shards. Only while sizes divide is that the same. A `_StridedShard` of any other number is a fused weight; what
-    stands left of one is FSDP2 too (torch 2.11 does not mark it).
+
+def _splits_in_order(
+    dim: int, placements: Sequence[Placement], mesh: Sequence[int]
+) -> list[tuple[int, int]]:
+    """The mesh axes that split dimension `dim`, each with its split factor, in the order of splitting.
+
+    DTensor splits by the placements from left to right. FSDP2 is applied last but stands first among the placements:
+    it splits what the placements to its right have left, which it marks with a `_StridedShard` whose split factor is
+    the number of their shards. The order matters only where sizes do not divide. A `_StridedShard` with any other
+    split factor is a fused weight; a placement to the left of one is FSDP2 too, though torch 2.11 does not mark it.
     """
-    cuts: list[tuple[int, int]] = []  # (mesh dimension, splits), in the order of cutting
-    for axis, placement in reversed(list(enumerate(placements))):
+    splits: list[tuple[int, int]] = []
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
         if placement.is_partial():
-            raise ValueError("a tensor with sums still pending has no value to save or to fill")
-        if getattr(placement, "dim", None) == dim:
-            splits = getattr(placement, "split_factor", 1)
-            shards = prod(mesh[axis] for axis, _ in cuts)
-            if cuts and (cuts[0][1] > 1 or 1 < splits == shards):
-                cuts.append((axis, 1))
-            else:
-                cuts.insert(0, (axis, splits))
-    held = torch.arange(size if cuts else 0)
-    for axis, splits in cuts:
-        parts = [_share(held, splits, part) for part in range(splits)]
-        held = torch.cat([_share(part, mesh[axis], coordinate[axis]) for part in parts])
-    starts = [0, *(1 + (held.diff() != 1).nonzero().flatten()).tolist()]
-    found = [
-        (int(held[a]), a, b - a)
-        for a, b in zip(starts, [*starts[1:], len(held)], strict=True)
-        if a < b
-    ]
-    return found if cuts else [(0, 0, size)]
+            raise ValueError("a Partial DTensor has no value to save or to load")
+        if getattr(placement, "dim", None) != dim:
+            continue
+        split_factor = getattr(placement, "split_factor", 1)
+        shards_to_the_right = prod(mesh[other] for other, _ in splits)
+        after_fused = bool(splits) and splits[0][1] > 1
+        if after_fused or (splits and 1 < split_factor == shards_to_the_right):
+            splits.append((axis, 1))
+        else:
+            splits.insert(0, (axis, split_factor))
+    return splits
 
 
-def _share(held: Tensor, shares: int, index: int) -> Tensor:
-    step = -(-len(held) // shares)  # as torch.chunk rounds: the last shares may be short or empty
-    return held[index * step : (index + 1) * step]
+def _chunk(held: Tensor, chunks: int, index: int) -> Tensor:
+    """As `torch.chunk` rounds: the last chunks may be short or empty."""
+    size = -(-len(held) // chunks)
+    return held[index * size : (index + 1) * size]
+
+
+def _total_length(slices: Sequence[DimSlice]) -> int:
+    return sum(part.length for part in slices)
 
 
 def is_writer(name: str, tensor: Tensor) -> bool:
-    """Is this rank the one that writes its part of a tensor, among those that have the same?
+    """Whether this rank writes its shards of a tensor, among the ranks that hold the same ones.
 
-    The name chooses a rank, so that the work is spread and nobody has to ask. Of a DTensor those write whose copy is
-    the chosen rank's: on the same mesh, at the same place along the dimensions that hold copies.
+    A hash of the name chooses a rank, which spreads the work without a collective. Of a DTensor, the ranks write that
+    hold the same replica as the chosen one: on the same mesh, at its coordinate along the replicated dimensions.
     """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    chosen = crc32(name.encode()) % ranks
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    chosen = crc32(name.encode()) % world_size
     if not isinstance(tensor, DTensor):
         return rank == chosen
-    here, there = (
-        (tensor.device_mesh.mesh == r).nonzero().flatten().tolist() for r in (rank, chosen)
-    )
-    copies = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    return bool(here and there) and all(here[axis] == there[axis] for axis in copies)
+    mesh = tensor.device_mesh.mesh
+    own_coordinate = (mesh == rank).nonzero().flatten().tolist()
+    chosen_coordinate = (mesh == chosen).nonzero().flatten().tolist()
+    if not own_coordinate or not chosen_coordinate:
+        return False
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate() and own_coordinate[axis] != chosen_coordinate[axis]:
+            return False
+    return True
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank that holds a part of it; they call it together."""
+    """The full tensor on every rank of its mesh; a collective of these ranks."""
     if not isinstance(tensor, DTensor):
         return tensor
     if all(type(placement) in (Shard, Replicate) for placement in tensor.placements):
         return tensor.full_tensor()
-    # torch puts a fused weight that FSDP2 has cut once more together in the wrong order. Here each rank puts its boxes
-    # where they belong; they are added up as bytes, since -0.0 + 0.0 is another number.
+    # torch assembles a fused weight that FSDP2 has split again in the wrong order. Here each rank writes its shards
+    # into zeros and an all-reduce adds them up, as bytes: -0.0 + 0.0 would lose the sign.
     out = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
-    for offset, part in local_shards(tensor):
-        out[shard_slices(offset, part)] = part
+    for offset, shard in local_shards(tensor):
+        out[shard_slices(offset, shard)] = shard
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
             dist.all_reduce(out.view(torch.uint8), group=tensor.device_mesh.get_group(axis))

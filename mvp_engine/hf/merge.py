@@ -83,7 +83,7 @@ class _SavedTensors:
         self._averaged: set[str] = set()
         if ema:
             names = self._first_names.values()
-            self._averaged = {n for n in names if state.average_of(n) in self.entries}
+            self._averaged = {n for n in names if state.ema_name(n) in self.entries}
             if not self._averaged:
                 raise UserError(
                     f"{checkpoint} has no averaged weights: recipes with OptimKit keep them if optim.ema is set"
@@ -128,5 +128,5 @@ class _SavedTensors:
     def _entry_name(self, name: str) -> str:
         first_name = self._first_names[id(self._tensors[name])]
         if first_name in self._averaged:
-            return state.average_of(first_name)
+            return state.ema_name(first_name)
         return f"model.{first_name}"

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or it is not there; old ones go only after a new one came; nothing is unpickled."""
+"""CheckpointManager: a checkpoint is complete or absent, old ones are deleted after a new one, no code is unpickled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from conftest import read_metrics
 from torch import nn
 
 from mvp_engine.checkpoint import CheckpointManager, safetensors_io, state
-from mvp_engine.checkpoint import format as storage
+from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.config.schema import Checkpoint
 from mvp_engine.data import rng_state, set_rng_state
@@ -39,7 +39,7 @@ def save(to: CheckpointManager, step: int) -> None:
     to.save(step, {"model.x": torch.full((3,), float(step))}, {})
 
 
-def test_newest_n_every_m_and_the_best_stay(tmp_path: Path) -> None:
+def test_prune_keeps_the_newest_n_every_mth_and_the_best(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path, keep_n=2, keep_every=4)
     for step in range(1, 10):
         save(checkpoints, step)
@@ -50,7 +50,7 @@ def test_newest_n_every_m_and_the_best_stay(tmp_path: Path) -> None:
     assert (tmp_path / "best").resolve().name == "step_00000003"
 
 
-def test_best_moves_even_while_its_checkpoint_is_being_written(tmp_path: Path) -> None:
+def test_mark_best_of_a_checkpoint_being_written_is_linked_afterwards(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path, keep_n=1, background=True)
     for step in (1, 2, 3):
         save(checkpoints, step)
@@ -60,7 +60,7 @@ def test_best_moves_even_while_its_checkpoint_is_being_written(tmp_path: Path) -
     assert names(tmp_path) == ["step_00000002", "step_00000003"]
 
 
-def test_stray_files_are_ignored_and_left_alone(tmp_path: Path) -> None:
+def test_manager_unrelated_files_are_ignored_and_kept(tmp_path: Path) -> None:
     strays = ["notes.txt", "step_best", "step_00000007", "step_12.bak"]
     for stray in strays:
         (tmp_path / stray).mkdir() if "." not in stray else (tmp_path / stray).write_text("mine")
@@ -69,18 +69,18 @@ def test_stray_files_are_ignored_and_left_alone(tmp_path: Path) -> None:
         save(checkpoints, step)
     assert names(tmp_path) == ["step_00000002"]
     assert all((tmp_path / stray).exists() for stray in strays)
-    save(checkpoints, 7)  # in the place of the stray folder of that name
+    save(checkpoints, 7)  # replaces the stray folder of that name
     assert names(tmp_path) == ["step_00000007"]
 
 
-def test_leftovers_of_a_crash_are_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_manager_start_removes_leftovers_of_a_crash(tmp_path: Path) -> None:
     (tmp_path / ".tmp-step_00000005").mkdir()
     manager(tmp_path)
     assert not list(tmp_path.glob(".tmp*"))
 
 
-def test_failed_write_keeps_old_checkpoints_and_the_run(train, tmp_path: Path, monkeypatch, capsys) -> None:
-    write = storage.write
+def test_save_failed_write_keeps_old_checkpoints_and_the_training(train, tmp_path: Path, monkeypatch, capsys) -> None:
+    write = checkpoint_format.write
 
     def disk_full(folder, tensors, group):  # type: ignore[no-untyped-def]
         if folder.name.endswith("6"):
@@ -88,7 +88,7 @@ def test_failed_write_keeps_old_checkpoints_and_the_run(train, tmp_path: Path, m
             raise OSError(28, "No space left on device")
         write(folder, tensors, group)
 
-    monkeypatch.setattr(storage, "write", disk_full)
+    monkeypatch.setattr(checkpoint_format, "write", disk_full)
     assert train("checkpoint.interval=3", "checkpoint.keep_n=1", "loop.total_steps=7", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     assert "CHECKPOINT AT STEP 6 WAS NOT WRITTEN: OSError: [Errno 28] No space left" in capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_failed_write_keeps_old_checkpoints_and_the_run(train, tmp_path: Path, m
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a small file system")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
-def test_full_disk_for_real(train, tmp_path: Path, capsys) -> None:
+def test_save_on_a_full_disk_leaves_complete_checkpoints_only(train, tmp_path: Path, capsys) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     if os.system(f"mount -t tmpfs -o size=700k none {disk} 2>/dev/null") != 0:
@@ -106,14 +106,14 @@ def test_full_disk_for_real(train, tmp_path: Path, capsys) -> None:
     try:
         backends = "log.backends=[terminal,file,jsonl,tensorboard,plot]"
         words = ["checkpoint.interval=3", "checkpoint.keep_n=null", "loop.total_steps=90", "log.interval=1", backends]
-        assert train(*words, dir=disk) == EXIT_USER_ERROR  # trained to the end, but the end could not be saved
+        assert train(*words, dir=disk) == EXIT_USER_ERROR  # trained to the end, but the last state could not be saved
         output, errors = capsys.readouterr()
         assert "the state at step 90 could not be saved" in errors
         assert "WAS NOT WRITTEN: RuntimeError: rank 0: " in output
         assert "No space left on device" in output
         [run] = list_runs(disk)
         steps = [record["step"] for record in run.records("train")]
-        assert steps == list(range(1, len(steps) + 1))  # as far as there was room, and no half line
+        assert steps == list(range(1, len(steps) + 1))  # no half line
         complete = run.checkpoint_list()
         assert complete
         for checkpoint in complete:
@@ -126,7 +126,7 @@ def _tiny_model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Tanh(), nn.Dropout(), nn.Linear(16, 1))
 
 
-def test_ranks_agree_when_one_cannot_write(ranks2, tmp_path: Path) -> None:
+def test_save_failure_on_one_rank_fails_on_all(ranks2, tmp_path: Path) -> None:
     assert ranks2.run(_one_rank_cannot_write, str(tmp_path)) == [["step_00000001", "step_00000003"]] * 2
 
 
@@ -137,13 +137,13 @@ def _one_rank_cannot_write(folder: str) -> list[str]:
         Checkpoint(interval=1, keep_n=None, keep_every=None, best_metric=None, best_mode="min", background=True),
         world,
     )
-    whole = safetensors_io.save_file
+    real = safetensors_io.save_file
     for step in (1, 2, 3):
         if step == 2 and world.rank == 1:
             safetensors_io.save_file = _refuse
         checkpoints.save(step, {f"x.{world.rank}": torch.ones(3)}, {})
         checkpoints.wait()
-        safetensors_io.save_file = whole
+        safetensors_io.save_file = real
         assert checkpoints.failed == (step == 2)
     world.barrier()
     found = names(Path(folder))
@@ -160,27 +160,27 @@ class Harmful:
         return os.system, ("touch harmed",)
 
 
-def test_file_that_would_run_code_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_reader_file_with_pickled_code_is_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     save(manager(tmp_path), 1)
     [file] = (tmp_path / "step_00000001").glob("rank_*")
     file.write_bytes(pickle.dumps(Harmful()))
     with pytest.raises(UserError, match=str(file)):
-        storage.Reader(tmp_path / "step_00000001")
+        checkpoint_format.Reader(tmp_path / "step_00000001")
     assert not (tmp_path / "harmed").exists()
 
 
-def test_small_state_that_would_run_code_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_from_bytes_with_pickled_code_is_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(Harmful(), "harmful.pt")
     data = torch.frombuffer(bytearray(Path("harmful.pt").read_bytes()), dtype=torch.uint8)
     with pytest.raises(pickle.UnpicklingError):
-        storage.from_bytes(data)
+        checkpoint_format.from_bytes(data)
     assert not (tmp_path / "harmed").exists()
 
 
 @pytest.mark.parametrize("make", ["adamw", "sgd", "two_groups", "unused"])
-def test_model_and_optimizer_come_back_to_the_bit(tmp_path: Path, make: str) -> None:
+def test_restore_model_and_optimizer_is_bit_equal(tmp_path: Path, make: str) -> None:
     def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -194,7 +194,7 @@ def test_model_and_optimizer_come_back_to_the_bit(tmp_path: Path, make: str) -> 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         torch.manual_seed(9)
-        part = model[:2] if make == "unused" else model  # then the last layer never gets a gradient
+        part = model[:2] if make == "unused" else model  # the last layer never gets a gradient
         part(torch.randn(8, 4)).square().sum().backward()
         optimizer.step()
 
@@ -213,16 +213,16 @@ def test_model_and_optimizer_come_back_to_the_bit(tmp_path: Path, make: str) -> 
         assert torch.equal(a, b), name
 
 
-def test_random_state_goes_through_bytes_unchanged() -> None:
+def test_to_bytes_rng_state_round_trips() -> None:
     random.gauss(0, 1)
-    np.random.randn(1)  # both keep half a draw in stock
-    kept = storage.from_bytes(storage.to_bytes(rng_state()))
+    np.random.randn(1)  # both generators cache half a draw
+    kept = checkpoint_format.from_bytes(checkpoint_format.to_bytes(rng_state()))
     draws = [random.gauss(0, 1), float(np.random.randn()), float(torch.rand(()))]
     set_rng_state(kept)
     assert draws == [random.gauss(0, 1), float(np.random.randn()), float(torch.rand(()))]
 
 
-def test_resume_path_may_be_run_checkpoints_folder_checkpoint_or_link(train, tmp_path: Path) -> None:
+def test_find_checkpoint_accepts_run_checkpoints_folder_checkpoint_or_symlink(train, tmp_path: Path) -> None:
     assert train("checkpoint.interval=4", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     last = run.checkpoints / "step_00000012"
@@ -232,7 +232,7 @@ def test_resume_path_may_be_run_checkpoints_folder_checkpoint_or_link(train, tmp
         find_checkpoint(tmp_path)
 
 
-def test_best_checkpoint_follows_the_metric(train, tmp_path: Path) -> None:
+def test_best_symlink_follows_the_metric(train, tmp_path: Path) -> None:
     words = ["loop.eval_interval=2", "optim.lr=0.05", "checkpoint.keep_n=1", "loop.total_steps=9"]
     assert train(*words, dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
@@ -244,7 +244,7 @@ def test_best_checkpoint_follows_the_metric(train, tmp_path: Path) -> None:
     assert meta["step"] == best["step"]
 
 
-def test_evaluate_reads_the_checkpoint_and_leaves_the_metrics_alone(train, tmp_path: Path) -> None:
+def test_workflow_evaluate_reads_the_checkpoint_and_keeps_the_metrics(train, tmp_path: Path) -> None:
     assert train("loop.eval_interval=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     before = (run.dir / "metrics.jsonl").read_text()
@@ -256,6 +256,6 @@ def test_evaluate_reads_the_checkpoint_and_leaves_the_metrics_alone(train, tmp_p
     assert run.status() == "finished"
 
 
-def test_own_workflow_runs_by_name(train, tmp_path: Path) -> None:
+def test_workflow_of_a_recipe_runs_by_name(train, tmp_path: Path) -> None:
     assert train("workflow=shout", dir=tmp_path) == 0
     assert (list_runs(tmp_path)[0].dir / "shouted").read_text() == "tiny"

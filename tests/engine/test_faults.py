@@ -118,7 +118,7 @@ def test_a_zero_weight_batch_is_skipped_not_divided_by(train, tmp_path: Path, mo
         (["log.backends=[wandb]"], "which is not installed: pip install wandb"),
         (["loop.eval_interval=1", "checkpoint.best_metric=iq"], "is not among the eval metrics: loss"),
         (["loop.epochs=1", "loop.total_steps=null", "tiny.loader=iterable"], "needs the number of steps"),
-        (["resume=/nowhere"], "there is no such folder"),
+        (["resume=/nowhere"], "/nowhere does not exist"),
         (["workflow=evaluate", "resume=auto"], "no run named 'tiny'"),
     ],
 )
@@ -262,4 +262,4 @@ def test_model_that_changed_shape_is_refused_with_the_name(train, tmp_path: Path
     wider = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1))
     monkeypatch.setattr(compose(TINY).engine_class, "prepare_model", lambda self: wider)
     assert train("resume=auto", dir=tmp_path) == EXIT_USER_ERROR
-    assert "model.0.weight is (16, 4) there and (8, 4) here" in capsys.readouterr().err
+    assert "model.0.weight has the shape (16, 4) there and (8, 4) in this model" in capsys.readouterr().err

@@ -85,8 +85,8 @@ def test_each_rank_writes_its_own_shards(ranks2, tmp_path: Path) -> None:
     [run] = list_runs(tmp_path)
     checkpoint = run.checkpoint_list()[-1]
     reader = storage.Reader(checkpoint)
-    assert len(reader.entries["model.0.weight"].pieces) == 2
-    assert len(reader.entries["optim.0.weight.exp_avg"].pieces) == 2
+    assert len(reader.entries["model.0.weight"].shards) == 2
+    assert len(reader.entries["optim.0.weight.exp_avg"].shards) == 2
     assert bool(reader.read("model.0.weight").isfinite().all())
 
 

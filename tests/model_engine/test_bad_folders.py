@@ -225,5 +225,5 @@ def test_an_export_replaces_nothing_and_knows_its_dtypes(tmp_path: Path) -> None
         with pytest.raises(UserError, match=r"dtype=.*: a folder is exported as one of torch\.float32"):
             engine.export_hf(tmp_path / "out", dtype)
     for path in (tmp_path / "nowhere", tmp_path / "in"):
-        with pytest.raises(UserError, match="is no checkpoint: it has no rank_"):
+        with pytest.raises(UserError, match="is not a checkpoint: it has no rank_"):
             engine.load_checkpoint(path)

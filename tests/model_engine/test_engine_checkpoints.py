@@ -58,7 +58,7 @@ def test_saving_again_replaces_a_checkpoint_but_nothing_else(tmp_path: Path, mon
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("!")
     for path in ("mine", "mine/thesis.txt"):
-        with pytest.raises(UserError, match="is there already and is no checkpoint"):
+        with pytest.raises(UserError, match="exists and is not a checkpoint"):
             engine.save_checkpoint(path)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "!"
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_merged(tmp_path: Path, capsys) ->
     config, about = (tmp_path / "saved" / "hf" / name for name in ("config.json", "mvp.json"))
     good = json.loads(config.read_text())
     config.write_text(json.dumps(good | {"intermediate_size": 64}))
-    assert "gate_proj.weight is (48, 32) there and (64, 32) here" in refused()
+    assert "gate_proj.weight has the shape (48, 32) there and (64, 32) in this model" in refused()
     config.write_text(json.dumps(good | {"num_hidden_layers": 1, "layer_types": good["layer_types"][:1]}))
     assert "it also has model.hf.model.layers.1." in refused()
     config.write_text('{"model_type": "qw')

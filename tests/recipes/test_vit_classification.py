@@ -13,7 +13,7 @@ from conftest import ROOT, read_metrics, readme_commands
 from PIL import Image
 
 from mvp_engine.checkpoint.format import Reader
-from mvp_engine.checkpoint.state import average_of
+from mvp_engine.checkpoint.state import ema_name
 from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.errors import UserError
@@ -143,7 +143,7 @@ def test_the_export_answers_like_the_averaged_weights_on_one_rank_and_on_two_sha
     saved = Reader(newest / "checkpoints" / "latest")
     for name, tensor in raw.items():
         average = torch.empty_like(tensor)
-        saved.fill({average_of(name): average})
+        saved.fill({ema_name(name): average})
         assert torch.equal(tensor, average), name
     # The same from two ranks that share the weights.
     words2 = [f"project.dir={folder}", *SMALL, *QUICK, *again, "parallel.shard=2", "data.global_batch_size=8"]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.checkpoint.format import Reader
-from mvp_engine.checkpoint.state import average_of
+from mvp_engine.checkpoint.state import ema_name
 from mvp_engine.config.schema import Count, Optim
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.fsdp import blocks
@@ -99,7 +99,7 @@ class OptimKit:
         with raise_on_all_ranks(engine.world.host_group):
             reader = Reader(checkpoint)
             named = {
-                average_of(name): param.detach() for name, param in engine.model.named_parameters()
+                ema_name(name): param.detach() for name, param in engine.model.named_parameters()
             }
             found = {name: param for name, param in named.items() if name in reader.entries}
             if not found:

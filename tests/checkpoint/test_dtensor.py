@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor is known exactly, however the tensor was cut."""
+"""DTensor geometry: the shards of all ranks are the full tensor, for every kind of placement."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from mvp_engine.distributed import World
-from mvp_engine.distributed.dtensor import dim_slices, is_writer, local_shards
-from mvp_engine.distributed.dtensor import full_tensor as put_together
+from mvp_engine.distributed.dtensor import dim_slices, full_tensor, is_writer, local_shards
 
 FUSED = _StridedShard(0, split_factor=2)
 
@@ -25,7 +24,7 @@ def numbered(*shape: int) -> Tensor:
     return torch.arange(1.0, 1 + prod(shape)).view(shape)
 
 
-def test_plain_tensor_is_one_piece() -> None:
+def test_local_shards_of_a_plain_tensor_is_one_view() -> None:
     for tensor in (numbered(3, 4), torch.tensor(2.5), torch.empty(0, 3), nn.Parameter(numbered(2))):
         [(offset, part)] = local_shards(tensor)
         assert offset == (0,) * tensor.ndim
@@ -34,9 +33,9 @@ def test_plain_tensor_is_one_piece() -> None:
         assert not part.requires_grad
 
 
-# Placements on a mesh of 4, or of 2 x 2; what DTensor cuts from left to right, so that its full_tensor() is the judge.
-CUT = [
-    *(((size, 3), (4,), (Shard(0),)) for size in (8, 7, 5, 3, 1)),  # the last ranks have less, or none
+# Placements on a mesh of 4 or of 2 x 2 that DTensor splits from left to right: its own full_tensor() is the reference.
+DTENSOR_CASES = [
+    *(((size, 3), (4,), (Shard(0),)) for size in (8, 7, 5, 3, 1)),  # the last ranks hold less, or nothing
     ((3, 10), (4,), (Shard(1),)),
     ((5, 6), (2, 2), (Replicate(), Shard(0))),
     ((5, 6), (2, 2), (Shard(1), Replicate())),
@@ -49,44 +48,45 @@ CUT = [
     ((0, 4), (4,), (Shard(0),)),
 ]
 # Placements on the tensor mesh of 2, then FSDP2 over 2.
-SHARED = [*(((size, 4), Shard(0)) for size in (8, 7, 9, 5, 3, 1)), ((6, 5), Shard(1)), ((5, 4), Replicate())]
-SHARED += [((size, 4), FUSED) for size in (8, 12, 4)]
+FSDP_CASES = [*(((size, 4), Shard(0)) for size in (8, 7, 9, 5, 3, 1)), ((6, 5), Shard(1)), ((5, 4), Replicate())]
+FSDP_CASES += [((size, 4), FUSED) for size in (8, 12, 4)]
 
 
-def test_pieces_of_all_ranks_are_the_whole(ranks4) -> None:
-    answers = ranks4.run(all_pieces)
-    for case in range(len(CUT) + len(SHARED)):
-        expected, _, as_torch_has_it = answers[0][case]
+def test_local_shards_of_all_ranks_cover_the_tensor_once(ranks4) -> None:
+    answers = ranks4.run(shards_of_all_cases)
+    for case in range(len(DTENSOR_CASES) + len(FSDP_CASES)):
+        expected, _, reference = answers[0][case]
         found = torch.zeros_like(expected)
         written = torch.zeros_like(expected)
         for answer in answers:
             for offset, part, writes in answer[case][1]:
-                box = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
-                found[box] = part
-                written[box] += writes
+                index = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+                found[index] = part
+                written[index] += writes
         assert torch.equal(found, expected), case
-        assert torch.equal(written, torch.ones_like(expected)), case  # each number by one rank
-        if as_torch_has_it is not None:
-            assert torch.equal(found, as_torch_has_it)
+        assert torch.equal(written, torch.ones_like(expected)), case  # each element by one rank
+        if reference is not None:
+            assert torch.equal(found, reference)
 
 
-def all_pieces() -> list[tuple[Tensor, list[Any], Tensor | None]]:
+def shards_of_all_cases() -> list[tuple[Tensor, list[Any], Tensor | None]]:
     world = World.join("cpu")
     found = []
-    for shape, mesh, placements in CUT:
-        whole = numbered(*shape)
-        tensor = distribute_tensor(whole, init_device_mesh("cpu", mesh), placements)
-        assert torch.equal(put_together(tensor), whole)
-        found.append((whole, described(tensor), tensor.full_tensor()))
+    for shape, mesh, placements in DTENSOR_CASES:
+        full = numbered(*shape)
+        tensor = distribute_tensor(full, init_device_mesh("cpu", mesh), placements)
+        assert torch.equal(full_tensor(tensor), full)
+        found.append((full, described(tensor), tensor.full_tensor()))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    for shape, placement in SHARED:
-        whole, module = numbered(*shape), nn.Module()
-        module.weight = nn.Parameter(distribute_tensor(whole, mesh["tensor"], [placement]))
+    for shape, placement in FSDP_CASES:
+        full = numbered(*shape)
+        module = nn.Module()
+        module.weight = nn.Parameter(distribute_tensor(full, mesh["tensor"], [placement]))
         fully_shard(module, mesh=mesh["shard"])
-        assert torch.equal(put_together(module.weight.detach()), whole)
-        # Of a fused weight under FSDP2 torch gives a wrong full_tensor(), or an error, depending on its version.
-        judge = None if placement is FUSED else module.weight.full_tensor().detach()
-        found.append((whole, described(module.weight), judge))
+        assert torch.equal(full_tensor(module.weight.detach()), full)
+        # torch's full_tensor() of a fused weight under FSDP2 is wrong or an error, depending on its version.
+        reference = None if placement is FUSED else module.weight.full_tensor().detach()
+        found.append((full, described(module.weight), reference))
     world.close()
     return found
 
@@ -98,8 +98,8 @@ def described(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor, bool]]:
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 12, 13, 24, 25])
 @pytest.mark.parametrize("tensor_ranks", [2, 4])
 @pytest.mark.parametrize("kind", ["split", "fused", "fused, as torch 2.11 marks it"])
-def test_fsdp_cuts_what_tensor_parallel_left(size: int, tensor_ranks: int, kind: str) -> None:
-    """On meshes where sizes that do not divide make DTensor's order of cutting differ from what FSDP2 does."""
+def test_dim_slices_fsdp_splits_what_tensor_parallel_left(size: int, tensor_ranks: int, kind: str) -> None:
+    """Sizes that do not divide: DTensor's order of splitting differs from that of FSDP2."""
     inner: Placement = Shard(0) if kind == "split" else _StridedShard(0, split_factor=3)
     outer = Shard(0) if "2.11" in kind else _StridedShard(0, split_factor=tensor_ranks)
     for first in range(3):
@@ -110,7 +110,7 @@ def test_fsdp_cuts_what_tensor_parallel_left(size: int, tensor_ranks: int, kind:
             found = dim_slices(size, 0, (Replicate(), outer, inner), (2, 3, tensor_ranks), (1, first, second))
             assert [n for begin, _, length in found for n in range(begin, begin + length)] == expected
             assert [start for _, start, _ in found] == [sum(r[2] for r in found[:i]) for i in range(len(found))]
-            assert all(a[0] + a[2] != b[0] for a, b in pairwise(found))  # as long as can be
+            assert all(a[0] + a[2] != b[0] for a, b in pairwise(found))  # neighbours are joined
 
 
 def chunk(tensor: Tensor, shares: int, index: int) -> Tensor:
@@ -118,7 +118,7 @@ def chunk(tensor: Tensor, shares: int, index: int) -> Tensor:
     return chunks[index] if index < len(chunks) else tensor[:0]
 
 
-def test_what_is_written_is_spread_over_the_ranks(ranks4) -> None:
+def test_is_writer_spreads_names_over_the_ranks(ranks4) -> None:
     for plain, replicated in ranks4.run(share_of_names):
         assert 10 < plain < 40
         assert 10 < replicated < 40
@@ -134,8 +134,8 @@ def share_of_names() -> tuple[int, int]:
     return found[0], found[1]
 
 
-def test_sums_still_pending_are_refused(ranks2) -> None:
-    assert ranks2.run(pending) == ["a tensor with sums still pending has no value to save or to fill"] * 2
+def test_local_shards_of_a_partial_dtensor_is_refused(ranks2) -> None:
+    assert ranks2.run(pending) == ["a Partial DTensor has no value to save or to load"] * 2
 
 
 def pending() -> str:
