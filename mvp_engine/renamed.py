@@ -50,6 +50,8 @@ MODULES = {
     "model_engine.probe": "hf.preflight",
     "model_engine.source": "hf.config_source",
     "ops.experts": "hf.experts",
+    "kit.made": "kit.build_once",
+    "kit.small": "kit.tiny_processors",
     "kit.data.rows": "kit.data.read.rows",
     "kit.data.sources": "kit.data.read.sources",
     "kit.data.decode": "kit.data.read.decode",

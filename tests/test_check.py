@@ -120,7 +120,7 @@ def test_check_settings_that_fail_late_are_problems_at_once(digits: list[str], t
     (problem,) = checked(capsys, TINY, f"project.dir={TINY}", code=EXIT_USER_ERROR)["problems"]
     assert f"{TINY} cannot be written to" in problem
     found = checked(capsys, DIGITS, *digits, f"export={tmp_path}", code=EXIT_USER_ERROR)
-    assert "is there, and no link of an earlier run" in found["problems"][0]
+    assert "exists and is no link of an earlier run" in found["problems"][0]
     assert stages(found) == {"config": True, "data": True, "model": False}
     gone = "mllm.sources=[{path: ${digits.folder}/train_one.jsonl}, {path: gone.jsonl, split: eval}]"
     found = checked(capsys, DIGITS, *digits, gone, code=EXIT_USER_ERROR)

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit import MLLMData, MLLMDataKit, made_once
+from mvp_engine.kit import MLLMData, MLLMDataKit, build_once
 
 from .data import KNOWN, PATCH, PER_STEP, Row, rows, shape
 
@@ -43,7 +43,7 @@ def data_kit(name: str, steps: int, packs: int, folder: Path, workers: int) -> M
 
     every = rows("images", steps)
     about = {"steps": steps, "per_step": PER_STEP["images"], "version": 1}
-    made_once(folder, about, lambda empty: write(empty, every), "sft.folder")
+    build_once(folder, about, lambda empty: write(empty, every), "sft.folder")
     budget = math.ceil(SLACK * sum(len(row.ids) for row in every) / (packs * steps))
     sources = [{"path": str(folder / "rows.jsonl"), "name": "jpeg"}]
     settings = {"sources": sources, "micro_batch_tokens": budget, "cache": str(folder / "cache")}

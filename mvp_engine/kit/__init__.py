@@ -1,11 +1,13 @@
-"""Kits: small suites of calls that recipes use as they like."""
+"""Kits: data, model, loss, optimizer, MFU and generation for recipes, which use the ones they need."""
+
+from typing import Any
 
 from mvp_engine.hf.lora import Lora
+from mvp_engine.kit.build_once import build_once
 from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
 from mvp_engine.kit.examples import examples_of
-from mvp_engine.kit.generate import Answer, answer, generate
+from mvp_engine.kit.generate import Answer, generate, generate_answers
 from mvp_engine.kit.loss import TokenLoss, TokenNormedLossKit
-from mvp_engine.kit.made import made_once
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.mllm import EvalGeneration, MLLMConfig, MLLMEngine
 from mvp_engine.kit.model import MLLMModelKit
@@ -27,9 +29,17 @@ __all__ = [
     "OptimSettings",
     "TokenLoss",
     "TokenNormedLossKit",
-    "answer",
+    "build_once",
     "examples_of",
     "generate",
+    "generate_answers",
     "load_processor",
-    "made_once",
 ]
+
+_RENAMED = {"answer": "generate_answers", "made_once": "build_once"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        raise ImportError(f"mvp_engine.kit.{name} was renamed to mvp_engine.kit.{_RENAMED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Answers of a model beside the rows that they belong to, with what can be seen and heard of their media."""
+"""Examples for the report: answers of a model with the prompts and the media of the rows they belong to."""
 
 from __future__ import annotations
 
@@ -17,71 +17,82 @@ from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.generate import Answer
 from mvp_engine.log.report import Example
 
-SIDE, FRAMES, SECONDS = (
-    320,
-    4,
-    30,
-)  # of what is shown: pixels of a picture, pictures of a video, length of a sound
+MAX_IMAGE_SIDE = 320
+MAX_VIDEO_FRAMES = 4
+MAX_AUDIO_SECONDS = 30
 
 
 def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer]) -> list[Example]:
-    """One for each answer. Media are read only for a page. Rows of a stream are gone: of those, the prompt is left."""
-    found, gone = [], kit.is_stream(split)
-    for one in answers:
-        messages, source = ((), None) if gone else _asked(kit, split, one)
-        media, right = partial(_media, kit, source, messages), None if one.open else one.right
-        question = (
-            _question(messages) if messages else one.prompt
-        )  # a caption is asked for by its media alone
-        found.append(Example(media, question, one.expected, one.written, right))
+    """One example for each answer. Their media are read only when a page shows them.
+
+    Rows of a stream cannot be read again, so their examples have the decoded prompt and no media.
+    """
+    found = []
+    for answer in answers:
+        messages: Sequence[Message] = ()
+        source = None
+        if not kit.is_stream(split):
+            messages, source = _prompt_messages(kit, split, answer)
+        media = partial(_media_files, kit, source, messages)
+        # A row that is a caption has no messages before its answer: the prompt is its media alone.
+        question = _question(messages) if messages else answer.prompt
+        right = None if answer.is_continuation else answer.right
+        found.append(Example(media, question, answer.expected, answer.written, right))
     return found
 
 
 def _question(messages: Sequence[Message]) -> str:
-    """A single question as it is; a longer conversation with who said what."""
+    """The text of a single message; the turns of a longer conversation with their roles."""
     if len(messages) == 1:
         return messages[0].text
     return "\n".join(f"{message.role}: {message.text}" for message in messages)
 
 
-def _asked(kit: MLLMDataKit, split: str, one: Answer) -> tuple[Sequence[Message], Any]:
-    """The row's messages up to its last answer, and the source it is from."""
-    source, row, format = kit.row(split, one.sample)
+def _prompt_messages(kit: MLLMDataKit, split: str, answer: Answer) -> tuple[Sequence[Message], Any]:
+    """The messages of the row before its last answer, and the source of the row."""
+    source, row, format = kit.row(split, answer.sample)
     messages = read_row(row, format).messages
-    last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=0)
+    last = 0
+    for i, message in enumerate(messages):
+        if message.role == "assistant":
+            last = i
     return messages[:last], source
 
 
-def _media(kit: MLLMDataKit, source: Any, messages: Sequence[Message]) -> list[bytes]:
-    """Pictures as PNG files, some frames of videos too, sounds as WAV files."""
-    handler, shown = kit.row_encoder.media, list[bytes]()
-    for part in (part for message in messages for part in message.parts if part.kind in MEDIA):
+def _media_files(kit: MLLMDataKit, source: Any, messages: Sequence[Message]) -> list[bytes]:
+    """Images and some frames of each video as PNG files, audio as WAV files; empty for what cannot be read."""
+    handler = kit.row_encoder.media
+    parts = [part for message in messages for part in message.parts if part.kind in MEDIA]
+    files = []
+    for part in parts:
         try:
             _, item = handler.probe_and_decode(part, source.root)
-        except BadRow:  # it was there when it was asked about; the page says [?]
-            shown.append(b"")
+        except BadRow:
+            files.append(b"")
             continue
         if part.kind == "audio":
-            shown.append(_wav(item, handler.sampling_rate))
-        else:
-            frames = [item] if part.kind == "image" else item[:: max(1, -(-len(item) // FRAMES))]
-            shown += [
-                _png(frame if isinstance(frame, Image.Image) else Image.fromarray(frame))
-                for frame in frames
-            ]
-    return shown
+            files.append(_wav(item, handler.sampling_rate))
+            continue
+        frames = [item]
+        if part.kind == "video":
+            frames = item[:: max(1, -(-len(item) // MAX_VIDEO_FRAMES))]
+        for frame in frames:
+            files.append(_png(frame if isinstance(frame, Image.Image) else Image.fromarray(frame)))
+    return files
 
 
-def _png(picture: Image.Image) -> bytes:
-    small, file = picture.copy(), io.BytesIO()
-    small.thumbnail((SIDE, SIDE))
-    small.save(file, "png")
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    thumbnail = image.copy()
+    thumbnail.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
+    thumbnail.save(file, "png")
     return file.getvalue()
 
 
-def _wav(sound: np.ndarray, rate: int) -> bytes:
+def _wav(samples: np.ndarray, rate: int) -> bytes:
     file = io.BytesIO()
+    clipped = np.clip(samples[: MAX_AUDIO_SECONDS * rate], -1, 1)
     with wave.open(file, "wb") as out:
         out.setparams((1, 2, rate, 0, "NONE", ""))
-        out.writeframes((np.clip(sound[: SECONDS * rate], -1, 1) * 32767).astype("<i2").tobytes())
+        out.writeframes((clipped * 32767).astype("<i2").tobytes())
     return file.getvalue()

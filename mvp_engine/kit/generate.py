@@ -1,8 +1,8 @@
-"""Answers by greedy decoding, on packed batches, through the model engine: on any layout, with any numbers of prompts.
+"""Greedy generation on packed batches, through the model engine: on any layout, with any number of prompts per rank.
 
-There is no key-value cache: each new token costs a pass over prompts and answers so far, encoders included. That is
-right for evaluations with short answers while training; to serve a model, export it. Prompts whose answer has ended
-leave the batch, so a pass holds only what is still being written, without padding.
+There is no KV cache: each new token costs a forward over all prompts and their completions so far, encoders included.
+That suits short answers in an evaluation during training; to serve a model, export it. A completed sequence leaves the
+batch, so a forward holds unfinished sequences only, without padding.
 """
 
 from __future__ import annotations
@@ -20,21 +20,33 @@ from mvp_engine.model_engine import ModelEngine
 
 @dataclass(frozen=True)
 class Answer:
-    """To the last question of a row."""
+    """The completion of a row's last prompt, and the text that the row has there."""
 
     source: int
     sample: int
     expected: str
     written: str
-    prompt: str = ""  # what the model had to go on from
-    open: bool = False  # the row is text and no chat: how it goes on is neither right nor wrong
+    prompt: str = ""
+    is_continuation: bool = (
+        False  # the row is plain text, not a chat: no completion is right or wrong
+    )
 
     @property
     def right(self) -> bool:
         return self.written == self.expected
 
 
-def answer(
+@dataclass(frozen=True)
+class Prompt:
+    """One sequence of a batch up to its last answer."""
+
+    sequence: int  # its index in the batch
+    batch: PackedBatch  # of one sequence, on the CPU, without labels
+    expected: list[int]
+    is_continuation: bool
+
+
+def generate_answers(
     engine: ModelEngine,
     batches: list[PackedBatch],
     tokenizer: Any,
@@ -44,63 +56,65 @@ def answer(
     stop: Collection[int] | None = None,
     budget: int | None = None,
 ) -> list[Answer]:
-    """What the model answers to batches of a data kit, beside what the rows say, as texts without special tokens.
+    """Complete the last prompt of each row in batches of a data kit, decoded without special tokens.
 
-    A row that is all text and no chat is given up to its first `prompt_tokens`, if it has more, and what is expected
-    is as long as what may be written. `stop` is the tokenizer's end token by default. As with `generate`, ranks call it
-    together, some with no batches.
+    The prompt of a row of plain text is its first `prompt_tokens` tokens, and the expected text is then cut to
+    `max_new_tokens`. `stop` defaults to the tokenizer's end-of-sequence token. Ranks call it together, as they call
+    `generate`; some may have no batches.
     """
-    found = [(batch, *split_answers(batch, prompt_tokens)) for batch in batches]
-    prompts = [prompts for _, prompts, _, _ in found if prompts is not None]
-    written = generate(
+    rows = [(batch, prompt) for batch in batches for prompt in split_prompts(batch, prompt_tokens)]
+    packed = PackedBatch.concat([prompt.batch for _, prompt in rows]) if rows else None
+    completions = generate(
         engine,
-        PackedBatch.concat(prompts) if prompts else None,
+        packed,
         max_new_tokens=max_new_tokens,
         stop={tokenizer.eos_token_id} if stop is None else stop,
         budget=budget,
     )
-    answers: list[Answer] = []
-    for batch, given, every, kept in found:
-        for i, (s, expected) in enumerate(zip(kept, every, strict=True)):
-            is_open = bool(
-                batch.labels[batch.cu_seqlens[s]] != IGNORE
-            )  # nothing comes before what is learnt
-            asked = given.select([i]).input_ids.tolist() if given else list[int]()
-            parts = (expected[: max_new_tokens if is_open else None], written[len(answers)], asked)
-            wanted, said, prompt = (
-                tokenizer.decode(ids, skip_special_tokens=True) for ids in parts
+    answers = []
+    for (batch, prompt), completion in zip(rows, completions, strict=True):
+        fields = batch.sequence_fields
+        expected = prompt.expected[:max_new_tokens] if prompt.is_continuation else prompt.expected
+        answers.append(
+            Answer(
+                source=int(fields["source"][prompt.sequence]),
+                sample=int(fields["sample"][prompt.sequence]),
+                expected=tokenizer.decode(expected, skip_special_tokens=True),
+                written=tokenizer.decode(completion, skip_special_tokens=True),
+                prompt=tokenizer.decode(prompt.batch.input_ids.tolist(), skip_special_tokens=True),
+                is_continuation=prompt.is_continuation,
             )
-            source, sample = (int(batch.sequence_fields[name][s]) for name in ("source", "sample"))
-            answers.append(Answer(source, sample, wanted, said, prompt, is_open))
+        )
     return answers
 
 
-def split_answers(
-    batch: PackedBatch, prompt_tokens: int = 1
-) -> tuple[PackedBatch | None, list[list[int]], list[int]]:
-    """Each sequence up to its last answer, for `generate`; those answers; and which sequences they are.
+def split_prompts(batch: PackedBatch, prompt_tokens: int = 1) -> list[Prompt]:
+    """Split each sequence into its prompt, for `generate`, and its last answer.
 
-    An answer is a run of tokens that carry loss; of one that begins with the sequence, the first `prompt_tokens` are
-    its prompt. Left out are sequences without an answer, and those with media behind it (`media_end` of a data kit).
-    Everything is on the CPU.
+    An answer is a run of tokens that carry loss. If it begins with the sequence, the sequence is plain text, and its
+    first `prompt_tokens` are the prompt. Sequences without an answer, and those with media after it (`media_end` of a
+    data kit), are left out.
     """
     batch = batch.to("cpu")
-    seen = batch.sequence_fields.get("media_end", torch.zeros(batch.num_sequences)).tolist()
-    prompts, answers, kept = [], [], []
-    for s, labels in enumerate(batch.labels.split(batch.lengths.tolist())):
-        learnt = (labels != IGNORE).nonzero()[:, 0]
-        if not len(learnt):
+    no_media = torch.zeros(batch.num_sequences)
+    media_ends = batch.sequence_fields.get("media_end", no_media).tolist()
+    prompts = []
+    for sequence, labels_L in enumerate(batch.labels.split(batch.lengths.tolist())):
+        with_loss = (labels_L != IGNORE).nonzero()[:, 0]
+        if not len(with_loss):
             continue
-        gaps = (learnt.diff() > 1).nonzero()[:, 0]
-        first = int(learnt[int(gaps[-1]) + 1 if len(gaps) else 0])
+        gaps = (with_loss.diff() > 1).nonzero()[:, 0]
+        # labels[i] is the token after position i, so an answer that starts at i has i + 1 tokens before it.
+        first = int(with_loss[int(gaps[-1]) + 1 if len(gaps) else 0])
         if first == 0:
-            first = min(prompt_tokens, len(learnt)) - 1
-        if seen[s] > first + 1:
+            first = min(prompt_tokens, len(with_loss)) - 1
+        if media_ends[sequence] > first + 1:
             continue
-        answers.append(labels[first : int(learnt[-1]) + 1].tolist())
-        prompts.append(_extended(batch.select([s]), first + 1, []))
-        kept.append(s)
-    return (PackedBatch.concat(prompts) if prompts else None), answers, kept
+        prompt = _with_completion(batch.select([sequence]), first + 1, [])
+        expected = labels_L[first : int(with_loss[-1]) + 1].tolist()
+        is_continuation = bool(labels_L[0] != IGNORE)
+        prompts.append(Prompt(sequence, prompt, expected, is_continuation))
+    return prompts
 
 
 def generate(
@@ -111,39 +125,41 @@ def generate(
     stop: Collection[int],
     budget: int | None = None,
 ) -> list[list[int]]:
-    """What the model writes after each prompt, up to and with the first token of `stop`.
+    """The completion of each prompt by greedy decoding, up to and including the first token in `stop`.
 
-    On a layout with shards all ranks call it together, each with prompts of its own, or None. A pass has at most
-    `budget` tokens, unless one sequence alone has more.
+    On a sharded layout all ranks call it together, each with prompts of its own, or None. A forward has at most
+    `budget` tokens, unless a single sequence has more.
     """
-    sequences = (
-        []
-        if prompts is None
-        else [prompts.to("cpu").select([s]) for s in range(prompts.num_sequences)]
-    )
-    written: list[list[int]] = [[] for _ in sequences]
-    open_ones = list(range(len(sequences)))
+    sequences = []
+    if prompts is not None:
+        on_cpu = prompts.to("cpu")
+        sequences = [on_cpu.select([s]) for s in range(on_cpu.num_sequences)]
+    completions: list[list[int]] = [[] for _ in sequences]
+    unfinished = list(range(len(sequences)))
     with engine.eval_mode():
         for _ in range(max_new_tokens):
-            parts, members = [], []
-            if open_ones:
-                batch = PackedBatch.concat(
-                    [_extended(sequences[s], None, written[s]) for s in open_ones]
-                )
+            parts: list[PackedBatch] = []
+            members: list[list[int]] = []
+            if unfinished:
+                extended = [
+                    _with_completion(sequences[s], None, completions[s]) for s in unfinished
+                ]
+                batch = PackedBatch.concat(extended)
                 split = batch.split(max(budget or batch.num_tokens, batch.max_seqlen))
-                parts, members = split.parts, [[open_ones[i] for i in one] for one in split.members]
-            passes = _passes(engine, parts)
-            if passes is None:  # on every rank at the same time, where they depend on each other
+                parts = split.parts
+                members = [[unfinished[i] for i in part] for part in split.members]
+            next_tokens = _next_tokens(engine, parts)
+            if next_tokens is None:  # at the same time on all ranks that depend on each other
                 break
-            for chosen, last in zip(members, passes, strict=True):
-                for s, token in zip(chosen, last, strict=True):
-                    written[s].append(token)
-            open_ones = [s for s in open_ones if written[s][-1] not in stop]
-    return written
+            for part_members, tokens in zip(members, next_tokens, strict=True):
+                for s, token in zip(part_members, tokens, strict=True):
+                    completions[s].append(token)
+            unfinished = [s for s in unfinished if completions[s][-1] not in stop]
+    return completions
 
 
-def _passes(engine: ModelEngine, parts: list[PackedBatch]) -> list[list[int]] | None:
-    """The next token of each sequence of each part; None if no rank that this one works with has any part left."""
+def _next_tokens(engine: ModelEngine, parts: list[PackedBatch]) -> list[list[int]] | None:
+    """The next token of each sequence of each part; None if no rank that runs in lockstep with this one has a part."""
     found, ran = [], False
     for part, counts in engine.in_step(parts):
         ran = True
@@ -155,28 +171,30 @@ def _passes(engine: ModelEngine, parts: list[PackedBatch]) -> list[list[int]] | 
     return found if ran else None
 
 
-def _extended(one: PackedBatch, length: int | None, new: list[int]) -> PackedBatch:
-    """The first `length` tokens of one sequence with `new` ones behind, nothing to learn, and what a forward takes.
+def _with_completion(prompt: PackedBatch, length: int | None, new: list[int]) -> PackedBatch:
+    """The first `length` tokens of one sequence, followed by `new` ones, without labels.
 
-    Written tokens are text: on every axis their positions go on behind the largest.
+    New tokens are text: on every axis their positions continue after the largest one.
     """
-    ids, positions = one.input_ids[:length], one.position_ids[..., :length]
-    behind = int(positions.max()) + 1 + torch.arange(len(new))
+    ids = prompt.input_ids[:length]
+    positions = prompt.position_ids[..., :length]
+    new_positions = int(positions.max()) + 1 + torch.arange(len(new))
+    new_positions = new_positions.expand(*positions.shape[:-1], -1)
     ids = torch.cat([ids, torch.tensor(new, dtype=ids.dtype)])
-
-    def typed(value: Tensor) -> Tensor:
-        return torch.cat([value[:length], value.new_zeros(len(new), *value.shape[1:])])
-
+    token_types = {}
+    for name, value in prompt.token_fields.items():
+        if name.endswith("token_type_ids"):
+            token_types[name] = _pad_zeros(value[:length], len(new))
     return PackedBatch(
         ids,
         torch.full_like(ids, IGNORE),
-        torch.cat([positions, behind.expand(*positions.shape[:-1], -1)], dim=-1),
+        torch.cat([positions, new_positions], dim=-1),
         torch.tensor([0, len(ids)], dtype=torch.int32),
-        {
-            name: typed(value)
-            for name, value in one.token_fields.items()
-            if name.endswith("token_type_ids")
-        },
+        token_types,
         {},
-        one.media,
+        prompt.media,
     )
+
+
+def _pad_zeros(value: Tensor, count: int) -> Tensor:
+    return torch.cat([value, value.new_zeros(count, *value.shape[1:])])

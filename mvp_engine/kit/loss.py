@@ -1,7 +1,7 @@
-"""The loss of language models: a mean over all tokens that carry loss, of all micro-batches and ranks.
+"""The loss of language models: a mean over all tokens with a label, of all micro-batches and ranks.
 
-The kit gives sums and weights; the engine adds them up over everything and divides once. What it computes per token
-comes out of the chunked head, so no option here makes logits of a whole batch alive.
+The kit returns sums and weights; the engine adds them over the whole step and divides once. Per-token values come from
+the chunked LM head, so no option here materializes the logits of a whole batch.
 """
 
 from __future__ import annotations
@@ -21,67 +21,70 @@ from mvp_engine.engine.context import StepContext
 class TokenLoss(Section):
     """The config section of this kit."""
 
-    z_loss: NonNegative = 0.0  # times the square of log z: keeps the softmax's denominator near 1
-    label_smoothing: Fraction = Field(
-        default=0.0, lt=1
-    )  # this share of the target lies evenly over the vocabulary
+    # Factor of the squared log z: keeps the softmax denominator z near 1.
+    z_loss: NonNegative = 0.0
+    # The share of the target that is spread evenly over the vocabulary.
+    label_smoothing: Fraction = Field(default=0.0, lt=1)
 
 
 class TokenNormedLossKit:
+    """The cross-entropy loss of a step, normalized by its number of labels."""
+
     def __init__(self, settings: TokenLoss | None = None) -> None:
         self.settings = settings or TokenLoss()
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What the loss needs of a model."""
-        more = ("log_z",) if self.settings.z_loss else ()
-        return ("log_probs", *more, *(("mean_log_probs",) if self.settings.label_smoothing else ()))
+        """The names of the model outputs that the loss needs."""
+        names = ["log_probs"]
+        if self.settings.z_loss:
+            names.append("log_z")
+        if self.settings.label_smoothing:
+            names.append("mean_log_probs")
+        return tuple(names)
 
     def __call__(
         self,
         ctx: StepContext,
         model: nn.Module,
         batch: PackedBatch,
-        each: Callable[[Tensor], None] | None = None,
+        on_losses: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`(loss_sum, weight)` of a micro-batch, for a recipe to return from `forward_step`.
 
-        `each` is called with the plain loss of each token, without a gradient, for whatever is to be logged of it.
+        `on_losses` is called with the plain loss of each token, without a gradient, for logging.
         """
-        if (
-            self.settings == TokenLoss()
-            and "weight" not in batch.token_fields
-            and "loss" in getattr(model, "provides", ())
-        ):
-            ctx.count("tokens", batch.num_tokens)
-            given = model(batch, ["loss", "losses"])
-            if each is not None:
-                each(given["losses"])
-            return given["loss"], batch.num_loss_tokens
-        scores = model(batch, self.outputs)
-        if each is not None:
-            each(-scores["log_probs"].detach())
-        loss_T = self.per_token(scores, batch.labels)
-        weight_T = self.weights(batch)
-        if (
-            self.settings != TokenLoss()
-        ):  # what a model is compared by has none of the options in it
-            ctx.log("nll", -(scores["log_probs"].detach() * weight_T).sum(), weight_T.sum())
         ctx.count("tokens", batch.num_tokens)
+        is_plain = self.settings == TokenLoss() and "weight" not in batch.token_fields
+        if is_plain and "loss" in getattr(model, "provides", ()):
+            # The model's own sum: its fused head computes loss and gradient in one pass over the logits.
+            outputs = model(batch, ["loss", "losses"])
+            if on_losses is not None:
+                on_losses(outputs["losses"])
+            return outputs["loss"], batch.num_loss_tokens
+        outputs = model(batch, self.outputs)
+        if on_losses is not None:
+            on_losses(-outputs["log_probs"].detach())
+        loss_T = self.per_token(outputs, batch.labels)
+        weight_T = self.weights(batch)
+        if self.settings != TokenLoss():
+            # Without the options' terms, so that runs with other options stay comparable.
+            ctx.log("nll", -(outputs["log_probs"].detach() * weight_T).sum(), weight_T.sum())
         return (loss_T * weight_T).sum(), weight_T.sum()
 
-    def per_token(self, scores: Mapping[str, Tensor], labels_T: Tensor) -> Tensor:
-        """The loss of each token; 0 where there is no label."""
-        smooth, z = self.settings.label_smoothing, self.settings.z_loss
-        loss_T = -scores["log_probs"]
-        if smooth:
-            loss_T = (1 - smooth) * loss_T - smooth * scores["mean_log_probs"]
-        if z:
-            loss_T = loss_T + z * scores["log_z"].square()
+    def per_token(self, outputs: Mapping[str, Tensor], labels_T: Tensor) -> Tensor:
+        """The loss of each token; 0 for a token without a label."""
+        smoothing = self.settings.label_smoothing
+        z_loss = self.settings.z_loss
+        loss_T = -outputs["log_probs"]
+        if smoothing:
+            loss_T = (1 - smoothing) * loss_T - smoothing * outputs["mean_log_probs"]
+        if z_loss:
+            loss_T = loss_T + z_loss * outputs["log_z"].square()
         return torch.where(labels_T == IGNORE, 0.0, loss_T)
 
     def weights(self, batch: PackedBatch) -> Tensor:
-        """How much each token counts: 1 where it has a label, times `tokens["weight"]` if the batch has such."""
+        """The weight of each token: 1 if it has a label, times `token_fields["weight"]` where the batch has it."""
         weight_T = (batch.labels != IGNORE).float()
         own: Any = batch.token_fields.get("weight")
         return weight_T if own is None else weight_T * own

@@ -1,5 +1,6 @@
-"""The kits, wired: an engine for models that read rows of text, images, video and audio, and answer.
+"""MLLMEngine: the kits wired into an engine for multimodal language models.
 
+It trains on rows of text, images, video and audio, evaluates by loss and by generation, exports, and writes a report.
 A recipe subclasses it and overrides what it changes, or wires the kits itself where it changes much:
 
     class MyEngine(MLLMEngine):
@@ -28,7 +29,7 @@ from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.lora import Lora
 from mvp_engine.kit.data import MLLMData, MLLMDataKit, load_processor
 from mvp_engine.kit.examples import examples_of
-from mvp_engine.kit.generate import Answer, answer
+from mvp_engine.kit.generate import Answer, generate_answers
 from mvp_engine.kit.loss import TokenLoss, TokenNormedLossKit
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit
@@ -37,27 +38,29 @@ from mvp_engine.log.report import write_report
 
 
 class EvalGeneration(Section):
-    """Held-out questions that are answered by generation, in every evaluation."""
+    """Generation in every evaluation: completions of held-out prompts."""
 
     max_new_tokens: Count = 32
-    every_n_samples: Count = 1  # of the held-out rows, each so many-th is asked
-    prompt_tokens: Count = (
-        16  # of a row that is text and no chat: so many are given, the model goes on from there
-    )
+    # Every n-th held-out row is completed.
+    every_n_samples: Count = 1
+    # The prompt of a row that is plain text, not a chat: its first tokens, this many.
+    prompt_tokens: Count = 16
 
 
 class MLLMConfig(Config):
+    """The config of an MLLMEngine."""
+
     optim: OptimSettings
     mllm: MLLMData
-    processor: str | None = (
-        None  # the folder of the model's processor or tokenizer; None: that of the model
-    )
-    lora: Lora | None = None  # None: the model's own weights train
+    # The folder of the processor or tokenizer; null: that of the model.
+    processor: str | None = None
+    # null: full fine-tuning.
+    lora: Lora | None = None
     loss: TokenLoss = TokenLoss()
-    eval_generation: EvalGeneration | None = None  # None: evaluations have losses and no answers
-    export: str | None = (
-        None  # where the Hugging Face folder of the newest finished run is to be found: a link to it
-    )
+    # null: evaluations have losses only.
+    eval_generation: EvalGeneration | None = None
+    # A symlink to the Hugging Face folder of the newest finished run; null: no export after training.
+    export: str | None = None
 
     @model_validator(mode="after")
     def _one_global_batch(self) -> MLLMConfig:
@@ -66,15 +69,17 @@ class MLLMConfig(Config):
 
 
 class MLLMEngine(Engine):
+    """An engine whose model, data, loss, optimizer and MFU come from the kits."""
+
     config_class: type[Config] = MLLMConfig
     config: MLLMConfig
     title = "What the model answers"  # of the report
 
-    # ---- Parts: each may be another -------------------------------------------------------------------------------
+    # ---- Parts: a recipe may replace each -----------------------------------------------------------------
 
     @classmethod
     def make_processor(cls, config: MLLMConfig) -> Any:
-        """The processor, or a tokenizer; a recipe that makes its data makes it here too."""
+        """The processor or tokenizer. A recipe with synthetic data builds the data here too."""
         folder = config.processor or config.model.path
         if folder is None:
             raise UserError(
@@ -84,11 +89,12 @@ class MLLMEngine(Engine):
 
     @classmethod
     def data_kit(cls, config: MLLMConfig) -> MLLMDataKit:
-        """Also what `mvp data inspect` and `mvp check` use."""
-        about = read_config(config.model.path, config.model.config)
-        processor = cls.make_processor(config)
+        """The data kit; `mvp data inspect` and `mvp check` use it too."""
         return MLLMDataKit(
-            config.mllm, processor, model_config=about, num_workers=config.data.num_workers
+            config.mllm,
+            cls.make_processor(config),
+            model_config=read_config(config.model.path, config.model.config),
+            num_workers=config.data.num_workers,
         )
 
     @cached_property
@@ -114,20 +120,20 @@ class MLLMEngine(Engine):
         return getattr(self.data.processor, "tokenizer", self.data.processor)
 
     def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> None:
-        """Log figures of the answers to a source's questions; by default, how many are right to the letter.
+        """Log metrics of the answers to the prompts of one source; by default the share of exact matches.
 
-        How a text goes on is neither right nor wrong: a source of texts has no such figure.
+        Continuations of plain text are neither right nor wrong, so a source of texts has no such metric.
         """
-        if judged := [one for one in answers if not one.open]:
-            ctx.log(f"exact_{name}", sum(one.right for one in judged), len(judged))
+        judged = [answer for answer in answers if not answer.is_continuation]
+        if judged:
+            ctx.log(f"exact_{name}", sum(answer.right for answer in judged), len(judged))
 
-    # ---- Hooks ----------------------------------------------------------------------------------------------------
+    # ---- Hooks --------------------------------------------------------------------------------------------
 
     def prepare_model(self) -> nn.Module:
         model: Any = MLLMModelKit(self.config.lora).build(self.config.model, self.config.model.type)
-        model.side_files = (
-            self.run.dir / "processor"
-        )  # with the limits of this training, into checkpoints and exports
+        # The processor with the limits of this training goes into checkpoints and exports.
+        model.side_files = self.run.dir / "processor"
         if self.world.is_main:
             self.data.save_processor(model.side_files, self.config.model.path)
         return model
@@ -143,10 +149,9 @@ class MLLMEngine(Engine):
         return self.data.engine_loader(self, split)
 
     def before_train(self) -> None:
-        self._link()
-        if (
-            self.config.loop.eval_interval
-        ):  # what is wrong with held-out rows is told before hours of training
+        self._export_link()
+        if self.config.loop.eval_interval:
+            # Errors in held-out rows are raised now, not after hours of training.
             self._eval_loader = self._loader("eval")
         super().before_train()
         self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
@@ -157,9 +162,10 @@ class MLLMEngine(Engine):
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         if "side" in micro_batch.sequence_fields:
             raise UserError(
-                "mllm.pairs: this loss teaches rejected answers too. Set it to false, or write forward_step"
+                "mllm.pairs: this loss would train on rejected answers too. Set it to false, or write forward_step"
             )
-        return self.loss(ctx, self.model, micro_batch, partial(self._log_sources, ctx, micro_batch))
+        log_sources = partial(self._log_source_losses, ctx, micro_batch)
+        return self.loss(ctx, self.model, micro_batch, log_sources)
 
     def after_train(self) -> None:
         super().after_train()
@@ -171,33 +177,28 @@ class MLLMEngine(Engine):
         self.optim.load_averages(self.model_engine, self.checkpoint)
 
     def evaluate(self) -> dict[str, float | None]:
-        self.asked: list[PackedBatch] = []
+        self.generation_batches: list[PackedBatch] = []
         with self.optim.averaged():
             return super().evaluate()
 
     def eval_step(self, ctx: StepContext, micro_batch: PackedBatch) -> None:
         super().eval_step(ctx, micro_batch)
-        if self.config.eval_generation and ctx.counts:
-            chosen = (
-                (
-                    micro_batch.sequence_fields["sample"]
-                    % self.config.eval_generation.every_n_samples
-                    == 0
-                )
-                .nonzero()[:, 0]
-                .tolist()
-            )
-            self.asked += (
-                [micro_batch.select(chosen).to("cpu")] if chosen else []
-            )  # pictures of a whole evaluation
+        settings = self.config.eval_generation
+        if settings is None or not ctx.counts:
+            return
+        is_chosen = micro_batch.sequence_fields["sample"] % settings.every_n_samples == 0
+        chosen = is_chosen.nonzero()[:, 0].tolist()
+        if chosen:
+            # On the CPU: the device could not hold the images of a whole evaluation.
+            self.generation_batches.append(micro_batch.select(chosen).to("cpu"))
 
     def eval_end(self, ctx: StepContext) -> None:
         settings = self.config.eval_generation
         if settings is None:
             return
-        self.answers = answer(
+        self.answers = generate_answers(
             self.model_engine,
-            self.asked,
+            self.generation_batches,
             self.tokenizer,
             max_new_tokens=settings.max_new_tokens,
             prompt_tokens=settings.prompt_tokens,
@@ -205,86 +206,94 @@ class MLLMEngine(Engine):
             budget=self.config.mllm.micro_batch_tokens,
         )
         for i, name in enumerate(self.data.source_names("eval")):
-            self.score(ctx, name, [one for one in self.answers if one.source == i])
+            self.score(ctx, name, [answer for answer in self.answers if answer.source == i])
 
-    # ---- Workflows ------------------------------------------------------------------------------------------------
+    # ---- Workflows ----------------------------------------------------------------------------------------
 
     def export(self) -> Path:
-        """A Hugging Face folder of the model as it is now (of the averages, where they are kept), adapters merged."""
-        link = self._link()
+        """Write a Hugging Face folder of the current weights, or of their averages (EMA); adapters are merged."""
+        link = self._export_link()
         if not self._training and not hasattr(self, "model_engine"):
             self.before_evaluate()
-        folder = (
-            self.run.dir / f"hf_step_{self.step}{'' if self.config.optim.ema is None else '_ema'}"
-        )
+        suffix = "" if self.config.optim.ema is None else "_ema"
+        folder = self.run.dir / f"hf_step_{self.step}{suffix}"
         if not self.world.broadcast(folder.exists()):
             with self.optim.averaged():
                 self.model_engine.export_hf(folder)
         if self.world.is_main and link is not None:
             link.parent.mkdir(parents=True, exist_ok=True)
             atomic_symlink(link, os.path.relpath(folder.resolve(), link.parent.resolve()))
-        self.logger.info(
-            "Hugging Face folder: %s%s", folder, f", also found as {link}" if link else ""
-        )
+        linked = f", also found as {link}" if link else ""
+        self.logger.info("Hugging Face folder: %s%s", folder, linked)
         return folder
 
     def report(self) -> None:
-        """Evaluate a checkpoint, export it, and show curves, questions with their media, and answers on a page."""
-        self._link()
+        """Evaluate a checkpoint, export it, and write a page with curves, prompts, their media, and answers."""
+        self._export_link()
         figures = self.evaluate()
         export = self.export()
-        every = self.world.all_gather(
-            self.answers if self.config.eval_generation and self.layout.is_mp_src_rank else []
-        )
+        has_answers = self.config.eval_generation and self.layout.is_mp_src_rank
+        gathered = self.world.all_gather(self.answers if has_answers else [])
         if self.world.is_main:
-            self.write_page(
-                figures,
-                sorted((one for part in every for one in part), key=lambda one: one.sample),
-                export,
-            )
+            answers = [answer for part in gathered for answer in part]
+            answers.sort(key=lambda answer: answer.sample)
+            self.write_page(figures, answers, export)
 
     def write_page(
         self, figures: dict[str, float | None], answers: list[Answer], export: Path
     ) -> None:
+        """Write `report.html` into the run folder; `figures` are the metrics of the evaluation."""
+        shown = {}
+        for name, value in figures.items():
+            shown[name] = "none" if value is None else f"{value:.4g}"
+        shown["parameters"] = f"{sum(p.numel() for p in self.model.parameters()):,}"
         losses = {name: name for name in figures if name.startswith("loss")}
         others = {name: name for name in figures if name not in losses}
-        shown = {
-            name: "none" if value is None else f"{value:.4g}" for name, value in figures.items()
-        }
+        panels = {"held-out loss": losses}
+        if others:
+            panels["held-out figures"] = others
         file = self.run.dir / "report.html"
+        config_file = self.run.dir / "config.yaml"
         write_report(
             file,
             self.run,
             title=self.title,
             subtitle=f"{self.run.id}, step {self.step}, on held-out rows",
-            figures=shown | {"parameters": f"{sum(p.numel() for p in self.model.parameters()):,}"},
-            panels={"held-out loss": losses} | ({"held-out figures": others} if others else {}),
+            figures=shown,
+            panels=panels,
             examples=examples_of(self.data, "eval", answers),
             config=self.config.to_yaml(),
             next_steps={
-                "Train on": f"mvp train {self.run.dir / 'config.yaml'} resume={self.run.dir} loop.total_steps=N",
+                "Train on": f"mvp train {config_file} resume={self.run.dir} loop.total_steps=N",
                 "Start from this model": f"model.path={export}",
                 "Compare runs": "mvp runs list",
             },
         )
         self.logger.info("report: %s", file)
 
-    def _log_sources(self, ctx: StepContext, micro_batch: PackedBatch, loss_T: Tensor) -> None:
-        if len(self.data.source_names(ctx.split)) > 1:  # of one source it is the loss itself
-            for name, figures in self.data.source_losses(-loss_T, micro_batch, ctx.split).items():
-                ctx.log(name, *figures)
+    # ---- Inside -------------------------------------------------------------------------------------------
 
-    def _link(self) -> Path | None:
+    def _log_source_losses(
+        self, ctx: StepContext, micro_batch: PackedBatch, loss_T: Tensor
+    ) -> None:
+        if len(self.data.source_names(ctx.split)) == 1:
+            return  # it is the loss itself
+        losses = self.data.source_losses(-loss_T, micro_batch, ctx.split)
+        for name, (loss_sum, weight) in losses.items():
+            ctx.log(name, loss_sum, weight)
+
+    def _export_link(self) -> Path | None:
+        """The symlink that `export` names, after a check that it can be written."""
         if self.config.export is None:
             return None
         link = Path(self.config.export).expanduser()
         if link.exists() and not link.is_symlink():
             raise UserError(
-                f"export={link} is there, and no link of an earlier run: set export to another place"
+                f"export={link} exists and is no link of an earlier run: set export to another path"
             )
-        there = next(folder for folder in link.absolute().parents if folder.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
+        parent = next(folder for folder in link.absolute().parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise UserError(
-                f"export={link}: nothing can be written into {there}. Set export to another place"
+                f"export={link}: nothing can be written into {parent}. Set export to another path"
             )
         return link

@@ -1,9 +1,9 @@
-"""MLLMModelKit: a Hugging Face model from a folder or a config, its parts by name, and LoRA adapters beside them.
+"""MLLMModelKit: a Hugging Face model from a folder or a config, its parts by name, and LoRA adapters.
 
     def prepare_model(self):
         return MLLMModelKit(self.config.lora).build(self.config.model)
 
-Freezing, learning rates, recomputing and compiling by part are settings of the engine itself, and take part names.
+Freezing, learning rates, activation checkpointing and compilation by part are config keys of the engine.
 """
 
 from __future__ import annotations
@@ -24,52 +24,51 @@ from mvp_engine.model_engine import ModelEngine, ModelSource, engine_class
 
 
 class MLLMModelKit:
-    """`lora`: None trains the model's own weights."""
+    """Builds the model; `lora=None` is full fine-tuning."""
 
     def __init__(self, lora: Lora | None = None) -> None:
         self.lora = lora
 
     def build(self, model: Model | ModelSource, model_type: str = "language_model") -> nn.Module:
-        """The model that the config names, without weights yet: the model engine reads or draws them.
+        """The model that the config names, without weights: the model engine loads or initializes them.
 
-        `model_type` is for a `ModelSource`; a config says its own.
+        `model_type` is for a `ModelSource`; a config has its own.
         """
         if isinstance(model, Model):
             if model.type == "module":
                 raise UserError(
                     "model.type=module has nothing to build: set model.type=language_model, or value_model"
                 )
-            kind, source = (
-                engine_class(model.type, model.backend),
-                ModelSource(model.path, model.config),
-            )
+            kind = engine_class(model.type, model.backend)
+            source = ModelSource(model.path, model.config)
         else:
-            kind, source = engine_class(model_type), model
+            kind = engine_class(model_type)
+            source = model
         return self.adapt(kind.build_model(source))
 
     def adapt(self, model: nn.Module) -> nn.Module:
-        """Freeze a model that is built already and give it adapters, if there are to be some."""
+        """Freeze a built model and add its adapters, if `lora` is set."""
         if self.lora is not None:
             if not isinstance(model, PackedModel):
                 raise UserError(
-                    f"lora: {type(model).__name__} is no Hugging Face model, so it takes no adapters"
+                    f"lora: {type(model).__name__} is not a Hugging Face model, so adapters are not supported"
                 )
             add_adapters(model, self.lora)
         return model
 
     @staticmethod
     def parts(model: nn.Module) -> dict[str, Part]:
-        """The part of each parameter, by its name."""
+        """The part of each parameter, by the parameter's name."""
         return parts_of(model)
 
     @staticmethod
     def table(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-        """What trains, by part, as the engine logs it at the start."""
+        """A table of what trains, by part, as the engine logs it at the start."""
         return table(model, optimizer)
 
     @staticmethod
     def export_adapter(engine: ModelEngine, folder: str | Path) -> None:
-        """The adapter alone, as a folder for `peft`. All ranks call it. Merged weights are `engine.export_hf`."""
+        """Write the adapter alone, as a folder for `peft`; all ranks call it. `engine.export_hf` merges instead."""
         params = dict(engine.model.named_parameters())
         path = Path(folder).expanduser().resolve()
         export_adapter(

@@ -19,7 +19,8 @@ from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part, by_part
-from mvp_engine.kit.mfu import MFUKit, in_order, matrix
+from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
+from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.log.peaks import peak_of
 from mvp_engine.ops import fp8
 
@@ -122,7 +123,8 @@ def _spent(
     """Seconds of a micro-batch on one rank. Ranks that share tokens or matrices of the text run encoders whole."""
     flops_s, _, bytes_s = setting.card()
     text, every = (
-        [float(flops) for flops in kit.kinds(one)] for one in (replace(batch, media={}), batch)
+        [float(flops) for flops in kit.flops_by_kind(one)]
+        for one in (replace(batch, media={}), batch)
     )
     kept, again = (
         _kept(model, kit, batch, setting, recomputed=False),
@@ -191,7 +193,7 @@ def _gathered(model: PackedModel, setting: Setting) -> float:
 def _flows(model: PackedModel) -> list[tuple[nn.Module, str, bool]]:
     """Each block, its part, and whether backward goes through it: it trains, or something before it does."""
     before, flowing = set(), False
-    for module, _, _ in in_order(model.hf):
+    for module, _, _ in modules_in_forward_order(model.hf):
         if flowing:
             before.add(module)
         flowing = flowing or any(p.requires_grad for p in module.parameters(recurse=False))
@@ -264,7 +266,7 @@ def _again(
             kind = _KIND.get(part, "encoder")
             config = text if kind == "text" else None
             each = (
-                matrix(m, n, p, config)
+                matmul_flops(m, n, p, config)
                 for m in block.modules()
                 for n, p in m.named_parameters(recurse=False)
             )
@@ -309,7 +311,7 @@ def _rows(kit: MFUKit, batch: PackedBatch) -> dict[str, float]:
     rows = {"text": float(batch.num_tokens)}
     for name, media in batch.media.items():
         if len(media.row_counts):
-            for kind, count, pair in kit._seen_by_encoder(name, media, batch.input_ids):
+            for kind, count, pair in kit.encoder_work(name, media, batch.input_ids):
                 if pair is None:
                     rows[kind] = rows.get(kind, 0.0) + float(count)
     return rows

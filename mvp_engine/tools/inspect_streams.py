@@ -59,7 +59,7 @@ class _Counts:
 def inspect_streams(kit: MLLMDataKit, split: str, *, limit: int, row: str | None) -> dict[str, Any]:
     """The facts of `inspect_kit` for streams, over the first SAMPLE rows of each."""
     counts = _Counts()
-    for stream in kit._streams(split):
+    for stream in kit.streams(split):
         _inspect_stream(kit, stream, counts, limit, row)
     most = inspect_stats.SAMPLE
     if row is not None and not counts.shown:

@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit import load_processor, made_once
-from mvp_engine.kit.small import small_qwen3_vl
+from mvp_engine.kit import build_once, load_processor
+from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor
 
 ONE, TWO = "Which digit is this?", "Which is larger?"
 SIDES = (20, 36)  # of a drawing, in pixels: from, to (exclusive)
@@ -30,7 +30,7 @@ def prepare(folder: Path, count: int, drawings: int) -> Any:
         make_processor().save_pretrained(beside / "processor")
 
     about = {"count": count, "drawings": drawings, "version": 1}
-    return load_processor(made_once(folder, about, make, "digits.folder") / "processor")
+    return load_processor(build_once(folder, about, make, "digits.folder") / "processor")
 
 
 def chosen(split: str, count: int, drawings: int) -> list[int]:
@@ -92,4 +92,4 @@ def _row(pictures: list[str], question: str, answer: str) -> dict[str, Any]:
 
 def make_processor() -> Any:
     """A vocabulary of a few hundred tokens: bytes, and the words of this task."""
-    return small_qwen3_vl([f"user\n{ONE} {TWO} assistant\n1 and 2: the second 3 and 4: the first"] * 2, 320)
+    return make_qwen3_vl_processor([f"user\n{ONE} {TWO} assistant\n1 and 2: the second 3 and 4: the first"] * 2, 320)

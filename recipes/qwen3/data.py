@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.small import small_tokenizer
+from mvp_engine.kit.tiny_processors import train_tokenizer
 
 from .chats import SYSTEM, TASKS, make_chats
 
@@ -81,7 +81,7 @@ def _code(tree: ast.Module, lines: list[str]) -> list[str]:
 
 def make_tokenizer(texts: list[str]) -> Any:
     """Byte-level BPE with the special tokens and the chats of the family, digits one by one."""
-    tokenizer = small_tokenizer(texts, VOCABULARY, pieces=PIECES)
+    tokenizer = train_tokenizer(texts, VOCABULARY, split_pattern=PIECES)
     tokenizer.eos_token = "<|endoftext|>"  # behind a document; behind an answer the template writes <|im_end|>
     return tokenizer
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mvp_engine.config import Section
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.engine import StepContext
-from mvp_engine.kit import MLLMConfig, MLLMEngine, made_once
+from mvp_engine.kit import MLLMConfig, MLLMEngine, build_once
 
 
 class Made(Section):
@@ -35,7 +35,7 @@ class Qwen3Engine(MLLMEngine):
             from .data import make
 
             about = {"modules": config.made.modules, "chats": config.made.chats}
-            made_once(Path(config.made.folder), about | {"version": 1}, lambda to: make(to, **about), "made.folder")
+            build_once(Path(config.made.folder), about | {"version": 1}, lambda to: make(to, **about), "made.folder")
         return super().data_kit(config)
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit import load_processor, made_once
-from mvp_engine.kit.small import small_qwen3_vl
+from mvp_engine.kit import build_once, load_processor
+from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor
 
 COLOURS = {"red": (215, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (235, 200, 30)}
 FORMS = ("circle", "cross", "triangle")
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 def prepare(folder: str, rows: int) -> Any:
     """Make the folder, if it is not there; gives the processor that goes with it."""
-    made = made_once(folder, {"rows": rows, "version": 2}, partial(_make, rows=rows), "shapes.folder")
+    made = build_once(folder, {"rows": rows, "version": 2}, partial(_make, rows=rows), "shapes.folder")
     return load_processor(made / "processor")
 
 
@@ -47,7 +47,7 @@ def _make(folder: Path, rows: int) -> None:
             count = int(rows * share) if split == "train" else max(2, rows // HELD_OUT)
             made = [make(folder / split, f"{kind}/{i:05d}", random) for i in range(count)]
             (folder / split / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    small_qwen3_vl([WORDS] * 2, VOCABULARY).save_pretrained(folder / "processor")
+    make_qwen3_vl_processor([WORDS] * 2, VOCABULARY).save_pretrained(folder / "processor")
 
 
 # What the rows say

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from mvp_engine.kit import load_processor, made_once
+from mvp_engine.kit import build_once, load_processor
 from mvp_engine.kit.data.read.media_source import require_package
-from mvp_engine.kit.small import small_tokenizer
+from mvp_engine.kit.tiny_processors import train_tokenizer
 
 from .speech import Speaker
 
@@ -42,7 +42,7 @@ def prepare(folder: str, sentences: int, held_out: int) -> Any:
         make_processor().save_pretrained(beside / "processor")
 
     about = {"sentences": sentences, "held_out": held_out, "version": 1}
-    return load_processor(made_once(folder, about, make, "speech.folder") / "processor")
+    return load_processor(build_once(folder, about, make, "speech.folder") / "processor")
 
 
 def _write_rows(folder: Path, name: str, voices: list[str], count: int, speaker: Speaker) -> None:
@@ -78,7 +78,7 @@ def make_processor() -> Any:
 
     first = "\n".join(WORDS.split())  # a word at the beginning of an answer, and one behind a space
     texts = [f"user\n{QUESTION} assistant\n {WORDS}\n{first}"] * 2
-    tokenizer = small_tokenizer(texts, 400, HEARD, audio="<|audio_bos|><|AUDIO|><|audio_eos|>")
+    tokenizer = train_tokenizer(texts, 400, HEARD, audio="<|audio_bos|><|AUDIO|><|audio_eos|>")
     ears = WhisperFeatureExtractor(feature_size=MELS, chunk_length=SECONDS)
     return Qwen2AudioProcessor(ears, tokenizer, tokenizer.chat_template)
 

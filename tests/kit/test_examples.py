@@ -24,7 +24,7 @@ def test_examples_show_the_question_and_its_media_and_judge_only_answers(tmp_pat
     answers = [
         Answer(0, i, "right", said, "asked") for i, said in enumerate(["right", "wrong", "on", "right", "wrong"])
     ]
-    answers[2] = Answer(0, 2, "time", "day", "once upon a", open=True)
+    answers[2] = Answer(0, 2, "time", "day", "once upon a", is_continuation=True)
     caption, talk, text, film, gone = examples_of(kit, "train", answers)
     assert (caption.question, caption.right) == ("", True)
     small = Image.open(io.BytesIO(caption.media()[0]))

@@ -14,7 +14,7 @@ from test_vision import lively, samples
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
-from mvp_engine.kit.generate import answer, generate, split_answers
+from mvp_engine.kit.generate import generate, generate_answers, split_prompts
 from mvp_engine.model_engine import LanguageModelEngine
 
 FAMILIES = ["qwen3_vl", "qwen2_5_vl", "gemma3", "llava", "qwen2_audio"]
@@ -79,7 +79,7 @@ def test_every_layout_writes_the_same_and_ranks_without_prompts_do_not_hang(rank
     stop = free[0][1]
     alone = [written[: written.index(stop) + 1] if stop in written else written for written in free]
     found = ranks2.run(on_ranks, name, sizes, stop)
-    assert found == ([alone, alone] if sizes.keys() & {"sequence", "tensor"} else [[], alone[:1]])
+    assert found == ([alone, alone] if sizes.keys() & {"ulysses", "tensor"} else [[], alone[:1]])
 
 
 class Letters:
@@ -96,19 +96,22 @@ def test_the_last_answer_of_a_row_is_asked_for() -> None:
     mask[3:5] = mask[8:11] = True
     fields = {"source": torch.tensor([0, 1]), "sample": torch.tensor([4, 7])}
     batch = PackedBatch.from_sequences([ids, ids[:4]], [mask, mask[:4] & False], sequence_fields=fields)
-    prompts, answers, kept = split_answers(batch)
-    assert prompts is not None
-    assert (prompts.input_ids.tolist(), answers, kept) == (ids[:8].tolist(), [[18, 19, 20]], [0])
-    assert bool((prompts.labels == IGNORE).all())
-    (one,) = answer(engine, [batch], Letters(), max_new_tokens=3)
-    (written,) = generate(engine, prompts, max_new_tokens=3, stop={2})
+    (prompt,) = split_prompts(batch)
+    assert (prompt.batch.input_ids.tolist(), prompt.expected, prompt.sequence) == (ids[:8].tolist(), [18, 19, 20], 0)
+    assert bool((prompt.batch.labels == IGNORE).all())
+    assert not prompt.is_continuation
+    (one,) = generate_answers(engine, [batch], Letters(), max_new_tokens=3)
+    (written,) = generate(engine, prompt.batch, max_new_tokens=3, stop={2})
     assert (one.source, one.sample, one.expected, one.right) == (0, 4, "18 19 20", False)
     assert one.written == Letters().decode(written, True)
 
 
 def test_a_text_is_given_up_to_some_tokens_and_goes_on_from_there() -> None:
     text, short = torch.arange(10, 22), torch.arange(5)
-    prompts, answers, kept = split_answers(PackedBatch.from_sequences([text, short]), 8)
-    assert prompts is not None
-    assert (prompts.lengths.tolist(), kept) == ([8, 4], [0, 1])
-    assert (prompts.input_ids[:8].tolist(), answers) == (text[:8].tolist(), [text[8:].tolist(), [4]])
+    first, second = split_prompts(PackedBatch.from_sequences([text, short]), 8)
+    assert (first.sequence, second.sequence) == (0, 1)
+    assert (first.batch.num_tokens, second.batch.num_tokens) == (8, 4)
+    assert first.batch.input_ids.tolist() == text[:8].tolist()
+    assert (first.expected, second.expected) == (text[8:].tolist(), [4])
+    assert first.is_continuation
+    assert second.is_continuation

@@ -1,0 +1,229 @@
+"""LoRA: training starts as the base model, changes adapters only, and gives the same result on every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, losses
+from families import parallel
+from lora_models import BATCH, LM, WIDE, adam, engine_of, pretrained, steps, weights
+from test_api import constant
+from test_hf_folders import alone
+from test_vision import lively
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
+
+from mvp_engine.cli import main
+from mvp_engine.distributed import Layout, World
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.hf import LanguageModel
+from mvp_engine.imports import import_file
+from mvp_engine.kit import Lora, MLLMModelKit
+from mvp_engine.model_engine import ModelSource, Settings, engine_class
+from mvp_engine.model_engine.fsdp import parallelize as build
+from mvp_engine.runs import list_runs
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return pretrained(tmp_path_factory.mktemp("base") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def vision_base(tmp_path_factory) -> Path:
+    """A pretrained folder of a vision-language model."""
+    folder = tmp_path_factory.mktemp("base") / "qwen3_vl"
+    lively(LanguageModel, "qwen3_vl").hf.save_pretrained(folder)
+    return folder
+
+
+def test_lora_training_starts_as_the_base_model_and_changes_adapters_only(base: Path) -> None:
+    plain = engine_of(base, None, train=False)
+    engine = engine_of(base, Lora(rank=4))
+    expected = plain.infer_batch(BATCH, ["log_probs"])["log_probs"]
+    assert torch.equal(engine.infer_batch(BATCH, ["log_probs"])["log_probs"], expected)
+    before = weights(engine)
+    assert [name for name in before if ".lora_" not in name] == list(weights(plain))  # the base keeps its names
+    steps(engine, count=3)
+    assert not torch.allclose(engine.infer_batch(BATCH, ["log_probs"])["log_probs"], expected, atol=1e-3)
+    for name, param in engine.model.named_parameters():
+        if ".lora_" in name:
+            assert not torch.equal(param, before[name]), name
+        else:
+            assert param.grad is None
+            assert torch.equal(param, before[name]), name
+    layers = [name for name in before if "lora_A" in name]
+    assert len(layers) == 4 * 7  # all linear layers except the head
+    assert f"LoRA on {len(layers)} layers" in MLLMModelKit.table(engine.model, engine.optimizer)
+
+
+def test_lora_on_layers_with_biases_starts_as_the_base_model(tmp_path: Path) -> None:
+    lively(LanguageModel, "qwen2").hf.save_pretrained(tmp_path / "qwen2")
+    plain, adapted = (engine_of(tmp_path / "qwen2", lora, train=False) for lora in (None, Lora(rank=4)))
+    found = [engine.infer_batch(BATCH, ["log_probs"])["log_probs"] for engine in (plain, adapted)]
+    assert torch.equal(*found)
+
+
+def test_lora_dora_key_is_refused_as_removed(train, base: Path, capsys) -> None:
+    words = ["model.type=language_model", f"model.path={base}"]
+    for value in ("true", "false"):
+        assert train(*words, f"lora.dora={value}", config=LM) == EXIT_USER_ERROR
+        assert "'lora.dora' was removed. DoRA is no longer supported" in capsys.readouterr().err
+
+
+def train_in_bf16(folder: Path, sizes: dict[str, int]) -> dict[str, Tensor]:
+    world = World.join("cpu") if sizes else None
+    layout = Layout.of(world, parallel(**sizes)) if world else None
+    engine = engine_of(folder, Lora(rank=4), layout, precision="bf16")
+    steps(engine, count=3)
+    found = weights(engine)
+    if world:
+        world.close()
+    return found
+
+
+def test_lora_base_in_bf16_stays_bf16_when_training_in_bf16(ranks2, base: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    in_fp32 = engine_of(tmp_path / "half", Lora(), train=False)
+    assert all(param.dtype == torch.float32 for param in in_fp32.model.parameters())  # the precision is fp32
+    before = weights(engine_of(tmp_path / "half", Lora(rank=4), precision="bf16"))
+    for found in (
+        train_in_bf16(tmp_path / "half", {}),
+        *ranks2.run(train_in_bf16, tmp_path / "half", {"shard": 2}),
+    ):
+        for name, value in found.items():
+            assert value.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
+            assert torch.equal(value, before[name]) == (".lora_" not in name), name
+            assert value.isfinite().all()
+
+
+def test_lora_selective_checkpointing_saves_no_adapter_matmuls(base: Path, monkeypatch) -> None:
+    kept, policy = list[int](), build._keep
+
+    def watched(ctx: Any, op: Any, *args: Any, **more: Any) -> Any:
+        found = policy(ctx, op, *args, **more)
+        if found == CheckpointPolicy.MUST_SAVE and not ctx.is_recompute and op.overloadpacket.__name__ == "mm":
+            kept.append(args[0].shape[0] * args[1].shape[1])
+        return found
+
+    monkeypatch.setattr(build, "_keep", watched)
+    sums = []
+    for lora in (None, Lora(rank=2)):
+        steps(engine_of(base, lora, activation_checkpointing="selective"), count=1)
+        sums.append(sum(kept))
+        kept.clear()
+    assert 0 < sums[0] <= sums[1] < 1.1 * sums[0]
+
+
+def on_layout(base: Path, sizes: dict[str, int], lora: Lora, settings: dict[str, Any]) -> dict[str, Tensor]:
+    world = World.join("cpu")
+    engine = engine_of(base, lora, Layout.of(world, parallel(**sizes)), **settings)
+    first = {f"first {name}": value for name, value in weights(engine).items()}
+    steps(engine)
+    found = weights(engine)
+    world.close()
+    return first | found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        ({"replicate": 2}, {"activation_checkpointing": "full"}),
+        ({"shard": 2}, {"activation_checkpointing": "selective", "compile": {"llm": "aot_eager"}}),
+        ({"ulysses": 2}, {}),
+    ],
+    ids=["replicate", "shard", "ulysses"],
+)
+def test_lora_layouts_train_to_the_same_weights(ranks2, base: Path, sizes, settings) -> None:
+    lora = Lora(rank=3, rslora=True)
+    single = engine_of(base, lora)
+    first = weights(single)
+    steps(single)
+    for found in ranks2.run(on_layout, base, sizes, lora, settings):
+        for name, value in weights(single).items():
+            assert torch.equal(found[f"first {name}"], first[name]), name
+            assert torch.allclose(found[name], value, atol=1e-5), name
+
+
+def test_lora_resume_with_dropout_is_bit_equal_and_merges(train, base: Path, tmp_path: Path) -> None:
+    words = ["model.type=language_model", f"model.path={base}", "lora.rank=2", "lora.dropout=0.3"]
+    words += ["optim.schedule=constant", "lora.train=['*.norm.weight']", "model.freeze=['hf.model.norm.weight']"]
+    assert train(*words, config=LM, dir=tmp_path / "straight") == 0
+    assert train(*words, "loop.total_steps=2", config=LM, dir=tmp_path / "run") == 0
+    assert train(*words, "resume=auto", config=LM, dir=tmp_path / "run") == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+    assert train(*words, "resume=auto", "workflow=evaluate", config=LM, dir=tmp_path / "run") == 0
+    for out, option in (("merged", []), ("adapter", ["--adapter"])):  # model.freeze wins over lora.train
+        assert main(["merge", str(list_runs(tmp_path / "run")[0].dir), str(tmp_path / out), *option]) == 0
+
+
+def test_lora_base_with_random_weights_is_stored_in_the_checkpoint(tmp_path: Path) -> None:
+    source = ModelSource(None, {"model_type": "qwen3", **WIDE, "num_hidden_layers": 1, "vocab_size": 99})
+    for seed in (1, 2):
+        engine = engine_class("language_model")(MLLMModelKit(Lora()).build(source), alone(), Settings(seed=seed))
+        engine.initialize(adam, constant)
+        if seed == 1:
+            engine.save_checkpoint(tmp_path / "saved")
+            expected = engine.infer_batch(BATCH, ["log_probs"])["log_probs"]
+        else:
+            engine.load_checkpoint(tmp_path / "saved")
+            assert torch.equal(engine.infer_batch(BATCH, ["log_probs"])["log_probs"], expected)
+
+
+def refused_on_tensor_parallel_ranks(base: Path) -> str:
+    world = World.join("cpu")
+    with pytest.raises(UserError) as caught:
+        engine_of(base, Lora(), Layout.of(world, parallel(tensor=2)))
+    world.close()
+    return str(caught.value)
+
+
+def test_lora_unknown_or_conflicting_targets_are_refused(ranks2, base: Path, vision_base: Path) -> None:
+    for lora, words in (
+        (Lora(targets=["q_prj"]), "no linear layers 'q_prj' apart from its head.* such as llm, .*q_proj"),
+        (Lora(targets=["lm_head"]), "no linear layers 'lm_head' apart from its head"),
+        (Lora(targets=["audio"]), "no linear layers 'audio'"),
+        (Lora(train=["*.q_proj.*"]), "q_proj.weight is trained in full .* so it takes no adapter"),
+        (Lora(train=["prjector"]), "lora.train: no parameter is called 'prjector'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            MLLMModelKit(lora).build(ModelSource(str(base)))
+    with pytest.raises(UserError, match="Linear is not a Hugging Face model, so adapters are not supported"):
+        MLLMModelKit(Lora()).adapt(torch.nn.Linear(2, 2))
+    with pytest.raises(UserError, match="has no adapters to export"):
+        MLLMModelKit.export_adapter(engine_of(base, None, train=False), "nowhere")
+    assert all(
+        "does not go with parallel.tensor > 1" in said for said in ranks2.run(refused_on_tensor_parallel_ranks, base)
+    )
+
+
+def test_lora_dropout_acts_in_training_only_and_a_frozen_part_trains_its_adapters(base: Path) -> None:
+    engine = engine_of(base, Lora(rank=2, dropout=0.5), freeze=("llm",))  # freezes base weights only
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, param in engine.model.named_parameters():
+            param += 0.1 * (".lora_B" in name)
+        one, two = (engine.model(BATCH, ["log_probs"])["log_probs"] for _ in "ab")
+    assert not torch.equal(one, two)
+    steps(engine)
+    found = [engine.infer_batch(BATCH, ["log_probs"])["log_probs"] for _ in "ab"]
+    assert torch.equal(*found)
+
+
+def test_model_skill_check_fails_a_model_that_ignores_an_adapter(vision_base: Path) -> None:
+    check = import_file(ROOT / "skills" / "model" / "check.py")
+
+    def model() -> Any:
+        return MLLMModelKit(Lora(rank=2, targets=["llm", "vision"])).build(ModelSource(str(vision_base)))
+
+    assert check.problems(vision_base, model()) == []
+    broken = model()
+    broken.hf.model.language_model.layers[1].mlp.down_proj._forward_hooks.clear()
+    silent, unlike = check.problems(vision_base, broken)
+    assert "1 adapter(s) have no effect on text, such as that of hf.model.language_model.layers.1.mlp.down" in silent
+    assert "merged weights give log-probs that differ" in unlike

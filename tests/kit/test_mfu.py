@@ -18,7 +18,7 @@ from mvp_engine.distributed import World
 from mvp_engine.engine.meter import Meter
 from mvp_engine.hf import LanguageModel, attention
 from mvp_engine.kit import MFUKit
-from mvp_engine.kit.mfu import _seen
+from mvp_engine.kit.mfu import causal_pairs
 from mvp_engine.log import peaks
 
 TEXT = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "pad_token_id": 0}
@@ -173,7 +173,7 @@ def test_pairs_are_those_that_attend(window: int | None) -> None:
     for length in (1, 2, 5, 17):
         q, k = torch.arange(length)[:, None], torch.arange(length)[None]
         allowed = (k <= q) & (q - k < (window or length))
-        assert _seen(torch.tensor([float(length)]), window).item() == allowed.sum().item()
+        assert causal_pairs(torch.tensor([float(length)]), window).item() == allowed.sum().item()
 
 
 def test_windows_and_packing_make_attention_cheaper_and_nothing_else() -> None:

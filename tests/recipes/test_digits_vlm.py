@@ -83,7 +83,7 @@ def test_two_ranks_with_different_numbers_of_questions_answer_like_one(ranks2, t
 def test_held_out_digits_are_never_drawn_for_training_and_ids_are_those_of_the_config(trained: Path) -> None:
     from digits_vlm import data
 
-    from mvp_engine.kit.small import CHAT, SEEN
+    from mvp_engine.kit.tiny_processors import CHAT_TOKENS, VISION_TOKENS
 
     composed = compose(str(CONFIG), [f"project.dir={trained}", *QUICK])
     engine: Any = composed.engine_class
@@ -92,7 +92,7 @@ def test_held_out_digits_are_never_drawn_for_training_and_ids_are_those_of_the_c
     about = composed.config.model.config
     tokenizer = kit.processor.tokenizer
     for key, token in (("image_token_id", "<|image_pad|>"), ("vision_start_token_id", "<|vision_start|>")):
-        assert tokenizer.convert_tokens_to_ids(token) == about[key] == [*CHAT, *SEEN].index(token)
+        assert tokenizer.convert_tokens_to_ids(token) == about[key] == [*CHAT_TOKENS, *VISION_TOKENS].index(token)
     assert len(tokenizer) <= about["text_config"]["vocab_size"]
     train, held_out = (data.chosen(split, 60, 3) for split in ("train", "eval"))
     assert not set(train) & set(held_out)

@@ -176,7 +176,7 @@ class MLLMDataKit:
         folder: str | Path | None = None,
     ) -> StreamLoader:
         """Micro-batches of one pack each, from sources that are streams. Their number is not known in advance."""
-        streams = self._streams(split)
+        streams = self.streams(split)
         lanes = self.settings.stream_lanes
         workers = self.num_workers if num_workers is None else num_workers
         if any(stream.is_pipe for stream in streams):
@@ -306,7 +306,7 @@ class MLLMDataKit:
             raise UserError(f"data: no source has split: {split}")
         return found
 
-    def _streams(self, split: str) -> list[Stream]:
+    def streams(self, split: str) -> list[Stream]:
         sources = self._sources(split)
         if not sources[0].stream:
             raise UserError(

@@ -1,0 +1,139 @@
+"""FLOPs of a model per row of each kind and per attention pair, found by one walk over its modules.
+
+A row is a token of the language model, a patch or frame of an encoder, or an output of a projector. A matmul costs 2
+FLOPs for each weight and row. Backward costs the same again for each gradient that is needed: of the weight if it
+trains, of the input if a module before it trains.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+_PROJECTOR = re.compile(r"merger|projector|connector|multi_modal|mm_|embed_vision|embed_audio")
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass
+class FlopCosts:
+    """FLOPs of forward and backward, for each row of a kind and for each pair of tokens that attend."""
+
+    rows: dict[str, float] = field(default_factory=dict)
+    pairs: dict[tuple[str, int | None], float] = field(default_factory=dict)  # by kind and window
+
+    def add_row(self, kind: str, flops: float) -> None:
+        self.rows[kind] = self.rows.get(kind, 0.0) + flops
+
+    def add_pair(self, kind: str, window: int | None, flops: float) -> None:
+        self.pairs[kind, window] = self.pairs.get((kind, window), 0.0) + flops
+
+
+def flop_costs(hf: Any) -> FlopCosts:
+    """The costs of a Hugging Face model, with its parameters frozen as they are now."""
+    text_config = hf.config.get_text_config()
+    costs = FlopCosts()
+    input_has_grad = False  # a module before this one trains
+    for module, name, is_text in modules_in_forward_order(hf):
+        gets_grad = is_text or _block_index(name) < _num_blocks_with_grad(hf.config)
+        if _is_attention(module):
+            window = getattr(module, "sliding_window", None)
+            if not is_text:
+                window = _encoder_window(hf.config, name)
+            has_backward = gets_grad and (input_has_grad or _trains(module.parameters()))
+            flops = _pair_flops(module, text_config) * (1 + 2 * has_backward)
+            costs.add_pair("text" if is_text else "encoder", window, flops)
+        for label, weight in module.named_parameters(recurse=False):
+            forward = matmul_flops(module, label, weight, text_config if is_text else None)
+            if not forward:
+                continue
+            num_grads = (weight.requires_grad + input_has_grad) * gets_grad
+            kind = "text" if is_text else _encoder_row_kind(module, name)
+            costs.add_row(kind, forward * (1 + num_grads))
+        input_has_grad = input_has_grad or _trains(module.parameters(recurse=False))
+    return costs
+
+
+def modules_in_forward_order(hf: Any) -> list[tuple[nn.Module, str, bool]]:
+    """(module, name, is_text) in the order of the forward: encoders, projector, language model, head."""
+    decoder = set(hf.get_decoder().modules())
+    head = hf.get_output_embeddings()
+    found = []
+    for name, module in hf.named_modules():
+        found.append((module, name, module in decoder or module is head))
+    return sorted(found, key=lambda entry: entry[2])
+
+
+def matmul_flops(module: nn.Module, label: str, weight: Tensor, text_config: Any) -> float:
+    """Forward FLOPs of one row that is multiplied with this weight; 0 if the weight is not a matrix.
+
+    Of the stacked matrices of experts a row meets `num_experts_per_tok`.
+    """
+    if isinstance(module, nn.Embedding) or "bias" in label:
+        return 0.0
+    if isinstance(module, _CONVOLUTIONS) or weight.ndim == 2:
+        return 2.0 * weight.numel()
+    num_experts = _num_experts(text_config)
+    if weight.ndim == 3 and len(weight) == num_experts:
+        return 2.0 * weight.numel() / num_experts * text_config.num_experts_per_tok
+    return 0.0
+
+
+def _num_experts(text_config: Any) -> int:
+    for key in _NUM_EXPERTS_KEYS:
+        if number := getattr(text_config, key, None):
+            return number
+    return 0
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return hasattr(module, "is_causal") and next(module.parameters(), None) is not None
+
+
+def _trains(parameters: Iterator[nn.Parameter]) -> bool:
+    return any(parameter.requires_grad for parameter in parameters)
+
+
+def _encoder_row_kind(module: nn.Module, name: str) -> str:
+    """Which rows an encoder's module is applied to."""
+    if isinstance(module, nn.Conv1d):
+        return "frame" if module.stride[0] == 1 else "encoder"
+    if isinstance(module, nn.Conv2d):
+        return "patch"
+    return "projector" if _PROJECTOR.search(name) else "encoder"
+
+
+def _pair_flops(module: Any, text_config: Any) -> float:
+    """Forward FLOPs of one pair of tokens that attend: the score, and the weighted value."""
+    num_heads = getattr(module, "num_heads", None) or text_config.num_attention_heads
+    head_dim = getattr(module, "head_dim", None)
+    dims = 2 * head_dim if head_dim else module.qk_head_dim + module.v_head_dim
+    return 2.0 * num_heads * dims
+
+
+def _block_index(name: str) -> int:
+    """The index of the block that a module is part of; -1 if it is in none."""
+    found = re.search(r"\.(\d+)\.", f"{name}.")
+    return int(found[1]) if found else -1
+
+
+def _num_blocks_with_grad(config: Any) -> float:
+    """Where the features of an earlier block are used, the blocks after it run forward and get no gradient."""
+    layer = getattr(config, "vision_feature_layer", -1)
+    if isinstance(layer, int) and layer < -1:
+        return config.vision_config.num_hidden_layers + layer + 1
+    return math.inf
+
+
+def _encoder_window(config: Any, name: str) -> int | None:
+    """The side of an encoder block's attention windows in patches; None for full attention."""
+    vision: Any = getattr(config, "vision_config", None)
+    full_attention_blocks = getattr(vision, "fullatt_block_indexes", None)
+    if full_attention_blocks is None or _block_index(name) in full_attention_blocks:
+        return None
+    return vision.window_size // vision.patch_size
