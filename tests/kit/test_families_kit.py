@@ -15,7 +15,7 @@ from families import KIT, TOKENS, VISION
 from PIL import Image
 from processors import talking
 from test_media import own
-from test_vision import check_packed_is_alone, close
+from tiny_models import check_packed_is_alone, close
 from transformers import AutoConfig
 
 from mvp_engine.data.batch import IGNORE, PackedBatch

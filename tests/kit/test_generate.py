@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import VISION, parallel
-from test_vision import lively, samples
+from tiny_models import build_model, samples
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
@@ -22,7 +22,7 @@ NEW = 5
 
 
 def built(name: str, layout: Layout | None = None) -> tuple[LanguageModelEngine, list[PackedBatch]]:
-    model = lively(LanguageModel, name)
+    model = build_model(LanguageModel, name)
     ones = (
         samples(model, name) if name in VISION else [PackedBatch.from_sequences([torch.arange(3, n)]) for n in (9, 6)]
     )

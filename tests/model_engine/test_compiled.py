@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from families import parallel
 from functorch.compile import make_boxed_func
-from test_vision import close, lively, samples
+from tiny_models import build_model, close, samples
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.torch_version import TorchVersion
@@ -47,7 +47,7 @@ def packs(model: LanguageModel, name: str) -> list[PackedBatch]:
 
 def found(name: str, layout: Layout, **how: Any) -> Found:
     """Log-probs of each pack, which all data ranks have; gradients of a step on all; graphs compiled after each."""
-    model = lively(LanguageModel, name)
+    model = build_model(LanguageModel, name)
     batches = packs(model, name)
     engine = LanguageModelEngine(model, layout, Settings(**how))
     engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0))
@@ -131,7 +131,9 @@ def test_on_gpus_they_are_by_default(monkeypatch, version: str, backend: str | N
     monkeypatch.setattr(build.LOGGER, "warning", lambda text, *words: said.append(text % words))
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     layout: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cuda")), tensor_mesh="a mesh")
-    assert {*build._backends(lively(LanguageModel, "qwen3"), layout, Settings(compile="auto")).values()} == {backend}
+    assert {*build._backends(build_model(LanguageModel, "qwen3"), layout, Settings(compile="auto")).values()} == {
+        backend
+    }
     assert ["blocks run uncompiled" in one for one in said] == [True] * (backend is None)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import VISION, overrides_of, parallel
-from test_vision import lively, sample
+from tiny_models import build_model, sample
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.data.batch import PackedBatch
@@ -203,7 +203,7 @@ def test_packs_of_all_sizes_compile_few_times_and_never_wait() -> None:
 @pytest.mark.parametrize("other", ["patches", "frame"])
 def test_packs_with_images_compile_few_times_and_never_wait(other: str) -> None:
     """Encoder and text layers, images of two sizes, or images and videos in one pack."""
-    model, g = lively(LanguageModel, "qwen3_vl"), torch.Generator().manual_seed(5)
+    model, g = build_model(LanguageModel, "qwen3_vl"), torch.Generator().manual_seed(5)
     looks = ["patches", other]
     text, one, two = (sample(model, looks, looks[:count], g) for count in range(3))
     members = [[two, one], [one, text, one], [two, two, text, one], [text, two, two], [one]]
@@ -227,7 +227,7 @@ def test_soft_caps_and_sinks_compile_few_times_and_never_wait(monkeypatch, name:
 
 def test_images_that_see_each_other_never_wait(monkeypatch) -> None:
     monkeypatch.setitem(VISION["gemma3"][1]["text_config"], "head_dim", 32)
-    model, g = lively(LanguageModel, "gemma3"), torch.Generator().manual_seed(5)
+    model, g = build_model(LanguageModel, "gemma3"), torch.Generator().manual_seed(5)
     text, one, two = (sample(model, ["tiles"], ["tiles"] * count, g) for count in range(3))
     members = [[two, one], [one, text, one], [two, two, text, one], [text, two, two], [one]]
     batches = [PackedBatch.concat(ones).pin_memory() for ones in members]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import overrides_of, parallel
-from test_vision import lively, samples
+from tiny_models import build_model, samples
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.data.batch import PackedBatch
@@ -33,7 +33,7 @@ def share(model: LanguageModel, name: str, share: list[list[int]]) -> list[Packe
 
 def trained(name: str, layout: Layout, shares: list[list[list[int]]], frozen: bool) -> dict[str, torch.Tensor]:
     """Gradients and evaluated log-probs after one step in which rank r has share r of the data."""
-    model = lively(LanguageModel, name)
+    model = build_model(LanguageModel, name)
     names = [n for n, _ in model.named_parameters()]
     freeze = [p for p in ENCODERS if any(p[1:-1] in n for n in names)] if frozen else []
     mine = share(model, name, [batch for part in shares[layout.data_rank :: layout.data_size] for batch in part])

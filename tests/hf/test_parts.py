@@ -1,4 +1,4 @@
-"""Parts by name: every parameter in exactly one; freezing, rates, recomputing and compiling by part."""
+"""Parts: one per parameter; freezing, learning rates, activation checkpointing and compiling by part."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 from conftest import MAGIC
-from families import FAMILIES, VISION, config_of, parallel
+from families import FAMILIES, VISION, parallel
 from test_hf_folders import alone
-from test_vision import samples
+from tiny_models import build_model, samples, shared_model
 
 from mvp_engine.config import compose
 from mvp_engine.data.batch import PackedBatch
@@ -21,7 +21,7 @@ from mvp_engine.hf.parts import parts_of, table
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.model_engine.optim import build_optimizer
 
-# Where the parts of each family are, by patterns; all that fits none of them is the llm's.
+# Name patterns of the parts of each family; parameters that match none belong to the llm.
 VISUAL = {"vision": "visual.*", "projector": "visual.merger.*"}
 TOWER = {"vision": "vision_tower.*", "projector": "multi_modal_projector.*"}
 NEWLINE = {**TOWER, "projector": "multi_modal_projector.* image_newline"}
@@ -44,9 +44,8 @@ EXPECTED: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *VISION])
-def test_every_parameter_belongs_to_exactly_one_part(family: str) -> None:
-    with torch.device("meta"):
-        models = [kind.from_config(config_of(family)) for kind in (LanguageModel, ValueModel)]
+def test_parts_of_family_cover_each_parameter_once(family: str) -> None:
+    models = [shared_model(kind, family) for kind in (LanguageModel, ValueModel)]
     patterns = EXPECTED.get(family, TOWER if family in VISION else {})
     for model in models:
         parts = parts_of(model)
@@ -61,9 +60,8 @@ def test_every_parameter_belongs_to_exactly_one_part(family: str) -> None:
 
 
 def trained(settings: Settings, layout: Layout | None = None) -> tuple[LanguageModelEngine, dict[str, torch.Tensor]]:
-    """A tiny Qwen3-VL after a step on images; and its weights before."""
-    torch.manual_seed(0)
-    model = LanguageModel.from_config(config_of("qwen3_vl"))
+    """A tiny Qwen3-VL after one step on images, and its weights before the step."""
+    model = build_model(LanguageModel, "qwen3_vl")
     batch = PackedBatch.concat(samples(model, "qwen3_vl"))
     engine = LanguageModelEngine(model, layout or alone(), settings)
     engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.5))
@@ -73,13 +71,13 @@ def trained(settings: Settings, layout: Layout | None = None) -> tuple[LanguageM
 
 
 @pytest.mark.parametrize("frozen", [("vision",), ("vision", "llm"), ("projector", "hf.lm_head.*")])
-def test_frozen_means_no_gradient_and_no_update(frozen: tuple[str, ...]) -> None:
+def test_freeze_part_gets_no_gradient_and_no_update(frozen: tuple[str, ...]) -> None:
     engine, before = trained(Settings(freeze=frozen))
     parts = parts_of(engine.model)
     for name, param in engine.model.named_parameters():
-        still = parts[name] in frozen or (name == "hf.lm_head.weight" and "hf.lm_head.*" in frozen)
-        assert param.requires_grad != still
-        if still:
+        is_frozen = parts[name] in frozen or (name == "hf.lm_head.weight" and "hf.lm_head.*" in frozen)
+        assert param.requires_grad != is_frozen
+        if is_frozen:
             assert param.grad is None
             assert torch.equal(param, before[name]), name
         else:
@@ -89,7 +87,7 @@ def test_frozen_means_no_gradient_and_no_update(frozen: tuple[str, ...]) -> None
     assert "0.01" in shown["projector" if "projector" not in frozen else "vision"]
 
 
-def on_two_ranks(frozen: tuple[str, ...]) -> dict[str, torch.Tensor]:
+def train_on_two_ranks(frozen: tuple[str, ...]) -> dict[str, torch.Tensor]:
     world = World.join("cpu")
     engine, before = trained(Settings(freeze=frozen), Layout.of(world, parallel(shard=2)))
     found = {name: full_tensor(param.detach()).clone() for name, param in engine.model.named_parameters()}
@@ -99,17 +97,16 @@ def on_two_ranks(frozen: tuple[str, ...]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_frozen_parts_stay_frozen_on_shards(ranks2) -> None:
+def test_freeze_part_on_shards_equals_one_rank(ranks2) -> None:
     frozen = ("vision", "llm")
     single, _ = trained(Settings(freeze=frozen))
-    for found in ranks2.run(on_two_ranks, frozen):
+    for found in ranks2.run(train_on_two_ranks, frozen):
         for name, param in single.model.named_parameters():
             assert torch.allclose(found[name], param, atol=1e-5), name
 
 
-def test_rates_by_part() -> None:
-    with torch.device("meta"):
-        model = LanguageModel.from_config(config_of("qwen3_vl"))
+def test_optimizer_lr_by_part_sets_learning_rates() -> None:
+    model = shared_model(LanguageModel, "qwen3_vl")
     settings = compose(MAGIC).config.optim.model_copy(
         update={"lr": 1.0, "lr_by_part": {"*.visual.pos*": 4, "vision": 2, "projector": 3}}
     )
@@ -120,10 +117,12 @@ def test_rates_by_part() -> None:
         assert found[model.get_parameter(name)] == (4 if ".visual.pos" in name else expected[part])
 
 
-def test_blocks_of_a_part_are_recomputed_and_compiled() -> None:
+def test_activation_checkpointing_and_compile_by_part_change_only_their_blocks() -> None:
     plain, _ = trained(Settings())
-    how = {"llm": "eager", "vision": "auto"}  # auto is nothing on a CPU
-    engine, _ = trained(Settings(activation_checkpointing={"vision": "full", "projector": "selective"}, compile=how))
+    backends = {"llm": "eager", "vision": "auto"}  # auto does not compile on a CPU
+    engine, _ = trained(
+        Settings(activation_checkpointing={"vision": "full", "projector": "selective"}, compile=backends)
+    )
     changed = {name.split(".")[2] for name, module in engine.model.named_modules() if "forward" in vars(module)}
     assert changed == {"visual"}
     compiled = {name for name, module in engine.model.named_modules() if module._compiled_call_impl is not None}
@@ -132,15 +131,15 @@ def test_blocks_of_a_part_are_recomputed_and_compiled() -> None:
         assert torch.allclose(param, plain.model.get_parameter(name), atol=1e-6), name
 
 
-def test_a_part_that_a_model_does_not_have_is_refused() -> None:
-    for settings, words in (
+def test_settings_part_that_the_model_lacks_is_rejected() -> None:
+    for settings, message in (
         (Settings(freeze=("audio",)), "model.freeze: LanguageModel has no part audio; it has vision, projector, llm"),
         (
             Settings(activation_checkpointing={"audio": "full"}),
             "model.activation_checkpointing: LanguageModel has no part audio; it has vision",
         ),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             trained(settings)
     model = torch.nn.Linear(2, 2)
     with pytest.raises(UserError, match=r"model.compile: Linear has no part llm; only Hugging Face models have parts"):

@@ -1,4 +1,4 @@
-"""What encoders and their features take on the way without waiting for the GPU is what transformers computes."""
+"""Encoders and their features without host syncs: bit-equal to transformers, or within rounding of a matmul."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from typing import Any
 import pytest
 import torch
 from families import VISION, config_of
-from test_vision import lively, run, samples
+from tiny_models import build_model, run, samples, shared_model
 from torch import nn
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel, attention, media_features, vision
-from mvp_engine.hf import input_hooks as hooks
+from mvp_engine.hf import LanguageModel, attention, input_hooks, media_features, vision
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
-from mvp_engine.model_engine.fsdp.prefetch import DevicePrefetcher
 from mvp_engine.ops import attention as attention_ops
 
 
-def seen(config, grids: list[list[int]]) -> tuple[PackedBatch, dict[str, torch.Tensor]]:
-    """Images among text, for us and for transformers."""
+def images_in_text(config, grids: list[list[int]]) -> tuple[PackedBatch, dict[str, torch.Tensor]]:
+    """Images of these grid sizes among text: as a packed batch, and as inputs of transformers' forward."""
     g = torch.Generator().manual_seed(0)
     grid = torch.tensor(grids)
     ids = [torch.randint(10, 60, (5,), generator=g)]
@@ -41,17 +39,19 @@ def seen(config, grids: list[list[int]]) -> tuple[PackedBatch, dict[str, torch.T
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_vl", "qwen2_5_vl"])
-def test_log_probs_of_images_are_those_of_transformers_alone(name: str) -> None:
+def test_language_model_with_image_grids_equals_transformers(name: str) -> None:
     from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(0)
     config = config_of(name)
-    config.vision_config.initializer_range = config.get_text_config().initializer_range = 0.2  # images must matter
+    config.vision_config.initializer_range = config.get_text_config().initializer_range = (
+        0.2  # so that images change the outputs
+    )
     plain = AutoModelForImageTextToText.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
     ours = LanguageModel.from_config(copy.deepcopy(config)).eval()
     ours.hf.load_state_dict(plain.state_dict())
-    for grids in ([[1, 4, 8]], [[1, 4, 4], [1, 8, 4], [1, 4, 4]], [[1, 4, 8]]):  # sizes come again
-        batch, inputs = seen(config, grids)
+    for grids in ([[1, 4, 8]], [[1, 4, 4], [1, 8, 4], [1, 4, 4]], [[1, 4, 8]]):  # the last size is cached by then
+        batch, inputs = images_in_text(config, grids)
         with torch.no_grad():
             expected = plain(**inputs).logits[0].log_softmax(-1)[:-1].gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
             found = ours(batch, ["log_probs"])["log_probs"][:-1]
@@ -61,12 +61,12 @@ def test_log_probs_of_images_are_those_of_transformers_alone(name: str) -> None:
         assert not torch.allclose(ours(batch, ["log_probs"])["log_probs"][:-1], expected, atol=1e-3)
 
 
-def test_a_convolution_over_single_patches_is_a_matrix_product_with_the_same_gradients() -> None:
+def test_patch_conv3d_equals_conv3d_with_gradients() -> None:
     plain = nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4))
     wrapped = nn.Sequential(copy.deepcopy(plain))
     vision.apply_sync_free_vision(wrapped)
     assert type(wrapped[0]) is vision.PatchConv3d
-    for size in ((2, 4, 4), (4, 8, 4)):  # the second is no single patch
+    for size in ((2, 4, 4), (4, 8, 4)):  # the second is not a single patch
         x = torch.randn(5, 3, *size)
         a, b = plain(x), wrapped(x)
         assert torch.allclose(a, b, atol=1e-6)
@@ -80,53 +80,40 @@ def test_a_convolution_over_single_patches_is_a_matrix_product_with_the_same_gra
     assert type(overlapping[0]) is nn.Conv3d
 
 
-def test_plans_are_kept_for_each_size_and_not_for_ever(monkeypatch) -> None:
+def test_grid_plans_past_the_limit_are_dropped(monkeypatch) -> None:
     config = config_of("qwen3_vl")
-    model = LanguageModel.from_config(config).eval()
+    model = build_model(LanguageModel, "qwen3_vl")
     encoder = model.hf.model.visual
     monkeypatch.setattr(vision, "MAX_PLANS", 2)
     for grids in ([[1, 4, 4], [1, 4, 8]], [[1, 4, 4]], [[1, 8, 8]]):
-        model(seen(config, grids)[0], ["log_probs"])
+        model(images_in_text(config, grids)[0], ["log_probs"])
     assert len(vision._PLANS[encoder]) == 1
 
 
-def test_micro_batches_are_moved_one_ahead_and_in_order() -> None:
-    told: list[str] = []
-
-    def move(batch: str) -> str:
-        told.append(f"moved {batch}")
-        return batch.upper()
-
-    for batch, counts in DevicePrefetcher(torch.device("cpu"), move)([("a", True), ("b", False), ("c", True)]):
-        told.append(f"used {batch} {counts}")
-    assert told == ["moved a", "moved b", "used A True", "moved c", "used B False", "used C True"]
-    assert list(DevicePrefetcher(torch.device("cpu"), move)([])) == []
-
-
-def test_features_take_the_place_of_tokens_as_by_masked_scatter_with_the_same_gradients() -> None:
+def test_placeholder_mask_masked_scatter_equals_plain_mask_with_gradients() -> None:
     g = torch.Generator().manual_seed(0)
     mask = torch.rand(1, 30, 1, generator=g) > 0.6
     embeds, features = torch.randn(1, 30, 8, generator=g), torch.randn(int(mask.sum()), 8, generator=g)
     d = torch.randn(1, 30, 8, generator=g)
-    seen = []
-    counted = media_features.PlaceholderMask.of(mask, mask)
-    for kind in (mask, counted):
+    found = []
+    with_host_copy = media_features.PlaceholderMask.of(mask, mask)
+    for kind in (mask, with_host_copy):
         into, rows = embeds.clone().requires_grad_(), features.clone().requires_grad_()
         for one in (kind, kind.expand_as(into)):
             out = into.masked_scatter(one, rows)
             out.backward(d)
-        seen.append((out, into.grad, rows.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
-    assert type((counted | mask)[..., 0]) is torch.Tensor
-    assert type(embeds[..., :1].expand_as(counted)) is torch.Tensor
+        found.append((out, into.grad, rows.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert type((with_host_copy | mask)[..., 0]) is torch.Tensor
+    assert type(embeds[..., :1].expand_as(with_host_copy)) is torch.Tensor
 
 
-def test_the_host_says_when_features_and_tokens_do_not_match() -> None:
+def test_placeholder_mask_token_count_mismatch_raises_on_host() -> None:
     config = config_of("qwen3_vl")
-    model = LanguageModel.from_config(config).eval()
-    batch, _ = seen(config, [[1, 4, 4], [1, 4, 8]])
+    model = shared_model(LanguageModel, "qwen3_vl")
+    batch, _ = images_in_text(config, [[1, 4, 4], [1, 4, 8]])
     assert type(model.base().get_placeholder_mask(batch.input_ids[None], torch.zeros(1, 1, 1))[0]) is torch.Tensor
-    moved = batch.to("cpu")  # as to a GPU: what the tokens were is known on the host
+    moved = batch.to("cpu")  # as to a GPU: the host keeps the token ids
     assert moved.host_input_ids is batch.input_ids
     batch.input_ids[batch.input_ids == config.image_token_id] = 11
     with pytest.raises(ValueError, match="do not match"):
@@ -134,14 +121,15 @@ def test_the_host_says_when_features_and_tokens_do_not_match() -> None:
 
 
 @pytest.mark.parametrize("more", [True, False])
-def test_of_models_that_do_not_compare_them_either(more: bool) -> None:
-    model = LanguageModel.from_config(config_of("qwen2_5_omni_thinker")).eval()
+def test_insert_features_wrong_number_of_audio_tokens_raises(more: bool) -> None:
+    """transformers does not compare the two for audio."""
+    model = shared_model(LanguageModel, "qwen2_5_omni_thinker")
     mask = (torch.arange(32) < 20).long()[None]
-    sound = Media(torch.randn(1, 8, 32), torch.tensor([1]), torch.tensor([0]), {"feature_attention_mask": mask})
+    audio = Media(torch.randn(1, 8, 32), torch.tensor([1]), torch.tensor([0]), {"feature_attention_mask": mask})
     for count in (5, 5 + (1 if more else -1)):
         row = torch.tensor([11, *[92] * count, 12])
         positions = torch.arange(len(row)).expand(3, -1)
-        batch = PackedBatch.from_sequences([row], position_ids=[positions], media={"input_features": sound})
+        batch = PackedBatch.from_sequences([row], position_ids=[positions], media={"input_features": audio})
         if count == 5:
             model(batch, ["log_probs"])
             continue
@@ -149,8 +137,8 @@ def test_of_models_that_do_not_compare_them_either(more: bool) -> None:
             model(batch, ["log_probs"])
 
 
-def test_a_mask_of_tokens_alone_stays_as_it_is() -> None:
-    class Codes(nn.Module):  # as of models that turn images into tokens
+def test_placeholder_mask_over_token_ids_stays_a_plain_mask() -> None:
+    class Codes(nn.Module):  # like models that turn images into token ids
         def get_placeholder_mask(self, input_ids: torch.Tensor, image_ids: torch.Tensor) -> torch.Tensor:
             assert int((input_ids == 9).sum()) == len(image_ids)
             return input_ids == 9
@@ -162,7 +150,7 @@ def test_a_mask_of_tokens_alone_stays_as_it_is() -> None:
     assert found.tolist() == [[1, 5, 6, 2]]
 
 
-def test_tokens_that_were_changed_behind_a_copy_are_not_taken_for_it() -> None:
+def test_host_input_ids_changed_after_the_copy_are_not_used() -> None:
     def moved() -> tuple[torch.Tensor, PackedBatch]:
         ids = torch.arange(6)
         return ids, PackedBatch.from_sequences([ids]).to("meta")  # as to a GPU
@@ -180,8 +168,8 @@ def test_tokens_that_were_changed_behind_a_copy_are_not_taken_for_it() -> None:
     assert batch.host_input_ids is None
 
 
-def test_what_is_compiled_as_a_whole_asks_transformers() -> None:
-    class Sees(nn.Module):
+def test_placeholder_mask_in_compiled_model_uses_transformers_method() -> None:
+    class Net(nn.Module):
         def get_placeholder_mask(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> torch.Tensor:
             return (input_ids == 9)[..., None].expand_as(inputs_embeds)
 
@@ -189,7 +177,7 @@ def test_what_is_compiled_as_a_whole_asks_transformers() -> None:
             mask = self.get_placeholder_mask(ids, embeds)
             return embeds.masked_scatter(mask, features) + mask[..., :1]
 
-    model, ids = Sees(), torch.tensor([[1, 9, 9, 2]])
+    model, ids = Net(), torch.tensor([[1, 9, 9, 2]])
     media_features.apply_sync_free_features(model, model)
     media_features.register_host_ids(ids, ids[0])
     given = (ids, torch.zeros(1, 4, 3), torch.randn(2, 3))
@@ -197,29 +185,27 @@ def test_what_is_compiled_as_a_whole_asks_transformers() -> None:
     assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(*given), expected)
 
 
-def test_a_copy_of_a_model_asks_itself() -> None:
-    model = LanguageModel.from_config(config_of("qwen3_vl"))
+def test_placeholder_mask_of_deepcopy_is_bound_to_the_copy() -> None:
+    model = shared_model(LanguageModel, "qwen3_vl")
     twin = copy.deepcopy(model)
     assert twin.base().__dict__["get_placeholder_mask"].args[0] is twin.base()
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_what_the_host_knows_changes_no_bit(name: str, monkeypatch) -> None:
-    model = lively(LanguageModel, name)
+def test_host_token_ids_give_bit_equal_outputs_and_gradients(name: str, monkeypatch) -> None:
+    model = shared_model(LanguageModel, name)
     batch = PackedBatch.concat(samples(model, name))
-    mine = run(model, batch, ["log_probs"])
-    monkeypatch.setattr(
-        media_features, "register_host_ids", lambda *_: None
-    )  # then transformers asks the tokens on their device
-    theirs = run(model, batch, ["log_probs"])
-    assert torch.equal(mine[0][0], theirs[0][0])
-    assert mine[1].keys() == theirs[1].keys()
-    assert all(torch.equal(grad, theirs[1][name]) for name, grad in mine[1].items())
+    (log_probs,), grads = run(model, batch, ["log_probs"])
+    monkeypatch.setattr(media_features, "register_host_ids", lambda *_: None)  # so masks come from the device
+    (expected,), expected_grads = run(model, batch, ["log_probs"])
+    assert torch.equal(log_probs, expected)
+    assert grads.keys() == expected_grads.keys()
+    assert all(torch.equal(grad, expected_grads[name]) for name, grad in grads.items())
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "llava"])
-def test_packs_with_all_kinds_of_media_or_samples_beside_ask_the_device_nothing(monkeypatch, name: str) -> None:
-    """The meta device stands for a GPU: it has no answers, so asking it is an error."""
+def test_forward_backward_with_media_has_no_host_sync(monkeypatch, name: str) -> None:
+    """The meta device stands for a GPU: it has no values, so reading one is an error."""
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], enable_gqa=len(q) != len(k))[0]
@@ -228,10 +214,10 @@ def test_packs_with_all_kinds_of_media_or_samples_beside_ask_the_device_nothing(
         (attention_ops, "_torch_varlen_is_supported", lambda *_: True),
         (attention_ops, "_torch_varlen", kernel),
         (attention, "_as_autocast", lambda x: x),
-        (hooks, "autocast_dtype", lambda _: None),
+        (input_hooks, "autocast_dtype", lambda _: None),
     ):
         monkeypatch.setattr(where, what, kind)
-    model = lively(LanguageModel, name)
+    model = build_model(LanguageModel, name)
     text, image, both = samples(model, name)
     model.to("meta")
     assert len(both.media) == (2 if name == "qwen3_vl" else 1)

@@ -1,4 +1,4 @@
-"""Real architectures, tiny and random: packed equals one by one, per token and per parameter, to 1e-5."""
+"""Text model families: packed equals one by one, per token and per parameter, to 1e-5."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import ROOT
 from families import FAMILIES, REFUSED, config_of, table
+from tiny_models import shared_model
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
@@ -16,18 +17,20 @@ LENGTHS = [7, 1, 12, 5]
 
 
 def sequences() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Token ids and loss masks."""
     g = torch.Generator().manual_seed(2)
-    return [torch.randint(99, (n,), generator=g) for n in LENGTHS], [torch.rand(n, generator=g) < 0.8 for n in LENGTHS]
+    ids = [torch.randint(99, (n,), generator=g) for n in LENGTHS]
+    return ids, [torch.rand(n, generator=g) < 0.8 for n in LENGTHS]
 
 
 def gradients(model: PackedModel) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_packed_equals_one_by_one(name: str) -> None:
-    torch.manual_seed(0)
-    model = LanguageModel.from_config(config_of(name), chunk=10).eval()  # some have dropout by default
+def test_language_model_packed_equals_single(name: str, monkeypatch) -> None:
+    model = shared_model(LanguageModel, name)
+    monkeypatch.setattr(model, "chunk", 10)  # several chunks of logits
     check_packing(model)
     ids, masks = sequences()
     alone: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": []}
@@ -48,26 +51,25 @@ def test_packed_equals_one_by_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_that_ignore_boundaries_are_refused_by_name(name: str) -> None:
+def test_preflight_family_that_ignores_boundaries_is_rejected_by_name(name: str) -> None:
     torch.manual_seed(0)
     model = LanguageModel.from_config(config_of(name))
     with pytest.raises(UserError, match=f"{name} cannot be trained on packed sequences"):
         check_packing(model)
 
 
-def test_an_unknown_step_before_the_logits_is_noticed() -> None:
+def test_preflight_unknown_step_before_logits_is_rejected() -> None:
     model = LanguageModel.from_config(config_of("gemma2"))
     model.softcap = None
     with torch.no_grad():
-        model.hf.get_input_embeddings().weight *= 300  # so that the cap matters
+        model.hf.get_input_embeddings().weight *= 300  # large enough for the soft cap to matter
     with pytest.raises(UserError, match="differ from those of transformers' own forward"):
         check_packing(model)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_moe"])
-def test_value_model_gives_one_number_per_token_packed_or_not(name: str) -> None:
-    torch.manual_seed(0)
-    model = ValueModel.from_config(config_of(name))
+def test_value_model_packed_equals_single(name: str) -> None:
+    model = shared_model(ValueModel, name)
     check_packing(model)
     ids, _ = sequences()
     values = model(PackedBatch.from_sequences(ids), ["values"])["values"]
@@ -76,16 +78,14 @@ def test_value_model_gives_one_number_per_token_packed_or_not(name: str) -> None
     assert torch.allclose(values, alone, rtol=1e-5, atol=1e-5)
 
 
-def test_table_in_the_documents_is_the_list_of_this_test() -> None:
+def test_docs_table_of_families_is_up_to_date() -> None:
     page = (ROOT / "docs" / "models.md").read_text()
-    assert f"<!-- families -->\n{table()}\n<!-- /families -->" in page, "run python tests/model_engine/families.py"
+    assert f"<!-- families -->\n{table()}\n<!-- /families -->" in page, "run python tests/hf/families.py"
 
 
-def test_outputs_are_asked_for_by_name() -> None:
-    model = LanguageModel.from_config(config_of("llama"))
+def test_forward_returns_the_named_outputs_and_raises_for_unknown_names() -> None:
+    model = shared_model(LanguageModel, "llama")
     batch = PackedBatch.from_sequences(sequences()[0])
     assert set(model(batch, ["hidden_states", "entropy"])) == {"hidden_states", "entropy"}
-    with pytest.raises(
-        ValueError, match="LanguageModel does not provide \\['values'\\]; it provides log_probs, entropy"
-    ):
+    with pytest.raises(UserError, match=r"LanguageModel does not provide \['values'\]; it provides log_probs, entropy"):
         model(batch, ["values"])

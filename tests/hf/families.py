@@ -1,4 +1,4 @@
-"""Tiny random models of real architectures: the families that the tests go through."""
+"""Tiny configs of the model families that the tests cover. `tiny_models.py` builds models from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WINDOW = {"sliding_window": 3}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GEMMA = {"query_pre_attn_scalar": 8, **WINDOW}
 
-# model type -> (what is special about it, what its config needs beyond SMALL)
+# model type -> (its special features, config settings beyond SMALL)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("GQA", {}),
     "mistral": ("GQA, sliding window", WINDOW),
@@ -68,7 +68,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("learned positions", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
 }
 
-# Layers of these look across boundaries, or drop them on the way: they must be refused.
+# Layers of these look across sequence boundaries, or ignore them: preflight must reject them.
 STATE = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
 REFUSED: dict[str, dict[str, Any]] = {
     "falcon_h1": STATE,
@@ -76,7 +76,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-# What each model of VISION has: tokens that stand for a piece of an image, a video or a sound.
+# Ids of the placeholder tokens for images, videos and audio, in each model of VISION.
 TOKENS = {"image_token_id": 90, "video_token_id": 91, "audio_token_id": 92, "vision_start_token_id": 93}
 
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
@@ -119,8 +119,8 @@ RESAMPLER = {
 PINPOINTS = {"image_grid_pinpoints": [[8, 16], [16, 8], [16, 16]]}
 
 
-def parts(vision: dict[str, Any] | None, audio: dict[str, Any] | None = None, **text: Any) -> dict[str, Any]:
-    """The sub-configs of a model that sees or hears."""
+def sub_configs(vision: dict[str, Any] | None, audio: dict[str, Any] | None = None, **text: Any) -> dict[str, Any]:
+    """The sub-configs of a model with encoders."""
     found = {"text_config": {**SMALL, **text}, "vision_config": vision, "audio_config": audio}
     return {name: config for name, config in found.items() if config is not None}
 
@@ -129,30 +129,34 @@ def vit(model_type: str | None = None, **more: Any) -> dict[str, Any]:
     return {**SMALL_VIT, **({} if model_type is None else {"model_type": model_type}), **more}
 
 
-# model type -> (what is special about it, what its config needs beyond TOKENS, how its media look: see `media_of`)
+# model type -> (its special features, config settings beyond TOKENS, formats of its media: see `media_of`)
 VISION: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen2_vl": (
         "positions on three axes",
-        parts({**PATCHES, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}, **MROPE),
+        sub_configs({**PATCHES, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}, **MROPE),
         "patches video",
     ),
-    "qwen2_5_vl": ("positions on three axes, windows in the encoder", parts(WINDOWS, **MROPE), "patches video"),
-    "qwen3_vl": ("positions on three axes, features of several depths", parts(DEEPSTACK, **MROPE), "patches frame"),
-    "qwen3_vl_moe": ("the same, mixture of experts", parts(DEEPSTACK, **MROPE, **EXPERTS), "patches"),
-    "glm4v": ("positions on three axes", parts({**PATCHES, "image_size": 8}, **MROPE), "patches"),
+    "qwen2_5_vl": ("positions on three axes, windows in the encoder", sub_configs(WINDOWS, **MROPE), "patches video"),
+    "qwen3_vl": (
+        "positions on three axes, features of several depths",
+        sub_configs(DEEPSTACK, **MROPE),
+        "patches frame",
+    ),
+    "qwen3_vl_moe": ("the same, mixture of experts", sub_configs(DEEPSTACK, **MROPE, **EXPERTS), "patches"),
+    "glm4v": ("positions on three axes", sub_configs({**PATCHES, "image_size": 8}, **MROPE), "patches"),
     "internvl": (
         "tiles, InternViT",
-        parts(vit("internvl_vision", image_size=[8, 8], patch_size=[2, 2]), model_type="qwen2"),
+        sub_configs(vit("internvl_vision", image_size=[8, 8], patch_size=[2, 2]), model_type="qwen2"),
         "tiles",
     ),
     "gemma3": (
         "SigLIP, the tokens of an image see each other",
-        {**parts(vit("siglip_vision_model"), **GEMMA), "mm_tokens_per_image": 4},
+        {**sub_configs(vit("siglip_vision_model"), **GEMMA), "mm_tokens_per_image": 4},
         "tiles",
     ),
     "gemma4": (
         "padded patches, the tokens of an image see each other",
-        parts(
+        sub_configs(
             vit(num_key_value_heads=2, head_dim=8, pooling_kernel_size=2, position_embedding_size=16),
             **WINDOW,
             use_bidirectional_attention="vision",
@@ -164,87 +168,90 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "paligemma": (
         "SigLIP, the tokens of the prompt see each other",
-        {**parts(vit("siglip_vision_model"), model_type="gemma"), "projection_dim": 32},
+        {**sub_configs(vit("siglip_vision_model"), model_type="gemma"), "projection_dim": 32},
         "tiles",
     ),
     "idefics2": (
         "padded images, a resampler",
-        {**parts(vit(), model_type="mistral", **WINDOW), "perceiver_config": RESAMPLER},
+        {**sub_configs(vit(), model_type="mistral", **WINDOW), "perceiver_config": RESAMPLER},
         "padded",
     ),
-    "idefics3": ("padded tiles, SigLIP", {**parts(vit(), model_type="llama"), "scale_factor": 2}, "padded"),
-    "smolvlm": ("padded tiles, SigLIP", {**parts(vit(), model_type="llama"), "scale_factor": 2}, "padded"),
-    "llava": ("CLIP", parts(vit("clip_vision_model"), model_type="llama"), "tiles"),
+    "idefics3": ("padded tiles, SigLIP", {**sub_configs(vit(), model_type="llama"), "scale_factor": 2}, "padded"),
+    "smolvlm": ("padded tiles, SigLIP", {**sub_configs(vit(), model_type="llama"), "scale_factor": 2}, "padded"),
+    "llava": ("CLIP", sub_configs(vit("clip_vision_model"), model_type="llama"), "tiles"),
     "llava_next": (
         "tiles of any resolution, CLIP",
-        {**parts(vit("clip_vision_model"), model_type="llama"), **PINPOINTS},
+        {**sub_configs(vit("clip_vision_model"), model_type="llama"), **PINPOINTS},
         "anyres",
     ),
     "llava_onevision": (
         "tiles of any resolution, SigLIP",
-        {**parts(vit("siglip_vision_model"), model_type="qwen2"), **PINPOINTS},
+        {**sub_configs(vit("siglip_vision_model"), model_type="qwen2"), **PINPOINTS},
         "anyres",
     ),
     "mistral3": (
         "images of any size, Pixtral",
-        {**parts(vit("pixtral", head_dim=8), model_type="mistral"), "spatial_merge_size": 2},
+        {**sub_configs(vit("pixtral", head_dim=8), model_type="mistral"), "spatial_merge_size": 2},
         "sized",
     ),
-    "qwen2_audio": ("Whisper", parts(None, WHISPER, model_type="qwen2"), "sound"),
+    "qwen2_audio": ("Whisper", sub_configs(None, WHISPER, model_type="qwen2"), "audio"),
     "qwen2_5_omni_thinker": (
         "positions on three axes, windows in both encoders",
-        parts(WINDOWS, {**WHISPER, "output_dim": 32, "n_window": 4}, **MROPE),
-        "sound patches",
+        sub_configs(WINDOWS, {**WHISPER, "output_dim": 32, "n_window": 4}, **MROPE),
+        "audio patches",
     ),
 }
 
-# Families whose own processor the data kit is tried with, and what they take in its rows.
-IMAGE, FILMS = "image", "image, video"
+# Families whose own processor the data kit is tested with, and the media that its rows may hold.
+IMAGE_VIDEO = "image, video"
 KIT = {
-    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm"], FILMS),
-    **dict.fromkeys(["gemma3", "idefics3", "llava", "llava_next"], IMAGE),
+    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm"], IMAGE_VIDEO),
+    **dict.fromkeys(["gemma3", "idefics3", "llava", "llava_next"], "image"),
     "qwen2_audio": "audio",
     "qwen2_5_omni_thinker": "image, video, audio",
 }
 
-# Models that need to be told which tokens are images.
+# Models that read which tokens are images from a token field.
 TYPES = {"gemma3": "token_type_ids", "paligemma": "token_type_ids", "gemma4": "mm_token_type_ids"}
 
-# Models that see and must be refused, with words of the reason.
+# Models with encoders that must be rejected, and a part of the error message.
 REFUSED_VISION: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama4": ("does not separate its backbone from its head", parts(vit(vision_output_dim=16), num_local_experts=2)),
-    "lfm2_vl": ("look across sequence boundaries", parts(vit(), layer_types=["conv", "full_attention"] * 2)),
+    "llama4": (
+        "does not separate its backbone from its head",
+        sub_configs(vit(vision_output_dim=16), num_local_experts=2),
+    ),
+    "lfm2_vl": ("look across sequence boundaries", sub_configs(vit(), layer_types=["conv", "full_attention"] * 2)),
     "aya_vision": (
         "log-probs differ from those of transformers' own forward",
-        {**parts(vit("siglip_vision_model"), model_type="cohere2", **WINDOW), "downsample_factor": 2},
+        {**sub_configs(vit("siglip_vision_model"), model_type="cohere2", **WINDOW), "downsample_factor": 2},
     ),
 }
 
 
-def media_of(look: str, large: bool, g: torch.Generator) -> tuple[str, Tensor, dict[str, Tensor]]:
-    """One image, video or sound as the processor of such a model gives it: its kind, values and fields."""
-    if look == "patches":
+def media_of(form: str, large: bool, g: torch.Generator) -> tuple[str, Tensor, dict[str, Tensor]]:
+    """One image, video or audio clip as a processor returns it in this format: its kind, values and fields."""
+    if form == "patches":
         grid = torch.tensor([[1, 4, 8 if large else 4]])
         return "pixel_values", torch.randn(int(grid.prod()), 24, generator=g), {"image_grid_thw": grid}
-    if look in ("video", "frame"):  # some models have a text token between frames
-        grid = torch.tensor([[2 if look == "video" else 1, 4, 8 if large else 4]])
+    if form in ("video", "frame"):  # "frame": some models have a text token between frames, so one frame
+        grid = torch.tensor([[2 if form == "video" else 1, 4, 8 if large else 4]])
         return "pixel_values_videos", torch.randn(int(grid.prod()), 24, generator=g), {"video_grid_thw": grid}
-    if look == "tiles":
+    if form == "tiles":
         return "pixel_values", torch.randn(1 + large, 3, 8, 8, generator=g), {}
-    if look == "anyres":
+    if form == "anyres":
         size = torch.tensor([[16, 16] if large else [8, 16]])
         return "pixel_values", torch.randn(5 if large else 3, 3, 8, 8, generator=g), {"image_sizes": size}
-    if look == "sized":
+    if form == "sized":
         size = torch.tensor([[8, 8] if large else [4, 8]])
         return "pixel_values", torch.randn(1, 3, 8, 8, generator=g), {"image_sizes": size}
-    if look == "padded":
+    if form == "padded":
         mask = (torch.arange(8) < (8 if large else 4))[:, None].expand(1, 1, 8, 8)
         return "pixel_values", torch.randn(1, 1, 3, 8, 8, generator=g) * mask, {"pixel_attention_mask": mask}
-    if look == "placed":
+    if form == "placed":
         places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1)[None].clone()
         places[:, 16 if large else 8 :] = -1
         return "pixel_values", torch.rand(1, 16, 12, generator=g), {"image_position_ids": places}
-    assert look == "sound"
+    assert form == "audio"
     mask = (torch.arange(32) < (32 if large else 20)).long()[None]
     return "input_features", torch.randn(1, 8, 32, generator=g) * mask, {"feature_attention_mask": mask}
 
@@ -260,7 +267,7 @@ def config_of(name: str) -> Any:
 
 
 def overrides_of(name: str) -> dict[str, Any]:
-    """The same as what a user would write under `model.config`."""
+    """The same config as a user would write it under `model.config`."""
     from transformers import CONFIG_MAPPING
 
     known, extra = CONFIG_MAPPING[name](), FAMILIES.get(name, ("", {}))[1]
@@ -275,21 +282,21 @@ def parallel(**sizes: int) -> Any:
 
 
 def table() -> str:
-    """The table in docs/models.md; `python tests/model_engine/families.py` prints it."""
+    """The table in docs/models.md; `python tests/hf/families.py` prints it."""
     rows = [f"| `{name}` | {special or '-'} |" for name, (special, _) in FAMILIES.items()]
     return "\n".join(["| model type | what is special about it |", "| --- | --- |", *rows])
 
 
 def vision_table() -> str:
-    """The second table there: what goes into `media` and, where models ask for it, into `tokens`."""
+    """The second table there: the entries of `media` and, for models that read them, of `token_fields`."""
     rows = []
-    for name, (special, _, looks) in VISION.items():
-        found = [media_of(look, False, torch.Generator()) for look in looks.split()]
+    for name, (special, _, forms) in VISION.items():
+        found = [media_of(form, False, torch.Generator()) for form in forms.split()]
         media = "; ".join(f"`{kind}`" + "".join(f" + `{field}`" for field in fields) for kind, _, fields in found)
         types = TYPES.get(name)
         rows.append(f"| `{name}` | {media} | {f'`{types}`' if types else '-'} | {KIT.get(name, '-')} | {special} |")
     head = [
-        "| model type | `media` | `tokens` | data kit | what is special about it |",
+        "| model type | `media` | `token_fields` | data kit | what is special about it |",
         "| --- | --- | --- | --- | --- |",
     ]
     return "\n".join([*head, *rows])

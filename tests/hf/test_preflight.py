@@ -1,0 +1,108 @@
+"""Preflight probes: models that cannot be packed are rejected when an engine starts, on every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import SMALL, config_of, overrides_of, parallel
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import Layout, World
+from mvp_engine.errors import UserError
+from mvp_engine.hf import LanguageModel, preflight
+from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, Settings
+
+
+def start(family: str, world: World, settings: Settings | None = None, **sizes: int) -> str:
+    """The error of an engine that rejects a model; empty without one."""
+    model = LanguageModel.on_meta(None, overrides_of(family))
+    try:
+        LanguageModelEngine(model, Layout.of(world, parallel(**sizes)), settings).initialize()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("family", ["mamba", "bloom", "minimax", "jamba"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_engine_start_unsupported_family_is_rejected(family: str, precision: str) -> None:
+    assert f"{family} cannot be trained on packed sequences" in start(
+        family, World.join("cpu"), Settings(precision=precision)
+    )
+
+
+def test_engine_start_supported_family_in_bf16_passes_preflight() -> None:
+    for family in ("qwen3", "gemma2", "gpt_oss", "qwen3_moe"):
+        assert start(family, World.join("cpu"), Settings(precision="bf16")) == ""
+
+
+def test_engine_start_on_two_ranks_rejects_unsupported_family_only(ranks2) -> None:
+    for answers in ranks2.run(start_on_layouts):
+        for unsupported, supported in answers.values():
+            assert "jamba cannot be trained on packed sequences" in unsupported
+            assert supported == ""
+
+
+def start_on_layouts() -> dict[str, tuple[str, str]]:
+    world = World.join("cpu")
+    layouts: list[dict[str, int]] = [{"shard": 2}, {"ulysses": 2}, {}]
+    answers = {str(sizes): (start("jamba", world, **sizes), start("qwen3", world, **sizes)) for sizes in layouts}
+    world.close()
+    return answers
+
+
+def test_engine_start_model_instance_is_probed() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel.from_config(config_of("granite"))
+    model.scale = 1.0
+    with torch.no_grad():
+        model.hf.get_output_embeddings().weight *= 30
+    with pytest.raises(UserError, match="granite: log-probs differ from those of transformers' own forward"):
+        FSDPEngine(model, Layout(World.join("cpu"))).initialize()
+
+
+def test_engine_start_non_finite_weights_are_reported() -> None:
+    model = LanguageModel.from_config(config_of("llama"))
+    with torch.no_grad():
+        model.hf.get_output_embeddings().weight[3] = float("nan")
+        model.base().norm.weight[0] = float("inf")
+    with pytest.raises(UserError, match="llama returns non-finite outputs"):
+        FSDPEngine(model, Layout(World.join("cpu"))).initialize()
+
+
+def test_what_runs_along_stays_with_a_batch() -> None:
+    one = PackedBatch.from_sequences([torch.arange(3), torch.arange(4)])
+    one.beside = [one.filler()]
+    assert one.select([1]).beside == one.beside
+    assert PackedBatch.concat([one, one]).beside == one.beside * 2
+
+
+def test_engine_start_single_layer_that_mixes_sequences_is_rejected() -> None:
+    more = {"model_type": "lfm2", "layer_types": ["full_attention", "conv", "full_attention"], "num_hidden_layers": 3}
+    for precision in ("fp32", "bf16"):
+        model = LanguageModel.on_meta(None, {k: v for k, v in SMALL.items() if k != "head_dim"} | more)
+        with pytest.raises(UserError, match="two sequences in one batch change each other"):
+            LanguageModelEngine(model, Layout(World.join("cpu")), Settings(precision=precision)).initialize()
+
+
+def test_preflight_failed_trial_on_one_rank_is_repeated_on_all(ranks2) -> None:
+    """Otherwise the other rank would leave the probe and the collectives would hang."""
+    assert ranks2.run(trials_with_a_failure_on_rank_1) == [2, 2]
+
+
+def trials_with_a_failure_on_rank_1() -> int:
+    world = World.join("cpu")
+    calls: list[torch.Tensor] = []
+    original = preflight._difference
+
+    def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+        calls.append(a)
+        return 1.0 if len(calls) == 1 and world.rank == 1 else original(a, b)
+
+    preflight._difference = difference
+    try:
+        start("qwen3", world, shard=2)
+    finally:
+        preflight._difference = original
+    world.close()
+    return len(calls) // 2  # two calls per trial

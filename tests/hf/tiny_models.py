@@ -1,0 +1,162 @@
+"""Tiny random models of the families, built once per test run, and packed samples with media for them.
+
+`shared_model` returns one instance per test run and family: many tests ask it for one property each. They may run it
+and read its gradients, but must not change it. `build_model` returns a new instance for tests that do.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, TypeVar
+
+import torch
+from families import VISION, config_of, media_of
+from torch import Tensor
+
+from mvp_engine.data.batch import Media, PackedBatch
+from mvp_engine.hf import LanguageModel, PackedModel, attention
+
+M = TypeVar("M", bound=PackedModel)
+VIDEO_TOKEN = 91
+PLACEHOLDERS = {"video": VIDEO_TOKEN, "frame": VIDEO_TOKEN, "audio": 92}  # by media format; 90 for images
+
+
+def build_model(kind: type[M], name: str) -> M:
+    """No weight is zero, and the media that a token attends to change its outputs by far more than 1e-5."""
+    torch.manual_seed(0)
+    model = kind.from_config(config_of(name))
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 0.1 * torch.randn_like(param)
+    return model.eval()
+
+
+def shared_model(kind: type[M], name: str) -> M:
+    """The instance of `build_model(kind, name)` that this test run shares, without gradients. Do not change it."""
+    model: Any = _shared_model(kind, name)
+    model.zero_grad()
+    return model
+
+
+@functools.cache
+def _shared_model(kind: type[PackedModel], name: str) -> PackedModel:
+    return build_model(kind, name)
+
+
+# ---- Samples with media -----------------------------------------------------------------------------------------
+
+
+def samples(model: PackedModel, name: str) -> list[PackedBatch]:
+    """Three: without media, with one item, with two of different sizes (or of two kinds)."""
+    g = torch.Generator().manual_seed(5)
+    forms = VISION[name][2].split()
+    return [sample(model, forms, items, g) for items in ([], [forms[0]], [forms[0], forms[-1]])]
+
+
+def sample(model: PackedModel, forms: list[str], items: list[str], g: torch.Generator) -> PackedBatch:
+    """One sequence of text with the media `items` in between; `forms` are all media formats of the model."""
+    row = [torch.randint(3, 90, (4,), generator=g)]
+    media = {kind: one.select([]) for kind, one in (media_item(form, False, g) for form in forms)}
+    for i, form in enumerate(items):
+        kind, one = media_item(form, i > 0, g)
+        media[kind] = concat_media(media[kind], one)
+        placeholders = torch.full((num_placeholders(model, form, one),), PLACEHOLDERS.get(form, 90))
+        row += [placeholders, torch.randint(3, 90, (3,), generator=g)]
+    ids = torch.cat(row)
+    types = (ids - 89).clamp(min=0)
+    token_fields = {"token_type_ids": [types.clamp(max=1)], "mm_token_type_ids": [types]}
+    positions = positions_of(model, ids, media)
+    return PackedBatch.from_sequences([ids], position_ids=[positions], token_fields=token_fields, media=media)
+
+
+def media_item(form: str, large: bool, g: torch.Generator) -> tuple[str, Media]:
+    kind, values, fields = media_of(form, large, g)
+    return kind, Media(values, torch.tensor([len(values)]), torch.tensor([0]), fields)
+
+
+def concat_media(first: Media, second: Media) -> Media:
+    return Media(
+        torch.cat([first.values, second.values]),
+        torch.cat([first.row_counts, second.row_counts]),
+        torch.cat([first.sequence_ids, second.sequence_ids]),
+        {name: torch.cat([first.fields[name], second.fields[name]]) for name in first.fields},
+    )
+
+
+def num_placeholders(model: PackedModel, form: str, one: Media) -> int:
+    """The number of feature vectors that the encoder returns for an item."""
+    base: Any = model.base()
+    if form == "audio":
+        frames = (int(one.fields["feature_attention_mask"].sum()) - 1) // 2 + 1
+        return (frames - 2) // 2 + 1
+    encode = base.get_video_features if PLACEHOLDERS.get(form) == VIDEO_TOKEN else base.get_image_features
+    with torch.no_grad():
+        features = encode(one.values, *one.fields.values(), return_dict=True).pooler_output
+    return sum(part.numel() for part in features) // 32
+
+
+def positions_of(model: PackedModel, ids: Tensor, media: dict[str, Media]) -> Tensor:
+    """The position ids that the model itself would compute."""
+    base: Any = model.base()
+    if not hasattr(base, "get_rope_index"):
+        return torch.arange(len(ids))
+    known = inspect.signature(base.get_rope_index).parameters
+    fields = {name: value for one in media.values() for name, value in one.fields.items() if len(value)}
+    given = {name: value for name, value in fields.items() if name in known}
+    given["attention_mask"] = torch.ones_like(ids)[None]
+    if "feature_attention_mask" in fields:
+        given["audio_seqlens"] = fields["feature_attention_mask"].sum(-1)
+    if "mm_token_type_ids" in known:
+        given["mm_token_type_ids"] = (ids - 89).clamp(min=0)[None]
+    return base.get_rope_index(ids[None], **given)[0][:, 0]
+
+
+# ---- Comparisons ------------------------------------------------------------------------------------------------
+
+
+def close(computed: Tensor, expected: Tensor) -> bool:
+    """Equal to 1e-5 of the largest value, or to 1e-5."""
+    return bool((computed - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1.0))
+
+
+def run(model: PackedModel, batch: PackedBatch, names: list[str]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs by the order of `names`, and the gradients of about their mean over tokens."""
+    model.zero_grad()
+    out = model(batch, names)
+    torch.stack([out[name].sum() / 100 for name in names]).sum().backward()
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return [out[name].detach() for name in names], grads
+
+
+def check_packed_is_alone(model: PackedModel, ones: list[PackedBatch], names: list[str]) -> None:
+    """Outputs and gradients of packed sequences equal those of the sequences one by one."""
+    alone = [run(model, one, names) for one in ones]
+    packed, grads = run(model, PackedBatch.concat(ones), names)
+    for i, name in enumerate(names):
+        assert close(packed[i], torch.cat([outs[i] for outs, _ in alone])), name
+    of_encoders = [name for name in grads if any(part in name for part in ("vision", "visual", "audio"))]
+    assert len(of_encoders) > 10
+    for name, grad in grads.items():
+        expected = [found[name] for _, found in alone if name in found]
+        assert close(grad, torch.stack(expected).sum(0)), name
+
+
+def transformers_log_probs(model: LanguageModel, inputs: dict[str, Any]) -> Tensor:
+    """Log-probs of the next tokens from transformers' own forward with eager attention; 0 at the end."""
+    input_ids = inputs["input_ids"]
+    with attention.own_attention(model.hf.config), torch.no_grad():
+        logits = model.hf(**inputs, use_cache=False).logits[0]
+    log_probs = logits.log_softmax(-1)[:-1].gather(-1, input_ids[0, 1:, None])[:, 0]
+    return torch.cat([log_probs, log_probs.new_zeros(1)])
+
+
+def processor_inputs(model: LanguageModel, one: PackedBatch) -> dict[str, Any]:
+    """One sequence as the inputs that the model's processor would return."""
+    accepted = inspect.signature(model.hf.forward).parameters
+    inputs: dict[str, Any] = {"input_ids": one.input_ids[None]}
+    inputs |= {name: value[None] for name, value in one.token_fields.items() if name in accepted}
+    for kind, media in one.media.items():
+        if len(media.row_counts):
+            inputs |= {kind: media.values, **media.fields}
+    return inputs
