@@ -1,4 +1,4 @@
-"""`mvp estimate`: what a config will need of a GPU that need not be there."""
+"""`mvp estimate`: predicted memory and time of a config on GPUs that need not be present."""
 
 from __future__ import annotations
 
@@ -17,60 +17,47 @@ from mvp_engine.kit import MLLMDataKit, MLLMModelKit
 from mvp_engine.log.format import duration, rate
 from mvp_engine.model_engine.fsdp.parallelize import cast_frozen_base, freeze
 from mvp_engine.tools.data_kit import config_data_kit
-from mvp_engine.tools.estimate_memory import Setting, estimate
+from mvp_engine.tools.estimate_settings import EstimateSettings, gpu_by_name
+from mvp_engine.tools.estimate_step import estimate_step
 
-SAMPLE = 8  # micro-batches that are loaded for the time of a step
+SAMPLED_PACKS = 8  # micro-batches that are loaded for the time of a step
 
 
-def facts(config_file: str, overrides: list[str], gpu: str, gpus: int) -> dict[str, Any]:
-    """The estimate of `mvp_engine.tools.estimate_memory`, and the whole training's time."""
+def print_estimate(
+    config_file: str, overrides: list[str], gpu: str, gpus: int, *, as_json: bool
+) -> None:
+    facts = estimate_config(config_file, overrides, gpu, gpus)
+    print(json.dumps(facts, indent=2) if as_json else page(facts))
+
+
+def estimate_config(config_file: str, overrides: list[str], gpu: str, gpus: int) -> dict[str, Any]:
+    """The estimate of one step (`estimate_step`) and of the whole training run."""
     composed = compose(config_file, overrides)
     config: Any = composed.config
     if config.model.type == "module":
         raise UserError(
-            "mvp estimate knows Hugging Face models: model.type=language_model or value_model"
+            "mvp estimate supports Hugging Face models: model.type=language_model or value_model"
         )
-    parallel = config.parallel
-    share = parallel.shard * parallel.ulysses * parallel.tensor
-    if gpus % share or parallel.replicate not in (-1, gpus // share):
-        needed = (
-            f"a multiple of {share}"
-            if parallel.replicate == -1
-            else f"{parallel.replicate * share}"
-        )
-        raise UserError(
-            f"--gpus {gpus}: the layout of the config needs {needed}. parallel.replicate=-1 takes any"
-        )
-    loop, optim = config.loop, config.optim
+    _check_gpus(gpus, config.parallel)
+    loop = config.loop
     if loop.total_steps is None and loop.epochs is None:
-        raise UserError("how long to train? Set loop.total_steps or loop.epochs")
-    setting = Setting(
-        gpu=gpu,
-        half=loop.precision != "fp32",
-        compile=config.model.compile,
-        activation_checkpointing=config.model.activation_checkpointing,
-        fp8=config.model.fp8,
-        state_dtype=getattr(optim, "state_dtype", "float32"),
-        ema=getattr(optim, "ema", None) is not None,
-        shard=parallel.shard,
-        ulysses=parallel.ulysses,
-        tensor=parallel.tensor,
-    )
-    setting.card()  # an unknown one is an error before the data are looked at
-    model: Any = MLLMModelKit(getattr(config, "lora", None)).build(config.model)
-    assert isinstance(model, PackedModel)
-    freeze(model, config.model.freeze)
-    if setting.half:
-        cast_frozen_base(model, torch.float16 if loop.precision == "fp16" else torch.bfloat16)
+        raise UserError(
+            "the length of the training is unknown: set loop.total_steps or loop.epochs"
+        )
+    gpu_by_name(gpu)  # an unknown GPU is an error before the data is read
+    settings = _settings(config, gpu)
+    model = _build_model(config, settings)
     kit = config_data_kit(composed.engine_class, config)
-    ranks = gpus // (parallel.ulysses * parallel.tensor)
-    data = config.data
-    packs = kit.settings.global_batch_packs(data.global_batch_size) or data.micro_batch_size * ranks
-    largest, some, steps = _batches(kit, packs)
-    each = accumulation_steps(packs, 1, ranks)
-    step = [some[i % len(some)] for i in range(each)]
-    found = estimate(model, largest, step, setting)
-    total = min(n for n in (loop.total_steps, loop.epochs and loop.epochs * steps) if n)
+    ranks = gpus // settings.text_ranks  # data parallel ranks
+    batch_size = kit.settings.global_batch_packs(config.data.global_batch_size)
+    packs = batch_size or config.data.micro_batch_size * ranks
+    dataset = _dataset(kit, packs)
+    sampled = _sampled_packs(dataset)
+    micro_batches = accumulation_steps(packs, 1, ranks)
+    step = [sampled[i % len(sampled)] for i in range(micro_batches)]
+    found = estimate_step(model, _largest_packs(dataset), step, settings)
+    limits = [loop.total_steps, loop.epochs and loop.epochs * dataset.plan.steps]
+    total = min(steps for steps in limits if steps)
     tokens = found["tokens_per_step"] * ranks
     return {
         "config": config_file,
@@ -83,52 +70,97 @@ def facts(config_file: str, overrides: list[str], gpu: str, gpus: int) -> dict[s
     }
 
 
-def _batches(kit: MLLMDataKit, packs: int) -> tuple[list[PackedBatch], list[PackedBatch], int]:
-    """The packs with most tokens and with most work for encoders, some from all over the epoch, and its steps."""
+def _check_gpus(gpus: int, parallel: Any) -> None:
+    replica = parallel.shard * parallel.ulysses * parallel.tensor
+    if parallel.replicate == -1:
+        fits = gpus % replica == 0
+        needed = f"a multiple of {replica}"
+    else:
+        fits = gpus == parallel.replicate * replica
+        needed = f"{parallel.replicate * replica}"
+    if not fits:
+        raise UserError(
+            f"--gpus {gpus}: the parallel layout of the config needs {needed}. parallel.replicate=-1 fits any number "
+            "of replicas"
+        )
+
+
+def _settings(config: Any, gpu: str) -> EstimateSettings:
+    return EstimateSettings(
+        gpu=gpu,
+        half_precision=config.loop.precision != "fp32",
+        compile=config.model.compile,
+        activation_checkpointing=config.model.activation_checkpointing,
+        fp8=config.model.fp8,
+        state_dtype=getattr(config.optim, "state_dtype", "float32"),
+        ema=getattr(config.optim, "ema", None) is not None,
+        shard=config.parallel.shard,
+        ulysses=config.parallel.ulysses,
+        tensor=config.parallel.tensor,
+    )
+
+
+def _build_model(config: Any, settings: EstimateSettings) -> PackedModel:
+    model: Any = MLLMModelKit(getattr(config, "lora", None)).build(config.model)
+    assert isinstance(model, PackedModel)
+    freeze(model, config.model.freeze)
+    if settings.half_precision:
+        dtype = torch.float16 if config.loop.precision == "fp16" else torch.bfloat16
+        cast_frozen_base(model, dtype)
+    return model
+
+
+def _dataset(kit: MLLMDataKit, packs: int) -> Any:
     if kit.is_stream("train"):
         raise UserError(
-            "mvp estimate goes by the plan of the data, and streams have none: name a file of them"
+            "mvp estimate needs a packing plan, and streams have none: name one of their files as a source"
         )
-    data = kit.loader(
-        "train", global_batch_size=packs
-    ).dataset  # which refuses what cannot be trained on
-    encoder = np.concatenate([cost.encoder for cost in data.costs])
-    tokens, work = [], []
-    for index in range(len(data.plan)):
-        rows, length = data.plan.pack(index)
-        tokens.append(int(length.sum()))
-        work.append(int(encoder[data.first[rows[:, 0]] + rows[:, 1]].sum()))
-    spread = np.linspace(0, len(data) - 1, min(SAMPLE, len(data))).astype(int).tolist()
-    chosen = {int(np.argmax(tokens)), int(np.argmax(work))}
-    return [data[i][0] for i in sorted(chosen)], [data[i][0] for i in spread], data.plan.steps
+    # The loader also raises for data and batch sizes that cannot be trained on.
+    return kit.loader("train", global_batch_size=packs).dataset
 
 
-def page(told: dict[str, Any]) -> str:
-    """For people."""
-    lines = [f"{told['config']} on {told['gpus']} x {told['gpu']}, estimated", ""]
-    lines += [f"  {name:<18}{size:8.2f} GiB" for name, size in told["memory_gib"].items()]
-    verdict = (
-        "fits"
-        if told["fits"]
-        else "does NOT fit: fewer micro_batch_tokens, model.activation_checkpointing, optim.state_dtype or shards"
-    )
+def _largest_packs(dataset: Any) -> list[PackedBatch]:
+    """The pack with most tokens and the one with most encoder work: the peak is in one of them."""
+    encoder_costs = np.concatenate([cost.encoder for cost in dataset.costs])
+    tokens = list[int]()
+    encoder_work = list[int]()
+    for index in range(len(dataset.plan)):
+        rows, lengths = dataset.plan.pack(index)
+        tokens.append(int(lengths.sum()))
+        row_numbers = dataset.first[rows[:, 0]] + rows[:, 1]
+        encoder_work.append(int(encoder_costs[row_numbers].sum()))
+    chosen = {int(np.argmax(tokens)), int(np.argmax(encoder_work))}
+    return [dataset[index][0] for index in sorted(chosen)]
+
+
+def _sampled_packs(dataset: Any) -> list[PackedBatch]:
+    """Packs that are spread evenly over the epoch."""
+    count = min(SAMPLED_PACKS, len(dataset))
+    places = np.linspace(0, len(dataset) - 1, count).astype(int).tolist()
+    return [dataset[index][0] for index in places]
+
+
+def page(facts: dict[str, Any]) -> str:
+    """The estimate as text."""
+    lines = [f"{facts['config']} on {facts['gpus']} x {facts['gpu']}, estimated", ""]
+    for name, size in facts["memory_gib"].items():
+        lines.append(f"  {name:<22}{size:8.2f} GiB")
+    verdict = "fits"
+    if not facts["fits"]:
+        verdict = (
+            "does NOT fit: lower mllm.micro_batch_tokens, set model.activation_checkpointing or "
+            "optim.state_dtype, or raise parallel.shard"
+        )
+    peak = f"{facts['peak_gib']:8.2f} GiB of {facts['room_gib']:.0f} GiB: {verdict}"
+    lines += [f"  {'peak memory per GPU':<22}{peak}", ""]
+    for name, seconds in facts["seconds"].items():
+        lines.append(f"  {name:<22}{1e3 * seconds:8.1f} ms")
+    throughput = f"{rate(facts['tokens_per_s'])} tokens/s, MFU {facts['mfu']:.1%}"
+    step = f"{1e3 * facts['step_s']:8.1f} ms, {facts['tokens_per_step']:,} tokens: {throughput}"
     lines += [
-        f"  {'peak, on each':<18}{told['peak_gib']:8.2f} GiB of {told['room_gib']:.0f}: {verdict}",
+        f"  {'step':<22}{step}",
+        f"  {'training':<22}{facts['steps']:8,} steps, about {duration(facts['eta_s'])}",
         "",
-    ]
-    lines += [f"  {name:<18}{1e3 * seconds:8.1f} ms" for name, seconds in told["seconds"].items()]
-    lines += [
-        f"  {'step':<18}{1e3 * told['step_s']:8.1f} ms, {told['tokens_per_step']:,} tokens: "
-        f"{rate(told['tokens_per_s'])} tokens/s, mfu {told['mfu']:.1%}",
-        f"  {'training':<18}{told['steps']:8,} steps, about {duration(told['eta_s'])}",
-        "",
-        "Without communication between GPUs, and if loaders and host keep up. How near this is: docs/performance.md",
+        "Communication between GPUs and waiting for data or host are not included. Accuracy: docs/performance.md",
     ]
     return "\n".join(lines)
-
-
-def print_estimate(
-    config_file: str, overrides: list[str], gpu: str, gpus: int, *, as_json: bool
-) -> None:
-    found = facts(config_file, overrides, gpu, gpus)
-    print(json.dumps(found, indent=2) if as_json else page(found))

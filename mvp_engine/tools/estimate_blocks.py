@@ -1,0 +1,240 @@
+"""What the transformer blocks of a model save for backward, and what activation checkpointing and FP8 change.
+
+Everything is counted on the meta device, from the layers of each block and the number of rows (tokens or
+patches) that they process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.parts import blocks_by_part, by_part
+from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
+from mvp_engine.kit.mfu import MFUKit
+from mvp_engine.ops import fp8
+from mvp_engine.tools.estimate_settings import EstimateSettings
+
+# Uncompiled blocks save this many times more: each operation keeps its own inputs.
+EAGER = 1.7
+
+# The kind of rows that the layers of a part process; all other parts are encoders.
+ROWS_OF_PART = {"llm": "text", "projector": "projector"}
+
+
+@dataclass(frozen=True)
+class Block:
+    module: nn.Module
+    part: str
+    in_backward: bool  # it trains, or something before it does
+
+    @property
+    def rows(self) -> str:
+        return ROWS_OF_PART.get(self.part, "encoder")
+
+    @property
+    def is_text(self) -> bool:
+        return self.rows == "text"
+
+
+@dataclass
+class Amount:
+    """An amount of text blocks and one of encoder blocks: ranks shard the text model only."""
+
+    text: float = 0.0
+    encoder: float = 0.0
+
+    def add(self, block: Block, value: float) -> None:
+        if block.is_text:
+            self.text += value
+        else:
+            self.encoder += value
+
+
+class BlockCosts:
+    """The blocks of a model with the settings of their parts."""
+
+    def __init__(self, model: PackedModel, settings: EstimateSettings) -> None:
+        self.model = model
+        self.settings = settings
+        self.mfu = MFUKit(model)
+        self.blocks = _blocks(model)
+        checkpointing = settings.activation_checkpointing
+        self.checkpointing = by_part(model, checkpointing, "model.activation_checkpointing")
+        self.compiled = by_part(model, settings.compile, "model.compile")
+        self.fp8 = by_part(model, settings.fp8, "model.fp8")
+
+    def saved_bytes(self, batch: PackedBatch, *, checkpointed: bool = True) -> Amount:
+        """Bytes that all blocks save for backward; `checkpointed=False` ignores activation checkpointing."""
+        rows = self._rows(batch)
+        rows["text"] /= self.settings.ulysses
+        size = self.settings.compute_bytes
+        amount = Amount()
+        for block in self.blocks:
+            if not block.in_backward:
+                continue
+            mode = self.checkpointing.get(block.part, "none") if checkpointed else "none"
+            elements = _saved_elements(block.module)
+            if mode == "none":
+                per_row = elements.none * (1.0 if self.compiled.get(block.part) else EAGER)
+            else:
+                per_row = elements.selective if mode == "selective" else elements.full
+            # The input of a block, which full checkpointing saves, is whole on each tensor parallel rank.
+            ranks = self.settings.tensor if block.is_text and mode != "full" else 1
+            amount.add(block, size * per_row * rows.get(block.rows, 0.0) / ranks)
+        return amount
+
+    def repeated_flops(self, batch: PackedBatch) -> Amount:
+        """GEMM FLOPs of the second forward of blocks with full activation checkpointing."""
+        rows = self._rows(batch)
+        text_config: Any = self.model.hf.config.get_text_config()  # type: ignore[union-attr, operator]
+        amount = Amount()
+        for block in self.blocks:
+            if block.in_backward and self.checkpointing.get(block.part) == "full":
+                config = text_config if block.is_text else None
+                amount.add(block, _gemm_flops(block.module, config) * rows.get(block.rows, 0.0))
+        return amount
+
+    def fp8_flops(self, batch: PackedBatch) -> Amount:
+        """FLOPs of FP8 GEMMs: the outputs of linear layers and the gradients of their inputs."""
+        rows = self._rows(batch)
+        amount = Amount()
+        for block in self.blocks:
+            if not self.fp8.get(block.part, False):
+                continue
+            backward = 0
+            if block.in_backward:
+                backward = 2 if self.checkpointing.get(block.part) == "full" else 1
+            weights = _fp8_weights(block.module)
+            amount.add(block, 2.0 * (1 + backward) * weights * rows.get(block.rows, 0.0))
+        return amount
+
+    def autocast_bytes(self) -> float:
+        """Bytes of the low-precision weight copies that autocast saves for backward.
+
+        Checkpointed blocks cast again in backward, FP8 layers keep other copies only during a GEMM, and weights
+        that are bf16 already need no copy.
+        """
+        if not self.settings.half_precision:
+            return 0.0
+        elements = 0
+        for block in self.blocks:
+            checkpointed = self.checkpointing.get(block.part, "none") != "none"
+            if not block.in_backward or checkpointed or self.fp8.get(block.part):
+                continue
+            elements += sum(p.numel() for p in block.module.parameters() if p.element_size() > 2)
+        return 2.0 * elements
+
+    def _rows(self, batch: PackedBatch) -> dict[str, float]:
+        """The number of rows that the layers of each kind process."""
+        rows = {"text": float(batch.num_tokens)}
+        for name, media in batch.media.items():
+            if not len(media.row_counts):
+                continue
+            for kind, count, pair in self.mfu.encoder_work(name, media, batch.input_ids):
+                if pair is None:
+                    rows[kind] = rows.get(kind, 0.0) + float(count)
+        return rows
+
+
+def _blocks(model: PackedModel) -> list[Block]:
+    after_trained = set[nn.Module]()
+    has_trained = False
+    for module, _, _ in modules_in_forward_order(model.hf):
+        if has_trained:
+            after_trained.add(module)
+        has_trained = has_trained or _trains(module, recurse=False)
+    found = []
+    for module, part in blocks_by_part(model):
+        found.append(Block(module, part, module in after_trained or _trains(module)))
+    return found
+
+
+def _trains(module: nn.Module, recurse: bool = True) -> bool:
+    return any(p.requires_grad for p in module.parameters(recurse=recurse))
+
+
+def _gemm_flops(block: nn.Module, config: Any) -> float:
+    """Forward FLOPs of the block's GEMMs for one row."""
+    flops = 0.0
+    for module in block.modules():
+        for name, param in module.named_parameters(recurse=False):
+            flops += matmul_flops(module, name, param, config)
+    return flops
+
+
+def _fp8_weights(block: nn.Module) -> int:
+    layers = [module for module in block.modules() if fp8.fits(module)]
+    return sum(p.numel() for layer in layers for p in layer.parameters(recurse=False))
+
+
+@dataclass
+class SavedElements:
+    """Elements per row that backward of a block needs, by mode of activation checkpointing."""
+
+    none: float = 0.0
+    selective: float = 0.0  # outputs of GEMMs and attention
+    full: float = 0.0  # the input of the block
+
+
+def _saved_elements(block: nn.Module) -> SavedElements:
+    """Count the elements over the groups of a block: attention, MLP, experts, norms.
+
+    A group of linear layers saves the input and the outputs of its first layers and the input of its last one.
+    Rotary embeddings create new queries and keys. A norm saves its input. LoRA saves little besides the input of
+    its layer, which is counted already.
+    """
+    saved = SavedElements()
+    for group in block.children():
+        linear = _linear_layers(group)
+        experts = [p for p in group.parameters() if p.ndim == 3]
+        if linear:
+            _add_linear(saved, group, linear)
+        if experts:
+            _add_experts(saved, experts, _experts_per_token(group))
+        if not linear and not experts:
+            for name, param in group.named_parameters():
+                if name.endswith("weight") and param.ndim == 1:  # of a norm
+                    saved.none += param.numel()
+    saved.selective += saved.full
+    return saved
+
+
+def _linear_layers(group: nn.Module) -> list[nn.Linear]:
+    layers = []
+    for name, module in group.named_modules():
+        if isinstance(module, nn.Linear) and "lora_" not in name:
+            layers.append(module)
+    return layers
+
+
+def _add_linear(saved: SavedElements, group: nn.Module, layers: list[nn.Linear]) -> None:
+    *first, last = layers
+    last_input = float(last.in_features)
+    outputs = float(sum(layer.out_features for layer in first))
+    first_input = max((layer.in_features for layer in first), default=0.0)
+    saved.none += last_input + outputs + first_input
+    saved.selective += outputs + last.out_features
+    saved.full = max(saved.full, float(last.out_features))
+    is_attention = hasattr(group, "is_causal") and bool(first)
+    if is_attention:  # queries are as wide as the attention output, the last layer's input
+        saved.none += last_input + (outputs - last_input) / 2
+        saved.selective += last_input
+
+
+def _add_experts(saved: SavedElements, weights: list[nn.Parameter], per_token: int) -> None:
+    saved.none += per_token * sum(float(weight.shape[1] + weight.shape[2]) for weight in weights)
+    saved.selective += per_token * sum(float(weight.shape[1]) for weight in weights)
+
+
+def _experts_per_token(group: nn.Module) -> int:
+    for module in group.modules():
+        for name in ("top_k", "num_experts_per_tok"):
+            found = getattr(module, name, None)
+            if isinstance(found, int):
+                return found
+    return 1

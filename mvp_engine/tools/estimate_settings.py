@@ -1,0 +1,82 @@
+"""Inputs of an estimate: the GPU's peak FLOP/s, memory and bandwidth, and the settings that change memory or time."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from mvp_engine.errors import UserError
+from mvp_engine.log.peaks import peak_of
+
+GIB = 2**30
+
+# Memory in GiB as the driver reports it, and bandwidth in TB/s, by a pattern in the GPU's name.
+MEMORY = {
+    r"G?B[23]00": (178, 7.7),
+    r"H200": (139.8, 4.8),
+    r"H20": (95, 4.0),
+    r"H100|H800": (79.1, 3.35),
+    r"A100|A800": (79.1, 2.0),
+    r"L40S?": (44.4, 0.86),
+    r"A10G?": (22, 0.6),
+    r"L4": (22, 0.3),
+    r"RTX PRO 6000": (95, 1.79),
+    r"RTX 5090": (31.3, 1.79),
+    r"RTX 4090": (23.5, 1.0),
+    r"RTX 3090": (23.5, 0.94),
+    r"MI3[02]": (191, 5.3),
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    flops_per_s: float
+    memory: float  # bytes
+    bytes_per_s: float
+
+
+def gpu_by_name(name: str) -> Gpu:
+    peak = peak_of(name)
+    for pattern, (gib, terabytes_per_s) in MEMORY.items():
+        if peak is not None and re.search(pattern, name, re.IGNORECASE):
+            return Gpu(peak, gib * GIB, terabytes_per_s * 1e12)
+    raise UserError(
+        f"--gpu {name}: unknown. Known are, among others, H200, H100, A100, B200, L40S, RTX 4090"
+    )
+
+
+@dataclass(frozen=True)
+class EstimateSettings:
+    """What an estimate depends on, apart from the model and its batches. The names are those of the config keys."""
+
+    gpu: str = "H200"
+    half_precision: bool = True  # bf16 or fp16 autocast
+    compile: Any = "auto"
+    activation_checkpointing: Any = "none"
+    fp8: Any = False
+    state_dtype: str = "float32"
+    ema: bool = False
+    shard: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+
+    @property
+    def fsdp_ranks(self) -> int:
+        """Ranks that shard parameters: FSDP also shards over the Ulysses ranks."""
+        return self.shard * self.ulysses
+
+    @property
+    def weight_ranks(self) -> int:
+        """Ranks over which weights, gradients and optimizer states are distributed."""
+        return self.fsdp_ranks * self.tensor
+
+    @property
+    def text_ranks(self) -> int:
+        """Ranks over which the compute of the text model is distributed; each of them runs the encoders in full."""
+        return self.ulysses * self.tensor
+
+    @property
+    def compute_bytes(self) -> float:
+        """Bytes per element of activations and of weights in use."""
+        return 2.0 if self.half_precision else 4.0

@@ -1,0 +1,121 @@
+"""Memory and time of a training step on a GPU that need not be present.
+
+Time is GEMMs, attention and memory traffic, each at the fraction of the GPU's peak that benchmarks reached.
+`tests/kit/test_estimate.py` compares memory and time with measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.tools.estimate_blocks import BlockCosts
+from mvp_engine.tools.estimate_memory import STATE_BYTES, peak_memory
+from mvp_engine.tools.estimate_settings import GIB, EstimateSettings, Gpu, gpu_by_name
+
+# Fractions of the peak, measured on an H200 with compiled blocks (docs/performance.md).
+GEMM_EFFICIENCY = 0.745
+ATTENTION_EFFICIENCY = 0.36
+BANDWIDTH_EFFICIENCY = 0.73
+
+FP8_SPEEDUP = 1.4  # of an FP8 GEMM, including the quantization of its operands
+SAVED_TRANSFERS = 4.1  # how often saved activations cross the memory bus in forward and backward
+REST = 1.12  # the whole step, as a multiple of what is counted
+FP32_SLOWDOWN = 8.0
+OPTIMIZER_BYTES = 24  # memory traffic per parameter of an optimizer step, in addition to the states
+FITS = 0.95  # the fraction of the memory that a training can fill
+
+
+def estimate_step(
+    model: PackedModel,
+    largest: Iterable[PackedBatch],
+    step: Sequence[PackedBatch],
+    settings: EstimateSettings,
+) -> dict[str, Any]:
+    """`largest` are candidates for the micro-batch with most memory; `step` are one rank's micro-batches of a step."""
+    gpu = gpu_by_name(settings.gpu)
+    costs = BlockCosts(model, settings)
+    memory = peak_memory(costs, largest)
+    peak = sum(memory.values())
+    seconds = _step_seconds(costs, step, gpu)
+    total = REST * sum(seconds.values())
+    if not settings.half_precision:
+        total *= FP32_SLOWDOWN
+    tokens = sum(batch.num_tokens for batch in step)
+    flops = sum(float(costs.mfu.flops(batch)) for batch in step) / settings.text_ranks
+    return {
+        "gpu": settings.gpu,
+        "memory_gib": {name: size / GIB for name, size in memory.items()},
+        "peak_gib": peak / GIB,
+        "room_gib": gpu.memory / GIB,
+        "fits": peak < FITS * gpu.memory,
+        "step_s": total,
+        "seconds": seconds,
+        "tokens_per_step": tokens,
+        "tokens_per_s": tokens / total,
+        "mfu": flops / total / gpu.flops_per_s,
+    }
+
+
+def _step_seconds(costs: BlockCosts, step: Sequence[PackedBatch], gpu: Gpu) -> dict[str, float]:
+    settings = costs.settings
+    seconds = {"GEMM": 0.0, "attention": 0.0, "memory traffic": 0.0}
+    for batch in step:
+        for name, value in _batch_seconds(costs, batch, gpu).items():
+            seconds[name] += value
+    trained = sum(p.numel() for p in costs.model.parameters() if p.requires_grad)
+    size = trained / settings.weight_ranks * (OPTIMIZER_BYTES + STATE_BYTES[settings.state_dtype])
+    seconds["optimizer"] = size / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s)
+    return seconds
+
+
+def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str, float]:
+    """Seconds of one micro-batch. Ulysses and tensor parallel ranks shard the text model, not the encoders."""
+    text_gemm, text_attention = _flops(costs, replace(batch, media={}))
+    all_gemm, all_attention = _flops(costs, batch)
+    saved = costs.saved_bytes(batch, checkpointed=False)
+    repeated = costs.repeated_flops(batch)
+    low = costs.fp8_flops(batch)
+    ranks = costs.settings.text_ranks
+    text = _seconds(
+        gpu,
+        text_gemm / ranks,
+        text_attention / ranks,
+        repeated.text / ranks,
+        low.text / ranks,
+        saved.text,
+    )
+    encoder = _seconds(
+        gpu,
+        all_gemm - text_gemm,
+        all_attention - text_attention,
+        repeated.encoder,
+        low.encoder,
+        saved.encoder,
+    )
+    return {name: value + encoder[name] for name, value in text.items()}
+
+
+def _flops(costs: BlockCosts, batch: PackedBatch) -> tuple[float, float]:
+    gemm, attention = costs.mfu.flops_by_kind(batch)
+    return float(gemm), float(attention)
+
+
+def _seconds(
+    gpu: Gpu, gemm: float, attention: float, repeated: float, low: float, saved: float
+) -> dict[str, float]:
+    """`repeated` are GEMM FLOPs of the second forward of full checkpointing, `low` those in FP8; `saved` is bytes."""
+    # Forward and backward are three parts of work; a second forward is a fourth.
+    passes = 4 / 3 if repeated else 1.0
+    gemm += repeated - low * (1 - 1 / FP8_SPEEDUP)
+    return {
+        "GEMM": gemm / (GEMM_EFFICIENCY * gpu.flops_per_s),
+        "attention": passes * attention / (ATTENTION_EFFICIENCY * gpu.flops_per_s),
+        "memory traffic": passes
+        * SAVED_TRANSFERS
+        * saved
+        / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s),
+    }
