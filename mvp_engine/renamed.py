@@ -75,6 +75,15 @@ def renamed_key(key: str) -> str | None:
     return None
 
 
+def current_keys(values: Mapping[str, object]) -> dict[str, object]:
+    """The values of a config of an older version by today's keys, without those of removed keys."""
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        if key not in REMOVED_KEYS:
+            found[renamed_key(key) or key] = value
+    return found
+
+
 def raise_renamed(owner: object, name: str, attributes: Mapping[str, str]) -> None:
     """Raise the AttributeError for an unknown attribute; it gives the new name where there is one."""
     kind = type(owner).__name__

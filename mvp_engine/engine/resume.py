@@ -14,6 +14,7 @@ from mvp_engine.checkpoint.manager import find_checkpoint, recover
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
+from mvp_engine.renamed import current_keys
 from mvp_engine.runs import (
     Run,
     checkpoint_step,
@@ -120,7 +121,8 @@ def record_config(run: Run, text: str, step: int) -> None:
     """Save the resolved config with the run; where a resumed run has another one, say what changed and keep the old."""
     file = run.dir / "config.yaml"
     if file.is_file() and (before := file.read_text()) != text:
-        old, new = flat_keys(yaml.safe_load(before)), flat_keys(yaml.safe_load(text))
+        old = current_keys(flat_keys(yaml.safe_load(before)))
+        new = flat_keys(yaml.safe_load(text))
         changed = [
             f"{k}: {old.get(k)!r} -> {new.get(k)!r}"
             for k in {**old, **new}

@@ -1,0 +1,102 @@
+"""Run folders that an older version wrote: today's code resumes them with the losses that the older one computed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, losses
+
+from mvp_engine.cli import main
+from mvp_engine.errors import EXIT_USER_ERROR
+
+OLD = Path(__file__).parent / "old"
+EXPECTED = json.loads((OLD / "expected_losses.json").read_text())
+LORA = ["lora.rank=2", "lora.dropout=0.1", "lora.train=['*.norm.weight']", "optim.lr_by_part={llm: 0.02}"]
+OVERRIDES = {
+    "tiny": ["tiny.dropout=0.3", "tiny.noise=0.1"],
+    "packed_lm": [
+        "model.type=language_model",
+        f"model.path={OLD / 'base'}",
+        "model.activation_checkpointing=full",
+        *LORA,
+    ],
+}
+COMMON = ["loop.total_steps=9", "optim.schedule=constant", "log.interval=1", "log.backends=[file,jsonl]"]
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A copy of the old run folders, to continue them in."""
+    shutil.copytree(OLD, tmp_path / "old", symlinks=True)
+    return tmp_path / "old"
+
+
+def check_losses(found: list[float], recipe: str) -> None:
+    """Bit-equal to the older version; kernels of another CPU or torch may round differently."""
+    expected = EXPECTED["steps_5_to_9"][recipe]
+    here = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    if here == EXPECTED["made_with"]:
+        assert found == expected
+    else:
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("recipe", OVERRIDES)
+def test_old_checkpoint_new_run_continues_with_the_old_losses(train, old: Path, tmp_path: Path, recipe: str) -> None:
+    config = ROOT / "tests" / "recipes" / recipe / "train.yaml"
+    checkpoint = old / recipe / "checkpoints" / "step_00000004"
+    words = [*OVERRIDES[recipe], *COMMON, f"resume={checkpoint}"]
+    assert train(*words, config=config, dir=tmp_path / "new") == 0
+    found = losses(tmp_path / "new")
+    assert len(found) == 9  # the metrics of the old run come along
+    check_losses(found[4:], recipe)
+
+
+@pytest.mark.parametrize("recipe", OVERRIDES)
+def test_old_run_folder_resumes_and_reports_changed_keys_by_their_new_names(
+    train, old: Path, tmp_path: Path, recipe: str
+) -> None:
+    config = ROOT / "tests" / "recipes" / recipe / "train.yaml"
+    shutil.rmtree(old / ({"tiny", "packed_lm"} - {recipe}).pop())
+    before = (old / recipe / "config.yaml").read_text()
+    assert "recompute:" in before
+    words = [*OVERRIDES[recipe], *COMMON, f"resume={old / recipe}"]
+    assert train(*words, config=config, dir=old) == 0
+    check_losses(losses(old)[4:], recipe)
+    assert (old / recipe / "config.until_step_4.yaml").read_text() == before
+    after = yaml.safe_load((old / recipe / "config.yaml").read_text())
+    assert "recompute" not in after["model"]
+    log = (old / recipe / "log.txt").read_text()
+    [warning] = [line for line in log.splitlines() if "from step 4 on the config differs" in line]
+    assert "loop.total_steps: 4 -> 9" in warning
+    for key in ("recompute", "activation_checkpointing", "rates", "lr_by_part", "parallel.", "dora"):
+        assert key not in warning  # renamed or removed, but not changed
+
+
+def test_old_config_launched_again_names_the_renamed_and_removed_keys(old: Path, capsys) -> None:
+    engine = ROOT / "tests" / "recipes" / "packed_lm" / "engine.py"  # the recipe itself is up to date
+    assert main(["train", str(old / "packed_lm" / "config.yaml"), f"engine={engine}"]) == EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert "'model.recompute' was renamed to 'model.activation_checkpointing'" in error
+    assert "'optim.rates" in error
+    assert "was renamed to 'optim.lr_by_part" in error
+    assert "'parallel.sequence' was renamed to 'parallel.ulysses'" in error
+    assert "'lora.dora' was removed" in error
+
+
+def test_old_lora_checkpoint_merges(old: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    words = ["merge", str(old / "packed_lm"), str(tmp_path / "merged"), "--base", str(old / "base")]
+    assert main(words) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(old / "base").state_dict()
+    changed = {name for name in merged if not torch.equal(merged[name], base[name])}
+    assert {name for name in merged if "_proj" in name} <= changed
+    assert "model.norm.weight" in changed
+    assert "model.embed_tokens.weight" not in changed
