@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,19 @@ ROOMS = ["cli", "tools", "launch", "config", "worker", "kit", "engine", "model_e
 ROOMS += ["checkpoint", "log", "ops", "data", "distributed"]
 
 
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes of a syntax tree except those below `if TYPE_CHECKING:`."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            continue
+        yield child
+        yield from nodes(child)
+
+
 def imported(file: Path) -> set[str]:
-    """The modules of the package that importing `file` imports; not what only type checkers see."""
-    tree = ast.parse(file.read_text())
+    """The modules of the package that `file` imports: at its top or lazily, inside of functions."""
     found = set()
-    for node in tree.body:
+    for node in nodes(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mvp_engine"):
             below = (node.module or "").removeprefix("mvp_engine").lstrip(".")
             found |= {below} if below else {alias.name for alias in node.names}
@@ -40,6 +49,34 @@ def test_imports_point_downwards(file: Path) -> None:
         if room == "__init__":
             continue
         assert ROOMS.index(target.split(".")[0]) >= ROOMS.index(room), f"{module} imports {target}, which is above it"
+
+
+def transformers_internals(source: str) -> list[str]:
+    """Imports from transformers, lazy ones too, that are not `from transformers import PublicName`."""
+    found = []
+    for node in nodes(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            module, _, below = (node.module or "").partition(".")
+            public = all(alias.name[0].isupper() for alias in node.names)
+            if module == "transformers" and (below or not public):
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.startswith("transformers.")]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).startswith("transformers."):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_transformers_internals_are_imported_only_by_hf() -> None:
+    internal = ["from transformers.models.auto import x", "def f():\n  import transformers.masking_utils"]
+    internal += ["from transformers import masking_utils", "import transformers\ntransformers.models.auto"]
+    assert all(transformers_internals(source) for source in internal)
+    assert not transformers_internals("from transformers import AutoModel\nimport transformers\ntransformers.AutoModel")
+    package = ROOT / "mvp_engine"
+    files = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] != "hf"]
+    found = {str(file): used for file in files if (used := transformers_internals(file.read_text()))}
+    found.pop(str(package / "model_engine" / "fsdp" / "tensor_parallel.py"), None)  # moves to hf/tp_plan.py
+    assert found == {}
 
 
 def test_recipes_never_import_each_other() -> None:
