@@ -1,8 +1,9 @@
-"""`mvp profile`: steps of a real training, and where their time went."""
+"""`mvp profile`: steps of a real training under the profiler, and the figures made from its events."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,70 +12,79 @@ from conftest import ROOT
 
 from mvp_engine.cli import main
 from mvp_engine.distributed import World
-from mvp_engine.tools.profile_page import Kernel, busy_time, collectives_of, gaps, page, summary
+from mvp_engine.tools.profile_kernels import Kernel, busy_time, collectives_of, gaps, summary
+from mvp_engine.tools.profile_page import page
 
 CONFIG = str(ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml")
 
 
-def test_a_page_and_a_trace_of_some_steps_and_nothing_else(tmp_path: Path, capsys) -> None:
+def test_profile_writes_a_page_and_a_trace_and_no_run(tmp_path: Path, capsys) -> None:
     words = [CONFIG, "--out", str(tmp_path / "out"), "--steps", "2", "--first", "2", f"project.dir={tmp_path / 'runs'}"]
     assert main(["profile", *words, "data.micro_batch_size=16"]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     facts = json.loads((tmp_path / "out" / "profile.json").read_text())
     assert (facts["steps"], 0 <= facts["idle"] < 1) == (2, True)
     assert facts["step_ms"] > 0 < facts["step_ms_alone"]
     kinds = {row["name"]: row["ms"] for row in facts["kinds"]}
-    assert kinds["matrix products"] > 0
+    assert kinds["GEMM"] > 0
     assert sum(kinds.values()) < 2.5 * facts["step_ms"]  # two threads at most, and a little
     memory = facts["memory_gib"]
     assert memory["parameters"] == memory["gradients"] == pytest.approx(memory["optimizer state"] / 2, rel=0.01)
-    assert (tmp_path / "out" / "profile.md").read_text() in told
+    assert (tmp_path / "out" / "profile.md").read_text() in printed
     assert json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_cannot_be_profiled_is_explained(tmp_path: Path, capsys) -> None:
+def test_profile_user_errors_are_explained(tmp_path: Path, capsys) -> None:
     words = ["profile", CONFIG, "--out", str(tmp_path), f"project.dir={tmp_path}"]
     assert main([*words, "--steps", "0"]) == 2
     assert main([*words, "resume=auto"]) == 2
     assert "leave resume out" in capsys.readouterr().err
     (tmp_path / "taken").write_text("a file")
-    assert main([*words, "--out", str(tmp_path / "taken")]) == 2  # before any step is made
-    assert "--out" in (told := capsys.readouterr()).err
-    assert "train step" not in told.out
+    assert main([*words, "--out", str(tmp_path / "taken")]) == 2  # before any step runs
+    output = capsys.readouterr()
+    assert "--out" in output.err
+    assert "train step" not in output.out
 
 
-def test_idle_time_is_what_no_kernel_fills_and_is_told_by_what_ends_it() -> None:
+def test_summary_counts_idle_time_and_kinds_of_kernels() -> None:
     kernels = [Kernel("gemm", 0, 10), Kernel("triton_norm", 5, 10), Kernel("memcpy", 25, 5), Kernel("gemm", 30, 10)]
     assert busy_time(kernels) == 30
     assert gaps(kernels) == {"memcpy": [10]}
-    assert Kernel("triton_per_fused__to_copy_add_0", 0, 1).kind.startswith("fused blocks")
+    assert Kernel("triton_per_fused__to_copy_add_0", 0, 1).kind.startswith("fused kernels")
     assert Kernel("triton_tem_fused__to_copy_flex_attention_backward_1", 0, 1).kind == "attention"
     facts = summary(kernels, 50e-6, 2, {"all": 1.0})
     assert facts["idle"] == pytest.approx(0.4)
     assert facts["step_ms"] == pytest.approx(0.025)
-    assert facts["kinds"][0] == {"name": "matrix products", "ms": 0.01, "calls": 1}
-    assert "| matrix products | 0.01 | 40.0% | 1 |" in (told := page({**facts, "step_ms_alone": 0.02}, "a title"))
-    assert "exchanged" not in told
+    assert facts["kinds"][0] == {"name": "GEMM", "ms": 0.01, "calls": 1}
+    assert "| GEMM | 0.01 | 40.0% | 1 |" in (text := page({**facts, "step_ms_alone": 0.02}, "a title"))
+    assert "Communication" not in text
 
 
-def test_what_ranks_exchange_is_told_apart_from_what_runs_meanwhile() -> None:
+def test_summary_separates_exposed_communication() -> None:
     kernels = [Kernel("gemm", 0, 4000), Kernel("ncclDevKernel_AllGather", 3000, 3000), Kernel("gemm", 8000, 1000)]
-    kernels.append(Kernel("Memcpy DtoH", 5000, 500))  # is not what hides it
+    kernels.append(Kernel("Memcpy DtoH", 5000, 500))  # a copy hides no communication
     facts = summary(kernels, 10e-3, 1, {}, [kernels[1], Kernel("gloo:all_reduce", 8500, 1000)])
     assert (facts["comm_ms"], facts["exposed_comm_ms"], facts["idle"]) == (4.0, 2.5, pytest.approx(0.3))
-    told = page({**facts, "step_ms_alone": 9.0}, "a title")
-    assert "Ranks exchanged data for 4.0 ms of a step; for 2.5 ms of that (62%) nothing else was computed." in told
+    text = page({**facts, "step_ms_alone": 9.0}, "a title")
+    assert "Communication takes 4.0 ms per step; 2.5 ms of it (62%) is exposed: no kernel computes meanwhile." in text
 
 
-def test_ranks_on_gloo_are_seen_exchanging(ranks2) -> None:
-    assert all(name.startswith("gloo:") and length > 0 for name, length in ranks2.run(_seen_exchanging))
+def test_collectives_on_gloo_are_found(ranks2) -> None:
+    assert all(name.startswith("gloo:") and length > 0 for name, length in ranks2.run(_profiled_collective))
 
 
-def _seen_exchanging() -> tuple[str, float]:
+def _profiled_collective() -> tuple[str, float]:
     world = World.join("cpu")
     with torch.profiler.profile() as profiler:
         torch.distributed.all_reduce(torch.ones(1000))
     world.close()
     (seen,) = collectives_of(profiler, [])
     return seen.name, seen.length
+
+
+def test_own_loss_kernels_are_counted_as_loss() -> None:
+    source = (ROOT / "mvp_engine" / "ops" / "logit_kernels.py").read_text()
+    names = re.findall(r"@triton\.jit\ndef (\w+)\(", source)
+    assert names
+    assert {Kernel(name, 0, 1).kind for name in names} == {"loss (logits)"}

@@ -1,4 +1,4 @@
-"""`mvp profile`: some steps of a recipe's own training under torch's profiler, and where their time went."""
+"""`mvp profile`: some steps of a recipe's own training under torch.profiler, and where their time went."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.runs import Run
-from mvp_engine.tools.profile_page import collectives_of, kernels_of, page, summary
+from mvp_engine.tools.profile_kernels import collectives_of, kernels_of, summary
+from mvp_engine.tools.profile_page import page
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run one rank of a profile."""
     ignore_broken_pipes()
     parser = argparse.ArgumentParser(prog="mvp profile")
     parser.add_argument("--config", required=True)
@@ -34,23 +36,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(argv)
+    # Only training steps: no evaluation, no log files, and a total that lets all profiled steps run.
     last = args.first + 2 * args.steps
-    # Nothing but the steps: no evaluation, no log, and enough of them for the loop.
-    words = [
+    overrides = [
+        *args.overrides,
         f"loop.total_steps={last}",
         "loop.epochs=null",
         "loop.eval_interval=null",
         "log.backends=[terminal]",
     ]
-    return launch(
-        args.config, [*args.overrides, *words], partial(_profile, args.out, args.first, args.steps)
-    )
+    return launch(args.config, overrides, partial(_profile, args.out, args.first, args.steps))
 
 
 def _profile(out: Path, first: int, steps: int, composed: Composed, world: World) -> int:
     if composed.config.resume is not None:
-        raise UserError("mvp profile begins a training of its own: leave resume out")
-    kind = profiled(composed.engine_class, out, first, steps)
+        raise UserError("mvp profile starts a new training: leave resume out")
+    engine_class = profiled(composed.engine_class, out, first, steps)
     if world.is_main:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -60,24 +61,27 @@ def _profile(out: Path, first: int, steps: int, composed: Composed, world: World
                 f"--out {out}: {error.strerror}. Name a folder that can be written to"
             ) from None
     with tempfile.TemporaryDirectory(prefix="mvp-profile-") as folder:
-        shared = Path(world.broadcast(folder))  # every rank has one; that of rank 0 is the run's
-        with kind(composed.config, world, Run(shared), None, "a few steps to look at") as engine:
+        run = Run(
+            Path(world.broadcast(folder))
+        )  # rank 0's folder; those of the other ranks stay empty
+        with engine_class(composed.config, world, run, None, "a profile") as engine:
             engine.train()
         world.barrier()
     if not (out / "profile.md").is_file():
+        last = first + 2 * steps - 1
         raise UserError(
-            f"the data ended before step {first + 2 * steps - 1}: profile fewer steps (--steps, --first)"
+            f"the data ended before step {last}: profile fewer steps (--steps, --first)"
         )
     if world.is_main:
         print((out / "profile.md").read_text())
-        print(f"The trace, for ui.perfetto.dev: {out / 'trace.json'}")
+        print(f"Trace, for ui.perfetto.dev: {out / 'trace.json'}")
     return 0
 
 
 def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> type[Engine]:
-    """The same engine, whose training is `steps` profiled steps from step `first` on, and saves nothing.
+    """A subclass that trains up to step `first`, times `steps` steps, profiles as many more, and saves nothing.
 
-    `out` gets `trace.json`, `profile.md` and `profile.json`. As many steps are timed without the profiler first: it
+    `out` gets `trace.json`, `profile.md` and `profile.json`. The timed steps run without the profiler, which
     slows the host down.
     """
 
@@ -93,11 +97,11 @@ def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> t
             if ctx.step == first:
                 self._started = self._now()
             if ctx.step == first + steps:
-                self._seconds = self._now() - self._started
-                kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (
-                    self.device.type == "cuda"
-                )
-                self.profiler = profile(activities=kinds)
+                self._timed_seconds = self._now() - self._started
+                activities = [ProfilerActivity.CPU]
+                if self.device.type == "cuda":
+                    activities.append(ProfilerActivity.CUDA)
+                self.profiler = profile(activities=activities)
                 self.profiler.start()
                 self._started = self._now()
             super().train_pre_step(ctx)
@@ -108,45 +112,51 @@ def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> t
                 seconds = self._now() - self._started
                 self.profiler.stop()
                 if self.world.is_main:
-                    self._tell(seconds)
+                    self._write_files(seconds)
                 ctx.stop = True
 
-        def _tell(self, seconds: float) -> None:
-            kernels = kernels_of(self.profiler, self.device.type)
-            facts = summary(
-                kernels, seconds, steps, memory_of(self), collectives_of(self.profiler, kernels)
-            )
-            facts["step_ms_alone"] = 1e3 * self._seconds / steps
+        def _write_files(self, seconds: float) -> None:
             assert self.profiler is not None
+            kernels = kernels_of(self.profiler, self.device.type)
+            collectives = collectives_of(self.profiler, kernels)
+            facts = summary(kernels, seconds, steps, memory_by_kind(self), collectives)
+            facts["step_ms_alone"] = 1e3 * self._timed_seconds / steps
             self.profiler.export_chrome_trace(str(out / "trace.json"))
             (out / "profile.json").write_text(json.dumps(facts, indent=2) + "\n")
             title = f"{self.config.project.name} on {self.world.size} x {_device_name(self.device)}"
             (out / "profile.md").write_text(page(facts, title))
 
-        def save(self) -> None: ...
+        def save(self) -> None:
+            """A profile writes no checkpoint."""
 
-        def after_train(self) -> None: ...
+        def after_train(self) -> None:
+            """A profile exports nothing."""
 
     return Profiled
 
 
-def memory_of(engine: Engine) -> dict[str, float]:
-    """GiB on this rank: what stays, and how much more there was at the highest point."""
-    model, optimizer = engine.model, engine.model_engine.optimizer
-    params = list(model.parameters())
+def memory_by_kind(engine: Engine) -> dict[str, float]:
+    """GiB on this rank: static memory, what the peak needs in addition, and the peak itself."""
+    params = list(engine.model.parameters())
+    optimizer = engine.model_engine.optimizer
     state: dict[Any, Any] = {} if optimizer is None else optimizer.state
-    moments = [t for one in state.values() for t in one.values() if isinstance(t, torch.Tensor)]
+    state_bytes = 0
+    for entry in state.values():
+        for value in entry.values():
+            if isinstance(value, torch.Tensor) and value.device.type == engine.device.type:
+                state_bytes += _local_bytes(value)
     sizes = {
-        "parameters": sum(map(_bytes, params)),
-        "gradients": sum(_bytes(p) for p in params if p.requires_grad),
-        "optimizer state": sum(_bytes(t) for t in moments if t.device.type == engine.device.type),
+        "parameters": sum(_local_bytes(p) for p in params),
+        "gradients": sum(_local_bytes(p) for p in params if p.requires_grad),
+        "optimizer state": state_bytes,
     }
     peak = peak_memory(engine.device)
-    sizes["activations, copies and workspace, at most"] = max(0, peak - sum(sizes.values()))
-    return {kind: size / 2**30 for kind, size in {**sizes, "all, at most": peak}.items()}
+    sizes["activations, copies and workspace, at the peak"] = max(0, peak - sum(sizes.values()))
+    sizes["peak"] = peak
+    return {kind: size / 2**30 for kind, size in sizes.items()}
 
 
-def _bytes(tensor: Any) -> int:
+def _local_bytes(tensor: Any) -> int:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.numel() * local.element_size()
 

@@ -1,0 +1,131 @@
+"""From the profiler's events to figures: idle time, kinds of work, longest kernels, exposed communication."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+COMMUNICATION = "communication"
+COPIES = "copies"
+OTHER = "other"
+# The first pattern that matches a kernel's name decides its kind.
+KINDS = {
+    # FlexAttention is a Triton template too, and counts as attention.
+    "fused kernels (norms, activations, rotary embeddings)": r"^triton_(?!tem_.*attention)",
+    COMMUNICATION: r"nccl|gloo|c10d",
+    "attention": r"sdpa|flash|fmha|attention|cudnn_generated|ragged",
+    COPIES: r"memcpy|memset|copy_|catarray",
+    "GEMM": r"gemm|nvjet|xmma|cublas|splitk|addmm|\bmm\b|bmm|matmul|linear",
+    "loss (logits)": r"row_stats|to_gradient|log_softmax|nll_loss",
+    "optimizer": r"adam|multi_tensor|foreach|lpnorm|clip",
+    "convolutions": r"conv|winograd|im2col",
+    "embeddings and indexing": r"index|gather|scatter|embedding|radix|sort|masked",
+}
+MAX_KERNELS = 20  # in the list of the longest ones
+MAX_GAPS = 10
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One execution of a kernel, or of an operator on a CPU."""
+
+    name: str
+    start: float  # microseconds
+    length: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.length
+
+    @property
+    def kind(self) -> str:
+        name = self.name.lower()
+        for kind, pattern in KINDS.items():
+            if re.search(pattern, name):
+                return kind
+        return OTHER
+
+
+def kernels_of(profiler: Any, device: str) -> list[Kernel]:
+    """The kernels that ran on the GPU; on a CPU the operators, each without the time of those that it calls."""
+    on_gpu = device == "cuda"
+    found = []
+    for event in profiler.events():
+        if on_gpu and event.is_user_annotation:
+            continue  # a labelled time range, such as Optimizer.step, is no kernel
+        if str(event.device_type).endswith("CUDA") == on_gpu:
+            length = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+            found.append(Kernel(event.name, event.time_range.start, length))
+    return found
+
+
+def collectives_of(profiler: Any, kernels: Iterable[Kernel]) -> list[Kernel]:
+    """The collectives: NCCL kernels, or what gloo ran on the host."""
+    found = []
+    for event in profiler.events():
+        if event.name.startswith("gloo:"):
+            length = event.time_range.elapsed_us()
+            found.append(Kernel(event.name, event.time_range.start, length))
+    return found + [kernel for kernel in kernels if kernel.kind == COMMUNICATION]
+
+
+def busy_time(kernels: Iterable[Kernel]) -> float:
+    """Microseconds in which at least one kernel was running."""
+    total = 0.0
+    end = float("-inf")
+    for kernel in sorted(kernels, key=lambda one: one.start):
+        total += max(0.0, kernel.end - max(end, kernel.start))
+        end = max(end, kernel.end)
+    return total
+
+
+def gaps(kernels: Iterable[Kernel]) -> dict[str, list[float]]:
+    """Idle microseconds between kernels, by the kernel that ended the gap: the device waited for it."""
+    found: dict[str, list[float]] = {}
+    end: float | None = None
+    for kernel in sorted(kernels, key=lambda one: one.start):
+        if end is not None and kernel.start > end:
+            found.setdefault(kernel.name, []).append(kernel.start - end)
+        end = kernel.end if end is None else max(end, kernel.end)
+    return found
+
+
+def summary(
+    kernels: Sequence[Kernel],
+    seconds: float,
+    steps: int,
+    memory: dict[str, float],
+    collectives: Sequence[Kernel] = (),
+) -> dict[str, Any]:
+    """The facts of `profile.json`, per step, of `steps` steps that took `seconds`. `memory` is in GiB, by kind.
+
+    Exposed communication is the time in which collectives run and no kernel computes; copies do not hide it,
+    since gloo makes copies itself.
+    """
+    compute = [kernel for kernel in kernels if kernel.kind not in (COMMUNICATION, COPIES)]
+    exposed = busy_time([*compute, *collectives]) - busy_time(compute)
+    kinds: dict[str, list[float]] = {}
+    names: dict[str, list[float]] = {}
+    for kernel in kernels:
+        kinds.setdefault(kernel.kind, []).append(kernel.length)
+        names.setdefault(kernel.name, []).append(kernel.length)
+    return {
+        "steps": steps,
+        "step_ms": 1e3 * seconds / steps,
+        "idle": max(0.0, 1 - busy_time(kernels) / 1e6 / seconds),
+        "comm_ms": busy_time(collectives) / steps / 1e3,
+        "exposed_comm_ms": exposed / steps / 1e3,
+        "kinds": _longest_first(kinds, steps),
+        "kernels": _longest_first(names, steps)[:MAX_KERNELS],
+        "gaps": _longest_first(gaps(kernels), steps)[:MAX_GAPS],
+        "memory_gib": memory,
+    }
+
+
+def _longest_first(groups: dict[str, list[float]], steps: int) -> list[dict[str, Any]]:
+    rows = []
+    for name, times in groups.items():
+        rows.append({"name": name, "ms": sum(times) / steps / 1e3, "calls": len(times) / steps})
+    return sorted(rows, key=lambda row: -row["ms"])
