@@ -8,7 +8,6 @@ found in the processor's outputs.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,20 +19,19 @@ from torch import Tensor
 
 from mvp_engine.data.batch import Media
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode import processor_calls
-from mvp_engine.kit.data.encode.processor_calls import TOKEN_TYPE_NAMES, blank_item
+from mvp_engine.kit.data.encode.processor_calls import TOKEN_TYPE_NAMES
 from mvp_engine.kit.data.encode.processor_limits import (
     SUB_PROCESSORS,
     limited_processor,
     limits_with_defaults,
     pixel_budget,
-    set_pixel_budget,
 )
 from mvp_engine.kit.data.encode.processor_outputs import (
     concat_media,
     to_media,
     to_media_of_items,
 )
+from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
 from mvp_engine.kit.data.read.decode import decode, decode_now
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_info import MediaInfo
@@ -44,7 +42,6 @@ from mvp_engine.kit.data.read.timeout import run_with_timeout
 
 MAX_CACHED = 512  # expansions in memory; the text of one may have 100 kB
 SHRINK_STEPS = 80  # each divides the pixels by 2 ** (1 / 4)
-BILINEAR = 2  # PIL's number
 
 
 @dataclass(frozen=True)
@@ -70,10 +67,8 @@ class MediaHandler:
         self.sampling_rate = 0
         if "audio" in self.kinds:
             self.sampling_rate = int(self.processor.feature_extractor.sampling_rate)
+        self.runner = ProcessorRunner(self.processor, self.kinds, self.sampling_rate)
         self._measured: dict[MediaInfo, tuple[str, int]] = {}  # expansion, encoder cost
-        self._item_processors: dict[tuple[str, int | None, int | None], Any] = {}
-        # Whether a kind can be measured with meta tensors, which have no data.
-        self._uses_meta = dict.fromkeys(self.kinds, False)
         self._can_batch_images = True
         self._token_types: list[str] = []
         self._empty: dict[str, Media] = {}
@@ -84,7 +79,7 @@ class MediaHandler:
         try:
             outputs = self.processor(text=["x"])
             token_types = [name for name in TOKEN_TYPE_NAMES if name in outputs]
-            self._empty = self._find_empty_media()
+            self._empty = self.runner.find_empty_media()
         except (TypeError, LookupError, AttributeError, ValueError, RuntimeError) as error:
             if isinstance(error, UserError):
                 raise
@@ -94,10 +89,6 @@ class MediaHandler:
         # The tokenizer's own token types are not about media.
         of_tokenizer = self.tokenizer(["x"])
         self._token_types = [name for name in token_types if name not in of_tokenizer]
-
-    def placeholder(self, kind: str) -> str:
-        """The token that stands for one item in a rendered conversation."""
-        return getattr(self.processor, f"{kind}_token")
 
     def probe(self, part: Part, root: Path) -> MediaInfo:
         """The item's size and length, if the processor supports it."""
@@ -164,7 +155,7 @@ class MediaHandler:
     def _shrunk(self, info: MediaInfo, step: int) -> MediaInfo:
         scale = 2 ** (-step / 4)
         num_frames = info.num_frames and max(2, round(info.num_frames * math.sqrt(scale)))
-        budget = info.max_pixels or pixel_budget(self._sub_processor(info.kind))
+        budget = info.max_pixels or pixel_budget(self.runner.sub_processor(info.kind))
         high = budget and max(1, int(budget * scale))
         low = info.min_pixels and high and min(info.min_pixels, high)
         return replace(info, num_frames=num_frames, min_pixels=low, max_pixels=high)
@@ -179,7 +170,7 @@ class MediaHandler:
         texts: list[str] = []
         found = {name: [empty] for name, empty in self._empty.items()}
         for info, item in zip(infos, items, strict=True):
-            expansions, outputs = self._call(self._processor_for(info), [(info, item)])
+            expansions, outputs = self.runner.call([(info, item)])
             name, media = to_media(outputs)
             texts += expansions
             found[name].append(media)
@@ -197,7 +188,7 @@ class MediaHandler:
         if not self._can_batch_images or not is_batch:
             return None
         pairs = list(zip(infos, items, strict=True))
-        texts, outputs = self._call(self._processor_for(infos[0]), pairs)
+        texts, outputs = self.runner.call(pairs)
         found = to_media_of_items(outputs, len(infos))
         if found is None:
             self._can_batch_images = False
@@ -215,14 +206,6 @@ class MediaHandler:
     def empty(self) -> dict[str, Media]:
         """The media of a sequence that has none."""
         return dict(self._empty)
-
-    def _call(
-        self, processor: Any, items: Sequence[tuple[MediaInfo, Any]], short_audio: bool = False
-    ) -> tuple[list[str], dict[str, Any]]:
-        placeholder = self.placeholder(items[0][0].kind)
-        return processor_calls.call_processor(
-            processor, items, placeholder, self.sampling_rate, short_audio
-        )
 
     def _measure(self, info: MediaInfo) -> tuple[str, int]:
         """Expansion and encoder cost of an item, cached by its size."""
@@ -243,7 +226,7 @@ class MediaHandler:
     def _measure_uncached(self, info: MediaInfo) -> tuple[str, int]:
         """A size that the processor refuses is a bad row: other sizes worked at start-up."""
         try:
-            expansions, outputs = self._call_blank(info)
+            expansions, outputs = self.runner.call_blank(info)
         except (ValueError, ArithmeticError, RuntimeError) as error:
             name = type(self.processor).__name__
             raise BadRow(
@@ -257,112 +240,7 @@ class MediaHandler:
         _, media = to_media(outputs)
         return text, media.values.numel()
 
-    def _call_blank(self, info: MediaInfo) -> tuple[list[str], dict[str, Any]]:
-        """The outputs for an item of this size, without its data where the processor allows that."""
-        processor = copy.copy(self._processor_for(info))
-        if info.kind != "audio":
-            name = SUB_PROCESSORS[info.kind]
-            part = copy.copy(getattr(processor, name))
-            # The filter does not change sizes, and not all filters work on meta tensors.
-            part.resample = BILINEAR
-            setattr(processor, name, part)
-        blank = blank_item(info, "meta" if self._uses_meta[info.kind] else "cpu")
-        return self._call(processor, [(info, blank)], short_audio=True)
-
-    def _sub_processor(self, kind: str) -> Any:
-        return getattr(self.processor, SUB_PROCESSORS[kind])
-
-    def _processor_for(self, info: MediaInfo) -> Any:
-        """The processor under the item's own pixel budget, which cannot exceed the processor's."""
-        if info.min_pixels is None and info.max_pixels is None:
-            return self.processor
-        key = (info.kind, info.min_pixels, info.max_pixels)
-        if key not in self._item_processors:
-            if len(self._item_processors) >= MAX_CACHED:
-                self._item_processors.clear()
-            self._item_processors[key] = self._limited_for(info)
-        return self._item_processors[key]
-
-    def _limited_for(self, info: MediaInfo) -> Any:
-        processor = copy.copy(self.processor)
-        part = copy.deepcopy(self._sub_processor(info.kind))
-        budget = pixel_budget(part) or math.inf
-        max_pixels = info.max_pixels and int(min(info.max_pixels, budget))
-        set_pixel_budget(part, info.min_pixels, max_pixels)
-        setattr(processor, SUB_PROCESSORS[info.kind], part)
-        return processor
-
-    def _find_empty_media(self) -> dict[str, Media]:
-        """Media without items, in the shapes of this family, by the name of their values.
-
-        Raises a UserError for a family that cannot be packed: items of different shapes, or items that
-        change with others in the same call.
-        """
-        empty: dict[str, Media] = {}
-        for kind in self.kinds:
-            first, second = _trial_infos(kind, self.sampling_rate)
-            trials = [(info, blank_item(info, "cpu")) for info in (first, second)]
-            first_text, first_outputs = self._call(self.processor, trials[:1])
-            second_text, second_outputs = self._call(self.processor, trials[1:])
-            both_texts, _ = self._call(self.processor, trials)
-            if first_text + second_text != both_texts:
-                raise UserError(
-                    f"{type(self.processor).__name__} expands two {kind}s differently than each "
-                    "alone: it is not supported"
-                )
-            self._uses_meta[kind] = self._can_use_meta(first, first_text)
-            for outputs in (first_outputs, second_outputs):
-                self._add_empty(kind, outputs, empty)
-        return empty
-
-    def _can_use_meta(self, info: MediaInfo, expected: list[str]) -> bool:
-        self._uses_meta[info.kind] = info.kind != "audio"
-        try:
-            return self._call_blank(info)[0] == expected
-        except (RuntimeError, TypeError, ValueError):  # the processor reads the data
-            return False
-
-    def _add_empty(self, kind: str, outputs: dict[str, Any], empty: dict[str, Media]) -> None:
-        name, media = to_media(outputs)
-        none = media.select([])
-        # Not a view of the item's values, which would be pickled with it.
-        none = replace(none, values=none.values.clone())
-        other = empty.setdefault(name, none)
-        shapes = _shapes(none)
-        other_shapes = _shapes(other)
-        if shapes != other_shapes:
-            differing = [list(shapes.values()), list(other_shapes.values())]
-            raise UserError(
-                f"{type(self.processor).__name__} gives {kind}s of different sizes shapes that "
-                f"cannot be packed: {differing}"
-            )
-
 
 def _supports(processor: Any, kind: str) -> bool:
     has_part = getattr(processor, SUB_PROCESSORS[kind], None) is not None
     return has_part and getattr(processor, f"{kind}_token", None) is not None
-
-
-def _shapes(media: Media) -> dict[str, tuple[int, ...]]:
-    shapes = {name: tuple(value.shape) for name, value in media.fields.items()}
-    return {**shapes, "": tuple(media.values.shape)}
-
-
-def trial_info(kind: str, sampling_rate: int) -> MediaInfo:
-    """A small item of any kind, for trial calls of a processor."""
-    return _trial_infos(kind, sampling_rate)[0]
-
-
-def _trial_infos(kind: str, sampling_rate: int) -> tuple[MediaInfo, MediaInfo]:
-    """Two items of different sizes: a small one of half a second, a tall one of a second."""
-    small = MediaInfo(
-        kind,
-        width=64,
-        height=48,
-        total_frames=4,
-        fps=2.0,
-        num_frames=4,
-        num_samples=sampling_rate // 2,
-        sampling_rate=sampling_rate,
-    )
-    return small, replace(small, width=96, height=200, num_samples=sampling_rate)

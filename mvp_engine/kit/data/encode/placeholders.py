@@ -30,7 +30,9 @@ class Placeholder:
 
 
 def locate_placeholders(
-    text: str, media: Sequence[Part], tokens: Mapping[str, PlaceholderToken]
+    text: str,
+    media: Sequence[Part],
+    tokens: Mapping[str, PlaceholderToken],
 ) -> tuple[Placeholder, ...]:
     """The placeholders of all media in a rendered text, in its order.
 
@@ -55,12 +57,18 @@ def locate_placeholders(
 
 
 def _first_with_token(
-    waiting: Mapping[int, str], tokens: Mapping[str, PlaceholderToken], token: str
+    waiting: Mapping[int, str],
+    tokens: Mapping[str, PlaceholderToken],
+    token: str,
 ) -> int | None:
     return next((index for index, kind in waiting.items() if tokens[kind].token == token), None)
 
 
-def _outer_span(text: str, span: Span, written: PlaceholderToken) -> Span:
+def _outer_span(
+    text: str,
+    span: Span,
+    written: PlaceholderToken,
+) -> Span:
     start, end = span
     if text.endswith(written.before, 0, start):
         start -= len(written.before)
@@ -70,7 +78,9 @@ def _outer_span(text: str, span: Span, written: PlaceholderToken) -> Span:
 
 
 def expand_placeholders(
-    text: str, places: Sequence[Span], expansions: Sequence[str]
+    text: str,
+    places: Sequence[Span],
+    expansions: Sequence[str],
 ) -> tuple[str, Callable[[int], int]]:
     """The text with each placeholder replaced, and a map of positions outside of placeholders."""
     pieces = []

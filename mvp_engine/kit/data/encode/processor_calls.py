@@ -110,7 +110,10 @@ def _channels_first(frames: Any) -> Tensor:
 
 
 def _audio_arguments(
-    processor: Any, values: Sequence[Any], sampling_rate: int, short_audio: bool
+    processor: Any,
+    values: Sequence[Any],
+    sampling_rate: int,
+    short_audio: bool,
 ) -> dict[str, Any]:
     options: dict[str, Any] = {"sampling_rate": sampling_rate, "padding": "max_length"}
     hop_length = getattr(processor.feature_extractor, "hop_length", None)

@@ -54,7 +54,11 @@ def limited_processor(processor: Any, limits: Limits) -> Any:
     return limited
 
 
-def _limit_pixels(part: Any, min_pixels: int | None, max_pixels: int | None) -> None:
+def _limit_pixels(
+    part: Any,
+    min_pixels: int | None,
+    max_pixels: int | None,
+) -> None:
     if min_pixels is None and max_pixels is None:
         return
     set_pixel_budget(part, min_pixels, max_pixels)
@@ -68,7 +72,11 @@ def _limit_pixels(part: Any, min_pixels: int | None, max_pixels: int | None) -> 
         )
 
 
-def _limit_video_pixels(processor: Any, video: Any, limits: Limits) -> None:
+def _limit_video_pixels(
+    processor: Any,
+    video: Any,
+    limits: Limits,
+) -> None:
     has_limit = limits.video_min_pixels is not None or limits.video_max_pixels is not None
     if has_limit and "size" in _default_video_options(processor):
         raise UserError(
@@ -122,7 +130,11 @@ def _edges_are_areas(part: Any) -> bool:
     return hasattr(part, "merge_size")
 
 
-def set_pixel_budget(part: Any, min_pixels: int | None, max_pixels: int | None) -> None:
+def set_pixel_budget(
+    part: Any,
+    min_pixels: int | None,
+    max_pixels: int | None,
+) -> None:
     """Set a sub-processor's budget in the fields of its family; a no-op where all images have one size."""
     budget = pixel_budget(part)
     if budget is None:

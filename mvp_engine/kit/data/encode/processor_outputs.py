@@ -63,7 +63,11 @@ def _split_values(outputs: dict[str, Any]) -> tuple[str, Tensor, dict[str, Tenso
     return names[0], values, fields
 
 
-def _single_sequence(values: Tensor, row_counts: list[int], fields: dict[str, Tensor]) -> Media:
+def _single_sequence(
+    values: Tensor,
+    row_counts: list[int],
+    fields: dict[str, Tensor],
+) -> Media:
     sequence_ids = torch.zeros(len(row_counts), dtype=torch.long)
     return Media(values, torch.tensor(row_counts), sequence_ids, fields)
 

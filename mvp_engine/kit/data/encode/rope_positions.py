@@ -41,7 +41,10 @@ class RopePositions:
         return {"config": self.config}
 
     def __call__(
-        self, ids: Tensor, types: Mapping[str, Tensor], media: Mapping[str, Media]
+        self,
+        ids: Tensor,
+        types: Mapping[str, Tensor],
+        media: Mapping[str, Media],
     ) -> Tensor:
         """(3, tokens), for the ids of one sequence and its per-token types."""
         fields: dict[str, Tensor] = {}

@@ -20,14 +20,13 @@ from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode import processor_calls
-from mvp_engine.kit.data.encode.media import MediaHandler, trial_info
+from mvp_engine.kit.data.encode.media import MediaHandler
 from mvp_engine.kit.data.encode.placeholders import (
     Placeholder,
     PlaceholderToken,
     expand_placeholders,
 )
-from mvp_engine.kit.data.encode.processor_calls import blank_item
+from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
 from mvp_engine.kit.data.encode.sequences import EncodedSequence, FullSequence, total_tokens
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.encode.tokenization import Rendered
@@ -71,7 +70,7 @@ class RowEncoder:
         for kind in self.media.kinds:
             if kind in self.template.placeholders:
                 written = self.template.placeholders[kind]
-                self._expands_outer[kind] = _expands_outer(self.media, kind, written)
+                self._expands_outer[kind] = _expands_outer(self.media.runner, kind, written)
         self._warn_without_stop_token()
 
     def _warn_without_stop_token(self) -> None:
@@ -137,13 +136,23 @@ class RowEncoder:
                 return [side.encoded() for side in sides]
         raise BadRow("overlong", f"{total} tokens; {self.max_tokens} are allowed")
 
-    def _rejected_side(self, row: Row, root: Path, decode: bool) -> FullSequence:
+    def _rejected_side(
+        self,
+        row: Row,
+        root: Path,
+        decode: bool,
+    ) -> FullSequence:
         try:
             return self._full_sequence(replace(row, messages=row.rejected), root, decode)
         except BadRow as bad:
             raise BadRow(bad.reason, f"the rejected side: {bad.detail}") from None
 
-    def _full_sequence(self, row: Row, root: Path, decode: bool) -> FullSequence:
+    def _full_sequence(
+        self,
+        row: Row,
+        root: Path,
+        decode: bool,
+    ) -> FullSequence:
         rendered = self.template.render(row)
         row_media = row.media()
         parts = [row_media[place.index] for place in rendered.media]
@@ -242,7 +251,10 @@ class RowEncoder:
         return cost
 
     def load(
-        self, sides: Sequence[EncodedSequence], root: Path, fields: Mapping[str, int]
+        self,
+        sides: Sequence[EncodedSequence],
+        root: Path,
+        fields: Mapping[str, int],
     ) -> list[PackedBatch]:
         """Decode the media: one batch of one sequence for each side.
 
@@ -256,7 +268,10 @@ class RowEncoder:
         return batches
 
     def _load_side(
-        self, side: EncodedSequence, root: Path, fields: Mapping[str, int]
+        self,
+        side: EncodedSequence,
+        root: Path,
+        fields: Mapping[str, int],
     ) -> PackedBatch:
         media = side.media
         if media is None:
@@ -284,7 +299,11 @@ class RowEncoder:
         return replace(batch, labels=torch.full_like(batch.labels, IGNORE))
 
     def _batch(
-        self, ids: Tensor, loss: Tensor, media: dict[str, Media], fields: Mapping[str, int]
+        self,
+        ids: Tensor,
+        loss: Tensor,
+        media: dict[str, Media],
+        fields: Mapping[str, int],
     ) -> PackedBatch:
         types = self.media.token_types(ids)
         media = {name: self._cast(items) for name, items in media.items()}
@@ -306,32 +325,23 @@ class RowEncoder:
         return replace(media, values=media.values.to(self.dtype))
 
 
-def _expands_outer(media: MediaHandler, kind: str, written: PlaceholderToken) -> bool:
+def _expands_outer(runner: ProcessorRunner, kind: str, written: PlaceholderToken) -> bool:
     """Whether the processor's expansion already has the tokens that a chat template writes around it.
 
     Some processors add these tokens where they are missing, or replace them with the placeholder, so
     both texts are tried.
     """
-    name = type(media.processor).__name__
-    if written.token != media.placeholder(kind):
+    name = type(runner.processor).__name__
+    if written.token != runner.placeholder(kind):
         raise UserError(
             f"the chat template writes {written.token!r} for {kind}, "
-            f"but {name} looks for {media.placeholder(kind)!r}"
+            f"but {name} looks for {runner.placeholder(kind)!r}"
         )
     around = written.before + written.token + written.after
-    alone = _trial_expansion(media, kind, written.token)
-    inside = _trial_expansion(media, kind, around)
+    alone = runner.trial_expansion(kind, written.token)
+    inside = runner.trial_expansion(kind, around)
     if inside not in (written.before + alone + written.after, alone):
         raise UserError(
             f"cannot use the expansion of {around!r} by {name}, which is {inside[:200]!r}"
         )
     return around != written.token and inside == alone
-
-
-def _trial_expansion(media: MediaHandler, kind: str, text: str) -> str:
-    info = trial_info(kind, media.sampling_rate)
-    items = [(info, blank_item(info, "cpu"))]
-    expansions, _ = processor_calls.call_processor(
-        media.processor, items, text, media.sampling_rate
-    )
-    return expansions[0]

@@ -43,7 +43,10 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, processor: Any, placeholders: Mapping[str, str] | None = None, **options: Any
+        self,
+        processor: Any,
+        placeholders: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> None:
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.is_processor = processor is not self.tokenizer
@@ -123,7 +126,7 @@ class ChatTemplate:
         if missing:
             raise BadRow(
                 "unsupported_media",
-                f"the chat template has no placeholder for {' and '.join(missing)}",
+                f"the chat template has no placeholder for {' and '.join(sorted(missing))}",
             )
         rendered = self._render_with_tool_calls(row, has_loss, tools, tool_calls)
         for index, message in enumerate(row.messages):
@@ -138,7 +141,11 @@ class ChatTemplate:
         return rendered
 
     def _render_with_tool_calls(
-        self, row: Row, has_loss: Sequence[bool], tools: Tools, tool_calls: list[tuple[int, str]]
+        self,
+        row: Row,
+        has_loss: Sequence[bool],
+        tools: Tools,
+        tool_calls: list[tuple[int, str]],
     ) -> MarkedText:
         """The conversation with all of its tool calls.
 

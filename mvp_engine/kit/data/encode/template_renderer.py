@@ -47,7 +47,12 @@ class MarkedText:
 class TemplateRenderer:
     """The chat template of a processor, or of its tokenizer; `options` are passed to the template."""
 
-    def __init__(self, processor: Any, tokenizer: Any, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        processor: Any,
+        tokenizer: Any,
+        options: Mapping[str, Any],
+    ) -> None:
         self.tokenizer = tokenizer
         # The object that the template belongs to.
         self.owner = processor if getattr(processor, "chat_template", None) else tokenizer
@@ -145,7 +150,11 @@ class TemplateRenderer:
         return self.message(Message(role, (Part("text", PROBE_TEXT),)))
 
 
-def _content_block(part: Part, index: int, mark_text: bool) -> dict[str, Any]:
+def _content_block(
+    part: Part,
+    index: int,
+    mark_text: bool,
+) -> dict[str, Any]:
     if part.kind != "text":
         return {"type": part.kind}
     text = part.value

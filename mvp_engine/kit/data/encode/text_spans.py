@@ -14,7 +14,11 @@ def any_of(words: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def merge_spans(length: int, spans: Iterable[Span], excluded: Iterable[Span]) -> tuple[Span, ...]:
+def merge_spans(
+    length: int,
+    spans: Iterable[Span],
+    excluded: Iterable[Span],
+) -> tuple[Span, ...]:
     """The union of `spans` without `excluded`, as disjoint spans in order, in a text of that length."""
     flags = bytearray(length)
     for start, end in spans:

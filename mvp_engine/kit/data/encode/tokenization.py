@@ -95,7 +95,12 @@ class MaskingTokenizer:
         _check_has_loss(loss, len(ids), len(ids))
         return TokenizedText(ids, loss, media)
 
-    def _loss_mask(self, ids: list[int], spans: np.ndarray, rendered: Rendered) -> list[bool]:
+    def _loss_mask(
+        self,
+        ids: list[int],
+        spans: np.ndarray,
+        rendered: Rendered,
+    ) -> list[bool]:
         """A token carries loss if it overlaps a span with loss.
 
         A special token carries loss if it starts in one: it may include white space after it.
@@ -123,7 +128,11 @@ def _token_spans(encoding: Any) -> np.ndarray:
     return np.stack([starts, ends], axis=1)
 
 
-def _placeholder_by_token(place: Placeholder, spans: np.ndarray, text: str) -> Placeholder:
+def _placeholder_by_token(
+    place: Placeholder,
+    spans: np.ndarray,
+    text: str,
+) -> Placeholder:
     first, end = _overlapping_tokens(place.span, spans)
     token = text[slice(*place.span)]
     if text[spans[first][0] : spans[end - 1][1]].strip() != token:
@@ -141,7 +150,10 @@ def _overlapping_tokens(span: Span, spans: np.ndarray) -> Span:
 
 
 def truncate(
-    ids: list[int], loss: list[bool], media: Sequence[Span], max_tokens: int
+    ids: list[int],
+    loss: list[bool],
+    media: Sequence[Span],
+    max_tokens: int,
 ) -> tuple[list[int], list[bool], int]:
     """At most `max_tokens` tokens, and how many media they hold.
 
@@ -155,6 +167,10 @@ def truncate(
     return ids[:end], loss[:end], kept_media
 
 
-def _check_has_loss(loss: list[bool], end: int, total: int) -> None:
+def _check_has_loss(
+    loss: list[bool],
+    end: int,
+    total: int,
+) -> None:
     if not any(loss[1:end]):  # nothing predicts the first token
         raise BadRow("nothing_to_learn", f"none of the first {end} of {total} tokens carries loss")

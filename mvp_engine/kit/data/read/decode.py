@@ -17,7 +17,13 @@ from mvp_engine.kit.data.read.row_types import BadRow, Part
 from mvp_engine.kit.data.read.timeout import run_with_timeout
 
 
-def decode(part: Part, info: MediaInfo, limits: Limits, root: Path, sampling_rate: int = 0) -> Any:
+def decode(
+    part: Part,
+    info: MediaInfo,
+    limits: Limits,
+    root: Path,
+    sampling_rate: int = 0,
+) -> Any:
     """The decoded item, as `decode_now` gives it; BadRow after `limits.timeout` seconds."""
 
     def work() -> Any:
@@ -27,7 +33,11 @@ def decode(part: Part, info: MediaInfo, limits: Limits, root: Path, sampling_rat
 
 
 def decode_now(
-    part: Part, info: MediaInfo, limits: Limits, root: Path, sampling_rate: int = 0
+    part: Part,
+    info: MediaInfo,
+    limits: Limits,
+    root: Path,
+    sampling_rate: int = 0,
 ) -> Any:
     """A PIL image (RGB), video frames (num_frames, H, W, 3) of uint8, or a mono float32 waveform."""
     if part.kind == "image":

@@ -14,7 +14,11 @@ from mvp_engine.kit.data.read.media_source import decoder_errors, open_media, re
 from mvp_engine.kit.data.read.row_types import BadRow, Part
 
 
-def audio_size(part: Part, limits: Limits, root: Path) -> tuple[int, int]:
+def audio_size(
+    part: Part,
+    limits: Limits,
+    root: Path,
+) -> tuple[int, int]:
     """Samples per channel, and the sampling rate."""
     waveform, sampling_rate = _inline_waveform(part)
     if waveform is not None:
@@ -27,7 +31,11 @@ def audio_size(part: Part, limits: Limits, root: Path) -> tuple[int, int]:
 
 
 def decode_audio(
-    part: Part, info: MediaInfo, limits: Limits, root: Path, sampling_rate: int
+    part: Part,
+    info: MediaInfo,
+    limits: Limits,
+    root: Path,
+    sampling_rate: int,
 ) -> np.ndarray:
     """The waveform, float32, resampled to `sampling_rate`; of several channels, their mean."""
     samples, _ = _inline_waveform(part)
@@ -50,7 +58,12 @@ def decode_audio(
     return np.pad(waveform[:length], (0, max(0, length - len(waveform))))
 
 
-def _read_file(part: Part, info: MediaInfo, limits: Limits, root: Path) -> np.ndarray:
+def _read_file(
+    part: Part,
+    info: MediaInfo,
+    limits: Limits,
+    root: Path,
+) -> np.ndarray:
     soundfile = require_package("soundfile", "audio")
     source = open_media(part.value, limits, root, "audio")
     with decoder_errors("audio"):

@@ -29,7 +29,10 @@ SEEK_SECONDS = 4.0
 
 
 def video_size(
-    value: Any, limits: Limits, root: Path, fps: float
+    value: Any,
+    limits: Limits,
+    root: Path,
+    fps: float,
 ) -> tuple[tuple[int, int], int, float]:
     """(width, height) of a frame, the number of frames, frames per second.
 
@@ -52,7 +55,11 @@ def _check_frame_array(frames: np.ndarray) -> None:
         )
 
 
-def _frame_list_size(frames: Sequence[Any], limits: Limits, root: Path) -> tuple[int, int]:
+def _frame_list_size(
+    frames: Sequence[Any],
+    limits: Limits,
+    root: Path,
+) -> tuple[int, int]:
     """The size of the first frame; of the others, only their files are looked for."""
     if not frames:
         raise BadRow("wrong_type", "video without frames")
@@ -70,7 +77,11 @@ def _open_container(source: Path | io.BytesIO) -> Any:
     )
 
 
-def _container_size(value: Any, limits: Limits, root: Path) -> tuple[tuple[int, int], int, float]:
+def _container_size(
+    value: Any,
+    limits: Limits,
+    root: Path,
+) -> tuple[tuple[int, int], int, float]:
     source = open_media(value, limits, root, "video")
     require_package("av", "video")
     with decoder_errors("video"), _open_container(source) as container:
@@ -102,7 +113,12 @@ def _count_packets(source: Path | io.BytesIO) -> int:
         return sum(1 for packet in packets if packet.size)
 
 
-def decode_video(value: Any, info: MediaInfo, limits: Limits, root: Path) -> np.ndarray:
+def decode_video(
+    value: Any,
+    info: MediaInfo,
+    limits: Limits,
+    root: Path,
+) -> np.ndarray:
     """The sampled frames (num_frames, H, W, 3), uint8."""
     if isinstance(value, np.ndarray):
         return value[info.frame_indices()]
@@ -119,7 +135,11 @@ def decode_video(value: Any, info: MediaInfo, limits: Limits, root: Path) -> np.
     return np.stack(frames)
 
 
-def _decode_frames(source: Path | io.BytesIO, info: MediaInfo, deadline: float) -> np.ndarray:
+def _decode_frames(
+    source: Path | io.BytesIO,
+    info: MediaInfo,
+    deadline: float,
+) -> np.ndarray:
     """The sampled frames of a container."""
     require_package("av", "video")
     frames = []
@@ -137,7 +157,12 @@ class _FrameReader:
     frame, it is repeated, if the end is not too far away.
     """
 
-    def __init__(self, container: Any, info: MediaInfo, deadline: float) -> None:
+    def __init__(
+        self,
+        container: Any,
+        info: MediaInfo,
+        deadline: float,
+    ) -> None:
         self.container = container
         self.info = info
         self.deadline = deadline

@@ -26,7 +26,12 @@ class JsonLines(RowFile):
     in that folder.
     """
 
-    def __init__(self, file: Path, name: str, media_folder: str | None = None) -> None:
+    def __init__(
+        self,
+        file: Path,
+        name: str,
+        media_folder: str | None = None,
+    ) -> None:
         super().__init__(file, name)
         self.media_folder = media_folder
         data = np.memmap(file, np.uint8, "r")
@@ -70,7 +75,11 @@ class JsonLines(RowFile):
         return f"{self.name}:{line + 1}"
 
 
-def _is_not_blank(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def _is_not_blank(
+    data: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+) -> np.ndarray:
     """Which lines have more than a line end; a lone carriage return is a Windows line end."""
     lengths = ends - starts
     has_bytes = lengths > 0

@@ -39,7 +39,11 @@ def read_media_columns(row: Mapping[str, Any]) -> dict[str, list[Part]]:
     return columns
 
 
-def _read_column(kind: str, key: str, value: Any) -> list[Part]:
+def _read_column(
+    kind: str,
+    key: str,
+    value: Any,
+) -> list[Part]:
     is_list = isinstance(value, list | tuple) and key != "video"
     items = value if is_list else [value]
     parts = []
@@ -68,7 +72,9 @@ def _takes_from_column(message: Message) -> bool:
 
 
 def _filled_parts(
-    parts: Sequence[Part], tags: Sequence[str], remaining: Mapping[str, Iterator[Part]]
+    parts: Sequence[Part],
+    tags: Sequence[str],
+    remaining: Mapping[str, Iterator[Part]],
 ) -> Iterator[Part]:
     for part in parts:
         if part.kind == "text":
@@ -80,7 +86,9 @@ def _filled_parts(
 
 
 def _split_at_tags(
-    part: Part, tags: Sequence[str], remaining: Mapping[str, Iterator[Part]]
+    part: Part,
+    tags: Sequence[str],
+    remaining: Mapping[str, Iterator[Part]],
 ) -> Iterator[Part]:
     if not tags:
         if part.value:
@@ -94,7 +102,9 @@ def _split_at_tags(
 
 
 def _roles_with_tags(
-    messages: Sequence[Message], kind: str, column: Sequence[Part] | None
+    messages: Sequence[Message],
+    kind: str,
+    column: Sequence[Part] | None,
 ) -> set[str]:
     """The roles in which tags are placeholders of `kind`: the three readings at the top."""
     blocks = 0

@@ -57,7 +57,12 @@ def describe(part: Part) -> str:
     return f"{part.kind} {type(part.value).__name__}"
 
 
-def open_media(value: Any, limits: Limits, root: Path, what: str) -> Path | io.BytesIO:
+def open_media(
+    value: Any,
+    limits: Limits,
+    root: Path,
+    what: str,
+) -> Path | io.BytesIO:
     """The file or the bytes that a media value refers to. Nothing is fetched from the network."""
     if isinstance(value, Mapping):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
@@ -89,7 +94,12 @@ def _decode_data_uri(text: str, what: str) -> io.BytesIO:
         raise BadRow("corrupt", f"{what}: data URI: {error}") from None
 
 
-def _resolve_file(text: str, limits: Limits, root: Path, what: str) -> Path:
+def _resolve_file(
+    text: str,
+    limits: Limits,
+    root: Path,
+    what: str,
+) -> Path:
     try:
         path = (root / text).resolve()
         folder = root.resolve()

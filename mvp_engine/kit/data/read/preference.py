@@ -16,7 +16,11 @@ def common_prompt_length(chosen: str, rejected: str) -> int:
     return max(chosen.rfind(space, 0, same) for space in " \n\t") + 1
 
 
-def join_prompt_and_answer(prompt: list[Message], answer: list[Message], key: str) -> list[Message]:
+def join_prompt_and_answer(
+    prompt: list[Message],
+    answer: list[Message],
+    key: str,
+) -> list[Message]:
     """The whole conversation.
 
     Some datasets store it in chosen and rejected already, and repeat the prompt in its own column.

@@ -78,7 +78,11 @@ def _has_format(row: RawRow, format: str) -> bool:
     return any(kind in row or f"{kind}s" in row for kind in MEDIA)
 
 
-def _unknown_format_detail(raw: RawRow, row: RawRow, name: str | None) -> str:
+def _unknown_format_detail(
+    raw: RawRow,
+    row: RawRow,
+    name: str | None,
+) -> str:
     keys = []
     for key in list(raw)[:20]:
         keys.append(f"{key!r:.40}" + ("" if key in row else " (null)"))
@@ -180,7 +184,11 @@ _READERS: dict[str, Callable[[RawRow], Row]] = {
 }
 
 
-def _conversation_row(row: RawRow, prompt: Sequence[Message], answer: Sequence[Message]) -> Row:
+def _conversation_row(
+    row: RawRow,
+    prompt: Sequence[Message],
+    answer: Sequence[Message],
+) -> Row:
     """A row with the system and tools columns, media in their places, and a non-empty answer."""
     if not any(_is_answer(message) for message in answer):
         raise BadRow("no_answer", "no assistant turn has any content")
