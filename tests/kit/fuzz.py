@@ -1,4 +1,4 @@
-"""Rows of every bad kind, and good ones that look odd: each a line of a file, with the reason that it must get."""
+"""Generator of rows: bad ones of every kind, and good ones that look odd, each with the reason code that it must get."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-Line = tuple[bytes, str | None]  # what is in the file, and the reason; None for a row that must be trained on
-ANY = "?"  # good or bad, as it may fall; but one of them
+Line = tuple[bytes, str | None]  # a line of the file, and the reason code; None for a row that must be trained on
+ANY = "?"  # either good or bad
 ODD = [
     "né",
     "🙂",
@@ -37,7 +37,7 @@ ODD = [
     "<image>",
 ]
 TOKENS = ["<|im_end|>", "<|im_start|>assistant\n", "<|im_start|>", "</s>", "<|audio_bos|>", "<|vision_eos|>"]
-HOLDERS = ["<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"]  # of media: nobody may write them
+HOLDERS = ["<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"]  # media placeholders: no text may hold them
 
 
 def chat(question: Any, answer: Any = "Yes.", **more: Any) -> dict[str, Any]:
@@ -45,20 +45,20 @@ def chat(question: Any, answer: Any = "Yes.", **more: Any) -> dict[str, Any]:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes that says it is huge."""
+    """A PNG of a few bytes with a huge size in its header."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = [head, b"IDAT" + zlib.compress(b"\0" * 100), b"IEND"]
     packed = [struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks]
     return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
 
 
-def with_words(png: bytes) -> bytes:
-    """A picture with a note beside it that unpacks to 200 MB."""
-    note = b"zTXtnote\0\0" + zlib.compress(bytes(2 * 10**8))
-    return png[:33] + struct.pack(">I", len(note) - 4) + note + struct.pack(">I", zlib.crc32(note)) + png[33:]
+def with_large_comment(png: bytes) -> bytes:
+    """A PNG with a compressed comment that unpacks to 200 MB."""
+    comment = b"zTXtnote\0\0" + zlib.compress(bytes(2 * 10**8))
+    return png[:33] + struct.pack(">I", len(comment) - 4) + comment + struct.pack(">I", zlib.crc32(comment)) + png[33:]
 
 
-def film(frames: int, fps: Any = 4) -> bytes:
+def video_file(frames: int, fps: Any = 4) -> bytes:
     import av
 
     out = io.BytesIO()
@@ -66,13 +66,13 @@ def film(frames: int, fps: Any = 4) -> bytes:
         stream = container.add_stream("mpeg4", rate=fps)
         stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
         for i in range(frames):
-            picture = np.full((32, 32, 3), 8 * i % 256, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            pixels = np.full((32, 32, 3), 8 * i % 256, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
     return out.getvalue()
 
 
-def sound(seconds: float, rate: int = 8000, format: str = "WAV") -> bytes:
+def audio_file(seconds: float, rate: int = 8000, format: str = "WAV") -> bytes:
     import soundfile
 
     out = io.BytesIO()
@@ -81,7 +81,7 @@ def sound(seconds: float, rate: int = 8000, format: str = "WAV") -> bytes:
 
 
 class Fuzz:
-    """Writes the media once, then makes as many lines as are wanted."""
+    """Writes the media files once, then generates any number of lines."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
         self.dice, self.folder = random.Random(seed), folder
@@ -91,20 +91,20 @@ class Fuzz:
             file = io.BytesIO()
             Image.fromarray(noise).save(file, {"jpg": "JPEG", "tif": "TIFF"}.get(name, name.upper()))
             self.files[f"good ü.{name}"] = file.getvalue()
-        self.files |= {"good.mp4": film(6), "good.wav": sound(0.4)}
+        self.files |= {"good.mp4": video_file(6), "good.wav": audio_file(0.4)}
         bad = {
             "cut.jpg": self.files["good ü.jpg"][:300],
             "cut.png": self.files["good ü.png"][:2000],
             "cut.mp4": self.files["good.mp4"][:400],
             "cut.wav": self.files["good.wav"][:20],
-            "text.png": b"no picture at all",
+            "text.png": b"no image at all",
             "empty.png": b"",
             "bomb.png": bomb(60000, 60000),
             "liar.png": bomb(900, 900),
-            "words.png": with_words(self.files["good ü.png"]),
-            "long.wav": sound(3),  # the encoder hears two seconds
-            "endless.flac": sound(1200, format="FLAC"),
-            "endless.mp4": film(6, Fraction(1, 1000)),
+            "words.png": with_large_comment(self.files["good ü.png"]),
+            "long.wav": audio_file(3),  # longer than the encoder's two seconds
+            "endless.flac": audio_file(1200, format="FLAC"),
+            "endless.mp4": video_file(6, Fraction(1, 1000)),
         }
         for name, data in (self.files | bad).items():
             (folder / name).write_bytes(data)
@@ -117,7 +117,7 @@ class Fuzz:
         os.mkfifo(folder / "pipe.mp4")
 
     def lines(self, count: int) -> list[Line]:
-        """Each kind about equally often, save for plain good rows, which are a third."""
+        """Lines of all kinds; about half of them are good rows."""
         kinds: list[Callable[[], Any]] = [self.good_text] * 12 + [self.good_media] * 6 + [self.good_format] * 4
         kinds += [self.bad_path] * 4 + [self.bad_media] * 4 + [self.bad_shape] * 4 + [self.bad_line] * 2
         kinds += [self.bad_text, self.wrong_types, self.mutated, self.mutated_media, self.junk]
@@ -133,8 +133,8 @@ class Fuzz:
         return chat(self.text(), self.text() + " ok"), None
 
     def good_media(self) -> tuple[Any, None]:
-        pictures = [*[f"good ü.{name}" for name in ("png", "jpg", "webp", "gif", "bmp", "tif")], "inside.png"]
-        file = self.dice.choice(pictures)
+        images = [*[f"good ü.{name}" for name in ("png", "jpg", "webp", "gif", "bmp", "tif")], "inside.png"]
+        file = self.dice.choice(images)
         raw = "data:image/png;base64," + base64.b64encode(self.files["good ü.png"]).decode()
         values = [file, f"./x/../{file}", str(self.folder / file), (self.folder / file).as_uri(), raw]
         blocks = [{"type": "image", "image": value} for value in self.dice.choices(values, k=self.dice.randint(1, 3))]
@@ -143,7 +143,7 @@ class Fuzz:
             chat("<image> what?", images=[file]),
             chat([{"type": "image_url", "image_url": {"url": raw}}]),
             {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "A."}], "image": file},
-            {"caption": "A picture.", "image": file},
+            {"caption": "An image.", "image": file},
             chat([{"type": "video", "video": "good.mp4", "fps": 2}]),
             chat([{"type": "video", "video": ["good ü.png", "good ü.bmp"]}]),
             chat([{"type": "audio", "audio": "good.wav"}]),
@@ -282,7 +282,7 @@ class Fuzz:
         )
 
     def wrong_types(self) -> tuple[Any, str]:
-        """A good row with a leaf that is of another type."""
+        """A good row with one value replaced by one of another type."""
         row = self.good_format()[0]
         places = list(_leaves(row))
         place, key = self.dice.choice(places)
@@ -308,7 +308,7 @@ class Fuzz:
         return chat([{"type": kind, kind: f"data:x;base64,{base64.b64encode(broken).decode()}"}]), ANY
 
     def junk(self, depth: int = 0) -> tuple[Any, str]:
-        """Known keys around anything, nested."""
+        """Nested junk with known keys."""
         keys = [
             "messages",
             "role",

@@ -1,4 +1,4 @@
-"""Tiny processors of real families, made from nothing."""
+"""Tiny processors of real model families, built without downloads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GRIDS = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
 
 
 def tokenizer(*special: str, **named: str) -> Any:
-    """Of bytes, but two line breaks are one token: neighbours of an expansion may merge with it."""
+    """A byte tokenizer in which two line breaks are one token, so that text may merge with an expansion."""
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"ĊĊ": 256}
     bare = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -31,53 +31,53 @@ def tokenizer(*special: str, **named: str) -> Any:
     return new
 
 
-def qwen(kind: Any, film: Any) -> Any:
-    words = tokenizer("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-    return kind(hf.Qwen2VLImageProcessor(**PATCH, size=AREAS), words, film(**PATCH, size=AREAS))
+def qwen(kind: Any, video_processor: Any) -> Any:
+    text = tokenizer("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    return kind(hf.Qwen2VLImageProcessor(**PATCH, size=AREAS), text, video_processor(**PATCH, size=AREAS))
 
 
 def internvl() -> Any:
     names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
-    words = tokenizer(**names, video_token="<video>")
-    pictures, films = hf.GotOcr2ImageProcessor(size=SQUARE), hf.InternVLVideoProcessor(size=SQUARE)
-    return hf.InternVLProcessor(pictures, words, films, image_seq_length=4)
+    text = tokenizer(**names, video_token="<video>")
+    images, videos = hf.GotOcr2ImageProcessor(size=SQUARE), hf.InternVLVideoProcessor(size=SQUARE)
+    return hf.InternVLProcessor(images, text, videos, image_seq_length=4)
 
 
 def smolvlm() -> Any:
-    films = hf.SmolVLMVideoProcessor(
+    videos = hf.SmolVLMVideoProcessor(
         size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, num_frames=6, fps=1
     )
-    words = tokenizer("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", "<video>", *GRIDS)
-    return hf.SmolVLMProcessor(hf.SmolVLMImageProcessor(**TILES), words, films, image_seq_len=4)
+    text = tokenizer("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", "<video>", *GRIDS)
+    return hf.SmolVLMProcessor(hf.SmolVLMImageProcessor(**TILES), text, videos, image_seq_len=4)
 
 
 def idefics3() -> Any:
-    words = tokenizer("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *GRIDS)
-    return hf.Idefics3Processor(hf.Idefics3ImageProcessor(**TILES), words, image_seq_len=4)
+    text = tokenizer("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *GRIDS)
+    return hf.Idefics3Processor(hf.Idefics3ImageProcessor(**TILES), text, image_seq_len=4)
 
 
-def llava(kind: Any = hf.LlavaProcessor, pictures: Any = None) -> Any:
-    pictures = pictures or hf.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE)
+def llava(kind: Any = hf.LlavaProcessor, images: Any = None) -> Any:
+    images = images or hf.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE)
     kept = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return kind(pictures, tokenizer("<image>"), **kept)
+    return kind(images, tokenizer("<image>"), **kept)
 
 
 def gemma3() -> Any:
     named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-    words = tokenizer("<start_of_turn>", "<end_of_turn>", **named)
-    return hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=SQUARE), words, image_seq_length=4)
+    text = tokenizer("<start_of_turn>", "<end_of_turn>", **named)
+    return hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=SQUARE), text, image_seq_length=4)
 
 
-def ears() -> Any:
+def whisper() -> Any:
     return hf.WhisperFeatureExtractor(feature_size=8, chunk_length=2)
 
 
 def omni() -> Any:
     named = {f"{kind}_token": f"<|{kind.upper()}|>" for kind in ("image", "video", "audio")}
     named |= {f"{name}_token": f"<|{name}|>" for name in ("vision_bos", "vision_eos", "audio_bos", "audio_eos")}
-    patch: dict[str, Any] = {**PATCH, "patch_size": 14}  # its videos have 100,000 pixels, whatever one asks for
-    pictures = hf.Qwen2VLImageProcessor(**patch, size=AREAS)
-    return hf.Qwen2_5OmniProcessor(pictures, hf.Qwen2VLVideoProcessor(**patch), ears(), tokenizer(**named))
+    patch: dict[str, Any] = {**PATCH, "patch_size": 14}  # its code fixes videos to 100,000 pixels
+    images = hf.Qwen2VLImageProcessor(**patch, size=AREAS)
+    return hf.Qwen2_5OmniProcessor(images, hf.Qwen2VLVideoProcessor(**patch), whisper(), tokenizer(**named))
 
 
 def llava_next() -> Any:
@@ -97,50 +97,54 @@ FAMILIES = {
     "gemma3": gemma3,
     "idefics3": idefics3,
     "smolvlm": smolvlm,
-    "qwen2_audio": lambda: hf.Qwen2AudioProcessor(ears(), tokenizer("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")),
+    "qwen2_audio": lambda: hf.Qwen2AudioProcessor(whisper(), tokenizer("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")),
     "qwen2_5_omni": omni,
 }
 
 
-def turns(marks: dict[str, str], begin: str = "'<|im_start|>' + m.role + '\\n'", stop: str = "<|im_end|>") -> str:
-    """A chat template: how a turn begins (an expression of Jinja), how it ends, what it writes for media."""
-    part = "{{ p.text if p.type == 'text' else " + str(marks) + "[p.type] }}"
+def chat_template(
+    placeholders: dict[str, str], begin: str = "'<|im_start|>' + m.role + '\\n'", stop: str = "<|im_end|>"
+) -> str:
+    """A chat template: its placeholders, a Jinja expression for the start of a turn, the stop token."""
+    part = "{{ p.text if p.type == 'text' else " + str(placeholders) + "[p.type] }}"
     body = (
         "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
         + part
         + "{% endfor %}{% endif %}"
     )
-    ask = f"{{% if add_generation_prompt %}}{{% set m = {{'role': 'assistant'}} %}}{{{{ {begin} }}}}{{% endif %}}"
-    return f"{{% for m in messages %}}{{{{ {begin} }}}}{body}{{{{ '{stop}\\n' }}}}{{% endfor %}}{ask}"
+    prompt = f"{{% if add_generation_prompt %}}{{% set m = {{'role': 'assistant'}} %}}{{{{ {begin} }}}}{{% endif %}}"
+    return f"{{% for m in messages %}}{{{{ {begin} }}}}{body}{{{{ '{stop}\\n' }}}}{{% endfor %}}{prompt}"
 
 
 QWEN = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
 OMNI = {kind: f"<|vision_bos|><|{kind.upper()}|><|vision_eos|>" for kind in ("image", "video")}
-TALL = "m.role | capitalize + (': ' if m.content is string else ':')"
+CAPITALIZED = "m.role | capitalize + (': ' if m.content is string else ':')"
 TEMPLATES = {
-    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl"], turns(QWEN)),
-    **dict.fromkeys(["llava", "llava_next"], turns({"image": "<image>\n"}, "m.role | upper + ': '")),
-    "internvl": turns({"image": "<IMG_CONTEXT>\n", "video": "<video>\n"}),
-    "gemma3": turns(
+    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl"], chat_template(QWEN)),
+    **dict.fromkeys(["llava", "llava_next"], chat_template({"image": "<image>\n"}, "m.role | upper + ': '")),
+    "internvl": chat_template({"image": "<IMG_CONTEXT>\n", "video": "<video>\n"}),
+    "gemma3": chat_template(
         {"image": "<start_of_image>"},
         "'<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n'",
         "<end_of_turn>",
     ),
     **dict.fromkeys(
-        ["idefics3", "smolvlm"], turns({"image": "<image>", "video": "<video>"}, TALL, "<end_of_utterance>")
+        ["idefics3", "smolvlm"],
+        chat_template({"image": "<image>", "video": "<video>"}, CAPITALIZED, "<end_of_utterance>"),
     ),
-    "qwen2_5_omni": turns({**OMNI, "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}),
+    "qwen2_5_omni": chat_template({**OMNI, "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}),
 }
 
 
 @cache
-def made(name: str) -> Any:
+def processor_of(name: str) -> Any:
+    """Built once per process: tests must not change it."""
     return FAMILIES[name]()
 
 
 @cache
-def talking(name: str) -> Any:
-    """With a chat template in the manner of the family; the class of some has one of its own."""
+def chat_processor(name: str) -> Any:
+    """A processor with a chat template like that of its family; some classes have their own."""
     processor = FAMILIES[name]()
     processor.chat_template = TEMPLATES.get(name, processor.chat_template)
     return processor

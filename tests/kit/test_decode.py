@@ -1,4 +1,4 @@
-"""Media in every form that rows have become the same pixels and waves; what is broken, huge or endless is a BadRow."""
+"""Probing and decoding of media: equal pixels and waveforms for every form; broken, huge or endless media are a BadRow."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ HERE = Path(".")
 def photo() -> np.ndarray:
     from sklearn.datasets import load_sample_image
 
-    return np.ascontiguousarray(load_sample_image("flower.jpg")[::5, ::5])  # 86 x 128 of a photograph
+    return np.ascontiguousarray(load_sample_image("flower.jpg")[::5, ::5])  # 86 x 128 pixels of a photo
 
 
-def packed(image: Image.Image, format: str, **options: Any) -> bytes:
+def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
     out = io.BytesIO()
     image.save(out, format, **options)
     return out.getvalue()
@@ -55,41 +55,41 @@ def reason(part: Part, limits: Limits = LIMITS, root: Path = HERE) -> str:
     return bad.value.reason
 
 
-def test_every_form_of_an_image_is_the_same_picture(photo: np.ndarray, tmp_path: Path) -> None:
-    raw = packed(Image.fromarray(photo), "PNG")
+def test_decode_image_every_form_of_value_gives_the_same_pixels(photo: np.ndarray, tmp_path: Path) -> None:
+    raw = encoded(Image.fromarray(photo), "PNG")
     (tmp_path / "a photo.png").write_bytes(raw)
     (tmp_path / "link.png").symlink_to(tmp_path / "a photo.png")
     forms = ["a photo.png", str(tmp_path / "a photo.png"), Path("a photo.png"), (tmp_path / "a photo.png").as_uri()]
     forms += ["./sub/../a photo.png", "link.png", raw, bytearray(raw), {"bytes": raw, "path": "gone.png"}]
     forms += [{"bytes": None, "path": "a photo.png"}, "data:image/png;base64," + base64.b64encode(raw).decode()]
     for form in [*forms, Image.fromarray(photo), photo]:
-        info, picture = read(Part("image", form), root=tmp_path)
-        assert (info.width, info.height) == picture.size == (128, 86)
-        assert picture.mode == "RGB"
-        assert np.array_equal(np.asarray(picture), photo), form
+        info, image = read(Part("image", form), root=tmp_path)
+        assert (info.width, info.height) == image.size == (128, 86)
+        assert image.mode == "RGB"
+        assert np.array_equal(np.asarray(image), photo), form
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
-@pytest.mark.parametrize("turn", range(1, 9))
-def test_pictures_stand_upright_and_have_that_size_before_they_are_decoded(
-    photo: np.ndarray, format: str, turn: int
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_decode_image_exif_orientation_is_applied_to_pixels_and_probed_size(
+    photo: np.ndarray, format: str, orientation: int
 ) -> None:
     exif = Image.Exif()
-    exif[0x0112] = turn
-    raw = packed(Image.fromarray(photo), format, exif=exif)
+    exif[0x0112] = orientation
+    raw = encoded(Image.fromarray(photo), format, exif=exif)
     expected = ImageOps.exif_transpose(Image.open(io.BytesIO(raw)))
-    info, picture = read(Part("image", raw))
-    assert (info.width, info.height) == picture.size == ((86, 128) if turn > 4 else (128, 86))
-    assert np.array_equal(np.asarray(picture), np.asarray(expected.convert("RGB")))
+    info, image = read(Part("image", raw))
+    assert (info.width, info.height) == image.size == ((86, 128) if orientation > 4 else (128, 86))
+    assert np.array_equal(np.asarray(image), np.asarray(expected.convert("RGB")))
 
 
-def test_every_kind_of_colour_becomes_rgb() -> None:
+def test_decode_image_every_color_mode_becomes_rgb() -> None:
     def first(image: Image.Image, format: str = "PNG", **options: Any) -> tuple[int, ...]:
-        picture = read(Part("image", packed(image, format, **options)))[1]
-        assert picture.mode == "RGB"
-        return picture.getpixel((0, 0))
+        decoded = read(Part("image", encoded(image, format, **options)))[1]
+        assert decoded.mode == "RGB"
+        return decoded.getpixel((0, 0))
 
-    assert first(Image.new("RGBA", (4, 4), (200, 0, 0, 0))) == (255, 255, 255)  # what cannot be seen is white
+    assert first(Image.new("RGBA", (4, 4), (200, 0, 0, 0))) == (255, 255, 255)  # transparent pixels are white
     assert first(Image.new("RGBA", (4, 4), (0, 0, 0, 128))) == pytest.approx((127, 127, 127), abs=1)
     assert first(Image.new("LA", (4, 4), (0, 0))) == (255, 255, 255)
     assert first(Image.new("L", (4, 4), 77)) == (77, 77, 77)
@@ -104,20 +104,20 @@ def test_every_kind_of_colour_becomes_rgb() -> None:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes that says it is huge."""
+    """A PNG of a few bytes with a huge size in its header."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = b"IDAT" + zlib.compress(b"\0" * 100)
     chunks = [struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (head, data, b"IEND")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def test_each_bad_image_is_named(photo: np.ndarray, tmp_path: Path) -> None:
-    raw = packed(Image.fromarray(photo), "JPEG")
+def test_decode_image_each_bad_value_has_its_reason_code(photo: np.ndarray, tmp_path: Path) -> None:
+    raw = encoded(Image.fromarray(photo), "JPEG")
     (tmp_path / "in").mkdir()
-    (tmp_path / "secret.png").write_bytes(packed(Image.fromarray(photo), "PNG"))
+    (tmp_path / "secret.png").write_bytes(encoded(Image.fromarray(photo), "PNG"))
     (tmp_path / "in" / "link.png").symlink_to(tmp_path / "secret.png")
     (tmp_path / "in" / "loop.png").symlink_to(tmp_path / "in" / "loop.png")
-    (tmp_path / "in" / "text.png").write_text("no picture")
+    (tmp_path / "in" / "text.png").write_text("no image")
     os.mkfifo(tmp_path / "in" / "pipe.png")
     expected: list[tuple[Any, str]] = [
         ("gone.png", "missing_file"),
@@ -140,7 +140,7 @@ def test_each_bad_image_is_named(photo: np.ndarray, tmp_path: Path) -> None:
         ("https://example.com/a.png", "unsupported"),
         ("s3://bucket/a.png", "unsupported"),
         (".", "unsupported"),
-        ("pipe.png", "unsupported"),  # opening it would wait for ever
+        ("pipe.png", "unsupported"),  # opening it would block forever
         (None, "wrong_type"),
         ("", "wrong_type"),
         (7, "wrong_type"),
@@ -161,14 +161,14 @@ def test_each_bad_image_is_named(photo: np.ndarray, tmp_path: Path) -> None:
     assert reason(Part("image", "/dev/zero"), anywhere) == "unsupported"
 
 
-def test_a_file_that_changed_since_it_was_planned_is_a_bad_row(photo: np.ndarray) -> None:
+def test_decode_image_size_changed_since_probe_is_a_bad_row(photo: np.ndarray) -> None:
     info = probe(Part("image", photo), LIMITS, HERE)
     with pytest.raises(BadRow, match="changed: the image is 86x128 now, but was 128x86"):
         decode(Part("image", photo.transpose(1, 0, 2).copy()), info, LIMITS, HERE)
 
 
-def film(codec: str = "mpeg4", format: str = "mp4", frames: int = 30, fps: int = 10, size: int = 32) -> bytes:
-    """Frame i is grey of 8 i; every 15th is a key frame."""
+def video_file(codec: str = "mpeg4", format: str = "mp4", frames: int = 30, fps: int = 10, size: int = 32) -> bytes:
+    """Frame i has the gray value 8 i; every 15th is a key frame."""
     import av
 
     out = io.BytesIO()
@@ -177,25 +177,25 @@ def film(codec: str = "mpeg4", format: str = "mp4", frames: int = 30, fps: int =
         stream.width, stream.height, stream.pix_fmt, stream.gop_size = size, size, "yuv420p", 15
         stream.options = {"qscale": "1"} if codec == "mpeg4" else {"crf": "5"}
         for i in range(frames):
-            picture = np.full((size, size, 3), 8 * i % 256, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            pixels = np.full((size, size, 3), 8 * i % 256, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
     return out.getvalue()
 
 
-def greys(frames: np.ndarray) -> list[int]:
+def gray_values(frames: np.ndarray) -> list[int]:
     return [round(float(frame.mean()) / 8) for frame in frames]
 
 
 @pytest.mark.parametrize("kind", ["mpeg4 mp4", "libx264 mp4", "mpeg4 avi", "libvpx-vp9 webm", "libx264 matroska-live"])
-def test_frames_are_those_that_were_asked_for(kind: str, tmp_path: Path) -> None:
-    raw = film(*kind.split())
-    (tmp_path / "film").write_bytes(raw)
-    for value in (raw, "film", {"bytes": None, "path": "film"}):
+def test_decode_video_returns_the_sampled_frames_of_every_container(kind: str, tmp_path: Path) -> None:
+    raw = video_file(*kind.split())
+    (tmp_path / "video").write_bytes(raw)
+    for value in (raw, "video", {"bytes": None, "path": "video"}):
         info, frames = read(Part("video", value), root=tmp_path)
         assert (info.total_frames, info.fps, info.seconds, info.num_frames) == (30, 10.0, 3.0, 6)
         assert frames.shape == (6, 32, 32, 3)
-        assert greys(frames) == info.frame_indices() == [0, 6, 12, 17, 23, 29]
+        assert gray_values(frames) == info.frame_indices() == [0, 6, 12, 17, 23, 29]
     info, frames = read(Part("video", raw, {"fps": 1, "min_pixels": 5, "max_pixels": 99.5}))
     assert (info.num_frames, info.min_pixels, info.max_pixels) == (3, 5, 100)
     assert read(Part("video", raw, {"nframes": 5}))[0].num_frames == 5
@@ -203,21 +203,21 @@ def test_frames_are_those_that_were_asked_for(kind: str, tmp_path: Path) -> None
     assert read(Part("video", raw, {"fps": 10, "max_frames": 3}))[0].num_frames == 3
 
 
-def test_far_apart_frames_are_jumped_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = film(frames=32 * 12, fps=4, size=16)  # greys repeat every 32 frames
-    info, jumped = read(Part("video", raw))
+def test_decode_video_seeking_gives_the_same_frames_as_decoding_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = video_file(frames=32 * 12, fps=4, size=16)  # gray values repeat every 32 frames
+    info, seeked = read(Part("video", raw))
     monkeypatch.setattr(decode_video, "SEEK_SECONDS", 1e9)
-    assert np.array_equal(jumped, read(Part("video", raw))[1])
-    assert greys(jumped) == [i % 32 for i in info.frame_indices()]
+    assert np.array_equal(seeked, read(Part("video", raw))[1])
+    assert gray_values(seeked) == [i % 32 for i in info.frame_indices()]
 
 
-def test_given_frames_are_videos_too(photo: np.ndarray, tmp_path: Path) -> None:
+def test_decode_video_arrays_and_frame_lists_are_videos(photo: np.ndarray, tmp_path: Path) -> None:
     frames = np.stack([np.full((6, 4, 3), i, np.uint8) for i in range(12)])
-    (tmp_path / "f.png").write_bytes(packed(Image.fromarray(frames[3]), "PNG"))
+    (tmp_path / "f.png").write_bytes(encoded(Image.fromarray(frames[3]), "PNG"))
     info, found = read(Part("video", frames))
     assert (info.width, info.height, info.total_frames, info.fps, info.num_frames) == (4, 6, 12, 2.0, 8)
     assert found[:, 0, 0, 0].tolist() == info.frame_indices() == [0, 2, 3, 5, 6, 8, 9, 11]
-    listed = [Image.fromarray(frames[0]), frames[1], packed(Image.fromarray(frames[2]), "PNG"), "f.png"]
+    listed = [Image.fromarray(frames[0]), frames[1], encoded(Image.fromarray(frames[2]), "PNG"), "f.png"]
     info, found = read(Part("video", listed, {"fps": 1}), root=tmp_path)
     assert (info.seconds, found[:, 0, 0, 0].tolist()) == (4.0, [0, 1, 2, 3])
     assert read(Part("video", [frames[7]]))[1][:, 0, 0, 0].tolist() == [7, 7]  # no encoder takes a single frame
@@ -228,49 +228,53 @@ def test_given_frames_are_videos_too(photo: np.ndarray, tmp_path: Path) -> None:
     assert reason(Part("video", frames.astype(np.float32))) == "wrong_type"
 
 
-def test_a_video_held_upright_is_read_upright() -> None:
+def test_decode_video_rotation_metadata_is_applied() -> None:
     import av
 
-    out, picture = io.BytesIO(), np.zeros((32, 64, 3), np.uint8)
-    picture[:, :32] = 255  # the left is white
+    out, pixels = io.BytesIO(), np.zeros((32, 64, 3), np.uint8)
+    pixels[:, :32] = 255  # the left half is white
     with av.open(out, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=4)
         stream.width, stream.height, stream.pix_fmt = 64, 32, "yuv420p"
         for _ in range(8):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
     plain = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
-    turned = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)  # shown a quarter turn clockwise
+    turned = struct.pack(
+        ">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30
+    )  # displayed rotated by 90 degrees clockwise
     track = out.getvalue().index(b"tkhd")
     raw = out.getvalue()[:track] + out.getvalue()[track:].replace(plain, turned, 1)
     info, frames = read(Part("video", raw))
     assert (info.width, info.height) == (32, 64)
-    assert (frames[0, :30].mean() > 240, frames[0, 34:].mean() < 15) == (True, True)  # the left has become the top
+    assert (frames[0, :30].mean() > 240, frames[0, 34:].mean() < 15) == (True, True)  # the left half is now on top
 
 
-def test_each_bad_video_is_named(tmp_path: Path) -> None:
-    raw = film()
-    (tmp_path / "list.m3u8").write_text("#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:3,\nfilm.ts\n#EXT-X-ENDLIST\n")
-    (tmp_path / "list.ffconcat").write_text("ffconcat version 1.0\nfile film.ts\n")
-    (tmp_path / "film.ts").write_bytes(film(format="mpegts"))
+def test_decode_video_each_bad_value_has_its_reason_code(tmp_path: Path) -> None:
+    raw = video_file()
+    (tmp_path / "list.m3u8").write_text("#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:3,\nvideo.ts\n#EXT-X-ENDLIST\n")
+    (tmp_path / "list.ffconcat").write_text("ffconcat version 1.0\nfile video.ts\n")
+    (tmp_path / "video.ts").write_bytes(video_file(format="mpegts"))
     expected: list[tuple[Any, str]] = [
         ("gone.mp4", "missing_file"),
-        ("list.m3u8", "corrupt"),  # they could name any file
+        ("list.m3u8", "corrupt"),  # playlists could name any file
         ("list.ffconcat", "corrupt"),
         (raw[:200], "corrupt"),
         (b"nothing" * 50, "corrupt"),
-        (film(format="mpegts")[:1500], "corrupt"),
+        (video_file(format="mpegts")[:1500], "corrupt"),
         (3.0, "wrong_type"),
     ]
     for value, word in expected:
         assert reason(Part("video", value), root=tmp_path) == word, value
     assert reason(Part("video", raw), Limits(video_seconds=2.0)) == "too_long"
     assert reason(Part("video", raw), Limits(image_pixels=1000)) == "too_large"
-    info, frames = read(Part("video", raw), Limits(fps=2.0, clip_pixels=6 * 16 * 16))  # read smaller, to fit in memory
+    info, frames = read(
+        Part("video", raw), Limits(fps=2.0, clip_pixels=6 * 16 * 16)
+    )  # decoded smaller, to fit in memory
     assert (info.width, frames.shape) == (16, (6, 16, 16, 3))
 
 
-def sound(rate: int = 44100, seconds: float = 1.0, format: str = "WAV", channels: int = 2) -> bytes:
+def audio_file(rate: int = 44100, seconds: float = 1.0, format: str = "WAV", channels: int = 2) -> bytes:
     import soundfile
 
     t = np.arange(int(rate * seconds)) / rate
@@ -281,35 +285,38 @@ def sound(rate: int = 44100, seconds: float = 1.0, format: str = "WAV", channels
 
 
 @pytest.mark.parametrize("format", ["WAV", "FLAC", "OGG", "MP3"])
-def test_sounds_are_mono_at_the_rate_of_the_model(format: str, tmp_path: Path) -> None:
-    raw = sound(format=format)
-    (tmp_path / "a.sound").write_bytes(raw)
+def test_decode_audio_every_format_becomes_mono_at_the_models_sampling_rate(format: str, tmp_path: Path) -> None:
+    raw = audio_file(format=format)
+    (tmp_path / "a.audio").write_bytes(raw)
     for value in (
         raw,
-        "a.sound",
+        "a.audio",
         {"bytes": raw, "path": None},
         "data:audio/x;base64," + base64.b64encode(raw).decode(),
     ):
-        info, wave = read(Part("audio", value), root=tmp_path)
-        assert (info.sampling_rate, wave.dtype, wave.ndim) == (44100, np.float32, 1)
-        assert len(wave) == info.num_samples_at(16000) == -(-info.num_samples * 16000 // 44100)
-        heard = np.abs(np.fft.rfft(wave[:16000]))
-        assert int(heard.argmax()) == 440
-        assert np.abs(wave).max() == pytest.approx(0.4, abs=0.05)  # the mean of both channels
-    wave = np.sin(np.arange(8000))
-    for part in (Part("audio", {"array": wave, "sampling_rate": 16000}), Part("audio", wave, {"sampling_rate": 16000})):
-        assert np.array_equal(read(part)[1], wave.astype(np.float32))
+        info, waveform = read(Part("audio", value), root=tmp_path)
+        assert (info.sampling_rate, waveform.dtype, waveform.ndim) == (44100, np.float32, 1)
+        assert len(waveform) == info.num_samples_at(16000) == -(-info.num_samples * 16000 // 44100)
+        spectrum = np.abs(np.fft.rfft(waveform[:16000]))
+        assert int(spectrum.argmax()) == 440
+        assert np.abs(waveform).max() == pytest.approx(0.4, abs=0.05)  # the mean of both channels
+    waveform = np.sin(np.arange(8000))
+    for part in (
+        Part("audio", {"array": waveform, "sampling_rate": 16000}),
+        Part("audio", waveform, {"sampling_rate": 16000}),
+    ):
+        assert np.array_equal(read(part)[1], waveform.astype(np.float32))
 
 
-def test_each_bad_sound_is_named(tmp_path: Path) -> None:
-    raw = sound()
+def test_decode_audio_each_bad_value_has_its_reason_code(tmp_path: Path) -> None:
+    raw = audio_file()
     expected: list[tuple[Any, str]] = [
         ("gone.wav", "missing_file"),
         (raw[:20], "corrupt"),
         (b"noise" * 99, "corrupt"),
-        (sound(seconds=0), "corrupt"),
+        (audio_file(seconds=0), "corrupt"),
         ({"array": np.full(99, np.nan), "sampling_rate": 16000}, "corrupt"),
-        (np.zeros(9), "wrong_type"),  # at which rate?
+        (np.zeros(9), "wrong_type"),  # without a sampling rate
         ({"array": np.zeros((9, 2)), "sampling_rate": 16000}, "wrong_type"),
         ({"array": "loud", "sampling_rate": 16000}, "wrong_type"),
         (5, "wrong_type"),
@@ -319,21 +326,21 @@ def test_each_bad_sound_is_named(tmp_path: Path) -> None:
     assert reason(Part("audio", raw), Limits(audio_seconds=0.5)) == "too_long"
 
 
-def test_what_hangs_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch, photo: np.ndarray) -> None:
-    def stuck(*args: Any) -> None:
-        ctypes.CDLL(None).sleep(60)  # in C, where no signal of Python's reaches
+def test_decode_hanging_decoder_is_a_timeout_bad_row(monkeypatch: pytest.MonkeyPatch, photo: np.ndarray) -> None:
+    def hang(*args: Any) -> None:
+        ctypes.CDLL(None).sleep(60)  # in C, which no Python signal interrupts
 
     info = probe(Part("image", photo), LIMITS, HERE)
-    monkeypatch.setattr(decode_image, "decode_image", stuck)
+    monkeypatch.setattr(decode_image, "decode_image", hang)
     monkeypatch.setattr(decode_image, "open_image", lambda *args: time.sleep(60))
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(BadRow, match=r"timeout: decoding image ndarray took more than 0\.2 seconds"):
         decode(Part("image", photo), info, Limits(timeout=0.2), HERE)
     assert reason(Part("image", "a.png"), Limits(timeout=0.2)) == "timeout"
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - started < 20
 
 
-def test_a_process_ends_although_a_decoder_hangs_in_it() -> None:
+def test_run_with_timeout_process_exits_while_a_decoder_hangs() -> None:
     code = """
 import ctypes
 from mvp_engine.kit.data.read.row_types import BadRow
@@ -347,7 +354,7 @@ except BadRow as bad:
     assert done.stdout == "timeout\n"
 
 
-class Stuck(torch.utils.data.Dataset):
+class HangingDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 2
 
@@ -358,13 +365,16 @@ class Stuck(torch.utils.data.Dataset):
             return bad.reason
 
 
-def test_workers_of_a_loader_go_on_and_end() -> None:
-    begun = time.monotonic()
-    assert list(torch.utils.data.DataLoader(Stuck(), batch_size=1, num_workers=1)) == [["timeout"], ["timeout"]]
-    assert time.monotonic() - begun < 60
+def test_run_with_timeout_dataloader_workers_continue_and_exit() -> None:
+    started = time.monotonic()
+    assert list(torch.utils.data.DataLoader(HangingDataset(), batch_size=1, num_workers=1)) == [
+        ["timeout"],
+        ["timeout"],
+    ]
+    assert time.monotonic() - started < 60
 
 
-def test_errors_of_ours_are_no_bad_rows(monkeypatch: pytest.MonkeyPatch, photo: np.ndarray) -> None:
+def test_probe_internal_errors_are_raised_not_bad_rows(monkeypatch: pytest.MonkeyPatch, photo: np.ndarray) -> None:
     def broken(*args: Any) -> None:
         raise KeyError("a bug")
 
@@ -373,11 +383,15 @@ def test_errors_of_ours_are_no_bad_rows(monkeypatch: pytest.MonkeyPatch, photo: 
         probe(Part("image", photo), LIMITS, HERE)
 
 
-def test_broken_bytes_are_bad_rows_or_pictures_and_never_anything_else(photo: np.ndarray) -> None:
+def test_decode_mutated_bytes_give_media_or_a_bad_row(photo: np.ndarray) -> None:
     image, rng = Image.fromarray(photo), np.random.default_rng(0)
-    whole = [("image", packed(image, name)) for name in ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP")]
-    whole += [("video", film(frames=8)), ("video", film(frames=8, format="matroska")), ("audio", sound(seconds=0.2))]
-    whole += [("audio", sound(seconds=0.2, format="FLAC")), ("audio", sound(seconds=0.2, format="OGG"))]
+    whole = [("image", encoded(image, name)) for name in ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP")]
+    whole += [
+        ("video", video_file(frames=8)),
+        ("video", video_file(frames=8, format="matroska")),
+        ("audio", audio_file(seconds=0.2)),
+    ]
+    whole += [("audio", audio_file(seconds=0.2, format="FLAC")), ("audio", audio_file(seconds=0.2, format="OGG"))]
     outcomes = set()
     for kind, raw in whole:
         for _ in range(25):

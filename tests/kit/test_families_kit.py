@@ -13,7 +13,7 @@ import soundfile
 import torch
 from families import KIT, TOKENS, VISION
 from PIL import Image
-from processors import talking
+from processors import chat_processor
 from test_media import own
 from tiny_models import check_packed_is_alone, close
 from transformers import AutoConfig
@@ -91,7 +91,7 @@ def own_log_probs(model: LanguageModel, given: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", KIT)
 def test_packs_are_what_the_family_makes_of_each_row_alone(name: str, tmp_path: Path) -> None:
-    processor = talking(name.removesuffix("_thinker"))
+    processor = chat_processor(name.removesuffix("_thinker"))
     model, kinds = model_of(name, processor), KIT[name].split(", ")
     questions: list[Asked] = [[], *([(kind, i)] for i, kind in enumerate(kinds)), [(kinds[0], 0), (kinds[0], 1)]]
     if len(kinds) > 1 and name != "smolvlm":  # whose processor takes one kind at a time

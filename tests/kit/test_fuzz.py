@@ -1,4 +1,4 @@
-"""Five thousand rows, most of them odd or bad, from the file to the packs: each is trained on once or named."""
+"""5,000 fuzzed rows, most of them odd or bad, from the file to the packs: each is trained on once or listed as bad."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from fuzz import ANY, Fuzz
-from processors import talking
+from processors import chat_processor
 
 from mvp_engine.kit import MLLMData, MLLMDataKit
 
@@ -15,7 +15,7 @@ ROWS = 5000
 WORKERS = 2
 
 
-def test_five_thousand_fuzzed_rows_are_trained_on_once_or_named_with_the_reason(tmp_path: Path) -> None:
+def test_data_kit_fuzzed_rows_are_trained_on_once_or_listed_with_their_reason(tmp_path: Path) -> None:
     folder = tmp_path / "in" / "data"
     folder.mkdir(parents=True)
     lines = Fuzz(folder).lines(ROWS)
@@ -30,12 +30,12 @@ def test_five_thousand_fuzzed_rows_are_trained_on_once_or_named_with_the_reason(
             "cache": str(tmp_path / "cache"),
         }
     )
-    kit = MLLMDataKit(settings, talking("qwen2_5_omni"), num_workers=WORKERS)
+    kit = MLLMDataKit(settings, chat_processor("qwen2_5_omni"), num_workers=WORKERS)
     batches = kit.loader("train", folder=tmp_path)
     trained = Counter(sample for batch in batches for sample in batch.sequence_fields["sample"].tolist() if sample >= 0)
     listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
     reasons = {record["where"]: record["reason"] for record in listed}
-    assert len(reasons) == len(listed)  # each once
+    assert len(reasons) == len(listed)  # each is listed once
     wrong, blank = [], 0
     for i, (line, expected) in enumerate(lines):
         reason = reasons.pop(f"rows.jsonl:{i + 1 + blank}", None)
@@ -44,5 +44,5 @@ def test_five_thousand_fuzzed_rows_are_trained_on_once_or_named_with_the_reason(
         if not fine or expected not in (ANY, reason):
             wrong.append((line[:200], expected, reason))
     assert not wrong, wrong[:20]
-    assert not reasons  # and nothing else was listed or trained on
+    assert not reasons  # nothing else was listed or trained on
     assert not trained

@@ -1,4 +1,4 @@
-"""What a plan counts is what the processor makes, for every family; limits travel with the processor that is saved."""
+"""Media through processors: planned costs equal the processor's outputs for every family; limits are saved with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from processors import FAMILIES, SQUARE, made, tokenizer
+from processors import FAMILIES, SQUARE, processor_of, tokenizer
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
@@ -31,7 +31,7 @@ LENGTHS = [5000, 16000, 400, 31999, 32000, 12345, 640]
 
 @cache
 def handler(name: str) -> MediaHandler:
-    return MediaHandler(made(name))
+    return MediaHandler(processor_of(name))
 
 
 def photo() -> np.ndarray:
@@ -41,7 +41,7 @@ def photo() -> np.ndarray:
 
 
 def item(kind: str, i: int) -> Part:
-    """Cut from a photograph, in several sizes; a wave of noise."""
+    """A crop of a photo, or a waveform of noise, in several sizes."""
     height, width = SIZES[i]
     if kind == "image":
         return Part(kind, photo()[:height, :width].copy())
@@ -51,20 +51,24 @@ def item(kind: str, i: int) -> Part:
     return Part(kind, rng.standard_normal(LENGTHS[i]).astype(np.float32), {"sampling_rate": 16000})
 
 
-def own(processor: Any, text: str, infos: list[MediaInfo], items: list[Any]) -> dict[str, Any]:
-    """What the processor itself makes of a whole conversation."""
+def processor_outputs(processor: Any, text: str, infos: list[MediaInfo], items: list[Any]) -> dict[str, Any]:
+    """The processor's own outputs for a whole conversation."""
     given: dict[str, Any] = {"text_kwargs": {"add_special_tokens": False}}
     for kind, name in (("image", "images"), ("video", "videos"), ("audio", "audio")):
         if some := [one for info, one in zip(infos, items, strict=True) if info.kind == kind]:
             given[name] = [some] if kind == "video" else some
-    seen = [info for info in infos if info.kind == "video"]
-    films = [
+    video_infos = [info for info in infos if info.kind == "video"]
+    metadata = [
         {"total_num_frames": i.total_frames, "fps": i.fps, "duration": i.seconds, "frames_indices": i.frame_indices()}
-        for i in seen
+        for i in video_infos
     ]
-    if films:
-        rate = {"fps": seen[0].num_frames / seen[0].seconds} if type(processor) is hf.Qwen2_5OmniProcessor else {}
-        given["videos_kwargs"] = {"video_metadata": [films], "do_sample_frames": False, **rate}
+    if metadata:
+        rate = (
+            {"fps": video_infos[0].num_frames / video_infos[0].seconds}
+            if type(processor) is hf.Qwen2_5OmniProcessor
+            else {}
+        )
+        given["videos_kwargs"] = {"video_metadata": [metadata], "do_sample_frames": False, **rate}
     if "audio" in given:
         given["audio_kwargs"] = {"sampling_rate": 16000}
     return dict(processor(text=[text], **given, return_tensors="pt"))
@@ -75,16 +79,16 @@ TEMPLATE = """{% for m in messages %}{{ '<|im_end|>' if m.role == 'user' else ''
 {{- '' if m.role == 'user' else '<|im_end|>\n' }}{% endfor %}"""
 
 
-def sampler(name: str, **options: Any) -> RowEncoder:
-    """With a chat template that writes what the family's processor looks for."""
-    processor = copy.copy(made(name))
+def row_encoder(name: str, **options: Any) -> RowEncoder:
+    """With a chat template that writes the placeholders of the family's processor."""
+    processor = copy.copy(processor_of(name))
     places = {kind: getattr(processor, f"{kind}_token") for kind in handler(name).kinds}
     processor.chat_template = TEMPLATE.replace("PLACES", repr(places))
     return RowEncoder(processor, max_tokens=100_000, **options)
 
 
 def conversation(processor: Any, parts: list[Part]) -> tuple[dict[str, Any], str]:
-    """A row that asks about media, and its text with the placeholders in it."""
+    """A row with media, and its rendered text with placeholders."""
     blocks, text = [{"type": "text", "text": "What is\n"}], "<|im_end|>What is\n"
     for part in parts:
         value = {"array": part.value, **part.options} if part.kind == "audio" else part.value
@@ -96,7 +100,7 @@ def conversation(processor: Any, parts: list[Part]) -> tuple[dict[str, Any], str
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_plan_counts_what_the_processor_makes_in_every_size(name: str) -> None:
+def test_media_cost_of_every_size_is_what_the_processor_makes(name: str) -> None:
     media = handler(name)
     for kind in media.kinds:
         for i in range(len(SIZES)):
@@ -109,10 +113,17 @@ def test_a_plan_counts_what_the_processor_makes_in_every_size(name: str) -> None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_conversations_are_those_of_the_processor_itself(name: str) -> None:
-    processor, media, rows = made(name), handler(name), sampler(name)
+def test_row_encoder_batches_equal_the_processors_own_outputs(name: str) -> None:
+    processor, media, rows = processor_of(name), handler(name), row_encoder(name)
     mixes = [[], *([kind] for kind in media.kinds), *([kind] * 3 for kind in media.kinds if kind != "video")]
-    if name not in ("smolvlm", "qwen2_audio", "llava", "llava_next", "gemma3", "idefics3"):  # takes the images for lost
+    if name not in (
+        "smolvlm",
+        "qwen2_audio",
+        "llava",
+        "llava_next",
+        "gemma3",
+        "idefics3",
+    ):  # does not expand images next to videos
         mixes.append(["video", *(["audio"] if "audio" in media.kinds else []), "image", "image"])
     batches = []
     for mix in mixes:
@@ -121,7 +132,7 @@ def test_conversations_are_those_of_the_processor_itself(name: str) -> None:
         (one,) = sides = rows.encode(row, None, HERE)
         (got,) = rows.load(sides, HERE, {})
         items = [media.decode(part, info, HERE) for part, info in zip(parts, one.infos, strict=True)]
-        expected = own(processor, text, one.infos, items)
+        expected = processor_outputs(processor, text, one.infos, items)
         assert got.input_ids.tolist() == expected.pop("input_ids")[0].tolist()
         types = {key: expected.pop(key)[0] for key in ("token_type_ids", "mm_token_type_ids") if key in expected}
         assert got.token_fields.keys() == types.keys()
@@ -129,32 +140,36 @@ def test_conversations_are_those_of_the_processor_itself(name: str) -> None:
         for kind, found in got.media.items():
             for key, value in {kind: found.values, **found.fields}.items():
                 if len(found.row_counts):  # the processor may have padded to a common number of tiles
-                    theirs = expected.pop(key)
-                    theirs = theirs.reshape(-1, *value.shape[1:]) if theirs.ndim > value.ndim - 1 else theirs
-                    if theirs.shape != value.shape and value.ndim > 3:
-                        theirs = theirs[theirs.flatten(1).abs().sum(1) > 0]
-                    assert torch.equal(theirs.to(value.dtype), value), key
+                    expected_value = expected.pop(key)
+                    expected_value = (
+                        expected_value.reshape(-1, *value.shape[1:])
+                        if expected_value.ndim > value.ndim - 1
+                        else expected_value
+                    )
+                    if expected_value.shape != value.shape and value.ndim > 3:
+                        expected_value = expected_value[expected_value.flatten(1).abs().sum(1) > 0]
+                    assert torch.equal(expected_value.to(value.dtype), value), key
         assert expected.keys() <= {"attention_mask"}
-        learned = media.tokenizer.decode(got.labels[got.labels != IGNORE])
-        assert learned.strip("\n") == "A house, äöü.<|im_end|>"
+        text_with_loss = media.tokenizer.decode(got.labels[got.labels != IGNORE])
+        assert text_with_loss.strip("\n") == "A house, äöü.<|im_end|>"
         assert len(one.spans) == len(mix)
         for (start, end), expansion in zip(one.spans, one.expansions, strict=True):
             assert expansion in media.tokenizer.decode(one.ids[start:end])
             assert not any(one.loss[start:end])
         batches.append(got)
-    packed = PackedBatch.concat(batches)  # text alone and all mixes lie together
+    packed = PackedBatch.concat(batches)  # text alone and all mixes fit into one batch
     assert packed.num_sequences == len(mixes)
 
 
-def test_spans_move_with_what_is_expanded_before_them() -> None:
+def test_expand_placeholders_positions_move_with_expansions_before_them() -> None:
     text, moved = expand_placeholders("a<i>b<i>c", [(1, 4), (5, 8)], ["12345", "6"])
     assert text == "a12345b6c"
     assert [moved(i) for i in (0, 1, 4, 5, 8, 9)] == [0, 1, 6, 7, 8, 9]
 
 
-def test_line_breaks_beside_an_image_may_merge_with_its_own() -> None:
-    """Gemma3 puts two line breaks on either side of an image: what they merge with belongs to the image's span."""
-    rows = sampler("gemma3")
+def test_row_encoder_line_breaks_merged_into_an_image_belong_to_its_span() -> None:
+    """Gemma3 puts two line breaks around an image: tokens that they merge with belong to the image's span."""
+    rows = row_encoder("gemma3")
     blocks: list[Any] = [{"type": "text", "text": "\n"}, {"type": "image", "image": item("image", 0).value}]
     row = {"role": "assistant", "content": [*blocks, {"type": "text", "text": "\nNo."}]}
     (one,) = rows.encode({"messages": [{"role": "user", "content": "So?"}, row]}, None, HERE)
@@ -162,12 +177,12 @@ def test_line_breaks_beside_an_image_may_merge_with_its_own() -> None:
     image = ["<start_of_image>", *["<image_soft_token>"] * 4, "<end_of_image>"]
     assert words == ["<|im_end|>", "S", "o", "?", "\n\n", "\n", *image, "\n\n", "\n", "N", "o", ".", "<|im_end|>", "\n"]
     assert one.spans == [(4, 13)]
-    learnt = [word for word, has in zip(words, one.loss, strict=True) if has]
-    assert learnt == ["\n", "N", "o", ".", "<|im_end|>"]
+    with_loss = [word for word, has in zip(words, one.loss, strict=True) if has]
+    assert with_loss == ["\n", "N", "o", ".", "<|im_end|>"]
 
 
-def test_a_placeholder_that_somebody_wrote_is_never_taken_for_one() -> None:
-    rows = sampler("qwen3_vl")
+def test_row_encoder_placeholder_in_user_text_is_a_bad_row() -> None:
+    rows = row_encoder("qwen3_vl")
     with pytest.raises(BadRow, match="placeholder_in_text"):
         rows.encode({"prompt": "say <|image_pad|>", "completion": "No."}, None, HERE)
 
@@ -177,7 +192,7 @@ def big(kind: str) -> MediaInfo:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_item_shrinks_to_the_tokens_that_are_left(name: str) -> None:
+def test_media_shrink_fits_the_token_budget_or_returns_none(name: str) -> None:
     media = handler(name)
     for kind in media.kinds:
         if kind == "audio":
@@ -201,13 +216,19 @@ def test_an_item_shrinks_to_the_tokens_that_are_left(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_limits_are_kept_and_come_back_with_a_saved_processor(name: str, tmp_path: Path) -> None:
+def test_limits_survive_saving_and_loading_the_processor(name: str, tmp_path: Path) -> None:
     limits = Limits(fps=1.0, max_frames=4, chunk_seconds=1, min_pixels=64, max_pixels=1000, video_max_pixels=2048)
-    if name in ("gemma3", "llava", "internvl", "smolvlm", "qwen2_5_omni"):  # one size for all, or for all frames
+    if name in (
+        "gemma3",
+        "llava",
+        "internvl",
+        "smolvlm",
+        "qwen2_5_omni",
+    ):  # one fixed size for all images, or for all frames
         limits = Limits(fps=1.0, max_frames=4, chunk_seconds=1, max_pixels=1000)
-    before = made(name).to_dict()
-    media = MediaHandler(made(name), limits)
-    assert made(name).to_dict() == before
+    before = processor_of(name).to_dict()
+    media = MediaHandler(processor_of(name), limits)
+    assert processor_of(name).to_dict() == before
     media.processor.save_pretrained(tmp_path)
     again = MediaHandler(type(media.processor).from_pretrained(tmp_path))
     for kind in media.kinds:
@@ -226,23 +247,23 @@ def test_limits_are_kept_and_come_back_with_a_saved_processor(name: str, tmp_pat
         assert kind == "image" or media.probe(Part("video", frames, {"fps": 2}), HERE).num_frames == 4
 
 
-def test_limits_that_a_family_cannot_keep_are_refused() -> None:
+def test_limited_processor_unsupported_limit_is_a_user_error() -> None:
     with pytest.raises(UserError, match="CLIPImageProcessor resizes all images to 16x16, more than the 255 pixels"):
-        limited_processor(made("llava"), Limits(max_pixels=255))
+        limited_processor(processor_of("llava"), Limits(max_pixels=255))
     with pytest.raises(UserError, match="Qwen2_5OmniProcessor fixes the size of videos in its code"):
-        limited_processor(made("qwen2_5_omni"), Limits(video_max_pixels=255))
+        limited_processor(processor_of("qwen2_5_omni"), Limits(video_max_pixels=255))
 
 
-def test_a_row_may_ask_for_less_of_an_item() -> None:
-    media, picture = handler("qwen3_vl"), photo()
-    plain = media.probe(Part("image", picture), HERE)
-    less = media.probe(Part("image", picture, {"max_pixels": 1024, "detail": "low"}), HERE)
+def test_media_row_option_max_pixels_lowers_the_cost() -> None:
+    media, image = handler("qwen3_vl"), photo()
+    plain = media.probe(Part("image", image), HERE)
+    less = media.probe(Part("image", image, {"max_pixels": 1024, "detail": "low"}), HERE)
     assert media.cost(plain).tokens > 16 >= media.cost(less).tokens
-    assert media.collate([less], [picture])[0] == [media.expansion(less)]
+    assert media.collate([less], [image])[0] == [media.expansion(less)]
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_5_omni"])
-def test_models_are_told_how_far_apart_frames_are(name: str) -> None:
+def test_media_collate_video_gives_seconds_per_grid(name: str) -> None:
     media, part = handler(name), Part("video", np.zeros((6, 16, 16, 3), np.uint8), {"fps": 0.5})
     info = media.probe(part, HERE)
     fields = media.collate([info], [part.value])[1]["pixel_values_videos"].fields
@@ -250,35 +271,35 @@ def test_models_are_told_how_far_apart_frames_are(name: str) -> None:
     assert fields[field].tolist() == [4.0]  # two frames, of two seconds each
 
 
-def test_what_a_model_cannot_take_is_a_bad_row() -> None:
+def test_media_probe_unsupported_item_is_a_bad_row() -> None:
     def reason(name: str, part: Part) -> str:
         media = handler(name)
         with pytest.raises(BadRow) as bad:
             media.cost(media.probe(part, HERE))
         return bad.value.reason
 
-    wave = {"sampling_rate": 16000}
+    options = {"sampling_rate": 16000}
     assert reason("llava", item("video", 0)) == "unsupported"
     assert reason("qwen2_audio", item("image", 0)) == "unsupported"
-    assert reason("qwen2_audio", Part("audio", np.zeros(32001, np.float32), wave)) == "too_long"
-    assert reason("qwen2_audio", Part("audio", np.zeros(10, np.float32), wave)) == "too_short"
+    assert reason("qwen2_audio", Part("audio", np.zeros(32001, np.float32), options)) == "too_long"
+    assert reason("qwen2_audio", Part("audio", np.zeros(10, np.float32), options)) == "too_short"
     assert reason("qwen3_vl", Part("image", np.zeros((2, 900, 3), np.uint8))) == "refused"
 
 
-def test_sounds_longer_than_the_processor_hears_are_bad_rows_until_it_is_told_to_hear_more() -> None:
-    sound = Part("audio", np.random.default_rng(0).standard_normal(40000).astype(np.float32), {"sampling_rate": 16000})
+def test_media_audio_longer_than_the_chunk_is_a_bad_row_until_chunk_seconds_is_raised() -> None:
+    audio = Part("audio", np.random.default_rng(0).standard_normal(40000).astype(np.float32), {"sampling_rate": 16000})
     with pytest.raises(BadRow, match=r"2.5 seconds; the processor hears 2 \(limits.chunk_seconds"):
-        handler("qwen2_5_omni").probe(sound, HERE)
-    longer = MediaHandler(made("qwen2_5_omni"), Limits(chunk_seconds=3))
-    info = longer.probe(sound, HERE)
-    texts, found = longer.collate([info], [longer.decode(sound, info, HERE)])
+        handler("qwen2_5_omni").probe(audio, HERE)
+    longer = MediaHandler(processor_of("qwen2_5_omni"), Limits(chunk_seconds=3))
+    info = longer.probe(audio, HERE)
+    texts, found = longer.collate([info], [longer.decode(audio, info, HERE)])
     assert texts == [longer.expansion(info)]
     assert found["input_features"].values.shape[-1] == 300
     assert int(found["input_features"].fields["feature_attention_mask"].sum()) == 250
 
 
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
-def test_junk_is_a_bad_row_whatever_it_is(kind: str) -> None:
+def test_media_junk_values_are_bad_rows(kind: str) -> None:
     media = handler("qwen2_5_omni")
     junk: list[Any] = [
         None,
@@ -309,12 +330,12 @@ def test_junk_is_a_bad_row_whatever_it_is(kind: str) -> None:
             media.decode(part, media.probe(part, HERE), HERE)
 
 
-def test_families_that_do_not_fit_are_refused_at_once() -> None:
-    pictures = hf.PixtralImageProcessor(patch_size={"height": 4, "width": 4}, size={"longest_edge": 32})
-    pixtral = hf.PixtralProcessor(pictures, tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]"), patch_size=4)
+def test_media_handler_unsupported_family_is_a_user_error() -> None:
+    images = hf.PixtralImageProcessor(patch_size={"height": 4, "width": 4}, size={"longest_edge": 32})
+    pixtral = hf.PixtralProcessor(images, tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]"), patch_size=4)
     with pytest.raises(UserError, match="PixtralProcessor gives images of different sizes shapes that cannot"):
         MediaHandler(pixtral)
-    odd = copy.copy(made("llava"))
+    odd = copy.copy(processor_of("llava"))
     odd.replace_image_token = lambda images, image_idx, **options: "<image>" * (2 + image_idx)
     with pytest.raises(UserError, match="LlavaProcessor expands two images differently than each"):
         MediaHandler(odd)
@@ -324,14 +345,14 @@ def test_families_that_do_not_fit_are_refused_at_once() -> None:
         MediaHandler(hf.PaliGemmaProcessor(siglip, tokenizer("<image>")))
 
 
-def test_text_alone_needs_no_processor() -> None:
+def test_media_handler_tokenizer_only_supports_no_media() -> None:
     media = MediaHandler(tokenizer())
     assert (media.kinds, media.empty()) == ([], {})
     with pytest.raises(BadRow, match="unsupported"):
         media.probe(item("image", 0), HERE)
 
 
-def test_a_handler_goes_to_workers_as_it_is() -> None:
+def test_media_handler_pickles() -> None:
     media = handler("qwen3_vl")
     info = media.probe(item("image", 2), HERE)
     assert pickle.loads(pickle.dumps(media)).expansion(info) == media.expansion(info)

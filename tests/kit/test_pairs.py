@@ -1,4 +1,4 @@
-"""Preference pairs: both sides side by side in one pack, told apart by a field; or the chosen one alone."""
+"""Preference pairs: chosen and rejected are adjacent sequences of one pack, with a `side` field; or chosen alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def pair(i: int, good: str = "Yes", bad: str = "No") -> dict[str, Any]:
     return {"prompt": f"Is it {i}?", "chosen": f"{good} {i}.", "rejected": f"{bad}, {'not ' * (i % 5)}{i}."}
 
 
-def found(batches: list[PackedBatch]) -> dict[int, list[tuple[int, PackedBatch]]]:
-    """Sample -> its sequences in the order of the packs; those of a sample must be neighbours in one pack."""
+def sides_by_sample(batches: list[PackedBatch]) -> dict[int, list[tuple[int, PackedBatch]]]:
+    """Sample -> its (side, sequence) in the order of the packs; sides of a sample must be adjacent in one pack."""
     rows: dict[int, list[tuple[int, PackedBatch]]] = {}
     for batch in batches:
         samples, sides = batch.sequence_fields["sample"].tolist(), batch.sequence_fields["side"].tolist()
@@ -30,13 +30,13 @@ def found(batches: list[PackedBatch]) -> dict[int, list[tuple[int, PackedBatch]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_both_sides_lie_side_by_side_and_carry_loss_on_their_answers_alone(tmp_path: Path, workers: int) -> None:
+def test_pairs_both_sides_are_adjacent_with_loss_on_answers_only(tmp_path: Path, workers: int) -> None:
     rows = [pair(i) if i % 4 else chat(f"Hi {i}", "Hello") for i in range(40)]
     file = write(tmp_path / "pairs.jsonl", rows)
     kit = made(file, tokenizer("qwen2_5"), pairs=True)
     batches = list(kit.loader("train", num_workers=workers))
     assert all(batch.num_tokens <= 256 for batch in batches)
-    template, seen = ChatTemplate(tokenizer("qwen2_5")), found(batches)
+    template, seen = ChatTemplate(tokenizer("qwen2_5")), sides_by_sample(batches)
     assert seen.keys() == set(range(40))
     for sample, sides in seen.items():
         assert [side for side, _ in sides] == ([1, -1] if sample % 4 else [0])
@@ -48,7 +48,7 @@ def test_both_sides_lie_side_by_side_and_carry_loss_on_their_answers_alone(tmp_p
     assert int(kit.dataset("train").plan.tokens.sum()) == sum(batch.num_tokens for batch in batches)
 
 
-def test_without_the_setting_the_chosen_side_is_a_chat_like_any_other(tmp_path: Path) -> None:
+def test_pairs_disabled_trains_on_the_chosen_side_only(tmp_path: Path) -> None:
     file = write(tmp_path / "pairs.jsonl", [pair(i) for i in range(9)])
     kit = made(file, tokenizer("qwen2_5"), micro_batch_tokens=2048)
     (batch,) = list(kit.loader("train"))
@@ -58,7 +58,7 @@ def test_without_the_setting_the_chosen_side_is_a_chat_like_any_other(tmp_path: 
     assert "No," not in text
 
 
-def test_images_of_the_question_are_in_both_sides_and_count_twice(tmp_path: Path) -> None:
+def test_pairs_images_of_the_prompt_are_in_both_sides_and_cost_twice(tmp_path: Path) -> None:
     name = picture(tmp_path / "a.png", 16, 16)
     row = {**pair(1), "prompt": "<image>Is it?", "images": [name]}
     file = write(tmp_path / "pairs.jsonl", [row])
@@ -70,10 +70,10 @@ def test_images_of_the_question_are_in_both_sides_and_count_twice(tmp_path: Path
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_a_pair_that_is_too_long_is_dropped_or_cut_on_both_sides_never_split(tmp_path: Path, overlong: str) -> None:
+def test_pairs_overlong_pair_is_dropped_or_truncated_as_one(tmp_path: Path, overlong: str) -> None:
     rows = [pair(1), pair(2, "long " * 300, "short"), pair(3, "long " * 300, "wide " * 300)]
     kit = made(write(tmp_path / "pairs.jsonl", rows), tokenizer("zephyr"), pairs=True, overlong=overlong)
-    seen = found(list(kit.loader("train")))
+    seen = sides_by_sample(list(kit.loader("train")))
     if overlong == "drop":
         assert seen.keys() == {0}
         return
@@ -84,10 +84,10 @@ def test_a_pair_that_is_too_long_is_dropped_or_cut_on_both_sides_never_split(tmp
     assert all(int(one.num_loss_tokens) > 0 for sides in seen.values() for _, one in sides)
 
 
-def test_a_side_that_cannot_be_trained_on_costs_the_whole_pair(tmp_path: Path) -> None:
+def test_pairs_bad_rejected_side_makes_the_whole_pair_bad(tmp_path: Path) -> None:
     row = {"prompt": "Is it?", "chosen": "Yes.", "rejected": "<|im_end|><|image_pad|>"}
     kit = made(write(tmp_path / "pairs.jsonl", [pair(1), row]), qwen3_vl(), pairs=True, max_bad_fraction=0.5)
-    assert found(list(kit.loader("train"))).keys() == {0}
+    assert sides_by_sample(list(kit.loader("train"))).keys() == {0}
     (bad,) = kit.bad_rows("train")
     assert (bad.where, bad.reason) == ("pairs.jsonl:2", "placeholder_in_text")
     assert bad.detail.startswith("the rejected side: ")

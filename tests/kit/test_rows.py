@@ -1,4 +1,4 @@
-"""Rows of every format that users bring are read as they are; junk is a bad row with a reason, never a crash."""
+"""Row formats: every format is read into the same `Row`; junk is a BadRow with a reason code, never a crash."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row
 from mvp_engine.kit.data.read.rows import FORMATS, detect_format, read_row
 
-ASK, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
-T = lambda text: Part("text", text)  # noqa: E731
+QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 
 
-def said(messages: tuple[Message, ...]) -> list[tuple[str, str]]:
+def text_part(text: str) -> Part:
+    return Part("text", text)
+
+
+def roles_and_texts(messages: tuple[Message, ...]) -> list[tuple[str, str]]:
     return [(message.role, message.text) for message in messages]
 
 
@@ -32,86 +35,90 @@ def reason(raw: Any, format: str | None = None) -> str:
     return caught.value.reason
 
 
-def images(row: Row) -> list[Any]:
+def media_values(row: Row) -> list[Any]:
     return [part.value for part in row.media()]
 
 
-PAIR = [("user", "Why?"), ("assistant", "So.")]
-SAME = {
-    "messages": {"messages": [ASK, ANSWER]},
-    "messages, typed": {"messages": [{**ASK, "content": [{"type": "text", "text": "Why?"}]}, ANSWER]},
-    "messages, null fields": {"messages": [{**ASK, "tool_calls": None, "name": None}, ANSWER], "images": None},
+EXPECTED_TURNS = [("user", "Why?"), ("assistant", "So.")]
+SAME_ROWS = {
+    "messages": {"messages": [QUESTION, ANSWER]},
+    "messages, typed": {"messages": [{**QUESTION, "content": [{"type": "text", "text": "Why?"}]}, ANSWER]},
+    "messages, null fields": {"messages": [{**QUESTION, "tool_calls": None, "name": None}, ANSWER], "images": None},
     "sharegpt": {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]},
     "alpaca": {"instruction": "Why?", "input": "", "output": "So.", "text": "all of it"},
     "prompt and completion": {"prompt": "Why?", "completion": "So."},
-    "prompt and completion, messages": {"prompt": [ASK], "completion": [ANSWER]},
+    "prompt and completion, messages": {"prompt": [QUESTION], "completion": [ANSWER]},
     "preference": {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
-    "preference, messages": {"prompt": [ASK], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "No."}]},
-    "preference, one message": {"conversations": [ASK], "chosen": ANSWER, "rejected": {**ANSWER, "content": "No."}},
-    "preference, implicit": {"chosen": [ASK, ANSWER], "rejected": [ASK, {**ANSWER, "content": "No."}]},
+    "preference, messages": {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "No."}]},
+    "preference, one message": {
+        "conversations": [QUESTION],
+        "chosen": ANSWER,
+        "rejected": {**ANSWER, "content": "No."},
+    },
+    "preference, implicit": {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, {**ANSWER, "content": "No."}]},
     "preference, implicit in strings": {"chosen": "Why? So.", "rejected": "Why? No."},
     "preference, prompt twice": {
         "prompt": "Why?",
-        "chosen": [ASK, ANSWER],
-        "rejected": [ASK, {**ANSWER, "content": "No."}],
-        "messages": [ASK, ANSWER],
+        "chosen": [QUESTION, ANSWER],
+        "rejected": [QUESTION, {**ANSWER, "content": "No."}],
+        "messages": [QUESTION, ANSWER],
     },
     "preference, alpaca": {"instruction": "Why?", "chosen": "So.", "rejected": "No."},
 }
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_every_format_gives_the_same_conversation(name: str) -> None:
-    row = read_row(SAME[name])
-    assert said(row.messages) == PAIR
+@pytest.mark.parametrize("name", SAME_ROWS)
+def test_read_row_every_format_gives_the_same_conversation(name: str) -> None:
+    row = read_row(SAME_ROWS[name])
+    assert roles_and_texts(row.messages) == EXPECTED_TURNS
     if name.startswith("preference"):
-        assert said(row.rejected) == [("user", "Why?"), ("assistant", "No.")]
-        assert detect_format(SAME[name]) == "preference"
+        assert roles_and_texts(row.rejected) == [("user", "Why?"), ("assistant", "No.")]
+        assert detect_format(SAME_ROWS[name]) == "preference"
     else:
         assert not row.rejected
 
 
-def test_text_is_kept_whole_and_everything_else_stays_empty() -> None:
+def test_read_row_plain_text_keeps_the_text_unchanged() -> None:
     assert read_row({"text": " Once upon \n"}) == Row(text=" Once upon \n")
 
 
-def test_alpaca_history_input_and_system_become_turns() -> None:
+def test_read_row_alpaca_history_input_and_system_become_turns() -> None:
     row = read_row(
         {"instruction": "Add", "input": "1 2", "output": "3", "history": [["Hi", "Ho"]], "system": "Be brief"}
     )
     turns = [("user", "Hi"), ("assistant", "Ho"), ("user", "Add\n1 2"), ("assistant", "3")]
-    assert said(row.messages) == [("system", "Be brief"), *turns]
+    assert roles_and_texts(row.messages) == [("system", "Be brief"), *turns]
 
 
-def test_a_prompt_carries_no_loss_and_messages_may_set_their_own() -> None:
-    shared = [ASK, ANSWER, ASK]
+def test_read_row_prompt_has_no_loss_unless_a_message_sets_it() -> None:
+    shared = [QUESTION, ANSWER, QUESTION]
     row = read_row({"prompt": shared, "completion": [ANSWER]})
     assert [message.loss for message in row.messages] == [False, False, False, None]
     row = read_row({"chosen": [*shared, ANSWER], "rejected": [*shared, {**ANSWER, "content": "No."}]})
     assert [message.loss for message in row.messages] == [False, False, False, None]
     assert [message.loss for message in row.rejected] == [False, False, False, None]
-    row = read_row({"prompt": [ASK, {**ANSWER, "loss": True}], "completion": "So."})
+    row = read_row({"prompt": [QUESTION, {**ANSWER, "loss": True}], "completion": "So."})
     assert [message.loss for message in row.messages] == [False, True, None]
     row = read_row(
-        {"messages": [ASK, {**ANSWER, "loss": False}, {**ASK, "loss": True}, {**ANSWER, "weight": 1}, ANSWER]}
+        {"messages": [QUESTION, {**ANSWER, "loss": False}, {**QUESTION, "loss": True}, {**ANSWER, "weight": 1}, ANSWER]}
     )
     assert [message.loss for message in row.messages] == [None, False, True, True, None]
 
 
-def test_tool_turns_are_handed_on_as_they_are() -> None:
+def test_read_row_tool_calls_and_results_pass_through_unchanged() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    turns = [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
     turns += [{"role": "tool", "content": "2", "tool_call_id": "1", "name": "add"}, ANSWER]
     tool = {"type": "function", "function": {"name": "add"}}
     row = read_row({"messages": turns, "tools": [tool]})
     assert row.messages[1] == Message("assistant", (), extra={"tool_calls": [call]})
-    assert row.messages[2] == Message("tool", (T("2"),), extra={"tool_call_id": "1", "name": "add"})
+    assert row.messages[2] == Message("tool", (text_part("2"),), extra={"tool_call_id": "1", "name": "add"})
     assert row.tools == (tool,)
     assert read_row({"messages": turns, "tools": json.dumps([tool])}).tools == (tool,)
     assert read_row({"messages": turns, "tools": ""}).tools == ()
 
 
-def test_sharegpt_calls_and_observations_become_tool_turns() -> None:
+def test_read_row_sharegpt_calls_and_observations_become_tool_turns() -> None:
     turns = [("system", "S"), ("human", "Q"), ("function_call", '{"name": "f", "arguments": {}}')]
     turns += [("observation", "4"), ("gpt", "A")]
     row = read_row({"conversations": [{"from": who, "value": what} for who, what in turns], "tools": "[]"})
@@ -137,22 +144,22 @@ BLOCKS = [
         {"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}},
         Part("audio", "data:audio/*;base64,AA", {"format": "wav"}),
     ),
-    ({"type": "text", "text": "t"}, T("t")),
-    ("t", T("t")),
+    ({"type": "text", "text": "t"}, text_part("t")),
+    ("t", text_part("t")),
 ]
 
 
 @pytest.mark.parametrize(("block", "part"), BLOCKS, ids=lambda value: str(value)[:50])
-def test_typed_blocks_are_read_in_all_their_spellings(block: Any, part: Part) -> None:
+def test_read_row_typed_block_in_every_spelling_gives_the_part(block: Any, part: Part) -> None:
     row = read_row({"messages": [{"role": "user", "content": [block, {"type": "text", "text": "?"}]}, ANSWER]})
-    assert row.messages[0].parts == (part, T("?"))
+    assert row.messages[0].parts == (part, text_part("?"))
 
 
-def test_objects_such_as_pil_images_and_arrays_pass_through() -> None:
-    picture, frames = Image.new("RGB", (2, 2)), np.zeros((3, 4, 4, 3), np.uint8)
-    content = [{"type": "image", "image": picture}, {"type": "video", "video": frames}]
+def test_read_row_pil_images_and_arrays_pass_through_unchanged() -> None:
+    image, frames = Image.new("RGB", (2, 2)), np.zeros((3, 4, 4, 3), np.uint8)
+    content = [{"type": "image", "image": image}, {"type": "video", "video": frames}]
     row = read_row({"messages": [{"role": "user", "content": content}, ANSWER]})
-    assert row.media()[0].value is picture
+    assert row.media()[0].value is image
     assert row.media()[1].value is frames
 
 
@@ -160,35 +167,41 @@ def chat(question: Any, answer: Any = "So.", **columns: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], **columns}
 
 
-def test_placeholders_take_the_columns_in_order_and_split_the_text() -> None:
+def test_fill_placeholders_tags_take_column_items_in_order_and_split_text() -> None:
     row = read_row(chat("<image>A<video>B<image>", images=["1", "2"], videos=["v"]))
-    assert row.messages[0].parts == (Part("image", "1"), T("A"), Part("video", "v"), T("B"), Part("image", "2"))
+    assert row.messages[0].parts == (
+        Part("image", "1"),
+        text_part("A"),
+        Part("video", "v"),
+        text_part("B"),
+        Part("image", "2"),
+    )
     llava = {"image": "1", "conversations": [{"from": "human", "value": "<image>\nQ"}, {"from": "gpt", "value": "A"}]}
-    assert read_row(llava).messages[0].parts == (Part("image", "1"), T("\nQ"))
-    assert images(read_row({"instruction": "<audio>?", "output": "A", "audios": ["a"]})) == ["a"]
+    assert read_row(llava).messages[0].parts == (Part("image", "1"), text_part("\nQ"))
+    assert media_values(read_row({"instruction": "<audio>?", "output": "A", "audios": ["a"]})) == ["a"]
     pair = read_row({"prompt": "<image>?", "chosen": "A", "rejected": "B", "images": [b"x"]})
     assert pair.messages[0] == pair.rejected[0]
 
 
-def test_an_image_tag_in_an_answer_stays_text_when_the_questions_use_the_images_up() -> None:
+def test_fill_placeholders_tag_in_answer_stays_text_when_questions_use_up_the_column() -> None:
     row = read_row(chat("<image> Which tag?", "Write <image>.", images=["1"]))
-    assert row.messages[1].parts == (T("Write <image>."),)
-    assert images(row) == ["1"]
+    assert row.messages[1].parts == (text_part("Write <image>."),)
+    assert media_values(row) == ["1"]
     assert read_row(chat("Which tag?", "Write <image>.", images=[])).messages[1].text == "Write <image>."
-    assert images(read_row(chat("Draw one", "<image>", images=["1"]))) == ["1"]  # no other place for it
+    assert media_values(read_row(chat("Draw one", "<image>", images=["1"]))) == ["1"]  # the only place for it
 
 
-def test_blocks_without_value_take_the_column_and_leave_tags_in_text_alone() -> None:
+def test_fill_placeholders_blocks_without_value_take_the_column_before_tags() -> None:
     typed = [{"type": "image"}, {"type": "text", "text": "What is <image>?"}]
     row = read_row(chat(typed, images=["1"]))
-    assert row.messages[0].parts == (Part("image", "1"), T("What is <image>?"))
-    assert images(read_row(chat(typed, images=["1", "2"]))) == ["1", "2"]
+    assert row.messages[0].parts == (Part("image", "1"), text_part("What is <image>?"))
+    assert media_values(read_row(chat(typed, images=["1", "2"]))) == ["1", "2"]
     assert read_row(chat([{"type": "image", "max_pixels": 4}], image="1")).media() == [
         Part("image", "1", {"max_pixels": 4})
     ]
 
 
-def test_without_a_column_tags_are_text() -> None:
+def test_fill_placeholders_without_a_column_tags_stay_text() -> None:
     for columns in ({}, {"videos": None}, {"images": ["1"]}):
         row = read_row(chat("Does HTML have <video>?" + "<image>" * len(columns.get("images", [])), **columns))
         assert "<video>" in row.messages[0].text
@@ -207,52 +220,52 @@ def test_without_a_column_tags_are_text() -> None:
         {"text": "a <image>", "images": ["1"]},
     ],
 )
-def test_counts_that_do_not_match_are_a_bad_row(raw: dict[str, Any]) -> None:
+def test_fill_placeholders_count_mismatch_is_a_bad_row(raw: dict[str, Any]) -> None:
     assert reason(raw) == "media_count"
 
 
-def test_a_list_is_one_video_and_several_images() -> None:
-    assert images(read_row(chat("<video>", video=["1.png", "2.png"]))) == [["1.png", "2.png"]]
-    assert images(read_row(chat("<video>", videos=[["1.png", "2.png"]]))) == [["1.png", "2.png"]]
-    assert images(read_row(chat("<image><image>", image=["1.png", "2.png"]))) == ["1.png", "2.png"]
+def test_media_columns_list_is_one_video_but_several_images() -> None:
+    assert media_values(read_row(chat("<video>", video=["1.png", "2.png"]))) == [["1.png", "2.png"]]
+    assert media_values(read_row(chat("<video>", videos=[["1.png", "2.png"]]))) == [["1.png", "2.png"]]
+    assert media_values(read_row(chat("<image><image>", image=["1.png", "2.png"]))) == ["1.png", "2.png"]
 
 
-def test_a_text_beside_media_is_a_caption() -> None:
+def test_read_row_text_with_media_is_a_caption() -> None:
     for raw in ({"image": b"x", "text": "A cat"}, {"images": [b"x"], "caption": "A cat", "url": "u"}):
         row = read_row(raw)
-        assert row.messages == (Message("user", (Part("image", b"x"),)), Message("assistant", (T("A cat"),)))
+        assert row.messages == (Message("user", (Part("image", b"x"),)), Message("assistant", (text_part("A cat"),)))
     assert read_row({"text": "A cat", "image": None}) == Row(text="A cat")
 
 
-def test_an_unrecognised_row_says_what_it_had_and_what_was_wanted() -> None:
+def test_read_row_unknown_format_names_found_and_wanted_keys() -> None:
     with pytest.raises(BadRow) as caught:
         read_row({"question": "Q", "messages": None})
     assert caught.value.reason == "unknown_format"
     assert "'question', 'messages' (null)" in caught.value.detail
     assert all(key in caught.value.detail for keys in FORMATS.values() for key in keys)
     with pytest.raises(BadRow, match="alpaca wants instruction and output"):
-        read_row({"messages": [ASK, ANSWER]}, "alpaca")
+        read_row({"messages": [QUESTION, ANSWER]}, "alpaca")
     with pytest.raises(UserError, match="mesages"):
         read_row({}, "mesages")
 
 
-def test_a_named_format_wins_over_the_recognised_one() -> None:
-    raw = {"messages": [ASK, ANSWER], "chosen": "a", "rejected": "b", "text": "t"}
-    assert said(read_row(raw, "messages").messages) == PAIR
+def test_read_row_given_format_overrides_detection() -> None:
+    raw = {"messages": [QUESTION, ANSWER], "chosen": "a", "rejected": "b", "text": "t"}
+    assert roles_and_texts(read_row(raw, "messages").messages) == EXPECTED_TURNS
     assert read_row(raw, "text") == Row(text="t")
 
 
 @pytest.mark.parametrize(
-    ("raw", "word"),
+    ("raw", "expected"),
     [
         (None, "wrong_type"),
         ({}, "unknown_format"),
         ({"messages": []}, "empty"),
         ({"messages": "hello"}, "wrong_type"),
-        ({"messages": [ASK]}, "no_answer"),
-        ({"messages": [ASK, {**ANSWER, "content": " \n"}]}, "no_answer"),
-        ({"messages": [ASK, {**ANSWER, "content": "", "tool_calls": []}]}, "no_answer"),
-        ({"messages": [ASK, {"role": "assistant"}]}, "missing_key"),
+        ({"messages": [QUESTION]}, "no_answer"),
+        ({"messages": [QUESTION, {**ANSWER, "content": " \n"}]}, "no_answer"),
+        ({"messages": [QUESTION, {**ANSWER, "content": "", "tool_calls": []}]}, "no_answer"),
+        ({"messages": [QUESTION, {"role": "assistant"}]}, "missing_key"),
         ({"messages": [{"content": "x"}, ANSWER]}, "unknown_role"),
         ({"messages": [{"role": "narrator", "content": "x"}, ANSWER]}, "unknown_role"),
         ({"messages": [{"role": 3, "content": "x"}, ANSWER]}, "unknown_role"),
@@ -279,39 +292,44 @@ def test_a_named_format_wins_over_the_recognised_one() -> None:
         (chat("x", tools="[" * 100_000), "bad_json"),
         (chat("x", tools=[b"x"]), "wrong_type"),
         (chat("x", tools=[{"x": b"x"}]), "wrong_type"),
-        ({"messages": [{**ASK, "loss": "yes"}, ANSWER]}, "wrong_type"),
-        ({"messages": [{**ASK, "weight": 0.5}, ANSWER]}, "wrong_type"),
-        ({"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "wrong_type"),
-        ({"messages": [ASK, {"role": "assistant", "tool_calls": "call"}]}, "wrong_type"),
+        ({"messages": [{**QUESTION, "loss": "yes"}, ANSWER]}, "wrong_type"),
+        ({"messages": [{**QUESTION, "weight": 0.5}, ANSWER]}, "wrong_type"),
+        ({"messages": [QUESTION, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "wrong_type"),
+        ({"messages": [QUESTION, {"role": "assistant", "tool_calls": "call"}]}, "wrong_type"),
         ({"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "f()"}]}, "bad_json"),
-        ({"messages": [{"role": "system", "content": "S"}, ASK, ANSWER], "system": "S"}, "two_systems"),
+        ({"messages": [{"role": "system", "content": "S"}, QUESTION, ANSWER], "system": "S"}, "two_systems"),
         ({"text": ""}, "empty"),
         ({"text": 3}, "wrong_type"),
         ({"instruction": "x", "output": ""}, "no_answer"),
         ({"instruction": "x", "output": "y", "history": [["only a question"]]}, "wrong_type"),
         ({"prompt": "x", "completion": None, "text": None}, "unknown_format"),
-        ({"prompt": [ASK, ANSWER], "completion": ""}, "no_answer"),
+        ({"prompt": [QUESTION, ANSWER], "completion": ""}, "no_answer"),
         ({"prompt": "x", "chosen": "same", "rejected": "same"}, "equal_pair"),
         ({"prompt": "x", "chosen": "a", "rejected": ""}, "no_answer"),
         ({"chosen": "quite", "rejected": "different"}, "no_prompt"),
-        ({"prompt": "other", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]}, "prompt_mismatch"),
+        ({"prompt": "other", "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, "prompt_mismatch"),
     ],
 )
-def test_each_mistake_has_its_word(raw: Any, word: str) -> None:
-    assert reason(raw) == word
+def test_read_row_each_mistake_has_its_reason_code(raw: Any, expected: str) -> None:
+    assert reason(raw) == expected
 
 
-def test_a_bad_row_says_where_and_comes_through_a_pickle() -> None:
+def test_bad_row_names_the_place_and_pickles() -> None:
     with pytest.raises(BadRow) as caught:
         read_row(
-            {"messages": [ASK, {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text"}]}]}
+            {
+                "messages": [
+                    QUESTION,
+                    {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text"}]},
+                ]
+            }
         )
     assert str(caught.value) == "wrong_type: messages[1].content[1].text is null, wanted a string"
     again = pickle.loads(pickle.dumps(caught.value))
     assert (again.reason, again.detail, str(again)) == (caught.value.reason, caught.value.detail, str(caught.value))
 
 
-# Junk that is made of the words that the reader looks for, so that it gets far into it.
+# Junk made of the keys and values that the reader looks for, so that it passes the first checks.
 WORDS = ["role", "from", "content", "value", "loss", "weight", "type", "text", "image", "images", "videos", "video"]
 WORDS += ["audio", "audios", "path", "url", "bytes", "base64", "data", "image_url", "input_audio", "tool_calls"]
 WORDS += ["function", "name", "arguments", "tools", "system", "history", "caption", "array", "user", "assistant"]
@@ -329,34 +347,41 @@ def junk(rng: random.Random, depth: int) -> Any:
     return {rng.choice([*WORDS, *WORDS, *WORDS, 3, None]): junk(rng, depth - 1) for _ in range(rng.randrange(6))}
 
 
-def spoiled(rng: random.Random, value: Any) -> Any:
-    """`value` with something in it put in another's place."""
+def mutated(rng: random.Random, value: Any) -> Any:
+    """`value` with one of its inner values replaced by junk."""
     if rng.random() < 0.15 or not isinstance(value, dict | list) or not value:
         return junk(rng, 2)
     key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
     copy: Any = dict(value) if isinstance(value, dict) else list(value)
-    copy[key] = spoiled(rng, value[key])
+    copy[key] = mutated(rng, value[key])
     return copy
 
 
-def test_anything_is_a_row_or_a_bad_row() -> None:
+def test_read_row_mutated_rows_give_a_row_or_a_bad_row() -> None:
     rng = random.Random(0)
-    good = [*SAME.values(), *(chat([block]) for block, _ in BLOCKS), chat("<image><video>", images=["1"], video="v")]
-    good += [
-        {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "tools": [{"a": 1}]}
+    good = [
+        *SAME_ROWS.values(),
+        *(chat([block]) for block, _ in BLOCKS),
+        chat("<image><video>", images=["1"], video="v"),
     ]
-    words: dict[str, int] = {}
+    good += [
+        {
+            "messages": [QUESTION, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
+            "tools": [{"a": 1}],
+        }
+    ]
+    reasons: dict[str, int] = {}
     for number in range(20_000):
         raw = junk(rng, 5) if number % 4 == 0 else rng.choice(good)
         for _ in range(number % 4):
-            raw = spoiled(rng, raw)
+            raw = mutated(rng, raw)
         try:
             row = read_row(raw, rng.choice([*[None] * 30, *FORMATS]))
             assert row.text or any(message.role == "assistant" for message in row.messages)
-            words["good"] = words.get("good", 0) + 1
+            reasons["good"] = reasons.get("good", 0) + 1
         except BadRow as bad:
-            str(bad).encode()  # can be written down
-            words[bad.reason] = words.get(bad.reason, 0) + 1
+            str(bad).encode()  # can be written to bad_rows.jsonl
+            reasons[bad.reason] = reasons.get(bad.reason, 0) + 1
     wanted = {
         "good",
         "wrong_type",
@@ -367,7 +392,7 @@ def test_anything_is_a_row_or_a_bad_row() -> None:
         "unknown_block",
         "empty",
     }
-    assert wanted <= set(words), words
+    assert wanted <= set(reasons), reasons
 
 
 JSON = st.recursive(
@@ -379,6 +404,6 @@ JSON = st.recursive(
 
 @settings(max_examples=300, deadline=None, database=None)
 @given(raw=JSON, format=st.sampled_from([None, *FORMATS]))
-def test_anything_that_hypothesis_finds_is_a_row_or_a_bad_row(raw: Any, format: str | None) -> None:
+def test_read_row_arbitrary_json_gives_a_row_or_a_bad_row(raw: Any, format: str | None) -> None:
     with contextlib.suppress(BadRow):
         assert isinstance(read_row(raw, format), Row)

@@ -1,4 +1,4 @@
-"""Every kind of file gives its rows by index, in any process; broken ones are named; mixing is exact and repeatable."""
+"""Sources: every file kind gives rows by index in any process; broken files are user errors; mixtures are exact."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def arrow(file: Path, stream: bool = False) -> Path:
 
 
 def on_disk(folder: Path) -> Path:
-    """As `datasets` saves one: Arrow streams, and a state that names them."""
+    """As `Dataset.save_to_disk` writes it: Arrow streams, and a state.json with their names."""
     folder.mkdir()
     arrow(folder / "data-00000-of-00002.arrow", stream=True)
     arrow(folder / "data-00001-of-00002.arrow", stream=True)
@@ -90,28 +90,28 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     return make(tmp_path / request.param), where
 
 
-def test_every_kind_gives_its_rows_in_any_order_and_says_where_they_are(made: tuple[Path, str]) -> None:
+def test_source_every_file_kind_gives_rows_in_any_order_with_their_places(made: tuple[Path, str]) -> None:
     path, where = made
     source = open_source(path)
     rows = ROWS * 2 if path.name == "saved" else ROWS
     assert len(source) == len(rows)
     assert [source[index] for index in reversed(range(len(source)))] == rows[::-1]
-    assert list(source) == rows  # ends with an IndexError, as sequences do
+    assert list(source) == rows  # iteration ends with an IndexError, as of sequences
     assert source.where(3) == where
     assert source.root == (path if path.is_dir() else path.parent)
 
 
-def test_a_source_is_small_to_send_and_reads_on_the_other_side(made: tuple[Path, str]) -> None:
+def test_source_pickles_small_and_reads_in_other_processes(made: tuple[Path, str]) -> None:
     source = open_source(made[0])
-    source[1]  # opens what it opens
+    source[1]  # opens its files
     sent = pickle.dumps(source)
     assert len(sent) < 3000
     assert list(pickle.loads(sent)) == list(source)
-    with multiprocessing.get_context("fork").Pool(2) as pool:  # pyarrow and file positions, shared with the parent
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # pyarrow and file positions are shared with the parent
         assert pool.map(source.__getitem__, range(len(source)), chunksize=1) == list(source)
 
 
-def test_the_fingerprint_is_that_of_the_content(made: tuple[Path, str], tmp_path: Path) -> None:
+def test_source_fingerprint_follows_the_content_not_the_path(made: tuple[Path, str], tmp_path: Path) -> None:
     path, _ = made
     before = open_source(path).fingerprint
     moved = tmp_path / "elsewhere" / path.name
@@ -125,7 +125,7 @@ def test_the_fingerprint_is_that_of_the_content(made: tuple[Path, str], tmp_path
     assert open_source(moved).fingerprint != before
 
 
-def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
+def test_open_source_reads_what_datasets_saves(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
     rows = {"image": [{"bytes": b"x", "path": None}, {"bytes": b"y", "path": "b.png"}], "text": ["a", "b"]}
@@ -137,7 +137,7 @@ def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
     assert [read_row(row).media()[0].value["path"] for row in source] == [None, "b.png"]
 
 
-def test_lines_keep_their_numbers_past_blank_ones_and_broken_ones_are_bad_rows(tmp_path: Path) -> None:
+def test_json_lines_blank_lines_keep_line_numbers_and_broken_lines_are_bad_rows(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     lines = [b'\xef\xbb\xbf{"text": "a"}\r', b"\r", b"", b'{"text": "b"']
     lines += [b"[1]", b"\xff", b"[" * 99_999, b'{"text": "c"}']
@@ -152,14 +152,14 @@ def test_lines_keep_their_numbers_past_blank_ones_and_broken_ones_are_bad_rows(t
         assert caught.value.reason == reason
 
 
-def test_lines_are_found_across_the_chunks_in_which_a_file_is_passed_over(tmp_path: Path) -> None:
+def test_json_lines_across_scan_chunks_are_found(tmp_path: Path) -> None:
     rows = [{"text": "x" * (1 << 20), "n": n} for n in range(40)]  # past two chunks of 16 MiB
     source = open_source(jsonl(tmp_path / "a.jsonl", rows))
     assert [row["n"] for row in source] == list(range(40))
 
 
-def test_shards_group_members_by_name_wherever_they_lie(tmp_path: Path) -> None:
-    long = "a/" + "long" * 50  # needs a header of its own
+def test_tar_shard_groups_members_by_name_in_any_order(tmp_path: Path) -> None:
+    long = "a/" + "long" * 50  # needs an extended header
     members = {
         "b/1.txt": b"A cat\n",
         "b/2.json": b'{"prompt": "<image><image>?", "completion": "2"}',
@@ -183,7 +183,7 @@ def test_shards_group_members_by_name_wherever_they_lie(tmp_path: Path) -> None:
     assert [(m.role, m.text) for m in read_row(rows[0]).messages] == [("user", ""), ("assistant", "A cat")]
 
 
-def test_bad_members_are_bad_rows(tmp_path: Path) -> None:
+def test_tar_shard_bad_members_are_bad_rows(tmp_path: Path) -> None:
     source = open_source(tar(tmp_path / "a.tar", {"1.json": b"[]", "2.json": b"{", "3.txt": b"\xff", "4.jpg": b"x"}))
     for index, reason in enumerate(["wrong_type", "bad_json", "bad_text", "unknown_format"]):
         with pytest.raises(BadRow) as caught:
@@ -191,13 +191,13 @@ def test_bad_members_are_bad_rows(tmp_path: Path) -> None:
         assert caught.value.reason == reason
 
 
-def test_a_members_media_take_the_place_of_the_names_that_the_row_has_for_them(tmp_path: Path) -> None:
+def test_tar_shard_media_members_replace_the_rows_media_names(tmp_path: Path) -> None:
     row = {"image": "1.jpg", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "A"}]}
     source = open_source(tar(tmp_path / "a.tar", {"1.json": json.dumps(row).encode(), "1.jpg": b"x"}))
     assert [part.value for part in read_row(source[0]).media()] == [b"x"]
 
 
-def test_a_folder_of_images_is_its_captions_or_its_metadata(tmp_path: Path) -> None:
+def test_media_folder_reads_captions_or_metadata_jsonl(tmp_path: Path) -> None:
     files = {
         "cats/1.v2.jpg": b"c",
         "cats/1.v2.txt": b"A cat",
@@ -212,7 +212,7 @@ def test_a_folder_of_images_is_its_captions_or_its_metadata(tmp_path: Path) -> N
     source = open_source(tmp_path / "a")
     assert list(source) == [
         {"text": "A dog", "images": ["2.PNG"]},
-        {"videos": ["3.mp4"]},  # nothing is said about it: `read_row` refuses it
+        {"videos": ["3.mp4"]},  # without a caption: a bad row in `read_row`
         {"text": "A cat", "images": ["cats/1.v2.jpg"]},
     ]
     assert source.where(2) == "cats/1.v2.jpg"
@@ -231,13 +231,13 @@ def test_a_folder_of_images_is_its_captions_or_its_metadata(tmp_path: Path) -> N
         source[1]
 
 
-def test_a_folder_of_texts_is_documents(tmp_path: Path) -> None:
+def test_media_folder_of_texts_is_documents(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt"):
         (tmp_path / name).write_text(f"This is {name}\n")
     assert list(open_source(tmp_path)) == [{"text": "This is a.txt"}, {"text": "This is b.txt"}]
 
 
-def test_globs_and_lists_are_one_source_with_one_root(tmp_path: Path) -> None:
+def test_open_source_globs_and_lists_are_one_source_with_one_root(tmp_path: Path) -> None:
     first, second = jsonl(tmp_path / "x" / "b.jsonl", ROWS[:3]), jsonl(tmp_path / "y" / "a.jsonl", ROWS[3:])
     for path in (
         str(tmp_path / "*" / "*.jsonl"),
@@ -254,7 +254,7 @@ def test_globs_and_lists_are_one_source_with_one_root(tmp_path: Path) -> None:
     assert len(open_source(jsonl(tmp_path / "odd[1].jsonl"))) == len(ROWS)
 
 
-def test_media_of_folders_in_one_source_are_found_from_the_common_root(tmp_path: Path) -> None:
+def test_open_source_several_folders_have_media_paths_from_the_common_root(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.jpg").write_bytes(b"x")
@@ -282,7 +282,9 @@ def test_media_of_folders_in_one_source_are_found_from_the_common_root(tmp_path:
         ("a.csv", b"a,b\n", "none of jsonl"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, data: bytes | None, words: str) -> None:
+def test_open_source_unusable_file_is_a_user_error_with_its_name(
+    tmp_path: Path, name: str, data: bytes | None, words: str
+) -> None:
     if name.endswith((".parquet", ".arrow")):
         pytest.importorskip("pyarrow")
     if data is not None:
@@ -292,21 +294,21 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, data: by
     assert name in str(caught.value)
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_source_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = parquet(tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"a\.parquet needs pyarrow: pip install pyarrow"):
         open_source(file)
 
 
-def test_a_shard_that_was_cut_short_is_named(tmp_path: Path) -> None:
+def test_open_source_truncated_tar_is_a_user_error_with_its_name(tmp_path: Path) -> None:
     whole = tar(tmp_path / "a.tar", {"1.jpg": b"x" * 5000, "2.jpg": b"y" * 5000}).read_bytes()
     (tmp_path / "b.tar").write_bytes(whole[:7000])
     with pytest.raises(UserError, match=r"b\.tar is not a complete tar file"):
         open_source(tmp_path / "b.tar")
 
 
-def test_folders_without_rows_lists_without_files_and_doubles_are_refused(tmp_path: Path) -> None:
+def test_open_source_empty_folder_empty_list_and_duplicates_are_user_errors(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with pytest.raises(UserError, match="no rows"):
         open_source(tmp_path / "a")
@@ -335,7 +337,7 @@ def counts(order: np.ndarray) -> Counter[tuple[int, int]]:
     return Counter(map(tuple, order.tolist()))
 
 
-def test_repeats_are_exact(three: list[Source]) -> None:
+def test_mixture_repeats_give_exact_counts(three: list[Source]) -> None:
     mixture = Mixture(list(zip("abc", three, [1, 2, 3.0], strict=True)))
     assert (mixture.names, mixture.counts, len(mixture)) == (["a", "b", "c"], [10, 14, 3], 27)
     for epoch in range(3):
@@ -343,30 +345,30 @@ def test_repeats_are_exact(three: list[Source]) -> None:
         assert seen == {(s, r): n for s, size, n in ((0, 10, 1), (1, 7, 2), (2, 1, 3)) for r in range(size)}
 
 
-def test_parts_of_a_source_take_turns_over_epochs(three: list[Source]) -> None:
+def test_mixture_fractions_rotate_through_the_source_over_epochs(three: list[Source]) -> None:
     mixture = Mixture([("a", three[0], 0.5), ("b", three[1], 1.5)])
     assert mixture.counts == [5, 10]
     epochs = [counts(mixture.order(0, epoch)) for epoch in range(14)]
     assert all(epochs[e].total() == 15 for e in range(14))
     halves = [{row for source, row in epoch if source == 0} for epoch in epochs]
     assert halves[0] | halves[1] == set(range(10))
-    assert halves[0] != halves[2]  # another half each time, not the same one
+    assert halves[0] != halves[2]  # another half in each epoch
     seen: Counter[tuple[int, int]] = sum(epochs, Counter())
     assert {seen[0, row] for row in range(10)} == {7}
     assert {seen[1, row] for row in range(7)} == {20}
 
 
-def test_weights_share_out_an_epoch_as_long_as_all_sources(three: list[Source]) -> None:
+def test_mixture_weights_divide_an_epoch_of_all_rows(three: list[Source]) -> None:
     mixture = Mixture([("a", three[0], 1), ("b", three[1], 2), ("c", three[2], 1)], by="weight")
     assert mixture.counts == [4, 9, 4]  # of 18 by 1 : 2 : 1; halves are rounded to even
     seen = counts(mixture.order(0, 0))
     assert seen[2, 0] == 4
-    assert {seen[1, row] for row in range(7)} == {1, 2}  # once round, and two of them again
+    assert {seen[1, row] for row in range(7)} == {1, 2}  # each once, and two of them twice
     same = Mixture([("a", three[0], 0.1), ("b", three[1], 0.2), ("c", three[2], 0.1)], by="weight")
     assert (same.order(3, 4) == mixture.order(3, 4)).all()
 
 
-def test_the_order_follows_from_seed_and_epoch_alone(three: list[Source]) -> None:
+def test_mixture_order_depends_on_seed_and_epoch_only(three: list[Source]) -> None:
     parts = list(zip("abc", three, [1, 2, 3], strict=True))
     order = Mixture(parts).order(1, 2)
     assert (pickle.loads(pickle.dumps(Mixture(parts))).order(1, 2) == order).all()
@@ -380,13 +382,13 @@ def test_the_order_follows_from_seed_and_epoch_alone(three: list[Source]) -> Non
 
 
 @pytest.mark.parametrize("share", [0, -1, float("nan"), float("inf"), "2", None, 0.01])
-def test_shares_that_give_nothing_are_refused(three: list[Source], share: Any) -> None:
+def test_mixture_invalid_share_is_a_user_error(three: list[Source], share: Any) -> None:
     for by in ("repeats", "weight"):
         with pytest.raises(UserError):
             Mixture([("a", three[0], share), ("b", three[1], 1)], by=by)
 
 
-def test_mixtures_want_names_and_a_way(three: list[Source]) -> None:
+def test_mixture_without_distinct_names_or_known_mode_is_a_user_error(three: list[Source]) -> None:
     for parts, by in (([], "repeats"), ([("a", three[0], 1)] * 2, "repeats"), ([("a", three[0], 1)], "size")):
         with pytest.raises(UserError, match="mixture needs"):
             Mixture(parts, by=by)

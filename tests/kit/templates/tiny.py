@@ -1,4 +1,4 @@
-"""Tiny tokenizers with the special tokens of real formats, whose chat templates lie beside this file."""
+"""Tiny tokenizers with the special tokens of real formats; their chat templates are in this folder."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def template(name: str, **options: Any) -> ChatTemplate:
     return ChatTemplate(tokenizer(name), **options)
 
 
-def say(role: str, *content: Any, loss: bool | None = None, **extra: Any) -> Message:
+def message(role: str, *content: Any, loss: bool | None = None, **extra: Any) -> Message:
     parts = [Part("text", item) if isinstance(item, str) else item for item in content]
     return Message(role, tuple(parts), loss, extra)
 
 
-def learnt(template: ChatTemplate, *messages: Message, tools: tuple[Any, ...] = ()) -> list[str]:
-    """The runs of tokens with loss, as text; on the way, the tokens must be those of the tokenizer's own rendering."""
+def texts_with_loss(template: ChatTemplate, *messages: Message, tools: tuple[Any, ...] = ()) -> list[str]:
+    """The runs of tokens with loss, as text. The tokens must be those of the tokenizer's own call on the text."""
     rendered = template.render(Row(messages=messages, tools=tools))
     ids, loss, _ = template.tokenize(rendered)
     assert ids == template.tokenizer(rendered.text, add_special_tokens=False).input_ids
@@ -83,10 +83,10 @@ def learnt(template: ChatTemplate, *messages: Message, tools: tuple[Any, ...] = 
     return by_token
 
 
-SYSTEM, HI, BYE = say("system", "Be brief."), say("user", "Hi\n"), say("user", " Bye?")
-HELLO, CIAO = say("assistant", "Hello  there!"), say("assistant", "Ciao\n\n  now.")
-CALL = say("assistant", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}])
-RESULT = say("tool", '{"sum": "fünf"}', name="add")
+SYSTEM, HI, BYE = message("system", "Be brief."), message("user", "Hi\n"), message("user", " Bye?")
+HELLO, CIAO = message("assistant", "Hello  there!"), message("assistant", "Ciao\n\n  now.")
+CALL = message("assistant", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}])
+RESULT = message("tool", '{"sum": "fünf"}', name="add")
 TOOL = {"type": "function", "function": {"name": "add", "description": "adds <|im_end|>", "parameters": {}}}
 
 STOPS = {
@@ -103,7 +103,7 @@ STOPS = {
 
 
 class Processor:
-    """What a Hugging Face processor shows of itself here."""
+    """The attributes of a Hugging Face processor that ChatTemplate uses."""
 
     def __init__(self, name: str, made: PreTrainedTokenizerFast | None = None) -> None:
         self.tokenizer = made or tokenizer(name)
@@ -138,29 +138,29 @@ PIECES = [
     "\n",
     "é🙂",
 ]
-Talk = list[tuple[str, str, bool]]  # role, text, whether it carries loss
+Turns = list[tuple[str, str, bool]]  # role, text, whether it carries loss
 Pieces = list[tuple[str, bool]]
 
 
-def chatml(talk: Talk) -> Pieces:
-    """Qwen2.5, Phi-3 and Llama-3 once more, by hand: pieces of the text, and whether they carry loss."""
-    system = [] if talk[0][0] == "system" else [("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", False)]
-    turns = [(f"<|im_start|>{role}\n", text + "<|im_end|>", has) for role, text, has in talk]
+def chatml(chat: Turns) -> Pieces:
+    """Qwen2.5's format written by hand (below: Phi-3, Llama-3): pieces of the text, and whether they carry loss."""
+    system = [] if chat[0][0] == "system" else [("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", False)]
+    turns = [(f"<|im_start|>{role}\n", text + "<|im_end|>", has) for role, text, has in chat]
     return system + [piece for head, text, has in turns for piece in ((head, False), (text, has), ("\n", False))]
 
 
-def phi(talk: Talk) -> Pieces:
-    turns = [(f"<|{role}|>\n", text + "<|end|>", has) for role, text, has in talk]
+def phi(chat: Turns) -> Pieces:
+    turns = [(f"<|{role}|>\n", text + "<|end|>", has) for role, text, has in chat]
     pieces = [piece for head, text, has in turns for piece in ((head, False), (text, has), ("\n", False))]
     return [*pieces, ("<|endoftext|>", False)]
 
 
-def llama(talk: Talk) -> Pieces:
-    system = talk.pop(0)[1].strip() if talk[0][0] == "system" else ""
+def llama(chat: Turns) -> Pieces:
+    system = chat.pop(0)[1].strip() if chat[0][0] == "system" else ""
     top = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n\n"
     turns = [
         (f"<|start_header_id|>{role}<|end_header_id|>\n\n", text.strip() + "<|eot_id|>", has)
-        for role, text, has in talk
+        for role, text, has in chat
     ]
     return [(top + system + "<|eot_id|>", False)] + [
         p for head, text, has in turns for p in ((head, False), (text, has))
