@@ -14,7 +14,7 @@ import torch
 from families import KIT, TOKENS, VISION
 from PIL import Image
 from processors import chat_processor
-from test_media import own
+from test_media import processor_outputs
 from tiny_models import check_packed_is_alone, close
 from transformers import AutoConfig
 
@@ -142,7 +142,7 @@ def check_row(model: LanguageModel, processor: Any, one: PackedBatch, row: dict[
     """Tokens, mask and log-probs are those of the family's processor, chat template and model for the row alone."""
     shown = [{**message, "content": _typed(message["content"])} for message in row["messages"]]
     text = processor.apply_chat_template(shown, processor.chat_template, tokenize=False)  # SmolVLM's has two
-    given = own(processor, text, [info for info, _ in media], [item for _, item in media])
+    given = processor_outputs(processor, text, [info for info, _ in media], [item for _, item in media])
     assert one.input_ids.tolist() == given["input_ids"][0].tolist()
     answer, places = row["messages"][1]["content"], (one.labels != IGNORE).nonzero()[:, 0]
     assert torch.equal(one.labels[places], one.input_ids[places + 1])
