@@ -64,11 +64,7 @@ def _first_with_token(
     return next((index for index, kind in waiting.items() if tokens[kind].token == token), None)
 
 
-def _outer_span(
-    text: str,
-    span: Span,
-    written: PlaceholderToken,
-) -> Span:
+def _outer_span(text: str, span: Span, written: PlaceholderToken) -> Span:
     start, end = span
     if text.endswith(written.before, 0, start):
         start -= len(written.before)

@@ -72,11 +72,7 @@ def _limit_pixels(
         )
 
 
-def _limit_video_pixels(
-    processor: Any,
-    video: Any,
-    limits: Limits,
-) -> None:
+def _limit_video_pixels(processor: Any, video: Any, limits: Limits) -> None:
     has_limit = limits.video_min_pixels is not None or limits.video_max_pixels is not None
     if has_limit and "size" in _default_video_options(processor):
         raise UserError(

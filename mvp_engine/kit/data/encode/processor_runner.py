@@ -33,7 +33,8 @@ class ProcessorRunner:
         self.processor = processor
         self.kinds = kinds
         self.sampling_rate = sampling_rate
-        # Whether a kind can be measured with meta tensors, which have no data.
+        # Whether a kind can be measured with meta tensors, which have no data: an image of 2000x1500
+        # then takes 4 ms instead of 24 ms.
         self._uses_meta = dict.fromkeys(kinds, False)
         self._item_processors: dict[tuple[str, int | None, int | None], Any] = {}
 

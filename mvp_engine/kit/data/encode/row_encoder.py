@@ -136,23 +136,13 @@ class RowEncoder:
                 return [side.encoded() for side in sides]
         raise BadRow("overlong", f"{total} tokens; {self.max_tokens} are allowed")
 
-    def _rejected_side(
-        self,
-        row: Row,
-        root: Path,
-        decode: bool,
-    ) -> FullSequence:
+    def _rejected_side(self, row: Row, root: Path, decode: bool) -> FullSequence:
         try:
             return self._full_sequence(replace(row, messages=row.rejected), root, decode)
         except BadRow as bad:
             raise BadRow(bad.reason, f"the rejected side: {bad.detail}") from None
 
-    def _full_sequence(
-        self,
-        row: Row,
-        root: Path,
-        decode: bool,
-    ) -> FullSequence:
+    def _full_sequence(self, row: Row, root: Path, decode: bool) -> FullSequence:
         rendered = self.template.render(row)
         row_media = row.media()
         parts = [row_media[place.index] for place in rendered.media]

@@ -43,12 +43,7 @@ class MarkedSpans:
     def __init__(self) -> None:
         self._spans: dict[tuple[str, str], list[Span]] = {}  # by (closing bracket, index)
 
-    def add(
-        self,
-        closing: str,
-        index: str,
-        span: Span,
-    ) -> None:
+    def add(self, closing: str, index: str, span: Span) -> None:
         self._spans.setdefault((closing, index), []).append(span)
 
     def turns(self, index: int) -> list[Span]:

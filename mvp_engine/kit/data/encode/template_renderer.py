@@ -150,11 +150,7 @@ class TemplateRenderer:
         return self.message(Message(role, (Part("text", PROBE_TEXT),)))
 
 
-def _content_block(
-    part: Part,
-    index: int,
-    mark_text: bool,
-) -> dict[str, Any]:
+def _content_block(part: Part, index: int, mark_text: bool) -> dict[str, Any]:
     if part.kind != "text":
         return {"type": part.kind}
     text = part.value

@@ -19,12 +19,7 @@ class ArrowFile(RowFile):
     Random access to Parquet is fast where row groups are small: a whole group is read for one row.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        name: str,
-        parquet: bool = False,
-    ) -> None:
+    def __init__(self, file: Path, name: str, parquet: bool = False) -> None:
         super().__init__(file, name)
         self.parquet = parquet
         try:
@@ -65,11 +60,7 @@ class ArrowFile(RowFile):
 
 
 @functools.lru_cache(maxsize=8)  # for all files of a process
-def _read_row_group(
-    file: Path,
-    fingerprint: str,
-    index: int,
-) -> Any:
+def _read_row_group(file: Path, fingerprint: str, index: int) -> Any:
     import pyarrow.parquet as pq
 
     return pq.ParquetFile(file).read_row_group(index)

@@ -14,11 +14,7 @@ from mvp_engine.kit.data.read.media_source import decoder_errors, open_media, re
 from mvp_engine.kit.data.read.row_types import BadRow, Part
 
 
-def audio_size(
-    part: Part,
-    limits: Limits,
-    root: Path,
-) -> tuple[int, int]:
+def audio_size(part: Part, limits: Limits, root: Path) -> tuple[int, int]:
     """Samples per channel, and the sampling rate."""
     waveform, sampling_rate = _inline_waveform(part)
     if waveform is not None:

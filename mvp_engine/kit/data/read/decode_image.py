@@ -31,11 +31,7 @@ _ALPHA_MODES = ("RGBA", "LA", "PA", "La", "RGBa")
 Image.init()  # loads all formats once, before workers fork
 
 
-def image_size(
-    value: Any,
-    limits: Limits,
-    root: Path,
-) -> tuple[int, int]:
+def image_size(value: Any, limits: Limits, root: Path) -> tuple[int, int]:
     """Width and height of the upright image, without decoding it."""
     image = open_image(value, limits, root)
     orientation = _orientation(image)
@@ -45,11 +41,7 @@ def image_size(
     return (height, width) if orientation in SWAPS_SIDES else (width, height)
 
 
-def decode_image(
-    value: Any,
-    limits: Limits,
-    root: Path,
-) -> Image.Image:
+def decode_image(value: Any, limits: Limits, root: Path) -> Image.Image:
     """The upright image in RGB; of an animation, its first frame."""
     image = open_image(value, limits, root)
     orientation = _orientation(image)
@@ -63,11 +55,7 @@ def decode_image(
     return upright
 
 
-def open_image(
-    value: Any,
-    limits: Limits,
-    root: Path,
-) -> Image.Image:
+def open_image(value: Any, limits: Limits, root: Path) -> Image.Image:
     """The image with its header read, not decoded yet."""
     if isinstance(value, np.ndarray):
         image = _image_from_array(value)

@@ -157,12 +157,7 @@ class _FrameReader:
     frame, it is repeated, if the end is not too far away.
     """
 
-    def __init__(
-        self,
-        container: Any,
-        info: MediaInfo,
-        deadline: float,
-    ) -> None:
+    def __init__(self, container: Any, info: MediaInfo, deadline: float) -> None:
         self.container = container
         self.info = info
         self.deadline = deadline

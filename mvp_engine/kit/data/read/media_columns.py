@@ -39,11 +39,7 @@ def read_media_columns(row: Mapping[str, Any]) -> dict[str, list[Part]]:
     return columns
 
 
-def _read_column(
-    kind: str,
-    key: str,
-    value: Any,
-) -> list[Part]:
+def _read_column(kind: str, key: str, value: Any) -> list[Part]:
     is_list = isinstance(value, list | tuple) and key != "video"
     items = value if is_list else [value]
     parts = []

@@ -94,12 +94,7 @@ def _decode_data_uri(text: str, what: str) -> io.BytesIO:
         raise BadRow("corrupt", f"{what}: data URI: {error}") from None
 
 
-def _resolve_file(
-    text: str,
-    limits: Limits,
-    root: Path,
-    what: str,
-) -> Path:
+def _resolve_file(text: str, limits: Limits, root: Path, what: str) -> Path:
     try:
         path = (root / text).resolve()
         folder = root.resolve()

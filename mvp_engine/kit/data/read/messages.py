@@ -53,11 +53,7 @@ def has_actions(message: Message) -> bool:
     return message.has_media or any(message.extra.get(key) for key in ACTION_KEYS)
 
 
-def text_message(
-    role: str,
-    text: Any,
-    where: str,
-) -> Message:
+def text_message(role: str, text: Any, where: str) -> Message:
     parts = (Part("text", text),) if check_text(text, where) else ()
     return Message(role, parts)
 
@@ -163,11 +159,7 @@ def _read_block(block: Any, where: str) -> Part:
     return _read_media_block(name, fields, where)
 
 
-def _read_media_block(
-    name: str,
-    fields: dict[str, Any],
-    where: str,
-) -> Part:
+def _read_media_block(name: str, fields: dict[str, Any], where: str) -> Part:
     """Media with their options, as `transformers`, OpenAI or `datasets` write them."""
     kind = _MEDIA_BLOCKS[name]
     if isinstance(fields.get("base64"), str):
@@ -191,22 +183,14 @@ def _data_uri(kind: str, base64_text: str) -> str:
     return f"data:{kind}/*;base64,{base64_text}"
 
 
-def check_media_value(
-    kind: str,
-    value: Any,
-    where: str,
-) -> Any:
+def check_media_value(kind: str, value: Any, where: str) -> Any:
     """`value`, if its type can hold media of that kind at all."""
     if not _may_be_media(kind, value, where):
         raise BadRow("bad_media", f"{where} is {type_name(value)} that cannot be {kind}")
     return value
 
 
-def _may_be_media(
-    kind: str,
-    value: Any,
-    where: str,
-) -> bool:
+def _may_be_media(kind: str, value: Any, where: str) -> bool:
     if isinstance(value, str):
         return value != "" and "\0" not in check_text(value, where)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -223,11 +207,7 @@ def _may_be_media(
     return value is not None and not isinstance(value, int | float | complex)
 
 
-def _may_be_media_mapping(
-    kind: str,
-    value: Mapping[str, Any],
-    where: str,
-) -> bool:
+def _may_be_media_mapping(kind: str, value: Mapping[str, Any], where: str) -> bool:
     """As `datasets` stores media: {"bytes", "path"}, or {"array", "sampling_rate"}."""
     keys = ("bytes", "path", "array")
     inner = next((value[key] for key in keys if value.get(key) is not None), None)

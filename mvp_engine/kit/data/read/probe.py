@@ -24,11 +24,7 @@ MIN_SAMPLING_RATE = 100
 MAX_SAMPLING_RATE = 1_000_000
 
 
-def probe(
-    part: Part,
-    limits: Limits,
-    root: Path,
-) -> MediaInfo:
+def probe(part: Part, limits: Limits, root: Path) -> MediaInfo:
     """The item's size and length; BadRow after `limits.timeout` seconds."""
 
     def work() -> MediaInfo:
@@ -37,11 +33,7 @@ def probe(
     return run_with_timeout(limits.timeout, work, f"probing {describe(part)}")
 
 
-def probe_now(
-    part: Part,
-    limits: Limits,
-    root: Path,
-) -> MediaInfo:
+def probe_now(part: Part, limits: Limits, root: Path) -> MediaInfo:
     if part.kind == "image":
         width, height = decode_image.image_size(part.value, limits, root)
         return MediaInfo("image", width, height, **pixel_options(part))
@@ -50,11 +42,7 @@ def probe_now(
     return _probe_audio(part, limits, root)
 
 
-def _probe_video(
-    part: Part,
-    limits: Limits,
-    root: Path,
-) -> MediaInfo:
+def _probe_video(part: Part, limits: Limits, root: Path) -> MediaInfo:
     sampled_fps = number_option(part, "fps") or limits.fps or DEFAULT_FPS
     size, total_frames, fps = decode_video.video_size(part.value, limits, root, sampled_fps)
     seconds = total_frames / fps
@@ -97,11 +85,7 @@ def _num_sampled_frames(
     return max(MIN_FRAMES, min(max(wanted, limits.min_frames or 1), most))
 
 
-def _probe_audio(
-    part: Part,
-    limits: Limits,
-    root: Path,
-) -> MediaInfo:
+def _probe_audio(part: Part, limits: Limits, root: Path) -> MediaInfo:
     num_samples, sampling_rate = decode_audio.audio_size(part, limits, root)
     if num_samples < 1 or not MIN_SAMPLING_RATE <= sampling_rate <= MAX_SAMPLING_RATE:
         raise BadRow("corrupt", f"audio with {num_samples} samples at {sampling_rate} Hz")

@@ -78,11 +78,7 @@ def _has_format(row: RawRow, format: str) -> bool:
     return any(kind in row or f"{kind}s" in row for kind in MEDIA)
 
 
-def _unknown_format_detail(
-    raw: RawRow,
-    row: RawRow,
-    name: str | None,
-) -> str:
+def _unknown_format_detail(raw: RawRow, row: RawRow, name: str | None) -> str:
     keys = []
     for key in list(raw)[:20]:
         keys.append(f"{key!r:.40}" + ("" if key in row else " (null)"))

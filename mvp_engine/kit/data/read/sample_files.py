@@ -134,12 +134,7 @@ class TarShard(RowFile):
 class MediaFolder(RowFile):
     """A folder of media files with captions; a folder without media is `.txt` files as documents."""
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        root: Path,
-    ) -> None:
+    def __init__(self, folder: Path, name: str, root: Path) -> None:
         super().__init__(folder, name)
         self.root = root
         groups: dict[Path, list[str]] = {}

@@ -106,11 +106,7 @@ def _find_files(paths: Sequence[str | Path]) -> list[Path]:
     return found
 
 
-def _open_path(
-    path: Path,
-    name: str,
-    root: Path,
-) -> list[RowFile]:
+def _open_path(path: Path, name: str, root: Path) -> list[RowFile]:
     return _open_folder(path, name, root) if path.is_dir() else [_open_file(path, name)]
 
 
@@ -140,11 +136,7 @@ def _open_file(file: Path, name: str) -> RowFile:
     raise UserError(f"data: {file} is none of jsonl, json, parquet, arrow, tar")
 
 
-def _open_folder(
-    folder: Path,
-    name: str,
-    root: Path,
-) -> list[RowFile]:
+def _open_folder(folder: Path, name: str, root: Path) -> list[RowFile]:
     """A dataset saved by `datasets`, an imagefolder with metadata.jsonl, or a folder of media."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(str(state.parent) for state in folder.glob("*/state.json"))

@@ -18,11 +18,7 @@ _idle_threads: list[TaskQueue] = []  # the queues of threads that wait for work
 os.register_at_fork(after_in_child=_idle_threads.clear)  # a fork copies no threads
 
 
-def run_with_timeout(
-    seconds: float,
-    work: Callable[[], T],
-    what: str,
-) -> T:
+def run_with_timeout(seconds: float, work: Callable[[], T], what: str) -> T:
     """The result of `work`, or BadRow("timeout").
 
     `work` runs in a daemon thread, which is abandoned when the time is over: no signal interrupts a
