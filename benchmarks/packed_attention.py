@@ -1,18 +1,18 @@
-"""Packed causal attention on one GPU: which kernel is how fast, at which mix of sequence lengths.
+"""Throughput of packed causal attention kernels on one GPU, by mix of sequence lengths.
 
     PYTHONPATH=. python benchmarks/packed_attention.py --out benchmarks/results/packed_attention.json
     python benchmarks/packed_attention.py --dry    # the mixes and their FLOPs, without a GPU
-    python benchmarks/packed_attention.py --special    # soft caps and sinks: FlexAttention against sequence by sequence
+    python benchmarks/packed_attention.py --special    # soft caps and sinks: FlexAttention against the reference loop
 
 Legend: T tokens of all sequences, L of one, S sequences, H query heads, K key/value heads, G = H / K, d head size.
 
-Every kernel gets the same (T, H, d) and (T, K, d) tensors in bfloat16. Its output and its three gradients must first
-agree with plain float32 attention, sequence by sequence: the worst difference, over the largest value, is in the table.
-Then forward and backward are timed apart with CUDA events, the median of all rounds; before each, a write of 1 GiB
-empties the cache and gives the host a head start over the GPU. FLOPs are those of the causal triangles, counted from
-the lengths: 4 H d L (L + 1) / 2 for forward, 2.5 times that for backward. Not in these times, but told: what the first
-call costs (compiling, cuDNN's graphs), and FlexAttention's block mask, which each new mix of lengths needs again. A
-kernel that cannot, or is wrong, says why in its row.
+Every kernel gets the same (T, H, d) and (T, K, d) tensors in bfloat16. Its output and its three gradients are first
+compared with plain float32 attention, one sequence at a time: the table has the largest difference, relative to the
+largest value. Forward and backward are timed separately with CUDA events, as the median of all rounds; before each, a
+write of 1 GiB flushes the L2 cache and lets the host run ahead of the GPU. FLOPs count the causal triangles of the
+sequences: 4 H d L (L + 1) / 2 for forward, 2.5 times that for backward. Reported separately: the time of the first call
+(compilation, cuDNN's graphs), and of FlexAttention's block mask, which each new mix of lengths needs. The row of a
+kernel that fails or is wrong has the reason.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from mvp_engine.hf.attention import boundaries, packed_attention
 from mvp_engine.ops import attention, cudnn_attention, flex_attention, flex_block_mask
 
-H, K, D = 16, 8, 128
+H = 16
+K = 8
+D = 128
 SCALE = D**-0.5
-TOLERANCE = 2e-2  # of the largest value: bfloat16 keeps 8 bits, and probabilities are rounded to it on the way
+TOLERANCE = 2e-2  # relative to the largest value: bfloat16 has 8 significant bits, and probabilities are rounded to it
 WARMUP = 3
 FIGURES = ("forward_ms", "forward_tflops", "backward_ms", "backward_tflops")
 
@@ -84,7 +86,7 @@ MIXES = [
 
 @dataclass
 class Case:
-    """One mix with its tensors, and what plain float32 attention makes of them: out, dq, dk, dv."""
+    """One mix with its tensors, and the results of plain float32 attention on them: out, dq, dk, dv."""
 
     mix: Mix
     inputs: tuple[Tensor, ...]  # q (T, H, d), k and v (T, K, d)
@@ -103,9 +105,12 @@ class Case:
 
 
 def reference(case: Case) -> tuple[Tensor, ...]:
-    """One sequence and one key/value head at a time, so that the longest fits."""
+    """Plain attention, one sequence and one key/value head at a time, so that the longest fits into memory."""
     given = [t.detach().float() for t in (*case.inputs, case.d_out)]
-    out_THd, dq_THd, dk_TKd, dv_TKd = (torch.empty_like(given[i]) for i in (0, 0, 1, 2))
+    out_THd = torch.empty_like(given[0])
+    dq_THd = torch.empty_like(given[0])
+    dk_TKd = torch.empty_like(given[1])
+    dv_TKd = torch.empty_like(given[2])
     start = 0
     for length in case.mix.lengths:
         rows = slice(start, start + length)
@@ -118,16 +123,17 @@ def reference(case: Case) -> tuple[Tensor, ...]:
             scores_GLL = (q_GLd @ k_Ld.T * SCALE).masked_fill(future_LL, float("-inf"))
             out_GLd = scores_GLL.softmax(-1) @ v_Ld
             d_out_GLd = given[3][rows, group].transpose(0, 1)
-            dq_GLd, dk_Ld, dv_Ld = torch.autograd.grad(out_GLd, (q_GLd, k_Ld, v_Ld), d_out_GLd)
+            grads = torch.autograd.grad(out_GLd, (q_GLd, k_Ld, v_Ld), d_out_GLd)
             out_THd[rows, group] = out_GLd.detach().transpose(0, 1)
-            dq_THd[rows, group] = dq_GLd.transpose(0, 1)
-            dk_TKd[rows, head], dv_TKd[rows, head] = dk_Ld, dv_Ld
+            dq_THd[rows, group] = grads[0].transpose(0, 1)
+            dk_TKd[rows, head] = grads[1]
+            dv_TKd[rows, head] = grads[2]
     return out_THd, dq_THd, dk_TKd, dv_TKd
 
 
 @dataclass
 class Kernel:
-    """`forward` gives (T, H, d); `backward` turns that into dq, dk, dv. `note` goes into the table."""
+    """`forward` returns (T, H, d); `backward` returns dq, dk, dv for it. `note` is a column of the table."""
 
     forward: Callable[[], Tensor]
     backward: Callable[[Tensor], tuple[Tensor, ...]]
@@ -142,18 +148,18 @@ def _with_autograd(case: Case, attend: Callable[..., Tensor], note: str = "") ->
 
 
 def ours(case: Case) -> Kernel:
-    """What a model's layers call: cuDNN's ragged kernels, where they are installed."""
+    """What the layers of a model call: cuDNN's ragged kernels, if `nvidia-cudnn-frontend` is installed."""
     layer: Any = nn.Module()
     where = boundaries(case.cu_seqlens, max(case.mix.lengths))
 
     def attend(*qkv: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
-        return packed_attention(layer, q, k, v, None, **where)[0][0]
+        heads_first = [x.transpose(0, 1)[None] for x in qkv]
+        return packed_attention(layer, *heads_first, None, **where)[0][0]
 
     return _with_autograd(case, attend)
 
 
-# Where each kernel says whether it supports a case.
+# The function of each kernel that decides whether it supports a case.
 CUDNN = (cudnn_attention, "is_supported")
 TORCH_VARLEN = (attention, "_torch_varlen_is_supported")
 FLEX = (flex_attention, "is_supported")
@@ -178,38 +184,39 @@ def _without(*kernels: tuple[Any, str]) -> Callable[[Case], Kernel]:
 
 @cache
 def _compiled_flex() -> Any:
-    return torch.compile(torch_flex_attention, dynamic=False)  # one kernel for each number of tokens: its best case
+    # One kernel per number of tokens: the best case of FlexAttention.
+    return torch.compile(torch_flex_attention, dynamic=False)
 
 
 def flex(case: Case) -> Kernel:
     """FlexAttention, compiled, with a block mask for causal documents."""
     lengths = case.cu_seqlens.diff()
-    owner_T = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    sequence_T = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (owner_T[q] == owner_T[k]) & (q >= k)
+        return (sequence_T[q] == sequence_T[k]) & (q >= k)
 
     sizes = (None, None, case.mix.tokens, case.mix.tokens)
     mask = create_block_mask(allowed, *sizes, device=str(lengths.device))
     mask_ms = timed(lambda _: create_block_mask(allowed, *sizes, device=str(lengths.device)), rounds=3)
 
     def attend(*qkv: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
-        return _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        heads_first = [x.transpose(0, 1)[None] for x in qkv]
+        return _compiled_flex()(*heads_first, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
     return _with_autograd(case, attend, f"block mask, not compiled: {mask_ms:.1f} ms")
 
 
 def dense(case: Case) -> Kernel | None:
-    """A ceiling, where lengths are equal: cuDNN on a (S, H, L, d) batch, without any packing."""
+    """An upper bound where all lengths are equal: cuDNN on an unpacked (S, H, L, d) batch."""
     if len(set(case.mix.lengths)) > 1:
         return None
     count, length = len(case.mix.lengths), case.mix.lengths[0]
 
     def attend(*qkv: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
+        batched = [x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv]
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out_SHLd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            out_SHLd = F.scaled_dot_product_attention(*batched, is_causal=True, enable_gqa=True)
         return out_SHLd.transpose(1, 2).flatten(0, 1)
 
     return _with_autograd(case, attend)
@@ -230,7 +237,7 @@ def _cache_filler() -> Tensor:
 
 
 def timed(run: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None, rounds: int = 15) -> float:
-    """Median milliseconds of `run(prepare())`, the preparation not counted."""
+    """Median milliseconds of `run(prepare())`, without the preparation."""
     pairs = []
     for _ in range(WARMUP + rounds):
         given = prepare()
@@ -245,7 +252,7 @@ def timed(run: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None, 
 
 
 def measure(name: str, case: Case, rounds: int, late: bool = False) -> dict[str, Any] | None:
-    """A row of the table: figures, or why there are none. None where the kernel has no such case."""
+    """A row of the table: figures, or the reason why they are missing. None where the kernel has no such case."""
     row: dict[str, Any] = {"mix": case.mix.name, "kernel": name}
     try:
         if late:
@@ -259,7 +266,7 @@ def measure(name: str, case: Case, rounds: int, late: bool = False) -> dict[str,
         worst = [float((a.detach() - b).abs().max() / b.abs().max()) for a, b in zip(found, case.expected, strict=True)]
         row |= {"first_call_s": round(time.perf_counter() - started, 2), "note": kernel.note}
         row["error"] = dict(zip(("out", "dq", "dk", "dv"), worst, strict=True))
-        if not all(error <= TOLERANCE for error in worst):  # also when it is no number
+        if not all(error <= TOLERANCE for error in worst):  # also for NaN
             raise ValueError(f"wrong by {', '.join(f'{key} {value:.1e}' for key, value in row['error'].items())}")
         del out, found
         forward_ms = timed(lambda _: kernel.forward(), rounds=rounds)
@@ -284,12 +291,12 @@ def special(rounds: int) -> str:
     lines = [f"lengths {case.mix.lengths}", "| layer | way | forward ms | backward ms | peak GiB | first call s |"]
     lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
     for kind, how in kinds.items():
-        for way in ("FlexAttention", "by sequence"):
+        for way in ("FlexAttention", "reference loop"):
 
             def attend(*qkv: Tensor, how: dict[str, Any] = how, way: str = way) -> Tensor:
-                q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+                heads_first = [x.transpose(0, 1)[None] for x in qkv]
                 with mock.patch.object(*FLEX, return_value=way == "FlexAttention"):
-                    return packed_attention(layer, q, k, v, None, **where, **how)[0][0]
+                    return packed_attention(layer, *heads_first, None, **where, **how)[0][0]
 
             kernel, started = _with_autograd(case, attend), time.perf_counter()
             torch.cuda.reset_peak_memory_stats()
@@ -309,7 +316,7 @@ def special(rounds: int) -> str:
             flex_block_mask.block_mask_of(spec, case.mix.tokens),
         )
     )
-    lines.append(f"block mask, once for a pack and kind of layer: {mask_ms:.2f} ms")
+    lines.append(f"block mask, once per pack and kind of layer: {mask_ms:.2f} ms")
     return "\n".join(lines)
 
 
@@ -349,18 +356,18 @@ def about() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="also write everything as JSON")
+    parser.add_argument("--out", type=Path, help="also write all results to this JSON file")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=110, help="begin nothing new after that")
-    parser.add_argument("--kernels", nargs="*", default=[""], help="those whose names contain one of these")
-    parser.add_argument("--special", action="store_true", help="soft caps and sinks instead")
-    parser.add_argument("--dry", action="store_true", help="only show the mixes and their FLOPs")
+    parser.add_argument("--seconds", type=float, default=110, help="start no new measurement after this time")
+    parser.add_argument("--kernels", nargs="*", default=[""], help="only kernels with one of these words in their name")
+    parser.add_argument("--special", action="store_true", help="measure soft caps and sinks instead")
+    parser.add_argument("--dry", action="store_true", help="only print the mixes and their FLOPs")
     args = parser.parse_args()
     if args.dry:
         print(mixes_table())
         return
     if not torch.cuda.is_available():
-        sys.exit("this needs a GPU; --dry shows the mixes")
+        sys.exit("this benchmark needs a GPU; --dry prints the mixes")
     torch.set_float32_matmul_precision("highest")
     if args.special:
         print(special(args.rounds))
@@ -368,12 +375,13 @@ def main() -> None:
     started = time.perf_counter()
     cases = [Case.of(mix, "cuda") for mix in MIXES]
     rows: list[dict[str, Any]] = []
-    for name in (name for name in KERNELS if any(word in name for word in args.kernels)):
+    selected = [name for name in KERNELS if any(word in name for word in args.kernels)]
+    for name in selected:
         for case in cases:
             row = measure(name, case, args.rounds, time.perf_counter() - started > args.seconds)
             rows += [] if row is None else [row]
             print(row, file=sys.stderr, flush=True)
-        if args.out:  # after each kernel, should the next one take the process with it
+        if args.out:  # after each kernel: the next one may crash the process
             result = {**about(), "seconds": round(time.perf_counter() - started, 1), "rows": rows}
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(result, indent=2) + "\n")

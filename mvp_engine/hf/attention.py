@@ -39,8 +39,8 @@ __all__ = [
     "UnsupportedAttention",
     "boundaries",
     "config_tree",
+    "eager_attention",
     "encoder_attention",
-    "own_attention",
     "packed_attention",
     "register",
     "use",
@@ -95,7 +95,7 @@ def use(config: Any) -> None:
 
 
 @contextmanager
-def own_attention(config: Any) -> Iterator[None]:
+def eager_attention(config: Any) -> Iterator[None]:
     """Run the model with transformers' eager attention in every part."""
     before = [(part, part._attn_implementation) for part in config_tree(config)]
     config._attn_implementation = "eager"
@@ -189,7 +189,7 @@ def packed_attention(
         dropout=dropout,
         softcap=softcap,
         sinks=s_aux,
-        mask_function=attention_mask.allows if isinstance(attention_mask, Overlay) else None,
+        mask_function=attention_mask.mask_function if isinstance(attention_mask, Overlay) else None,
     )
     out_HTd = varlen_attention(q_HTd, k_KTd, v_KTd, spec)
     if ulysses_shard is not None:

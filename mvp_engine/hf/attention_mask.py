@@ -25,7 +25,7 @@ _BLOCKS = "blockwise_overlay"  # looked up by token index
 
 
 class UnsupportedAttention(UserError, NotImplementedError):
-    """A model asks for an attention option that packed attention does not support."""
+    """A model uses an attention option that packed attention does not support."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Overlay:
     It has the shape of a mask tensor, since some models pass it to transformers' mask functions a second time.
     """
 
-    allows: MaskFunction
+    mask_function: MaskFunction
     shape: tuple[int, int, int, int]
     ndim: int = 4
 

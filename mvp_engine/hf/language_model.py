@@ -123,7 +123,7 @@ class LanguageModel(PackedModel):
         return weight.to_local(), None if bias is None else bias.to_local(), vocab_shard
 
     def own_log_probs(self, batch: PackedBatch) -> Tensor | None:
-        with attention.own_attention(self.hf.config):
+        with attention.eager_attention(self.hf.config):
             logits = self.hf(batch.input_ids[None], use_cache=False).logits[0]
         log_probs_TV = logits.float().div(self.temperature).log_softmax(-1)
         of_labels = log_probs_TV[:-1].gather(-1, batch.labels[:-1, None])[:, 0]

@@ -1,4 +1,4 @@
-"""`AttnSpec`: what one attention call computes, as a value that every kernel takes.
+"""`AttnSpec`: what one attention call computes, as the one argument that all kernels share.
 
 It holds no query, key or value and chooses no kernel: `mvp_engine.ops.attention` does that.
 """

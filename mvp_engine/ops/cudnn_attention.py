@@ -86,7 +86,9 @@ def _forward(q, k, v, cu_seqlens, max_seqlen, scale, causal, window):  # type: i
     schema=f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor stats, {_SPEC_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor)",
 )
-def _backward(d_out, q, k, v, out, stats, cu_seqlens, max_seqlen, scale, causal, window):  # type: ignore[no-untyped-def]
+def _backward(  # type: ignore[no-untyped-def]
+    d_out, q, k, v, out, stats, cu_seqlens, max_seqlen, scale, causal, window
+):
     q = q.contiguous()
     k = k.contiguous()
     v = v.contiguous()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _BLOCK = 128
 _SMALLEST_PACK = 1024  # tokens, padding included
-_PAIRS_PER_CHUNK = 1 << 26  # pairs of tokens whose mask is materialized at once
+_PAIRS_PER_CHUNK = 1 << 26  # pairs of tokens in one materialized part of the mask
 _BLOCK_MASKS = WeakTensorKeyDictionary()  # cu_seqlens -> its block masks, which die with it
 
 
@@ -72,7 +72,7 @@ def _mask_mod(spec: AttnSpec, tokens: int, padded_tokens: int) -> MaskFunction:
 
 
 def _padded_function(part: Any, tokens: int) -> Any:
-    """A copy of a mask function whose index tensors are padded to `tokens`.
+    """A copy of a mask function with its index tensors padded to `tokens`.
 
     The function, and the functions that it closes over, look tokens up in tensors with one value per token, where -1
     means "in no block". An index past their end would be an illegal memory access on the GPU.

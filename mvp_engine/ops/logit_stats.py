@@ -45,7 +45,7 @@ class Stats(NamedTuple):
     log_probs: Tensor  # of the labels; 0 where the label is IGNORE
     log_z: Tensor  # the logarithm of the softmax's denominator
     entropy: Tensor
-    mean_logits: Tensor  # over the vocabulary; a placeholder unless the caller asked for it
+    mean_logits: Tensor  # over the vocabulary; a placeholder without `mean`
 
     @classmethod
     def cat(cls, chunks: list[Stats]) -> Stats:

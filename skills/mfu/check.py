@@ -28,7 +28,7 @@ def model_of(frozen: int = 0, **more: Any) -> LanguageModel:
 
 
 def counted(model: LanguageModel, ids: torch.Tensor) -> int:
-    with attention.own_attention(model.hf.config), FlopCounterMode(display=False) as counter:
+    with attention.eager_attention(model.hf.config), FlopCounterMode(display=False) as counter:
         model.hf(ids[None], use_cache=False).logits.sum().backward()  # type: ignore[operator]
     return counter.get_total_flops()
 

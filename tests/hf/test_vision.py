@@ -69,7 +69,7 @@ def test_attention_of_model_with_encoders_is_registered_per_sub_config() -> None
 
     expected = [attention.NAME, attention.NAME, attention.ENCODER, attention.ENCODER]
     assert names() == expected
-    with attention.own_attention(config):
+    with attention.eager_attention(config):
         assert set(names()) == {"eager"}
     assert names() == expected
 

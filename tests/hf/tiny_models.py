@@ -145,7 +145,7 @@ def check_packed_is_alone(model: PackedModel, ones: list[PackedBatch], names: li
 def transformers_log_probs(model: LanguageModel, inputs: dict[str, Any]) -> Tensor:
     """Log-probs of the next tokens from transformers' own forward with eager attention; 0 at the end."""
     input_ids = inputs["input_ids"]
-    with attention.own_attention(model.hf.config), torch.no_grad():
+    with attention.eager_attention(model.hf.config), torch.no_grad():
         logits = model.hf(**inputs, use_cache=False).logits[0]
     log_probs = logits.log_softmax(-1)[:-1].gather(-1, input_ids[0, 1:, None])[:, 0]
     return torch.cat([log_probs, log_probs.new_zeros(1)])

@@ -83,7 +83,7 @@ def opened(folder: Path, kind: str, file: Any) -> tuple[MediaInfo, Any]:
 
 def own_log_probs(model: LanguageModel, given: dict[str, Any]) -> torch.Tensor:
     """What transformers makes of what its processor gave."""
-    with attention.own_attention(model.hf.config), torch.no_grad():
+    with attention.eager_attention(model.hf.config), torch.no_grad():
         logits = model.hf(**given, use_cache=False).logits[0]
     picked = logits.log_softmax(-1)[:-1].gather(-1, given["input_ids"][0, 1:, None])[:, 0]
     return torch.cat([picked, picked.new_zeros(1)])

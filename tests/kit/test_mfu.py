@@ -131,7 +131,7 @@ def counted(model: LanguageModel, one: PackedBatch) -> int:
     given: dict[str, Any] = {name: value[None] for name, value in one.token_fields.items()}
     for name, media in one.media.items():
         given |= {name: media.values, **media.fields} if len(media.row_counts) else {}
-    with attention.own_attention(model.hf.config), FlopCounterMode(display=False) as counter:
+    with attention.eager_attention(model.hf.config), FlopCounterMode(display=False) as counter:
         where = one.position_ids[None]
         logits = model.hf(input_ids=one.input_ids[None], position_ids=where, use_cache=False, **given).logits
         logits.sum().backward()

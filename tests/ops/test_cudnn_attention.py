@@ -1,4 +1,4 @@
-"""cuDNN's attention over packed sequences: few plans, the results of torch's varlen kernel, no reads past its inputs."""
+"""cuDNN's attention over packed sequences: few plans, the results of torch's varlen kernel, no reads out of bounds."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def test_cudnn_deterministic_algorithms_enabled_repeats_gradients_bit_by_bit() -
     qkv = [torch.randn(2000, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 4, 4)]
     torch.use_deterministic_algorithms(True)
     try:
-        out = [cudnn_attention.cudnn_attention(*(x.transpose(0, 1) for x in qkv), spec) for _ in "ab"]
+        q_k_v = [x.transpose(0, 1) for x in qkv]
+        out = [cudnn_attention.cudnn_attention(*q_k_v, spec) for _ in range(2)]
         grads = [torch.autograd.grad(o.float().square().sum(), qkv) for o in out]
     finally:
         torch.use_deterministic_algorithms(False)
