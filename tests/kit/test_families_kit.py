@@ -74,11 +74,11 @@ def opened(folder: Path, kind: str, file: Any) -> tuple[MediaInfo, Any]:
     """As the processor itself takes it, not read by the kit."""
     if kind == "audio":
         wave, _ = soundfile.read(folder / file, dtype="float32")
-        return MediaInfo("audio", samples=len(wave), rate=RATE), wave
+        return MediaInfo("audio", num_samples=len(wave), sampling_rate=RATE), wave
     if kind == "image":
         return MediaInfo("image"), Image.open(folder / file)
     frames = torch.stack([torch.from_numpy(np.array(Image.open(folder / name))).permute(2, 0, 1) for name in file])
-    return MediaInfo("video", frames=len(file), fps=2.0, take=len(file)), frames
+    return MediaInfo("video", total_frames=len(file), fps=2.0, num_frames=len(file)), frames
 
 
 def own_log_probs(model: LanguageModel, given: dict[str, Any]) -> torch.Tensor:
