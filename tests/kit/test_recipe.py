@@ -16,7 +16,7 @@ from test_kit import chat, model_config, qwen3_vl, with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.data.encode import row_encoder as samples
+from mvp_engine.kit.data.encode import row_encoder
 
 
 @pytest.fixture
@@ -79,10 +79,10 @@ def test_the_same_recipe_trains_on_streams_and_goes_on_to_the_bit(recipe: Path) 
 
 def test_a_template_without_a_stop_token_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, told = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", list[str]()
-    monkeypatch.setattr(samples.LOGGER, "warning", told.append)
+    monkeypatch.setattr(row_encoder.LOGGER, "warning", told.append)
     write(tmp_path / "a.jsonl", [chat("Hi", "Yes")] * 3)
     settings = {"sources": [{"path": f"{tmp_path}/a.jsonl"}], "micro_batch_tokens": 99, "global_batch_tokens": 99}
     for words, warnings in ((tokenizer("zephyr"), 0), (tokenizer("zephyr", chat_template=source), 1)):
         kit = MLLMDataKit(MLLMData.model_validate({**settings, "cache": str(tmp_path)}), words)
         list(kit.loader("train"))
-        assert sum("learns no stopping" in line for line in told) == warnings
+        assert sum("does not learn to stop" in line for line in told) == warnings
