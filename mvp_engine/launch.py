@@ -127,7 +127,7 @@ def _agree_on_start(config: Config, world: World) -> Start:
 
 def workflows(engine_class: type[Engine]) -> list[str]:
     """The public methods that can be called with no arguments and are no hooks."""
-    hooks = set(vars(Engine)) - {"train", "evaluate"}
+    hooks = set(dir(Engine)) - {"train", "evaluate"}
     names = []
     for name, method in inspect.getmembers(engine_class, inspect.isfunction):
         needed = [

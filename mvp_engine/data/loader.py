@@ -1,4 +1,4 @@
-"""From a map-style dataset to micro-batches, in one global order that does not depend on the number of ranks.
+"""SampleLoader: a map-style dataset as micro-batches, in one global order that does not depend on the number of ranks.
 
 The order comes from (seed, epoch) alone; each optimizer step takes the next `global_batch_size` samples of it and each
 rank takes its stride of those. So the whole resume state is "epoch e, n samples done", right for any number of ranks.
@@ -24,12 +24,13 @@ from mvp_engine.data.rng import (
     seed_everything,
     set_rng_state,
 )
-from mvp_engine.data.worker_memory import Kept, keep_memory
+from mvp_engine.data.step_plan import MediaKinds, StepPlan
+from mvp_engine.data.worker_memory import KeepLastBatches, keep_freed_memory
 from mvp_engine.errors import UserError
 
 
 class SampleLoader:
-    """Iterating gives this rank's micro-batches of the current epoch, from the cursor on; then call `set_epoch`."""
+    """Iterating yields this rank's micro-batches of the current epoch, from the cursor on; then call `set_epoch`."""
 
     global_cursor = True  # the state is the same on all ranks, and right on any number of them
 
@@ -53,20 +54,19 @@ class SampleLoader:
                 f"{type(dataset).__name__} has no __len__; SampleLoader needs a map-style dataset"
             )
         self.dataset: Any = dataset
-        self._tell_epoch(0)
+        self._begin_epoch(0)
         self.micro_batch_size = micro_batch_size
         self.global_batch_size = global_batch_size or micro_batch_size * world_size
         self.accumulation = accumulation_steps(self.global_batch_size, micro_batch_size, world_size)
-        self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
-        self.start, self._yielded = 0, 0
-        self._make = lambda items, sampler: DataLoader(
-            items,
-            batch_sampler=sampler,
-            collate_fn=Kept(_Surfacing(collate_fn or default_collate)),
-            num_workers=num_workers,
-            timeout=timeout if num_workers else 0.0,
-            worker_init_fn=keep_memory,
-        )
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.start = 0  # the cursor: samples of this epoch that were used before this iteration
+        self._yielded = 0  # micro-batches since
+        self._num_workers = num_workers
+        self._timeout = timeout if num_workers else 0.0
+        self._collate = KeepLastBatches(_RaiseStopIteration(collate_fn or default_collate))
         self._ready = pinned if pin_memory else iter
 
     @property
@@ -74,25 +74,26 @@ class SampleLoader:
         return math.ceil(self.size / self.global_batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        self._tell_epoch(epoch)
-        self.start, self._yielded = 0, 0
+        self._begin_epoch(epoch)
+        self.start = 0
+        self._yielded = 0
 
     def state_dict(self) -> dict[str, int]:
         steps = math.ceil(self._yielded / self.accumulation)
-        return {
-            "epoch": self.epoch,
-            "samples": min(self.size, self.start + steps * self.global_batch_size),
-        }
+        samples = min(self.size, self.start + steps * self.global_batch_size)
+        return {"epoch": self.epoch, "samples": samples}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._tell_epoch(state["epoch"])
-        self.start, self._yielded = state["samples"], 0
+        self._begin_epoch(state["epoch"])
+        self.start = state["samples"]
+        self._yielded = 0
 
-    def _tell_epoch(self, epoch: int) -> None:
+    def _begin_epoch(self, epoch: int) -> None:
         """A dataset with `set_epoch` may be another one in each epoch, and of another size."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        self.epoch, self.size = epoch, len(self.dataset)
+        self.epoch = epoch
+        self.size = len(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
         self._yielded = 0
@@ -101,42 +102,66 @@ class SampleLoader:
             yield micro_batch
 
     def _items(self) -> Iterator[Any]:
+        loader: DataLoader[Any] = DataLoader(
+            _SeededDataset(self.dataset, self.seed, self.epoch),
+            batch_sampler=self._micro_batches(),
+            collate_fn=self._collate,
+            num_workers=self._num_workers,
+            timeout=self._timeout,
+            worker_init_fn=keep_freed_memory,
+        )
         with keep_rng_state():
-            return iter(
-                self._make(_Seeded(self.dataset, self.seed, self.epoch), self._micro_batches())
-            )
+            return iter(loader)
 
     def sample_ids(self, first: int, last: int) -> list[int]:
         """The dataset indices of this rank's micro-batches `first` to `last` (exclusive), counted from the cursor."""
-        return [index for batch in self._micro_batches()[first:last] for index in batch]
+        batches = self._micro_batches()[first:last]
+        return [index for batch in batches for index in batch]
+
+    def step_plan(self, step: int) -> StepPlan:
+        """What all ranks hold in a step, counted from the cursor."""
+        first = min(self.size, self.start + step * self.global_batch_size)
+        last = min(self.size, first + self.global_batch_size)
+        ranks = []
+        for rank in range(self.world_size):
+            samples = range(first + rank, last, self.world_size)
+            size = self.micro_batch_size
+            chunks = [samples[i : i + size] for i in range(0, len(samples), size)]
+            ranks.append(tuple(self._media_kinds(chunk) for chunk in chunks))
+        return StepPlan(tuple(ranks), self._media_known)
+
+    _media_known = False  # the samples of a dataset may hold media, or not
+
+    def _media_kinds(self, places: range) -> MediaKinds:
+        """The media kinds of the samples at these places of the epoch."""
+        return frozenset()
 
     def _micro_batches(self) -> list[list[int]]:
+        order = list(range(self.size))
         if self.shuffle:
             generator = torch.Generator().manual_seed(derived_seed(self.seed, "order", self.epoch))
             order = torch.randperm(self.size, generator=generator).tolist()
-        else:
-            order = list(range(self.size))
         batches = []
         for step in range(self.start, self.size, self.global_batch_size):
-            mine = order[step : step + self.global_batch_size][self.rank :: self.world_size]
-            batches += [
-                mine[i : i + self.micro_batch_size]
-                for i in range(0, len(mine), self.micro_batch_size)
-            ]
+            samples = order[step : step + self.global_batch_size]
+            mine = samples[self.rank :: self.world_size]
+            size = self.micro_batch_size
+            batches += [mine[i : i + size] for i in range(0, len(mine), size)]
         return batches
 
 
-class _Seeded(Dataset[Any]):
-    """The dataset, with Python's, numpy's and torch's generators set for each sample."""
+class _SeededDataset(Dataset[Any]):
+    """The dataset, with Python's, numpy's and torch's generators seeded for each sample."""
 
     def __init__(self, dataset: Dataset[Any], seed: int, epoch: int) -> None:
-        self.dataset, self.seed, self.epoch = dataset, seed, epoch
+        self.dataset = dataset
+        self.seed = seed
+        self.epoch = epoch
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        if hasattr(
-            self.dataset, "__getitems__"
-        ):  # batched reading: the dataset answers for being a function of index
-            return _Surfacing(self.dataset.__getitems__)(indices)
+        if hasattr(self.dataset, "__getitems__"):
+            # Batched reading: the dataset itself must be a function of the indices.
+            return _RaiseStopIteration(self.dataset.__getitems__)(indices)
         outside = None if get_worker_info() else rng_state()
         try:
             return [self._item(index) for index in indices]
@@ -147,15 +172,18 @@ class _Seeded(Dataset[Any]):
     def _item(self, index: int) -> Any:
         seed_everything(derived_seed(self.seed, "sample", self.epoch, index), cuda=False)
         try:
-            return _Surfacing(self.dataset.__getitem__)(index)
+            return _RaiseStopIteration(self.dataset.__getitem__)(index)
         except Exception as error:
             error.add_note(f"while reading sample {index} of {type(self.dataset).__name__}")
             raise
 
 
 def pinned(items: Iterator[Any], ahead: int = 2) -> Iterator[Any]:
-    """The same items in pinned memory, a few ahead, by a thread. torch's DataLoader would pin all that workers have
-    ready: gigabytes, and while the driver makes room for them nobody can launch work."""
+    """The same items in pinned memory, prefetched by a thread.
+
+    torch's DataLoader would pin all batches that workers have ready: gigabytes, and while the driver allocates them
+    no kernel can be launched.
+    """
     device = torch.cuda.current_device() if torch.cuda.is_available() else -1
     with ThreadPoolExecutor(1, "pin", torch.cuda.set_device, (device,)) as thread:
         ready: deque[Future[Any]] = deque()
@@ -163,7 +191,7 @@ def pinned(items: Iterator[Any], ahead: int = 2) -> Iterator[Any]:
         while error is None:
             try:
                 ready.append(thread.submit(pin, next(items)))
-            except Exception as end:  # noqa: BLE001 - the end, or whatever went wrong: after what came before
+            except Exception as end:  # noqa: BLE001 - StopIteration or a failure; raised after what came before
                 error = end
             while ready and (error or len(ready) > ahead):
                 yield ready.popleft().result()
@@ -171,8 +199,8 @@ def pinned(items: Iterator[Any], ahead: int = 2) -> Iterator[Any]:
             raise error
 
 
-class _Surfacing:
-    """Calls a user's function; a StopIteration from it would look like the end of the epoch, and becomes an error."""
+class _RaiseStopIteration:
+    """Calls a user's function. A StopIteration from it would look like the end of the epoch: it becomes an error."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
@@ -185,14 +213,15 @@ class _Surfacing:
 
 
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """How many micro-batches each rank adds up for one optimizer step."""
-    per_pass = micro_batch_size * world_size
-    if global_batch_size % per_pass:
-        below = max(1, global_batch_size // per_pass) * per_pass
-        nearest = sorted({below, (global_batch_size // per_pass + 1) * per_pass})
+    """Gradient accumulation: the micro-batches of each rank in one optimizer step."""
+    per_forward = micro_batch_size * world_size
+    if global_batch_size % per_forward:
+        below = max(1, global_batch_size // per_forward) * per_forward
+        above = (global_batch_size // per_forward + 1) * per_forward
+        nearest = " or ".join(map(str, sorted({below, above})))
         raise UserError(
             f"data.global_batch_size={global_batch_size} is not a multiple of data.micro_batch_size={micro_batch_size} "
-            f"times {world_size} data-parallel rank(s) = {per_pass}. The nearest that fit: "
-            f"{' or '.join(map(str, nearest))}; or choose another data.micro_batch_size."
+            f"times {world_size} data-parallel rank(s) = {per_forward}. The nearest that fit: {nearest}; or choose "
+            "another data.micro_batch_size."
         )
-    return global_batch_size // per_pass
+    return global_batch_size // per_forward

@@ -1,7 +1,7 @@
-"""Sums the gradients of replicas, in buckets, while backward still runs. The model itself stays as it is.
+"""DDPReducer: all-reduces the gradients of data-parallel replicas in buckets, while backward still runs.
 
-Gradients live in the buckets from the start (`p.grad` is a view), so nothing is copied in or out. A rank may have no
-micro-batch at all in a step, and a parameter may get no gradient: the sum is still right and nobody waits for ever.
+There is no wrapper module: `p.grad` is a view into a bucket from the start, so nothing is copied in or out. Unlike in
+torch's DDP a rank may have no micro-batch at all in a step, and a parameter may get no gradient.
 """
 
 from __future__ import annotations
@@ -20,89 +20,86 @@ class _Bucket:
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
         self.allocate()
-        self.summed: Tensor | None = None  # over ranks already, by an earlier `finish` of this step
+        self.reduced: Tensor | None = None  # what an earlier `finish` of this step has summed
         self.waiting = 0
         self.work: dist.Work | None = None
 
     def allocate(self) -> None:
-        sizes = [p.numel() for p in self.params]
-        self.flat = torch.zeros(
-            sum(sizes), dtype=self.params[0].dtype, device=self.params[0].device
-        )
-        self.views = [
-            v.view_as(p) for v, p in zip(self.flat.split(sizes), self.params, strict=True)
-        ]
+        first = self.params[0]
+        sizes = [param.numel() for param in self.params]
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        slices = self.flat.split(sizes)
+        self.views = [view.view_as(p) for view, p in zip(slices, self.params, strict=True)]
+
+    def attach(self) -> None:
+        """Make the gradients views of the bucket."""
+        for param, view in zip(self.params, self.views, strict=True):
+            param.grad = view
 
 
 class DDPReducer:
-    def __init__(self, params: list[nn.Parameter], host_group: dist.ProcessGroup) -> None:
-        self.buckets = [_Bucket(chunk) for chunk in _chunks(params)]
-        self._host_group = host_group
-        self._touched: set[Tensor] = set()  # in this step
-        self._counted: set[Tensor] = set()  # in its last backward
-        self._armed = self._finished = False
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.buckets = [_Bucket(chunk) for chunk in _buckets(params)]
+        self.used: set[Tensor] = set()  # parameters that got a gradient on this rank, in this step
+        self._counted: set[Tensor] = set()  # in the last backward of the step
+        self._armed = False
+        self._finished = False
         self._next = 0
         for bucket in self.buckets:
             for param in bucket.params:
-                param.register_post_accumulate_grad_hook(
-                    _hook(weakref.ref(self), weakref.ref(bucket))
-                )
+                hook = _hook(weakref.ref(self), weakref.ref(bucket))
+                param.register_post_accumulate_grad_hook(hook)
 
     def zero_grad(self) -> None:
-        self._touched.clear()
+        self.used.clear()
         self._finished = False
         for bucket in self.buckets:
             bucket.flat.zero_()
-            bucket.summed = None
-            for param, view in zip(bucket.params, bucket.views, strict=True):
-                param.grad = view
+            bucket.reduced = None
+            bucket.attach()
 
     def begin(self) -> None:
-        """More gradients of this step follow: what is summed already must not be sent again."""
+        """More gradients of this step follow: what is reduced already must not be sent again."""
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
-                if param.grad is None:  # not begun, not used, or cleared by somebody else
+                if param.grad is None:  # the first call, or cleared by the caller
                     view.zero_()
-                param.grad = view
+            bucket.attach()
             if self._finished:
-                bucket.summed = bucket.flat.clone()
+                bucket.reduced = bucket.flat.clone()
                 bucket.flat.zero_()
         self._finished = False
 
     def arm(self) -> None:
-        """The next backward is the last of this step: send each bucket as soon as it is complete."""
-        self._armed, self._next = True, 0
+        """The next backward is the last of this step: all-reduce each bucket as soon as it is complete."""
+        self._armed = True
+        self._next = 0
         self._counted.clear()
         for bucket in self.buckets:
             bucket.waiting = len(bucket.params)
 
     def finish(self) -> None:
-        """Send what is left, wait for everything. A parameter that no rank touched ends with no gradient."""
+        """All-reduce the buckets that are left, and wait for all of them."""
         if not self._armed:
-            self.arm()  # this rank had nothing to do in this step
+            self.arm()  # this rank has no micro-batch in this step
         for bucket in self.buckets:
             bucket.waiting = 0
         self._send_ready()
         self._armed = False
-        params = [param for bucket in self.buckets for param in bucket.params]
-        used = torch.tensor([param in self._touched for param in params], dtype=torch.uint8)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._host_group)
         for bucket in self.buckets:
             assert bucket.work is not None
             bucket.work.wait()
             bucket.work = None
-            if bucket.summed is not None:
-                bucket.flat += bucket.summed
-                bucket.summed = None
+            if bucket.reduced is not None:
+                bucket.flat += bucket.reduced
+                bucket.reduced = None
         self._finished = True
-        for param, is_used in zip(params, used.tolist(), strict=True):
-            if not is_used:
-                param.grad = None
 
     def release(self) -> None:
-        """Give the memory back while the parameters are elsewhere; there are no gradients then."""
+        """Free the buckets while the parameters are offloaded; there are no gradients then."""
         for bucket in self.buckets:
-            bucket.flat, bucket.views = bucket.flat.new_empty(0), []
+            bucket.flat = bucket.flat.new_empty(0)
+            bucket.views = []
             for param in bucket.params:
                 param.grad = None
 
@@ -111,7 +108,7 @@ class DDPReducer:
             bucket.allocate()
 
     def _on_gradient(self, bucket: _Bucket, param: Tensor) -> None:
-        self._touched.add(param)
+        self.used.add(param)
         if not self._armed:
             return
         if param in self._counted:
@@ -124,7 +121,7 @@ class DDPReducer:
         self._send_ready()
 
     def _send_ready(self) -> None:
-        # Always in the same order, on every rank: collectives are matched by order.
+        # In the same order on every rank: collectives are matched by order.
         while self._next < len(self.buckets) and self.buckets[self._next].waiting <= 0:
             bucket = self.buckets[self._next]
             bucket.work = dist.all_reduce(bucket.flat, async_op=True)
@@ -134,24 +131,28 @@ class DDPReducer:
 def _hook(
     reducer: weakref.ref[DDPReducer], bucket: weakref.ref[_Bucket]
 ) -> Callable[[Tensor], None]:
-    """Python cannot collect a circle that runs through a hook: one that held its parameter would keep it for ever."""
+    """A hook with weak references: Python cannot collect a reference cycle that runs through a tensor hook."""
 
     def on_gradient(param: Tensor) -> None:
-        if (owner := reducer()) is not None and (its := bucket()) is not None:
-            owner._on_gradient(its, param)
+        owner = reducer()
+        its_bucket = bucket()
+        if owner is not None and its_bucket is not None:
+            owner._on_gradient(its_bucket, param)
 
     return on_gradient
 
 
-def _chunks(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split by dtype and size, last parameter first: backward reaches the last layers first."""
+def _buckets(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters by dtype and size, the last ones first: backward reaches the last layers first."""
     chunks: list[list[nn.Parameter]] = []
-    room: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
+    current: dict[torch.dtype, list[nn.Parameter]] = {}
+    room: dict[torch.dtype, int] = {}
     for param in reversed(params):
-        chunk, size = room.get(param.dtype, ([], BUCKET_BYTES + 1))
-        if size + param.nbytes > BUCKET_BYTES:
-            chunk, size = [], 0
-            chunks.append(chunk)
-        chunk.append(param)
-        room[param.dtype] = (chunk, size + param.nbytes)
+        dtype = param.dtype
+        if dtype not in current or param.nbytes > room[dtype]:
+            current[dtype] = []
+            room[dtype] = BUCKET_BYTES
+            chunks.append(current[dtype])
+        current[dtype].append(param)
+        room[dtype] -= param.nbytes
     return chunks

@@ -1,23 +1,20 @@
-"""FSDP2 applied to an untouched model: each block, then the rest. Gradients are summed, never averaged."""
+"""FSDP2 applied to an untouched model: one FSDP module per block, then the root. Gradients are summed, never averaged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-from mvp_engine.errors import UserError
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
     """Shard the parameters over the mesh's last dimension and replicate them over its first, if it has two.
 
-    They are kept and their gradients summed in float32; on the way to a computation in `dtype` they travel as that.
+    Parameters and gradient sums are float32; parameters are cast to `dtype` before the all-gather.
     """
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
@@ -33,7 +30,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.fl
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: the entries of its outermost lists of modules."""
+    """The repeated blocks of a model: the entries of its outermost nn.ModuleLists."""
     found: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList):
@@ -48,73 +45,63 @@ def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 class UnusedParameterTracker:
-    """Which parameters got a gradient in this step, on any rank.
+    """Which parameters got a gradient on this rank, in this step.
 
-    FSDP2 is told to give the others zeros, since ranks that sum different sets of gradients would sum wrong ones. An
-    optimizer would decay a parameter with zeros, which it leaves alone without a gradient: so they are taken away.
-    Before torch 2.13 FSDP2 cannot be told (`can_differ`), and the step fails: in the sum, if that notices first.
+    FSDP2 reduce-scatters zeros for a parameter that this rank did not use, since ranks that reduce different sets of
+    gradients would mix them up. Weight decay would change a parameter by a zero gradient, so the engine removes the
+    gradient of a parameter that no rank used. Before torch 2.13 FSDP2 cannot be asked for zeros (`can_differ`), and a
+    step in which ranks differ fails.
     """
 
-    def __init__(self, model: nn.Module, host_group: dist.ProcessGroup | None) -> None:
-        self._host_group = host_group
-        self._params = {
-            name: param for name, param in model.named_parameters() if param.requires_grad
-        }
-        self._used: set[nn.Parameter] = set()
-        self._watched: set[nn.Parameter] = set()
-        homes: dict[FSDPModule, list[tuple[nn.Module, str, nn.Parameter]]] = {}
-        _homes(model, None, homes)
+    def __init__(self, model: nn.Module) -> None:
+        self.used: set[nn.Parameter] = set()
         self.can_differ = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-        for part, places in homes.items():
+        self._watched: set[nn.Parameter] = set()
+        for part, places in _parameters_by_part(model).items():
             if self.can_differ:
                 part.set_reduce_scatter_unused_params(True, recurse=False)
             part.register_forward_pre_hook(self._watch(places))  # type: ignore[attr-defined]
 
-    def _watch(self, places: list[tuple[nn.Module, str, nn.Parameter]]) -> Callable[..., None]:
-        used = self._used  # and not self, which holds what is gathered: Python cannot collect a circle through a hook
+    def _watch(self, places: list[_Place]) -> Callable[..., None]:
+        # The hooks hold `used` and not self: Python cannot collect a reference cycle through a tensor hook.
+        used = self.used
 
         @torch.compiler.disable
         def before_forward(*_: object) -> None:
-            for owner, name, param in places:
-                gathered = owner._parameters[name]  # the same object in every forward
+            for place in places:
+                gathered = place.module._parameters[place.name]  # the same object in every forward
                 if gathered is not None and gathered not in self._watched:
                     self._watched.add(gathered)
                     gathered.register_post_accumulate_grad_hook(
-                        lambda _, param=param: used.add(param)
+                        lambda _, param=place.param: used.add(param)
                     )
 
         return before_forward
 
     def clear(self) -> None:
-        self._used.clear()
-
-    def drop_the_others(self) -> None:
-        """No gradient where no rank had one."""
-        count = torch.tensor(
-            [param in self._used for param in self._params.values()], dtype=torch.int32
-        )
-        if self._host_group:
-            dist.all_reduce(count, group=self._host_group)
-        ranks = self._host_group.size() if self._host_group else 1
-        for (name, param), used in zip(self._params.items(), count.tolist(), strict=True):
-            if used == 0:
-                param.grad = None
-            elif used < ranks and not self.can_differ:
-                raise UserError(
-                    f"{name} was used on {used} of {ranks} ranks, which FSDP2 of torch {torch.__version__} cannot sum: "
-                    "install torch 2.13, or set parallel.shard=1"
-                )
+        self.used.clear()
 
 
-def _homes(module: nn.Module, part: FSDPModule | None, found: dict[FSDPModule, list[Any]]) -> None:
-    """For each sharded part: the parameters that it gathers, and where they lie."""
-    part = module if isinstance(module, FSDPModule) else part
-    if part is not None:
-        owned = [
-            (module, name, p)
-            for name, p in module._parameters.items()
-            if p is not None and p.requires_grad
-        ]
-        found.setdefault(part, []).extend(owned)
-    for child in module.children():
-        _homes(child, part, found)
+class _Place(NamedTuple):
+    """Where a parameter is registered. During a forward FSDP2 puts the gathered one there."""
+
+    module: nn.Module
+    name: str
+    param: nn.Parameter
+
+
+def _parameters_by_part(model: nn.Module) -> dict[FSDPModule, list[_Place]]:
+    """For each FSDP module, the parameters that it gathers."""
+    found: dict[FSDPModule, list[_Place]] = {}
+
+    def walk(module: nn.Module, part: FSDPModule | None) -> None:
+        part = module if isinstance(module, FSDPModule) else part
+        if part is not None:
+            for name, param in module._parameters.items():
+                if param is not None and param.requires_grad:
+                    found.setdefault(part, []).append(_Place(module, name, param))
+        for child in module.children():
+            walk(child, part)
+
+    walk(model, None)
+    return found

@@ -11,7 +11,7 @@ from typing import Any
 from mvp_engine.config.schema import Guard
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
-from mvp_engine.model_engine import Outcome
+from mvp_engine.model_engine import StepStatus
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -30,16 +30,16 @@ class SkipGuard:
     def watch(self, step: int, place: dict[str, Any]) -> None:
         self._steps.append({"step": step, "place": place})
 
-    def take(self, outcomes: list[Outcome], feed: Any) -> None:
-        for outcome in outcomes:
+    def take(self, statuses: list[StepStatus], feed: Any) -> None:
+        for status in statuses:
             entry = self._steps.popleft()
-            if outcome.reason is None:
+            if status.reason is None:
                 self.consecutive = 0
-            elif outcome.overflow:
+            elif status.overflow:
                 self.overflows += 1
-                LOGGER.info("step %d skipped: %s", entry["step"], outcome.reason)
+                LOGGER.info("step %d skipped: %s", entry["step"], status.reason)
             else:
-                self._skip(entry, outcome.reason, feed)
+                self._skip(entry, status.reason, feed)
 
     def _skip(self, entry: dict[str, Any], reason: str, feed: Any) -> None:
         self.total += 1

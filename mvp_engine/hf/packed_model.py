@@ -9,7 +9,6 @@ the backbone under the names of its own forward. Heads are subclasses: `language
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,6 +28,7 @@ from mvp_engine.hf.export_plan import Target
 from mvp_engine.hf.model_inputs import check_token_range, media_inputs
 
 if TYPE_CHECKING:
+    from mvp_engine.hf.adapter import HFAdapter
     from mvp_engine.hf.lora import Lora
 
 Outputs = dict[str, Tensor]
@@ -98,6 +98,12 @@ class PackedModel(nn.Module):
                 base.register_forward_pre_hook(attention.without_mask, with_kwargs=True)
         decoder.register_forward_pre_hook(attention.without_mask, with_kwargs=True)
 
+    def engine_adapter(self) -> HFAdapter:
+        """What model engines ask of this model; see `model_engine/adapter.py`."""
+        from mvp_engine.hf.adapter import HFAdapter
+
+        return HFAdapter(self)
+
     @classmethod
     def from_config(cls, config: Any) -> Self:
         raise NotImplementedError(f"{cls.__name__} must define from_config(config)")
@@ -165,10 +171,6 @@ class PackedModel(nn.Module):
                 f"for the whole batch when one sequence is longer than {limit}, so the other packed "
                 "sequences would change too. Shorten the sequences"
             )
-        if (
-            batch.beside
-        ):  # a slice sends zeros back to what was run along, never a product with zero
-            return self.hidden(batch.with_beside(), shard)[: batch.num_tokens]
         input_ids = batch.input_ids
         position_ids = batch.position_ids  # (T,), or (3, T) for three axes
         inputs = media_inputs(self.base(), batch)
@@ -200,36 +202,22 @@ class PackedModel(nn.Module):
             )
         if not batch.labels.is_cuda:  # GPU batches were checked on the host, before the copy
             self.check(batch)
-        computed = self._made(batch, wanted)
+        computed = self._compute(batch, wanted)
         # FSDP2 warns about views: an in-place change of one would lose the hooks for its weights.
         return {
             name: value.clone() if value._is_view() else value for name, value in computed.items()
         }
 
-    def _made(self, batch: PackedBatch, wanted: tuple[str, ...]) -> Outputs:
+    def _compute(self, batch: PackedBatch, wanted: tuple[str, ...]) -> Outputs:
         if self.ulysses_group is None:
             return self.outputs(self.hidden(batch), batch.labels, wanted)
-        if "loss" in wanted and not set(wanted) <= {
-            "loss",
-            "losses",
-        }:  # then it is made of what there is anyway
-            others = tuple(
-                name
-                for name in dict.fromkeys((*wanted, "log_probs"))
-                if name not in ("loss", "losses")
-            )
-            given = self._made(batch, others)
-            given |= losses_of(given["log_probs"])
-            return {name: given[name] for name in wanted}
-        spare = dist.get_world_size(self.ulysses_group) - batch.num_tokens
-        if spare > 0:  # a token for every rank
-            batch = dataclasses.replace(batch, beside=[*batch.beside, *[batch.filler()] * spare])
-        if batch.beside:  # which has no labels, so no part in the loss
-            longer = self._made(batch.with_beside(), wanted)
-            return {
-                name: value[: batch.num_tokens] if value.ndim else value
-                for name, value in longer.items()
-            }
+        losses = {"loss", "losses"}
+        if "loss" in wanted and not set(wanted) <= losses:
+            # The loss then follows from the log-probs, which are computed anyway.
+            names = [name for name in (*wanted, "log_probs") if name not in losses]
+            others = self._compute(batch, tuple(dict.fromkeys(names)))
+            others |= losses_of(others["log_probs"])
+            return {name: others[name] for name in wanted}
         shard = UlyssesShard.of(self.ulysses_group, batch.num_tokens)
         local = self.outputs(self.hidden(batch, shard), shard.cut(batch.labels), wanted)
         return {

@@ -159,16 +159,17 @@ def generate(
 
 
 def _next_tokens(engine: ModelEngine, parts: list[PackedBatch]) -> list[list[int]] | None:
-    """The next token of each sequence of each part; None if no rank that runs in lockstep with this one has a part."""
-    found, ran = [], False
-    for part, counts in engine.in_step(parts):
-        ran = True
-        tokens = engine.infer_step(
-            part, lambda batch: engine.model(batch, ["next_tokens"])["next_tokens"]
-        )
-        if counts:
-            found.append(tokens[part.cu_seqlens[1:].long().to(tokens.device) - 1].tolist())
-    return found if ran else None
+    """The next token of each sequence of each part; None if no rank has any part left."""
+    forwards = 0  # also dummy forwards, which this rank runs for others
+
+    def last_tokens(batch: PackedBatch) -> Tensor:
+        nonlocal forwards
+        forwards += 1
+        tokens = engine.model(batch, ["next_tokens"])["next_tokens"]
+        return tokens[batch.cu_seqlens[1:].long() - 1]
+
+    found = [tokens.tolist() for tokens in engine.infer_micro_batches(parts, last_tokens)]
+    return found if forwards else None
 
 
 def _with_completion(prompt: PackedBatch, length: int | None, new: list[int]) -> PackedBatch:

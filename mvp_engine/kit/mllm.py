@@ -184,7 +184,7 @@ class MLLMEngine(Engine):
     def eval_step(self, ctx: StepContext, micro_batch: PackedBatch) -> None:
         super().eval_step(ctx, micro_batch)
         settings = self.config.eval_generation
-        if settings is None or not ctx.counts:
+        if settings is None or ctx.is_dummy:
             return
         is_chosen = micro_batch.sequence_fields["sample"] % settings.every_n_samples == 0
         chosen = is_chosen.nonzero()[:, 0].tolist()

@@ -3,14 +3,13 @@
 from mvp_engine.model_engine.base import (
     ModelEngine,
     ModelSource,
-    Outcome,
     Settings,
     StepNumbers,
-    engine_class,
+    StepStatus,
     precision_on,
-    register,
 )
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
+from mvp_engine.model_engine.registry import engine_class, register
 from mvp_engine.model_engine.types import LanguageModelEngine, ValueModelEngine
 
 __all__ = [
@@ -18,9 +17,9 @@ __all__ = [
     "LanguageModelEngine",
     "ModelEngine",
     "ModelSource",
-    "Outcome",
     "Settings",
     "StepNumbers",
+    "StepStatus",
     "ValueModelEngine",
     "engine_class",
     "precision_on",

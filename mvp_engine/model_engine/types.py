@@ -1,17 +1,18 @@
-"""The model types: what comes out of a model, whatever it runs on."""
+"""The model types on the FSDP backend: what a model outputs."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from mvp_engine.hf import LanguageModel, ValueModel
-from mvp_engine.model_engine.base import ModelSource, register
+from mvp_engine.model_engine.base import ModelSource
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
+from mvp_engine.model_engine.registry import register
 
 
 @register("language_model", "fsdp")
 class LanguageModelEngine(FSDPEngine):
-    """Per-token log-probs and entropy."""
+    """A language model: per-token log-probs, entropy and loss."""
 
     @classmethod
     def build_model(cls, source: ModelSource) -> nn.Module:
@@ -20,7 +21,7 @@ class LanguageModelEngine(FSDPEngine):
 
 @register("value_model", "fsdp")
 class ValueModelEngine(FSDPEngine):
-    """One number per token."""
+    """A value model: one number per token."""
 
     @classmethod
     def build_model(cls, source: ModelSource) -> nn.Module:

@@ -12,10 +12,11 @@ from mvp_engine.config import compose
 from mvp_engine.data import accumulation_steps
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
+from mvp_engine.hf.adapter import cast_frozen_base
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.kit import MLLMDataKit, MLLMModelKit
 from mvp_engine.log.format import duration, rate
-from mvp_engine.model_engine.fsdp.parallelize import cast_frozen_base, freeze
+from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.tools.data_kit import config_data_kit
 from mvp_engine.tools.estimate_settings import EstimateSettings, gpu_by_name
 from mvp_engine.tools.estimate_step import estimate_step

@@ -13,7 +13,8 @@ from mvp_engine.hf.merge import merge
 from mvp_engine.hf.model_info import read_model_info
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.imports import load_spec
-from mvp_engine.model_engine.base import ModelSource, engine_class, is_registered
+from mvp_engine.model_engine.base import ModelSource
+from mvp_engine.model_engine.registry import engine_class, is_registered
 
 
 def merge_command(

@@ -52,7 +52,8 @@ def _sums(config: str, words: list[str]) -> list[str]:
         ctx = StepContext(0, 0, "train", engine.metrics)
 
         def step(part: PackedBatch) -> tuple[float, float]:
-            loss_sum, weight = engine.model_engine.infer_step(part, partial(engine.forward_step, ctx))
+            forward = partial(engine.forward_step, ctx)
+            [(loss_sum, weight)] = engine.model_engine.infer_micro_batches([part], forward)
             return float(loss_sum), float(weight)
 
         with engine.model_engine.eval_mode():

@@ -324,7 +324,7 @@ def twice() -> str:
     world = World.join("cpu")
     layer = nn.Linear(4, 4)
     assert world.host_group is not None
-    reducer = DDPReducer(list(layer.parameters()), world.host_group)
+    reducer = DDPReducer(list(layer.parameters()))
     reducer.zero_grad()
     reducer.arm()
     x = torch.randn(2, 4, requires_grad=True)

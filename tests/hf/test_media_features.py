@@ -221,7 +221,7 @@ def test_forward_backward_with_media_has_no_host_sync(monkeypatch, name: str) ->
     text, image, both = samples(model, name)
     model.to("meta")
     assert len(both.media) == (2 if name == "qwen3_vl" else 1)
-    for batch in (PackedBatch.concat([both, image]), dataclasses.replace(text, beside=[both])):
+    for batch in (PackedBatch.concat([both, image]), append_dummies(text, [both])):
         hidden = model.hidden(batch.to("meta"))
         hidden.sum().backward()
         assert len(hidden) == batch.num_tokens

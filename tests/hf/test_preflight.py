@@ -70,13 +70,6 @@ def test_engine_start_non_finite_weights_are_reported() -> None:
         FSDPEngine(model, Layout(World.join("cpu"))).initialize()
 
 
-def test_what_runs_along_stays_with_a_batch() -> None:
-    one = PackedBatch.from_sequences([torch.arange(3), torch.arange(4)])
-    one.beside = [one.filler()]
-    assert one.select([1]).beside == one.beside
-    assert PackedBatch.concat([one, one]).beside == one.beside * 2
-
-
 def test_engine_start_single_layer_that_mixes_sequences_is_rejected() -> None:
     more = {"model_type": "lfm2", "layer_types": ["full_attention", "conv", "full_attention"], "num_hidden_layers": 3}
     for precision in ("fp32", "bf16"):

@@ -33,27 +33,23 @@ def test_no_host_sync_inside_a_step(precision: str) -> None:
             store.add("grad_norm", numbers.grad_norm)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    part.settle()
-    assert [o.reason for o in part.take_outcomes() if not o.overflow] == [None] * 4
+    assert [o.reason for o in part.step_status() if not o.overflow] == [None] * 4
 
 
 def test_a_skip_on_the_device_changes_nothing_and_the_schedule_waits() -> None:
     part = engine(gpu())
     data = batches(3)
     part.train_batch(data, forward(part.model))
-    part.settle()
-    part.take_outcomes()
+    part.step_status()
     weights = {n: p.clone() for n, p in part.model.named_parameters()}
     steps = [s["step"].clone() for s in part.optimizer.state.values()]
     part.train_batch(data, lambda b: (part.model(**b).sum() * float("nan"), 1))
-    part.settle()
-    assert [o.reason for o in part.take_outcomes()] == ["the loss is not finite"]
+    assert [o.reason for o in part.step_status()] == ["the loss is not finite"]
     assert all(torch.equal(p, weights[n]) for n, p in part.model.named_parameters())
     assert all(torch.equal(s["step"], n) for s, n in zip(part.optimizer.state.values(), steps, strict=True))
     assert part.scheduler.last_epoch == 1
     part.train_batch(data, forward(part.model))
-    part.settle()
-    assert part.take_outcomes()[0].reason is None
+    assert part.step_status()[0].reason is None
     assert part.scheduler.last_epoch == 2
 
 

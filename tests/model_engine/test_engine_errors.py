@@ -56,28 +56,23 @@ def test_offload_during_training_moves_model_and_optimizer_for_evaluations(offlo
     """On a CPU nothing moves: this checks the requests. test_cuda_models checks the memory."""
     seen: dict[str, list[set[str]]] = {}
 
-    def to(self: FSDPEngine, device: str, *, model: bool = True, optimizer: bool = True) -> None:
-        named = {name for name, wanted in (("model", model), ("optimizer", optimizer)) if wanted}
-        self._on_host ^= named if self.training else set()  # both devices are "cpu" here
-
     def watched(name: str) -> Any:
         real = getattr(FSDPEngine, name)
 
         def call(self: FSDPEngine, *args: Any) -> Any:
-            seen.setdefault(name, []).append(set(self._on_host))
+            seen.setdefault(name, []).append(set(self._offloader.on_host))
             return real(self, *args)
 
         return call
 
-    monkeypatch.setattr(FSDPEngine, "to", to)
-    for name in ("train_batch", "infer_step", "describe"):
+    for name in ("train_batch", "infer_micro_batches", "describe"):
         monkeypatch.setattr(FSDPEngine, name, watched(name))
     assert train(f"model.offload={offload}", "loop.total_steps=4", "loop.eval_interval=2") == 0
     away = {"none": set(), "optimizer": {"optimizer"}, "all": {"model", "optimizer"}}[offload]
     assert seen["describe"] == [away]  # before the first step
     assert seen["train_batch"] == [set()] * 4
-    assert seen["infer_step"] == [away & {"optimizer"}] * len(seen["infer_step"])
-    assert len(seen["infer_step"]) > 1
+    assert seen["infer_micro_batches"] == [away & {"optimizer"}] * len(seen["infer_micro_batches"])
+    assert len(seen["infer_micro_batches"]) > 1
 
 
 @pytest.mark.parametrize(

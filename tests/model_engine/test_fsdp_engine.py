@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -154,8 +153,8 @@ def test_parts_have_rates_of_their_own() -> None:
     assert rates["norm.bias"] == 0.0
     assert rates["token.weight"] == 0.1
     part.train_batch(batches(3), forward(part.model))
-    assert part.rates["lr/out.*/decay"] == 0.01
-    with pytest.raises(UserError, match=r"optim\.rates: no parameter name matches 'head"):
+    assert part.learning_rates["lr/out.*/decay"] == 0.01
+    with pytest.raises(UserError, match=r"optim\.lr_by_part: no parameter name matches 'head"):
         engine(optim=OPTIM.model_copy(update={"rates": {"head": 0.1}}))
 
 
@@ -177,19 +176,20 @@ def _untouched(shard: int) -> list[str]:
     return names
 
 
-def test_passes_that_do_not_count_are_run_aside(ranks2) -> None:
-    assert ranks2.run(_asides) == [(3, 0), (1, 2)]
+def test_rank_with_fewer_micro_batches_runs_dummy_forwards(ranks2) -> None:
+    assert ranks2.run(_forwards) == [(3, 0), (1, 2)]
 
 
-def _asides() -> tuple[int, int]:
+def _forwards() -> tuple[int, int]:
     world = World.join("cpu")
     part, data, calls = engine(world, shard=2), batches(4), [0, 0]
 
-    def step(which: int, batch: Any) -> tuple[Tensor, int]:
-        calls[which] += 1
+    def step(batch: Any) -> tuple[Tensor, int]:
+        calls[part.is_dummy] += 1
         return forward(part.model)(batch)
 
-    part.train_batch(data[:3] if world.rank == 0 else data[3:], partial(step, 0), partial(step, 1))
+    part.train_batch(data[:3] if world.rank == 0 else data[3:], step)
+    assert not part.is_dummy
     world.close()
     return calls[0], calls[1]
 
@@ -244,9 +244,9 @@ def test_skipped_step_leaves_weights_moments_and_schedule_untouched() -> None:
     weights = {n: p.clone() for n, p in part.model.named_parameters()}
     moments = [s["exp_avg"].clone() for s in part.optimizer.state.values()]
     lr = part.optimizer.param_groups[0]["lr"]
-    part.take_outcomes()
+    part.step_status()
     part.train_batch(batches(3), lambda b: (part.model(**b).sum() * float("nan"), 1))
-    assert [o.reason for o in part.take_outcomes()] == ["the loss is not finite"]
+    assert [o.reason for o in part.step_status()] == ["the loss is not finite"]
     assert all(torch.equal(p, weights[n]) for n, p in part.model.named_parameters())
     assert all(torch.equal(s["exp_avg"], m) for s, m in zip(part.optimizer.state.values(), moments, strict=True))
     assert part.optimizer.param_groups[0]["lr"] == lr
@@ -284,22 +284,22 @@ def test_fp16_scale_falls_on_overflow_and_grows_after_good_steps() -> None:
 
 def test_fp16_overflow_skips_without_moving_the_schedule_and_is_told_apart_from_a_nan() -> None:
     part = engine(precision="fp16")
-    assert part.scale is not None
+    assert part.loss_scale is not None
     part.train_batch(batches(2), lambda b: (part.model(**b).float().sum() * 1e34, 1))
-    [outcome] = part.take_outcomes()
-    assert outcome.overflow
-    assert "loss scale 64" in str(outcome.reason)
+    [status] = part.step_status()
+    assert status.overflow
+    assert "loss scale 64" in str(status.reason)
     assert part.scheduler.last_epoch == 0
-    assert float(part.scale.value) == 32.0
+    assert float(part.loss_scale.value) == 32.0
     part.train_batch(batches(2), lambda b: (part.model(**b).float().sum() * float("nan"), 1))
-    assert not part.take_outcomes()[0].overflow
+    assert not part.step_status()[0].overflow
     part.train_batch(batches(2), forward(part.model))
-    assert part.take_outcomes()[0].reason is None
+    assert part.step_status()[0].reason is None
     assert part.scheduler.last_epoch == 1
     state = part.state_dict()
     again = engine(precision="fp16")
     again.load_state_dict(state)
-    assert float(again.scale.value) == float(part.scale.value)  # type: ignore[union-attr]
+    assert float(again.loss_scale.value) == float(part.loss_scale.value)  # type: ignore[union-attr]
 
 
 def test_evaluation_mode_restores_the_mode_of_every_module() -> None:
@@ -357,7 +357,7 @@ def _faulty(fault: float) -> tuple[list[str | None], list[str | None]]:
         for factor in factors:
             broken = factor if world.rank == 1 else 1.0
             part.train_batch([mine], lambda b, x=broken: ((given := forward(part.model)(b))[0] * x, given[1]))
-        return [outcome.reason for outcome in part.take_outcomes()]
+        return [status.reason for status in part.step_status()]
 
     calm = OPTIM.model_copy(update={"lr": 1e-3})
     first, second = (engine(world, calm, spike_sigmas=6.0) for _ in range(2))

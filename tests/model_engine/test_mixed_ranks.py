@@ -48,8 +48,8 @@ def trained(name: str, layout: Layout, shares: list[list[list[int]]], frozen: bo
     engine.train_batch(mine, loss)
     found = {n: full_tensor(p.grad) for n, p in engine.model.named_parameters() if p.grad is not None}
     with engine.eval_mode():
-        losses = [engine.infer_step(b, loss)[0] * counts for b, counts in engine.in_step(mine)]
-    found["evaluated"] = torch.stack(losses).sum()
+        losses = [loss_sum for loss_sum, _ in engine.infer_micro_batches(mine, loss)]
+    found["evaluated"] = sum(losses, torch.zeros(()))
     return found
 
 

@@ -1,138 +1,370 @@
-"""The same passes on all ranks, whatever their data: sharded ranks gather parameters from each other in every one.
+"""Lockstep: every rank runs the same number of forwards and calls every encoder in each, whatever its data.
 
-A rank with fewer micro-batches than another repeats one that does not count. A rank whose micro-batch lacks a kind of
-media that another's has runs a small sample with such media beside it, whose outputs are dropped, so that every rank
-calls every encoder as often as the others. What is repeated or run along comes from the data itself, if need be from
-another rank's: it suits every model, and nobody has to say which encoders there are.
+FSDP ranks all-gather parameters from each other in every forward, so a rank that runs fewer of them, or skips an
+encoder that another rank calls, would leave the others waiting. Two kinds of dummies prevent that:
+
+- A rank with fewer micro-batches than another repeats one of them as a *dummy forward*. Its loss is multiplied by 0.
+- A micro-batch that lacks a media kind which another rank has gets a *dummy sequence* with such media appended. The
+  model runs on both; a slice drops the dummy's outputs, so its gradients are zeros.
+
+Dummies are real samples of the run, if need be another rank's. So they suit every model, and no table of models has to
+say which encoders exist. Nothing outside of this file knows of dummy sequences.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.distributed import World
+from mvp_engine.data.batch import IGNORE, PackedBatch, tensor_versions
+from mvp_engine.data.step_plan import MediaKinds, StepPlan
+from mvp_engine.distributed import Layout
+from mvp_engine.errors import UserError
 
-Pass = tuple[Any, bool]  # a micro-batch, and whether it counts
+
+class Scheduled(NamedTuple):
+    """One forward of this rank."""
+
+    micro_batch: Any
+    is_dummy: bool  # a dummy forward: its loss and its metrics do not count
 
 
-class Passes:
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self._filler: Any = (
-            None  # the last micro-batch of the call under way, or one that was lent for it
-        )
-        self._samples: dict[
-            str, PackedBatch
-        ] = {}  # one for each kind of media; the same on all ranks
+class LockstepScheduler:
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.world = layout.world
+        self._repeatable: Any = None  # the micro-batch that dummy forwards of this call repeat
+        self._dummies: dict[str, PackedBatch] = {}  # by media kind; the same on all ranks
+        self._packed: bool | None = None  # are micro-batches PackedBatches, on any rank?
 
-    def through(self, micro_batches: Iterable[Any]) -> Iterator[Pass]:
-        """One pass after the other, until no rank has a micro-batch left."""
-        self._filler = None
+    def stream(self, micro_batches: Iterable[Any]) -> Iterator[Scheduled]:
+        """One forward after the other, until no rank has a micro-batch left."""
+        self._repeatable = None
         for micro_batch in micro_batches:
-            yield from self._round([micro_batch])
-        while passes := self._round([]):
-            yield from passes
+            yield from self._schedule([micro_batch], None)
+        while more := self._schedule([], None):
+            yield from more
 
-    def together(self, micro_batches: list[Any]) -> list[Pass]:
-        """As many passes as the rank with most micro-batches needs. All ranks ask at the same time.
+    def step(self, micro_batches: list[Any], plan: StepPlan | None = None) -> list[Scheduled]:
+        """As many forwards as the rank with most micro-batches has. All ranks call it at the same time.
 
-        What does not count is a micro-batch of this very call, if need be another rank's: an older one may be of
-        another kind, with other fields, and the caller's step would stumble over it on this rank alone.
+        A dummy forward repeats a micro-batch of this call: one of an earlier call may have other fields, and
+        `forward_step` would fail on this rank alone. Without a `plan` the ranks all-gather what they hold.
         """
-        self._filler = None
-        return self._round(micro_batches)
+        self._repeatable = None
+        return self._schedule(micro_batches, plan)
 
-    def _round(self, micro_batches: list[Any]) -> list[Pass]:
-        self._filler = micro_batches[-1] if micro_batches else self._filler
-        spare = None if self._filler is None else _kinds(self._filler)
-        said = self.world.all_gather(
-            ([_kinds(micro_batch) for micro_batch in micro_batches], spare)
-        )
-        most = max(len(kinds) for kinds, _ in said)
-        if most == 0:
+    def _schedule(self, micro_batches: list[Any], plan: StepPlan | None) -> list[Scheduled]:
+        if micro_batches:
+            self._repeatable = micro_batches[-1]
+        if plan is not None and not self._covers_media(plan, micro_batches):
+            plan = None
+        kinds_of_ranks = self._gathered(micro_batches) if plan is None else self._planned(plan)
+        longest = max(len(ranks.kinds) for ranks in kinds_of_ranks)
+        if longest == 0:
             return []
-        lender, lent = next(
-            (rank, spare) for rank, (_, spare) in enumerate(said) if spare is not None
-        )
-        if any(spare is None for _, spare in said):
-            filler = self.world.broadcast(
-                self._filler if self.world.rank == lender else None, lender
-            )
-            self._filler = filler if self._filler is None else self._filler
-        passes = [(micro_batch, True) for micro_batch in micro_batches]
-        passes += [(self._filler, False)] * (most - len(passes))
-        of_ranks = [
-            kinds + [lent if spare is None else spare] * (most - len(kinds))
-            for kinds, spare in said
-        ]
-        if not any(kinds for of_rank in of_ranks for kinds in of_rank):
-            return passes
-        self._agree_on_samples(
-            [batch for batch, _ in passes], set().union(*(k for of in of_ranks for k in of))
-        )
-        needed = [self._needed(list(kinds)) for kinds in zip(*of_ranks, strict=True)]
+        self._share_repeatable(kinds_of_ranks)
+        scheduled = [Scheduled(micro_batch, False) for micro_batch in micro_batches]
+        scheduled += [Scheduled(self._repeatable, True)] * (longest - len(scheduled))
+        if plan is not None:
+            self._check_against(plan, micro_batches)
+        kinds = _padded_kinds(kinds_of_ranks, longest)
+        every_kind = frozenset().union(*(one for rank in kinds for one in rank))
+        if every_kind:
+            self._share_dummies([one.micro_batch for one in scheduled], every_kind)
         return [
-            (self._completed(batch, kinds), counts)
-            for (batch, counts), kinds in zip(passes, needed, strict=True)
+            one._replace(micro_batch=self._complete(one.micro_batch, list(of_ranks)))
+            for one, of_ranks in zip(scheduled, zip(*kinds, strict=True), strict=True)
         ]
 
-    def _agree_on_samples(self, batches: list[Any], kinds: set[str]) -> None:
-        """A sample for each kind that was not seen before: the smallest that any rank has now."""
-        new = sorted(kinds - set(self._samples))
+    def _covers_media(self, plan: StepPlan, micro_batches: list[Any]) -> bool:
+        """Does the plan say all that dummies depend on? Agreed once, in the first step."""
+        if plan.media_known:
+            return True
+        if self._packed is None:
+            mine = any(isinstance(one, PackedBatch) for one in micro_batches)
+            self._packed = self.world.any(mine)[0]
+        return not self._packed
+
+    def _gathered(self, micro_batches: list[Any]) -> list[_RankKinds]:
+        mine = [media_kinds(micro_batch) for micro_batch in micro_batches]
+        repeat = None if self._repeatable is None else media_kinds(self._repeatable)
+        return self.world.all_gather(_RankKinds(mine, repeat))
+
+    def _planned(self, plan: StepPlan) -> list[_RankKinds]:
+        data_ranks = [list(kinds) for kinds in plan.ranks]
+        each = self.layout.model_parallel_size
+        return [
+            _RankKinds(kinds, kinds[-1] if kinds else None)
+            for kinds in data_ranks
+            for _ in range(each)
+        ]
+
+    def _check_against(self, plan: StepPlan, micro_batches: list[Any]) -> None:
+        planned = plan.ranks[self.layout.data_rank]
+        found = [media_kinds(micro_batch) for micro_batch in micro_batches]
+        fits = len(found) == len(planned)
+        fits = fits and all(one <= other for one, other in zip(found, planned, strict=True))
+        if not fits:
+            raise UserError(
+                f"this step has {[sorted(one) for one in found]} as the media of its micro-batches on rank "
+                f"{self.world.rank}, and the loader planned {[sorted(one) for one in planned]}. If train_pre_step "
+                "changes ctx.micro_batches, set ctx.plan = None there, on all ranks"
+            )
+
+    def _share_repeatable(self, kinds_of_ranks: list[_RankKinds]) -> None:
+        """A rank without a micro-batch of its own gets the first one that another rank has."""
+        if all(ranks.repeat is not None for ranks in kinds_of_ranks):
+            return
+        lender = next(rank for rank, one in enumerate(kinds_of_ranks) if one.repeat is not None)
+        lent = self._repeatable if self.world.rank == lender else None
+        lent = self.world.broadcast(lent, lender)
+        if self._repeatable is None:
+            self._repeatable = lent
+
+    def _share_dummies(self, batches: list[Any], kinds: MediaKinds) -> None:
+        """For each kind that is new, agree on the smallest sequence with it that any rank holds now."""
+        new = sorted(kinds - set(self._dummies))
         if not new:
             return
         offers = self.world.all_gather({kind: _smallest(batches, kind) for kind in new})
         for kind in new:
             found = [offer[kind] for offer in offers if offer[kind] is not None]
-            self._samples[kind] = min(found, key=lambda sample, kind=kind: _size(sample, kind))  # type: ignore[misc]
+            if found:  # else every planned row of this kind failed to decode
+                self._dummies[kind] = _smallest_of(found, kind)
 
-    def _needed(self, of_ranks: list[set[str]]) -> set[str]:
-        """The kinds that all ranks run in a pass: those that one has, and those that come with a sample of such."""
-        needed: set[str] = set().union(*of_ranks)
-        while (
-            more := {
-                other
-                for kind in needed
-                if any(kind not in kinds for kinds in of_ranks)
-                for other in _kinds(self._samples[kind])
-            }
-            - needed
-        ):
-            needed |= more
-        return needed
+    def _complete(self, micro_batch: Any, of_ranks: list[MediaKinds]) -> Any:
+        """Append dummy sequences, so that this rank calls the encoders that others call in this forward."""
+        if not isinstance(micro_batch, PackedBatch):
+            return micro_batch
+        dummies: list[PackedBatch] = []
+        for kind in sorted(self._required(of_ranks) - media_kinds(micro_batch)):
+            if not any(kind in media_kinds(dummy) for dummy in dummies):  # one may have several
+                dummies.append(self._dummies[kind])
+        missing = self.layout.ulysses - micro_batch.num_tokens - sum(d.num_tokens for d in dummies)
+        dummies += [_one_token(micro_batch)] * missing  # Ulysses needs a token for every rank
+        return append_dummies(micro_batch, dummies) if dummies else micro_batch
 
-    def _completed(self, micro_batch: Any, kinds: set[str]) -> Any:
-        beside: list[PackedBatch] = []
-        for kind in sorted(kinds - _kinds(micro_batch)):
-            if not any(kind in _kinds(sample) for sample in beside):  # one sample may have several
-                beside.append(self._samples[kind])
-        return dataclasses.replace(micro_batch, beside=beside) if beside else micro_batch
+    def _required(self, of_ranks: list[MediaKinds]) -> set[str]:
+        """The kinds that all ranks run in a forward: those that one has, and those that come with a dummy."""
+        required = {kind for kinds in of_ranks for kind in kinds if kind in self._dummies}
+        while True:
+            lacking = [kind for kind in required if any(kind not in kinds for kinds in of_ranks)]
+            implied = {other for kind in lacking for other in media_kinds(self._dummies[kind])}
+            if implied <= required:
+                return required
+            required |= implied
+
+
+@dataclass(frozen=True)
+class _RankKinds:
+    """What one rank holds in a call."""
+
+    kinds: list[MediaKinds]  # of its micro-batches
+    repeat: MediaKinds | None  # of the micro-batch that its dummy forwards repeat, if it has one
+
+
+def _padded_kinds(kinds_of_ranks: list[_RankKinds], longest: int) -> list[list[MediaKinds]]:
+    """The kinds of each rank's forwards, dummy forwards included."""
+    lent = next(ranks.repeat for ranks in kinds_of_ranks if ranks.repeat is not None)
+    padded = []
+    for ranks in kinds_of_ranks:
+        repeat = lent if ranks.repeat is None else ranks.repeat
+        padded.append(ranks.kinds + [repeat] * (longest - len(ranks.kinds)))
+    return padded
+
+
+def media_kinds(micro_batch: Any) -> MediaKinds:
+    """The kinds of media that a micro-batch holds items of."""
+    if not isinstance(micro_batch, PackedBatch):
+        return frozenset()
+    return frozenset(kind for kind, media in micro_batch.media.items() if len(media.row_counts))
 
 
 def _smallest(batches: list[Any], kind: str) -> PackedBatch | None:
-    """The smallest sequence with such media, with nothing to learn."""
-    found = [
-        batch.select([int(owner)])
-        for batch in batches
-        if kind in _kinds(batch)
-        for owner in batch.media[kind].sequence_ids.unique()
-    ]
+    """The smallest sequence with such media, without labels."""
+    found: list[PackedBatch] = []
+    for batch in batches:
+        if kind in media_kinds(batch):
+            sequences = batch.media[kind].sequence_ids.unique()
+            found += [batch.select([int(sequence)]) for sequence in sequences]
     if not found:
         return None
-    sample = min(found, key=lambda sample: _size(sample, kind))
-    return dataclasses.replace(sample, labels=torch.full_like(sample.labels, IGNORE))
+    smallest = _smallest_of(found, kind)
+    return dataclasses.replace(smallest, labels=torch.full_like(smallest.labels, IGNORE))
+
+
+def _smallest_of(samples: list[PackedBatch], kind: str) -> PackedBatch:
+    return min(samples, key=lambda sample: _size(sample, kind))
 
 
 def _size(sample: PackedBatch, kind: str) -> tuple[int, int]:
-    return len(_kinds(sample)), int(sample.media[kind].row_counts.sum())
+    return len(media_kinds(sample)), int(sample.media[kind].row_counts.sum())
 
 
-def _kinds(micro_batch: Any) -> set[str]:
-    if not isinstance(micro_batch, PackedBatch):
-        return set()
-    return {kind for kind, media in micro_batch.media.items() if len(media.row_counts)}
+def _one_token(batch: PackedBatch) -> PackedBatch:
+    """A sequence of one token without a label and without media.
+
+    It is the last token of a sequence: the first may be a placeholder of an image that is not there.
+    """
+    last = batch.select([0])
+    return PackedBatch(
+        last.input_ids[-1:],
+        torch.full_like(last.labels[:1], IGNORE),
+        last.position_ids[..., :1],
+        torch.tensor([0, 1], dtype=torch.int32, device=batch.cu_seqlens.device),
+        {name: torch.zeros_like(value[:1]) for name, value in last.token_fields.items()},
+        {name: torch.zeros_like(value) for name, value in last.sequence_fields.items()},
+        {kind: media.select([]) for kind, media in batch.media.items()},
+    )
+
+
+# ---- Dummy sequences --------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _JoinedBatch(PackedBatch):
+    """What the model runs on: a micro-batch, and its dummies behind it."""
+
+    num_real_tokens: int = 0
+
+    @classmethod
+    def of(cls, batch: Any) -> Any:
+        """Join a micro-batch that has dummies; any other argument of a forward stays."""
+        if not isinstance(batch, LockstepBatch):
+            return batch
+        joined = object.__new__(cls)  # checked already, and reading values would be a host sync
+        joined.__dict__.update(batch.join().__dict__, num_real_tokens=batch.num_tokens)
+        return joined
+
+
+class _Joined(NamedTuple):
+    """A batch with its dummies, and the tensors that it was made from."""
+
+    batch: PackedBatch
+    tensors: list[Tensor]
+    versions: list[int]
+
+
+@dataclass(eq=False)
+class LockstepBatch(PackedBatch):
+    """A micro-batch whose forward also runs some dummy sequences. To `forward_step` it is the micro-batch alone."""
+
+    dummies: list[PackedBatch] = field(default_factory=list)
+    _joined: _Joined | None = field(init=False, default=None, repr=False)
+
+    def select(self, sequences: list[int]) -> LockstepBatch:
+        return append_dummies(super().select(sequences), self.dummies)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> LockstepBatch:
+        """Join on the host, before the copy: joining on the GPU would read sizes there, which is a host sync."""
+        joined = self.join()
+        if self.input_ids.is_pinned():
+            joined = joined.pin_memory()
+        moved = super().to(device, non_blocking)
+        tensors = moved._all_tensors()
+        joined = joined.to(device, non_blocking)
+        moved._joined = _Joined(joined, tensors, tensor_versions(*tensors))
+        return moved
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        super().record_stream(stream)
+        if self._joined is not None:
+            self._joined.batch.record_stream(stream)
+
+    def join(self) -> PackedBatch:
+        """One batch of the micro-batch and its dummies, with nothing but what a model's forward reads.
+
+        It was made before the copy to the GPU; `forward_step` may have changed the micro-batch since.
+        """
+        if self._joined is not None and self._is_current(self._joined):
+            return self._joined.batch
+        return _join([self, *self.dummies])
+
+    def _is_current(self, joined: _Joined) -> bool:
+        now = self._all_tensors()
+        same = len(now) == len(joined.tensors)
+        same = same and all(one is two for one, two in zip(now, joined.tensors, strict=True))
+        return same and tensor_versions(*now) == joined.versions
+
+    def _all_tensors(self) -> list[Tensor]:
+        batches: list[PackedBatch] = [self, *self.dummies]
+        return [tensor for batch in batches for tensor in batch.tensors().values()]
+
+
+def append_dummies(batch: PackedBatch, dummies: list[PackedBatch]) -> LockstepBatch:
+    return LockstepBatch(
+        batch.input_ids,
+        batch.labels,
+        batch.position_ids,
+        batch.cu_seqlens,
+        batch.token_fields,
+        batch.sequence_fields,
+        batch.media,
+        dummies,
+    )
+
+
+def _join(batches: list[PackedBatch]) -> PackedBatch:
+    axes = next((b.position_ids.shape[:-1] for b in batches if b.position_ids.ndim == 2), ())
+    kinds = {kind: media for batch in batches for kind, media in batch.media.items()}
+    fields = {name for batch in batches for name in batch.token_fields}
+    types = {name for name in fields if name.endswith("token_type_ids")}
+    alike = []
+    for batch in batches:
+        if missing := sorted(types - set(batch.token_fields)):
+            raise ValueError(
+                f"some batches have token_fields[{missing[0]!r}] and some do not; give them in every batch"
+            )
+        alike.append(
+            PackedBatch(
+                batch.input_ids,
+                batch.labels,
+                batch.position_ids.expand(*axes, -1),
+                batch.cu_seqlens,
+                {name: batch.token_fields[name] for name in types},
+                media={kind: batch.media.get(kind) or kinds[kind].select([]) for kind in kinds},
+            )
+        )
+    return PackedBatch.concat(alike)
+
+
+def run_dummies_along(model: nn.Module) -> None:
+    """Register hooks: a forward on a LockstepBatch runs on its dummies too, and returns outputs without them.
+
+    Call it after FSDP: its hooks must see whole outputs, since it warns of views.
+    """
+    model.register_forward_pre_hook(_join_dummies, with_kwargs=True)
+    model.register_forward_hook(_drop_dummy_outputs, with_kwargs=True)
+
+
+def _join_dummies(
+    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    joined = tuple(_JoinedBatch.of(one) for one in args)
+    return joined, {name: _JoinedBatch.of(one) for name, one in kwargs.items()}
+
+
+def _drop_dummy_outputs(
+    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+) -> Any:
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, _JoinedBatch):
+            return _cut(outputs, one.num_tokens, one.num_real_tokens)
+    return outputs
+
+
+def _cut(outputs: Any, total: int, kept: int) -> Any:
+    """Per-token outputs without those of dummies. The backward of a slice is zeros, never a product with 0 * inf."""
+    if isinstance(outputs, Tensor):
+        return outputs[:kept] if outputs.ndim and len(outputs) == total else outputs
+    if isinstance(outputs, dict):
+        return {name: _cut(value, total, kept) for name, value in outputs.items()}
+    if isinstance(outputs, list | tuple):
+        return type(outputs)(_cut(value, total, kept) for value in outputs)
+    return outputs

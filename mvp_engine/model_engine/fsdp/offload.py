@@ -1,17 +1,54 @@
-"""Moving weights and moments between the GPU and pinned host memory. The parameters stay the same objects."""
+"""Offloading weights and optimizer states to pinned host memory. The parameters stay the same objects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+Part = Literal["model", "optimizer"]
+
+
+class Offloader:
+    """Keeps track of what is on the host. `move(part, to_host)` does the moving."""
+
+    def __init__(self, setting: str, move: Callable[[Part, bool], None]) -> None:
+        self.setting = setting  # none, optimizer, all
+        self.on_host: set[Part] = set()
+        self._move = move
+
+    @contextlib.contextmanager
+    def loaded(self, optimizer: bool) -> Iterator[None]:
+        """A context in which the model is on the device, and the optimizer too if it is needed.
+
+        Contexts may be nested: during an evaluation inside of a training the optimizer is on the host.
+        """
+        before = set(self.on_host)
+        offload_optimizer = self.setting != "none" or "optimizer" in before
+        idle: set[Part] = {"optimizer"} if offload_optimizer and not optimizer else set()
+        self._keep_on_host(idle)
+        try:
+            yield
+        finally:
+            self._keep_on_host(before)
+
+    def _keep_on_host(self, parts: set[Part]) -> None:
+        for part in parts ^ self.on_host:
+            self.move(part, to_host=part in parts)
+
+    def move(self, part: Part, to_host: bool) -> None:
+        if (part in self.on_host) != to_host:
+            self._move(part, to_host)
+            self.on_host ^= {part}
+
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, from where it comes back at full speed."""
+    """A copy in pinned memory, so that the copy back is asynchronous."""
     copy = tensor.detach().cpu()
     if isinstance(copy, DTensor):
         copy._local_tensor = copy._local_tensor.pin_memory()
@@ -20,20 +57,19 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:
-    move: Callable[[Tensor], Tensor] = (
-        to_host if device.type == "cpu" else lambda tensor: tensor.to(device, non_blocking=True)
-    )
-    model._apply(move)  # the way of `model.to`, which FSDP2 knows about
+    def move(tensor: Tensor) -> Tensor:
+        return to_host(tensor) if device.type == "cpu" else tensor.to(device, non_blocking=True)
+
+    model._apply(move)  # what `model.to` calls; FSDP2 supports it
 
 
 def move_optimizer(optimizer: Optimizer, device: torch.device) -> None:
-    """Everything that the optimizer keeps beside a parameter, but for step counts that live on the host anyway."""
-    host_steps = not any(
-        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
-    )
+    """Move all optimizer states, except step counts that live on the host anyway."""
+    groups = optimizer.param_groups
+    host_steps = not any(group.get("fused") or group.get("capturable") for group in groups)
     for state in optimizer.state.values():
         for name, value in state.items():
-            if isinstance(value, Tensor) and not (host_steps and name == "step"):
-                state[name] = (
-                    to_host(value) if device.type == "cpu" else value.to(device, non_blocking=True)
-                )
+            if not isinstance(value, Tensor) or (host_steps and name == "step"):
+                continue
+            on_cpu = device.type == "cpu"
+            state[name] = to_host(value) if on_cpu else value.to(device, non_blocking=True)

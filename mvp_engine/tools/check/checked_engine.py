@@ -37,7 +37,7 @@ class CheckedEngine(Engine):
 
     def forward_step(self, ctx: StepContext, micro_batch: Any) -> tuple[Tensor, Tensor | float]:
         result = super().forward_step(ctx, micro_batch)
-        if ctx.split == "train" and ctx.counts:
+        if ctx.split == "train" and not ctx.is_dummy:
             self._losses.append(result[0].detach())
         return result
 

@@ -122,7 +122,7 @@ class Check:
         with engine.model_engine.train_mode():
             record.begin_stage("step")
             engine.do_train()
-            engine._settle()
+            engine._read_status()
             self._step_stage(engine, config, recorder.records)
             if config.loop.eval_interval or (kit is not None and _has_eval(kit)):
                 record.begin_stage("evaluation")

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, default_convert
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.loader import pinned
 from mvp_engine.data.rng import keep_rng_state
-from mvp_engine.data.worker_memory import Kept, keep_memory
+from mvp_engine.data.worker_memory import KeepLastBatches, keep_freed_memory
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.pack.stream_packs import START, LaneOutput, StreamPackDataset
 from mvp_engine.kit.data.read.bad_rows import BadRows
@@ -115,8 +115,8 @@ class StreamLoader:
                 batch_size=None,
                 num_workers=self.num_workers,
                 timeout=self.stall_seconds if self.num_workers else 0.0,
-                collate_fn=Kept(default_convert),
-                worker_init_fn=keep_memory,
+                collate_fn=KeepLastBatches(default_convert),
+                worker_init_fn=keep_freed_memory,
             )
             return iter(loader)
 

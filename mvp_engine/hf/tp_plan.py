@@ -1,8 +1,8 @@
 """Tensor parallel by the plan that a transformers config carries, with transformers' own styles.
 
-One style is ours: norms over the heads that a rank holds have the same weight on every rank, and their gradient has to
-be summed over the ranks. transformers sums the accumulated `.grad` once per backward, which counts earlier
-micro-batches again; here the sum is a part of the backward itself.
+One style is ours: the norm of single heads has the same weight on every rank, and its gradient has to be summed over
+the ranks. transformers all-reduces the accumulated `.grad` after each backward, which counts earlier micro-batches
+again; here the all-reduce is a part of the backward itself.
 """
 
 from __future__ import annotations
@@ -21,91 +21,91 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.packed_model import PackedModel
 
-_SUMMED = "mvp_replicated_with_summed_gradient"
+_ALL_REDUCED_GRAD = "mvp_replicated_with_grad_allreduce"
 
 
 def apply_tensor_parallel(model: PackedModel, mesh: DeviceMesh) -> None:
-    """From now on the ranks of `mesh` share the matrices that the plan names. They must be given the same batches."""
+    """Shard the matrices that the plan names over the ranks of `mesh`, which must be given the same batches."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     hf: Any = model.hf
-    config = hf.config.get_text_config()
     plan = dict(hf.tp_plan or {})
-    ranks = mesh.size()
+    _check(hf.config.get_text_config(), plan, mesh.size())
+    _register_style()
+    for name, style in plan.items():
+        if style == "replicated_with_grad_allreduce":
+            plan[name] = _ALL_REDUCED_GRAD
+    plan = dict.fromkeys(_head_norms(hf, plan), _ALL_REDUCED_GRAD) | plan
+    apply_tensor_parallelism(hf, mesh, plan)
+    hf.tie_weights()  # sharding made two parameters of a tied one
+
+
+def _check(config: Any, plan: dict[str, str], ranks: int) -> None:
     if not any("layers" in name for name in plan):
         raise UserError(
             f"parallel.tensor={ranks}: {config.model_type} has no tensor-parallel plan in transformers"
         )
     heads, kv_heads = num_heads(config)
-    by_heads = any(
-        name.endswith(("k_proj", "query_key_value")) and style == "colwise"
-        for name, style in plan.items()
-    )
-    if by_heads and (heads % ranks or kv_heads % ranks):
+    projections = [
+        style for name, style in plan.items() if name.endswith(("k_proj", "query_key_value"))
+    ]
+    if "colwise" in projections and (heads % ranks or kv_heads % ranks):
         raise UserError(
             f"parallel.tensor={ranks} cannot share {heads} query and {kv_heads} key/value heads "
             f"of {config.model_type}: it must divide both"
         )
-    _register()
-    plan = {
-        name: _SUMMED if style == "replicated_with_grad_allreduce" else style
-        for name, style in plan.items()
-    }
-    plan = dict.fromkeys(_norms_of_heads(hf, plan), _SUMMED) | plan
-    apply_tensor_parallelism(hf, mesh, plan)
-    hf.tie_weights()  # sharding made new parameters of what was one
 
 
-def _norms_of_heads(hf: Any, plan: dict[str, str]) -> set[str]:
-    """Norms of single heads beside projections that are cut by heads: some plans forget that they need a sum, too.
+def _head_norms(hf: Any, plan: dict[str, str]) -> set[str]:
+    """Norms of single heads, of projections that are sharded by heads: some plans forget their all-reduce.
 
-    Norms with a weight for each head would have to be cut, which no plan says and no style does.
+    A norm with a weight for each head would have to be sharded itself, which no plan says and no style does.
     """
     found = set()
     for name, module in hf.named_modules():
         generic, _, child = re.sub(r"\.\d+(?=\.|$)", ".*", name).rpartition(".")
-        if not all(plan.get(f"{generic}.{other}") == "colwise" for other in ("q_proj", "k_proj")):
+        projections = [plan.get(f"{generic}.{other}") for other in ("q_proj", "k_proj")]
+        if projections != ["colwise", "colwise"]:
             continue
-        head = getattr(
-            hf.get_submodule(name.rpartition(".")[0]), "head_dim", None
-        )  # layers may differ in it
+        # Layers may differ in their head size.
+        head_dim = getattr(hf.get_submodule(name.rpartition(".")[0]), "head_dim", None)
         shapes = {tuple(param.shape) for param in module.parameters()}
-        if shapes == {(head,)}:
+        if shapes == {(head_dim,)}:
             found.add(f"{generic}.{child}")
-        elif f"{generic}.{child}" not in plan and any(len(s) == 2 and s[1] == head for s in shapes):
+            continue
+        per_head = any(len(shape) == 2 and shape[1] == head_dim for shape in shapes)
+        if per_head and f"{generic}.{child}" not in plan:
             raise UserError(
                 f"parallel.tensor > 1: {name} has a weight for each head, and transformers' plan for "
-                f"{hf.config.get_text_config().model_type} does not say how it is shared. Set parallel.tensor=1."
+                f"{hf.config.get_text_config().model_type} does not say how to shard it. Set parallel.tensor=1."
             )
     return found
 
 
-def _register() -> None:
+def _register_style() -> None:
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
     from transformers.distributed.tensor_parallel import TensorParallelLayer
 
-    class SummedGradient(TensorParallelLayer):
+    class AllReducedGrad(TensorParallelLayer):
         @contextlib.contextmanager
         def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
             own = dict(module._parameters)
             group = mesh.get_group()
-            module._parameters.update(
-                {
-                    name: _SumGradient.apply(param, group)
-                    for name, param in own.items()
-                    if param is not None
-                }
-            )
+            for name, param in own.items():
+                if param is not None:
+                    module._parameters[name] = _AllReduceGrad.apply(param, group)
             try:
                 yield
             finally:
                 module._parameters.update(own)
 
     styles: Any = ALL_PARALLEL_STYLES
-    styles.register(_SUMMED, SummedGradient())
+    styles.register(_ALL_REDUCED_GRAD, AllReducedGrad())
 
 
-class _SumGradient(Function):
+class _AllReduceGrad(Function):
+    """The identity; its backward sums the gradient over a group."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group

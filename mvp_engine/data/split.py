@@ -1,0 +1,43 @@
+"""Splitting a packed batch into micro-batches under a hard token budget, and merging what they computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mvp_engine.data.batch import PackedBatch
+
+
+@dataclass(frozen=True)
+class Split:
+    """Micro-batches of one batch, and the sequences of it that each holds."""
+
+    parts: list[PackedBatch]
+    members: list[list[int]]
+
+    def merge_tokens(self, outputs: list[Tensor]) -> Tensor:
+        """One (T_part, ...) tensor for each part -> (T, ...) in the order of the batch."""
+        by_sequence: dict[int, Tensor] = {}
+        for members, part, output in zip(self.members, self.parts, outputs, strict=True):
+            by_sequence |= zip(members, output.split(part.lengths.tolist()), strict=True)
+        return torch.cat([by_sequence[sequence] for sequence in sorted(by_sequence)])
+
+
+def best_fit(sizes: list[int], budget: int) -> list[list[int]]:
+    """Best-fit decreasing bin packing: each item goes into the fullest bin that has room for it."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        fits = [b for b in range(len(bins)) if room[b] >= sizes[item]]
+        if fits:
+            best = min(fits, key=room.__getitem__)
+            bins[best].append(item)
+            room[best] -= sizes[item]
+        else:
+            bins.append([item])
+            room.append(budget - sizes[item])
+    return [sorted(members) for members in bins]

@@ -1,0 +1,116 @@
+"""EngineHooks: the methods that a recipe defines or overrides. Their names are public API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from mvp_engine.config.schema import Config
+from mvp_engine.data import SampleLoader
+from mvp_engine.distributed import Layout
+from mvp_engine.engine.context import StepContext
+from mvp_engine.errors import UserError
+from mvp_engine.model_engine import ModelSource, engine_class
+from mvp_engine.model_engine.optim import build_optimizer, build_scheduler
+
+
+class EngineHooks:
+    config_class: type[Config] = Config
+    config: Config
+    device: torch.device
+    layout: Layout
+    total_steps: int | None
+
+    # ---- Parts ----------------------------------------------------------------------------------------------------
+
+    def prepare_model(self) -> nn.Module:
+        """The model. By default the Hugging Face model that `config.model` describes."""
+        model = self.config.model
+        if model.type == "module":
+            raise UserError(
+                f"{type(self).__name__} must define prepare_model(), or the config name a model.type and a model.path"
+            )
+        source = ModelSource(model.path, model.config)
+        return engine_class(model.type, model.backend).build_model(source)
+
+    def prepare_dataloader(self, split: str) -> Iterable[Any] | None:
+        """An iterable of micro-batches for "train" or "eval"; one iteration is one epoch."""
+        raise NotImplementedError(f"{type(self).__name__} must define prepare_dataloader(split)")
+
+    def prepare_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(model, self.config.optim)
+
+    def prepare_scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
+        return build_scheduler(optimizer, self.config.optim, self.total_steps)
+
+    # ---- A training step ------------------------------------------------------------------------------------------
+
+    def train_pre_step(self, ctx: StepContext) -> None:
+        """Before the step; may change `ctx.micro_batches`."""
+
+    def forward_step(self, ctx: StepContext, micro_batch: Any) -> tuple[Tensor, Tensor | float]:
+        """The loss *summed* over the micro-batch, and its weight (valid tokens, samples, ...). Never a mean."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define forward_step(ctx, micro_batch)"
+        )
+
+    def train_post_step(self, ctx: StepContext) -> None:
+        """After the step; may set `ctx.stop`."""
+
+    # ---- Evaluation -----------------------------------------------------------------------------------------------
+
+    def eval_step(self, ctx: StepContext, micro_batch: Any) -> None:
+        """One micro-batch of an evaluation; by default logs the loss of `forward_step`. Log more with `ctx.log`."""
+        loss_sum, weight = self.forward_step(ctx, micro_batch)
+        ctx.log("loss", loss_sum, weight)
+
+    def eval_end(self, ctx: StepContext) -> None:
+        """After the last micro-batch of an evaluation, on all ranks together: metrics that need all of them."""
+
+    def eval_weights(self) -> AbstractContextManager[None]:
+        """A context in which the model has the weights to evaluate and to export, such as their EMA."""
+        return nullcontext()
+
+    # ---- State ----------------------------------------------------------------------------------------------------
+
+    def extra_state(self) -> dict[str, Any]:
+        """State of the recipe for the checkpoint: tensors, numbers, strings, lists and dicts of them."""
+        return {}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore what `extra_state` returned."""
+
+    # ---- For use in hooks -----------------------------------------------------------------------------------------
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in one optimizer step, over all ranks."""
+        data = self.config.data
+        return data.global_batch_size or data.micro_batch_size * self.layout.data_size
+
+    def sample_loader(
+        self,
+        dataset: Dataset[Any],
+        split: str,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> SampleLoader:
+        """A loader over a map-style dataset, with the batch sizes, ranks, workers and seed of the config."""
+        is_training = split == "train"
+        return SampleLoader(
+            dataset,
+            micro_batch_size=self.config.data.micro_batch_size,
+            global_batch_size=self.global_batch_size if is_training else None,
+            rank=self.layout.data_rank,
+            world_size=self.layout.data_size,
+            seed=self.config.seed,
+            shuffle=is_training,
+            collate_fn=collate_fn,
+            num_workers=self.config.data.num_workers,
+            pin_memory=self.device.type == "cuda",
+        )

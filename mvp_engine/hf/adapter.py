@@ -1,0 +1,122 @@
+"""HFAdapter: a packed Hugging Face model as model engines see it. The protocol is `model_engine/adapter.py`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.errors import UserError
+from mvp_engine.hf import export as hf_export
+from mvp_engine.hf.export_plan import ExportPlan
+from mvp_engine.hf.lora import merge_adapters
+from mvp_engine.hf.model_info import check_base, write_model_info
+from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.preflight import check_gradients, check_packing
+from mvp_engine.hf.pretrained import load_pretrained
+from mvp_engine.hf.tp_plan import apply_tensor_parallel
+
+LOGGER = logging.getLogger("mvp_engine")
+
+
+class HFAdapter:
+    compiles_by_default = True
+    extra_forwards = ("own_log_probs",)
+
+    def __init__(self, model: PackedModel) -> None:
+        self.model = model
+
+    def before_parallelize(self, dtype: torch.dtype) -> None:
+        config: Any = self.model.hf.config
+        if getattr(config.get_text_config(), "output_router_logits", False):
+            LOGGER.warning(
+                "output_router_logits of the model's config asks for transformers' load-balancing loss of experts, "
+                "which is not part of any output here: nothing balances the experts. Set it to false to confirm."
+            )
+        cast_frozen_base(self.model, dtype)
+
+    def set_export_dtype(self, dtype: torch.dtype) -> None:
+        self.model.export_dtype = dtype
+
+    def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
+        if self.model.lora is not None:
+            raise UserError("LoRA does not support parallel.tensor > 1: set parallel.shard instead")
+        apply_tensor_parallel(self.model, mesh)
+
+    def enable_sequence_parallel(self, group: dist.ProcessGroup, tensor: int) -> None:
+        self.model.enable_sequence_parallel(group, tensor)
+
+    def load_weights(self, skeleton: nn.Module) -> set[str]:
+        if self.model.source is None:
+            return set()
+        loaded = load_pretrained(self.model, skeleton)
+        self.model.from_folder = frozenset(loaded)
+        return loaded
+
+    def preflight(self, layout: Layout, exact: bool) -> None:
+        group = layout.world.host_group
+        with raise_on_all_ranks(group):
+            # transformers' own forward does not know tensor-parallel parameters.
+            own = layout.tensor_mesh is None
+            check_packing(self.model, exact=exact, own=own, group=group)
+
+    def preflight_gradients(self, layout: Layout) -> None:
+        if layout.tensor_mesh is not None:
+            check_gradients(self.model, layout.tensor_mesh, layout.world.host_group)
+
+    def check_batch(self, micro_batch: Any) -> None:
+        if isinstance(micro_batch, PackedBatch) and micro_batch.labels.is_cpu:
+            self.model.check(micro_batch)
+
+    def external_tensors(self) -> set[str]:
+        model = self.model
+        if model.lora is None:
+            return set()
+        frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+        return frozen & model.from_folder
+
+    def check_external(self, checkpoint: Path) -> None:
+        check_base(checkpoint, self.model)
+
+    def describe(self, folder: Path, engine_class: type) -> None:
+        if self.model.model_type:
+            write_model_info(self.model, folder, engine_class)
+
+    def export(self, folder: Path, dtype: torch.dtype | None, world: World) -> None:
+        target = self.model.export_target(dtype)
+        tensors = self.model.state_dict()
+        fetch = merge_adapters(self.model, lambda name: full_tensor(tensors[name]))
+        hf_export.export(target, folder, fetch, lambda name: _on_meta(tensors[name]), world)
+
+    def named_full_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        tensors = self.model.state_dict()
+        target = self.model.export_target(dtype)
+        plan = ExportPlan(target, lambda name: _on_meta(tensors[name]))
+        fetch = merge_adapters(self.model, lambda name: full_tensor(tensors[name]))
+        for group in plan.groups:
+            yield from plan.entries(group, fetch)
+
+
+def cast_frozen_base(model: PackedModel, dtype: torch.dtype) -> None:
+    """Under LoRA, keep frozen weights in the half precision that both their folder and the computation have."""
+    if model.lora is None or model.export_dtype != dtype or dtype == torch.float32:
+        return
+    hf: Any = model.hf
+    in_fp32 = {*(hf._keep_in_fp32_modules or ()), *(hf._keep_in_fp32_modules_strict or ())}
+    for name, param in model.named_parameters():
+        if not param.requires_grad and not in_fp32 & {*name.split(".")}:
+            param.data = param.data.to(dtype)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

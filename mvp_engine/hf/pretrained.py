@@ -1,0 +1,75 @@
+"""Loading the pretrained weights of a folder into a model that is parallelized already."""
+
+from __future__ import annotations
+
+import logging
+import re
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from mvp_engine.errors import UserError
+from mvp_engine.hf import load
+from mvp_engine.hf.packed_model import PackedModel
+
+LOGGER = logging.getLogger("mvp_engine")
+PREFIX = "hf."  # of the names of the transformers model inside a PackedModel
+
+
+def load_pretrained(model: PackedModel, skeleton: nn.Module) -> set[str]:
+    """Load the model's folder; returns the names of the tensors that were loaded.
+
+    Only tensors that the model type adds may be missing there. `skeleton` is the same model on the meta device.
+    """
+    assert model.source is not None
+    assert isinstance(skeleton, PackedModel)
+    state = model.state_dict(keep_vars=True)
+    own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    wrapped = {n.removeprefix(PREFIX): value for n, value in own.items() if n.startswith(PREFIX)}
+    found, unused = load.load(skeleton.hf, model.source, wrapped)
+    filled = {own[PREFIX + name] for name in found}  # tied tensors count with each other
+    loaded = {name for name, value in own.items() if value in filled}
+    heads = [name for name in own if not name.startswith(PREFIX) and name in unused]
+    if heads:
+        load.load_plain(model.source, {name: own[name] for name in heads})
+        loaded |= set(heads)
+    _check_missing(model, skeleton, [name for name in own if name not in loaded])
+    unexpected = [name for name in unused if name not in heads]
+    unexpected = [name for name in unexpected if not _is_expected(skeleton.hf, name)]
+    if unexpected:
+        LOGGER.warning("in %s, but not in the model: %s", model.source, _first(unexpected))
+    return loaded
+
+
+def _check_missing(model: PackedModel, skeleton: PackedModel, names: list[str]) -> None:
+    """Tensors that the folder lacks are initialized at random, if the model type says that they may be new."""
+    missing = [n for n in names if not any(fnmatchcase(n, fresh) for fresh in model.fresh)]
+    if missing:
+        head = skeleton.hf.get_output_embeddings()  # type: ignore[operator]
+        params = {skeleton.get_parameter(name) for name in missing}
+        only_head = head is not None and params <= set(head.parameters())
+        hint = "Is it a folder of this architecture?"
+        if only_head:
+            hint = "If its embeddings are its head too, set model.config.tie_word_embeddings=true."
+        raise UserError(
+            f"{model.source} lacks {len(missing)} parameter(s) of {type(skeleton.hf).__name__}, "
+            f"such as {missing[0]}. {hint}"
+        )
+    if names:
+        LOGGER.info("not in %s, initialized from the seed: %s", model.source, _first(names))
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def _is_expected(model: Any, name: str) -> bool:
+    """May a folder have this entry, which its model has not? Heads of a backbone, and what transformers drops."""
+    dropped = {r"rotary_emb\.inv_freq", r"position_ids$"}
+    dropped |= set(model._keys_to_ignore_on_load_unexpected or ())
+    is_backbone = model.base_model is model
+    if is_backbone and not name.startswith(f"{model.base_model_prefix}."):
+        return True
+    return any(re.search(pattern, name) for pattern in dropped)

@@ -1,0 +1,121 @@
+"""Activation checkpointing of blocks: full, or selective (outputs of GEMMs and attention are kept)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from mvp_engine.errors import UserError
+
+LOGGER = logging.getLogger("mvp_engine")
+
+# Operators whose outputs selective checkpointing keeps: they take longest to compute. Names with an underscore match
+# any operator that contains them. All others are cheap, and make up most of the memory.
+_KEPT = {
+    "mm",
+    "addmm",
+    "bmm",
+    "_scaled_dot_product",
+    "_flash_attention",
+    "_cudnn_attention",
+    "_grouped_mm",
+    "_varlen_attn",
+    "ragged_attention",
+    "_scaled_mm",
+}
+# A GEMM with so many times more columns than rows (a LoRA adapter's second matrix) is cheap for the size of its output.
+_MAX_ASPECT_RATIO = 8
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = _name_of(op)
+    kept = any(name == kind or (kind[0] == "_" and kind in name) for kind in _KEPT)
+    if name in ("mm", "addmm"):
+        rows, columns = args[-1].shape
+        kept = kept and columns <= _MAX_ASPECT_RATIO * rows
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _name_of(op: Any) -> str:
+    if hasattr(op, "overloadpacket"):
+        return str(op.overloadpacket.__name__)
+    return str(getattr(op, "__name__", ""))
+
+
+def checkpoint_block(block: nn.Module, selective: bool, backend: str | None) -> None:
+    """Replace the forward of `block` by one that saves its inputs (and, if selective, costly outputs) for backward.
+
+    A block that torch compiles with `backend` but that arrives here uncompiled has attention with a graph break: it
+    loops over sequences on the host, or is FlexAttention, which is compiled separately. torch compiles around such
+    attention, but not inside of a checkpointed function. So full checkpointing compiles the function inside. Selective
+    checkpointing cannot: a compiled function would hide the operators that the policy selects.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = contexts
+    forward = block.forward
+    inner = forward
+    if backend is not None and not selective:
+        inner = torch.compile(forward, backend=backend)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        if selective and backend is not None:
+            _warn_uncompiled(type(block).__name__)
+        try:
+            return inner(*args, **kwargs)
+        except RuntimeError as error:
+            if selective and "has been mutated" in str(error):
+                raise UserError(
+                    f"model.activation_checkpointing=selective keeps the outputs of GEMMs and attention; "
+                    f"{type(block).__name__} changes one of them in place. Set model.activation_checkpointing=full, or "
+                    "change it out of place (nn.ReLU() for nn.ReLU(inplace=True), x = x + y for x += y)"
+                ) from error
+            raise
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        uncached = selective and not torch.compiler.is_compiling()
+        with disable_autocast_cache() if uncached else contextlib.nullcontext():
+            return checkpoint(run, *args, **options, **kwargs)
+
+    block.forward = checkpointed
+
+
+@contextlib.contextmanager
+def disable_autocast_cache() -> Iterator[None]:
+    """Make autocast cast weights in every use.
+
+    A block that runs twice in a step (on images and on videos) would reuse the weights cast the first time. The second
+    run in backward casts them itself, and selective checkpointing would see one operator too many.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@functools.cache
+def _warn_uncompiled(name: str) -> None:
+    LOGGER.warning(
+        "%s runs uncompiled: its attention loops over sequences (in fp32) or is FlexAttention (for what other kernels "
+        "lack), and torch does not compile around those with model.activation_checkpointing=selective. "
+        "Set model.activation_checkpointing=full, or model.compile=null",
+        name,
+    )

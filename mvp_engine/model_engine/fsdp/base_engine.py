@@ -1,0 +1,219 @@
+"""FSDPBaseEngine: a model on its layout, without the training step: building, inference, offloading, checkpoints."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from mvp_engine.checkpoint import state
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import DDPReducer, Layout
+from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.fsdp import sharded_modules
+from mvp_engine.errors import UserError
+from mvp_engine.model_engine.adapter import adapter_of
+from mvp_engine.model_engine.base import DTYPES, ModelEngine, Settings
+from mvp_engine.model_engine.fsdp import schedule_state
+from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, Scheduled
+from mvp_engine.model_engine.fsdp.loss_scale import LossScale
+from mvp_engine.model_engine.fsdp.offload import Offloader, Part, move_model, move_optimizer
+from mvp_engine.model_engine.fsdp.parallelize import parallelize_model
+from mvp_engine.model_engine.fsdp.prefetch import to_device
+from mvp_engine.model_engine.fsdp.spike_detector import SpikeDetector
+from mvp_engine.model_engine.fsdp.step_status import StatusReader
+
+
+class FSDPBaseEngine(ModelEngine):
+    def __init__(self, model: nn.Module, layout: Layout, settings: Settings | None = None) -> None:
+        super().__init__(model, layout, settings)
+        self.adapter = adapter_of(model)
+        self.dtype = DTYPES[self.settings.precision]
+        self.training = False  # is there an optimizer?
+        self.sharded: list[FSDPModule] = []
+        self.reducer: DDPReducer | None = None
+        self.loss_scale: LossScale | None = None
+        self.spike_detector: SpikeDetector | None = None
+        self._initialized = False
+        self._lockstep = LockstepScheduler(layout)
+        self._offloader = Offloader(self.settings.offload, self._move)
+        self._status = StatusReader(
+            self.settings.precision == "fp16",
+            on_update=self.lr_scheduler_step,
+            bad_grad=self.first_nonfinite_grad,
+        )
+
+    def initialize(
+        self,
+        optimizer: Callable[[nn.Module], Optimizer] | None = None,
+        scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    ) -> None:
+        if self._initialized:
+            raise UserError("initialize() was called before; a model is parallelized once")
+        if scheduler is not None and optimizer is None:
+            raise UserError(
+                "initialize(scheduler=...) needs an optimizer that the scheduler is for"
+            )
+        parallelize_model(self.model, self.adapter, self.layout, self.settings)
+        self.sharded = list(sharded_modules(self.model))
+        self._initialized = True
+        with self.eval_mode(), self.autocast():
+            self.adapter.preflight(self.layout, exact=self.dtype == torch.float32)
+        if optimizer is not None:
+            self.model.train()
+            self.optimizer = optimizer(self.model)
+            self.scheduler = scheduler(self.optimizer) if scheduler else _constant(self.optimizer)
+            self._prepare_training()
+        if self.settings.offload != "none":
+            self.to("cpu", model=self.settings.offload == "all")
+
+    @abc.abstractmethod
+    def _prepare_training(self) -> None:
+        """The optimizer is there: build what a training step needs."""
+
+    @abc.abstractmethod
+    def first_nonfinite_grad(self) -> str | None: ...
+
+    # ---- Inference ------------------------------------------------------------------------------------------------
+
+    def infer_micro_batches(
+        self, micro_batches: Iterable[Any], step: Callable[[Any], Any]
+    ) -> Iterator[Any]:
+        scheduled: Iterable[Scheduled]
+        if self.sharded:
+            scheduled = self._lockstep.stream(micro_batches)
+        else:
+            scheduled = (Scheduled(micro_batch, False) for micro_batch in micro_batches)
+        for micro_batch, is_dummy in scheduled:
+            self.is_dummy = is_dummy
+            with self.autocast():
+                result = step(self._on_device(micro_batch))
+            self.is_dummy = False
+            if not is_dummy:
+                yield result
+
+    def infer_batch(
+        self, batch: PackedBatch, outputs: Iterable[str], budget: int | None = None
+    ) -> dict[str, Tensor]:
+        wanted = tuple(outputs)
+        if not self._initialized:
+            raise UserError("infer_batch() needs initialize(), which gives the model its weights")
+        # A sequence longer than the budget may be one rank's alone.
+        with raise_on_all_ranks(self.world.host_group if self.sharded else None):
+            split = batch.split(batch.num_tokens if budget is None else budget)
+        with self.eval_mode():
+            results = self.infer_micro_batches(split.parts, lambda one: self.model(one, wanted))
+            parts = list(results)
+        if scalars := [name for name in wanted if parts[0][name].ndim == 0]:
+            raise UserError(
+                f"infer_batch() returns outputs per token, and {scalars[0]} is one number: ask for log_probs"
+            )
+        return {name: split.merge_tokens([part[name] for part in parts]) for name in wanted}
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.world.device.type, self.dtype)
+
+    def _on_device(self, micro_batch: Any) -> Any:
+        if self.world.device.type == "cpu":
+            return micro_batch
+        self.adapter.check_batch(micro_batch)  # on the host, where it costs no sync
+        return to_device(micro_batch, self.world.device)
+
+    # ---- Modes and offloading -------------------------------------------------------------------------------------
+
+    def train_mode(self) -> contextlib.AbstractContextManager[None]:
+        return self._offloader.loaded(
+            optimizer=True
+        )  # modules stay in the modes that their owner set
+
+    @contextlib.contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with self._offloader.loaded(optimizer=False), torch.no_grad():
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            for (
+                part
+            ) in self.sharded:  # gathered parameters must not outlive a change of the weights
+                part.reshard()
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        if model:
+            self._offloader.move("model", to_host=device == "cpu")
+        if optimizer:
+            self._offloader.move("optimizer", to_host=device == "cpu")
+
+    def _move(self, part: Part, to_host: bool) -> None:
+        if self.world.device.type == "cpu":
+            return  # host and device are the same memory
+        self._status.read()
+        target = torch.device("cpu") if to_host else self.world.device
+        if part == "optimizer":
+            if self.training:
+                move_optimizer(self.optimizer, target)
+            return
+        if self.training and to_host:
+            self.optimizer_zero_grad()  # gradients are not offloaded
+        if self.reducer and to_host:
+            self.reducer.release()
+        move_model(self.model, target)
+        if self.reducer and not to_host:
+            self.reducer.allocate()
+
+    # ---- State ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        self._status.read()
+        return schedule_state.state_dict(self) if self.training else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        schedule_state.load_state_dict(self, state)
+
+    def collect(self, shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Tensor]:
+        shared = {**shared, "model_engine": self.state_dict()}
+        optimizer = self.optimizer if self.training else None
+        without = self.adapter.external_tensors()
+        return state.collect(self.model, optimizer, shared, own, self.world.rank, without=without)
+
+    def restore(self, folder: Path) -> state.SavedState:
+        group = self.world.host_group
+        without = self.adapter.external_tensors()
+        if without:
+            with raise_on_all_ranks(group):
+                self.adapter.check_external(folder)
+        if not self.training:
+            return state.restore(folder, self.model, None, group, without=without)
+        # A scheduler that is no function of the step keeps state in the parameter groups.
+        whole_groups = not isinstance(self.scheduler, LambdaLR)
+        saved = state.restore(folder, self.model, self.optimizer, group, whole_groups, without)
+        self.load_state_dict(saved.shared["model_engine"])
+        return saved
+
+    def describe(self, folder: Path) -> None:
+        self.adapter.describe(folder, type(self))
+
+    def export_hf(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+        self.adapter.export(Path(folder).expanduser().resolve(), dtype, self.world)
+
+    def get_per_tensor_param(
+        self, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        return self.adapter.named_full_tensors(dtype)
+
+
+def _constant(optimizer: Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda _: 1.0)

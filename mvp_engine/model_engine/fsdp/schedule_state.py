@@ -1,0 +1,56 @@
+"""The small state of an FSDP engine in a checkpoint: learning-rate schedule, loss scale, spike statistics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+if TYPE_CHECKING:
+    from mvp_engine.model_engine.fsdp.base_engine import FSDPBaseEngine
+
+
+def state_dict(engine: FSDPBaseEngine) -> dict[str, Any]:
+    schedule = engine.scheduler.state_dict()
+    schedule.pop("lr_lambdas", None)  # functions of the config, which is read again
+    return {
+        "scheduler": schedule,
+        "scale": engine.loss_scale.state() if engine.loss_scale else None,
+        "spikes": engine.spike_detector.state.tolist() if engine.spike_detector else None,
+    }
+
+
+def load_state_dict(engine: FSDPBaseEngine, state: dict[str, Any]) -> None:
+    if isinstance(engine.scheduler, LambdaLR):
+        _load_lambda_schedule(engine.scheduler, engine.optimizer, state["scheduler"])
+    else:
+        engine.scheduler.load_state_dict(state["scheduler"])
+    if engine.spike_detector and state.get("spikes"):
+        spikes = torch.tensor(state["spikes"], dtype=torch.float64)
+        engine.spike_detector.state = spikes.to(engine.world.device)
+    if engine.loss_scale and state["scale"]:
+        engine.loss_scale.load_state(state["scale"])
+
+
+def _load_lambda_schedule(scheduler: LambdaLR, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """The position comes from the checkpoint; the learning rates from the config, which may have changed."""
+    scheduler.last_epoch = state["last_epoch"]
+    scheduler._step_count = state["_step_count"]
+    scheduler._last_lr = []
+    groups = zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    for group, base, factor in groups:
+        group["initial_lr"] = base
+        group["lr"] = base * factor(scheduler.last_epoch)
+        scheduler._last_lr.append(group["lr"])
+
+
+def learning_rates(optimizer: Optimizer) -> dict[str, float]:
+    """`lr`, or `lr/<group>` for each parameter group where they differ."""
+    rates: dict[str, float] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        rates[str(group.get("name", index))] = float(group["lr"])
+    if len(set(rates.values())) == 1:
+        return {"lr": next(iter(rates.values()))}
+    return {f"lr/{name}": rate for name, rate in rates.items()}

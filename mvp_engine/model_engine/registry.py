@@ -1,0 +1,49 @@
+"""The registry of model engines, by model type and backend."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from mvp_engine.errors import UserError
+from mvp_engine.model_engine.base import ModelEngine
+
+_REGISTRY: dict[tuple[str, str], type[ModelEngine]] = {}
+
+
+def register(model_type: str, backend: str) -> Callable[[type[ModelEngine]], type[ModelEngine]]:
+    """A class decorator: registers the model engine for a model type on a backend."""
+
+    def add(engine: type[ModelEngine]) -> type[ModelEngine]:
+        key = f"({model_type}, {backend})"
+        if not (isinstance(engine, type) and issubclass(engine, ModelEngine)):
+            raise TypeError(f"{key}: {engine!r} is no class that derives from ModelEngine")
+        if missing := sorted(engine.__abstractmethods__):
+            raise TypeError(f"{key}: {engine.__qualname__} lacks {', '.join(missing)}")
+        known = _REGISTRY.setdefault((model_type, backend), engine)
+        if _identity(known) != _identity(engine):
+            raise ValueError(f"{key} is {known.__qualname__} already")
+        _REGISTRY[model_type, backend] = engine  # the same class, if its file was loaded again
+        return engine
+
+    return add
+
+
+def _identity(engine: type[ModelEngine]) -> tuple[str, str]:
+    return engine.__module__, engine.__qualname__
+
+
+def is_registered(model_type: str, backend: str = "fsdp") -> bool:
+    return (model_type, backend) in _REGISTRY
+
+
+def engine_class(model_type: str, backend: str = "fsdp") -> type[ModelEngine]:
+    """The model engine that is registered, or an error that lists those that are."""
+    if not is_registered(model_type, backend):
+        known = ", ".join(f"{t} on {b}" for t, b in sorted(_REGISTRY))
+        near = difflib.get_close_matches(model_type, {t for t, _ in _REGISTRY}, 1)
+        hint = f" Did you mean {near[0]}?" if near and near[0] != model_type else ""
+        raise UserError(
+            f"model.type={model_type} on model.backend={backend} is not registered.{hint} Registered: {known}."
+        )
+    return _REGISTRY[model_type, backend]

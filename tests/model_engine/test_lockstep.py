@@ -1,0 +1,184 @@
+"""LockstepScheduler: dummies keep ranks in lockstep, and a planned loader needs no host all-gather for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import TINY
+from families import parallel
+
+from mvp_engine.data.batch import IGNORE, Media, PackedBatch
+from mvp_engine.data.step_plan import StepPlan
+from mvp_engine.distributed import Layout, World
+from mvp_engine.errors import UserError
+from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, append_dummies, media_kinds
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+IMAGE, SOUND = "pixel_values", "input_features"
+
+
+def packed(length: int, *kinds: str, axes: int = 0) -> PackedBatch:
+    """One sequence with one item of each kind."""
+    media = {kind: Media(torch.ones(2, 3), torch.tensor([2]), torch.tensor([0])) for kind in kinds}
+    positions = torch.arange(length).expand(axes, -1) if axes else torch.arange(length)
+    return PackedBatch.from_sequences([torch.arange(3, 3 + length)], position_ids=[positions], media=media)
+
+
+def test_lockstep_batch_join_appends_dummies_on_the_axes_of_the_batch() -> None:
+    batch = append_dummies(packed(6, axes=4), [packed(3)])
+    joined = batch.join()
+    assert joined.position_ids.shape == (4, 9)
+    assert batch.num_tokens == 6
+
+
+def test_lockstep_batch_select_and_replace_keep_the_dummies() -> None:
+    dummy = packed(3, IMAGE)
+    batch = append_dummies(PackedBatch.concat([packed(4), packed(5)]), [dummy])
+    assert batch.select([1]).dummies == [dummy]
+    assert dataclasses.replace(batch, labels=torch.full_like(batch.labels, IGNORE)).dummies == [dummy]
+
+
+def test_lockstep_batch_moved_to_a_device_was_joined_on_the_host() -> None:
+    batch = append_dummies(PackedBatch.concat([packed(3), packed(2)]), [packed(4)])
+    moved = batch.to("meta")  # like a GPU whose values must not be read
+    joined = moved.join()
+    assert (joined.num_tokens, joined.max_seqlen, joined.input_ids.device.type) == (9, 4, "meta")
+    assert joined.host_input_ids is not None
+    assert joined.host_input_ids.equal(batch.join().input_ids)
+
+
+def test_lockstep_batch_changed_after_the_copy_is_joined_again() -> None:
+    batch = append_dummies(PackedBatch.concat([packed(3), packed(2)]), [packed(4)])
+    replaced = batch.to("cpu", non_blocking=True)
+    replaced.input_ids = replaced.input_ids.clone().fill_(1)
+    assert replaced.join().input_ids[:5].tolist() == [1] * 5
+    in_place = batch.to("cpu")
+    in_place.labels[:] = IGNORE
+    assert in_place.join().labels[:5].tolist() == [IGNORE] * 5
+
+
+def test_scheduler_adds_one_token_dummies_without_placeholders_for_ulysses_ranks() -> None:
+    layout = dataclasses.replace(Layout(ALONE))
+    object.__setattr__(layout, "ulysses", 6)  # as seen by the scheduler alone
+    batch = packed(4, IMAGE)
+    (scheduled,) = LockstepScheduler(layout).step([batch])
+    dummies = scheduled.micro_batch.dummies
+    assert [dummy.input_ids.tolist() for dummy in dummies] == [[6], [6]]  # the last token, not the first
+    assert all(int(dummy.num_loss_tokens) == 0 and not media_kinds(dummy) for dummy in dummies)
+
+
+HELD = [
+    [packed(5, IMAGE), packed(4)],
+    [packed(7)],
+    [],
+    [packed(6, SOUND), packed(3, IMAGE), packed(8)],
+]
+
+
+def _scheduled(planned: bool) -> list[tuple[bool, list[int], list[list[str]]]]:
+    world = World.join("cpu")
+    scheduler = LockstepScheduler(Layout.of(world, parallel(shard=4)))
+    plan = StepPlan(tuple(tuple(media_kinds(one) for one in of_rank) for of_rank in HELD))
+    found = []
+    for _ in range(2):  # in the second step the dummies are known
+        for one in scheduler.step(HELD[world.rank], plan if planned else None):
+            dummies = getattr(one.micro_batch, "dummies", [])
+            kinds = [sorted(media_kinds(dummy)) for dummy in dummies]
+            found.append((one.is_dummy, one.micro_batch.input_ids.tolist(), kinds))
+    world.close()
+    return found
+
+
+def test_scheduler_with_a_plan_schedules_what_it_schedules_by_all_gather(ranks4) -> None:
+    gathered = ranks4.run(_scheduled, False)
+    assert ranks4.run(_scheduled, True) == gathered
+    assert [len(of_rank) for of_rank in gathered] == [6] * 4
+    for step in range(3):  # every rank runs the same encoders in each forward
+        kinds = []
+        for rank, of_rank in enumerate(gathered):
+            is_dummy, ids, dummies = of_rank[step]
+            own = HELD[rank][step] if not is_dummy else None
+            same = [one for of in HELD for one in of if one.input_ids.tolist() == ids]
+            batch = own or same[0]
+            kinds.append({*media_kinds(batch), *(kind for dummy in dummies for kind in dummy)})
+        assert len(set(map(frozenset, kinds))) == 1, kinds
+
+
+def _changed() -> str:
+    world = World.join("cpu")
+    scheduler = LockstepScheduler(Layout.of(world, parallel(shard=2)))
+    plan = StepPlan(((frozenset(),), (frozenset(),)))
+    try:
+        scheduler.step([packed(4), packed(5)] if world.rank else [packed(3)], plan)
+    except UserError as error:
+        return str(error)
+    finally:
+        world.close()
+    return ""
+
+
+def test_scheduler_with_micro_batches_that_do_not_fit_the_plan_raises(ranks2) -> None:
+    fine, wrong = ranks2.run(_changed)
+    assert fine == ""
+    assert "set ctx.plan = None there, on all ranks" in wrong
+
+
+def _missing() -> list[list[str]]:
+    """Rank 1 planned an image that failed to decode."""
+    world = World.join("cpu")
+    scheduler = LockstepScheduler(Layout.of(world, parallel(shard=2)))
+    plan = StepPlan(((frozenset([IMAGE]),), (frozenset([IMAGE]),)))
+    (one,) = scheduler.step([packed(4) if world.rank else packed(3, IMAGE)], plan)
+    found = [sorted(media_kinds(dummy)) for dummy in getattr(one.micro_batch, "dummies", [])]
+    world.close()
+    return found
+
+
+def test_scheduler_replaces_planned_media_that_failed_to_decode(ranks2) -> None:
+    assert ranks2.run(_missing) == [[], [[IMAGE]]]
+
+
+COLLECTIVES = ("all_gather_object", "broadcast_object_list", "all_reduce", "broadcast", "barrier")
+
+
+def _host_collectives(config: str, words: list[str], steps: tuple[int, int]) -> list[int]:
+    """Calls on gloo's host group in two trainings that differ only in their number of steps."""
+    from mvp_engine.launch import launch
+
+    counts = []
+    for total in steps:
+        calls: Counter[str] = Counter()
+        real = {name: getattr(dist, name) for name in COLLECTIVES}
+
+        def counted(name: str, real: dict[str, Any] = real, calls: Counter[str] = calls) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                group = kwargs.get("group")
+                if group is not None and group is not dist.group.WORLD and name != "barrier":
+                    calls[name] += 1
+                return real[name](*args, **kwargs)
+
+            return call
+
+        for name in COLLECTIVES:
+            setattr(dist, name, counted(name))
+        try:
+            assert launch(config, [*words, f"loop.total_steps={total}", f"project.run_id=r{total}"]) == 0
+        finally:
+            for name, function in real.items():
+                setattr(dist, name, function)
+        counts.append(sum(calls.values()))
+    return counts
+
+
+@pytest.mark.parametrize("layout", ["parallel.shard=2", "parallel.replicate=2"])
+def test_step_on_a_planned_loader_has_one_host_collective(ranks2, tmp_path: Path, layout: str) -> None:
+    words = [f"project.dir={tmp_path}", layout, "loop.eval_interval=null", "log.interval=1000"]
+    words += ["checkpoint.interval=null", "log.backends=[]"]
+    for few, many in ranks2.run(_host_collectives, str(TINY), words, (3, 8)):
+        assert many - few == 5
