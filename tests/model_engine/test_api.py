@@ -25,7 +25,7 @@ from mvp_engine.model_engine import (
     engine_class,
     register,
 )
-from mvp_engine.model_engine.base import _REGISTRY
+from mvp_engine.model_engine.registry import _REGISTRY
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 PAGE = ROOT / "docs" / "model_engine.md"

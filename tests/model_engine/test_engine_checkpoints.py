@@ -27,7 +27,7 @@ from mvp_engine.model_engine import (
     Settings,
     register,
 )
-from mvp_engine.model_engine.base import _REGISTRY
+from mvp_engine.model_engine.registry import _REGISTRY
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 BATCH = PackedBatch.from_sequences([torch.arange(3, 12), torch.arange(5, 9)])

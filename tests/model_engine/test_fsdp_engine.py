@@ -15,7 +15,9 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine import FSDPEngine, Settings
-from mvp_engine.model_engine.fsdp.grad_norm import LossScale, SpikeDetector, to_device
+from mvp_engine.model_engine.fsdp.loss_scale import LossScale
+from mvp_engine.model_engine.fsdp.prefetch import to_device
+from mvp_engine.model_engine.fsdp.spike_detector import SpikeDetector
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler, lr_factor
 
 OPTIM = Optim(
@@ -23,7 +25,7 @@ OPTIM = Optim(
     betas=[0.9, 0.95],
     eps=1e-8,
     weight_decay=0.1,
-    rates={},
+    lr_by_part={},
     schedule="cosine",
     warmup_steps=0,
     warmup_ratio=None,
@@ -146,7 +148,7 @@ def test_frozen_parts_get_no_gradient_and_no_update() -> None:
 
 
 def test_parts_have_rates_of_their_own() -> None:
-    part = engine(optim=OPTIM.model_copy(update={"rates": {"out.*": 0.01, "*.bias": 0.0}}))
+    part = engine(optim=OPTIM.model_copy(update={"lr_by_part": {"out.*": 0.01, "*.bias": 0.0}}))
     names = {p: n for n, p in part.model.named_parameters()}
     rates = {names[p]: g["lr"] for g in part.optimizer.param_groups for p in g["params"]}
     assert rates["out.weight"] == rates["out.bias"] == 0.01
@@ -155,7 +157,7 @@ def test_parts_have_rates_of_their_own() -> None:
     part.train_batch(batches(3), forward(part.model))
     assert part.learning_rates["lr/out.*/decay"] == 0.01
     with pytest.raises(UserError, match=r"optim\.lr_by_part: no parameter name matches 'head"):
-        engine(optim=OPTIM.model_copy(update={"rates": {"head": 0.1}}))
+        engine(optim=OPTIM.model_copy(update={"lr_by_part": {"head": 0.1}}))
 
 
 @pytest.mark.parametrize("shard", [1, 2])
@@ -372,10 +374,10 @@ def _faulty(fault: float) -> tuple[list[str | None], list[str | None]]:
 def test_a_loss_that_stays_high_is_the_new_level() -> None:
     watch = SpikeDetector(6.0, torch.device("cpu"))
     noise = torch.randn(200, generator=torch.Generator().manual_seed(0)).double()
-    told = [bool(watch.judge(2.0 + 0.1 * x)) for x in noise[:100]]
+    told = [bool(watch.is_spike(2.0 + 0.1 * x)) for x in noise[:100]]
     assert not any(told)
-    told = [bool(watch.judge(9.0 + 0.1 * x)) for x in noise[100:]]
+    told = [bool(watch.is_spike(9.0 + 0.1 * x)) for x in noise[100:]]
     assert told == [True] * SpikeDetector.PATIENCE + [False] * (100 - SpikeDetector.PATIENCE)
     before = watch.state
-    assert not bool(watch.judge(torch.tensor(float("nan"), dtype=torch.float64)))
+    assert not bool(watch.is_spike(torch.tensor(float("nan"), dtype=torch.float64)))
     assert torch.equal(watch.state, before)
