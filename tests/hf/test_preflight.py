@@ -6,7 +6,6 @@ import pytest
 import torch
 from families import SMALL, config_of, overrides_of, parallel
 
-from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, preflight

@@ -35,7 +35,7 @@ ALONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 @pytest.fixture
 def follow(monkeypatch) -> Any:
     """Run a section's code of the page; what it registers is forgotten afterwards."""
-    monkeypatch.setattr("mvp_engine.model_engine.base._REGISTRY", dict(_REGISTRY))
+    monkeypatch.setattr("mvp_engine.model_engine.registry._REGISTRY", dict(_REGISTRY))
 
     def run(section: str) -> dict[str, Any]:
         text = PAGE.read_text().split(f"## {section}\n")[1].split("\n## ")[0]
@@ -105,13 +105,13 @@ def test_the_api_is_enforced_and_complete() -> None:
 
 
 def test_unknown_and_doubled_names_are_explained(train, capsys) -> None:
-    with pytest.raises(UserError, match=r"model\.type=langage_model on model\.backend=fsdp is not known here"):
+    with pytest.raises(UserError, match=r"model\.type=langage_model on model\.backend=fsdp is not registered"):
         engine_class("langage_model")
     with pytest.raises(ValueError, match="is FSDPEngine already"):
         register("module", "fsdp")(LanguageModelEngine)
     assert engine_class("module") is FSDPEngine
     assert train("model.type=language_model", "model.backend=mcore", config=LM) == 2
-    assert "There are: language_model on fsdp, module on fsdp" in capsys.readouterr().err
+    assert "Registered: language_model on fsdp, module on fsdp" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ NORMS = {**overrides_of("glm4_moe"), "use_qk_norm": True, "n_routed_experts": 4,
 NORMS |= {"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
 
-def test_norms_of_heads_that_a_plan_forgets_get_whole_gradients(ranks2, monkeypatch) -> None:
+def test_head_norms_that_a_plan_forgets_get_whole_gradients(ranks2, monkeypatch) -> None:
     """transformers' plan does not name them, and each rank would have its own part of the gradient without a word."""
     monkeypatch.setattr("test_packed_layouts.overrides_of", lambda _: NORMS)
     expected = gradients("glm4_moe", ALONE)
@@ -184,19 +184,19 @@ def with_norms(found: bool) -> Any:
     import test_packed_layouts as layouts
     from families import parallel
 
-    from mvp_engine.model_engine.fsdp import tensor_parallel as tensor
+    from mvp_engine.hf import tp_plan as tensor
 
     world = World.join("cpu")
-    before = layouts.overrides_of, tensor._norms_of_heads
+    before = layouts.overrides_of, tensor._head_norms
     layouts.overrides_of = lambda _: NORMS
     if not found:
-        tensor._norms_of_heads = lambda *_: set()
+        tensor._head_norms = lambda *_: set()
     try:
         return gradients("glm4_moe", Layout.of(world, parallel(tensor=2)))
     except UserError as error:
         return str(error)
     finally:
-        layouts.overrides_of, tensor._norms_of_heads = before
+        layouts.overrides_of, tensor._head_norms = before
         world.close()
 
 

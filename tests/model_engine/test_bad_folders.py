@@ -16,9 +16,9 @@ from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
+from mvp_engine.hf import pretrained
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.model_engine import FSDPEngine, ModelSource, ValueModelEngine
-from mvp_engine.model_engine.fsdp import init_weights as weights_of
 
 
 @pytest.mark.parametrize("changed", [True, False])
@@ -84,7 +84,7 @@ def load_tied(path: Path) -> str:
 
 def test_extra_entries_of_a_folder_are_told(tmp_path: Path, monkeypatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(weights_of.LOGGER, "warning", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(pretrained.LOGGER, "warning", lambda text, *args: said.append(text % args))
     folder_of("qwen3", tmp_path / "in")
     weights = tmp_path / "in" / "model.safetensors"
     extra = {f"vision.{i}": torch.zeros(2) for i in range(7)}

@@ -24,7 +24,7 @@ from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, attention
 from mvp_engine.model_engine import LanguageModelEngine, Settings
-from mvp_engine.model_engine.fsdp import parallelize as build
+from mvp_engine.model_engine.fsdp import activation_checkpoint, compile
 from mvp_engine.ops import attention as attention_ops
 from mvp_engine.ops.attention import AttnSpec
 
@@ -128,12 +128,11 @@ def test_matrices_that_ranks_share_are_compiled_where_torch_can(ranks2) -> None:
 @pytest.mark.parametrize(("version", "backend"), [("2.12.1", "inductor"), ("2.13.0+cu130", None)])
 def test_on_gpus_they_are_by_default(monkeypatch, version: str, backend: str | None) -> None:
     said: list[str] = []
-    monkeypatch.setattr(build.LOGGER, "warning", lambda text, *words: said.append(text % words))
+    monkeypatch.setattr(compile.LOGGER, "warning", lambda text, *words: said.append(text % words))
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     layout: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cuda")), tensor_mesh="a mesh")
-    assert {*build._backends(build_model(LanguageModel, "qwen3"), layout, Settings(compile="auto")).values()} == {
-        backend
-    }
+    backends = compile.compile_backends(build_model(LanguageModel, "qwen3"), "auto", layout, by_default=True)
+    assert set(backends.values()) == {backend}
     assert ["blocks run uncompiled" in one for one in said] == [True] * (backend is None)
 
 
@@ -152,8 +151,8 @@ def sharing_matrices() -> tuple[str, list[Tensor], dict[str, Tensor]]:
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_blocks_whose_attention_goes_by_sequence_are_compiled_or_said_not_to_be(monkeypatch, how: str) -> None:
     said: list[str] = []
-    monkeypatch.setattr(build.LOGGER, "warning", lambda text, *words: said.append(text % words))
-    build._say_uncompiled.cache_clear()
+    monkeypatch.setattr(activation_checkpoint.LOGGER, "warning", lambda text, *words: said.append(text % words))
+    activation_checkpoint._warn_uncompiled.cache_clear()
     outs, grads, _ = expected("qwen3")
     its_outs, its_grads, graphs = found("qwen3", PLAIN, compile="aot_eager", activation_checkpointing=how)
     assert all(close(mine, one) for mine, one in zip(its_outs, outs, strict=True))

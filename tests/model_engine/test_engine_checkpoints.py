@@ -212,7 +212,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_merged(tmp_path: Path, capsys) ->
 def test_a_recipes_own_model_type_is_merged_by_the_command(train, tmp_path: Path, monkeypatch, capsys) -> None:
     """The recipe's folder is of no package and the command knows nothing of it but what the checkpoint says."""
     registry = {key: kind for key, kind in _REGISTRY.items() if kind.__module__.startswith("mvp_engine.")}
-    monkeypatch.setattr("mvp_engine.model_engine.base._REGISTRY", registry)
+    monkeypatch.setattr("mvp_engine.model_engine.registry._REGISTRY", registry)
     page = (ROOT / "docs" / "model_engine.md").read_text().split("## Adding a model type\n")[1]
     folder = tmp_path / "tagger"
     folder.mkdir()

@@ -16,6 +16,7 @@ from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.hf import adapter
 from mvp_engine.model_engine import (
     FSDPEngine,
     LanguageModelEngine,
@@ -23,7 +24,6 @@ from mvp_engine.model_engine import (
     Settings,
     ValueModelEngine,
 )
-from mvp_engine.model_engine.fsdp import parallelize as build
 
 
 def test_settings_unknown_compile_backend_is_rejected() -> None:
@@ -126,7 +126,7 @@ def test_layout_with_fewer_ranks_than_processes_is_rejected() -> None:
 
 def test_engine_start_router_logits_config_is_warned_about(monkeypatch) -> None:
     warned: list[str] = []
-    monkeypatch.setattr(build.LOGGER, "warning", warned.append)
+    monkeypatch.setattr(adapter.LOGGER, "warning", warned.append)
     for wanted in (False, True):
         config = overrides_of("qwen3_moe") | {"output_router_logits": wanted}
         LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, config)), alone()).initialize()

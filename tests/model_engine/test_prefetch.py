@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mvp_engine.model_engine.fsdp.lockstep import Scheduled
 from mvp_engine.model_engine.fsdp.prefetch import DevicePrefetcher
 
 
@@ -14,7 +15,8 @@ def test_prefetcher_copies_one_micro_batch_ahead_in_order() -> None:
         events.append(f"moved {batch}")
         return batch.upper()
 
-    for batch, counts in DevicePrefetcher(torch.device("cpu"), move)([("a", True), ("b", False), ("c", True)]):
-        events.append(f"used {batch} {counts}")
-    assert events == ["moved a", "moved b", "used A True", "moved c", "used B False", "used C True"]
+    scheduled = [Scheduled("a", False), Scheduled("b", True), Scheduled("c", False)]
+    for batch, is_dummy in DevicePrefetcher(torch.device("cpu"), move)(scheduled):
+        events.append(f"used {batch} {is_dummy}")
+    assert events == ["moved a", "moved b", "used A False", "moved c", "used B True", "used C False"]
     assert list(DevicePrefetcher(torch.device("cpu"), move)([])) == []
