@@ -3,7 +3,11 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 CONFIG := recipes/digits_vlm/configs/train.yaml
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test test-quick test-gpu test-campaign lint format clean
+
+# Two workers, each with its own rank processes. A file stays on one worker, so that module fixtures are built once;
+# conftest.py puts the longest files first, so that both workers end together.
+SPLIT := -n 2 --dist loadfile --no-loadscope-reorder
 
 setup: .venv/.ready
 
@@ -26,8 +30,21 @@ lint: setup
 format: setup
 	@.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
 
+# The whole suite on the CPU.
 test: lint
-	@.venv/bin/pytest
+	@.venv/bin/pytest $(SPLIT) --durations=25
+
+# Every room, without the tests that take longest: about two minutes.
+test-quick: setup
+	@.venv/bin/pytest $(SPLIT) -m "not slow" --durations=10
+
+# On a machine with a GPU. CONTRIBUTING.md has the line for a machine without this .venv.
+test-gpu: setup
+	@.venv/bin/pytest -m gpu --durations=10
+
+# Fuzzing and kill -9 at full length: the tests marked `campaign`, which are short in `make test`.
+test-campaign: setup
+	@.venv/bin/pytest -m campaign --campaign --timeout=3600 --durations=0
 
 clean:
 	rm -rf .venv outputs .pytest_cache .mypy_cache .ruff_cache

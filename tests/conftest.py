@@ -1,7 +1,9 @@
-"""What the tests share: the guinea-pig recipe, launching it in this process, in subprocesses, or on ranks kept warm."""
+"""Shared fixtures and helpers: the tiny recipe, ways to launch it (in this process, in subprocesses, on warm ranks),
+and the meaning of the markers `gpu` and `campaign`."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -19,11 +21,66 @@ ROOT = Path(__file__).parents[1]
 TINY = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
 MAGIC = ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml"
 
+# The files that take longest, by measured seconds. Two workers take files from the front of the list: with the long
+# ones first, the many short files at the end let both workers finish together.
+LONGEST_FILES = [
+    "engine/test_signals_and_death.py",
+    "model_engine/test_packed_layouts.py",
+    "model_engine/test_mixed_ranks.py",
+    "model_engine/test_compiled.py",
+    "hf/test_hf_folders.py",
+    "model_engine/test_hf_folders.py",
+    "engine/test_exactness.py",
+    "engine/test_layouts.py",
+    "kit/test_estimate.py",
+    "kit/test_streams.py",
+    "test_check.py",
+    "kit/test_watch.py",
+    "kit/test_kill.py",
+    "model_engine/test_api.py",
+    "test_docs.py",
+    "kit/test_lora.py",
+    "test_recipe_new.py",
+]
+
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--campaign", action="store_true", help="run the tests marked `campaign` at full length")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first, and skip tests that need a GPU, or a package for it, where it is missing."""
+    order = {ROOT / "tests" / file: place for place, file in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        missing = _missing_for_gpu(**marker.kwargs) if marker else None
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=f"needs {missing}"))
+
+
+def _missing_for_gpu(required: bool = True, package: str | None = None) -> str | None:
+    """What a test marked `gpu` lacks here. With `required=False` it runs on the CPU where torch sees no GPU."""
+    import torch
+
+    if required and not torch.cuda.is_available():
+        return "a GPU"
+    if package and not importlib.util.find_spec(package):
+        return f"the package {package}"
+    return None
+
+
+@pytest.fixture
+def campaign_size(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
+    """campaign_size(short, full): how many random trials to run, in the default suite or with --campaign."""
+    is_full = request.config.getoption("--campaign")
+    return lambda short, full: full if is_full else short
+
+
 def read_metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
-    """The records of the newest run in `folder`, without what time has a say in."""
+    """The metric records of the newest run in `folder`, without their timings (`perf`)."""
     from mvp_engine.runs import list_runs
 
     records = [json.loads(line) for line in (list_runs(folder)[-1].dir / "metrics.jsonl").read_text().splitlines()]
@@ -31,7 +88,7 @@ def read_metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
 
 
 def readme_commands(recipe: str) -> list[list[str]]:
-    """The words of each `mvp` command in a recipe's README; a trailing comment is none of them."""
+    """The words of each `mvp` command in a recipe's README, without trailing comments."""
     text = (ROOT / "recipes" / recipe / "README.md").read_text().replace("\\\n", "")
     lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("mvp ")]
@@ -53,7 +110,7 @@ def train(tmp_path: Path) -> Callable[..., int]:
 
 
 def spawn(*args: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
-    """A process of its own, in a group of its own, with its output captured."""
+    """Start a Python process in its own process group and capture its output."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
     return subprocess.Popen(
         [sys.executable, *args],
@@ -68,6 +125,7 @@ def spawn(*args: str, env: dict[str, str] | None = None, **options: Any) -> subp
 
 
 def run_process(*args: str, **options: Any) -> tuple[int, str]:
+    """Run a Python process to its end and return its exit code and output."""
     process = spawn(*args, **options)
     output, _ = process.communicate(timeout=120)
     return process.returncode, output

@@ -1,4 +1,8 @@
-"""Ranks that stay up between tests. Importing is most of what a rank costs: a process without threads does it once."""
+"""Rank processes that stay up between tests.
+
+Imports are most of the start-up cost of a rank (4 CPU seconds). A fork server without threads imports once, and every
+rank is forked from it.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,18 @@ PRELOAD += ["mvp_engine.kit", "transformers.modeling_utils", "transformers.maski
 
 
 class RankPool:
-    """`pool.run(f, *args)` calls `f(*args)` on every rank at once and gives the results in rank order.
+    """`size` processes that act as the ranks of a job: `pool.run(f, *args)` calls `f(*args)` on all of them at once
+    and returns the results in rank order.
 
-    Each call has torchrun's environment variables with a fresh port, so `f` may join and leave a world of its own.
+    Each call sets torchrun's environment variables with a fresh port, so `f` may join and leave a process group.
     """
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        self.size, self.pipes, self.processes = size, [], []
+        self.size = size
+        self.pipes = []
+        self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, size, theirs), daemon=False)
@@ -42,12 +49,12 @@ class RankPool:
         answers = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(timeout):
-                for process in self.processes:  # where do they hang?
+                for process in self.processes:  # each rank prints its stack
                     os.kill(process.pid or 0, signal.SIGUSR1)
                 time.sleep(1.0)
                 self.close()
                 errors = "\n".join(error for error, _ in answers if error)
-                raise TimeoutError(f"rank {rank} of {self.size} gave no answer in {timeout} s\n{errors}")
+                raise TimeoutError(f"rank {rank} of {self.size} returned nothing in {timeout} s\n{errors}")
             answers.append(pickle.loads(pipe.recv_bytes()))  # `recv` would open a socket for each tensor
         for rank, (error, _) in enumerate(answers):
             if error:
@@ -79,17 +86,17 @@ def _serve(rank: int, size: int, pipe: Any) -> None:
     import torch
 
     faulthandler.register(signal.SIGUSR1)
-    multiprocessing.set_start_method("fork", force=True)  # as under torchrun; loader processes would import all anew
+    multiprocessing.set_start_method("fork", force=True)  # as under torchrun; spawned loader workers import everything
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     while True:
-        gc.collect()  # models are circles; the process groups that they hold cost time as long as they live
-        gc.freeze()  # what is imported need not be looked through each time
+        gc.collect()  # models hold reference cycles, and with them process groups that cost time while they exist
+        gc.freeze()  # keeps imported modules out of later collections
         function, args, port = pipe.recv()
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         try:
             answer = pickle.dumps((None, function(*args)))
-        except BaseException:  # noqa: BLE001 - goes to the test
+        except BaseException:  # noqa: BLE001 - raised again in the test
             answer = pickle.dumps((traceback.format_exc(), None))
         pipe.send_bytes(answer)
 

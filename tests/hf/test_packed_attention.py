@@ -13,7 +13,6 @@ from mvp_engine.hf.attention import boundaries, encoder_attention, packed_attent
 from mvp_engine.ops import attention as attention_ops
 
 LENGTHS = [5, 1, 40, 17]
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def inputs(device: str, dtype: torch.dtype, heads: int = 8, kv_heads: int = 2, size: int = 32) -> list[Tensor]:
@@ -84,7 +83,7 @@ def test_packed_mask_of_transformers_is_applied_or_refused_by_name() -> None:
         masks.create_bidirectional_mask(**options, attention_mask=None)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_encoder_attention_rows_masks_and_boundaries_agree(device: str) -> None:
     dtype, tolerance = (torch.float32, 1e-6) if device == "cpu" else (torch.bfloat16, 2e-2)
     packed = [x.detach() for x in inputs(device, dtype, kv_heads=8)]
@@ -113,7 +112,7 @@ def test_encoder_attention_unsupported_argument_raises_its_name() -> None:
         encoder_attention(nn.Identity(), *tensors, None, **boundaries(cu_seqlens, 30))
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"is_causal": False}, {"scaling": 0.3}], ids=str)
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_varlen_kernel_on_gpu_equals_reference(monkeypatch, options: dict[str, Any], kv_heads: int) -> None:
@@ -124,7 +123,7 @@ def test_varlen_kernel_on_gpu_equals_reference(monkeypatch, options: dict[str, A
         assert float((a.float() - b).norm() / b.norm()) < 1e-2
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_varlen_kernel_on_gpu_makes_no_host_sync() -> None:
     tensors = inputs("cuda", torch.bfloat16)
     attend(tensors)

@@ -362,6 +362,7 @@ kernel_and_plain("cpu")
 """
 
 
+@pytest.mark.gpu(required=False)
 def test_one_kernel_gives_what_many_operations_give() -> None:
     """On a CPU by Triton's interpreter, which a process must be told of before it imports it."""
     if torch.cuda.is_available():

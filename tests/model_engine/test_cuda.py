@@ -13,7 +13,7 @@ from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.log import MetricStore
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 def gpu() -> World:

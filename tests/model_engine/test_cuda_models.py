@@ -17,7 +17,7 @@ from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 from mvp_engine.ops import graph_breaks
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 def language_model(shape: dict[str, Any], **how: Any) -> LanguageModelEngine:

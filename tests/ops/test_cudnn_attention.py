@@ -14,9 +14,7 @@ from mvp_engine.ops import cudnn_attention, cudnn_graph
 from mvp_engine.ops.attention import AttnSpec
 from mvp_engine.ops.cudnn_graph import Plan
 
-needs_cudnn = pytest.mark.skipif(
-    not (torch.cuda.is_available() and cudnn_attention.INSTALLED), reason="needs a GPU and nvidia-cudnn-frontend"
-)
+needs_cudnn = pytest.mark.gpu(package="cudnn")
 
 
 def test_plan_packs_of_all_sizes_share_few_plans() -> None:

@@ -20,7 +20,6 @@ from mvp_engine.ops.reference_attention import reference_attention
 from mvp_engine.ops.size_bucket import round_up_to_bucket
 
 LENGTHS = [1, 700, 5, 129, 128, 1, 64, 300, 33, 1900]
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def cu_seqlens_of(lengths: list[int], device: str = "cpu") -> Tensor:
@@ -182,7 +181,7 @@ def layer(way: str = "plain") -> Any:
 CAPPED = {"causal": True, "window": 100, "softcap": 3.0, "heads": (8, 2), "sizes": (64, 64)}
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
     [
@@ -211,7 +210,7 @@ def test_flex_attention_on_gpu_equals_reference_in_float32(monkeypatch, options:
     assert all(error < 1e-2 for error in errors)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_flex_attention_packs_of_all_sizes_compile_few_graphs_without_host_sync() -> None:
     g = torch.Generator().manual_seed(1)
     packs = []

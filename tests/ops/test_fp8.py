@@ -132,7 +132,7 @@ def test_fp8_setting_by_part_is_applied_and_invalid_ones_raise() -> None:
         engine(precision="bf16", fp8={"vision": True})
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_fp8_linear_on_gpu_equals_cpu() -> None:
     here, there = run(layers()[1], *inputs()), run(layers("cuda")[1], *inputs("cuda"))
     for name in here:

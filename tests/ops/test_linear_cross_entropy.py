@@ -275,6 +275,7 @@ for upstream in (UpstreamGrads(label, p), UpstreamGrads(label, p, entropy), all_
 """
 
 
+@pytest.mark.gpu(required=False)
 def test_triton_kernels_equal_plain_pytorch() -> None:
     """In a separate process: without a GPU Triton interprets the kernels, which must be set before it is imported."""
     environment = {**os.environ, **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
@@ -282,7 +283,7 @@ def test_triton_kernels_equal_plain_pytorch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_linear_loss_on_gpu_in_bf16_equals_log_probs_and_is_close_to_float32() -> None:
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(700, 64, generator=g).cuda(), torch.randn(5000, 64, generator=g).cuda() * 0.2
