@@ -1,0 +1,89 @@
+"""Kernel dispatch of varlen_attention, and the independence of `ops` from transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mvp_engine.ops import attention, cudnn_attention, flex_attention, graph_breaks
+from mvp_engine.ops.attention import AttnSpec, varlen_attention
+from mvp_engine.ops.reference_attention import reference_attention
+from mvp_engine.ops.size_bucket import round_up_to_bucket
+
+CU_SEQLENS = torch.tensor([0, 4, 9], dtype=torch.int32)
+EXTRAS: list[dict[str, Any]] = [
+    {"softcap": 3.0},
+    {"sinks": torch.zeros(2)},
+    {"mask_function": lambda b, h, q, kv: kv <= q},
+]
+
+
+def qkv() -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(heads, 9, 8, generator=g) for heads in (2, 1, 1)]
+
+
+@pytest.fixture
+def chosen(monkeypatch) -> list[str]:
+    """The kernels that were called, where all of them report that they support everything."""
+    calls: list[str] = []
+
+    def kernel(name: str) -> Any:
+        return lambda q, *_: (calls.append(name), q)[1]
+
+    monkeypatch.setattr(cudnn_attention, "is_supported", lambda *_: True)
+    monkeypatch.setattr(attention, "_torch_varlen_is_supported", lambda *_: True)
+    monkeypatch.setattr(flex_attention, "is_supported", lambda *_: True)
+    monkeypatch.setattr(cudnn_attention, "cudnn_attention", kernel("cudnn"))
+    monkeypatch.setattr(attention, "_torch_varlen", kernel("varlen"))
+    monkeypatch.setattr(graph_breaks, "untraced_flex_attention", kernel("flex"))
+    monkeypatch.setattr(graph_breaks, "untraced_reference_attention", kernel("reference"))
+    return calls
+
+
+def test_varlen_attention_plain_spec_prefers_cudnn_then_torch_varlen(chosen: list[str], monkeypatch) -> None:
+    spec = AttnSpec(CU_SEQLENS, 5, scale=0.2, window=3)
+    varlen_attention(*qkv(), spec)
+    monkeypatch.setattr(cudnn_attention, "is_supported", lambda *_: False)
+    varlen_attention(*qkv(), spec)
+    assert chosen == ["cudnn", "varlen"]
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: next(iter(extra)))
+def test_varlen_attention_extra_option_uses_flex_attention(chosen: list[str], extra: dict[str, Any]) -> None:
+    varlen_attention(*qkv(), AttnSpec(CU_SEQLENS, 5, **extra))
+    assert chosen == ["flex"]
+
+
+def test_varlen_attention_dropout_uses_the_reference(chosen: list[str]) -> None:
+    varlen_attention(*qkv(), AttnSpec(CU_SEQLENS, 5, dropout=0.1))
+    assert chosen == ["reference"]
+
+
+@pytest.mark.parametrize("extra", [{}, *EXTRAS], ids=lambda extra: next(iter(extra), "plain"))
+def test_varlen_attention_on_cpu_equals_reference(extra: dict[str, Any]) -> None:
+    spec = AttnSpec(CU_SEQLENS, 5, **extra)
+    assert torch.equal(varlen_attention(*qkv(), spec), reference_attention(*qkv(), spec))
+
+
+def test_round_up_to_bucket_returns_the_smallest_bucket() -> None:
+    buckets = [round_up_to_bucket(n, 4) for n in range(1, 26)]
+    assert sorted(set(buckets)) == [4, 6, 8, 12, 16, 24, 32]
+    assert all(n <= bucket for n, bucket in zip(range(1, 26), buckets, strict=True))
+
+
+def test_ops_import_does_not_import_transformers() -> None:
+    code = """
+import sys
+from mvp_engine.ops import attention, cudnn_attention, flex_attention, fp8, graph_breaks, linear_cross_entropy
+from mvp_engine.ops import reference_attention, torch_varlen
+found = {name for name in sys.modules if name == "transformers" or name.startswith("mvp_engine.hf")}
+sys.exit(f"ops imports {found}" if found else 0)
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
