@@ -29,7 +29,9 @@ class AttnSpec:
     max_seqlen: int
     scale: float | None = None  # None: 1 / sqrt(head size)
     causal: bool = True
-    window: int | None = None  # a token attends to itself and `window - 1` tokens before it
+    window: int | None = (
+        None  # a token attends to `window - 1` tokens before it; after it, too, if not causal
+    )
     dropout: float = 0.0
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     sinks: Tensor | None = None  # (H,): one more logit per head, with a value of zero
