@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY
+from conftest import ROOT, TINY
 from families import parallel
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
@@ -176,9 +176,23 @@ def _host_collectives(config: str, words: list[str], steps: tuple[int, int]) -> 
     return counts
 
 
-@pytest.mark.parametrize("layout", ["parallel.shard=2", "parallel.replicate=2"])
-def test_step_on_a_planned_loader_has_one_host_collective(ranks2, tmp_path: Path, layout: str) -> None:
-    words = [f"project.dir={tmp_path}", layout, "loop.eval_interval=null", "log.interval=1000"]
+DIGITS = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
+SMALL = ["digits.drawings=1", "digits.count=60", "data.num_workers=0", "data.global_batch_size=4"]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (TINY, ["parallel.shard=2"]),
+        (TINY, ["parallel.replicate=2"]),
+        (DIGITS, ["parallel.shard=2", *SMALL]),
+    ],
+    ids=["module-shard", "module-replicate", "images-shard"],
+)
+def test_step_on_a_planned_loader_has_one_host_collective(
+    ranks2, tmp_path: Path, config: Path, words: list[str]
+) -> None:
+    words = [*words, f"project.dir={tmp_path}", "loop.eval_interval=null", "log.interval=1000"]
     words += ["checkpoint.interval=null", "log.backends=[]"]
-    for few, many in ranks2.run(_host_collectives, str(TINY), words, (3, 8)):
+    for few, many in ranks2.run(_host_collectives, str(config), words, (3, 8), timeout=280):
         assert many - few == 5

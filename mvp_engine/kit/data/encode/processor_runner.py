@@ -36,6 +36,7 @@ class ProcessorRunner:
         # Whether a kind can be measured with meta tensors, which have no data: an image of 2000x1500
         # then takes 4 ms instead of 24 ms.
         self._uses_meta = dict.fromkeys(kinds, False)
+        self.value_names: dict[str, str] = {}  # keys of PackedBatch.media, by media kind
         self._item_processors: dict[tuple[str, int | None, int | None], Any] = {}
 
     def placeholder(self, kind: str) -> str:
@@ -143,6 +144,7 @@ class ProcessorRunner:
     ) -> None:
         """Add the outputs' media without items, or compare their shapes with those found before."""
         name, media = to_media(outputs)
+        self.value_names[kind] = name
         none = media.select([])
         # Not a view of the item's values, which would be pickled with it.
         none = replace(none, values=none.values.clone())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -239,6 +239,10 @@ class RowEncoder:
         for side in sides:
             cost += sum(self.media.cost(info).encoder for info in side.infos)
         return cost
+
+    def media_names(self, kinds: Iterable[str]) -> frozenset[str]:
+        """The keys that items of these kinds have in `PackedBatch.media`."""
+        return frozenset(self.media.runner.value_names[kind] for kind in kinds)
 
     def load(
         self,

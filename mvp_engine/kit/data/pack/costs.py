@@ -40,14 +40,21 @@ class Costs:
     tokens: np.ndarray
     # int64: the number of values that encoders read.
     encoder: np.ndarray
+    # uint8: the kinds of media, as a sum of MEDIA_BITS.
+    media: np.ndarray
     # Why a row is bad: (reason, detail).
     bad: dict[int, tuple[str, str]] = field(default_factory=dict)
     # Indices of the over-long rows.
     long: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
+    @classmethod
+    def zeros(cls, rows: int) -> Costs:
+        return cls(np.zeros(rows, np.int64), np.zeros(rows, np.int64), np.zeros(rows, np.uint8))
 
-# The cost of one row: (tokens, encoder work), or (reason, detail) of a bad row.
-RowCost = tuple[int, int] | tuple[str, str]
+
+MEDIA_BITS = {"image": 1, "video": 2, "audio": 4}  # of cached files: never change them
+# The cost of one row: (tokens, encoder work, media bits), or (reason, detail) of a bad row.
+RowCost = tuple[int, int, int] | tuple[str, str]
 
 
 @dataclass
@@ -67,7 +74,10 @@ class Measure:
             sides = self.row_encoder.encode(
                 self.source[row], self.format, self.source.root, self.fit
             )
-            return sum(len(side.ids) for side in sides), self.row_encoder.encoder_cost(sides)
+            tokens = sum(len(side.ids) for side in sides)
+            kinds = {info.kind for side in sides for info in side.infos}
+            media = sum(MEDIA_BITS[kind] for kind in kinds)
+            return tokens, self.row_encoder.encoder_cost(sides), media
         except BadRow as bad:
             return bad.reason, bad.detail
         except Exception as error:
@@ -92,7 +102,8 @@ def measure_costs(
     key = f"{source.fingerprint} {source.root} {format} {row_encoder.fingerprint}"
     whole = _cached(measure, range(len(source)), cache, key, workers, name)
     long = np.flatnonzero(whole.tokens > row_encoder.max_tokens)
-    costs = Costs(whole.tokens.copy(), whole.encoder.copy(), dict(whole.bad), long)
+    arrays = (whole.tokens.copy(), whole.encoder.copy(), whole.media.copy())
+    costs = Costs(*arrays, dict(whole.bad), long)
     if len(long) and row_encoder.overlong in ("truncate", "shrink"):
         measure.fit = True
         key += f" {row_encoder.overlong} {row_encoder.max_tokens}"
@@ -100,11 +111,13 @@ def measure_costs(
         fitted = _cached(measure, long.tolist(), cache, key, workers, name)
         costs.tokens[long] = fitted.tokens
         costs.encoder[long] = fitted.encoder
+        costs.media[long] = fitted.media
         for index, why in fitted.bad.items():
             costs.bad[int(long[index])] = why
     else:
         costs.tokens[long] = 0
         costs.encoder[long] = 0
+        costs.media[long] = 0
     return costs
 
 
@@ -120,7 +133,7 @@ def _cached(
     file = cache / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.npz"
     with _locked(file.with_suffix(".lock")):
         if not file.exists():
-            costs = Costs(np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64))
+            costs = Costs.zeros(len(rows))
             _measure_into(costs, measure, range(len(rows)), rows, workers, name)
             _write(file, costs)
             return costs
@@ -150,12 +163,13 @@ def _measure_into(
     reported = time.monotonic()
     done = 0
     for chunk, found in zip(chunks, _map_chunks(measure, row_chunks, workers), strict=True):
-        for place, (first, second) in zip(chunk, found, strict=True):
-            if isinstance(first, str):
-                costs.bad[place] = first, str(second)
+        for place, cost in zip(chunk, found, strict=True):
+            if isinstance(cost[0], str):
+                costs.bad[place] = cost[0], cost[1]
             else:
-                costs.tokens[place] = first
-                costs.encoder[place] = second
+                costs.tokens[place] = cost[0]
+                costs.encoder[place] = cost[1]
+                costs.media[place] = cost[2]
         done += len(chunk)
         if time.monotonic() - reported > PROGRESS_SECONDS:
             reported = time.monotonic()
@@ -223,10 +237,16 @@ def _write(file: Path, costs: Costs) -> None:
     encoded = json.dumps(bad).encode(errors="surrogatepass")
     bad_bytes = np.frombuffer(encoded, np.uint8)
     with atomic_path(file) as temporary, open(temporary, "wb") as out:
-        np.savez(out, tokens=costs.tokens, encoder=costs.encoder, bad=bad_bytes)
+        np.savez(
+            out,
+            tokens=costs.tokens,
+            encoder=costs.encoder,
+            media=costs.media,
+            bad=bad_bytes,
+        )
 
 
 def _read(file: Path) -> Costs:
     with np.load(file, allow_pickle=False) as found:
         bad = {row: (reason, detail) for row, reason, detail in json.loads(found["bad"].tobytes())}
-        return Costs(found["tokens"], found["encoder"], bad)
+        return Costs(found["tokens"], found["encoder"], found["media"], bad)

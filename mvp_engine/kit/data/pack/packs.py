@@ -10,10 +10,11 @@ from torch.utils.data import Dataset
 
 from mvp_engine.data import SampleLoader, derived_seed
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.step_plan import MediaKinds
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.encode.sequences import EncodedSequence
-from mvp_engine.kit.data.pack.costs import Costs
+from mvp_engine.kit.data.pack.costs import MEDIA_BITS, Costs
 from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.pack.plan import Plan, make_plan
 from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
@@ -78,6 +79,14 @@ class PackDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.plan)
+
+    def media_kinds(self, index: int) -> frozenset[str]:
+        """The kinds of media that pack `index` is planned to hold."""
+        rows, _ = self.plan.pack(index)
+        bits = 0
+        for which, row in rows.tolist():
+            bits |= int(self.costs[which].media[row])
+        return self.row_encoder.media_names(kind for kind, bit in MEDIA_BITS.items() if bits & bit)
 
     def __getitem__(self, index: int) -> tuple[PackedBatch, list[BadRecord]]:
         rows, planned = self.plan.pack(index)
@@ -153,6 +162,11 @@ class PackLoader(SampleLoader):
         for batch, bad in super().__iter__():
             self.bad_rows.add(bad)
             yield batch
+
+    _media_known = True
+
+    def _media_kinds(self, places: range) -> MediaKinds:
+        return frozenset().union(*(self.dataset.media_kinds(place) for place in places))
 
     def _items(self) -> Iterator[Any]:
         return self.dataset.watchdog.iterate(super()._items, self.stall_seconds)
