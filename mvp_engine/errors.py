@@ -3,12 +3,12 @@
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: everything is saved, launch again with resume=auto
-EXIT_CODE_FILE = "MVP_EXIT_CODE_FILE"  # environment variable: where rank 0 leaves its exit code
+EXIT_CODE_FILE = "MVP_EXIT_CODE_FILE"  # environment variable: the file for rank 0's exit code
 
 
 class UserError(ValueError):
-    """Something the user can mend. The text says what, where and the fix; it is shown without a traceback."""
+    """A user error: the text names what is wrong, where, and the fix. It is shown without a traceback."""
 
 
 class Interrupted(Exception):
-    """SIGTERM or Ctrl-C was honoured: the step was finished and saved."""
+    """SIGTERM or Ctrl-C: the step was finished and saved."""

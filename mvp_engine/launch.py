@@ -1,7 +1,7 @@
-"""The one entry: `--config FILE key=value ...` -> checked config -> `engine.<workflow>()`.
+"""The entry point of a run: `--config FILE key=value ...` -> checked config -> `engine.<workflow>()`.
 
 Runs as `python -m mvp_engine.launch`, under `torchrun -m mvp_engine.launch`, and inside `mvp train`. Exit codes: 0 for
-done, 1 for a bug (with its traceback), 2 for a mistake of the user (with one message), 75 for interrupted and saved.
+done, 1 for a bug (with its traceback), 2 for a user error (with one message), 75 for interrupted and saved.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def leave(code: int) -> int:
-    """Rank 0 leaves its exit code for `mvp train --nproc`, which torchrun does not tell."""
-    if (told := os.environ.get(EXIT_CODE_FILE)) and os.environ.get("RANK") == "0":
-        Path(told).write_text(str(code))
+    """Rank 0 writes its exit code for `mvp train --nproc`: torchrun does not pass it on."""
+    file = os.environ.get(EXIT_CODE_FILE)
+    if file and os.environ.get("RANK") == "0":
+        Path(file).write_text(str(code))
     return code
 
 
@@ -60,9 +61,9 @@ def launch(
     job: Callable[[Composed, World], int] | None = None,
     failed: Callable[[BaseException], None] | None = None,
 ) -> int:
-    """Everything from the config file to the exit code.
+    """Run a config; returns the exit code.
 
-    `job` is what is done in place of the config's workflow; `failed` hears of an error before it is shown.
+    `job` replaces the config's workflow. `failed` is called with an error before it is shown.
     """
     world: World | None = None
     try:
@@ -107,26 +108,25 @@ def _run(composed: Composed, world: World) -> int:
 
 
 def _agree_on_start(config: Config, world: World) -> Start:
-    """Rank 0 chooses, the others hear of it; its mistake is everybody's mistake."""
+    """Rank 0 chooses the run and the checkpoint and broadcasts them; a user error there is raised on all ranks."""
     chosen: Start | None = None
-    told: Start | UserError | None = None
+    message: Start | UserError | None = None
     if world.is_main:
         try:
             chosen = choose_start(config)
-            told = dataclasses.replace(
-                chosen, run=Run(chosen.run.dir)
-            )  # without the lock, which stays here
+            # Without the lock of the run folder, which rank 0 keeps.
+            message = dataclasses.replace(chosen, run=Run(chosen.run.dir))
         except UserError as error:
-            told = error
-    told = world.broadcast(told)
-    if isinstance(told, UserError):
-        raise told
-    assert told is not None
-    return chosen or told
+            message = error
+    message = world.broadcast(message)
+    if isinstance(message, UserError):
+        raise message
+    assert message is not None
+    return chosen or message
 
 
 def workflows(engine_class: type[Engine]) -> list[str]:
-    """The public methods that can be called with no arguments and are no hooks."""
+    """The public methods without arguments that are no hooks."""
     hooks = set(dir(Engine)) - {"train", "evaluate"}
     names = []
     for name, method in inspect.getmembers(engine_class, inspect.isfunction):
@@ -156,12 +156,12 @@ def _make_deterministic(wanted: bool) -> None:
 
 
 def _failed(error: BaseException, world: World | None) -> int:
-    """The rank that failed first speaks, with its traceback if it is a bug; the others only failed with it."""
+    """Print the error of the rank that failed first, with its traceback if it is a bug; the others only followed."""
     rank = world.rank if world else int(os.environ.get("RANK", "0"))
     code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_BUG
     if world:
         first = world.failed_first()
-    else:  # a mistake in the config is made by all ranks: one of each machine tells
+    else:  # all ranks found the error in the config: one of each machine prints it
         first = rank if code == EXIT_BUG or os.environ.get("LOCAL_RANK", "0") == "0" else -1
     if first != rank:
         if code == EXIT_BUG:

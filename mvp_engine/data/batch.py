@@ -201,7 +201,7 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Tell the CUDA allocator that `stream` uses the tensors, as `Tensor.record_stream` does."""
+        """Mark the tensors as used by `stream` for the CUDA allocator, as `Tensor.record_stream` does."""
         for tensor in self.tensors().values():
             if tensor.is_cuda:
                 tensor.record_stream(stream)

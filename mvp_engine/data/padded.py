@@ -86,7 +86,7 @@ def from_padded(
 
 def to_padded(batch: PackedBatch, pad_id: int = 0) -> dict[str, Tensor]:
     """Tensors of (B, L, ...), pads being zero: `input_ids`, `attention_mask`, `labels`, `loss_mask`, `position_ids` and
-    all per-token fields; beside them the per-sequence fields, (B, ...).
+    all per-token fields; and the per-sequence fields, (B, ...).
 
     `from_padded` takes them back, with the batch's own `media`, since rows are in the order of its sequences. `labels`
     are shifted as in the batch; `loss_mask`, as there, marks the tokens that are learned themselves.

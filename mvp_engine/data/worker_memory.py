@@ -17,7 +17,7 @@ M_ARENA_MAX = -8
 
 
 def keep_freed_memory(_: int) -> None:
-    """Tell malloc in a worker to keep what it frees: it needs the same sizes again soon.
+    """Configure malloc in a worker to keep what it frees: it needs the same sizes again soon.
 
     Otherwise the kernel clears the same pages for every batch. Does nothing where libc is not glibc.
     """

@@ -1,4 +1,4 @@
-"""How the ranks of a job share one model: which hold copies, which hold shards, which share tokens or matrices.
+"""Layout: how the ranks of a job share one model: data parallel, FSDP, Ulysses and tensor parallel dimensions.
 
 Dimensions by name, outermost first: `replicate` (copies), `shard` (FSDP2), `ulysses` (Ulysses sequence parallel; such ranks hold shards
 of their own too), `tensor` (tensor parallel). A layout is a value that is handed around; two of them can live in one
@@ -29,9 +29,7 @@ class Layout:
     )
     tensor_mesh: DeviceMesh | None = None
     ulysses_group: dist.ProcessGroup | None = None
-    data_group: dist.ProcessGroup | None = (
-        None  # one rank of each group that trains on the same data
-    )
+    data_group: dist.ProcessGroup | None = None  # one rank of each model-parallel group
 
     def __post_init__(self) -> None:
         if (product := self.data_size * self.model_parallel_size) != self.world.size:
@@ -41,16 +39,16 @@ class Layout:
 
     @classmethod
     def of(cls, world: World, config: Parallel) -> Layout:
-        """The layout that the config asks for on these ranks, or an explanation."""
+        """The layout of a config on these ranks; raises a UserError if the sizes do not fit."""
         others = config.shard * config.ulysses * config.tensor
         replicate = world.size // others if config.replicate == -1 else config.replicate
         if replicate * others != world.size or replicate < 1:
-            asked = ", ".join(
+            sizes_text = ", ".join(
                 f"{name}={getattr(config, name)}"
                 for name in ("replicate", "shard", "ulysses", "tensor")
             )
             raise UserError(
-                f"parallel: {asked} do not multiply to the {world.size} process(es) that were started. "
+                f"parallel: {sizes_text} do not multiply to the {world.size} process(es) that were started. "
                 f"Start {abs(config.replicate) * others} (torchrun --nproc_per_node), or change them; "
                 "parallel.replicate=-1 takes what the others leave."
             )
@@ -77,12 +75,12 @@ class Layout:
 
     @property
     def model_parallel_size(self) -> int:
-        """How many ranks work together on the same data, and so give the same losses."""
+        """Ranks that work on the same data, and so compute the same losses."""
         return self.ulysses * self.tensor
 
     @property
     def data_size(self) -> int:
-        """How many ranks, or groups of ranks, train on different data."""
+        """Data-parallel size: ranks, or groups of ranks, that train on different data."""
         return self.replicate * self.shard
 
     @property
@@ -91,10 +89,10 @@ class Layout:
 
     @property
     def is_mp_src_rank(self) -> bool:
-        """Is this the one rank among those with the same data whose outputs count?"""
+        """Among the ranks with the same data: is this the one that reports outputs and metrics?"""
         return self.world.rank % self.model_parallel_size == 0
 
     @property
     def dropout_rank(self) -> int:
-        """Ranks that share matrices hold the same activations, so they must drop the same ones."""
+        """The seed of dropout: tensor-parallel ranks hold the same activations, so they drop the same ones."""
         return self.world.rank // self.tensor

@@ -1,9 +1,9 @@
-"""Ulysses: ranks share the tokens of a batch everywhere but in attention, where they share the heads.
+"""Ulysses sequence parallel: ranks shard the tokens of a batch, except in attention, where they shard the heads.
 
 Legend: T tokens of the whole batch, t of this rank, H heads, h heads of this rank in attention, d head size.
 
-Tokens are cut wherever the shares come out even: no padding, and no heed of sequence boundaries, since attention sees
-all tokens of its heads. Every rank of the group gives the same loss over all tokens, which counts once.
+Tokens are sharded evenly, without padding and without regard to sequence boundaries, since attention sees all tokens
+of its heads. Every rank of the group computes the same loss over all tokens, which counts once.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from torch import Tensor
 
 from mvp_engine.errors import UserError
 
+Shapes = list[tuple[int, ...]]
+
 
 @dataclass(frozen=True)
 class UlyssesShard:
-    """This rank's part of one batch's tokens."""
+    """This rank's shard of one batch's tokens."""
 
     group: dist.ProcessGroup
     rank: int
@@ -34,39 +36,45 @@ class UlyssesShard:
         ranks = dist.get_world_size(group)
         if tokens < ranks:
             raise UserError(
-                f"a batch of {tokens} token(s) cannot be shared by parallel.ulysses={ranks} ranks"
+                f"a batch of {tokens} token(s) cannot be sharded over parallel.ulysses={ranks} ranks"
             )
-        cuts = [tokens * r // ranks for r in range(ranks + 1)]
-        sizes = tuple(b - a for a, b in pairwise(cuts))
+        cuts = [tokens * rank // ranks for rank in range(ranks + 1)]
+        sizes = tuple(end - begin for begin, end in pairwise(cuts))
         return cls(group, dist.get_rank(group), sizes)
 
     def cut(self, value: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part of a tensor over all tokens."""
+        """This rank's slice of a tensor over all tokens."""
         return value.split(list(self.sizes), dim)[self.rank]
 
     def gather(self, value_t: Tensor) -> Tensor:
-        """All ranks' parts along dimension 0, as one tensor that carries gradients."""
+        """All-gather along dimension 0, with gradients."""
         return _Gather.apply(value_t, self)
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum of all ranks' numbers, which carries gradients."""
+        """All-reduce (sum), with gradients."""
         return _Total.apply(value, self)
 
-    def to_heads(self, *whole: Tensor) -> list[Tensor]:
-        """All heads of this rank's tokens, (H, t, d) -> this rank's heads of all tokens, (h, T, d), for each of some
-        tensors. They travel together: ranks that compile blocks must not send them in an order of their own."""
-        parts = [x.chunk(len(self.sizes)) for x in whole]
-        shapes: list[Shapes] = [
-            [(len(mine), size, mine.shape[-1]) for mine, *_ in parts] for size in self.sizes
-        ]
-        received = _exchange([list(one) for one in zip(*parts, strict=True)], shapes, self.group)
-        return [torch.cat(one, dim=1) for one in zip(*received, strict=True)]
+    def to_heads(self, *tensors_Htd: Tensor) -> list[Tensor]:
+        """All-to-all: all heads of this rank's tokens, (H, t, d) -> this rank's heads of all tokens, (h, T, d).
+
+        Several tensors go in one all-to-all: compiled blocks on different ranks could order several differently.
+        """
+        ranks = len(self.sizes)
+        chunks = [tensor.chunk(ranks) for tensor in tensors_Htd]  # by tensor, then rank
+        to_ranks = [[chunk[rank] for chunk in chunks] for rank in range(ranks)]
+        own = [(len(chunk[0]), chunk[0].shape[-1]) for chunk in chunks]  # heads, head size
+        shapes: list[Shapes] = []
+        for size in self.sizes:
+            shapes.append([(heads, size, head_dim) for heads, head_dim in own])
+        from_ranks = _all_to_all(to_ranks, shapes, self.group)
+        return [torch.cat(parts, dim=1) for parts in zip(*from_ranks, strict=True)]
 
     def to_tokens(self, x_hTd: Tensor) -> Tensor:
-        """The way back, (H, t, d)."""
+        """All-to-all back: this rank's heads of all tokens, (h, T, d) -> all heads of its tokens, (H, t, d)."""
         shape = (len(x_hTd), self.sizes[self.rank], x_hTd.shape[-1])
-        parts = [[part] for part in x_hTd.split(list(self.sizes), dim=1)]
-        return torch.cat([x for (x,) in _exchange(parts, [[shape]] * len(parts), self.group)])
+        to_ranks = [[part] for part in x_hTd.split(list(self.sizes), dim=1)]
+        from_ranks = _all_to_all(to_ranks, [[shape]] * len(to_ranks), self.group)
+        return torch.cat([parts[0] for parts in from_ranks])
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
@@ -77,26 +85,23 @@ def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
         )
 
 
-Shapes = list[tuple[int, ...]]
-
-
-def _exchange(
-    parts: list[list[Tensor]], shapes: list[Shapes], group: dist.ProcessGroup
+def _all_to_all(
+    to_ranks: list[list[Tensor]], shapes: list[Shapes], group: dist.ProcessGroup
 ) -> list[list[Tensor]]:
-    """Send some tensors to each rank; receive some of the given shapes from each. It carries gradients.
+    """Send some tensors to each rank, receive tensors of the given shapes from each; with gradients.
 
-    By torch's own operator: compilers know it, never move one past another, and repeat one only in blocks that are
-    recomputed, on all ranks alike. Else ranks would wait for each other, or get what was meant for another.
+    It is torch's functional operator: compilers never reorder two of them, and repeat one only under activation
+    checkpointing, on all ranks alike. Otherwise ranks would wait for each other, or receive data meant for another.
     """
-    sent = [sum(part.numel() for part in ones) for ones in parts]
-    sizes = [[math.prod(shape) for shape in ones] for ones in shapes]
-    flat = torch.cat([part.reshape(-1) for ones in parts for part in ones])
+    sent_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in to_ranks]
+    flat = torch.cat([tensor.reshape(-1) for tensors in to_ranks for tensor in tensors])
+    sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
+    received_sizes = [sum(of_rank) for of_rank in sizes]
     operator = torch.ops._c10d_functional.all_to_all_single
-    received = functional.wait_tensor(
-        operator(flat, [sum(ones) for ones in sizes], sent, group.group_name)
-    )
-    pieces = iter(received.split([size for ones in sizes for size in ones]))
-    return [[next(pieces).view(shape) for shape in ones] for ones in shapes]
+    pending = operator(flat, received_sizes, sent_sizes, group.group_name)
+    received = functional.wait_tensor(pending)
+    slices = iter(received.split([size for of_rank in sizes for size in of_rank]))
+    return [[next(slices).view(shape) for shape in of_rank] for of_rank in shapes]
 
 
 class _Gather(torch.autograd.Function):
@@ -104,11 +109,12 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shard: UlyssesShard) -> Tensor:
         ctx.shard = shard
         shapes: list[Shapes] = [[(size, *x.shape[1:])] for size in shard.sizes]
-        return torch.cat([part for (part,) in _exchange([[x]] * len(shapes), shapes, shard.group)])
+        from_ranks = _all_to_all([[x]] * len(shapes), shapes, shard.group)
+        return torch.cat([parts[0] for parts in from_ranks])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # Every rank has the gradient of the same whole loss: its own part is all it needs.
+        # Every rank has the gradient of the same loss over all tokens: its own slice is all it needs.
         return ctx.shard.cut(grad).contiguous(), None
 
 

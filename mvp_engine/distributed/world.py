@@ -1,14 +1,12 @@
-"""The processes of a job: who am I, who else is there, on which device, and small agreements between us.
+"""World: the processes of a job, their device, and small host collectives between them.
 
-A single process needs no process group: every call here is then free. Host-side agreements go over gloo, so they
+A single process needs no process group: every call here then costs nothing. Host collectives run on gloo, so they
 never wait for the GPU.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,8 +18,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-from mvp_engine import PARENT
 from mvp_engine.errors import UserError
+from mvp_engine.process.watchdog import RankWatchdog
 
 _FIRST_FAILURE = "first_failure"
 
@@ -33,14 +31,14 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
-    host_group: dist.ProcessGroup | None = None  # gloo, for the main thread's agreements
+    host_group: dist.ProcessGroup | None = None  # gloo, for host collectives of the main thread
     store: PrefixStore | None = None
-    watch: _Watch | None = None
+    watch: RankWatchdog | None = None
     meshes: list[DeviceMesh] = field(default_factory=list)
 
     @classmethod
     def join(cls, device: str = "auto", timeout: float = 600.0) -> World:
-        """Join the job that torchrun's environment variables describe, or be alone."""
+        """Join the job that torchrun's environment variables describe, or run as a single process."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
@@ -52,7 +50,7 @@ class World:
             _pick_device(device, local_rank),
         )
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            world.watch = _Watch(world.rank)
+            world.watch = RankWatchdog(world.rank)
         if size > 1:
             # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors too.
             own_gpu = world.device.type == "cuda" and local_size <= torch.cuda.device_count()
@@ -79,7 +77,7 @@ class World:
         return self.rank == 0
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The `value` of one rank, on every rank."""
+        """Broadcast the `value` of one rank."""
         if self.size == 1:
             return value
         box = [value]
@@ -94,7 +92,7 @@ class World:
         return values
 
     def any(self, *flags: bool) -> list[bool]:
-        """For each flag: is it true on any rank?"""
+        """For each flag: is it true on any rank? One small host all-reduce."""
         if self.size == 1:
             return list(flags)
         box = torch.tensor(flags, dtype=torch.uint8)
@@ -115,80 +113,38 @@ class World:
         return dist.new_group(backend="gloo") if self.size > 1 else None
 
     def new_mesh(self, shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
-        """The ranks as a grid, with process groups along its dimensions that end with this world."""
+        """A device mesh over all ranks; its process groups are destroyed with this world."""
         self.meshes.append(init_device_mesh(self.device.type, shape, mesh_dim_names=names))
         return self.meshes[-1]
 
     def close(self) -> None:
         if self.watch:
-            self.watch.end()  # this rank is past its last collective, so the others may end as they like
+            self.watch.end()  # this rank is past its last collective, so the others may exit
         if self.size > 1 and dist.is_initialized():
             self.barrier()
             dist.destroy_process_group()
             self._forget_groups()
 
     def _forget_groups(self) -> None:
-        """A process group keeps sockets and busy threads until nobody holds it, and DTensor's caches hold meshes."""
+        """Drop references to process groups: they keep sockets and busy threads, and DTensor's caches hold meshes."""
         for mesh in self.meshes:
             getattr(mesh, "_pg_registry", {}).clear()
-        # A later world would find the meshes of this one in there, with groups that ended.
+        # A later world would find meshes of this one there, with destroyed groups.
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
     def failed_first(self) -> int:
-        """Called by a rank that fails: which rank was the first to fail? Later ones are only its echo."""
+        """Called by a rank that fails; returns the rank that failed first. Later failures follow from it."""
         if self.store is None:
             return self.rank
         try:
             return int(self.store.compare_set(_FIRST_FAILURE, "", str(self.rank)))
-        except (RuntimeError, ValueError):  # the store went down with its host: nothing left to ask
+        except (RuntimeError, ValueError):  # the store is gone with its host
             return self.rank
-
-
-class _Watch:
-    """Ends this process when torchrun or another rank of this machine is gone.
-
-    A collective with a dead rank would never return, and a job whose launcher was killed should not go on unseen. The
-    thread knows nothing of the World: the last holder of a process group must not be a thread that ends with Python.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.siblings: list[int] = []  # the processes of this machine's ranks
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="mvp-watch", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.is_set():
-            gone = [pid for pid in self.siblings if not _alive(pid)]
-            # When a rank is gone, most often the broken collective raises by itself, with a better message.
-            if not self._ended.wait(4.0 if gone else 0.5) and (gone or os.getppid() != PARENT):
-                who = f"process {gone[0]}" if gone else "the launcher"
-                print(
-                    f"[rank {self.rank}] {who} of this job died; leaving",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                os._exit(1)
 
 
 def _node() -> str:
     return os.environ.get("GROUP_RANK", "0") + os.uname().nodename
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _pick_device(wanted: str, local_rank: int) -> torch.device:
@@ -197,7 +153,7 @@ def _pick_device(wanted: str, local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise UserError("device=cuda, but torch sees no GPU here. Set device=auto or device=cpu.")
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        # Packs differ in size: memory in fixed segments would break up, by a fifth of a GPU in our benchmarks.
+        # Packs differ in size: fixed segments fragment, which cost a fifth of a GPU's memory in our benchmarks.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

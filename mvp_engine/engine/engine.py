@@ -229,11 +229,11 @@ class Engine(EngineHooks):
             with self.meter.paused():
                 self.save()
         if interrupted and not last:
-            reason = self.signals.requested or "another rank was told to stop"
+            reason = self.signals.requested or "another rank received a stop signal"
             self.logger.warning("%s: saving at step %d", reason, self.step)
             self._save_and_wait()
             raise Interrupted(
-                f"stopped and saved at step {self.step}; resume=auto goes on from here"
+                f"stopped and saved at step {self.step}; resume=auto continues from here"
             )
 
     def _read_status(self) -> None:

@@ -1,4 +1,4 @@
-"""Skipped steps: counted, written down with their samples, and the end of the run when there are too many."""
+"""SkipGuard: counts skipped steps, records their samples, and stops the run when they are too many."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ LOGGER = logging.getLogger("mvp_engine")
 
 
 class SkipGuard:
-    """Every rank keeps the same counts, since every rank sees the same outcomes."""
+    """Every rank keeps the same counts, because every rank has the same step statuses."""
 
     def __init__(self, config: Guard, folder: Path, rank: int) -> None:
-        self.config, self.rank = config, rank
+        self.config = config
+        self.rank = rank
         self.file = folder / (
             "skipped_steps.jsonl" if rank == 0 else f"skipped_steps.rank{rank}.jsonl"
         )
         self.total = self.consecutive = self.overflows = 0
-        self._steps: deque[dict[str, Any]] = deque()  # steps whose outcome is not known yet
+        self._steps: deque[dict[str, Any]] = deque()  # steps without a status yet
 
     def watch(self, step: int, place: dict[str, Any]) -> None:
         self._steps.append({"step": step, "place": place})
@@ -73,14 +74,14 @@ class SkipGuard:
             raise UserError(
                 f"stopped at step {entry['step']}: {self.consecutive} step(s) in a row and {self.total} in all were "
                 f"skipped ({limit}); the last because {reason}. The samples are listed in {self.file}. "
-                "Look at those samples, lower optim.lr or raise the limit, then go on with resume=auto."
+                "Look at those samples, lower optim.lr or raise the limit, then resume with resume=auto."
             )
 
     def state_dict(self) -> dict[str, int]:
         return {"total": self.total, "consecutive": self.consecutive, "overflows": self.overflows}
 
     def load_state_dict(self, state: dict[str, int], step: int) -> None:
-        """Steps after `step` will be made again, so what was written of them goes."""
+        """Steps after `step` will run again, so their records are removed."""
         if self.file.is_file():
             lines = self.file.read_text().splitlines(keepends=True)
             atomic_write_text(

@@ -1,4 +1,4 @@
-"""Time and memory of an interval: seconds a step, rates, share of waiting for data, time left."""
+"""Meter: seconds per step, throughput, MFU, data wait, peak memory and ETA of a log interval."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from mvp_engine.log.peaks import device_peak
 
 class Meter:
     def __init__(self, world: World, samples_per_step: int) -> None:
-        self.world, self.samples_per_step = world, samples_per_step
+        self.world = world
+        self.samples_per_step = samples_per_step
         self.steps = 0
         self._started = time.perf_counter()
         self._paused = 0.0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent here (evaluating, saving) does not count as training time."""
+        """A context (evaluation, saving) that does not count as training time."""
         started = time.perf_counter()
         yield
         self._paused += time.perf_counter() - started
@@ -31,7 +32,7 @@ class Meter:
     def read(
         self, totals: dict[str, float], waited: float, remaining_steps: int | None
     ) -> dict[str, float]:
-        """The figures since the last reading; then a new interval begins."""
+        """The figures since the last call; then a new interval starts."""
         now = time.perf_counter()
         seconds = max(1e-9, now - self._started - self._paused)
         per_step = seconds / max(1, self.steps)
@@ -46,12 +47,14 @@ class Meter:
         }
         if remaining_steps is not None:
             figures["eta_s"] = remaining_steps * per_step
-        self.steps, self._started, self._paused = 0, now, 0.0
+        self.steps = 0
+        self._started = now
+        self._paused = 0.0
         return figures
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes at the highest point so far: of the GPU's allocator, or of this process."""
+    """Peak memory so far in bytes: of the CUDA allocator, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

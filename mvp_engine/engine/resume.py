@@ -1,4 +1,4 @@
-"""Which run folder a launch works in, and which checkpoint it starts from."""
+"""The run folder that a launch uses, and the checkpoint that it resumes."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ class Start:
 
 
 def choose_start(config: Config) -> Start:
-    """Rank 0 asks. `resume` may name a run folder, to go on with it, or a checkpoint, to start a new run from it."""
+    """Called on rank 0. `resume` names a run folder, to continue it, or a checkpoint, to start a new run from it."""
     root = Path(config.project.dir).expanduser()
     if config.workflow == "train" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        mine = [
+        restarted = [
             run
             for run in list_runs(root, config.project.name)
             if run.info.get("launcher") == launcher_id()
         ]
-        if mine:
-            return _go_on(mine[-1], config, "restarted by torchrun")
+        if restarted:
+            return _resume(restarted[-1], config, "restarted by torchrun")
     if config.resume is None:
         return Start(_new_run(config, root), None, f"a new run of {config.project.name}")
     if config.resume == "auto":
-        runs = [run for run in list_runs(root, config.project.name) if _can_go_on(run, config)]
+        runs = [run for run in list_runs(root, config.project.name) if _can_resume(run, config)]
         if runs:
-            return _go_on(runs[-1], config, "resume=auto")
+            return _resume(runs[-1], config, "resume=auto")
         if config.workflow != "train":
             raise UserError(
                 f"resume=auto: no run named {config.project.name!r} in {root.absolute()}"
@@ -61,8 +61,8 @@ def choose_start(config: Config) -> Start:
         )
     path = Path(config.resume).expanduser()
     if (path / "run.json").is_file():
-        find_checkpoint(path)  # named on purpose, so having none is a mistake
-        return _go_on(Run(path.resolve()), config, f"resume={path}")
+        find_checkpoint(path)  # named on purpose, so having none is an error
+        return _resume(Run(path.resolve()), config, f"resume={path}")
     checkpoint = find_checkpoint(path)
     origin = Run(checkpoint.parent.parent)
     if config.workflow != "train" and (origin.dir / "run.json").is_file():
@@ -76,7 +76,7 @@ def choose_start(config: Config) -> Start:
     return Start(run, checkpoint, f"a new run from checkpoint {checkpoint}")
 
 
-def _can_go_on(run: Run, config: Config) -> bool:
+def _can_resume(run: Run, config: Config) -> bool:
     """A run with a checkpoint; or, for training, one that was killed before its first. Not a launch that failed."""
     if config.project.run_id not in (None, run.id) or run.info.get("workflow") != "train":
         return False
@@ -90,7 +90,7 @@ def _new_run(config: Config, root: Path) -> Run:
     return run
 
 
-def _go_on(run: Run, config: Config, why: str) -> Start:
+def _resume(run: Run, config: Config, why: str) -> Start:
     if config.workflow == "train":
         run.lock()
         recover(run.checkpoints)
@@ -106,7 +106,7 @@ def _go_on(run: Run, config: Config, why: str) -> Start:
     run.note(status="running", launcher=launcher_id())
     if checkpoints:
         return Start(
-            run, checkpoints[-1], f"{why}: going on with {run.dir} from {checkpoints[-1].name}"
+            run, checkpoints[-1], f"{why}: continuing {run.dir} from {checkpoints[-1].name}"
         )
     if parent := run.info.get("parent"):
         return Start(
@@ -118,7 +118,7 @@ def _go_on(run: Run, config: Config, why: str) -> Start:
 
 
 def record_config(run: Run, text: str, step: int) -> None:
-    """Save the resolved config with the run; where a resumed run has another one, say what changed and keep the old."""
+    """Save the resolved config with the run; if a resumed run had another one, log what changed and keep the old file."""
     file = run.dir / "config.yaml"
     if file.is_file() and (before := file.read_text()) != text:
         old = current_keys(flat_keys(yaml.safe_load(before)))

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training, and putting it back: everything that the next step depends on."""
+"""The state of a training in a checkpoint: everything that the next step depends on, saved and restored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def collect_state(engine: Engine) -> dict[str, Tensor]:
-    """This rank's part of a checkpoint of this moment."""
+    """This rank's tensors for a checkpoint of the current step."""
     shared = {
         "layout": _sizes(engine),
         "step": engine.step,
@@ -25,32 +25,32 @@ def collect_state(engine: Engine) -> dict[str, Tensor]:
         "guard": engine.guard.state_dict(),
         "extra": engine.extra_state(),
     }
-    kept = engine.model.state_dict()
+    saved_names = engine.model.state_dict().keys()
+    buffers = dict(engine.model.named_buffers())
     own: dict[str, Any] = {
         "rng": rng_state(),
         "metrics": engine.metrics.state_dict(),
         "feed": engine.feed.rank_state_dict(),
-        # Running statistics differ between ranks; what is not saved with a model is computed from its config.
-        "buffers": {
-            name: buffer.cpu() for name, buffer in engine.model.named_buffers() if name in kept
-        },
+        # Running statistics differ between ranks; other buffers are computed from the config.
+        "buffers": {name: buffers[name].cpu() for name in buffers if name in saved_names},
     }
     return engine.model_engine.collect(shared, own)
 
 
 def restore_state(engine: Engine, checkpoint: Path) -> None:
-    """Put everything back as it was when `checkpoint` was written."""
+    """Restore the state that `checkpoint` was written with."""
     rank = engine.world.rank
     saved = engine.model_engine.restore(checkpoint)
     if "step" not in saved.shared:
         raise UserError(
-            f"{checkpoint} is of a model engine, not of a training: it does not say where in the data to go on. "
-            "Make a Hugging Face folder of it (mvp merge) and begin with that (model.path)."
+            f"{checkpoint} is of a model engine, not of a training: it has no position in the data. "
+            "Merge it into a Hugging Face folder (mvp merge) and start a new run from that (model.path)."
         )
-    engine.step, engine.best = saved.shared["step"], saved.shared["best"]
+    engine.step = saved.shared["step"]
+    engine.best = saved.shared["best"]
     engine.evaluated_at = saved.shared["evaluated_at"]
-    mine = checkpoint.resolve().parent == engine.run.checkpoints.resolve()
-    engine.saved_at = engine.step if mine else -1
+    of_this_run = checkpoint.resolve().parent == engine.run.checkpoints.resolve()
+    engine.saved_at = engine.step if of_this_run else -1
     engine.guard.load_state_dict(saved.shared["guard"], engine.step)
     engine.feed.load_state_dict(saved.shared["feed"], [own["feed"] for own in saved.ranks])
     engine.epoch = engine.feed.epoch
@@ -63,7 +63,8 @@ def restore_state(engine: Engine, checkpoint: Path) -> None:
         engine.metrics.load_state_dict(own["metrics"])
         set_rng_state(own["rng"])
         return
-    if rank == 0:  # on another layout: sums go on here, generators begin anew
+    # On another layout rank 0 continues the sums of all ranks, and generators are seeded again.
+    if rank == 0:
         for other in saved.ranks:
             engine.metrics.merge(other["metrics"])
     seed_everything(

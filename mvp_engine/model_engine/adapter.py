@@ -1,4 +1,4 @@
-"""ModelAdapter: what a backend asks of a model beyond `nn.Module`. Plain modules have the answers below.
+"""ModelAdapter: what a backend calls on a model beyond `nn.Module`; `PlainAdapter` serves plain modules.
 
 A model that needs more (a Hugging Face model: its folder, its exports, checks of its batches) has a method
 `engine_adapter()` that returns an object with these methods. Backends then never test for the class of a model.

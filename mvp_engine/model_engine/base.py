@@ -63,7 +63,7 @@ class Settings:
 
     @classmethod
     def from_config(cls, config: Config, device: torch.device) -> Settings:
-        """The settings that a config asks for on this device."""
+        """The settings of a config on this device."""
         names = {field.name for field in dataclasses.fields(cls)}
         from_model = {name: value for name, value in config.model if name in names}
         return cls(
@@ -165,7 +165,7 @@ class ModelEngine(abc.ABC):
         """Accumulate the gradients of the summed loss; returns this rank's [loss_sum, weight], on the device.
 
         May be called several times before `optimizer_step`. Ranks may have different numbers of micro-batches; a
-        `plan` tells each what the others hold, otherwise they communicate.
+        `plan` says what each rank holds; without it they communicate.
         """
 
     @abc.abstractmethod

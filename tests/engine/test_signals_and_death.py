@@ -124,7 +124,7 @@ def test_torchrun_restart_resumes_by_itself(tmp_path: Path) -> None:
     words += ["data.micro_batch_size=2", f"project.dir={tmp_path}"]
     code, output = run_process(*torchrun, *LAUNCH, *words)
     assert code == 0, output
-    assert "restarted by torchrun: going on with" in output
+    assert "restarted by torchrun: continuing" in output
     assert len(list_runs(tmp_path)) == 1
     assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 13))
 

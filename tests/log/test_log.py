@@ -152,7 +152,7 @@ def test_log_file_is_appended_on_resume(train, tmp_path: Path) -> None:
     assert train("resume=auto", "loop.total_steps=6", dir=tmp_path) == 0
     after = (list_runs(tmp_path)[0].dir / "log.txt").read_text()
     assert after.startswith(before)
-    assert "resume=auto: going on with" in after[len(before) :]
+    assert "resume=auto: continuing" in after[len(before) :]
 
 
 def test_rewind_keeps_what_it_drops_and_forgives_a_cut_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The global norm of gradients, over any mix of meshes, and the first parameter whose gradient is not finite."""
+"""The global norm of gradients, over any mix of meshes, and the first parameter with a non-finite gradient."""
 
 from __future__ import annotations
 
