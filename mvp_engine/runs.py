@@ -1,7 +1,7 @@
-"""A run's folder on disk: making it, finding it again, reading it. No torch here: `mvp runs` stays quick.
+"""Run folders: creating one, locking it, finding it again, reading its records. This module imports no torch.
 
 outputs/<run_id>/
-  run.json         name, creation time, status, how it was launched, git commit if there is one
+  run.json         name, creation time, status, launch command, git commit
   config.yaml      the resolved config; can be launched again
   metrics.jsonl    one record per log interval and evaluation
   log.txt  loss.png  tensorboard/  checkpoints/  skipped_steps.jsonl
@@ -27,11 +27,13 @@ from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
 
 STEP_PREFIX = "step_"
-LOCK_PATIENCE = 5.0  # seconds: the ranks of a job whose launcher was killed need a moment to notice
+LOCK_TIMEOUT = 5.0  # seconds: ranks need a moment to exit after their launcher was killed
 
 
 @dataclass
 class Run:
+    """One run folder."""
+
     dir: Path
     _lock: Any = field(default=None, repr=False)
 
@@ -48,30 +50,16 @@ class Run:
         return json.loads((self.dir / "run.json").read_text())
 
     def note(self, **entries: Any) -> None:
-        """Add to `run.json`."""
-        atomic_write_text(
-            self.dir / "run.json", json.dumps({**self.info, **entries}, indent=2) + "\n"
-        )
+        """Set entries of `run.json`."""
+        info = {**self.info, **entries}
+        atomic_write_text(self.dir / "run.json", json.dumps(info, indent=2) + "\n")
 
     @classmethod
     def create(cls, root: Path, name: str, run_id: str | None, workflow: str = "train") -> Run:
-        """Make a new run folder, or say clearly why that cannot be."""
-        stamp = time.strftime("%Y%m%d-%H%M%S")
+        """Create a new run folder; a generated name gets a number if another launch has taken it."""
         try:
             root.mkdir(parents=True, exist_ok=True)
-            for attempt in range(1000):
-                folder = root / (run_id or f"{name}-{stamp}{f'-{attempt + 1}' if attempt else ''}")
-                try:
-                    folder.mkdir()
-                    break
-                except FileExistsError:
-                    if run_id and not (folder / "run.json").exists():
-                        break  # made by a launch that was killed at once
-                    if run_id:
-                        raise UserError(
-                            f"run folder {folder} exists already. Set resume=auto to go on with it, "
-                            "or choose another project.run_id."
-                        ) from None
+            folder = _named_folder(root / run_id) if run_id else _generated_folder(root, name)
             info = {
                 "name": name,
                 "workflow": workflow,
@@ -86,21 +74,21 @@ class Run:
         except OSError as error:
             raise UserError(
                 f"cannot write run folders to {root.absolute()}: {error.strerror}. "
-                "Set project.dir to a folder that you can write to."
+                "Set project.dir to a writable folder."
             ) from None
         return cls(folder)
 
     def lock(self) -> None:
-        """Claim the run for this process; the claim ends with the process, however it ends."""
-        # A record lock, not flock: loader processes would inherit the latter and outlive a killed trainer with it.
+        """Claim the run for this process, until the process ends."""
+        # A record lock, not flock: DataLoader workers inherit a flock, and may outlive a killed trainer.
         self._lock = open(self.dir / ".lock", "a+")  # noqa: SIM115
-        deadline = time.monotonic() + LOCK_PATIENCE
+        deadline = time.monotonic() + LOCK_TIMEOUT
         while not _try_lock(self._lock):
             if time.monotonic() > deadline:
                 self._lock.seek(0)
                 owner = self._lock.read().strip() or "another process"
                 raise UserError(
-                    f"run {self.dir} is being trained by {owner}. Stop that one first, "
+                    f"run {self.dir} is in use by {owner}. Stop that process first, "
                     "or start another run with resume=null."
                 )
             time.sleep(0.1)
@@ -109,7 +97,7 @@ class Run:
         self._lock.flush()
 
     def is_live(self) -> bool:
-        """Is a process of this machine, or of one that shares its locks, training this run now?"""
+        """Whether a process holds the lock now, on this machine or on one that shares its locks."""
         with contextlib.suppress(OSError), open(self.dir / ".lock", "r+") as file:
             return not _try_lock(file)
         return False
@@ -119,11 +107,11 @@ class Run:
         return "killed" if status == "running" and not self.is_live() else status
 
     def checkpoint_list(self) -> list[Path]:
-        """The complete checkpoints, oldest first. Anything else in the folder is ignored."""
+        """The complete checkpoints, oldest first. Other files in the folder are ignored."""
         return complete_checkpoints(self.checkpoints)
 
     def records(self, split: str | None = None) -> Iterator[dict[str, Any]]:
-        """The records of `metrics.jsonl`; a last line cut off by a crash is passed over."""
+        """The records of `metrics.jsonl`, without a last line that a crash cut off."""
         file = self.dir / "metrics.jsonl"
         if not file.is_file():
             return
@@ -135,7 +123,7 @@ class Run:
                         yield record
 
     def rewind_metrics(self, step: int) -> None:
-        """Drop the records after `step`, which will be made again; they go to `metrics.dropped.jsonl`."""
+        """Move the records after `step`, which will be repeated, to `metrics.dropped.jsonl`."""
         file = self.dir / "metrics.jsonl"
         if not file.is_file():
             return
@@ -143,14 +131,42 @@ class Run:
         dropped: list[str] = []
         for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
             try:
-                later = json.loads(line)["step"] > step
+                is_later = json.loads(line)["step"] > step
             except (json.JSONDecodeError, KeyError):
-                later = True  # the line that was being written when the run was killed
-            (dropped if later else kept).append(line)
+                is_later = True  # the line that was being written when the run was killed
+            if is_later:
+                dropped.append(line.removesuffix("\n") + "\n")
+            else:
+                kept.append(line)
         if dropped:
-            with open(self.dir / "metrics.dropped.jsonl", "a", encoding="utf-8") as away:
-                away.writelines(line if line.endswith("\n") else line + "\n" for line in dropped)
+            with open(self.dir / "metrics.dropped.jsonl", "a", encoding="utf-8") as out:
+                out.writelines(dropped)
             atomic_write_text(file, "".join(kept))
+
+
+def _named_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        # Without a run.json it was created by a launch that was killed at once.
+        if (folder / "run.json").exists():
+            raise UserError(
+                f"run folder {folder} exists already. Set resume=auto to continue it, "
+                "or choose another project.run_id."
+            ) from None
+    return folder
+
+
+def _generated_folder(root: Path, name: str) -> Path:
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    while True:
+        folder = root / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
 
 
 def _try_lock(file: Any) -> bool:
@@ -162,64 +178,72 @@ def _try_lock(file: Any) -> bool:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    there = [p for p in folder.glob(f"{STEP_PREFIX}*") if checkpoint_step(p) is not None]
-    found = [p for p in there if (p / "meta.json").is_file()]
-    return sorted(found, key=lambda p: checkpoint_step(p) or 0)
+    """The complete checkpoints in a folder, in the order of their steps."""
+    found: list[tuple[int, Path]] = []
+    for path in folder.glob(f"{STEP_PREFIX}*"):
+        step = checkpoint_step(path)
+        if step is not None and (path / "meta.json").is_file():
+            found.append((step, path))
+    return [path for _, path in sorted(found)]
 
 
 def checkpoint_step(path: Path) -> int | None:
+    """The step in the name of a checkpoint folder; None for any other path."""
     digits = path.name.removeprefix(STEP_PREFIX)
-    return int(digits) if path.name.startswith(STEP_PREFIX) and digits.isdecimal() else None
+    if path.name.startswith(STEP_PREFIX) and digits.isdecimal():
+        return int(digits)
+    return None
 
 
 def list_runs(root: Path, name: str | None = None) -> list[Run]:
     """The runs below `root`, oldest first."""
-    runs = []
+    found: list[tuple[float, str, Run]] = []
     for file in root.glob("*/run.json"):
         with contextlib.suppress(json.JSONDecodeError, KeyError, OSError):
             info = json.loads(file.read_text())
             if name is None or info["name"] == name:
-                runs.append((info["created"], Run(file.parent)))
-    return [run for _, run in sorted(runs, key=lambda pair: (pair[0], pair[1].id))]
+                run = Run(file.parent)
+                found.append((info["created"], run.id, run))
+    found.sort(key=lambda entry: entry[:2])
+    return [run for _, _, run in found]
 
 
 def open_run(text: str, root: Path) -> Run:
-    """The run that `text` names: a folder, or the id (or a unique beginning of the id) of a run below `root`."""
+    """The run that `text` names: a folder, or the id of a run below `root`, or a unique prefix of an id."""
     if (Path(text) / "run.json").is_file():
         return Run(Path(text))
     runs = list_runs(root)
-    matches = [run for run in runs if run.id == text] or [
-        run for run in runs if run.id.startswith(text)
-    ]
+    matches = [run for run in runs if run.id == text]
+    if not matches:
+        matches = [run for run in runs if run.id.startswith(text)]
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise UserError(f"{text!r} could be any of: {', '.join(run.id for run in matches)}")
+        raise UserError(f"{text!r} matches several runs: {', '.join(run.id for run in matches)}")
     known = ", ".join(run.id for run in runs[-8:]) or "none"
-    raise UserError(f"no run {text!r} below {root.absolute()}; the newest there: {known}")
+    raise UserError(f"no run {text!r} below {root.absolute()}; the newest runs: {known}")
 
 
 def launcher_id() -> str | None:
-    """Names the torchrun process that started this one: the same again after torchrun restarts its workers."""
+    """The id of the torchrun process that started this one, which stays the same when torchrun restarts its workers."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return f"{socket.gethostname()}:{os.getppid()}:{os.environ['TORCHELASTIC_RUN_ID']}"
 
 
 def flat_keys(tree: object, prefix: str = "") -> dict[str, object]:
-    """A tree of dicts as one dict of dotted keys."""
+    """Nested dicts as one dict with dotted keys."""
     if not isinstance(tree, dict) or (prefix and not tree):
         return {prefix[:-1]: tree}
-    return {
-        key: value
-        for name, child in tree.items()
-        for key, value in flat_keys(child, f"{prefix}{name}.").items()
-    }
+    flat: dict[str, object] = {}
+    for name, child in tree.items():
+        flat.update(flat_keys(child, f"{prefix}{name}."))
+    return flat
 
 
 def _git_commit() -> str | None:
     git = shutil.which("git")
     if git is None:
         return None
-    answer = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or None
+    done = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None

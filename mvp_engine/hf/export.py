@@ -21,7 +21,7 @@ from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.files import publish, remove, temporary_path
 from mvp_engine.hf.export_plan import EntryGroup, ExportPlan, Target
-from mvp_engine.hf.load import INDEX
+from mvp_engine.hf.weight_files import INDEX
 
 MAX_FILE_BYTES = 5 * 10**9
 

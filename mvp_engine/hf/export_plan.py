@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.load import SINGLE
+from mvp_engine.hf.weight_files import SINGLE
 
 EXPORT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

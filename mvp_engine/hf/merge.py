@@ -18,7 +18,7 @@ from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
 from mvp_engine.hf.adapter_export import export_adapter
 from mvp_engine.hf.export import MAX_FILE_BYTES, export
-from mvp_engine.hf.load import parameters_in
+from mvp_engine.hf.load import folder_groups
 from mvp_engine.hf.lora import add_adapters, merge_adapters
 from mvp_engine.hf.model_info import read_model_info
 from mvp_engine.hf.packed_model import PackedModel
@@ -108,11 +108,11 @@ class _SavedTensors:
     def add_base(self, folder: Path) -> None:
         """Read frozen parameters that the checkpoint lacks from a pretrained folder."""
         tensors = self.model.hf.state_dict(keep_vars=True)
-        for _, made in parameters_in(self.model.hf, folder, keep=False):
-            for name, (_, read) in made.items():
+        for group in folder_groups(self.model.hf, folder, keep_converted=False):
+            for name, param in group.params.items():
                 if name in tensors and not tensors[name].requires_grad:
                     first_name = self._first_names[id(tensors[name])]
-                    self._from_base[f"model.{first_name}"] = partial(read, ())
+                    self._from_base[f"model.{first_name}"] = partial(param.read, ())
 
     def check_complete(self) -> None:
         """Raise `UserError` unless checkpoint and base folder together have exactly the tensors of the model."""

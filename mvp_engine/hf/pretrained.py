@@ -32,7 +32,7 @@ def load_pretrained(model: PackedModel, skeleton: nn.Module) -> set[str]:
     loaded = {name for name, value in own.items() if value in filled}
     heads = [name for name in own if not name.startswith(PREFIX) and name in unused]
     if heads:
-        load.load_plain(model.source, {name: own[name] for name in heads})
+        load.load_by_name(model.source, {name: own[name] for name in heads})
         loaded |= set(heads)
     _check_missing(model, skeleton, [name for name in own if name not in loaded])
     unexpected = [name for name in unused if name not in heads]

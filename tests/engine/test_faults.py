@@ -163,14 +163,14 @@ def test_forward_step_must_give_a_sum_and_a_weight(train, tmp_path: Path, monkey
 def test_existing_run_id_is_not_overwritten(train, capsys) -> None:
     assert train("project.run_id=mine") == 0
     assert train("project.run_id=mine") == EXIT_USER_ERROR
-    assert "Set resume=auto to go on with it" in capsys.readouterr().err
+    assert "Set resume=auto to continue it" in capsys.readouterr().err
     assert train("project.run_id=mine", "resume=auto", "loop.total_steps=14") == 0
 
 
 def test_a_run_that_is_being_trained_cannot_be_trained_twice(train, tmp_path: Path, capsys, monkeypatch) -> None:
     from conftest import spawn
 
-    monkeypatch.setattr("mvp_engine.runs.LOCK_PATIENCE", 0.2)
+    monkeypatch.setattr("mvp_engine.runs.LOCK_TIMEOUT", 0.2)
     assert train("loop.total_steps=4", dir=tmp_path) == 0
     lock = newest(tmp_path).dir / ".lock"
     code = f"import fcntl,time; f=open({str(lock)!r},'a+'); fcntl.lockf(f,fcntl.LOCK_EX); print('held',flush=True)"
@@ -179,7 +179,7 @@ def test_a_run_that_is_being_trained_cannot_be_trained_twice(train, tmp_path: Pa
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         assert train("resume=auto", dir=tmp_path) == EXIT_USER_ERROR
-        assert "is being trained by" in capsys.readouterr().err
+        assert "is in use by" in capsys.readouterr().err
     finally:
         holder.kill()
         holder.communicate()
