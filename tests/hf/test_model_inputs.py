@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import config_of, overrides_of
-from test_hf_folders import language_model
+from folders import language_model
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import MAGIC
 from families import FAMILIES, VISION, parallel
-from test_hf_folders import alone
+from folders import alone
 from tiny_models import build_model, samples, shared_model
 
 from mvp_engine.config import compose

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from families import SMALL, overrides_of, parallel
-from test_hf_folders import alone
+from folders import alone
 from test_packed_layouts import gradients
 
 from mvp_engine.distributed import Layout, World

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from conftest import ROOT
 from families import config_of
+from folders import alone
 from test_api import constant
-from test_hf_folders import alone
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch

@@ -9,10 +9,10 @@ import pytest
 import torch
 from conftest import ROOT, losses
 from families import parallel
+from folders import alone
 from lora_models import BATCH, LM, WIDE, adam, engine_of, pretrained, steps, weights
 from test_api import constant
-from test_hf_folders import alone
-from test_vision import lively
+from tiny_models import build_model
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -36,7 +36,7 @@ def base(tmp_path_factory) -> Path:
 def vision_base(tmp_path_factory) -> Path:
     """A pretrained folder of a vision-language model."""
     folder = tmp_path_factory.mktemp("base") / "qwen3_vl"
-    lively(LanguageModel, "qwen3_vl").hf.save_pretrained(folder)
+    build_model(LanguageModel, "qwen3_vl").hf.save_pretrained(folder)
     return folder
 
 
@@ -61,7 +61,7 @@ def test_lora_training_starts_as_the_base_model_and_changes_adapters_only(base: 
 
 
 def test_lora_on_layers_with_biases_starts_as_the_base_model(tmp_path: Path) -> None:
-    lively(LanguageModel, "qwen2").hf.save_pretrained(tmp_path / "qwen2")
+    build_model(LanguageModel, "qwen2").hf.save_pretrained(tmp_path / "qwen2")
     plain, adapted = (engine_of(tmp_path / "qwen2", lora, train=False) for lora in (None, Lora(rank=4)))
     found = [engine.infer_batch(BATCH, ["log_probs"])["log_probs"] for engine in (plain, adapted)]
     assert torch.equal(*found)
@@ -189,7 +189,7 @@ def test_lora_unknown_or_conflicting_targets_are_refused(ranks2, base: Path, vis
         (Lora(targets=["lm_head"]), "no linear layers 'lm_head' apart from its head"),
         (Lora(targets=["audio"]), "no linear layers 'audio'"),
         (Lora(train=["*.q_proj.*"]), "q_proj.weight is trained in full .* so it takes no adapter"),
-        (Lora(train=["prjector"]), "lora.train: no parameter is called 'prjector'"),
+        (Lora(train=["prjector"]), "lora.train: no parameter name matches 'prjector'"),
     ):
         with pytest.raises(UserError, match=words):
             MLLMModelKit(lora).build(ModelSource(str(base)))

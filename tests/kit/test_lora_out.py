@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import losses
+from folders import entries
 from lora_models import BATCH, LM, engine_of, pretrained, steps, weights
-from test_hf_folders import entries
-from test_vision import lively, samples
+from tiny_models import build_model, samples
 
-from mvp_engine.checkpoint import format as storage
+from mvp_engine.checkpoint.format import Reader
 from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
@@ -32,7 +32,7 @@ def base(tmp_path_factory) -> Path:
 def vision_base(tmp_path_factory) -> Path:
     """A pretrained folder of a vision-language model."""
     folder = tmp_path_factory.mktemp("base") / "qwen3_vl"
-    lively(LanguageModel, "qwen3_vl").hf.save_pretrained(folder)
+    build_model(LanguageModel, "qwen3_vl").hf.save_pretrained(folder)
     return folder
 
 
@@ -54,7 +54,7 @@ def test_lora_checkpoint_of_two_ranks_resumes_on_one_and_exports_equal_logits(
     folder = list_runs(tmp_path / "run")[-1].dir
     assert "LoRA on 28 layers" in (folder / "log.txt").read_text()
     checkpoint = find_checkpoint(folder)
-    saved = storage.Reader(checkpoint).entries
+    saved = Reader(checkpoint).entries
     assert all(".lora_" in name for name in saved if name.startswith(("model.", "optim.")))
     sizes = {kind: sum(e.shape.numel() for n, e in saved.items() if n.startswith(kind)) for kind in ("model", "optim")}
     assert sizes["optim"] == 2 * sizes["model"] + sum(name.endswith(".step") for name in saved)
@@ -137,7 +137,7 @@ def test_export_adapter_families_equal_merged_weights(family: str, tmp_path: Pat
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    lively(LanguageModel, family).hf.save_pretrained(tmp_path / "base")
+    build_model(LanguageModel, family).hf.save_pretrained(tmp_path / "base")
     has = {"gemma3": ["vision"], "qwen2_5_omni_thinker": ["vision", "audio", "projector"]}.get(family, [])
     engine = engine_of(tmp_path / "base", Lora(rank=2, targets=["llm", *has]), train=False)
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_export_adapter_refuses_parameters_that_peft_cannot_store(tmp_path: Path
     from transformers import AutoModelForMultimodalLM
 
     for family, train, name in (("llava_next", "projector", "image_newline"), ("gemma", "*embed*", "embed_tokens")):
-        lively(LanguageModel, family).hf.save_pretrained(tmp_path / family)  # gemma ties embeddings and head
+        build_model(LanguageModel, family).hf.save_pretrained(tmp_path / family)  # gemma ties embeddings and head
         engine = engine_of(tmp_path / family, Lora(rank=2, train=[train]))
         with pytest.raises(UserError, match=f"{name}.* trained in full, which a peft folder cannot hold"):
             MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
@@ -197,7 +197,7 @@ def test_lora_base_that_moved_or_changed_is_refused(train, base: Path, tmp_path:
         engine_of(tmp_path / "other", Lora(rank=2)).load_checkpoint(tmp_path / "saved")
     words = ["model.type=language_model", f"model.path={here}", "lora.rank=2"]
     assert train(*words, config=LM) == EXIT_USER_ERROR
-    assert f"model.path={here} is no folder" in capsys.readouterr().err
+    assert f"model.path={here} is not a folder" in capsys.readouterr().err
 
 
 def test_dora_checkpoint_is_refused_by_name(base: Path, tmp_path: Path, capsys) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import ROOT, run_process
 from families import overrides_of, parallel
+from folders import alone, entries, same
 from test_api import adam, constant
-from test_hf_folders import alone, entries, same
 
 from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import overrides_of, parallel
-from test_hf_folders import alone
+from folders import alone
 from torch import nn
 
 from mvp_engine.cli import main

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, readme_commands
-from test_hf_folders import entries
+from folders import entries
 
-from mvp_engine.checkpoint import format as storage
+from mvp_engine.checkpoint.format import Reader
 from mvp_engine.cli import main
 from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
@@ -72,7 +72,7 @@ def test_lora_saves_the_adapter_and_goes_out_for_peft_and_merged_with_equal_logi
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
 
-    saved = storage.Reader((chain / "lora" / "checkpoints" / "latest").resolve()).entries
+    saved = Reader((chain / "lora" / "checkpoints" / "latest").resolve()).entries
     trained = [name for name in saved if name.startswith("model.")]
     assert trained
     assert all(".lora_" in name or ".merger." in name or ".deepstack_merger_list." in name for name in trained)

@@ -1,4 +1,4 @@
-"""Folders that are damaged, half or not what their config says are explained; none becomes another model in silence."""
+"""Folders that are damaged, incomplete or unlike their config are refused with an explanation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from families import parallel
+from folders import alone, entries, folder_of, language_model, same
 from safetensors.torch import save_file
-from test_hf_folders import alone, entries, folder_of, language_model, same
 
 from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
@@ -22,7 +22,7 @@ from mvp_engine.model_engine import FSDPEngine, ModelSource, ValueModelEngine
 
 
 @pytest.mark.parametrize("changed", [True, False])
-def test_a_head_that_differs_from_tied_embeddings_is_refused(changed: bool, tmp_path: Path) -> None:
+def test_load_tied_head_that_differs_from_the_embeddings_is_refused(changed: bool, tmp_path: Path) -> None:
     theirs = folder_of("qwen3", tmp_path / "in")
     weights = tmp_path / "in" / "model.safetensors"
     config = json.loads((tmp_path / "in" / "config.json").read_text())
@@ -32,14 +32,14 @@ def test_a_head_that_differs_from_tied_embeddings_is_refused(changed: bool, tmp_
             language_model(tmp_path / "in")
         engine = language_model(tmp_path / "in", tie_word_embeddings=False)
         assert same(engine.model.hf.state_dict(), theirs.state_dict())
-    else:  # two copies of one, as some tools write them
+    else:  # some tools write both of two tied weights
         state = dict(entries(weights))
         save_file(state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}, weights, {"format": "pt"})
         model = language_model(tmp_path / "in").model.hf
         assert torch.equal(model.lm_head.weight, state["model.embed_tokens.weight"])
 
 
-def test_a_head_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
+def test_load_missing_head_is_refused(tmp_path: Path) -> None:
     folder_of("qwen3", tmp_path / "in")
     weights = tmp_path / "in" / "model.safetensors"
     state = dict(entries(weights))
@@ -50,7 +50,7 @@ def test_a_head_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
     assert torch.equal(model.lm_head.weight, state["model.embed_tokens.weight"])
 
 
-def test_of_one_file_and_an_index_the_one_that_transformers_reads_is_read(tmp_path: Path) -> None:
+def test_load_single_file_and_index_reads_the_single_file_as_transformers_does(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     folder_of("qwen3", tmp_path / "in", max_shard_size="50KB")
@@ -60,15 +60,15 @@ def test_of_one_file_and_an_index_the_one_that_transformers_reads_is_read(tmp_pa
     assert same(language_model(tmp_path / "in").model.hf.state_dict(), theirs)
 
 
-def test_a_different_head_in_one_ranks_part_is_refused_on_all(ranks2, tmp_path: Path) -> None:
+def test_load_tied_head_that_differs_on_one_rank_is_refused_on_all(ranks2, tmp_path: Path) -> None:
     folder_of("qwen3", tmp_path / "in")
     weights = tmp_path / "in" / "model.safetensors"
     state = dict(entries(weights))
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-    state["lm_head.weight"][-1] += 1  # a row of the second rank's
+    state["lm_head.weight"][-1] += 1  # a row of the second rank
     save_file(state, weights, {"format": "pt"})
-    for said in ranks2.run(load_tied, tmp_path / "in"):
-        assert "they differ" in said
+    for message in ranks2.run(load_tied, tmp_path / "in"):
+        assert "they differ" in message
 
 
 def load_tied(path: Path) -> str:
@@ -82,22 +82,22 @@ def load_tied(path: Path) -> str:
     return "nothing"
 
 
-def test_extra_entries_of_a_folder_are_told(tmp_path: Path, monkeypatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(pretrained.LOGGER, "warning", lambda text, *args: said.append(text % args))
+def test_load_unused_entries_are_logged(tmp_path: Path, monkeypatch) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(pretrained.LOGGER, "warning", lambda text, *args: logged.append(text % args))
     folder_of("qwen3", tmp_path / "in")
     weights = tmp_path / "in" / "model.safetensors"
     extra = {f"vision.{i}": torch.zeros(2) for i in range(7)}
     save_file(dict(entries(weights)) | extra, weights, {"format": "pt"})
     language_model(tmp_path / "in")
-    [message] = said
+    [message] = logged
     assert "not in the model: vision.0, vision.1, vision.2, vision.3, vision.4 and 2 more" in message
     ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "in"))), alone()).initialize()
-    assert said == [message]  # the head of another model is no surprise beside a backbone
+    assert logged == [message]  # a backbone is expected to leave out the head
 
 
 @pytest.mark.parametrize("rule", [True, False])
-def test_integer_buffers_that_nobody_sets_are_refused(rule: bool) -> None:
+def test_initialize_integer_buffers_without_a_value_are_refused(rule: bool) -> None:
     class Counted(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -119,7 +119,7 @@ def test_integer_buffers_that_nobody_sets_are_refused(rule: bool) -> None:
             engine.initialize()
 
 
-def test_bad_folders_are_explained(tmp_path: Path, capsys) -> None:
+def test_load_bad_folders_and_configs_are_explained(tmp_path: Path, capsys) -> None:
     with pytest.raises(UserError, match="is not a folder"):
         language_model(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"needs a model_type of transformers, not qwen33\. Similar names: qwen3"):
@@ -129,7 +129,7 @@ def test_bad_folders_are_explained(tmp_path: Path, capsys) -> None:
     with pytest.raises(UserError, match=r"model\.config does not fit qwen3"):
         language_model(None, model_type="qwen3", num_hidden_layers=2, layer_types=["full_attention"])
     folder_of("qwen3", tmp_path / "good")
-    with pytest.raises(UserError, match=r"weight is \(99, 32\) there and \(120, 32\) in the model's config"):
+    with pytest.raises(UserError, match=r"weight has the shape \(99, 32\) there and \(120, 32\) in the model's config"):
         language_model(tmp_path / "good", vocab_size=120)
     with pytest.raises(UserError, match=r"lacks .* parameter"):
         language_model(tmp_path / "good", num_hidden_layers=6, layer_types=["full_attention"] * 6)
@@ -138,7 +138,7 @@ def test_bad_folders_are_explained(tmp_path: Path, capsys) -> None:
     with pytest.raises(UserError, match=r"cannot be read: .* Is the download complete"):
         language_model(tmp_path / "good")
     weights.rename(tmp_path / "good" / "pytorch_model.bin")
-    with pytest.raises(UserError, match="would have to be unpickled: save it again as safetensors"):
+    with pytest.raises(UserError, match="is a pickle: save it again as safetensors"):
         language_model(tmp_path / "good")
     assert main(["merge", str(tmp_path / "good"), str(tmp_path / "out")]) == 2
     assert "neither a complete checkpoint nor a run folder" in capsys.readouterr().err
@@ -172,14 +172,14 @@ def test_bad_folders_are_explained(tmp_path: Path, capsys) -> None:
     ],
     ids=str,
 )
-def test_models_that_cannot_be_are_explained(config: dict[str, Any], message: str) -> None:
+def test_build_unsupported_models_are_explained(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as refused:
         language_model(None, **config).infer_batch(PackedBatch.from_sequences([torch.arange(4)]), ["log_probs"])
     assert message in str(refused.value)
 
 
-def test_settings_go_over_those_of_the_folder(tmp_path: Path) -> None:
-    """Also one number among several, and one that layers may differ in."""
+def test_read_config_overrides_replace_those_of_the_folder(tmp_path: Path) -> None:
+    """Also one key of a nested dict, and one that may differ by layer."""
     config = folder_of("qwen3", tmp_path / "in").config
     config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
     config.save_pretrained(tmp_path / "in")
@@ -188,7 +188,7 @@ def test_settings_go_over_those_of_the_folder(tmp_path: Path) -> None:
     assert read_config(None, {"model_type": "gemma4_text", "head_dim": 8}).to_dict()["head_dim"] == 8
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
+def test_load_damaged_files_are_named(tmp_path: Path) -> None:
     folder_of("qwen3", tmp_path / "in", max_shard_size="50KB")
     files = {name: (tmp_path / "in" / name).read_text() for name in ("config.json", "model.safetensors.index.json")}
     for name, text in [(n, t) for n in files for t in ('{"half', "[]", "{}", '{"weight_map": 3, "model_type": "own"}')]:
@@ -206,16 +206,16 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_quantised_weights_are_refused_whatever_the_config_says(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_load_quantized_weights_are_refused_whatever_the_config_says(dtype: torch.dtype, tmp_path: Path) -> None:
     folder_of("qwen3", tmp_path / "in")
     weights = tmp_path / "in" / "model.safetensors"
     state = dict(entries(weights))
     save_file(state | {"lm_head.weight": state["lm_head.weight"].to(dtype)}, weights, {"format": "pt"})
-    with pytest.raises(UserError, match=rf"lm_head\.weight is quantised \({dtype}\)"):
+    with pytest.raises(UserError, match=rf"lm_head\.weight is quantized \({dtype}\)"):
         language_model(tmp_path / "in")
 
 
-def test_an_export_replaces_nothing_and_knows_its_dtypes(tmp_path: Path) -> None:
+def test_export_hf_refuses_existing_folders_and_unknown_dtypes(tmp_path: Path) -> None:
     folder_of("qwen3", tmp_path / "in")
     engine = language_model(tmp_path / "in")
     for path in (tmp_path / "in", tmp_path / "in" / "config.json"):

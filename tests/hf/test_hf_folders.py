@@ -1,8 +1,9 @@
-"""Hugging Face folders in and out: each rank reads its slices, every layout starts alike, exports load to the bit."""
+"""Hugging Face folders in and out: ranks read their own slices, layouts start equal, exports load bit-equal."""
 
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, losses, read_metrics
 from families import FAMILIES, VISION, config_of, overrides_of, parallel
-from safetensors import safe_open
+from folders import alone, entries, folder_of, language_model, realigned, same
 
 from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
@@ -19,41 +20,17 @@ from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf import export as hf_export
-from mvp_engine.hf import load as hf
+from mvp_engine.hf.weight_files import INDEX, WeightFiles
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, ValueModelEngine
 from mvp_engine.runs import list_runs
 
 LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 IDS = torch.arange(3, 12)
-
-
-def alone() -> Layout:
-    return Layout(World(0, 1, 0, 1, torch.device("cpu")))
-
-
-def folder_of(family: str, where: Path, **options: Any) -> Any:
-    """A random pretrained folder, as transformers writes it; gives the model."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config_of(family)).eval()
-    model.save_pretrained(where, **options)
-    return model
-
-
-def language_model(path: Path | None, layout: Layout | None = None, **config: Any) -> LanguageModelEngine:
-    source = ModelSource(None if path is None else str(path), config)
-    engine = LanguageModelEngine(LanguageModelEngine.build_model(source), layout or alone(), Settings(seed=7))
-    engine.initialize()
-    return engine
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+MAX_FILE_BYTES = 30_000
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_goes_in_and_out_to_the_bit(family: str, tmp_path: Path) -> None:
+def test_export_hf_of_a_loaded_folder_is_bit_equal(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     theirs = folder_of(family, tmp_path / "in", max_shard_size="100KB")
@@ -62,27 +39,15 @@ def test_a_folder_goes_in_and_out_to_the_bit(family: str, tmp_path: Path) -> Non
     buffers = dict(theirs.named_buffers())
     assert all(torch.equal(value, buffers[name]) for name, value in engine.model.hf.named_buffers())
     engine.export_hf(tmp_path / "out", torch.float32)
-    again = aligned(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    again = realigned(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     assert torch.equal(again(IDS[None]).logits, theirs(IDS[None]).logits)
-    # The stream for weight sync has the names and tensors of the files.
+    # Weight sync yields the names and tensors of the files.
     written = {key: value for file in (tmp_path / "out").glob("*.safetensors") for key, value in entries(file)}
     assert same(dict(engine.get_per_tensor_param(torch.float32)), written)
 
 
-def aligned(model: Any) -> Any:
-    """In memory of its own: a matmul on a mapped file, which begins at an odd address, may round in another way."""
-    for param in model.parameters():
-        param.data = param.data.clone()
-    return model.eval()
-
-
-def entries(file: Path) -> list[tuple[str, torch.Tensor]]:
-    with safe_open(file, "pt") as opened:
-        return [(key, opened.get_tensor(key)) for key in opened.keys()]  # noqa: SIM118 - no mapping
-
-
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2", "granite"])
-def test_value_models_go_in_and_out_to_the_bit(family: str, tmp_path: Path) -> None:
+def test_export_hf_of_a_value_model_is_bit_equal(family: str, tmp_path: Path) -> None:
     from transformers import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         AutoModelForSequenceClassification,
@@ -98,7 +63,7 @@ def test_value_models_go_in_and_out_to_the_bit(family: str, tmp_path: Path) -> N
             engines[-1].export_hf(tmp_path / "out")
     assert same(*(engine.model.state_dict() for engine in engines))
     if type(config_of(family)) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        theirs = aligned(AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"))
+        theirs = realigned(AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"))
         backbone = engines[0].model.hf.eval()
         backbone.set_attn_implementation(theirs.config._attn_implementation)
         last = backbone(IDS[None]).last_hidden_state
@@ -106,8 +71,8 @@ def test_value_models_go_in_and_out_to_the_bit(family: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("family", VISION)
-def test_models_with_encoders_go_in_and_out_to_the_bit(family: str, tmp_path: Path) -> None:
-    """The wrapper's names, through transformers' renaming of old keys, and a value head on the same backbone."""
+def test_export_hf_of_a_model_with_encoders_is_bit_equal(family: str, tmp_path: Path) -> None:
+    """Also through transformers' renaming of old entries, and with a value head on the same backbone."""
     torch.manual_seed(1)
     theirs = LanguageModel.from_config(config_of(family)).hf
     theirs.config.dtype = torch.float32
@@ -118,9 +83,9 @@ def test_models_with_encoders_go_in_and_out_to_the_bit(family: str, tmp_path: Pa
     assert same(type(theirs).from_pretrained(tmp_path / "out").state_dict(), theirs.state_dict())
     drawn = LanguageModelEngine(LanguageModel.on_meta(tmp_path / "in"), alone(), Settings(seed=2))
     drawn.model.source = None
-    drawn.initialize()  # by the rules of all its parts
+    drawn.initialize()  # random weights by the rules of all its parts
     values = []
-    if family == "qwen2_audio":  # transformers does not know these names either, and would draw the weights anew
+    if family == "qwen2_audio":  # transformers does not map these names either and would reinitialize the weights
         with pytest.raises(UserError, match=r"lacks 50 parameter\(s\) of Qwen2AudioModel"):
             ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "in"))), alone()).initialize()
         return
@@ -133,7 +98,7 @@ def test_models_with_encoders_go_in_and_out_to_the_bit(family: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_tied_embeddings_are_one_parameter_and_one_entry(tied: bool, tmp_path: Path) -> None:
+def test_export_hf_tied_embeddings_are_one_parameter_and_one_entry(tied: bool, tmp_path: Path) -> None:
     engine = language_model(None, **{**overrides_of("qwen3"), "tie_word_embeddings": tied})
     head, embeddings = engine.model.hf.get_output_embeddings(), engine.model.hf.get_input_embeddings()
     assert (head.weight is embeddings.weight) == tied
@@ -142,34 +107,34 @@ def test_tied_embeddings_are_one_parameter_and_one_entry(tied: bool, tmp_path: P
     assert same(language_model(tmp_path / "out").model.state_dict(), engine.model.state_dict())
 
 
-def test_each_rank_reads_only_its_slices_and_every_layout_starts_alike(ranks4, tmp_path: Path) -> None:
+def test_load_ranks_read_only_their_slices_and_layouts_start_equal(ranks4, tmp_path: Path) -> None:
     for family in ("qwen3", "qwen3_moe", "mixtral"):
         folder_of(family, tmp_path / family, max_shard_size="50KB")
     for sizes in ({"shard": 4}, {"shard": 2, "tensor": 2}):
         for read, total, good in ranks4.run(read_slices, tmp_path, sizes):
             assert good
-            # A quarter of the matrices, and small things whole; experts are read whole by who has a part of them.
+            # A quarter of the matrices; small tensors, and experts that are split themselves, are read completely.
             assert read < (0.65 if "tensor" in sizes else 0.45) * total, sizes
 
 
 def read_slices(path: Path, sizes: dict[str, int]) -> tuple[int, int, bool]:
-    """How many numbers this rank read, of how many, and whether the models are those of one rank."""
+    """The number of elements that this rank read, their total, and whether the models equal those of one rank."""
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
     counted = [0]
-    real = hf.Folder.read
+    real = WeightFiles.read
 
-    def read(self: hf.Folder, key: str, box: Any = None) -> torch.Tensor:
-        value = real(self, key, box)
+    def read(self: WeightFiles, key: str, index: Any = ()) -> torch.Tensor:
+        value = real(self, key, index)
         counted[0] += value.numel()
         return value
 
-    hf.Folder.read = read  # type: ignore[method-assign]
+    WeightFiles.read = read  # type: ignore[method-assign]
     families = ("qwen3", "qwen3_moe", "mixtral")
     try:
         many = [language_model(path / family, layout) for family in families]
     finally:
-        hf.Folder.read = real  # type: ignore[method-assign]
+        WeightFiles.read = real  # type: ignore[method-assign]
     many += [language_model(None, layout, **overrides_of(family)) for family in families]
     one = [language_model(path / family) for family in families]
     one += [language_model(None, **overrides_of(family)) for family in families]
@@ -181,7 +146,7 @@ def read_slices(path: Path, sizes: dict[str, int]) -> tuple[int, int, bool]:
     return counted[0], sum(p.numel() for engine in one[:3] for p in engine.model.parameters()), good
 
 
-def test_another_seed_gives_other_weights() -> None:
+def test_initialize_another_seed_gives_other_weights() -> None:
     engines = [
         LanguageModelEngine(LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))), alone(), s)
         for s in (Settings(seed=1), Settings(seed=2))
@@ -192,8 +157,8 @@ def test_another_seed_gives_other_weights() -> None:
     assert all(not torch.equal(norms[name], weights[name]) for name in norms)
 
 
-def test_a_folder_is_complete(tmp_path: Path) -> None:
-    """Tokenizer, template and generation settings come along; large models come in several files with an index."""
+def test_export_writes_side_files_and_an_index(tmp_path: Path) -> None:
+    """Tokenizer, template and generation config are copied; large models have several files with an index."""
     from transformers import GenerationConfig
 
     folder_of("llama", tmp_path / "in")
@@ -215,7 +180,7 @@ def test_a_folder_is_complete(tmp_path: Path) -> None:
     assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= names
     assert "notes.txt" not in names
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    index = json.loads((tmp_path / "out" / hf.INDEX).read_text())["weight_map"]
+    index = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
     assert len(set(index.values())) > 2
     assert set(index.values()) <= names
     for name, file in index.items():
@@ -224,8 +189,69 @@ def test_a_folder_is_complete(tmp_path: Path) -> None:
         engine.export_hf(tmp_path / "out")
 
 
-def test_a_checkpoint_of_four_ranks_is_read_on_any_layout_and_merged(train, ranks2, ranks4, tmp_path: Path) -> None:
-    """Save on shard 2 x sequence 2; parameters and moments are the same bits everywhere, and so are the next losses."""
+def test_export_ranks_write_files_in_turn_and_hold_one_at_a_time(ranks2, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    expected = folder_of("qwen3_moe", tmp_path / "in").state_dict()
+    answers = ranks2.run(export_on_two_ranks, tmp_path, False)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
+    names = sorted(set(index.values()))
+    assert len(names) > 4
+    for rank, (files, error) in enumerate(answers):
+        assert [name for name, _, _ in files] == names[rank::2]
+        assert all(size <= MAX_FILE_BYTES for _, size, _ in files)
+        assert all(alive == 0 for _, _, alive in files)
+        assert error is None
+    mode = (tmp_path / "out" / names[0]).stat().st_mode
+    assert mode == (tmp_path / "out" / INDEX).stat().st_mode  # readable by others, as the other files are
+    assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), expected)
+
+
+def test_export_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(ranks2, tmp_path: Path) -> None:
+    folder_of("qwen3", tmp_path / "in")
+    for _, error in ranks2.run(export_on_two_ranks, tmp_path, True):
+        assert f"{tmp_path / 'out'} could not be written: OSError: [Errno 28] No space left on device" in str(error)
+    assert {path.name for path in tmp_path.iterdir()} == {"in"}
+
+
+def export_on_two_ranks(path: Path, fail: bool) -> tuple[list[tuple[str, int, int]], str | None]:
+    """The files that this rank wrote: name, bytes, and how many tensors of its file before were still in memory."""
+    world = World.join("cpu")
+    engine = language_model(path / "in", Layout.of(world, parallel(shard=2)))
+    written: list[tuple[str, int, int]] = []
+    before: list[weakref.ref[torch.Tensor]] = []
+    real = hf_export.write_safetensors
+
+    def write(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+        alive = sum(reference() is not None for reference in before)
+        written.append((file.name, sum(value.nbytes for value in tensors.values()), alive))
+        before[:] = [weakref.ref(value) for value in tensors.values()]
+        if fail and world.rank == 1:
+            raise OSError(28, "No space left on device")
+        real(tensors, file, metadata)
+
+    state = engine.model.state_dict()
+    hf_export.write_safetensors = write
+    error = None
+    try:
+        hf_export.export(
+            engine.model.export_target(torch.float32),
+            path / "out",
+            lambda name: full_tensor(state[name]).clone(),
+            lambda name: torch.empty(state[name].shape, dtype=state[name].dtype, device="meta"),
+            world,
+            max_file_bytes=MAX_FILE_BYTES,
+        )
+    except UserError as refused:
+        error = str(refused)
+    finally:
+        hf_export.write_safetensors = real
+    world.close()
+    return written, error
+
+
+def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(train, ranks2, ranks4, tmp_path: Path) -> None:
+    """Saved on shard 2 x ulysses 2: parameters and moments are bit-equal on every layout, the next losses close."""
     from transformers import AutoModelForCausalLM
 
     words = [f"project.dir={tmp_path}", "project.run_id=four", "loop.total_steps=3", "data.micro_batch_size=2"]
@@ -256,7 +282,7 @@ def test_a_checkpoint_of_four_ranks_is_read_on_any_layout_and_merged(train, rank
 
 
 def state_of(checkpoint: Path, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-    """Every parameter and every moment of a checkpoint, through an engine on some layout."""
+    """All parameters and moments of a checkpoint, loaded by an engine on some layout."""
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes)) if sizes else Layout(world)
     model = LanguageModelEngine.build_model(ModelSource(str(checkpoint / "hf")))
@@ -275,7 +301,7 @@ def state_of(checkpoint: Path, sizes: dict[str, int]) -> dict[str, torch.Tensor]
     return found
 
 
-def test_value_models_are_merged(tmp_path: Path) -> None:
+def test_merge_of_a_value_model_is_bit_equal(tmp_path: Path) -> None:
     engine = ValueModelEngine(ValueModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))), alone())
     engine.initialize(
         lambda model: torch.optim.AdamW(model.parameters(), 1.0),
