@@ -2,7 +2,7 @@
 
 An adapted layer keeps its class, its forward and its parameter names. `lora_A` and `lora_B` become its child modules,
 and a forward hook adds their output, so meta-device builds, FSDP, activation checkpointing, compilation and checkpoints
-treat an adapted model like any other. Writing a `peft` folder is in `adapter_export`.
+treat an adapted model like any other. Writing a `peft` folder is in `lora_export`.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from mvp_engine.checkpoint import state
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
-from mvp_engine.hf.adapter_export import export_adapter
 from mvp_engine.hf.export import MAX_FILE_BYTES, export
 from mvp_engine.hf.load import folder_groups
 from mvp_engine.hf.lora import add_adapters, merge_adapters
+from mvp_engine.hf.lora_export import export_adapter
 from mvp_engine.hf.model_info import read_model_info
 from mvp_engine.hf.packed_model import PackedModel
 
