@@ -112,10 +112,11 @@ class LossSpans:
         if not prompted.text.startswith(asked.text[:end]):
             return None
         prompt = prompted.text[end:]
-        header, probe, _ = answered.text[slice(*answer_turns[0])].partition(PROBE_TEXT)
         headers = [prompt] if prompt else []
-        if not probe:
+        answer_turn = answered.text[slice(*answer_turns[0])]
+        if PROBE_TEXT not in answer_turn:
             return headers
+        header = answer_turn.partition(PROBE_TEXT)[0]
         has_no_prompt = not prompt or prompted.text == asked.text
         if has_no_prompt:  # the header is what every answer has
             return [*headers, header if header.strip() else ""]

@@ -46,6 +46,8 @@ SHRINK_STEPS = 80  # each divides the pixels by 2 ** (1 / 4)
 
 @dataclass(frozen=True)
 class MediaCost:
+    """What one item costs in a pack."""
+
     tokens: int  # in the text
     encoder: int  # numbers that an encoder reads
 
@@ -129,6 +131,7 @@ class MediaHandler:
         return self._measure(info)[0]
 
     def cost(self, info: MediaInfo) -> MediaCost:
+        """The item's cost by its size alone; the item is not decoded."""
         text, encoder = self._measure(info)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return MediaCost(len(ids), encoder)

@@ -17,7 +17,9 @@ VALUE_NAMES = ("pixel_values", "pixel_values_videos", "input_features")
 
 def to_media(outputs: dict[str, Any]) -> tuple[str, Media]:
     """The name of the values, and one item; or one item per tile, where each tile has its own fields."""
-    name, values, fields = _split_values(outputs)
+    name = _value_name(outputs)
+    fields = dict(outputs)
+    values = fields.pop(name)
     if values.ndim != 5:
         return name, _single_sequence(values, [len(values)], fields)
     # (batch of one, tiles, channels, height, width)
@@ -37,7 +39,9 @@ def to_media_of_items(outputs: dict[str, Any], num_items: int) -> tuple[str, Med
 
     They are given by a grid, or each item has one row.
     """
-    name, values, fields = _split_values(outputs)
+    name = _value_name(outputs)
+    fields = dict(outputs)
+    values = fields.pop(name)
     row_counts = [1] * num_items
     for field, value in fields.items():
         if field.endswith("_grid_thw"):
@@ -50,17 +54,15 @@ def to_media_of_items(outputs: dict[str, Any], num_items: int) -> tuple[str, Med
     return name, _single_sequence(values, row_counts, fields)
 
 
-def _split_values(outputs: dict[str, Any]) -> tuple[str, Tensor, dict[str, Tensor]]:
-    """The name of the values, the values, the other fields."""
+def _value_name(outputs: dict[str, Any]) -> str:
+    """The name of the values among the outputs, which must all be tensors."""
     names = [name for name in VALUE_NAMES if name in outputs]
     if len(names) != 1 or not all(isinstance(value, Tensor) for value in outputs.values()):
         raise UserError(
             f"this processor returns {sorted(outputs)}: supported are tensors, one of them "
             f"{' or '.join(VALUE_NAMES)}"
         )
-    fields = dict(outputs)
-    values = fields.pop(names[0])
-    return names[0], values, fields
+    return names[0]
 
 
 def _single_sequence(

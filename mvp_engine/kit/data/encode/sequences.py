@@ -55,11 +55,13 @@ class FullSequence:
         )
 
     def truncated(self, max_tokens: int) -> EncodedSequence:
+        """The first `max_tokens` tokens, or fewer: media are kept whole or not at all."""
         full = self.encoded()
-        ids, loss, kept = truncate(full.ids, full.loss, full.spans, max_tokens)
+        cut = truncate(full.ids, full.loss, full.spans, max_tokens)
+        kept = cut.num_media
         return EncodedSequence(
-            ids,
-            loss,
+            cut.ids,
+            cut.loss,
             full.parts[:kept],
             full.infos[:kept],
             full.expansions[:kept],
@@ -68,4 +70,5 @@ class FullSequence:
 
 
 def total_tokens(sequences: Sequence[FullSequence]) -> int:
+    """The tokens of all sides of a row."""
     return sum(sequence.num_tokens for sequence in sequences)

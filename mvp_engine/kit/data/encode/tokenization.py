@@ -149,12 +149,20 @@ def _overlapping_tokens(span: Span, spans: np.ndarray) -> Span:
     return int(overlapping[0]), int(overlapping[-1]) + 1
 
 
+class Truncated(NamedTuple):
+    """The first tokens of a sequence, and how many of its media they hold."""
+
+    ids: list[int]
+    loss: list[bool]
+    num_media: int
+
+
 def truncate(
     ids: list[int],
     loss: list[bool],
     media: Sequence[Span],
     max_tokens: int,
-) -> tuple[list[int], list[bool], int]:
+) -> Truncated:
     """At most `max_tokens` tokens, and how many media they hold.
 
     `media` are the outer token spans, in order. The cut never splits one of them.
@@ -164,7 +172,7 @@ def truncate(
     end = min([end, *split])
     _check_has_loss(loss, end, len(ids))
     kept_media = sum(stop <= end for _, stop in media)
-    return ids[:end], loss[:end], kept_media
+    return Truncated(ids[:end], loss[:end], kept_media)
 
 
 def _check_has_loss(loss: list[bool], end: int, total: int) -> None:

@@ -67,6 +67,7 @@ class BadRows:
 
     @property
     def max_allowed(self) -> int:
+        """How many bad rows the settings allow."""
         share = int(self.settings.max_bad_fraction * max(self.rows, self.min_rows))
         if self.settings.max_bad_rows is None:
             return share

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,21 +28,26 @@ CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif,apng"
 SEEK_SECONDS = 4.0
 
 
+class VideoSize(NamedTuple):
+    """Size of a frame (width, height), number of frames, and frames per second of a video."""
+
+    frame: tuple[int, int]
+    num_frames: int
+    fps: float
+
+
 def video_size(
     value: Any,
     limits: Limits,
     root: Path,
     fps: float,
-) -> tuple[tuple[int, int], int, float]:
-    """(width, height) of a frame, the number of frames, frames per second.
-
-    `fps` is the rate of a video that is given as frames.
-    """
+) -> VideoSize:
+    """The size of a video; `fps` is the rate of one that is given as frames."""
     if isinstance(value, np.ndarray):
         _check_frame_array(value)
-        return (value.shape[2], value.shape[1]), len(value), fps
+        return VideoSize((value.shape[2], value.shape[1]), len(value), fps)
     if isinstance(value, list | tuple):
-        return _frame_list_size(value, limits, root), len(value), fps
+        return VideoSize(_frame_list_size(value, limits, root), len(value), fps)
     return _container_size(value, limits, root)
 
 
@@ -81,7 +86,7 @@ def _container_size(
     value: Any,
     limits: Limits,
     root: Path,
-) -> tuple[tuple[int, int], int, float]:
+) -> VideoSize:
     source = open_media(value, limits, root, "video")
     require_package("av", "video")
     with decoder_errors("video"), _open_container(source) as container:
@@ -96,7 +101,7 @@ def _container_size(
         frames = _count_packets(source)
     if frames < 1 or not fps > 0:
         raise BadRow("corrupt", "video: the container has no number of frames or no frame rate")
-    return size, frames, fps
+    return VideoSize(size, frames, fps)
 
 
 def _stream_seconds(container: Any, stream: Any) -> float:
@@ -170,6 +175,7 @@ class _FrameReader:
         self.pixels: np.ndarray | None = None  # its pixels, once they were asked for
 
     def frame_at(self, seconds: float) -> np.ndarray:
+        """The pixels of the frame that is shown at this time."""
         self._seek_if_far(seconds)
         half_a_frame = 0.5 / self.info.fps
         while self.time < seconds - half_a_frame:

@@ -85,7 +85,8 @@ def open_media(
 
 
 def _decode_data_uri(text: str, what: str) -> io.BytesIO:
-    head, _, body = text.partition(",")
+    head = text.partition(",")[0]
+    body = text[len(head) + 1 :]
     if not head.endswith(";base64"):
         return io.BytesIO(b"")  # which no decoder takes
     try:

@@ -54,6 +54,7 @@ def has_actions(message: Message) -> bool:
 
 
 def text_message(role: str, text: Any, where: str) -> Message:
+    """A message of one text; without parts if the text is empty."""
     parts = (Part("text", text),) if check_text(text, where) else ()
     return Message(role, parts)
 
@@ -81,6 +82,7 @@ def read_turns(value: Any, key: str) -> list[Message]:
 
 
 def read_message(raw: Any, where: str) -> Message:
+    """One message in OpenAI's spelling (role, content) or ShareGPT's (from, value)."""
     fields = check_object(raw, where)
     role_name = pop_first(fields, "role", "from")
     content = pop_first(fields, "content", "value")

@@ -34,6 +34,7 @@ def probe(part: Part, limits: Limits, root: Path) -> MediaInfo:
 
 
 def probe_now(part: Part, limits: Limits, root: Path) -> MediaInfo:
+    """`probe` in the calling thread, without a timeout."""
     if part.kind == "image":
         width, height = decode_image.image_size(part.value, limits, root)
         return MediaInfo("image", width, height, **pixel_options(part))
@@ -44,18 +45,18 @@ def probe_now(part: Part, limits: Limits, root: Path) -> MediaInfo:
 
 def _probe_video(part: Part, limits: Limits, root: Path) -> MediaInfo:
     sampled_fps = number_option(part, "fps") or limits.fps or DEFAULT_FPS
-    size, total_frames, fps = decode_video.video_size(part.value, limits, root, sampled_fps)
-    seconds = total_frames / fps
+    video = decode_video.video_size(part.value, limits, root, sampled_fps)
+    seconds = video.num_frames / video.fps
     if seconds > limits.video_seconds:
         raise BadRow(
             "too_long", f"video of {seconds:.0f} seconds; {limits.video_seconds:g} are allowed"
         )
-    width, height = size
+    width, height = video.frame
     if width * height > limits.image_pixels:
         raise BadRow(
             "too_large", f"video of {width}x{height}; {limits.image_pixels} pixels are allowed"
         )
-    num_frames = _num_sampled_frames(part, limits, total_frames, seconds * sampled_fps)
+    num_frames = _num_sampled_frames(part, limits, video.num_frames, seconds * sampled_fps)
     if not isinstance(part.value, np.ndarray | list | tuple):
         # Frames of a file are decoded smaller if all of them would not fit in memory.
         scale = min(1.0, math.sqrt(limits.clip_pixels / (num_frames * width * height)))
@@ -65,8 +66,8 @@ def _probe_video(part: Part, limits: Limits, root: Path) -> MediaInfo:
         "video",
         width,
         height,
-        total_frames=total_frames,
-        fps=fps,
+        total_frames=video.num_frames,
+        fps=video.fps,
         num_frames=num_frames,
         **pixel_options(part),
     )

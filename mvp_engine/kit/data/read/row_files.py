@@ -26,9 +26,11 @@ class RowFile:
         self.name = name
 
     def row(self, index: int) -> dict[str, Any]:
+        """The raw row; BadRow if it cannot be parsed."""
         raise NotImplementedError
 
     def where(self, index: int) -> str:
+        """The place of a row, for error messages."""
         return f"{self.name}[{index}]"
 
     def __getstate__(self) -> dict[str, Any]:

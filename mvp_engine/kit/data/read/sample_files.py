@@ -50,8 +50,8 @@ def _suffix(name: str) -> str:
 
 def sample_key(name: str) -> str:
     """The name of the sample that a member of a shard belongs to."""
-    folder, slash, base = name.rpartition("/")
-    return folder + slash + base.partition(".")[0]
+    base_start = name.rfind("/") + 1
+    return name[:base_start] + name[base_start:].partition(".")[0]
 
 
 def is_sample_member(member: tarfile.TarInfo) -> bool:
