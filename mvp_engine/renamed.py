@@ -27,6 +27,7 @@ REMOVED_KEYS = {
 
 # Modules below mvp_engine.
 MODULES = {
+    "log.report": "kit.report",
     "batch": "data.batch",
     "padded": "data.padded",
     "pipes": "process.pipes",

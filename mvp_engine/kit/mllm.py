@@ -34,7 +34,7 @@ from mvp_engine.kit.loss import TokenLoss, TokenNormedLossKit
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit, OptimSettings
-from mvp_engine.log.report import write_report
+from mvp_engine.kit.report import write_report
 
 
 class EvalGeneration(Section):

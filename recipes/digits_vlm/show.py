@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mvp_engine.kit import Answer
-from mvp_engine.log.report import Example, write_report
+from mvp_engine.kit.report import Example, write_report
 
 from .ask import ask
 from .data import conclusion

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mvp_engine.log.report import Example, write_report
+from mvp_engine.kit.report import Example, write_report
 
 MOST = 20  # classes in the table: of more, only those that were taken for another most often
 

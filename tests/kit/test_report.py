@@ -7,7 +7,7 @@ import html.parser
 import json
 from pathlib import Path
 
-from mvp_engine.log.report import Example, write_report
+from mvp_engine.kit.report import Example, write_report
 from mvp_engine.runs import Run
 
 PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
