@@ -271,7 +271,7 @@ class Engine(EngineHooks):
         if self._eval_loader is None:
             self._eval_loader = self._loader("eval")
         micro_batches = islice(self._eval_loader, self.config.loop.eval_batches)
-        ctx = StepContext(self.step, self.epoch, "eval", self._metric_store(forgiving=False))
+        ctx = StepContext(self.step, self.epoch, "eval", self._metric_store(skip_nonfinite=False))
         self.world.broadcast_from_rank0_(list(self.model.buffers()))  # running statistics
         with self.eval_weights(), self.model_engine.eval_mode():
             step = partial(self._eval_step, ctx)
@@ -312,8 +312,8 @@ class Engine(EngineHooks):
 
     # ---- Set-up ---------------------------------------------------------------------------------------------------
 
-    def _metric_store(self, forgiving: bool = True) -> MetricStore:
-        return MetricStore(self.world, counts=self.layout.is_mp_src_rank, forgiving=forgiving)
+    def _metric_store(self, skip_nonfinite: bool = True) -> MetricStore:
+        return MetricStore(self.world, self.layout.is_mp_src_rank, skip_nonfinite)
 
     def _build_model_engine(self) -> ModelEngine:
         model = self.config.model

@@ -1,4 +1,4 @@
-"""Logging: metrics, the backends that show or store them, and plots."""
+"""Logging: metrics, the backends that show or store them, plots and the report page of a run."""
 
 from mvp_engine.log.hub import EarlyMessages, LogHub
 from mvp_engine.log.metrics import MetricStore

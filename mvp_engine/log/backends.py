@@ -1,4 +1,4 @@
-"""The backends. To add one, subclass `Backend` and put it into `BACKENDS`, or name it `module:Class` in the config."""
+"""Logging backends. To add one, subclass `Backend` and add it to `BACKENDS`, or set `module:Class` in the config."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from mvp_engine.log.terminal import Terminal
 from mvp_engine.runs import Run
 
 LOGGER = logging.getLogger("mvp_engine")
+REDRAW_SECONDS = 20.0  # least time between two drawings of loss.png
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a backend may want to know at the start."""
+    """Facts of the run that a backend gets at its start."""
 
     run: Run
     project: str
     workflow: str
     config: dict[str, Any]
-    start_step: int = 0  # records up to this step are there already
+    start_step: int = 0  # records up to this step exist already
     total_steps: int | None = None
-    messages: list[logging.LogRecord] = field(
-        default_factory=list
-    )  # said before, and shown already
+    # Log messages from before the start; they were printed already.
+    messages: list[logging.LogRecord] = field(default_factory=list)
 
 
 class Backend:
-    """A record is `{"step", "epoch", "split", <metric>: float or None, ..., "perf": {...}}`."""
+    """The interface of a backend. A record is `{"step", "epoch", "split", <metric>: float or None, "perf": {...}}`."""
 
     def start(self, info: RunInfo) -> None:
         self.info = info
@@ -44,11 +44,11 @@ class Backend:
         raise NotImplementedError
 
     def close(self, failure: str | None) -> None:
-        """`failure` is the traceback with which the run ends, None where it was finished or interrupted."""
+        """End the backend. `failure` is the traceback of a failed run; None if it finished or was interrupted."""
 
 
 class TerminalBackend(Backend):
-    """A live panel on a terminal, plain lines elsewhere."""
+    """A live panel on a TTY, plain lines otherwise."""
 
     def start(self, info: RunInfo) -> None:
         self.terminal = Terminal(info.run.id, info.total_steps, live=info.workflow == "train")
@@ -61,13 +61,14 @@ class TerminalBackend(Backend):
 
 
 class FileBackend(Backend):
-    """`log.txt`: messages and metric lines, appended on resume."""
+    """`log.txt`: messages and lines of metrics; a resumed run appends to it."""
 
     def start(self, info: RunInfo) -> None:
         super().start(info)
         self.handler = logging.FileHandler(info.run.dir / "log.txt", encoding="utf-8")
         self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self.handler.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk is told by others
+        # A full disk is reported by the backends that raise OSError.
+        self.handler.handleError = lambda record: None  # type: ignore[method-assign]
         for message in info.messages:
             self.handler.emit(message)
         LOGGER.addHandler(self.handler)
@@ -86,9 +87,9 @@ class FileBackend(Backend):
 
 
 class JsonlBackend(Backend):
-    """`metrics.jsonl` of a training; another workflow writes `<workflow>.jsonl` beside it.
+    """`metrics.jsonl` of a training; other workflows write `<workflow>.jsonl` in the same folder.
 
-    Records that a full disk refused are kept and written as soon as there is room.
+    Records that do not fit on a full disk are kept and written once it has space again.
     """
 
     def start(self, info: RunInfo) -> None:
@@ -96,21 +97,21 @@ class JsonlBackend(Backend):
         if info.workflow == "train":
             info.run.rewind_metrics(info.start_step)
         self.file = open(info.run.dir / f"{name}.jsonl", "ab", buffering=0)  # noqa: SIM115
-        self.waiting = b""
+        self.pending = b""
 
     def metrics(self, record: dict[str, Any]) -> None:
-        self.waiting += json.dumps(record, allow_nan=False).encode() + b"\n"
+        self.pending += json.dumps(record, allow_nan=False).encode() + b"\n"
         self._write()
 
     def _write(self) -> None:
-        whole = self.file.tell()
+        size = self.file.tell()
         try:
-            written = self.file.write(self.waiting)
-            if written != len(self.waiting):
+            written = self.file.write(self.pending)
+            if written != len(self.pending):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self.waiting = b""
+            self.pending = b""
         except OSError:
-            self.file.truncate(whole)  # no half lines
+            self.file.truncate(size)  # leaves no partial line
             raise
 
     def close(self, failure: str | None) -> None:
@@ -123,10 +124,9 @@ class TensorBoardBackend(Backend):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = info.run.dir / "tensorboard"
-        purge = (
-            info.start_step + 1 if info.workflow == "train" else None
-        )  # steps that will be made again
-        self.writer = SummaryWriter(str(folder), purge_step=purge)
+        # A resumed run repeats the steps after its checkpoint: their old events are hidden.
+        purge_step = info.start_step + 1 if info.workflow == "train" else None
+        self.writer = SummaryWriter(str(folder), purge_step=purge_step)
 
     def metrics(self, record: dict[str, Any]) -> None:
         for name, value in flat(record).items():
@@ -138,18 +138,18 @@ class TensorBoardBackend(Backend):
 
 
 class PlotBackend(Backend):
-    """`loss.png`, redrawn during the run, but never for more than about 1 % of the time."""
+    """`loss.png`, redrawn during the run at most every 20 s and for at most about 1 % of the time."""
 
     def start(self, info: RunInfo) -> None:
         super().start(info)
-        self.next_draw = time.monotonic() + 20.0
+        self.next_draw = time.monotonic() + REDRAW_SECONDS
 
     def metrics(self, record: dict[str, Any]) -> None:
         started = time.monotonic()
         if self.info.workflow == "train" and started >= self.next_draw:
             self.draw()
             cost = time.monotonic() - started
-            self.next_draw = time.monotonic() + max(20.0, 100 * cost)
+            self.next_draw = time.monotonic() + max(REDRAW_SECONDS, 100 * cost)
 
     def draw(self) -> None:
         plot_runs([self.info.run], "loss", self.info.run.dir / "loss.png")
@@ -161,7 +161,7 @@ class PlotBackend(Backend):
 
 class WandbBackend(Backend):
     def start(self, info: RunInfo) -> None:
-        wandb = _optional("wandb")
+        wandb = _import_tracker("wandb")
         self.run = wandb.init(
             project=info.project,
             id=info.run.id,
@@ -179,7 +179,7 @@ class WandbBackend(Backend):
 
 class TrackioBackend(Backend):
     def start(self, info: RunInfo) -> None:
-        trackio = _optional("trackio")
+        trackio = _import_tracker("trackio")
         self.run = trackio.init(
             project=info.project, name=info.run.id, resume="allow", config=info.config
         )
@@ -203,15 +203,17 @@ BACKENDS: dict[str, type[Backend]] = {
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:
-    """`train/loss`, `perf/memory_gib`, ...: a record as trackers want it."""
-    values = {
-        f"{record['split']}/{k}": v for k, v in record.items() if k not in ("step", "split", "perf")
-    }
-    values |= {f"perf/{k}": v for k, v in record.get("perf", {}).items()}
+    """A record as trackers expect it: `train/loss`, `perf/memory_gib`, ..."""
+    values = dict[str, Any]()
+    for key, value in record.items():
+        if key not in ("step", "split", "perf"):
+            values[f"{record['split']}/{key}"] = value
+    for key, value in record.get("perf", {}).items():
+        values[f"perf/{key}"] = value
     return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
-def _optional(package: str) -> Any:
+def _import_tracker(package: str) -> Any:
     try:
         return __import__(package)
     except ModuleNotFoundError as error:

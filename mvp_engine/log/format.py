@@ -1,8 +1,11 @@
-"""Figures as people read them: one place for units, so that terminal, log file and `mvp runs` agree."""
+"""Metrics as text: one place for units, so that terminal, log file and `mvp runs` agree."""
 
 from __future__ import annotations
 
 from typing import Any
+
+# Keys of a record that are shown first, elsewhere, or not at all.
+_NOT_IN_ORDER = {"loss", "grad_norm", "step", "epoch", "split", "perf", "totals", "lr"}
 
 
 def number(value: float | None) -> str:
@@ -14,6 +17,7 @@ def number(value: float | None) -> str:
 
 
 def rate(value: float) -> str:
+    """A large number with three digits and a unit prefix, such as 51.2k."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.3g}{unit}"
@@ -31,21 +35,31 @@ def duration(seconds: float | None) -> str:
 
 
 def shown(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """The (name, text) pairs of a record, in reading order; bookkeeping keys are left out."""
-    pairs = [("loss", number(record["loss"]))] if "loss" in record else []
+    """The (name, text) pairs of a record in reading order, without bookkeeping keys."""
+    pairs = []
+    if "loss" in record:
+        pairs.append(("loss", number(record["loss"])))
     if "grad_norm" in record:
         pairs.append(("grad", number(record["grad_norm"])))
     for key, value in record.items():
-        if key == "lr" or key.startswith("lr/"):
+        if _is_learning_rate(key):
             pairs.append((key, f"{value:.2e}"))
-    hidden = {"loss", "grad_norm", "step", "epoch", "split", "perf", "totals", "lr"}
     for key, value in record.items():
-        if key not in hidden and not key.startswith("lr/") and (key != "skipped" or value):
+        hidden = key in _NOT_IN_ORDER or (key == "skipped" and not value)
+        if not hidden and not _is_learning_rate(key):
             pairs.append((key, number(value)))
-    perf = record.get("perf", {})
-    pairs += [
-        (f"{k.removesuffix('_per_s')}/s", rate(v)) for k, v in perf.items() if k.endswith("_per_s")
-    ]
+    return pairs + _performance(record.get("perf", {}))
+
+
+def _is_learning_rate(key: str) -> bool:
+    return key == "lr" or key.startswith("lr/")
+
+
+def _performance(perf: dict[str, Any]) -> list[tuple[str, str]]:
+    pairs = []
+    for key, value in perf.items():
+        if key.endswith("_per_s"):
+            pairs.append((f"{key.removesuffix('_per_s')}/s", rate(value)))
     if "mfu" in perf:
         pairs.append(("mfu", f"{100 * perf['mfu']:.1f}%"))
     if "data_wait" in perf:
@@ -58,6 +72,7 @@ def shown(record: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def line(record: dict[str, Any], total_steps: int | None) -> str:
+    """A record as one line of the log."""
     of = f"/{total_steps}" if total_steps else ""
     head = f"{record['split']:>5} step {record['step']}{of} epoch {record['epoch']}"
     return head + "  " + "  ".join(f"{name} {text}" for name, text in shown(record))

@@ -1,7 +1,7 @@
-"""Where metrics and messages go: the hub hands each to the backends that the config names.
+"""The log hub: it passes metrics to the backends that the config names, and owns the package's log messages.
 
-A backend is a class with `start`, `metrics` and `close` (see `Backend`). Only rank 0 has any; the other ranks print
-their warnings to stderr and nothing else.
+A backend is a class with `start`, `metrics` and `close` (see `Backend`). Only rank 0 has backends; the other
+ranks print warnings to stderr.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ LOGGER = logging.getLogger("mvp_engine")
 
 
 class EarlyMessages(logging.StreamHandler[Any]):
-    """What is said while data and model are made, before there is a hub: shown at once, and kept for its log file."""
+    """A handler for messages while data and model are built, before the hub exists.
 
-    def __init__(self, names: list[str], rank: int = 0) -> None:
-        shows = rank == 0 and "terminal" in names
-        super().__init__(sys.stdout if shows else sys.stderr)
-        self.setFormatter(
-            logging.Formatter(f"{f'[rank {rank}] ' if rank else ''}%(levelname)s %(message)s")
-        )
-        self.least = logging.INFO if shows else logging.WARNING
-        self.kept: list[logging.LogRecord] = []
+    It prints them at once and keeps them for the hub's log file.
+    """
+
+    def __init__(self, backends: list[str], rank: int = 0) -> None:
+        on_terminal = rank == 0 and "terminal" in backends
+        super().__init__(sys.stdout if on_terminal else sys.stderr)
+        prefix = f"[rank {rank}] " if rank else ""
+        self.setFormatter(logging.Formatter(f"{prefix}%(levelname)s %(message)s"))
+        self.min_level = logging.INFO if on_terminal else logging.WARNING
+        self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.kept.append(record)
-        if record.levelno >= self.least:
+        self.records.append(record)
+        if record.levelno >= self.min_level:
             super().emit(record)
 
     def __enter__(self) -> EarlyMessages:
-        _take_over()
+        _own_logger()
         LOGGER.addHandler(self)
         return self
 
@@ -47,58 +49,63 @@ class EarlyMessages(logging.StreamHandler[Any]):
         LOGGER.removeHandler(self)
 
 
-def _take_over() -> list[logging.LogRecord]:
-    """Messages of the package go to its own handlers from now on. Gives what was said before, which ends here."""
+def _own_logger() -> list[logging.LogRecord]:
+    """Send the package's messages to its own handlers only; ends `EarlyMessages` and returns its records."""
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False
-    early = [handler for handler in LOGGER.handlers if isinstance(handler, EarlyMessages)]
-    for handler in early:
-        LOGGER.removeHandler(handler)
-    return [record for handler in early for record in handler.kept]
+    records = list[logging.LogRecord]()
+    for handler in list(LOGGER.handlers):
+        if isinstance(handler, EarlyMessages):
+            LOGGER.removeHandler(handler)
+            records += handler.records
+    return records
 
 
 class LogHub:
+    """The backends of one run, from their start to their close."""
+
     def __init__(self, info: RunInfo, names: list[str], rank: int = 0) -> None:
-        self.info = info = replace(info, messages=_take_over())
+        self.info = replace(info, messages=_own_logger())
         self.backends: list[Backend] = []
-        self._failing: set[Backend] = set()  # told of already
+        self._failing: set[Backend] = set()  # backends whose failure is reported already
+        self._stderr: logging.Handler | None = None
         if rank == 0:
-            classes = [backend_class(name) for name in names]
-            self._stderr = None
-            try:
-                for kind in classes:
-                    backend = kind()
-                    backend.start(info)
-                    self.backends.append(backend)
-            except BaseException as error:
-                self.__exit__(None, error, None)  # a live panel must give the terminal back
-                raise
+            self._start_backends(names)
         else:
             self._stderr = logging.StreamHandler(sys.stderr)
             self._stderr.setLevel(logging.WARNING)
-            self._stderr.setFormatter(
-                logging.Formatter(f"[rank {rank}] %(levelname)s: %(message)s")
-            )
+            formatter = logging.Formatter(f"[rank {rank}] %(levelname)s: %(message)s")
+            self._stderr.setFormatter(formatter)
             LOGGER.addHandler(self._stderr)
 
+    def _start_backends(self, names: list[str]) -> None:
+        classes = [backend_class(name) for name in names]
+        try:
+            for kind in classes:
+                backend = kind()
+                backend.start(self.info)
+                self.backends.append(backend)
+        except BaseException as error:
+            self.__exit__(None, error, None)  # closes a live panel, which owns the terminal
+            raise
+
     def metrics(self, record: dict[str, Any]) -> None:
-        record = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in record.items()
-        }
+        """Pass a record to all backends; non-finite values become None."""
+        finite = {}
+        for key, value in record.items():
+            finite[key] = None if isinstance(value, float) and not math.isfinite(value) else value
         for backend in self.backends:
-            self._call(backend, "metrics", record)
+            self._call(backend, "metrics", finite)
 
     def _call(self, backend: Backend, method: str, value: Any) -> None:
-        """A full disk or a lost connection must not end the training; any other error is a bug and does."""
+        """Call a backend. A full disk or a lost connection must not end the training; other errors are bugs."""
         try:
             getattr(backend, method)(value)
         except OSError as error:
             if backend not in self._failing:
                 self._failing.add(backend)
-                LOGGER.error(
-                    "%s cannot write: %s. Training goes on.", type(backend).__name__, error
-                )
+                name = type(backend).__name__
+                LOGGER.error("%s cannot write: %s. Training continues.", name, error)
         else:
             self._failing.discard(backend)
 
@@ -110,17 +117,17 @@ class LogHub:
         failure = "".join(traceback.format_exception(error)) if failed else None
         for backend in self.backends:
             self._call(backend, "close", failure)
-        if self._stderr:
+        if self._stderr is not None:
             LOGGER.removeHandler(self._stderr)
 
 
 def backend_class(name: str) -> type[Backend]:
+    """The class of a backend: a built-in one by name, or the user's own as module:Class."""
     if name in BACKENDS:
         return BACKENDS[name]
     if ":" not in name:
-        raise UserError(
-            f"log.backends: unknown backend {name!r}; known: {', '.join(BACKENDS)}, or module:Class"
-        )
+        known = ", ".join(BACKENDS)
+        raise UserError(f"log.backends: unknown backend {name!r}; known: {known}, or module:Class")
     module, attribute = load_spec(name, Path.cwd(), "log.backends")
     found = getattr(module, attribute or "", None)
     if not (isinstance(found, type) and issubclass(found, Backend)):

@@ -1,48 +1,66 @@
-"""The pictures: curves of one run or several. matplotlib is imported only when one is drawn."""
+"""Plots of metrics over steps, for one or several runs. matplotlib is imported only when one is drawn."""
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mvp_engine.files import atomic_path
 from mvp_engine.runs import Run
 
-INK, GRID = "#1f2933", "#d9dee3"
+INK = "#1f2933"
+GRID = "#d9dee3"
 COLOURS = ["#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2"]
 
 
+@dataclass(frozen=True)
+class _Curve:
+    run: Run
+    split: str
+    metric: str
+    label: str
+    colour: str
+    style: str = "-"
+
+
 def plot_runs(runs: list[Run], metric: str, out: Path) -> int:
-    """Draw `metric` of training (line) and evaluation (dots) over steps as PNG; gives the number of points."""
+    """Plot `metric` of training (line) and evaluation (dots) into a PNG file; returns the number of points."""
     figure, (axes,) = _figure(1)
-    lines = []
-    for i, run in enumerate(runs):
-        label, colour = (run.id if len(runs) > 1 else "train"), COLOURS[i % len(COLOURS)]
-        lines += [(run, "train", metric, label, colour)]
-        own = (f"{run.id}, eval", colour) if len(runs) > 1 else ("eval", COLOURS[1])
-        lines += [(run, "eval", metric, *own)]
-    points = _draw(axes, lines, {"eval": "o"}, log=True)
+    curves = []
+    if len(runs) == 1:
+        run = runs[0]
+        curves.append(_Curve(run, "train", metric, "train", COLOURS[0]))
+        curves.append(_Curve(run, "eval", metric, "eval", COLOURS[1], "o"))
+    else:
+        for i, run in enumerate(runs):
+            colour = COLOURS[i % len(COLOURS)]
+            curves.append(_Curve(run, "train", metric, run.id, colour))
+            curves.append(_Curve(run, "eval", metric, f"{run.id}, eval", colour, "o"))
+    points = _draw(axes, curves, log_scale=True)
     axes.set_ylabel(metric, color=INK)
-    axes.set_title(runs[0].id if len(runs) == 1 else metric, color=INK, fontsize=11, loc="left")
+    _set_title(axes, runs[0].id if len(runs) == 1 else metric)
     with atomic_path(out) as temporary:
         figure.savefig(temporary, format="png")
     return points
 
 
 def curves_svg(run: Run, panels: Mapping[str, Mapping[str, str]]) -> str:
-    """Evaluations as SVG: a panel for each title, with metrics by label. One alone has its training curve too."""
-    figure, every = _figure(len(panels))
-    for axes, (title, metrics) in zip(every, panels.items(), strict=True):
-        lines = (
-            [(run, "train", *metrics.values(), "train", COLOURS[0])] if len(metrics) == 1 else []
-        )
-        for (label, metric), colour in zip(metrics.items(), COLOURS[len(lines) :], strict=False):
-            lines.append((run, "eval", metric, label, colour))
-        _draw(axes, lines, {"eval": "o-"}, log=any("loss" in metric for metric in metrics.values()))
-        axes.set_title(title, color=INK, fontsize=11, loc="left")
+    """Evaluation metrics as SVG: one panel per title, with metrics by label. A single metric has its training curve."""
+    figure, all_axes = _figure(len(panels))
+    for axes, (title, metrics) in zip(all_axes, panels.items(), strict=True):
+        curves = []
+        if len(metrics) == 1:
+            (metric,) = metrics.values()
+            curves.append(_Curve(run, "train", metric, "train", COLOURS[0]))
+        colours = COLOURS[len(curves) :]
+        for (label, metric), colour in zip(metrics.items(), colours, strict=False):
+            curves.append(_Curve(run, "eval", metric, label, colour, "o-"))
+        _draw(axes, curves, log_scale=any("loss" in metric for metric in metrics.values()))
+        _set_title(axes, title)
     out = io.BytesIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue().decode()
@@ -52,37 +70,43 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib.figure import Figure
 
-    figure = Figure(
-        figsize=(8, 4.5) if panels == 1 else (5 * panels, 3.2), dpi=120, layout="constrained"
-    )
+    size = (8, 4.5) if panels == 1 else (5 * panels, 3.2)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
-def _draw(axes: Any, lines: list[tuple[Any, ...]], styles: dict[str, str], log: bool) -> int:
-    """Each line is a run, a split, a metric, a label and a colour; gives the number of points."""
-    points, values_seen = 0, list[float]()
-    for run, split, metric, label, colour in lines:
-        pairs = [(r["step"], r[metric]) for r in run.records(split) if r.get(metric) is not None]
-        if pairs:
-            points += len(pairs)
-            steps, values = zip(*pairs, strict=True)
-            values_seen += values
-            axes.plot(
-                steps,
-                values,
-                styles.get(split, "-"),
-                color=colour,
-                label=label,
-                linewidth=1.6,
-                markersize=4.5,
-            )
-    if log and points and min(values_seen) > 0:
+def _set_title(axes: Any, title: str) -> None:
+    axes.set_title(title, color=INK, fontsize=11, loc="left")
+
+
+def _draw(axes: Any, curves: Sequence[_Curve], log_scale: bool) -> int:
+    """Draw the curves that have values; returns the number of points."""
+    all_values = list[float]()
+    for curve in curves:
+        steps = list[int]()
+        values = list[float]()
+        for record in curve.run.records(curve.split):
+            if record.get(curve.metric) is not None:
+                steps.append(record["step"])
+                values.append(record[curve.metric])
+        if not values:
+            continue
+        all_values += values
+        axes.plot(
+            steps,
+            values,
+            curve.style,
+            color=curve.colour,
+            label=curve.label,
+            linewidth=1.6,
+            markersize=4.5,
+        )
+    if log_scale and all_values and min(all_values) > 0:
         axes.set_yscale("log")
     axes.set_xlabel("step", color=INK)
     axes.grid(True, color=GRID, linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
-    if points:
-        axes.legend(
-            frameon=False, loc="upper right" if log else "lower right"
-        )  # where curves of their kind are not
-    return points
+    if all_values:
+        # Losses fall and accuracies rise: the legend goes to the corner that the curves leave free.
+        axes.legend(frameon=False, loc="upper right" if log_scale else "lower right")
+    return len(all_values)

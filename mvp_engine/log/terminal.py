@@ -1,4 +1,4 @@
-"""The terminal: a live panel with progress, figures and a sparkline on a TTY; plain lines everywhere else."""
+"""The terminal: a live panel with progress, metrics and a sparkline on a TTY, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -20,26 +20,21 @@ from mvp_engine.log import format as fmt
 
 LOGGER = logging.getLogger("mvp_engine")
 BARS = "▁▂▃▄▅▆▇█"
+COLUMNS = 4  # metrics per row of the panel
 
 
 class Terminal:
     def __init__(
         self, title: str, total_steps: int | None, live: bool, console: Console | None = None
     ) -> None:
-        self.title, self.total_steps = title, total_steps
+        self.title = title
+        self.total_steps = total_steps
         self.console = console or Console(highlight=False)
-        self.handler: logging.Handler
-        if self.console.is_terminal:
-            self.handler = RichHandler(
-                console=self.console, show_path=False, show_time=False, rich_tracebacks=True
-            )
-        else:
-            self.handler = logging.StreamHandler(self.console.file)
-            self.handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        self.handler = _message_handler(self.console)
         LOGGER.addHandler(self.handler)
         self.losses: list[float] = []
         self.started = time.monotonic()
-        self.latest: dict[str, dict[str, Any]] = {}
+        self.latest: dict[str, dict[str, Any]] = {}  # the last record of each split
         self.live: Live | None = None
         if live and self.console.is_terminal:
             self.live = Live(
@@ -54,60 +49,73 @@ class Terminal:
         if self.live:
             self.live.update(self._panel())
         if not self.live or record["split"] != "train":
-            self.console.print(fmt.line(record, self.total_steps), markup=False, soft_wrap=True)
+            self._print_line(record)
 
     def close(self) -> None:
         if self.live:
             self.live.stop()
             self.live = None
-            if "train" in self.latest:  # the panel goes; its last figures stay
-                self.console.print(
-                    fmt.line(self.latest["train"], self.total_steps), markup=False, soft_wrap=True
-                )
+            if "train" in self.latest:  # the panel disappears, its last metrics stay
+                self._print_line(self.latest["train"])
         LOGGER.removeHandler(self.handler)
+
+    def _print_line(self, record: dict[str, Any]) -> None:
+        self.console.print(fmt.line(record, self.total_steps), markup=False, soft_wrap=True)
 
     def _panel(self) -> Panel:
         record = self.latest.get("train")
+        parts: list[Any] = [self._progress(record)]
+        if record is None:
+            text = "starting: the first metrics are shown after log.interval steps"
+            parts.append(Text(text, style="dim"))
+        else:
+            parts.append(_metrics_table(record))
+            curve = sparkline(self.losses, max(10, self.console.width - 12))
+            parts.append(Text.assemble(("loss ", "dim"), (curve, "cyan")))
+        return Panel(Group(*parts), title=self.title, title_align="left", border_style="dim")
+
+    def _progress(self, record: dict[str, Any] | None) -> Table:
         step = record["step"] if record else 0
         eta = record["perf"].get("eta_s") if record else None
-        head = Table.grid(expand=True, padding=(0, 1))
-        head.add_column(ratio=1)
-        head.add_column(justify="right")
+        elapsed = fmt.duration(time.monotonic() - self.started)
         of = f"/{self.total_steps}" if self.total_steps else ""
-        times = f"{fmt.duration(time.monotonic() - self.started)} gone, {fmt.duration(eta)} left"
+        text = f"step {step}{of}   {elapsed} elapsed, {fmt.duration(eta)} left"
         bar = ProgressBar(total=self.total_steps or 1, completed=step, pulse=not self.total_steps)
-        head.add_row(bar, Text(f"step {step}{of}   {times}"))
-        parts: list[Any] = [head]
-        if record:
-            figures = Table.grid(padding=(0, 3))
-            pairs = [(name, text) for name, text in fmt.shown(record) if name != "eta"]
-            for start in range(0, len(pairs), 4):
-                cells = [
-                    Text.assemble((f"{n} ", "dim"), (t, "bold"))
-                    for n, t in pairs[start : start + 4]
-                ]
-                figures.add_row(*cells, *[""] * (4 - len(cells)))
-            width = max(10, self.console.width - 12)
-            parts += [
-                figures,
-                Text.assemble(("loss ", "dim"), (sparkline(self.losses, width), "cyan")),
-            ]
-        else:
-            parts.append(
-                Text("starting: the first figures come after log.interval steps", style="dim")
-            )
-        return Panel(Group(*parts), title=self.title, title_align="left", border_style="dim")
+        table = Table.grid(expand=True, padding=(0, 1))
+        table.add_column(ratio=1)
+        table.add_column(justify="right")
+        table.add_row(bar, Text(text))
+        return table
+
+
+def _message_handler(console: Console) -> logging.Handler:
+    if console.is_terminal:
+        return RichHandler(console=console, show_path=False, show_time=False, rich_tracebacks=True)
+    handler = logging.StreamHandler(console.file)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    return handler
+
+
+def _metrics_table(record: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 3))
+    pairs = [(name, text) for name, text in fmt.shown(record) if name != "eta"]
+    for start in range(0, len(pairs), COLUMNS):
+        cells: list[Any] = []
+        for name, text in pairs[start : start + COLUMNS]:
+            cells.append(Text.assemble((f"{name} ", "dim"), (text, "bold")))
+        table.add_row(*cells, *[""] * (COLUMNS - len(cells)))
+    return table
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The whole series in `width` characters, each the mean of its share, on a log scale where all are positive."""
+    """The series in `width` characters, each the mean of its part; on a log scale if all values are positive."""
     if not values:
         return ""
     count = min(width, len(values))
     cuts = [round(i * len(values) / count) for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
     if min(means) > 0:
-        means = [math.log(m) for m in means]
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    return "".join(BARS[min(7, int(8 * (m - low) / span))] for m in means)
+        means = [math.log(mean) for mean in means]
+    low = min(means)
+    span = (max(means) - low) or 1.0
+    return "".join(BARS[min(7, int(8 * (mean - low) / span))] for mean in means)

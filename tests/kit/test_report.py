@@ -1,4 +1,4 @@
-"""The page of a run: one file that loads nothing, and shows what data says without obeying it."""
+"""The report page of a run: one file that loads nothing from elsewhere and escapes everything from data."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def written(folder: Path, examples: list[Example], shown: int = 24) -> Reader:
     return reader
 
 
-def test_data_cannot_write_into_the_page(tmp_path: Path) -> None:
+def test_report_escapes_everything_from_data(tmp_path: Path) -> None:
     page = written(tmp_path, [Example(lambda: [PNG, b"<svg onload=alert(1)>"], EVIL, EVIL, EVIL, True)])
     assert "script" not in {tag for tag, _ in page.tags}
     sources = [given["src"] or "" for tag, given in page.tags if tag == "img"]
@@ -64,22 +64,22 @@ def test_data_cannot_write_into_the_page(tmp_path: Path) -> None:
     assert [tag for tag, _ in page.tags if tag in ("th", "td")][:4] == ["th", "th", "td", "td"]
 
 
-def test_wrong_answers_are_shown_and_marked(tmp_path: Path) -> None:
+def test_report_shows_and_marks_wrong_answers(tmp_path: Path) -> None:
     right = [Example(lambda: [PNG], "?", "4", "4", True)] * 50
     wrong = [Example(lambda: [PNG], "?", "4", f"no {i}", False) for i in range(9)]
     page = written(tmp_path, [*right[:10], *wrong, *right], shown=10)
     rows = [given for tag, given in page.tags if tag == "tr"]
     assert [given.get("class") for given in rows].count("missed") == 5
     assert (
-        "69 questions were asked, 9 answers are wrong. Shown are 5 wrong ones, marked, and 5 right ones." in page.text
+        "69 prompts were answered, 9 answers are wrong. Shown are 5 wrong ones, marked, and 5 right ones." in page.text
     )
     assert "no 0" in page.text
-    assert "questions were asked" not in written(tmp_path, []).text
-    sound = b"RIFF\0\0\0\0WAVEfmt "
-    open_ended = written(tmp_path, [Example(lambda: [sound], "It was", "night", "dark", None)])
-    assert "1 beginnings of texts were given." in open_ended.text
-    assert "the model goes on" in open_ended.text
-    assert "wrong" not in open_ended.text.partition("Continued texts")[2]
+    assert "prompts were answered" not in written(tmp_path, []).text
+    audio = b"RIFF\0\0\0\0WAVEfmt "
+    open_ended = written(tmp_path, [Example(lambda: [audio], "It was", "night", "dark", None)])
+    assert "1 prompts were completed." in open_ended.text
+    assert "the model's completion" in open_ended.text
+    assert "wrong" not in open_ended.text.partition("Completions")[2]
     assert any(tag == "audio" for tag, _ in open_ended.tags)
     few = written(tmp_path, [*wrong, *right[:1]], shown=10)
     assert "Shown are 9 wrong ones, marked, and 1 right ones." in few.text

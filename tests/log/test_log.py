@@ -1,4 +1,4 @@
-"""Metrics and where they go."""
+"""Metric stores, log backends, the hub and the terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECORD = {"step": 20, "epoch": 1, "split": "train", "loss": 0.51234, "grad_norm"
 PERF = {"step_s": 0.1, "tokens_per_s": 51234.0, "data_wait": 0.013, "memory_gib": 1.25, "eta_s": 3725.0}
 
 
-def test_means_are_weighted_and_totals_add_up() -> None:
+def test_metric_store_weights_means_and_sums_totals() -> None:
     store = MetricStore(ALONE)
     for value, weight in ((2.0, 1), (torch.tensor(9.0), 3)):
         store.add("loss", value, weight)
@@ -39,14 +39,14 @@ def test_means_are_weighted_and_totals_add_up() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), torch.tensor(float("nan"))])
-def test_one_bad_value_does_not_poison_the_mean(bad: Any) -> None:
+def test_metric_store_skips_nonfinite_values(bad: Any) -> None:
     store = MetricStore(ALONE)
     for value in (1.0, bad, torch.tensor(3.0)):
         store.add("loss", value)
     assert store.reduce()[0] == {"loss": 2.0}
 
 
-def test_state_survives_exactly_on_host_and_device() -> None:
+def test_metric_store_state_dict_restores_host_and_device_sums() -> None:
     store, again = MetricStore(ALONE), MetricStore(ALONE)
     for part in (store, again):
         part.add("a", 0.1)
@@ -59,7 +59,7 @@ def test_state_survives_exactly_on_host_and_device() -> None:
     assert store.reduce() == again.reduce()
 
 
-def test_metric_that_one_rank_lacks_does_not_hang_the_others(ranks2) -> None:
+def test_metric_store_reduce_with_different_names_per_rank(ranks2) -> None:
     results = ranks2.run(_uneven_metrics)
     assert results[0] == results[1] == ({"both": 1.5, "only0": 0.0, "only1": 1.0}, {"n": 4.0})
 
@@ -76,7 +76,7 @@ def _uneven_metrics() -> Any:
     return dict(sorted(means.items())), totals
 
 
-def test_a_line_has_what_people_look_for() -> None:
+def test_log_line_contains_the_main_metrics() -> None:
     line = format.line({**RECORD, "perf": PERF}, 100)
     for part in (
         "step 20/100",
@@ -94,11 +94,11 @@ def test_a_line_has_what_people_look_for() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (90000, "1d 1:00:00")])
-def test_durations_read_well(seconds: float, text: str) -> None:
+def test_duration_is_formatted_as_clock(seconds: float, text: str) -> None:
     assert format.duration(seconds) == text
 
 
-def test_terminal_shows_a_panel_on_a_tty_and_plain_lines_elsewhere() -> None:
+def test_terminal_panel_on_a_tty_and_plain_lines_otherwise() -> None:
     plain = io.StringIO()
     terminal = Terminal("run", 100, live=True, console=Console(file=plain, width=100))
     terminal.show({**RECORD, "perf": PERF})
@@ -115,14 +115,14 @@ def test_terminal_shows_a_panel_on_a_tty_and_plain_lines_elsewhere() -> None:
         assert part in drawn.getvalue(), drawn.getvalue()
 
 
-def test_sparkline_falls_with_the_loss() -> None:
+def test_sparkline_of_a_falling_loss_falls() -> None:
     line = sparkline([math.exp(-i / 10) for i in range(80)], 8)
     assert line == "█▇▆▅▄▃▂▁"
     assert sparkline([], 8) == ""
     assert sparkline([1.0], 8) == "▁"
 
 
-def test_all_files_of_a_run_are_there_and_readable(train, tmp_path: Path) -> None:
+def test_backends_write_all_files_of_a_run(train, tmp_path: Path) -> None:
     assert train("log.backends=[terminal,file,jsonl,tensorboard,plot]", "loop.eval_interval=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     assert (run.dir / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -135,7 +135,7 @@ def test_all_files_of_a_run_are_there_and_readable(train, tmp_path: Path) -> Non
     assert {"step_s", "samples_per_s", "tokens_per_s", "data_wait", "memory_gib", "eta_s"} == set(first["perf"])
 
 
-def test_tensorboard_shows_each_step_once_after_a_resume(train, tmp_path: Path) -> None:
+def test_tensorboard_after_resume_has_each_step_once(train, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     words = ["log.backends=[tensorboard,jsonl]", "log.interval=1"]
@@ -146,7 +146,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(train, tmp_path: Path) 
     assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 13))
 
 
-def test_log_file_is_appended_on_resume(train, tmp_path: Path) -> None:
+def test_log_file_after_resume_is_appended(train, tmp_path: Path) -> None:
     assert train("loop.total_steps=4", dir=tmp_path) == 0
     before = (list_runs(tmp_path)[0].dir / "log.txt").read_text()
     assert train("resume=auto", "loop.total_steps=6", dir=tmp_path) == 0
@@ -155,7 +155,7 @@ def test_log_file_is_appended_on_resume(train, tmp_path: Path) -> None:
     assert "resume=auto: continuing" in after[len(before) :]
 
 
-def test_rewind_keeps_what_it_drops_and_forgives_a_cut_line(tmp_path: Path) -> None:
+def test_rewind_metrics_moves_later_records_and_a_partial_line(tmp_path: Path) -> None:
     run = Run(tmp_path)
     lines = [json.dumps({"step": n, "split": "train"}) + "\n" for n in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 4, "spl')
@@ -175,7 +175,7 @@ class Recorder(Backend):
         self.seen.append(failure)
 
 
-def test_backend_of_ones_own_is_named_in_the_config(train, tmp_path: Path) -> None:
+def test_custom_backend_by_module_and_class_gets_records(train, tmp_path: Path) -> None:
     sys.modules.setdefault("test_log", sys.modules[__name__])
     Recorder.seen.clear()
     assert train("log.backends=['test_log:Recorder']", dir=tmp_path) == 0
@@ -183,7 +183,7 @@ def test_backend_of_ones_own_is_named_in_the_config(train, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_trackers_get_every_record(train, tmp_path: Path, monkeypatch, name: str) -> None:
+def test_tracker_backends_log_every_record(train, tmp_path: Path, monkeypatch, name: str) -> None:
     calls: list[Any] = []
     run = types.SimpleNamespace(
         log=lambda values, step: calls.append((step, values)), finish=lambda **k: calls.append("finish")
@@ -197,25 +197,25 @@ def test_trackers_get_every_record(train, tmp_path: Path, monkeypatch, name: str
     assert calls[-1] == "finish"
 
 
-def test_only_rank_0_writes(ranks2, tmp_path: Path) -> None:
+def test_only_rank_0_writes_files(ranks2, tmp_path: Path) -> None:
     words = [f"project.dir={tmp_path}", "log.backends=[file,jsonl]", "data.micro_batch_size=4"]
     assert ranks2.launch(TINY, *words) == [0, 0]
     assert len(list_runs(tmp_path)) == 1
     assert len(read_metrics(tmp_path)) == 6
 
 
-def test_what_is_said_before_the_log_opens_is_shown_at_once_and_in_its_file(tmp_path: Path, capsys: Any) -> None:
+def test_early_messages_are_printed_at_once_and_written_to_the_log_file(tmp_path: Path, capsys: Any) -> None:
     logger, names = logging.getLogger("mvp_engine"), ["terminal", "file"]
     with EarlyMessages(names):
-        logger.info("said early")
-        assert capsys.readouterr().out == "INFO said early\n"
+        logger.info("early")
+        assert capsys.readouterr().out == "INFO early\n"
         with LogHub(RunInfo(Run(tmp_path), "tests", "train", {}), names):
-            logger.info("said later")
-            assert capsys.readouterr().out == "INFO said later\n"
+            logger.info("later")
+            assert capsys.readouterr().out == "INFO later\n"
     lines = (tmp_path / "log.txt").read_text().splitlines()
-    assert [line.split(" ", 2)[2] for line in lines] == ["INFO said early", "INFO said later"]
+    assert [line.split(" ", 2)[2] for line in lines] == ["INFO early", "INFO later"]
     with EarlyMessages(["jsonl"]):
-        logger.info("nobody asked")
+        logger.info("not shown")
         logger.warning("careful")
     assert capsys.readouterr() == ("", "WARNING careful\n")
     assert not logger.handlers

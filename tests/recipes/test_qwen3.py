@@ -83,10 +83,10 @@ def test_the_plan_of_the_data_is_in_the_log(ran: Path) -> None:
 
 def test_pages_show_how_texts_go_on_and_which_answers_are_right(ran: Path) -> None:
     page = (run_of(ran, "pretrain") / "report.html").read_text()
-    assert "the model goes on" in page
-    assert "right answer" not in page
+    assert "the model's completion" in page
+    assert "expected answer" not in page
     page = (run_of(ran, "sft") / "report.html").read_text()
-    assert "right answer" in page
+    assert "expected answer" in page
     assert "system: Answer in a sentence." in page
 
 
