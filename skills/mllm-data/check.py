@@ -1,4 +1,7 @@
-"""Does a loader give each row once, rightly masked, and resume exactly? `check.py [FILE.py:NAME]`; see SKILL.md."""
+"""Check a data loader: each row once, correct tokens and loss masks, full packs, exact resume on other ranks.
+
+check.py [FILE.py:NAME]        # see SKILL.md
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,13 @@ from mvp_engine.imports import load_spec
 from mvp_engine.kit import MLLMData, MLLMDataKit
 
 Make = Callable[[dict[str, Any], Any, int, int, Path], Any]
-ROWS, BUDGET = 60, 256
+ROWS = 60
+BUDGET = 256  # tokens of a pack
+MIN_FILL = 0.9
+MISSING_IMAGE = 7
+BROKEN_JSON = 20
 BAD = {"rows.jsonl:8": "missing_file", "rows.jsonl:21": "bad_json"}
+MAX_LISTED = 6
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for p in m.content %}{{ p.text if p.type == 'text' "
     "else '<|vision_start|><|image_pad|><|vision_end|>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
@@ -32,45 +40,50 @@ TEMPLATE = (
 
 
 def with_kit(settings: dict[str, Any], processor: Any, rank: int, world_size: int, folder: Path) -> Any:
-    """What the skill says, in one line."""
+    """The loader of the data kit: the reference that the check passes on."""
     kit = MLLMDataKit(MLLMData.model_validate(settings), processor)
     return kit.loader("train", rank=rank, world_size=world_size, seed=3, folder=folder)
 
 
 @cache
 def tiny_processor() -> Any:
-    """Qwen2.5-VL's, on bytes."""
+    """A Qwen2.5-VL processor with a byte-level tokenizer."""
     vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
     special = ["<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     size: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 1024}}
-    pictures, films = hf.Qwen2VLImageProcessor(**size), hf.Qwen2VLVideoProcessor(**size)
-    return hf.Qwen2_5_VLProcessor(pictures, tokenizer, films, chat_template=TEMPLATE)
+    images = hf.Qwen2VLImageProcessor(**size)
+    videos = hf.Qwen2VLVideoProcessor(**size)
+    return hf.Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=TEMPLATE)
 
 
 def write_rows(folder: Path) -> dict[int, dict[str, Any]]:
-    """The good rows by number. One of the bad ones is no JSON, of the other the picture is not there."""
-    rows, rng = {}, np.random.default_rng(0)
-    with open(folder / "rows.jsonl", "w", encoding="utf-8") as out:
-        for i in range(ROWS):
-            content: list[dict[str, Any]] = [{"type": "text", "text": f"What is {i}?" + " Please." * (i % 5)}]
-            if i % 3 == 1:
-                name = "gone.png" if i == 7 else f"{i}.png"
-                if i != 7:
-                    drawn = rng.integers(0, 255, (16 + 4 * (i % 7), 24, 3), dtype=np.uint8)
-                    Image.fromarray(drawn).save(folder / name)
-                content.insert(0, {"type": "image", "image": name})
-            answers = [f"It is {i}, é.", "Sure." * (i % 4 + 1)]
-            chat = [{"role": "user", "content": content}, {"role": "assistant", "content": text(answers[0])}]
-            if i % 2:
-                chat += [{"role": "user", "content": text("Sure?")}, {"role": "assistant", "content": text(answers[1])}]
-            out.write("{broken\n" if i == 20 else json.dumps({"messages": chat}) + "\n")
-            if i not in (7, 20):
-                rows[i] = {"messages": chat, "learnt": "".join(f"{a}<|im_end|>" for a in answers[: 1 + i % 2])}
-    return rows
+    """Write the rows; returns the good ones by index. One bad row is not JSON, the image of the other is missing."""
+    good = {}
+    rng = np.random.default_rng(0)
+    lines = []
+    for i in range(ROWS):
+        content = text(f"What is {i}?" + " Please." * (i % 5))
+        if i % 3 == 1:
+            content.insert(0, {"type": "image", "image": f"{i}.png"})
+            if i != MISSING_IMAGE:
+                pixels = rng.integers(0, 255, (16 + 4 * (i % 7), 24, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i}.png")
+        answers = [f"It is {i}, é."]
+        chat = [{"role": "user", "content": content}, {"role": "assistant", "content": text(answers[0])}]
+        if i % 2:
+            answers.append("Sure." * (i % 4 + 1))
+            chat.append({"role": "user", "content": text("Sure?")})
+            chat.append({"role": "assistant", "content": text(answers[1])})
+        lines.append("{broken" if i == BROKEN_JSON else json.dumps({"messages": chat}))
+        if i not in (MISSING_IMAGE, BROKEN_JSON):
+            good[i] = {"messages": chat, "with_loss": "".join(f"{answer}<|im_end|>" for answer in answers)}
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return good
 
 
 def text(words: str) -> list[dict[str, str]]:
@@ -78,88 +91,124 @@ def text(words: str) -> list[dict[str, str]]:
 
 
 def problems(make: Make = with_kit) -> list[str]:
-    """What is wrong with a loader, in words."""
+    """The problems of a loader, one sentence each."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows, processor = write_rows(folder), tiny_processor()
-        settings = {"sources": [{"path": str(folder / "rows.jsonl")}], "cache": str(folder / "cache")}
-        settings |= {"micro_batch_tokens": BUDGET, "global_batch_tokens": 4 * BUDGET, "max_bad_fraction": 0.1}
+        rows = write_rows(folder)
+        processor = tiny_processor()
+        settings = {
+            "sources": [{"path": str(folder / "rows.jsonl")}],
+            "cache": str(folder / "cache"),
+            "micro_batch_tokens": BUDGET,
+            "global_batch_tokens": 4 * BUDGET,
+            "max_bad_fraction": 0.1,
+        }
 
         def loader(rank: int, world_size: int) -> Any:
             return make(settings, processor, rank, world_size, folder)
 
-        whole = list(loader(0, 1))
-        wrong = _content(whole, rows, processor, folder) + _packing(whole)
-        wrong += _ranks_and_resume(loader, [_samples(batch) for batch in whole])
+        epoch = list(loader(0, 1))
+        found = _row_problems(epoch, rows, processor, folder) + _packing_problems(epoch)
+        found += _resume_problems(loader, [_samples(batch) for batch in epoch])
         listed = [json.loads(line) for line in (folder / "bad_rows.jsonl").read_text().splitlines()]
-        if (named := {one["where"]: one["reason"] for one in listed}) != BAD:
-            wrong.append(f"bad rows are {BAD}, but bad_rows.jsonl says {named}")
-    return wrong
+        reported = {record["where"]: record["reason"] for record in listed}
+        if reported != BAD:
+            found.append(f"the bad rows are {BAD}, but bad_rows.jsonl lists {reported}")
+    return found
 
 
 def _samples(batch: PackedBatch) -> list[int]:
     return batch.sequence_fields["sample"].tolist()
 
 
-def _content(batches: list[PackedBatch], rows: dict[int, Any], processor: Any, folder: Path) -> list[str]:
-    wrong, seen = list[str](), Counter(sample for batch in batches for sample in _samples(batch))
+def _row_problems(batches: list[PackedBatch], rows: dict[int, Any], processor: Any, folder: Path) -> list[str]:
+    """Rows that are lost or repeated, and rows with wrong tokens or labels."""
+    found = list[str]()
+    seen = Counter[int]()
+    for batch in batches:
+        seen.update(_samples(batch))
     if seen != Counter(rows.keys()):
-        lost, odd = sorted(rows.keys() - seen.keys()), sorted(i for i, n in seen.items() if n > 1 or i not in rows)
-        wrong.append(f"an epoch has each good row once, but lost are {lost[:5]}, twice or unknown are {odd[:5]}")
+        lost = sorted(rows.keys() - seen.keys())
+        repeated = sorted(i for i, count in seen.items() if count > 1 or i not in rows)
+        found.append(
+            f"an epoch must have each good row once, but lost are {lost[:5]}, repeated or unknown are {repeated[:5]}"
+        )
     for batch in batches:
         for s, sample in enumerate(_samples(batch)):
-            one = batch.select([s])
-            row = rows.get(sample)
-            if row is None:
-                continue
-            chat, names = row["messages"], [b["image"] for m in row["messages"] for b in m["content"] if "image" in b]
-            shown = processor.apply_chat_template(chat, tokenize=False)
-            images = [Image.open(folder / name) for name in names] or None
-            own = processor(text=[shown], images=images)["input_ids"][0]
-            if one.input_ids.tolist() != list(own):
-                wrong.append(f"row {sample}: {one.num_tokens} tokens, which are not the processor's own {len(own)}")
-            places = (one.labels != IGNORE).nonzero()[:, 0]
-            if places.tolist() and one.labels[places].tolist() != one.input_ids[(places + 1) % len(own)].tolist():
-                wrong.append(f"row {sample}: labels are not the tokens that come next")
-            elif (said := processor.tokenizer.decode(one.labels[places])) != row["learnt"]:
-                wrong.append(f"row {sample}: {said!r} is learnt, not {row['learnt']!r}")
-    return wrong[:6]
+            if sample in rows:
+                found += _sequence_problems(batch.select([s]), sample, rows[sample], processor, folder)
+    return found[:MAX_LISTED]
 
 
-def _packing(batches: list[PackedBatch]) -> list[str]:
+def _sequence_problems(
+    sequence: PackedBatch, sample: int, row: dict[str, Any], processor: Any, folder: Path
+) -> list[str]:
+    ids = _processor_ids(row["messages"], processor, folder)
+    found = []
+    if sequence.input_ids.tolist() != ids:
+        found.append(f"row {sample}: {sequence.num_tokens} tokens, which are not the processor's own {len(ids)}")
+    places = (sequence.labels != IGNORE).nonzero()[:, 0]
+    labels = sequence.labels[places]
+    if places.tolist() and labels.tolist() != sequence.input_ids[(places + 1) % len(ids)].tolist():
+        return [*found, f"row {sample}: labels are not the next tokens"]
+    with_loss = processor.tokenizer.decode(labels)
+    if with_loss != row["with_loss"]:
+        found.append(f"row {sample}: {with_loss!r} has loss, not {row['with_loss']!r}")
+    return found
+
+
+def _processor_ids(chat: list[dict[str, Any]], processor: Any, folder: Path) -> list[int]:
+    images = []
+    for message in chat:
+        for part in message["content"]:
+            if "image" in part:
+                images.append(Image.open(folder / part["image"]))
+    prompt = processor.apply_chat_template(chat, tokenize=False)
+    return list(processor(text=[prompt], images=images or None)["input_ids"][0])
+
+
+def _packing_problems(batches: list[PackedBatch]) -> list[str]:
     sizes = [batch.num_tokens for batch in batches]
     if max(sizes) > BUDGET:
         return [f"a pack has {max(sizes)} tokens; {BUDGET} are allowed"]
     fill = sum(sizes) / (len(sizes) * BUDGET)
-    return [f"packs are {fill:.0%} full; 90 % is easy here"] if fill < 0.9 else []
+    return [f"packs are {fill:.0%} full; {MIN_FILL:.0%} is possible"] if fill < MIN_FILL else []
 
 
-def _ranks_and_resume(loader: Callable[[int, int], Any], packs: list[list[int]]) -> list[str]:
-    """Two ranks take turns at the packs of a step; stopped after two steps, four ranks go on where they were."""
-    wrong, half, done = list[str](), [loader(rank, 2) for rank in range(2)], []
-    begun = [list(islice(iter(one), 4)) for one in half]
-    done = [_samples(begun[i % 2][i // 2]) for i in range(8)]
+def _resume_problems(loader: Callable[[int, int], Any], packs: list[list[int]]) -> list[str]:
+    """Two ranks must alternate over the packs of one; after two steps, four ranks must resume at the next pack."""
+    found = list[str]()
+    two = [loader(rank, 2) for rank in range(2)]
+    started = [list(islice(iter(one), 4)) for one in two]
+    done = [_samples(started[i % 2][i // 2]) for i in range(8)]
     if done != packs[:8]:
-        wrong.append("two ranks do not have the packs of one, in turns")
-    after = [loader(rank, 4) for rank in range(4)]
-    for one in after:
-        one.load_state_dict(half[0].state_dict())
-    rest = [[_samples(batch) for batch in one] for one in after]
-    found = [rest[i % 4][i // 4] for i in range(sum(map(len, rest)))] if rest[0] else []
-    if found != packs[8:]:
-        again = sorted({i for pack in found for i in pack} & {i for pack in done for i in pack})
-        wrong.append(f"after a resume the rows are not those that were left: {again[:5]} come again")
-    return wrong
+        found.append("two ranks together do not have the packs of one rank, in turn")
+    four = [loader(rank, 4) for rank in range(4)]
+    for one in four:
+        one.load_state_dict(two[0].state_dict())
+    rest = [[_samples(batch) for batch in one] for one in four]
+    resumed = []
+    if rest[0]:
+        total = sum(len(one) for one in rest)
+        resumed = [rest[i % 4][i // 4] for i in range(total)]
+    if resumed != packs[8:]:
+        repeated = sorted(_rows_of(resumed) & _rows_of(done))
+        found.append(f"after a resume the rows are not the remaining ones: {repeated[:5]} are repeated")
+    return found
+
+
+def _rows_of(packs: list[list[int]]) -> set[int]:
+    return {row for pack in packs for row in pack}
 
 
 def main(words: list[str]) -> int:
-    mine: Make = with_kit
+    checked: Make = with_kit
     if words:
         module, name = load_spec(words[0], Path.cwd(), "the loader")
-        mine = getattr(module, name or "loader")
-    wrong = problems(mine)
-    print("\n".join(wrong) or "ok")
-    return int(bool(wrong))
+        checked = getattr(module, name or "loader")
+    found = problems(checked)
+    print("\n".join(found) or "ok")
+    return int(bool(found))
 
 
 if __name__ == "__main__":

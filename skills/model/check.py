@@ -1,4 +1,7 @@
-"""Do the parts and the adapters of this model hold? `check.py FOLDER [TARGET ...]`; see SKILL.md."""
+"""Check a model's parts and LoRA adapters: they must match the config, start as the base model, and merge.
+
+check.py FOLDER [TARGET ...]   # see SKILL.md
+"""
 
 from __future__ import annotations
 
@@ -16,45 +19,53 @@ from mvp_engine.hf.lora import adapted_layers
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource
 
+ENCODERS = ("vision", "audio")
+
 
 def problems(folder: Path, model: Any) -> list[str]:
-    """What is wrong with a model of a folder, with adapters but without weights yet; in words."""
-    wrong = []
+    """The problems of a folder's model with adapters and without weights yet, one sentence each."""
     parts = MLLMModelKit.parts(model)
-    for kind in ("vision", "audio"):
-        config = getattr(model.base().config, f"{kind}_config", None)
-        if config is not None and kind not in parts.values():
-            wrong.append(f"its config has a {kind}_config, but no parameter belongs to the part {kind}")
-    if any(part in parts.values() for part in ("vision", "audio")) and "projector" not in parts.values():
-        wrong.append("it has an encoder, but nothing that leads from there to the decoder")
+    found = _part_problems(model, set(parts.values()))
     torch.manual_seed(0)
-    words = min(80, model.hf.config.get_text_config().vocab_size)
-    batch = PackedBatch.from_sequences([torch.randint(3, words, (n,)) for n in (9, 5)])
+    vocab_size = min(80, model.hf.config.get_text_config().vocab_size)
+    batch = PackedBatch.from_sequences([torch.randint(3, vocab_size, (length,)) for length in (9, 5)])
 
     def log_probs(engine: LanguageModelEngine) -> Tensor:
         return engine.infer_batch(batch, ["log_probs"])["log_probs"]
 
-    adapted, base = start(model), start(MLLMModelKit().build(ModelSource(str(folder))))
+    adapted = start(model)
+    base = start(MLLMModelKit().build(ModelSource(str(folder))))
     if not torch.allclose(log_probs(adapted), log_probs(base), atol=1e-6):
-        wrong.append("training does not begin as the base model")
+        found.append("the model with new adapters differs from the base model")
     with torch.no_grad():
         for _, layer in adapted_layers(model):
             layer.lora_B.weight.normal_(std=0.05)
     model(batch, ["log_probs"])["log_probs"].sum().backward()
-    silent = [
-        name
-        for name, layer in adapted_layers(model)
-        if parts[f"{name}.weight"] == "llm" and (layer.lora_A.weight.grad is None or not layer.lora_A.weight.grad.any())
-    ]
-    if silent:
-        wrong.append(f"{len(silent)} adapter(s) have no effect on text, such as that of {silent[0]}")
+    unused = []
+    for name, layer in adapted_layers(model):
+        gradient = layer.lora_A.weight.grad
+        if parts[f"{name}.weight"] == "llm" and (gradient is None or not gradient.any()):
+            unused.append(name)
+    if unused:
+        found.append(f"{len(unused)} adapter(s) have no effect on text, such as that of {unused[0]}")
     with tempfile.TemporaryDirectory() as out:
         adapted.export_hf(Path(out) / "merged", torch.float32)
         merged = start(MLLMModelKit().build(ModelSource(f"{out}/merged")))
-        apart = float((log_probs(adapted) - log_probs(merged)).abs().max())
-    if apart > 1e-4:
-        wrong.append(f"merged weights give log-probs that differ by {apart:.1e}")
-    return wrong
+        difference = float((log_probs(adapted) - log_probs(merged)).abs().max())
+    if difference > 1e-4:
+        found.append(f"log-probs of the merged weights differ by {difference:.1e}")
+    return found
+
+
+def _part_problems(model: Any, parts: set[str]) -> list[str]:
+    found = []
+    for kind in ENCODERS:
+        config = getattr(model.base().config, f"{kind}_config", None)
+        if config is not None and kind not in parts:
+            found.append(f"the config has a {kind}_config, but no parameter belongs to the part {kind}")
+    if parts.intersection(ENCODERS) and "projector" not in parts:
+        found.append("the model has an encoder, but no parameter belongs to the part projector")
+    return found
 
 
 def start(model: Any) -> LanguageModelEngine:
@@ -64,7 +75,8 @@ def start(model: Any) -> LanguageModelEngine:
 
 
 if __name__ == "__main__":
-    folder, targets = Path(sys.argv[1]), sys.argv[2:] or ["llm"]
-    wrong = problems(folder, MLLMModelKit(Lora(rank=4, targets=targets)).build(ModelSource(str(folder))))
-    print("\n".join(wrong) or "ok")
-    sys.exit(bool(wrong))
+    folder = Path(sys.argv[1])
+    lora = Lora(rank=4, targets=sys.argv[2:] or ["llm"])
+    found = problems(folder, MLLMModelKit(lora).build(ModelSource(str(folder))))
+    print("\n".join(found) or "ok")
+    sys.exit(bool(found))

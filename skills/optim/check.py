@@ -1,4 +1,7 @@
-"""Does this optimizer decay only matrices, resume to the bit, skip without a trace, and learn? See SKILL.md."""
+"""Check an optimizer: weight decay on matrices only, bit-exact resume, skipped steps without effect, a falling loss.
+
+check.py [FILE.py:NAME]        # see SKILL.md
+"""
 
 from __future__ import annotations
 
@@ -19,93 +22,127 @@ from mvp_engine.kit import OptimKit, OptimSettings
 from mvp_engine.model_engine import FSDPEngine
 
 Make = Callable[[nn.Module], Any]
-FORMS: list[dict[str, Any]] = [{"kind": k, "moments": m} for k in ("adamw", "muon") for m in ("float32", "int8")]
-FORMS += [{"state_dtype": "bfloat16", "ema": 0.9}]
+SETTINGS: list[dict[str, Any]] = [
+    {"kind": "adamw", "state_dtype": "float32"},
+    {"kind": "adamw", "state_dtype": "int8"},
+    {"kind": "muon", "state_dtype": "float32"},
+    {"kind": "muon", "state_dtype": "int8"},
+    {"state_dtype": "bfloat16", "ema": 0.9},
+]
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.layers = nn.Embedding(9, 16), nn.ModuleList([nn.Linear(16, 16)])
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 9)
+        self.table = nn.Embedding(9, 16)
+        self.layers = nn.ModuleList([nn.Linear(16, 16)])
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 9)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.norm(self.table(ids) + torch.tanh(self.layers[0](self.table(ids)))))
+        hidden = self.table(ids)
+        return self.head(self.norm(hidden + torch.tanh(self.layers[0](hidden))))
 
 
-def engine(make: Make) -> FSDPEngine:
+def build_engine(make: Make) -> FSDPEngine:
     torch.manual_seed(0)
-    made = FSDPEngine(Net(), Layout(World(0, 1, 0, 1, torch.device("cpu"))))
-    made.initialize(make)
-    return made
+    engine = FSDPEngine(Net(), Layout(World(0, 1, 0, 1, torch.device("cpu"))))
+    engine.initialize(make)
+    return engine
 
 
-def train(made: FSDPEngine, steps: int) -> list[float]:
-    ids, losses = torch.arange(9), []
+def train(engine: FSDPEngine, steps: int) -> list[float]:
+    ids = torch.arange(9)
+
+    def forward_step(ids: Tensor) -> tuple[Tensor, int]:
+        logits = engine.model(ids)
+        loss_sum = nn.functional.cross_entropy(logits, (ids + 1) % 9, reduction="sum")
+        return loss_sum, len(ids)
+
+    losses = []
     for _ in range(steps):
-        given = made.train_batch(
-            [ids], lambda ids: (nn.functional.cross_entropy(made.model(ids), (ids + 1) % 9, reduction="sum"), len(ids))
-        )
-        losses.append(float(given.loss_sum / given.weight))
+        result = engine.train_batch([ids], forward_step)
+        losses.append(float(result.loss_sum / result.weight))
     return losses
 
 
-def contents(made: FSDPEngine) -> dict[str, Tensor]:
-    found = {name: param.detach().clone() for name, param in made.model.named_parameters()}
-    for name, param in made.model.named_parameters():
-        kept = {f"{name}/{key}": value for key, value in made.optimizer.state[param].items()}
-        found |= {key: value.clone() for key, value in kept.items() if isinstance(value, Tensor)}
+def tensors_of(engine: FSDPEngine) -> dict[str, Tensor]:
+    """Copies of all parameters and optimizer states, by name."""
+    found = {}
+    for name, param in engine.model.named_parameters():
+        found[name] = param.detach().clone()
+        for key, value in engine.optimizer.state[param].items():
+            if isinstance(value, Tensor):
+                found[f"{name}/{key}"] = value.clone()
     return found
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def problems(make: Make) -> list[str]:
-    """What is wrong with an optimizer, in words."""
-    wrong = []
-    still = engine(make)
-    before = {name: param.detach().clone() for name, param in still.model.named_parameters()}
-    for param in still.model.parameters():
-        param.grad = torch.zeros_like(param)
-    still.optimizer.step()
-    for name, param in still.model.named_parameters():
-        if not torch.equal(param, before[name]) and (param.ndim < 2 or "table" in name):
-            wrong.append(f"{name} decays: leave norms, biases and embeddings alone")
-    straight, cut = engine(make), engine(make)
-    losses = train(straight, 12)
+    """The problems of an optimizer, one sentence each."""
+    found = _decay_problems(make)
+    engine = build_engine(make)
+    losses = train(engine, 12)
     if losses[-1] > 0.9 * losses[0]:
-        wrong.append(f"12 steps take the loss from {losses[0]:.3f} to {losses[-1]:.3f}: it does not learn")
-    with tempfile.TemporaryDirectory() as folder:
-        train(cut, 5)
-        cut.save_checkpoint(Path(folder) / "saved")
-        again = engine(make)
-        again.load_checkpoint(Path(folder) / "saved")
-    train(again, 7)
-    if not same(contents(again), contents(straight)):
-        wrong.append("5 steps, a checkpoint and 7 more are not 12 steps to the bit: is all state in optimizer.state?")
-    if getattr(straight.optimizer, "_step_supports_amp_scaling", False):
-        kept = contents(straight)
-        for param in straight.model.parameters():
+        found.append(f"12 steps reduce the loss only from {losses[0]:.3f} to {losses[-1]:.3f}")
+    if not equal(tensors_of(_resumed(make)), tensors_of(engine)):
+        found.append(
+            "5 steps, a checkpoint and 7 more steps do not equal 12 steps bit by bit: is all state in optimizer.state?"
+        )
+    if getattr(engine.optimizer, "_step_supports_amp_scaling", False):
+        before = tensors_of(engine)
+        for param in engine.model.parameters():
             param.grad = torch.full_like(param, torch.nan)
-        straight.optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
-        straight.optimizer.step()
-        if not same(contents(straight), kept):
-            wrong.append("a step with found_inf set leaves a trace, though the class says that it can skip")
-    return wrong
+        engine.optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+        engine.optimizer.step()
+        if not equal(tensors_of(engine), before):
+            found.append("a step with found_inf set changes weights or state, although the class supports skipping")
+    return found
 
 
-def of_the_kit(**words: Any) -> Make:
-    defaults = yaml.safe_load((Path(mvp_engine.config.__file__).parent / "default.yaml").read_text())["optim"]
-    return OptimKit(OptimSettings(**{**defaults, "lr": 0.03, **words})).build_optimizer
+def _decay_problems(make: Make) -> list[str]:
+    """With zero gradients only weight decay changes parameters."""
+    engine = build_engine(make)
+    before = {name: param.detach().clone() for name, param in engine.model.named_parameters()}
+    for param in engine.model.parameters():
+        param.grad = torch.zeros_like(param)
+    engine.optimizer.step()
+    found = []
+    for name, param in engine.model.named_parameters():
+        excluded = param.ndim < 2 or "table" in name
+        if excluded and not torch.equal(param, before[name]):
+            found.append(f"{name} decays: exclude norms, biases and embeddings from weight decay")
+    return found
+
+
+def _resumed(make: Make) -> FSDPEngine:
+    """An engine after 5 steps, a checkpoint in a new engine, and 7 more steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        first = build_engine(make)
+        train(first, 5)
+        first.save_checkpoint(Path(folder) / "saved")
+        second = build_engine(make)
+        second.load_checkpoint(Path(folder) / "saved")
+    train(second, 7)
+    return second
+
+
+def kit_optimizer(**settings: Any) -> Make:
+    defaults = Path(mvp_engine.config.__file__).parent / "default.yaml"
+    optim = yaml.safe_load(defaults.read_text())["optim"]
+    return OptimKit(OptimSettings(**{**optim, "lr": 0.03, **settings})).build_optimizer
 
 
 if __name__ == "__main__":
-    makes = {str(words): of_the_kit(**words) for words in FORMS}
+    optimizers = {str(settings): kit_optimizer(**settings) for settings in SETTINGS}
     if len(sys.argv) > 1:
         module, name = load_spec(sys.argv[1], Path.cwd(), "the optimizer")
-        makes = {sys.argv[1]: getattr(module, name or "optimizer")}
-    found = [f"{label}: {problem}" for label, make in makes.items() for problem in problems(make)]
+        optimizers = {sys.argv[1]: getattr(module, name or "optimizer")}
+    found = []
+    for label, make in optimizers.items():
+        found += [f"{label}: {problem}" for problem in problems(make)]
     print("\n".join(found) or "ok")
     sys.exit(bool(found))

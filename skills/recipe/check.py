@@ -1,4 +1,7 @@
-"""Does a recipe sum, hold out, resume and export as it must? `check.py CONFIG [key=value ...]`; see SKILL.md."""
+"""Check a recipe: summed losses, held-out rows, exact resume, and an export that equals the trained model.
+
+check.py CONFIG [key=value ...]    # see SKILL.md
+"""
 
 from __future__ import annotations
 
@@ -25,129 +28,176 @@ from mvp_engine.model_engine import LanguageModelEngine, ModelSource
 from mvp_engine.runs import Run
 
 STEPS = 4
-QUIET = ["log.backends=[file,jsonl]", "device=cpu", "log.interval=1", "loop.precision=fp32", "model.compile=null"]
-QUIET += ["resume=null", "workflow=train"]
+OVERRIDES = [
+    "log.backends=[file,jsonl]",
+    "device=cpu",
+    "log.interval=1",
+    "loop.precision=fp32",
+    "model.compile=null",
+    "resume=null",
+    "workflow=train",
+]
+MAX_OVERLAP = 0.1  # fraction of held-out rows that may be training rows too
+MAX_LOG_PROB_ERROR = 1e-3
 
 
-def problems(config: str, words: list[str]) -> list[str]:
-    """What is wrong with a recipe, in words."""
+def problems(config: str, overrides: list[str]) -> list[str]:
+    """The problems of a recipe, one sentence each."""
     with tempfile.TemporaryDirectory() as name:
-        words = [*words, *QUIET, f"project.dir={name}"]
-        return [*_sums(config, words), *_holds_out(config, words)] or _runs(config, words, Path(name))
+        overrides = [*overrides, *OVERRIDES, f"project.dir={name}"]
+        found = [*_loss_problems(config, overrides), *_split_problems(config, overrides)]
+        return found or _run_problems(config, overrides, Path(name))
 
 
-def _engine(config: str, words: list[str]) -> Any:
-    composed = compose(config, words)
+def _engine(config: str, overrides: list[str]) -> Any:
+    composed = compose(config, overrides)
     start = choose_start(composed.config)
     return composed.engine_class(composed.config, World.join("cpu"), start.run, start.checkpoint, start.message)
 
 
-def _sums(config: str, words: list[str]) -> list[str]:
-    """Whether the loss of a batch is that of its sequences, summed."""
-    with _engine(config, words) as engine:
+def _loss_problems(config: str, overrides: list[str]) -> list[str]:
+    """The loss of a batch must be the sum of the losses of its sequences."""
+    with _engine(config, overrides) as engine:
         engine.before_evaluate()
         batch = next((b for b in engine.prepare_dataloader("train") if b.num_sequences > 1), None)
         if batch is None:
             return ["no micro-batch has two sequences: raise mllm.micro_batch_tokens for this check"]
         ctx = StepContext(0, 0, "train", engine.metrics)
 
-        def step(part: PackedBatch) -> tuple[float, float]:
-            forward = partial(engine.forward_step, ctx)
-            [(loss_sum, weight)] = engine.model_engine.infer_micro_batches([part], forward)
+        def forward(micro_batch: PackedBatch) -> tuple[float, float]:
+            forward_step = partial(engine.forward_step, ctx)
+            [(loss_sum, weight)] = engine.model_engine.infer_micro_batches([micro_batch], forward_step)
             return float(loss_sum), float(weight)
 
         with engine.model_engine.eval_mode():
-            whole = step(batch)
-            parts = [step(batch.select([s])) for s in range(batch.num_sequences)]
-    total = [sum(values) for values in zip(*parts, strict=True)]
-    if any(abs(a - b) > 1e-4 * max(1.0, abs(b)) for a, b in zip(whole, total, strict=True)):
-        told = f"of {len(parts)} sequences the loss is {whole[0]:.4f} and the weight {whole[1]:g}, one by one they are "
-        return [f"forward_step gives no sums: {told}{total[0]:.4f} and {total[1]:g} together"]
-    return []
+            loss_sum, weight = forward(batch)
+            singles = [forward(batch.select([s])) for s in range(batch.num_sequences)]
+    expected_loss = sum(single[0] for single in singles)
+    expected_weight = sum(single[1] for single in singles)
+    if _is_close(loss_sum, expected_loss) and _is_close(weight, expected_weight):
+        return []
+    return [
+        f"forward_step does not return sums: for {len(singles)} sequences in one batch it returns "
+        f"({loss_sum:.4f}, {weight:g}), the sum over single sequences is ({expected_loss:.4f}, {expected_weight:g})"
+    ]
 
 
-def _holds_out(config: str, words: list[str]) -> list[str]:
-    """Whether held-out rows are trained on: the same tokens, with the same media."""
-    composed = compose(config, words)
+def _is_close(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-4 * max(1.0, abs(b))
+
+
+def _split_problems(config: str, overrides: list[str]) -> list[str]:
+    """Held-out rows must not be training rows: no row with the same tokens and the same media."""
+    composed = compose(config, overrides)
     kit = composed.engine_class.data_kit(composed.config)  # type: ignore[attr-defined]
     try:
-        batches = {split: list(kit.loader(split, global_batch_size=1, num_workers=0)) for split in ("train", "eval")}
+        train = list(kit.loader("train", global_batch_size=1, num_workers=0))
+        held_out = list(kit.loader("eval", global_batch_size=1, num_workers=0))
     except UserError as error:
         return [f"train and eval need rows: {error}"]
-    known, wrong = {one for batch in batches["train"] for _, one in _seen(batch)}, list[str]()
+    trained = {digest for batch in train for _, digest in _digests(batch)}
+    by_source: dict[int, list[str]] = {}
+    for batch in held_out:
+        for source, digest in _digests(batch):
+            by_source.setdefault(source, []).append(digest)
+    found = list[str]()
     for source, name in enumerate(kit.source_names("eval")):
-        rows = [one for batch in batches["eval"] for of, one in _seen(batch) if of == source]
-        again = sum(one in known for one in rows)
-        if again > 0.1 * len(rows):
-            wrong.append(f"{again} of {len(rows)} held-out rows of {name} are trained on, to the last pixel")
-    return wrong
+        rows = by_source.get(source, [])
+        overlap = sum(digest in trained for digest in rows)
+        if overlap > MAX_OVERLAP * len(rows):
+            found.append(f"{overlap} of {len(rows)} held-out rows of {name} are training rows, equal in every pixel")
+    return found
 
 
-def _seen(batch: PackedBatch) -> Iterator[tuple[int, str]]:
-    """The source of each sequence, and a hash of all that a model sees of it."""
+def _digests(batch: PackedBatch) -> Iterator[tuple[int, str]]:
+    """The source of each sequence, and a hash of its tokens and media."""
     for s, source in enumerate(batch.sequence_fields["source"].tolist()):
-        one = batch.select([s])
-        told = hashlib.blake2b(one.input_ids.numpy().tobytes(), digest_size=12)
-        for _, media in sorted(one.media.items()):
-            told.update(media.values.contiguous().numpy().tobytes())
-        yield source, told.hexdigest()
+        sequence = batch.select([s])
+        digest = hashlib.blake2b(sequence.input_ids.numpy().tobytes(), digest_size=12)
+        for _, media in sorted(sequence.media.items()):
+            digest.update(media.values.contiguous().numpy().tobytes())
+        yield source, digest.hexdigest()
 
 
-def _runs(config: str, words: list[str], folder: Path) -> list[str]:
-    """A short training, the same once more from its middle, and what it exports."""
-    words = [*words, f"loop.total_steps={STEPS}", "loop.epochs=null"]
-    words += [f"loop.eval_interval={STEPS}", f"checkpoint.interval={STEPS // 2}", "checkpoint.keep_n=null"]
-    if code := launch(config, [*words, "project.run_id=first", f"export={folder / 'exported'}"]):
+def _run_problems(config: str, overrides: list[str], folder: Path) -> list[str]:
+    """A short training must resume from its middle with equal losses, compute a metric of the task, and export."""
+    overrides = [
+        *overrides,
+        f"loop.total_steps={STEPS}",
+        "loop.epochs=null",
+        f"loop.eval_interval={STEPS}",
+        f"checkpoint.interval={STEPS // 2}",
+        "checkpoint.keep_n=null",
+    ]
+    code = launch(config, [*overrides, "project.run_id=first", f"export={folder / 'exported'}"])
+    if code:
         return [f"a training of {STEPS} steps ends with exit code {code}: see above"]
     run = Run(folder / "first")
     middle = run.checkpoint_list()[0]
-    if code := launch(config, [*words, "project.run_id=second", f"resume={middle}", f"export={folder / 'again'}"]):
+    resumed = ["project.run_id=second", f"resume={middle}", f"export={folder / 'again'}"]
+    code = launch(config, [*overrides, *resumed])
+    if code:
         return [f"resuming from {middle.name} ends with exit code {code}: see above"]
-    wrong, records = list[str](), [_records(one) for one in (run, Run(folder / "second"))]
-    losses = [[r["loss"] for r in one if r["split"] == "train"] for one in records]
-    if losses[0] != losses[1]:
-        wrong.append(f"a resumed training is another one: losses {losses[0]}, resumed {losses[1]}")
-    figures = next((r for r in records[0] if r["split"] == "eval"), {})
-    if not [name for name in figures if name not in ("step", "epoch", "split") and not name.startswith("loss")]:
-        wrong.append("the evaluation has losses and no figure of the task: set ask, and override score")
-    return wrong + _exported(config, words, run, folder / "exported")
+    found = list[str]()
+    records = _records(run)
+    losses = _train_losses(records)
+    resumed_losses = _train_losses(_records(Run(folder / "second")))
+    if losses != resumed_losses:
+        found.append(f"a resumed training differs: losses {losses}, resumed {resumed_losses}")
+    evaluation = next((record for record in records if record["split"] == "eval"), {})
+    if all(name in ("step", "epoch", "split") or name.startswith("loss") for name in evaluation):
+        found.append(
+            "the evaluation computes losses and no metric of the task: set eval_generation, and override score"
+        )
+    return found + _export_problems(config, overrides, run, folder / "exported")
 
 
 def _records(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def _exported(config: str, words: list[str], run: Run, folder: Path) -> list[str]:
-    """Whether the folder loads, with its processor, and says what the checkpoint says."""
+def _train_losses(records: list[dict[str, Any]]) -> list[float]:
+    return [record["loss"] for record in records if record["split"] == "train"]
+
+
+def _export_problems(config: str, overrides: list[str], run: Run, folder: Path) -> list[str]:
+    """The export must load with its processor, here and in transformers, and compute the checkpoint's log-probs."""
     import transformers
 
-    with _engine(config, [*words, "workflow=evaluate", f"resume={run.dir}"]) as engine:
+    with _engine(config, [*overrides, "workflow=evaluate", f"resume={run.dir}"]) as engine:
         engine.before_evaluate()
         batch = next(iter(engine.prepare_dataloader("eval")))
-        expected = engine.model_engine.infer_batch(batch, ["log_probs"])["log_probs"]
         text = PackedBatch.from_sequences([torch.arange(7, 47)])
-        of_text = engine.model_engine.infer_batch(text, ["log_probs"])["log_probs"][:-1]
+        expected = _log_probs(engine.model_engine, batch)
+        expected_text = _log_probs(engine.model_engine, text)[:-1]
         processor = engine.data.processor
     try:
-        loaded = load_processor(folder)
+        exported_processor = load_processor(folder)
         model = MLLMModelKit().build(ModelSource(str(folder)))
-        reader = LanguageModelEngine(model, engine.layout)  # type: ignore[arg-type]
-        reader.initialize()
-        about = transformers.AutoConfig.from_pretrained(folder)
-        theirs = getattr(transformers, about.architectures[0]).from_pretrained(folder).eval()
+        exported = LanguageModelEngine(model, engine.layout)  # type: ignore[arg-type]
+        exported.initialize()
+        hf_config = transformers.AutoConfig.from_pretrained(folder)
+        hf_model = getattr(transformers, hf_config.architectures[0]).from_pretrained(folder).eval()
     except (UserError, OSError, ValueError) as error:
         return [f"the export does not load: {error}"]
-    wrong = []
-    if _template(loaded) != _template(processor):
-        wrong.append("the export's processor has another chat template than the one trained with")
-    apart = float((reader.infer_batch(batch, ["log_probs"])["log_probs"] - expected).abs().max())
+    found = []
+    if _template(exported_processor) != _template(processor):
+        found.append("the export's processor has another chat template than the training's")
     with torch.no_grad():
-        logits = theirs(text.input_ids[None]).logits[0].log_softmax(-1)
-    picked = logits[:-1].gather(-1, text.input_ids[1:, None])[:, 0]
-    apart = max(apart, float((picked - of_text).abs().max()))
-    if apart > 1e-3:
-        wrong.append(f"the export is another model than the trained one: log-probs differ by up to {apart:.1e}")
-    return wrong
+        log_probs = hf_model(text.input_ids[None]).logits[0].log_softmax(-1)
+    hf_text = log_probs[:-1].gather(-1, text.input_ids[1:, None])[:, 0]
+    error = max(_difference(_log_probs(exported, batch), expected), _difference(hf_text, expected_text))
+    if error > MAX_LOG_PROB_ERROR:
+        found.append(f"the export differs from the trained model: log-probs by up to {error:.1e}")
+    return found
+
+
+def _log_probs(engine: Any, batch: PackedBatch) -> torch.Tensor:
+    return engine.infer_batch(batch, ["log_probs"])["log_probs"]
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
 
 
 def _template(processor: Any) -> Any:
@@ -156,11 +206,11 @@ def _template(processor: Any) -> Any:
 
 def main(words: list[str]) -> int:
     if not words:
-        print("check.py CONFIG [key=value ...]")
+        print("usage: check.py CONFIG [key=value ...]")
         return 2
-    wrong = problems(words[0], words[1:])
-    print("\n".join(wrong) or "ok")
-    return int(bool(wrong))
+    found = problems(words[0], words[1:])
+    print("\n".join(found) or "ok")
+    return int(bool(found))
 
 
 if __name__ == "__main__":

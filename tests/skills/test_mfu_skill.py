@@ -1,4 +1,4 @@
-"""The skill's check passes on the kit as it is, and fails on kits that are wrong in the ways that people are."""
+"""The MFU skill's check passes on the kit and fails on kits with common errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from mvp_engine.kit import MFUKit
-from mvp_engine.kit import mfu as kit_file
+from mvp_engine.kit import MFUKit, flop_costs, mfu
 
 
 @pytest.fixture(scope="module")
@@ -23,17 +22,17 @@ def problems() -> Any:
     return module.problems
 
 
-def test_the_kit_passes(problems: Any) -> None:
+def test_check_of_the_kit_passes(problems: Any) -> None:
     assert problems() == []
 
 
-def test_a_wrong_head_size_fails(problems: Any, monkeypatch) -> None:
-    right = kit_file._pair
-    monkeypatch.setattr(kit_file, "_pair", lambda module, config: right(module, config) / 2)  # hidden / heads
+def test_check_with_a_wrong_head_size_fails(problems: Any, monkeypatch) -> None:
+    correct = flop_costs._pair_flops
+    monkeypatch.setattr(flop_costs, "_pair_flops", lambda module, config: correct(module, config) / 2)
     assert any("off torch's counter" in problem for problem in problems())
 
 
-def test_frozen_parts_counted_as_trained_fail(problems: Any) -> None:
+def test_check_with_frozen_blocks_counted_as_trained_fails(problems: Any) -> None:
     class Six(MFUKit):
         def __init__(self, model: Any) -> None:
             super().__init__(copy.deepcopy(model).requires_grad_(True))
@@ -41,8 +40,8 @@ def test_frozen_parts_counted_as_trained_fail(problems: Any) -> None:
     assert any("2 of 4 blocks frozen" in problem for problem in problems(Six))
 
 
-def test_one_long_sequence_for_a_pack_fails(problems: Any, monkeypatch) -> None:
-    monkeypatch.setattr(kit_file, "_seen", lambda lengths, window: lengths.sum(0, keepdim=True).square())
+def test_check_with_a_pack_counted_as_one_sequence_fails(problems: Any, monkeypatch) -> None:
+    monkeypatch.setattr(mfu, "causal_pairs", lambda lengths, window: lengths.sum(0, keepdim=True).square())
     found = problems()
     assert any("packed" in problem for problem in found)
     assert any("window" in problem for problem in found)

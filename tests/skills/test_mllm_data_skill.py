@@ -1,4 +1,4 @@
-"""The skill's check passes on the data kit, and fails on loaders that are wrong in the ways that people's are."""
+"""The data skill's check passes on the data kit and fails on loaders with common errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mvp_engine.imports import import_file
 CHECK: Any = import_file(ROOT / "skills" / "mllm-data" / "check.py")
 
 
-def test_the_kit_passes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_the_kit_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert CHECK.main([]) == 0
     assert capsys.readouterr().out == "ok\n"
 
@@ -34,9 +34,9 @@ class Changed:
 
 
 def off_by_one(batch: PackedBatch) -> PackedBatch:
-    """The mask begins a token late: the first token of an answer is never learnt."""
-    learnt = batch.labels != IGNORE
-    first = learnt & ~torch.cat([torch.tensor([False]), learnt[:-1]])
+    """The loss mask starts one token late: the first token of an answer has no loss."""
+    has_loss = batch.labels != IGNORE
+    first = has_loss & ~torch.cat([torch.tensor([False]), has_loss[:-1]])
     return dataclasses.replace(batch, labels=batch.labels.masked_fill(first, IGNORE))
 
 
@@ -45,7 +45,7 @@ def shifted_twice(batch: PackedBatch) -> PackedBatch:
 
 
 def padded(batch: PackedBatch) -> PackedBatch:
-    """To the longest row, as collators do."""
+    """Padded to the longest row, as collators do."""
     ones = [batch.select([s]) for s in range(batch.num_sequences)]
     longest = max(one.num_tokens for one in ones)
     rows = [torch.cat([one.input_ids, one.input_ids.new_zeros(longest - one.num_tokens)]) for one in ones]
@@ -54,7 +54,7 @@ def padded(batch: PackedBatch) -> PackedBatch:
 
 
 class Repeating(Changed):
-    """Its cursor is a step behind."""
+    """A loader whose cursor is one step behind."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, lambda batch: batch)
@@ -64,13 +64,15 @@ class Repeating(Changed):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (off_by_one, "is learnt, not 'It is "),
-        (shifted_twice, "labels are not the tokens that come next"),
+        (off_by_one, "has loss, not 'It is "),
+        (shifted_twice, "labels are not the next tokens"),
         (padded, "tokens, which are not the processor's own"),
-        (None, "after a resume the rows are not those that were left: ["),
+        (None, "after a resume the rows are not the remaining ones: ["),
     ],
 )
-def test_a_broken_loader_fails(change: Callable[[PackedBatch], PackedBatch] | None, words: str) -> None:
+def test_check_of_a_broken_loader_names_the_problem(
+    change: Callable[[PackedBatch], PackedBatch] | None, words: str
+) -> None:
     def make(settings: dict[str, Any], processor: Any, rank: int, world_size: int, folder: Path) -> Any:
         loader = CHECK.with_kit(settings, processor, rank, world_size, folder)
         return Repeating(loader) if change is None else Changed(loader, change)

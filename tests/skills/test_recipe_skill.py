@@ -1,4 +1,4 @@
-"""The skill's check passes on a right recipe, and fails on recipes that are wrong in the ways that people's are."""
+"""The recipe skill's check passes on a correct recipe and fails on common errors."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Blank(DigitsEngine):
         torch.manual_seed(1)
         with torch.no_grad():
             for param in self.model.parameters():
-                param.add_(0.02 * torch.randn_like(param))  # as if of another moment
+                param.add_(0.02 * torch.randn_like(param))  # as if from another step
         return super().export()
 
 
 class Bare(DigitsEngine):
     def before_train(self):
         super().before_train()
-        if self.checkpoint is not None:  # what it makes of it is not what was saved
+        if self.checkpoint is not None:  # differs from what was saved
             with torch.no_grad():
                 next(self.model.parameters()).mul_(1.5)
 
@@ -60,11 +60,11 @@ class Bare(DigitsEngine):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    compose(CONFIG)  # from here on its package can be imported
+    compose(CONFIG)  # makes its package importable
     return [*SMALL, f"digits.folder={tmp_path_factory.mktemp('digits') / 'data'}"]
 
 
-def test_a_right_recipe_passes(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_a_correct_recipe_passes(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert CHECK.main([CONFIG, *small]) == 0
     assert capsys.readouterr().out.endswith("ok\n")
 
@@ -72,16 +72,16 @@ def test_a_right_recipe_passes(small: list[str], capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("name", "more", "expected"),
     [
-        ("Mean", [], ["forward_step gives no sums"]),
-        ("Blank", [], ["the export is another model than the trained one"]),
+        ("Mean", [], ["forward_step does not return sums"]),
+        ("Blank", [], ["the export differs from the trained model"]),
         (
             "Bare",
             ["eval_generation=null"],
-            ["the export does not load", "a resumed training is another one", "no figure of the task"],
+            ["the export does not load", "a resumed training differs", "no metric of the task"],
         ),
     ],
 )
-def test_a_broken_engine_fails(
+def test_check_of_a_broken_engine_names_the_problem(
     small: list[str], tmp_path: Path, name: str, more: list[str], expected: list[str]
 ) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
@@ -91,10 +91,10 @@ def test_a_broken_engine_fails(
         assert any(words in problem for problem in found), found
 
 
-def test_a_recipe_that_is_tested_on_what_it_learns_fails(small: list[str]) -> None:
+def test_check_of_training_rows_in_the_eval_split_fails(small: list[str]) -> None:
     folder = small[-1].partition("=")[2]
     sources = (
         f"[{{path: {folder}/train_one.jsonl, name: one}},{{path: {folder}/train_one.jsonl, name: one, split: eval}}]"
     )
     found = CHECK.problems(CONFIG, [*small, f"mllm.sources={sources}"])
-    assert any("held-out rows of one are trained on" in problem for problem in found), found
+    assert any("held-out rows of one are training rows" in problem for problem in found), found
