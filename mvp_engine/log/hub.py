@@ -67,7 +67,7 @@ class LogHub:
     def __init__(self, info: RunInfo, names: list[str], rank: int = 0) -> None:
         self.info = replace(info, messages=_own_logger())
         self.backends: list[Backend] = []
-        self._failing: set[Backend] = set()  # backends whose failure is reported already
+        self._failing: set[Backend] = set()  # backends with a reported failure
         self._stderr: logging.Handler | None = None
         if rank == 0:
             self._start_backends(names)

@@ -1,4 +1,4 @@
-"""Broken pipes: stdout and stderr of a process whose reader has gone, as in `mvp profile CONFIG | head`.
+"""Broken pipes: output of a process after its reader has exited, as in `mvp profile CONFIG | head`.
 
 A training must not end because its reader does: later output is discarded, while the work, its files and
 its exit code stay the same.

@@ -18,7 +18,7 @@ from mvp_engine.tools.estimate_blocks import BlockCosts
 from mvp_engine.tools.estimate_settings import EstimateSettings
 
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.06}  # of Adam's two states, per parameter
-DEFAULT_CHUNK = 2048  # tokens whose logits exist at a time
+DEFAULT_CHUNK = 2048  # tokens per chunk of logits
 BYTES_PER_TOKEN = 64.0  # of a packed batch without media: ids, labels and other token fields
 
 

@@ -44,7 +44,7 @@ from mvp_engine.tools.data_kit import config_data_kit
 from mvp_engine.tools.inspect import inspect_kit
 from mvp_engine.tools.inspect_stats import count_bad
 
-LONG_RUN = 3600.0  # seconds of training that nobody wants to lose
+LONG_RUN = 3600.0  # seconds; a longer training should save checkpoints
 LOGGER = logging.getLogger("mvp_engine")
 
 
