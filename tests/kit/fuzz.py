@@ -1,4 +1,4 @@
-"""Generator of rows: bad ones of every kind, and good ones that look odd, each with the reason code that it must get."""
+"""Generator of rows: bad ones of every kind, and good ones that look odd, each with its expected reason code."""
 
 from __future__ import annotations
 

@@ -91,6 +91,14 @@ def test_render_tool_calls_carry_loss_and_results_do_not() -> None:
     ]
 
 
+def test_render_tool_call_with_null_function_is_a_bad_row() -> None:
+    """Arrow fills a missing `function` with null, where a row has the name directly in the call."""
+    call = message("assistant", tool_calls=[{"function": None, "name": "add", "arguments": {}}])
+    with pytest.raises(BadRow) as bad:
+        template("qwen2_5").render(Row(messages=(HI, call)))
+    assert bad.value.reason == "template"
+
+
 def test_render_reasoning_that_the_template_keeps_carries_loss() -> None:
     form = template("qwen3")
     thought = message("assistant", "<think>\nhm, hm\n</think>\n\nFour.")
