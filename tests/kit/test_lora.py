@@ -23,7 +23,7 @@ from mvp_engine.hf import LanguageModel
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelSource, Settings, engine_class
-from mvp_engine.model_engine.fsdp import parallelize as build
+from mvp_engine.model_engine.fsdp import activation_checkpoint
 from mvp_engine.runs import list_runs
 
 
@@ -103,7 +103,7 @@ def test_lora_base_in_bf16_stays_bf16_when_training_in_bf16(ranks2, base: Path, 
 
 
 def test_lora_selective_checkpointing_saves_no_adapter_matmuls(base: Path, monkeypatch) -> None:
-    kept, policy = list[int](), build._keep
+    kept, policy = list[int](), activation_checkpoint._policy
 
     def watched(ctx: Any, op: Any, *args: Any, **more: Any) -> Any:
         found = policy(ctx, op, *args, **more)
@@ -111,7 +111,7 @@ def test_lora_selective_checkpointing_saves_no_adapter_matmuls(base: Path, monke
             kept.append(args[0].shape[0] * args[1].shape[1])
         return found
 
-    monkeypatch.setattr(build, "_keep", watched)
+    monkeypatch.setattr(activation_checkpoint, "_policy", watched)
     sums = []
     for lora in (None, Lora(rank=2)):
         steps(engine_of(base, lora, activation_checkpointing="selective"), count=1)
@@ -198,7 +198,8 @@ def test_lora_unknown_or_conflicting_targets_are_refused(ranks2, base: Path, vis
     with pytest.raises(UserError, match="has no adapters to export"):
         MLLMModelKit.export_adapter(engine_of(base, None, train=False), "nowhere")
     assert all(
-        "does not go with parallel.tensor > 1" in said for said in ranks2.run(refused_on_tensor_parallel_ranks, base)
+        "LoRA does not support parallel.tensor > 1" in said
+        for said in ranks2.run(refused_on_tensor_parallel_ranks, base)
     )
 
 
