@@ -30,7 +30,7 @@ HF = "hf"  # the folder in a checkpoint with all of a Hugging Face folder except
 
 @dataclass(frozen=True)
 class SavedState:
-    """The state of a run that is no tensor: `shared` by all ranks, and one entry of `ranks` for each rank that saved."""
+    """The state of a run that is no tensor: `shared` by all ranks, and one entry of `ranks` for each saving rank."""
 
     shared: dict[str, Any]
     ranks: list[dict[str, Any]]

@@ -29,6 +29,10 @@ class DimSlice(NamedTuple):
     local_start: int  # in the local tensor
     length: int
 
+    @property
+    def local_index(self) -> slice:
+        return slice(self.local_start, self.local_start + self.length)
+
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """The local part of a DTensor; a plain tensor itself."""
@@ -63,7 +67,7 @@ def shard_offsets(tensor: Tensor) -> list[tuple[Offset, Index]]:
     shards: list[tuple[Offset, Index]] = []
     for slices in product(*by_dim):
         offset = tuple(part.global_start for part in slices)
-        index = tuple(slice(p.local_start, p.local_start + p.length) for p in slices)
+        index = tuple(part.local_index for part in slices)
         shards.append((offset, index))
     return shards
 
@@ -114,7 +118,11 @@ def dim_slices(
     jumps = (held.diff() != 1).nonzero().flatten() + 1
     starts = [0, *jumps.tolist()]
     ends = [*starts[1:], len(held)]
-    return [DimSlice(int(held[a]), a, b - a) for a, b in zip(starts, ends, strict=True)]
+    slices: list[DimSlice] = []
+    for start, end in zip(starts, ends, strict=True):
+        global_start = int(held[start])
+        slices.append(DimSlice(global_start, start, end - start))
+    return slices
 
 
 def _splits_in_order(
@@ -123,8 +131,8 @@ def _splits_in_order(
     """The mesh axes that split dimension `dim`, each with its split factor, in the order of splitting.
 
     DTensor splits by the placements from left to right. FSDP2 is applied last but stands first among the placements:
-    it splits what the placements to its right have left, which it marks with a `_StridedShard` whose split factor is
-    the number of their shards. The order matters only where sizes do not divide. A `_StridedShard` with any other
+    it splits what the placements to its right have left, which it marks with a `_StridedShard` with the number of
+    their shards as its split factor. The order matters only where sizes do not divide. A `_StridedShard` with any other
     split factor is a fused weight; a placement to the left of one is FSDP2 too, though torch 2.11 does not mark it.
     """
     splits: list[tuple[int, int]] = []
@@ -166,14 +174,19 @@ def is_writer(name: str, tensor: Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return rank == chosen
     mesh = tensor.device_mesh.mesh
-    own_coordinate = (mesh == rank).nonzero().flatten().tolist()
-    chosen_coordinate = (mesh == chosen).nonzero().flatten().tolist()
+    own_coordinate = _coordinate_of(rank, mesh)
+    chosen_coordinate = _coordinate_of(chosen, mesh)
     if not own_coordinate or not chosen_coordinate:
         return False
     for axis, placement in enumerate(tensor.placements):
         if placement.is_replicate() and own_coordinate[axis] != chosen_coordinate[axis]:
             return False
     return True
+
+
+def _coordinate_of(rank: int, mesh: Tensor) -> list[int]:
+    """The coordinate of a global rank in a mesh; empty if it is not part of it."""
+    return (mesh == rank).nonzero().flatten().tolist()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

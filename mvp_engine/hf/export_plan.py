@@ -116,7 +116,9 @@ class ExportPlan:
             for name, value in values.items():
                 converter.add_tensor(first_entry, name, self._converted[name][1], value)
             made = converter.convert(first_entry, model=self.model, config=self.model.config)
-            values = {n: v[0] if isinstance(v, list) else v for n, v in made.items()}
+            values = {}
+            for name, value in made.items():
+                values[name] = value[0] if isinstance(value, list) else value
         return {self._renamed(name): value for name, value in values.items()}
 
     def _renamed(self, name: str) -> str:

@@ -2,7 +2,7 @@
 
 The tables map entries of the files to parameters: renamed, stacked (experts) or fused (projections). A renamed entry
 is read slice by slice. Of a parameter that is stacked from entries, a rank reads the entries of its own rows. Any other
-parameter is converted as a whole, one at a time.
+parameter is converted completely, one at a time.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class BaseFolder:
         """Raise `UserError` unless `folder` holds the weights that the adapters were trained on."""
         if not folder.is_dir():
             raise UserError(
-                f"the adapters were trained on {self.path}, but there is no folder {folder}. {fix}"
+                f"the adapters were trained on {self.path}, but {folder} is not a folder. {fix}"
             )
         if fingerprint(folder) != self.weights:
             raise UserError(

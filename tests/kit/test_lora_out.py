@@ -184,7 +184,7 @@ def test_lora_base_that_moved_or_changed_is_refused(train, base: Path, tmp_path:
     here.rename(moved)
     words = ["merge", str(tmp_path / "saved"), str(tmp_path / "out")]
     assert main(words) == EXIT_USER_ERROR
-    assert f"there is no folder {here}. Name the folder: mvp merge --base FOLDER" in capsys.readouterr().err
+    assert f"{here} is not a folder. Name the folder: mvp merge --base FOLDER" in capsys.readouterr().err
     assert main([*words, "--base", str(moved)]) == 0
     engine_of(moved, Lora(rank=2)).load_checkpoint(tmp_path / "saved")
     torch.manual_seed(1)
