@@ -90,10 +90,11 @@ class MLLMEngine(Engine):
     @classmethod
     def data_kit(cls, config: MLLMConfig) -> MLLMDataKit:
         """The data kit; `mvp data inspect` and `mvp check` use it too."""
+        model_config = read_config(config.model.path, config.model.config)
         return MLLMDataKit(
             config.mllm,
             cls.make_processor(config),
-            model_config=read_config(config.model.path, config.model.config),
+            model_config=model_config,
             num_workers=config.data.num_workers,
         )
 

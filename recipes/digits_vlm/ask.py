@@ -1,4 +1,4 @@
-"""Ask an exported model, with nothing but transformers: python ask.py FOLDER QUESTION PICTURE [PICTURE]"""
+"""Ask an exported model, with nothing but transformers: python ask.py FOLDER QUESTION IMAGE [IMAGE]"""
 
 import sys
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from PIL import Image
 
 
 def ask(folder: str, questions: Iterable[tuple[list[str], str]]) -> list[str]:
-    """The answers to questions, each with its pictures."""
+    """The answers to questions, each given as (image files, text)."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from transformers.utils import logging
 
@@ -15,13 +15,14 @@ def ask(folder: str, questions: Iterable[tuple[list[str], str]]) -> list[str]:
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     answers = []
-    for pictures, question in questions:
-        content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": question}]
+    for files, question in questions:
+        content = [*({"type": "image"} for _ in files), {"type": "text", "text": question}]
         prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-        images = [Image.open(picture).convert("RGB") for picture in pictures]
+        images = [Image.open(file).convert("RGB") for file in files]
         inputs = processor(text=[prompt], images=images, return_tensors="pt")
-        written = model.generate(**inputs, do_sample=False, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
-        answers.append(processor.decode(written, skip_special_tokens=True))
+        output = model.generate(**inputs, do_sample=False, max_new_tokens=12)
+        completion = output[0, inputs["input_ids"].shape[1] :]
+        answers.append(processor.decode(completion, skip_special_tokens=True))
     return answers
 
 

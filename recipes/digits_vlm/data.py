@@ -1,7 +1,7 @@
-"""The task: look at handwritten digits, answer in a chat. Rows, pictures and processor are made once, into a folder.
+"""The task: questions about images of handwritten digits. Rows, images and processor are built once, into a folder.
 
-scikit-learn's 1,797 digits are 8 x 8 pixels each. Here they are drawn larger, on paper of many sizes; for training
-several times, each a little bent. Every fifth digit is held out: no drawing of it is ever trained on.
+scikit-learn's 1,797 digits are 8 x 8 pixels each. Here they are drawn larger, in many sizes, and several times for
+training, each time with a small random distortion. Every fifth digit is held out: no drawing of it is trained on.
 """
 
 import json
@@ -15,33 +15,36 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit import build_once, load_processor
 from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor
 
-ONE, TWO = "Which digit is this?", "Which is larger?"
+ONE = "Which digit is this?"
+TWO = "Which is larger?"
 SIDES = (20, 36)  # of a drawing, in pixels: from, to (exclusive)
-BEND = 0.08  # how much drawings for training are bent, as a share
+BEND = 0.08  # the strength of the distortion of training images, as a share of their size
 
 
 def prepare(folder: Path, count: int, drawings: int) -> Any:
-    """Make the folder, if it is not there; gives its processor."""
+    """Build the folder if it is missing, and load its processor."""
 
-    def make(beside: Path) -> None:
-        (beside / "pictures").mkdir()
+    def build(target: Path) -> None:
+        (target / "pictures").mkdir()
         for split in ("train", "eval"):
-            _write_rows(beside, split, chosen(split, count, drawings))
-        make_processor().save_pretrained(beside / "processor")
+            _write_rows(target, split, chosen(split, count, drawings))
+        make_processor().save_pretrained(target / "processor")
 
-    about = {"count": count, "drawings": drawings, "version": 1}
-    return load_processor(build_once(folder, about, make, "digits.folder") / "processor")
+    parameters = {"count": count, "drawings": drawings, "version": 1}
+    return load_processor(build_once(folder, parameters, build, "digits.folder") / "processor")
 
 
 def chosen(split: str, count: int, drawings: int) -> list[int]:
-    """Which of the first `count` digits are drawn for a split; for training each of them several times."""
-    held_out = split == "eval"
-    return [i for i in range(count) if (i % 5 == 4) == held_out for _ in range(1 if held_out else drawings)]
+    """Which of the first `count` digits are drawn for a split, each of them `drawings` times for training."""
+    if split == "eval":
+        return [i for i in range(count) if i % 5 == 4]
+    return [i for i in range(count) if i % 5 != 4 for _ in range(drawings)]
 
 
 def _write_rows(folder: Path, split: str, indices: list[int]) -> None:
     """`<split>_one.jsonl` asks about each drawing, `<split>_two.jsonl` about as many pairs of different digits."""
-    random, (images, labels) = np.random.default_rng(len(split)), _digits()
+    random = np.random.default_rng(len(split))
+    images, labels = _digits()
     digits = [int(labels[index]) for index in indices]
     names = [f"pictures/{split}_{i:05d}_{digit}.png" for i, digit in enumerate(digits)]
     for name, index in zip(names, indices, strict=True):
@@ -50,16 +53,16 @@ def _write_rows(folder: Path, split: str, indices: list[int]) -> None:
     twos: list[dict[str, Any]] = []
     while len(twos) < len(ones):
         i, j = random.integers(len(digits), size=2).tolist()
-        a, b = digits[i], digits[j]
-        if a != b:
-            answer = f"{a} and {b}: the {'first' if a > b else 'second'}"  # what is read first helps to compare
-            twos.append(_row([names[i], names[j]], TWO, answer))
+        if digits[i] != digits[j]:
+            larger = "first" if digits[i] > digits[j] else "second"
+            # The answer names both digits first, which makes the comparison easier to learn.
+            twos.append(_row([names[i], names[j]], TWO, f"{digits[i]} and {digits[j]}: the {larger}"))
     for kind, rows in (("one", ones), ("two", twos)):
         (folder / f"{split}_{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def conclusion(answer: str) -> str:
-    """What was asked for: "the second" of "3 and 8: the second"."""
+    """The part that answers the question: "the second" of "3 and 8: the second"."""
     return answer.rpartition(": ")[2]
 
 
@@ -73,23 +76,22 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw(image: np.ndarray, random: np.random.Generator, bend: float) -> Image.Image:
-    """Dark ink on paper of a random size, which the digit fills; turned, sheared, stretched and moved by `bend`."""
+    """Dark ink on a light background of a random size; rotated, sheared, scaled and shifted by up to `bend`."""
     width, height = random.integers(*SIDES, size=2).tolist()
     ink = Image.fromarray((255 - image * 255 / 16).astype(np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
     centre = np.array([width, height]) / 2
-    turn = np.eye(2) + random.uniform(-bend, bend, size=(2, 2))
-    shift = centre - turn @ centre + random.uniform(-bend, bend, size=2) * centre
-    where = np.column_stack([turn, shift]).flatten().tolist()
-    return ink.transform(
-        (width, height), Image.Transform.AFFINE, where, Image.Resampling.BILINEAR, fillcolor=255
-    ).convert("RGB")
+    matrix = np.eye(2) + random.uniform(-bend, bend, size=(2, 2))
+    shift = centre - matrix @ centre + random.uniform(-bend, bend, size=2) * centre
+    affine = np.column_stack([matrix, shift]).flatten().tolist()
+    drawn = ink.transform((width, height), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR, fillcolor=255)
+    return drawn.convert("RGB")
 
 
-def _row(pictures: list[str], question: str, answer: str) -> dict[str, Any]:
-    content = [*({"type": "image", "image": name} for name in pictures), {"type": "text", "text": question}]
+def _row(images: list[str], question: str, answer: str) -> dict[str, Any]:
+    content = [*({"type": "image", "image": name} for name in images), {"type": "text", "text": question}]
     return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
 
 
 def make_processor() -> Any:
-    """A vocabulary of a few hundred tokens: bytes, and the words of this task."""
+    """Qwen3-VL's processor with a few hundred tokens: bytes, and the words of this task."""
     return make_qwen3_vl_processor([f"user\n{ONE} {TWO} assistant\n1 and 2: the second 3 and 4: the first"] * 2, 320)

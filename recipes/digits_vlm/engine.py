@@ -1,4 +1,4 @@
-"""A tiny Qwen3-VL, from random weights, learns to read handwritten digits and to talk about them."""
+"""A tiny Qwen3-VL, trained from random weights to answer questions about handwritten digits."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from .show import show
 
 
 class Digits(Section):
-    folder: str  # where pictures, rows and processor are made, once
-    count: int  # of the 1,797 digits; a fifth is held out
-    drawings: int  # of each, on paper of other sizes
+    folder: str  # images, rows and processor are built into it, once
+    count: int  # how many of the 1,797 digits; a fifth is held out
+    drawings: int  # drawings of each training digit, in different sizes
 
 
 class DigitsConfig(MLLMConfig):
@@ -31,8 +31,8 @@ class DigitsEngine(MLLMEngine):
         return prepare(Path(digits.folder), digits.count, digits.drawings)
 
     def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> None:
-        """Whether the answer is right, and whether every word of it is."""
-        right = sum(conclusion(one.written) == conclusion(one.expected) for one in answers)
+        """Log how often the conclusion is right, and how often every word is."""
+        right = sum(conclusion(answer.written) == conclusion(answer.expected) for answer in answers)
         ctx.log(f"accuracy_{name}", right, len(answers))
         super().score(ctx, name, answers)
 

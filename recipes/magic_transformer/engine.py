@@ -1,4 +1,4 @@
-"""The example to copy: a transformer learns to sort. Everything that is not special to it, the engine does."""
+"""The example to copy: a transformer learns to sort digits. The engine does everything that is not special to it."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class Task(Section):
     eval_problems: int
 
 
-class MagicModel(Model):  # the engine's own keys (compile, recompute, ...) and these
+class MagicModel(Model):  # these keys, and the engine's own (compile, activation_checkpointing, ...)
     width: int
     heads: int
     layers: int
@@ -59,7 +59,7 @@ class MagicEngine(Engine):
         ctx.log("exact_match", right.sum(), len(right))
 
     def solve(self) -> None:
-        """A workflow of its own: show a few held-out problems with the model's answers (workflow=solve)."""
+        """A workflow of this recipe (workflow=solve): print a few held-out problems with the model's answers."""
         self.before_evaluate()
         digits = self.config.task.digits
         rows = SortingProblems("eval", 5, digits, self.config.seed + 1).rows.to(self.device)

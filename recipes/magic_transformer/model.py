@@ -1,4 +1,4 @@
-"""A decoder-only transformer in one screen: pre-norm blocks, learned positions, causal attention.
+"""A small decoder-only transformer: pre-norm blocks, learned positions, causal attention.
 
 Shapes: B samples, T tokens, D width, H heads, V vocabulary.
 """

@@ -1,8 +1,7 @@
-"""What the CPU configs learn from, made once into a folder: a corpus, a tokenizer, chats. Nothing is downloaded.
+"""The data of the CPU configs, built once into a folder: a corpus, a tokenizer, chats. Nothing is downloaded.
 
-The corpus is what every Python brings along: the modules of its standard library. What their authors wrote about
-classes and functions is the source `docs`, the functions themselves, without that, are `code`. Every twentieth module
-is held out, so nothing of it is ever trained on. The chats are small tasks whose answers can be checked.
+The corpus is the standard library of the running Python. Its docstrings are the source `docs`, its functions without
+docstrings the source `code`. Every twentieth module is held out, so nothing of it is ever trained on.
 """
 
 import ast
@@ -16,73 +15,91 @@ from typing import Any
 from mvp_engine.errors import UserError
 from mvp_engine.kit.tiny_processors import train_tokenizer
 
-from .chats import SYSTEM, TASKS, make_chats
+from .chats import SYSTEM_PROMPTS, TASKS, make_chats
 
 VOCABULARY = 1024
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-# Words with the blank before them, digits one by one, signs, white space: as the tokenizers of the family cut texts.
-PIECES = r"[^\S\n]?\p{L}+|\p{N}|[^\S\n]?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+SKIPPED_MODULES = ("_", "this", "antigravity")
+# Pre-tokenization as in Qwen's tokenizers: words with the space before them, single digits, punctuation, white space.
+SPLIT_PATTERN = r"[^\S\n]?\p{L}+|\p{N}|[^\S\n]?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def make(folder: Path, modules: int, chats: int) -> None:
-    """Fill a folder from so many modules, with so many chats of each task."""
+def build(folder: Path, modules: int, chats: int) -> None:
+    """Fill a folder from this number of modules, with this number of chats for each task."""
     corpus: dict[str, dict[str, list[str]]] = {split: {"docs": [], "code": []} for split in ("train", "eval")}
     for i, file in enumerate(_modules(modules)):
         split = corpus["eval" if i % 20 == 19 else "train"]
-        tree = ast.parse(source := file.read_text(encoding="utf-8"))
+        source = file.read_text(encoding="utf-8")
+        tree = ast.parse(source)
         split["docs"] += _docs(tree, file.stem)
         split["code"] += _code(tree, source.splitlines())
-    for split, kinds in corpus.items():
+    for name, kinds in corpus.items():
         for kind, texts in kinds.items():
-            _write(folder / f"{split}_{kind}.jsonl", [{"text": text} for text in texts])
-    train = [text for texts in corpus["train"].values() for text in texts]
+            _write(folder / f"{name}_{kind}.jsonl", [{"text": text} for text in texts])
     for name, rows in make_chats(chats).items():
         _write(folder / f"{name}.jsonl", rows)
-    words = [f"system user assistant {style} {' '.join(task('1'))}" for style in SYSTEM for task in TASKS.values()]
-    make_tokenizer(train + 10 * words).save_pretrained(folder / "tokenizer")
+    texts = corpus["train"]["docs"] + corpus["train"]["code"]
+    make_tokenizer(texts + 10 * _chat_texts()).save_pretrained(folder / "tokenizer")
 
 
 def _modules(count: int) -> list[Path]:
-    """The first modules of the standard library by name that say something; packages are left out."""
+    """The first modules of the standard library by name, without packages and private modules."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    found = [file for file in sorted(folder.glob("*.py")) if not file.stem.startswith(("_", "this", "antigravity"))]
+    found = [file for file in sorted(folder.glob("*.py")) if not file.stem.startswith(SKIPPED_MODULES)]
     if len(found) < count:
         raise UserError(f"{folder} has the sources of {len(found)} modules: set made.modules to fewer than that")
     return found[:count]
 
 
 def _docs(tree: ast.Module, module: str) -> list[str]:
-    """A document for the module and for each of its classes and functions: signatures, and what is said of them."""
-    about = ast.get_docstring(tree)
-    every = ["\n\n".join(_told(node, module)) for node in tree.body if isinstance(node, DEFINITIONS)]
-    return [text for text in [f"{module}\n{about}" if about else "", *every] if text]
+    """A document for the module and for each of its classes and functions: signatures and docstrings."""
+    docstring = ast.get_docstring(tree)
+    documents = [f"{module}\n{docstring}"] if docstring else []
+    for node in tree.body:
+        if isinstance(node, DEFINITIONS):
+            documents.append("\n\n".join(_docstrings(node, module)))
+    return [text for text in documents if text]
 
 
-def _told(node: Any, above: str) -> Iterator[str]:
-    name = f"{above}.{node.name}"
-    if about := ast.get_docstring(node):
-        yield f"{name}{'' if isinstance(node, ast.ClassDef) else f'({ast.unparse(node.args)})'}\n{about}"
+def _docstrings(node: Any, parent: str) -> Iterator[str]:
+    """The qualified name, signature and docstring of a definition and of those inside of it."""
+    name = f"{parent}.{node.name}"
+    docstring = ast.get_docstring(node)
+    if docstring:
+        signature = "" if isinstance(node, ast.ClassDef) else f"({ast.unparse(node.args)})"
+        yield f"{name}{signature}\n{docstring}"
     for child in node.body:
         if isinstance(child, DEFINITIONS):
-            yield from _told(child, name)
+            yield from _docstrings(child, name)
 
 
 def _code(tree: ast.Module, lines: list[str]) -> list[str]:
     """A document for each function and method, without its docstring."""
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            body = node.body[1:] if ast.get_docstring(node) else node.body
-            if body:
-                head = lines[node.lineno - 1 : node.body[0].lineno - 1]
-                found.append(textwrap.dedent("\n".join([*head, *lines[body[0].lineno - 1 : node.end_lineno]])))
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        body = node.body[1:] if ast.get_docstring(node) else node.body
+        if body:
+            head = lines[node.lineno - 1 : node.body[0].lineno - 1]
+            code = [*head, *lines[body[0].lineno - 1 : node.end_lineno]]
+            found.append(textwrap.dedent("\n".join(code)))
     return found
 
 
+def _chat_texts() -> list[str]:
+    """The words of the chats, for the tokenizer's training."""
+    texts = []
+    for system in SYSTEM_PROMPTS:
+        for task in TASKS.values():
+            texts.append(f"system user assistant {system} {' '.join(task('1'))}")
+    return texts
+
+
 def make_tokenizer(texts: list[str]) -> Any:
-    """Byte-level BPE with the special tokens and the chats of the family, digits one by one."""
-    tokenizer = train_tokenizer(texts, VOCABULARY, split_pattern=PIECES)
-    tokenizer.eos_token = "<|endoftext|>"  # behind a document; behind an answer the template writes <|im_end|>
+    """Byte-level BPE with Qwen's special tokens and chat format, and one token per digit."""
+    tokenizer = train_tokenizer(texts, VOCABULARY, split_pattern=SPLIT_PATTERN)
+    tokenizer.eos_token = "<|endoftext|>"  # ends a document; the chat template ends an answer with <|im_end|>
     return tokenizer
 
 

@@ -1,7 +1,7 @@
-"""A Qwen3 from random weights on a text corpus, and chat SFT from what that exported: one engine, two kinds of rows."""
+"""Qwen3: pre-training from random weights on texts, and chat SFT from the exported model, with one engine."""
 
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ from mvp_engine.kit import MLLMConfig, MLLMEngine, build_once
 
 
 class Made(Section):
-    folder: str  # where corpus, tokenizer and chats are made, once
+    folder: str  # corpus, tokenizer and chats are built into it, once
     modules: int  # of Python's standard library; every twentieth is held out
-    chats: int  # of each task, for training
+    chats: int  # for each task, for training
 
 
 class Qwen3Config(MLLMConfig):
-    made: Made | None = None
+    made: Made | None = None  # synthetic data; null: mllm.sources are files of your own
 
 
 class Qwen3Engine(MLLMEngine):
@@ -31,23 +31,25 @@ class Qwen3Engine(MLLMEngine):
 
     @classmethod
     def data_kit(cls, config: Any) -> Any:
-        if config.made is not None:
-            from .data import make
+        made = config.made
+        if made is not None:
+            from .data import build
 
-            about = {"modules": config.made.modules, "chats": config.made.chats}
-            build_once(Path(config.made.folder), about | {"version": 1}, lambda to: make(to, **about), "made.folder")
+            sizes = {"modules": made.modules, "chats": made.chats}
+            build_once(Path(made.folder), {**sizes, "version": 1}, partial(build, **sizes), "made.folder")
         return super().data_kit(config)
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         loss_sum, weight = super().forward_step(ctx, micro_batch)
-        if ctx.split == "eval":  # can be compared between tokenizers, which a loss per token cannot
-            told = micro_batch.labels[micro_batch.labels != IGNORE]
-            ctx.log("bits_per_byte", loss_sum.detach() / math.log(2), self.token_bytes.to(told.device)[told].sum())
+        if ctx.split == "eval":  # unlike the loss per token, comparable between tokenizers
+            labels = micro_batch.labels[micro_batch.labels != IGNORE]
+            num_bytes = self.token_bytes.to(labels.device)[labels].sum()
+            ctx.log("bits_per_byte", loss_sum.detach() / math.log(2), num_bytes)
         return loss_sum, weight
 
     @cached_property
     def token_bytes(self) -> Tensor:
-        """How many bytes of text each token stands for: in byte-level BPE its characters, and none if it is special."""
+        """The bytes of text of each token: in byte-level BPE its characters; 0 for special tokens."""
         special = {id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         tokens = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
         return torch.tensor([0 if id in special else len(token) for id, token in enumerate(tokens)])

@@ -11,12 +11,12 @@ from .data import prepare
 
 
 class Shapes(Section):
-    folder: str  # where pictures, films, rows and a processor are made, once
+    folder: str  # images, videos, rows and a processor are built into it, once
     rows: int  # of captions; other files have as many or half as many
 
 
 class VLConfig(MLLMConfig):
-    shapes: Shapes | None = None  # null: nothing is made up; mllm.sources are files of your own
+    shapes: Shapes | None = None  # synthetic data; null: mllm.sources are files of your own
 
 
 class VLEngine(MLLMEngine):
@@ -27,12 +27,12 @@ class VLEngine(MLLMEngine):
     @classmethod
     def make_processor(cls, config: Any) -> Any:
         shapes = config.shapes
-        made = None if shapes is None else prepare(shapes.folder, shapes.rows)
-        return made if config.model.path is None else super().make_processor(config)
+        processor = None if shapes is None else prepare(shapes.folder, shapes.rows)
+        return processor if config.model.path is None else super().make_processor(config)
 
     @classmethod
     def data_kit(cls, config: Any) -> Any:
         path = config.model.path
         if config.shapes is not None and path is not None and not Path(path).is_dir():
-            raise UserError(f"model.path={path} is not there: it is what the stage before exports, so train that first")
+            raise UserError(f"model.path={path} is missing: it is what the stage before exports, so train that first")
         return super().data_kit(config)

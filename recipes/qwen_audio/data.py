@@ -1,7 +1,7 @@
-"""The task: write down what is said. Sentences of a few words, spoken by several voices, quickly and slowly.
+"""The task: transcribe speech. Sentences of a few words, spoken by several voices at several speeds.
 
-Which sentences are held out is decided by their words alone, so none of them is ever trained on, by whomever it is
-spoken. Two kinds are kept apart: new sentences by voices of the training, and by voices that are new as well.
+The words alone decide whether a sentence is held out, so no held-out sentence is trained on, by any voice. Two kinds
+are evaluated: new sentences by training voices, and new sentences by new voices.
 """
 
 import json
@@ -22,27 +22,29 @@ WORDS = "zero one two three four five six seven eight nine red green blue yellow
 QUESTION = "Write down what is said."
 VOICES = ["en-us", "en-us+m3", "en-us+m7", "en-us+f2", "en-us+f4", "en-gb-x-rp", "en-gb-scotland+f1", "en-029+m1"]
 NEW_VOICES = ["en-us+f3", "en-gb-x-rp+m2"]
-LENGTHS, SPEEDS, PITCHES = (1, 5), (150, 221), (30, 71)  # words, words a minute, eSpeak's 0 to 99: from, to (exclusive)
-SECONDS, MELS = 2, 40  # what every sound is padded to, and bands of its spectrogram; the config's sizes follow
-HEARD = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
+# Ranges: from, to (exclusive).
+LENGTHS = (1, 5)  # words
+SPEEDS = (150, 221)  # words per minute
+PITCHES = (30, 71)  # eSpeak's 0 to 99
+# The model's config depends on these two.
+SECONDS = 2  # every clip is padded to this length
+MELS = 40  # bands of the spectrogram
+AUDIO_TOKENS = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
 
 
 def prepare(folder: str, sentences: int, held_out: int) -> Any:
-    """Make the folder, if it is not there; gives its processor."""
+    """Build the folder if it is missing, and load its processor."""
 
-    def make(beside: Path) -> None:
-        (beside / "sounds").mkdir()
+    def build(target: Path) -> None:
+        (target / "sounds").mkdir()
         speaker = Speaker()
-        for name, voices, count in (
-            ("train", VOICES, sentences),
-            ("eval_sentences", VOICES, held_out),
-            ("eval_voices", NEW_VOICES, held_out),
-        ):
-            _write_rows(beside, name, voices, count, speaker)
-        make_processor().save_pretrained(beside / "processor")
+        _write_rows(target, "train", VOICES, sentences, speaker)
+        _write_rows(target, "eval_sentences", VOICES, held_out, speaker)
+        _write_rows(target, "eval_voices", NEW_VOICES, held_out, speaker)
+        make_processor().save_pretrained(target / "processor")
 
-    about = {"sentences": sentences, "held_out": held_out, "version": 1}
-    return load_processor(build_once(folder, about, make, "speech.folder") / "processor")
+    parameters = {"sentences": sentences, "held_out": held_out, "version": 1}
+    return load_processor(build_once(folder, parameters, build, "speech.folder") / "processor")
 
 
 def _write_rows(folder: Path, name: str, voices: list[str], count: int, speaker: Speaker) -> None:
@@ -51,15 +53,16 @@ def _write_rows(folder: Path, name: str, voices: list[str], count: int, speaker:
     with (folder / f"{name}.jsonl").open("w") as rows:
         for i in range(count):
             text = sentence(random, held_out=name != "train")
-            speed, pitch = int(random.integers(*SPEEDS)), int(random.integers(*PITCHES))
-            wave = speaker.say(text, voices[random.integers(len(voices))], speed, pitch)
-            sound = f"sounds/{name}_{i:05d}.flac"
-            soundfile.write(folder / sound, wave, speaker.rate)
-            rows.write(json.dumps(_row(sound, text)) + "\n")
+            speed = int(random.integers(*SPEEDS))
+            pitch = int(random.integers(*PITCHES))
+            voice = voices[random.integers(len(voices))]
+            file = f"sounds/{name}_{i:05d}.flac"
+            soundfile.write(folder / file, speaker.say(text, voice, speed, pitch), speaker.rate)
+            rows.write(json.dumps(_row(file, text)) + "\n")
 
 
 def sentence(random: np.random.Generator, *, held_out: bool) -> str:
-    """Words in any order. Single words are for training; of longer sentences, one in ten is held out."""
+    """Words in any order. Single words are for training; one in ten of the longer sentences is held out."""
     while True:
         words = random.choice(WORDS.split(), size=random.integers(*LENGTHS)).tolist()
         text = " ".join(words)
@@ -67,32 +70,36 @@ def sentence(random: np.random.Generator, *, held_out: bool) -> str:
             return text
 
 
-def _row(sound: str, text: str) -> dict[str, Any]:
-    content = [{"type": "audio", "audio": sound}, {"type": "text", "text": QUESTION}]
+def _row(audio: str, text: str) -> dict[str, Any]:
+    content = [{"type": "audio", "audio": audio}, {"type": "text", "text": QUESTION}]
     return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": text}]}
 
 
 def make_processor() -> Any:
-    """Qwen2-Audio's own classes around a vocabulary of a few hundred tokens: bytes, and the words of this task."""
+    """Qwen2-Audio's processor with a few hundred tokens: bytes, and the words of this task."""
     from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
 
-    first = "\n".join(WORDS.split())  # a word at the beginning of an answer, and one behind a space
-    texts = [f"user\n{QUESTION} assistant\n {WORDS}\n{first}"] * 2
-    tokenizer = train_tokenizer(texts, 400, HEARD, audio="<|audio_bos|><|AUDIO|><|audio_eos|>")
-    ears = WhisperFeatureExtractor(feature_size=MELS, chunk_length=SECONDS)
-    return Qwen2AudioProcessor(ears, tokenizer, tokenizer.chat_template)
+    # Each word twice: after a space, and at the beginning of an answer.
+    first_words = "\n".join(WORDS.split())
+    texts = [f"user\n{QUESTION} assistant\n {WORDS}\n{first_words}"] * 2
+    tokenizer = train_tokenizer(texts, 400, AUDIO_TOKENS, audio="<|audio_bos|><|AUDIO|><|audio_eos|>")
+    feature_extractor = WhisperFeatureExtractor(feature_size=MELS, chunk_length=SECONDS)
+    return Qwen2AudioProcessor(feature_extractor, tokenizer, tokenizer.chat_template)
 
 
 def words_of(text: str) -> list[str]:
-    """What counts: not upper and lower case, not punctuation."""
+    """The words of a transcript, in lower case and without punctuation."""
     return re.findall(r"[\w']+", text.lower())
 
 
-def edits(written: list[str], expected: list[str]) -> int:
-    """How many words have to be put in, taken out or replaced (Levenshtein's distance)."""
+def edit_distance(written: list[str], expected: list[str]) -> int:
+    """The Levenshtein distance: how many words must be inserted, deleted or replaced."""
     row = list(range(len(expected) + 1))
     for i, word in enumerate(written, 1):
-        above, row[0] = row[0], i
+        diagonal = row[0]
+        row[0] = i
         for j, other in enumerate(expected, 1):
-            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (word != other))
+            cost = min(row[j] + 1, row[j - 1] + 1, diagonal + (word != other))
+            diagonal = row[j]
+            row[j] = cost
     return row[-1]

@@ -1,4 +1,4 @@
-"""Speech in, text out: a Qwen2-Audio learns to write down what is said."""
+"""Speech recognition: a Qwen2-Audio learns to transcribe audio."""
 
 from typing import Any
 
@@ -6,17 +6,17 @@ from mvp_engine.config import Section
 from mvp_engine.engine import StepContext
 from mvp_engine.kit import Answer, MLLMConfig, MLLMEngine
 
-from .data import edits, prepare, words_of
+from .data import edit_distance, prepare, words_of
 
 
 class Speech(Section):
-    folder: str  # where sounds, rows and processor are made, once
+    folder: str  # audio files, rows and processor are built into it, once
     sentences: int  # for training
-    held_out: int  # of new sentences by known voices, and as many by new ones
+    held_out: int  # new sentences by training voices, and as many by new voices
 
 
 class AudioConfig(MLLMConfig):
-    speech: Speech | None = None  # made-up speech, and a small processor for it; None: rows and processor of your own
+    speech: Speech | None = None  # synthetic speech with a small processor; null: rows and processor of your own
 
 
 class AudioEngine(MLLMEngine):
@@ -32,8 +32,12 @@ class AudioEngine(MLLMEngine):
         return prepare(speech.folder, speech.sentences, speech.held_out)
 
     def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> None:
-        """Word accuracy: one minus the word error rate, which counts words too many, too few and wrong."""
-        pairs = [(words_of(one.written), words_of(one.expected)) for one in answers]
-        words = sum(len(expected) for _, expected in pairs)
-        ctx.log(f"word_accuracy_{name}", words - sum(edits(*pair) for pair in pairs), words)
+        """Log the word accuracy: one minus the word error rate (insertions, deletions and substitutions)."""
+        num_words = 0
+        num_errors = 0
+        for answer in answers:
+            expected = words_of(answer.expected)
+            num_words += len(expected)
+            num_errors += edit_distance(words_of(answer.written), expected)
+        ctx.log(f"word_accuracy_{name}", num_words - num_errors, num_words)
         super().score(ctx, name, answers)

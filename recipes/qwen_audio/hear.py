@@ -1,12 +1,12 @@
-"""Ask an exported model, with nothing but transformers: python hear.py FOLDER SOUND [SOUND ...]"""
+"""Transcribe audio with an exported model, with nothing but transformers: python hear.py FOLDER AUDIO [AUDIO ...]"""
 
 import sys
 
 QUESTION = "Write down what is said."
 
 
-def hear(folder: str, sounds: list[str], max_new_tokens: int = 16) -> list[str]:
-    """What the model writes down, for each sound."""
+def hear(folder: str, files: list[str], max_new_tokens: int = 16) -> list[str]:
+    """The transcript of each audio file."""
     import soundfile
     import soxr
     from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
@@ -15,17 +15,17 @@ def hear(folder: str, sounds: list[str], max_new_tokens: int = 16) -> list[str]:
     logging.disable_progress_bar()
     processor = AutoProcessor.from_pretrained(folder)
     model = Qwen2AudioForConditionalGeneration.from_pretrained(folder).eval()
-    rate, answers = processor.feature_extractor.sampling_rate, []
-    for sound in sounds:
-        wave, own = soundfile.read(sound, dtype="float32", always_2d=True)
-        wave = soxr.resample(wave.mean(1), own, rate)
-        content = [{"type": "audio"}, {"type": "text", "text": QUESTION}]
-        prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-        inputs = processor(text=[prompt], audio=[wave], sampling_rate=rate, return_tensors="pt")
-        written = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)[
-            0, inputs["input_ids"].shape[1] :
-        ]
-        answers.append(processor.decode(written, skip_special_tokens=True))
+    rate = processor.feature_extractor.sampling_rate
+    content = [{"type": "audio"}, {"type": "text", "text": QUESTION}]
+    prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    answers = []
+    for file in files:
+        samples, file_rate = soundfile.read(file, dtype="float32", always_2d=True)
+        samples = soxr.resample(samples.mean(1), file_rate, rate)
+        inputs = processor(text=[prompt], audio=[samples], sampling_rate=rate, return_tensors="pt")
+        output = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
+        completion = output[0, inputs["input_ids"].shape[1] :]
+        answers.append(processor.decode(completion, skip_special_tokens=True))
     return answers
 
 

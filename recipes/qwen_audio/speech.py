@@ -1,4 +1,4 @@
-"""Speech from text by eSpeak NG, a synthesizer of a few megabytes: through its library, in this process."""
+"""Speech synthesis by eSpeak NG, a library of a few megabytes, loaded into this process."""
 
 import ctypes
 import ctypes.util
@@ -9,53 +9,60 @@ import numpy as np
 
 from mvp_engine.errors import UserError
 
-SYNCHRONOUS, NO_EXIT, UTF8, CHARACTERS, SPEED, PITCH = 2, 0x8000, 1, 1, 1, 3  # of its header, speak_lib.h
+# Constants of its header, speak_lib.h.
+AUDIO_OUTPUT_SYNCHRONOUS = 2
+INITIALIZE_DONT_EXIT = 0x8000
+CHARS_UTF8 = 1
+POS_CHARACTER = 1
+RATE = 1
+PITCH = 3
 
 
 def library() -> tuple[str, str | None]:
-    """The library's file and the folder of its voices (None: where the library itself looks for them)."""
-    if importlib.util.find_spec("espeakng_loader"):  # a wheel that is nothing but the library and its voices
+    """The library's file and the folder of its voices (None: the library's own default)."""
+    if importlib.util.find_spec("espeakng_loader"):  # a wheel with the library and its voices
         import espeakng_loader
 
         return espeakng_loader.get_library_path(), espeakng_loader.get_data_path()
-    if name := ctypes.util.find_library("espeak-ng"):
+    name = ctypes.util.find_library("espeak-ng")
+    if name:
         return name, None
     raise UserError("this recipe's speech is made by eSpeak NG: pip install espeakng-loader (or apt install espeak-ng)")
 
 
 class Speaker:
-    """One in a process: the library has one state."""
+    """A speech synthesizer. A process can have one: the library has global state."""
 
     def __init__(self) -> None:
         file, voices = library()
         self._lib = ctypes.CDLL(file)
         folder = None if voices is None else voices.encode()
-        self.rate = int(self._lib.espeak_Initialize(SYNCHRONOUS, 0, folder, NO_EXIT))
+        self.rate = int(self._lib.espeak_Initialize(AUDIO_OUTPUT_SYNCHRONOUS, 0, folder, INITIALIZE_DONT_EXIT))
         if self.rate <= 0:
-            raise UserError(f"eSpeak NG ({file}) cannot be started: is it whole? pip install espeakng-loader")
-        if hasattr(
-            self._lib, "espeak_ng_SetRandSeed"
-        ):  # not in 1.50; without it, the noise in breath differs each time
+            raise UserError(f"eSpeak NG ({file}) cannot be started: is it complete? pip install espeakng-loader")
+        # Missing in version 1.50. Without it, the breath noise differs from call to call.
+        if hasattr(self._lib, "espeak_ng_SetRandSeed"):
             self._lib.espeak_ng_SetRandSeed(ctypes.c_long(1))
-        self._heard: list[bytes] = []
-        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-        self._hear = kind(self._take)  # kept, since the library calls it
-        self._lib.espeak_SetSynthCallback(self._hear)
+        self._chunks: list[bytes] = []
+        callback_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+        self._callback = callback_type(self._append)  # referenced here, because the library calls it later
+        self._lib.espeak_SetSynthCallback(self._callback)
 
     def say(self, text: str, voice: str, speed: int, pitch: int) -> np.ndarray:
-        """A wave of int16 at `rate`: `speed` in words a minute, `pitch` from 0 to 99."""
-        self._heard.clear()
+        """int16 samples at `rate`; `speed` in words per minute, `pitch` from 0 to 99."""
+        self._chunks.clear()
         if self._lib.espeak_SetVoiceByName(voice.encode()):
             raise UserError(f"eSpeak NG has no voice {voice!r}")
-        self._lib.espeak_SetParameter(SPEED, speed, 0)
+        self._lib.espeak_SetParameter(RATE, speed, 0)
         self._lib.espeak_SetParameter(PITCH, pitch, 0)
         data = text.encode()
-        failed = self._lib.espeak_Synth(data, ctypes.c_size_t(len(data) + 1), 0, CHARACTERS, 0, UTF8, None, None)
-        if failed or not self._heard:
-            raise UserError(f"eSpeak NG said nothing for {text!r} (code {failed})")
-        return np.frombuffer(b"".join(self._heard), "<i2")
+        size = ctypes.c_size_t(len(data) + 1)
+        code = self._lib.espeak_Synth(data, size, 0, POS_CHARACTER, 0, CHARS_UTF8, None, None)
+        if code or not self._chunks:
+            raise UserError(f"eSpeak NG made no audio of {text!r} (code {code})")
+        return np.frombuffer(b"".join(self._chunks), "<i2")
 
-    def _take(self, wave: Any, samples: int, _: Any) -> int:
-        if wave and samples > 0:
-            self._heard.append(ctypes.string_at(wave, 2 * samples))
+    def _append(self, samples: Any, count: int, _: Any) -> int:
+        if samples and count > 0:
+            self._chunks.append(ctypes.string_at(samples, 2 * count))
         return 0

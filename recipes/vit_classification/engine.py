@@ -1,4 +1,4 @@
-"""A vision transformer tells classes of pictures apart: no tokens, no packing, a plain module on the plain engine."""
+"""Image classification with a vision transformer: no tokens, no packing, a plain module on the plain engine."""
 
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from mvp_engine.data import SampleLoader
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.kit import OptimKit, OptimSettings
 
-from .data import IGNORE, Images, LeftOut, Pictures, collate
+from .data import IGNORE, BadImageLog, ImageDataset, Images, collate
 from .model import make_model, make_processor, save
 from .show import show
 
@@ -37,12 +37,12 @@ class VitEngine(Engine):
         return make_processor(self.config.model.path, self.config.images.size)
 
     @cached_property
-    def left_out(self) -> LeftOut:
-        return LeftOut(self.run.dir / f"bad_images.{self.world.rank}.jsonl", self.logger)
+    def bad_images(self) -> BadImageLog:
+        return BadImageLog(self.run.dir / f"bad_images.{self.world.rank}.jsonl", self.logger)
 
     @cached_property
-    def held_out(self) -> Pictures:
-        return Pictures("eval", self.config.images, self.processor)
+    def held_out(self) -> ImageDataset:
+        return ImageDataset("eval", self.config.images, self.processor)
 
     def prepare_model(self) -> nn.Module:
         return make_model(self.config.model, self.config.images.size, self.held_out.classes)
@@ -54,23 +54,27 @@ class VitEngine(Engine):
         return self.optim.build_scheduler(optimizer, self.total_steps)
 
     def prepare_dataloader(self, split: str) -> SampleLoader:
-        pictures = Pictures(split, self.config.images, self.processor) if split == "train" else self.held_out
-        return self.sample_loader(pictures, split, collate)
+        train = split == "train"
+        dataset = ImageDataset(split, self.config.images, self.processor) if train else self.held_out
+        return self.sample_loader(dataset, split, collate)
 
     def forward_step(self, ctx: StepContext, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Pictures that could not be read have no label and do not count."""
-        logits_BC, labels_B = self.model(pixel_values=batch["pixel_values"]).logits.float(), batch["labels"]
+        """Images that could not be read have no label and no weight."""
+        logits_BC = self.model(pixel_values=batch["pixel_values"]).logits.float()
+        labels_B = batch["labels"]
+        weight = (labels_B != IGNORE).sum()
         if batch["bad"]:
             ctx.count("bad_images", len(batch["bad"]))
-            self.left_out.note(batch["bad"], ctx.step, ctx.split)
-        known_B, smooth = labels_B != IGNORE, self.config.label_smoothing
+            self.bad_images.add(batch["bad"], ctx.step, ctx.split)
+        smoothing = self.config.label_smoothing
         if ctx.split == "eval":
-            ctx.log("accuracy", (logits_BC.argmax(-1) == labels_B).sum(), known_B.sum())
-            guesses = torch.stack([batch["index"], labels_B, logits_BC.argmax(-1)], 1)
-            self.guesses += [] if ctx.is_dummy else [guesses]
-            smooth = 0.0
-        loss = F.cross_entropy(logits_BC, labels_B, reduction="sum", ignore_index=IGNORE, label_smoothing=smooth)
-        return loss, known_B.sum()
+            smoothing = 0.0
+            guesses_B = logits_BC.argmax(-1)
+            ctx.log("accuracy", (guesses_B == labels_B).sum(), weight)
+            if not ctx.is_dummy:
+                self.guesses.append(torch.stack([batch["index"], labels_B, guesses_B], 1))
+        loss = F.cross_entropy(logits_BC, labels_B, reduction="sum", ignore_index=IGNORE, label_smoothing=smoothing)
+        return loss, weight
 
     def before_evaluate(self) -> None:
         super().before_evaluate()
@@ -82,7 +86,7 @@ class VitEngine(Engine):
             return super().evaluate()
 
     def export(self) -> Path:
-        """A folder for `from_pretrained`, of the averaged weights."""
+        """Write a folder for `from_pretrained` with the averaged weights."""
         if not hasattr(self, "model_engine"):
             self.before_evaluate()
         folder = self.run.dir / f"hf_step_{self.step}"
@@ -91,7 +95,7 @@ class VitEngine(Engine):
         return folder
 
     def report(self) -> None:
-        """Evaluate a checkpoint, export it, and show pictures, guesses and what was taken for what on a page."""
+        """Evaluate a checkpoint, export it, and write a page with images, guesses and a confusion matrix."""
         figures, folder = self.evaluate(), self.export()
         every = self.world.all_gather([row for part in self.guesses for row in part.tolist()])
         if self.world.is_main:

@@ -137,7 +137,7 @@ REAL = {  # the sizes of Qwen3-VL-2B
     ("name", "sources"),
     [
         ("align_gpu1", ["captions", "held_captions"]),
-        ("pretrain_gpu8", ["captions", "interleaved", "films", "texts", "held"]),
+        ("pretrain_gpu8", ["captions", "interleaved", "videos", "texts", "held"]),
         ("instruct_gpu1", ["chats", "held_chats"]),
         ("instruct_gpu1_lora", ["chats", "held_chats"]),
         ("instruct_gpu8", ["chats", "held_chats"]),

@@ -120,10 +120,10 @@ def test_held_out_sentences_are_never_trained_on_and_sizes_are_those_of_the_conf
 
 def test_word_accuracy_counts_words_too_many_too_few_and_wrong() -> None:
     compose(str(CONFIGS / "cpu.yaml"), [])  # which imports the recipe
-    from qwen_audio.data import edits, words_of
+    from qwen_audio.data import edit_distance, words_of
 
     def cost(written: str, expected: str) -> int:
-        return edits(words_of(written), words_of(expected))
+        return edit_distance(words_of(written), words_of(expected))
 
     assert cost("Go left, four!", "go left four") == 0
     assert cost("go four", "go left four") == 1

@@ -98,15 +98,15 @@ def test_it_resumes_to_the_same_bits_with_other_workers(own: tuple[Path, list[st
 
 
 def test_changes_of_a_picture_depend_on_seed_epoch_and_index_only(own: tuple[Path, list[str]]) -> None:
-    from vit_classification.data import Images, Pictures, collate
+    from vit_classification.data import ImageDataset, Images, collate
     from vit_classification.model import make_processor
 
     from mvp_engine.data import SampleLoader
 
     images = Images(root=None, held_out=5, size=32, bend=0.15)
-    digits = Pictures("train", images, make_processor(None, 32))
+    digits = ImageDataset("train", images, make_processor(None, 32))
     assert not {bytes(item) for item in digits.items} & {
-        bytes(item) for item in Pictures("eval", images, digits.processor).items
+        bytes(item) for item in ImageDataset("eval", images, digits.processor).items
     }
 
     def epoch(number: int, size: int, **options: int) -> dict[int, torch.Tensor]:
@@ -173,15 +173,15 @@ def test_gpu_configs_compose_and_a_pretrained_folder_gets_a_new_head(own: tuple[
 
 
 def test_mistakes_are_explained(tmp_path: Path) -> None:
-    from vit_classification.data import Images, Pictures
+    from vit_classification.data import ImageDataset, Images
 
     def mistake(**images: Any) -> str:
         with pytest.raises(UserError) as raised:
-            Pictures("train", Images(size=32, **images), None)
+            ImageDataset("train", Images(size=32, **images), None)
         return str(raised.value)
 
-    assert "images.root=/path/to/pictures is no folder" in mistake(root="/path/to/pictures")
+    assert "images.root=/path/to/images is not a folder" in mistake(root="/path/to/images")
     assert "0 folder(s)" in mistake(root=str(tmp_path))
     (tmp_path / "cats").mkdir()
     (tmp_path / "dogs").mkdir()
-    assert "cats has no picture to train on" in mistake(root=str(tmp_path))
+    assert "cats has no image to train on" in mistake(root=str(tmp_path))
