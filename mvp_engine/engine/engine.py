@@ -265,6 +265,8 @@ class Engine(EngineHooks):
         self._open_log()
         if not self.checkpoint:
             self.logger.warning("no checkpoint is loaded: the weights are those of prepare_model()")
+        with self.eval_weights():
+            pass  # without an optimizer it loads EMA weights now, or raises before any data is read
 
     def _evaluate(self) -> dict[str, float | None]:
         outside = rng_state()  # an evaluation leaves no trace in the training

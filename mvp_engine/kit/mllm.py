@@ -11,6 +11,7 @@ A recipe subclasses it and overrides what it changes, or wires the kits itself w
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -173,14 +174,12 @@ class MLLMEngine(Engine):
         if self.config.export is not None:
             self.export()
 
-    def before_evaluate(self) -> None:
-        super().before_evaluate()
-        self.optim.load_averages(self.model_engine, self.checkpoint)
+    def eval_weights(self) -> AbstractContextManager[None]:
+        return self.optim.eval_weights(self.model_engine, self.checkpoint)
 
     def evaluate(self) -> dict[str, float | None]:
         self.generation_batches: list[PackedBatch] = []
-        with self.optim.averaged():
-            return super().evaluate()
+        return super().evaluate()
 
     def eval_step(self, ctx: StepContext, micro_batch: PackedBatch) -> None:
         super().eval_step(ctx, micro_batch)
@@ -219,7 +218,7 @@ class MLLMEngine(Engine):
         suffix = "" if self.config.optim.ema is None else "_ema"
         folder = self.run.dir / f"hf_step_{self.step}{suffix}"
         if not self.world.broadcast(folder.exists()):
-            with self.optim.averaged():
+            with self.eval_weights():
                 self.model_engine.export_hf(folder)
         if self.world.is_main and link is not None:
             link.parent.mkdir(parents=True, exist_ok=True)

@@ -54,8 +54,7 @@ class VitEngine(Engine):
         return self.optim.build_scheduler(optimizer, self.total_steps)
 
     def prepare_dataloader(self, split: str) -> SampleLoader:
-        train = split == "train"
-        dataset = ImageDataset(split, self.config.images, self.processor) if train else self.held_out
+        dataset = self.held_out if split == "eval" else ImageDataset(split, self.config.images, self.processor)
         return self.sample_loader(dataset, split, collate)
 
     def forward_step(self, ctx: StepContext, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -76,21 +75,19 @@ class VitEngine(Engine):
         loss = F.cross_entropy(logits_BC, labels_B, reduction="sum", ignore_index=IGNORE, label_smoothing=smoothing)
         return loss, weight
 
-    def before_evaluate(self) -> None:
-        super().before_evaluate()
-        self.optim.load_averages(self.model_engine, self.checkpoint)
+    def eval_weights(self) -> Any:
+        return self.optim.eval_weights(self.model_engine, self.checkpoint)
 
     def evaluate(self) -> dict[str, float | None]:
         self.guesses: list[Tensor] = []  # rows of index, label, guess
-        with self.optim.averaged():
-            return super().evaluate()
+        return super().evaluate()
 
     def export(self) -> Path:
         """Write a folder for `from_pretrained` with the averaged weights."""
         if not hasattr(self, "model_engine"):
             self.before_evaluate()
         folder = self.run.dir / f"hf_step_{self.step}"
-        with self.optim.averaged():
+        with self.eval_weights():
             save(self.model, self.processor, folder, self.world)
         return folder
 

@@ -101,7 +101,10 @@ def test_train_with_preference_pairs_is_refused_by_the_default_loss(config: str,
 
 
 def test_estimate_with_missing_settings_names_them(config: str, capsys: Any) -> None:
-    for word, told in ("loop.total_steps=null", "how long"), ("mllm.row_tokens=2", "no row of train"):
+    for word, told in (
+        ("loop.total_steps=null", "length of the training is unknown"),
+        ("mllm.row_tokens=2", "no row of train"),
+    ):
         assert main(["estimate", config, word]) == EXIT_USER_ERROR
         assert told in capsys.readouterr().err
 
@@ -135,7 +138,10 @@ def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_l
     assert engine.global_batch_size == packs
     assert engine.feed.loader.dataset.plan.packs_per_step == packs
     assert tokens == [256 * packs]
-    assert f"{packs} samples a step = 1 x 1 data rank(s) x {packs} micro-batch(es)" in engine._summary(packs)
+    assert (
+        f"global batch of {packs} samples = 1 x 1 data-parallel rank(s) x {packs} micro-batch(es)"
+        in engine._summary(packs)
+    )
 
 
 def test_global_batch_size_from_packs_and_tokens_is_a_user_error(config: str, capsys: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -107,6 +108,25 @@ class OptimKit:
                     f"checkpoint {checkpoint} has no averaged weights: it was trained without optim.ema"
                 )
             reader.fill(found)
+
+    _loaded: weakref.ref[ModelEngine] | None = (
+        None  # the model engine with EMA weights of a checkpoint
+    )
+
+    def eval_weights(
+        self, model_engine: ModelEngine, checkpoint: Path | None
+    ) -> AbstractContextManager[None]:
+        """A context in which the model has its EMA weights: what `Engine.eval_weights` returns.
+
+        In a training the optimizer swaps them in and out. A model engine without an optimizer loads them from the
+        checkpoint at the first call, and keeps them.
+        """
+        if hasattr(model_engine, "optimizer"):
+            return self.averaged()
+        if self._loaded is None or self._loaded() is not model_engine:
+            self.load_averages(model_engine, checkpoint)
+            self._loaded = weakref.ref(model_engine)
+        return nullcontext()
 
     def _with_muon(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Groups that decay, each in two: what muon takes, and the rest."""
