@@ -113,7 +113,7 @@ def _has_setting(config: Any, name: str) -> bool:
 
 
 def _hint(config: Any, name: str, key: str) -> str:
-    """Where the setting exists: in a sub-config (text first), in a dict, or under a similar name."""
+    """Where the setting exists: in a sub-config (text first), a dict, or under a similar name."""
     for part in sorted(config.sub_configs, key=lambda part: "text" not in part):
         sub_config = getattr(config, part, None)
         if sub_config is not None and _has_setting(sub_config, name):

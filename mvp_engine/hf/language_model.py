@@ -68,7 +68,8 @@ class LanguageModel(PackedModel):
 
         if getattr(config, "is_encoder_decoder", False):
             raise UserError(
-                f"{config.model_type} is an encoder-decoder model, not a decoder-only language model"
+                f"{config.model_type} is an encoder-decoder model; "
+                "only decoder-only language models are supported"
             )
         is_multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
         auto_class = AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM

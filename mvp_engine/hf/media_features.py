@@ -78,9 +78,10 @@ def _placeholder_mask(
     host_args = [_shape_only(value) for value in (inputs_embeds, *args)]
     host_kwargs = {name: _shape_only(value) for name, value in kwargs.items()}
     masks = original(host_ids, *host_args, **host_kwargs)
+    device = inputs_embeds.device
     if isinstance(masks, tuple):
-        return tuple(_mask_to_device(mask, host_ids, inputs_embeds.device) for mask in masks)
-    return _mask_to_device(masks, host_ids, inputs_embeds.device)
+        return tuple(_mask_to_device(mask, host_ids, device) for mask in masks)
+    return _mask_to_device(masks, host_ids, device)
 
 
 def _shape_only(value: Any) -> Any:
@@ -122,9 +123,11 @@ class PlaceholderMask(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.masked_scatter and len(args) == 3 and isinstance(args[1], cls):
+            is_scatter = func is Tensor.masked_scatter and len(args) == 3
+            if is_scatter and isinstance(args[1], cls):
                 return _insert_features(*args)
-            if func is Tensor.sum and len(args) == 1 and not kwargs and args[0].is_per_token:
+            is_total = func is Tensor.sum and len(args) == 1 and not kwargs
+            if is_total and args[0].is_per_token:
                 return args[0].host.sum()
             host = _host_result(func, args)
             if func in (Tensor.__getitem__, Tensor.__setitem__):
@@ -134,21 +137,22 @@ class PlaceholderMask(Tensor):
 
 
 def _host_result(func: Any, args: Any) -> Tensor | None:
-    """The host copy of the result, for functions whose result is a PlaceholderMask again."""
+    """The host copy of the result, for functions that return a PlaceholderMask again."""
     mask = args[0]
     other = args[1] if len(args) > 1 else None
     if not isinstance(mask, PlaceholderMask):
         return None
     if func in (Tensor.expand, Tensor.expand_as, Tensor.to):
         return mask.host
-    if func is Tensor.__or__ and isinstance(other, PlaceholderMask) and mask.shape == other.shape:
-        return mask.host | other.host
+    if func is Tensor.__or__ and isinstance(other, PlaceholderMask):
+        return mask.host | other.host if mask.shape == other.shape else None
     if func is not Tensor.__getitem__:
         return None
     match other:
-        case PlaceholderMask() if mask.is_per_token and other.is_per_token:
-            return mask.host[other.host]
-        case (EllipsisType(), int(feature)) if feature == 0:
+        case PlaceholderMask():
+            both_per_token = mask.is_per_token and other.is_per_token
+            return mask.host[other.host] if both_per_token else None
+        case (EllipsisType(), int(0)):  # mask[..., 0]
             return mask.host[..., 0]
     return None
 

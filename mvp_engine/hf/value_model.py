@@ -35,7 +35,7 @@ class ValueModel(PackedModel):
         return cls(from_auto(AutoModel, config))
 
     def export_target(self, dtype: torch.dtype | None = None) -> Target:
-        """transformers' sequence classifier with one label; without one, backbone and head apart."""
+        """A sequence classifier with one label, if transformers has one; else backbone plus head."""
         from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 
         config_class: Any = type(self.hf.config)

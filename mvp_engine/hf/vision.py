@@ -90,7 +90,7 @@ def _patches_and_grid(args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor
 
 
 def _move_grid_to_device(encoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> HookResult:
-    """Forward pre-hook for all other encoders, which expect the grid on the device of the patches."""
+    """Forward pre-hook for all other encoders, which read the grid on the device of the patches."""
     patches, grid = _patches_and_grid(args, kwargs)
     if grid is None:
         return None

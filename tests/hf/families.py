@@ -202,7 +202,7 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }
 
-# Families whose own processor the data kit is tested with, and the media that its rows may hold.
+# Families that the data kit is tested with, by their own processors, and the media of their rows.
 IMAGE_VIDEO = "image, video"
 KIT = {
     **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm"], IMAGE_VIDEO),
