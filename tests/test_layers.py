@@ -96,7 +96,6 @@ def test_transformers_internals_are_imported_only_by_hf() -> None:
     package = ROOT / "mvp_engine"
     files = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] != "hf"]
     found = {str(file): used for file in files if (used := transformers_internals(file.read_text()))}
-    found.pop(str(package / "model_engine" / "fsdp" / "tensor_parallel.py"), None)  # moves to hf/tp_plan.py
     assert found == {}
 
 

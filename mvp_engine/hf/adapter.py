@@ -31,7 +31,7 @@ LOGGER = logging.getLogger("mvp_engine")
 
 class HFAdapter:
     compiles_by_default = True
-    extra_forwards = ("own_log_probs",)
+    extra_forwards = ("reference_log_probs",)
 
     def __init__(self, model: PackedModel) -> None:
         self.model = model
@@ -67,8 +67,8 @@ class HFAdapter:
         group = layout.world.host_group
         with raise_on_all_ranks(group):
             # transformers' own forward does not know tensor-parallel parameters.
-            own = layout.tensor_mesh is None
-            check_packing(self.model, exact=exact, own=own, group=group)
+            reference = layout.tensor_mesh is None
+            check_packing(self.model, exact=exact, reference=reference, group=group)
 
     def preflight_gradients(self, layout: Layout) -> None:
         if layout.tensor_mesh is not None:

@@ -123,7 +123,7 @@ class LanguageModel(PackedModel):
         vocab_shard = {"group": mesh.get_group(), "vocab_start": vocab_start}
         return weight.to_local(), None if bias is None else bias.to_local(), vocab_shard
 
-    def own_log_probs(self, batch: PackedBatch) -> Tensor | None:
+    def reference_log_probs(self, batch: PackedBatch) -> Tensor | None:
         with attention.eager_attention(self.hf.config):
             logits = self.hf(batch.input_ids[None], use_cache=False).logits[0]
         log_probs_TV = logits.float().div(self.temperature).log_softmax(-1)

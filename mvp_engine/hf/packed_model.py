@@ -1,9 +1,10 @@
 """PackedModel: a Hugging Face backbone on packed batches, the base class of models with a head.
 
-The backbone is an unmodified transformers model. Attention and experts go through transformers'
-registries, inputs are changed by forward hooks. `batch.media` (images, videos, audio) is passed to
-the backbone under the names of its own forward. Heads are subclasses: `language_model.py`,
-`value_model.py`. Models that cannot be packed are found by `preflight.py`, not by a list.
+transformers' classes are not modified. Attention and experts go through transformers' registries
+and inputs are changed by forward hooks; `vision.py` and `media_features.py` change single layers
+and one method of the *instance*. `batch.media` (images, videos, audio) is passed to the backbone
+under the names of its own forward. Heads are subclasses: `language_model.py`, `value_model.py`.
+Models that cannot be packed are found by `preflight.py`, not by a list.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Outputs = dict[str, Tensor]
 
 
 def from_auto(auto_class: Any, config: Any) -> Any:
-    """The model that one of transformers' auto classes builds from a config, with packed attention."""
+    """The model that a transformers auto class builds from a config, with packed attention."""
     model_type = config.model_type
     if type(config) not in auto_class._model_mapping:
         raise UserError(
@@ -168,8 +169,8 @@ class PackedModel(nn.Module):
         if limit is not None and batch.max_seqlen > limit:
             raise UserError(
                 f"a sequence of {batch.max_seqlen} tokens: this model changes its rotary positions "
-                f"for the whole batch when one sequence is longer than {limit}, so the other packed "
-                "sequences would change too. Shorten the sequences"
+                f"for the whole batch when one sequence is longer than {limit}, so the other "
+                "packed sequences would change too. Shorten the sequences"
             )
         input_ids = batch.input_ids
         position_ids = batch.position_ids  # (T,), or (3, T) for three axes
@@ -235,7 +236,7 @@ class PackedModel(nn.Module):
         if not config.sub_configs:  # encoders may have placeholder ids outside of the embeddings
             check_token_range(batch, "input_ids", self.hf.get_input_embeddings())  # type: ignore[operator]
 
-    def own_log_probs(self, batch: PackedBatch) -> Tensor | None:
+    def reference_log_probs(self, batch: PackedBatch) -> Tensor | None:
         """Log-probs of the labels from transformers' own forward, for `preflight`; None without."""
         return None
 

@@ -40,7 +40,7 @@ class Differences:
     noise: float  # bound for rounding errors of this model; 0 in float32
 
     @classmethod
-    def measure(cls, model: PackedModel, seed: int, *, exact: bool, own: bool) -> Differences:
+    def measure(cls, model: PackedModel, seed: int, *, exact: bool, reference: bool) -> Differences:
         first, second = _sequences(model, LENGTHS, seed)
         other_first, other_second = _sequences(model, LENGTHS, seed + TRIALS)
         split = LENGTHS[0]
@@ -52,8 +52,8 @@ class Differences:
         )
         alone = torch.cat([_hidden(model, first), _hidden(model, second)])
         packing = _difference(packed, alone)
-        reference = _reference_difference(model, [first, second]) if own else 0.0
-        return cls(neighbour, packing, reference, noise)
+        from_reference = _reference_difference(model, [first, second]) if reference else 0.0
+        return cls(neighbour, packing, from_reference, noise)
 
     def max_over_ranks(self, group: dist.ProcessGroup | None) -> Differences:
         """The largest of all ranks, so that all ranks decide alike. NaN counts as infinite."""
@@ -77,7 +77,7 @@ def check_packing(
     model: PackedModel,
     *,
     exact: bool = True,
-    own: bool = True,
+    reference: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Raise unless two packed sequences give what each gives alone and what transformers gives.
@@ -91,7 +91,7 @@ def check_packing(
     rounding noise: a causal model's first tokens do not depend on later ones, so whatever changes
     when those are cut off is rounding. A model outside of transformers' attention interface may
     not be causal without a mask, so in half precision it is rejected by its class.
-    `own`: compare with transformers' forward, which does not know tensor-parallel weights.
+    `reference`: compare with transformers' forward, which does not know tensor-parallel weights.
     `group`: all ranks.
     """
     model_type = model.hf.config.model_type  # type: ignore[union-attr]
@@ -103,7 +103,8 @@ def check_packing(
             # The probe runs once, uncompiled on purpose.
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             for seed in range(TRIALS):
-                found = Differences.measure(model, seed, exact=exact, own=own).max_over_ranks(group)
+                found = Differences.measure(model, seed, exact=exact, reference=reference)
+                found = found.max_over_ranks(group)
                 packing_ok = found.packing_ok(exact)
                 reference_ok = found.reference_ok(exact)
                 if found.neighbour_ok() and packing_ok and reference_ok:
@@ -205,7 +206,7 @@ def _rounding_noise(model: PackedModel, sequence: PackedBatch) -> float:
 def _reference_difference(model: PackedModel, sequences: list[PackedBatch]) -> float:
     reference = []
     for sequence in sequences:
-        log_probs = model.own_log_probs(sequence)
+        log_probs = model.reference_log_probs(sequence)
         if log_probs is not None:
             reference.append(log_probs)
     if not reference:

@@ -60,7 +60,7 @@ def test_bf16_parity_on_a_model_of_a_billion() -> None:
         outputs[name] = torch.cat([part.infer_batch(b, ["log_probs"])["log_probs"] for b in micro_batches])
         grads[name] = gradients(part, micro_batches)
     with torch.no_grad(), low.autocast():
-        theirs = torch.cat([low.model.eval().own_log_probs(b.to("cuda")) for b in alone])
+        theirs = torch.cat([low.model.eval().reference_log_probs(b.to("cuda")) for b in alone])
     apart = {name: (outputs[name] - outputs["fp32"]).abs() for name in ("packed", "alone")}
     apart["transformers"] = (theirs - outputs["fp32"]).abs()
     for name, difference in apart.items():
