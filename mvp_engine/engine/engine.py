@@ -40,7 +40,13 @@ from mvp_engine.errors import Interrupted, UserError
 from mvp_engine.hf.parts import table
 from mvp_engine.log import LogHub, MetricStore
 from mvp_engine.log.backends import RunInfo
-from mvp_engine.model_engine import ModelEngine, Settings, StepNumbers, engine_class
+from mvp_engine.model_engine import (
+    ModelEngine,
+    Settings,
+    StepNumbers,
+    engine_class,
+    precision_on,
+)
 from mvp_engine.process.signals import StopSignals
 from mvp_engine.runs import Run
 
@@ -322,7 +328,8 @@ class Engine(EngineHooks):
         kind = engine_class(model.type, model.backend)
         seed_everything(derived_seed(self.config.seed, "model"))
         self.model = self.prepare_model()
-        return kind(self.model, self.layout, Settings.from_config(self.config, self.device))
+        precision = precision_on(self.device, self.config.loop.precision)
+        return kind(self.model, self.layout, Settings.from_config(self.config, precision))
 
     def _loader(self, split: str) -> Iterable[Any]:
         seed_everything(derived_seed(self.config.seed, "data", split))

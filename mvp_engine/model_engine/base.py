@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -62,16 +62,17 @@ class Settings:
             raise UserError(f"Settings: {key}={wrong[0]!r} is none of {', '.join(known)}")
 
     @classmethod
-    def from_config(cls, config: Config, device: torch.device) -> Settings:
-        """The settings of a config on this device."""
-        names = {field.name for field in dataclasses.fields(cls)}
+    def from_config(cls, config: Config, precision: str, **more: Any) -> Self:
+        """The settings of a config, for a precision that is not "auto"; `more` are fields of a subclass."""
+        names = {field.name for field in dataclasses.fields(Settings)}
         from_model = {name: value for name, value in config.model if name in names}
         return cls(
             **{**from_model, "freeze": tuple(config.model.freeze)},
-            precision=precision_on(device, config.loop.precision),
+            precision=precision,
             clip_grad_norm=config.loop.clip_grad_norm,
             spike_sigmas=config.guard.spike_sigmas,
             seed=config.seed,
+            **more,
         )
 
 

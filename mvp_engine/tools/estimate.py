@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import numpy as np
-import torch
 
 from mvp_engine.config import compose
 from mvp_engine.data import accumulation_steps
@@ -16,6 +15,7 @@ from mvp_engine.hf.adapter import cast_frozen_base
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.kit import MLLMDataKit, MLLMModelKit
 from mvp_engine.log.format import duration, rate
+from mvp_engine.model_engine.base import DTYPES
 from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.tools.data_kit import config_data_kit
 from mvp_engine.tools.estimate_settings import EstimateSettings, gpu_by_name
@@ -87,12 +87,11 @@ def _check_gpus(gpus: int, parallel: Any) -> None:
 
 
 def _settings(config: Any, gpu: str) -> EstimateSettings:
-    return EstimateSettings(
+    precision = config.loop.precision
+    return EstimateSettings.from_config(
+        config,
+        "bf16" if precision == "auto" else precision,
         gpu=gpu,
-        half_precision=config.loop.precision != "fp32",
-        compile=config.model.compile,
-        activation_checkpointing=config.model.activation_checkpointing,
-        fp8=config.model.fp8,
         state_dtype=getattr(config.optim, "state_dtype", "float32"),
         ema=getattr(config.optim, "ema", None) is not None,
         shard=config.parallel.shard,
@@ -106,8 +105,7 @@ def _build_model(config: Any, settings: EstimateSettings) -> PackedModel:
     assert isinstance(model, PackedModel)
     freeze(model, config.model.freeze)
     if settings.half_precision:
-        dtype = torch.float16 if config.loop.precision == "fp16" else torch.bfloat16
-        cast_frozen_base(model, dtype)
+        cast_frozen_base(model, DTYPES[settings.precision])
     return model
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from mvp_engine.errors import UserError
 from mvp_engine.log.peaks import peak_of
+from mvp_engine.model_engine import Settings
 
 GIB = 2**30
 
@@ -47,19 +48,21 @@ def gpu_by_name(name: str) -> Gpu:
 
 
 @dataclass(frozen=True)
-class EstimateSettings:
-    """What an estimate depends on, apart from the model and its batches. The names are those of the config keys."""
+class EstimateSettings(Settings):
+    """The settings of a model engine, and what else an estimate depends on apart from the model and its batches."""
 
-    gpu: str = "H200"
-    half_precision: bool = True  # bf16 or fp16 autocast
+    precision: str = "bf16"
     compile: Any = "auto"
-    activation_checkpointing: Any = "none"
-    fp8: Any = False
+    gpu: str = "H200"
     state_dtype: str = "float32"
     ema: bool = False
     shard: int = 1
     ulysses: int = 1
     tensor: int = 1
+
+    @property
+    def half_precision(self) -> bool:
+        return self.precision != "fp32"
 
     @property
     def fsdp_ranks(self) -> int:

@@ -15,10 +15,11 @@ from test_recipe import recipe  # noqa: F401 - a fixture
 from mvp_engine.cli import main
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.adapter import cast_frozen_base
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelSource
-from mvp_engine.model_engine.fsdp.parallelize import cast_frozen_base, freeze
+from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.tools.estimate_settings import EstimateSettings
 from mvp_engine.tools.estimate_step import FP8_SPEEDUP, estimate_step
 
@@ -56,7 +57,7 @@ def test_estimate_is_within_ten_percent_of_measurements(
         of_step = [data.packed(some, shape, pixels) for some in chosen[packs * step : packs * (step + 1)]]
         for side, (settings, steps) in sides.items():
             if step < steps:
-                settings = EstimateSettings("NVIDIA H200", **settings)
+                settings = EstimateSettings(gpu="NVIDIA H200", **settings)
                 found[side].append(estimate_step(model, [heaviest], of_step, settings))
     for side, estimates in found.items():
         measured = next(row for row in result["rows"] if (row["side"], row["mix"]) == (side, mix))
