@@ -57,6 +57,8 @@ MODULES = {
     "ops.varlen": "ops.torch_varlen",
     "kit.made": "kit.build_once",
     "kit.small": "kit.tiny_processors",
+    "kit.optim.kernels": "kit.optim.adamw_kernel",
+    "kit.optim.moments": "kit.optim.state_tensor",
     "kit.data.rows": "kit.data.read.rows",
     "kit.data.sources": "kit.data.read.sources",
     "kit.data.decode": "kit.data.read.decode",

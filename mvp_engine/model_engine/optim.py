@@ -1,4 +1,4 @@
-"""The optimizer and the learning-rate schedule that the engine uses unless a recipe brings its own."""
+"""The default optimizer (fused AdamW), its parameter groups, and the learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -14,91 +14,116 @@ from mvp_engine.config.schema import Optim
 from mvp_engine.errors import UserError
 from mvp_engine.hf.parts import matching
 
+# ---- Optimizer --------------------------------------------------------------------------------------------------
+
 
 def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:
-    """Fused AdamW. Weight decay reaches matrices only: not norms, not biases, not embeddings."""
-    betas = (config.betas[0], config.betas[1])
+    """torch's fused AdamW on the groups of `parameter_groups`."""
     return torch.optim.AdamW(
-        parameter_groups(model, config), config.lr, betas, config.eps, fused=True
+        parameter_groups(model, config),
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        fused=True,
     )
 
 
 def parameter_groups(model: nn.Module, config: Optim) -> list[dict[str, Any]]:
-    """What trains, by rate and by whether it decays; each group has a name."""
-    rates, plain = _rates(model, config), without_decay(model)
+    """The trainable parameters, grouped by learning rate and by weight decay; each group has a name."""
+    learning_rates = _learning_rates_by_part(model, config)
+    no_decay = without_decay(model)
     groups: dict[str, dict[str, Any]] = {}
     for name, param in model.named_parameters():
-        if param.requires_grad:
-            pattern, rate = rates.get(name, (None, config.lr))
-            label = "no_decay" if param in plain else "decay"
-            group = groups.setdefault(
-                label if pattern is None else f"{pattern}/{label}",
-                {
-                    "params": [],
-                    "lr": rate,
-                    "weight_decay": 0.0 if param in plain else config.weight_decay,
-                },
-            )
-            group["params"].append(param)
+        if not param.requires_grad:
+            continue
+        pattern, lr = learning_rates.get(name, (None, config.lr))
+        group_name = "no_decay" if param in no_decay else "decay"
+        if pattern is not None:
+            group_name = f"{pattern}/{group_name}"
+        if group_name not in groups:
+            weight_decay = 0.0 if param in no_decay else config.weight_decay
+            groups[group_name] = {"params": [], "lr": lr, "weight_decay": weight_decay}
+        groups[group_name]["params"].append(param)
     if not groups:
         raise UserError(
-            "the model has no parameter that requires a gradient; there is nothing to train"
+            "no parameter of the model requires a gradient, so nothing can be trained. Check model.freeze"
         )
     return [{**group, "name": name} for name, group in sorted(groups.items())]
 
 
 def without_decay(model: nn.Module) -> set[nn.Parameter]:
-    """Vectors, norms of any shape, and embeddings: modules of such, or tables that a model keeps by itself."""
+    """The parameters without weight decay: vectors, norms of any shape, and embeddings.
+
+    Embeddings are found as modules and, by name, as bare parameters of a model (`pos_embed`, `cls_token`).
+    """
     found: set[nn.Parameter] = set()
     for module in model.modules():
-        is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        is_norm = "norm" in type(module).__name__.lower() and not any(
-            True for _ in module.children()
-        )
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        is_leaf = next(module.children(), None) is None
+        is_norm = is_leaf and "norm" in type(module).__name__.lower()
         for name, param in module.named_parameters(recurse=False):
-            if is_table or is_norm or param.ndim < 2 or "embed" in name or name.endswith("_token"):
+            is_bare_embedding = "embed" in name or name.endswith("_token")
+            if is_embedding or is_norm or is_bare_embedding or param.ndim < 2:
                 found.add(param)
     return found
 
 
-def _rates(model: nn.Module, config: Optim) -> dict[str, tuple[str, float]]:
-    """For each parameter that `optim.lr_by_part` speaks of, the first pattern that fits, and its rate."""
+def _learning_rates_by_part(model: nn.Module, config: Optim) -> dict[str, tuple[str, float]]:
+    """The first pattern of `optim.lr_by_part` that matches a parameter, and its learning rate, by parameter name."""
     found: dict[str, tuple[str, float]] = {}
-    for pattern, rate in config.lr_by_part.items():
+    for pattern, lr in config.lr_by_part.items():
         for name in matching(model, pattern, "optim.lr_by_part"):
-            found.setdefault(name, (pattern, rate))
+            found.setdefault(name, (pattern, lr))
     return found
+
+
+# ---- Schedule ---------------------------------------------------------------------------------------------------
 
 
 def build_scheduler(
     optimizer: torch.optim.Optimizer, config: Optim, total_steps: int | None
 ) -> LambdaLR:
-    needs = [f"optim.schedule={config.schedule}"] if config.schedule != "constant" else []
-    needs += ["optim.warmup_ratio"] if config.warmup_ratio is not None else []
-    if total_steps is None and needs:
-        raise UserError(
-            f"{needs[0]} needs the number of steps, and the loader has no length: "
-            "set loop.total_steps, or optim.schedule=constant with a warm-up in steps"
-        )
+    """The schedule of `optim.schedule` with its warm-up. Some need the number of all steps."""
+    if total_steps is None:
+        _check_without_total_steps(config)
     return LambdaLR(optimizer, partial(lr_factor, config=config, total_steps=total_steps or 0))
 
 
+def _check_without_total_steps(config: Optim) -> None:
+    key = None
+    if config.schedule != "constant":
+        key = f"optim.schedule={config.schedule}"
+    elif config.warmup_ratio is not None:
+        key = "optim.warmup_ratio"
+    if key is not None:
+        raise UserError(
+            f"{key} needs the number of steps, and the loader has no length: "
+            "set loop.total_steps, or optim.schedule=constant with a warm-up in steps"
+        )
+
+
 def lr_factor(step: int, config: Optim, total_steps: int) -> float:
-    """What optim.lr is multiplied with in update number `step`, counted from 0."""
+    """The factor of `optim.lr` at a step, counted from 0."""
     warmup = config.warmup_steps
     if config.warmup_ratio is not None:
         warmup = math.ceil(config.warmup_ratio * total_steps)
     if step < warmup:
         return (step + 1) / warmup
-    begin = warmup  # of the way down
+    decay_start = warmup
     if config.schedule == "wsd":
-        begin = max(warmup, total_steps - math.ceil(config.decay_ratio * total_steps))
-    done = min(1.0, max(0, step - begin) / max(1, total_steps - begin))
-    shapes = {
-        "constant": 1.0,
-        "linear": 1.0 - done,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
-        "wsd": 1.0
-        - math.sqrt(done),  # ends lower than a straight line does for the same number of steps
-    }
-    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shapes[config.schedule]
+        decay_steps = math.ceil(config.decay_ratio * total_steps)
+        decay_start = max(warmup, total_steps - decay_steps)
+    progress = max(0, step - decay_start) / max(1, total_steps - decay_start)
+    factor = _decay_factor(config.schedule, min(1.0, progress))
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor
+
+
+def _decay_factor(schedule: str, progress: float) -> float:
+    """From 1 to 0 as the decay progresses from 0 to 1."""
+    if schedule == "linear":
+        return 1.0 - progress
+    if schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    if schedule == "wsd":
+        return 1.0 - math.sqrt(progress)  # ends at a lower loss than a linear decay of equal length
+    return 1.0  # constant

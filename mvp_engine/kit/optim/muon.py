@@ -1,111 +1,63 @@
-"""Muon's direction: the momentum of a matrix with all its singular values brought near 1, on any layout.
+"""Muon: updates that are the momentum of a matrix with all singular values brought near 1.
 
-The whole matrix is needed. Ranks that share matrices take turns: of as many matrices as there are ranks, each rank
-works on one, and gives the result to the others. Where ranks share a stack of matrices (experts) by whole matrices,
-each works on its own, and nothing travels.
+The full matrix is needed (`orthogonalize.py`); everything else here works on this rank's shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from mvp_engine.distributed.dtensor import full_tensor, local_tensor, shard_offsets, shard_slices
-
-STEPS = 5
-_A, _B, _C = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # a steep polynomial: values above 0.01 end between 0.68 and 1.13
-
-
-def orthogonal(matrix: Tensor) -> Tensor:
-    """The nearest matrix of orthonormal rows or columns, about, by five Newton-Schulz steps; stacks matrix by matrix.
-
-    In bfloat16 on a GPU, where it is fast and exact enough; in float32 on the CPU.
-    """
-    x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(STEPS):
-        gram = x @ x.mT
-        x = _A * x + (_B * gram + _C * gram @ gram) @ x
-    return x.mT if tall else x
+from mvp_engine.distributed.dtensor import local_tensor
+from mvp_engine.kit.optim.chunks import chunks
+from mvp_engine.kit.optim.orthogonalize import orthogonalize_all
+from mvp_engine.kit.optim.state_tensor import StateTensor
+from mvp_engine.kit.optim.update import (
+    DeviceFlags,
+    advance_step_,
+    apply_update_,
+    gradient_chunk,
+)
 
 
-def scale(shape: torch.Size) -> float:
-    """Brings the update to the size of AdamW's, whose rate and decay then fit."""
+@dataclass(frozen=True)
+class MuonParam:
+    """A matrix, or a stack of matrices, with its step count and its state."""
+
+    param: Tensor
+    step: Tensor
+    momentum: StateTensor
+
+
+def muon_(params: list[MuonParam], group: dict[str, Any], flags: DeviceFlags) -> None:
+    """Update the parameters of a group in place; a collective of the ranks that shard them."""
+    lr = group["lr"]
+    skip = flags.skip
+    momenta: list[Tensor] = []
+    for item in params:
+        advance_step_(item.step, skip)
+        momenta.append(_nesterov_momentum(item, group["momentum"], flags))
+    for i, direction in orthogonalize_all(momenta):
+        param = params[i].param
+        update = direction.float() * (lr * update_scale(param.shape))
+        apply_update_(local_tensor(param), update, lr * group["weight_decay"], skip)
+
+
+def _nesterov_momentum(item: MuonParam, mu: float, flags: DeviceFlags) -> Tensor:
+    """Update the momentum; returns what it will be after one more step with this gradient (Nesterov)."""
+    key = item.momentum.rounding_key(item.step)
+    lookahead = torch.empty_like(item.param, dtype=torch.float32)
+    for chunk in chunks(item.param):
+        grad = gradient_chunk(item.param, chunk, flags.grad_scale)
+        momentum = item.momentum.read(chunk).mul_(mu).add_(grad)
+        local_tensor(lookahead)[chunk.index] = grad + mu * momentum
+        item.momentum.write(chunk, momentum, key, flags.skip)
+    return lookahead
+
+
+def update_scale(shape: torch.Size) -> float:
+    """Brings the update to the size of AdamW's (RMS 0.2), so that its learning rate and weight decay fit."""
     return 0.2 * max(shape[-2:]) ** 0.5
-
-
-def directions(momenta: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """For each of the momenta, in some order: its place in the list, and what this rank holds of its direction.
-
-    Ranks that share matrices call it together, with the same ones, and go through to the end.
-    """
-    shared = []
-    for i, momentum in enumerate(momenta):
-        if _is_whole_here(momentum):
-            here = local_tensor(momentum)
-            yield i, (orthogonal(here) if here.numel() else here)
-        else:
-            shared.append(i)
-    # The largest first: those of one turn are then of about the same size.
-    shared.sort(key=lambda i: (_ranks(momenta[i]), -momenta[i].numel(), i))
-    for _, members in groupby(shared, key=lambda i: _ranks(momenta[i])):
-        yield from _in_turns(momenta, list(members))
-
-
-def _is_whole_here(momentum: Tensor) -> bool:
-    """Does this rank hold whole matrices, so that it can do its own?"""
-    if not isinstance(momentum, DTensor):
-        return True
-    cut = {getattr(placement, "dim", -1) for placement in momentum.placements}
-    return momentum.ndim > 2 and max(cut) < momentum.ndim - 2
-
-
-def _ranks(momentum: Tensor) -> list[int]:
-    assert isinstance(momentum, DTensor)
-    return [int(rank) for rank in momentum.device_mesh.mesh.flatten()]
-
-
-def _in_turns(momenta: list[Tensor], members: list[int]) -> Iterator[tuple[int, Tensor]]:
-    ranks = _ranks(momenta[members[0]])
-    me = ranks.index(dist.get_rank())
-    for begin in range(0, len(members), len(ranks)):
-        turn = members[begin : begin + len(ranks)]
-        result: Tensor | None = None
-        for owner, i in enumerate(turn):
-            full = full_tensor(
-                momenta[i].bfloat16() if momenta[i].is_cuda else momenta[i]
-            )  # as it is worked on
-            if owner == me:
-                result = orthogonal(full).contiguous()
-        for owner, i in enumerate(turn):
-            momentum = momenta[i]
-            assert isinstance(momentum, DTensor)
-            here = torch.empty_like(
-                local_tensor(momentum), dtype=torch.bfloat16 if momentum.is_cuda else torch.float32
-            )
-            full = result if owner == me and result is not None else here.new_empty(momentum.shape)
-            _broadcast(full, owner, momentum.device_mesh)
-            for offset, index in shard_offsets(momentum):
-                here[index] = full[shard_slices(offset, here[index])]
-            yield i, here
-
-
-def _broadcast(tensor: Tensor, owner: int, mesh: DeviceMesh) -> None:
-    """From the `owner`-th rank of a mesh to all others of it: along its first dimension, then along the next."""
-    source = [int(place) for place in torch.unravel_index(torch.tensor(owner), mesh.shape)]
-    here = list(mesh.get_coordinate() or ())
-    for axis in range(mesh.ndim):
-        if here[axis + 1 :] == source[axis + 1 :]:
-            dist.broadcast(tensor, group=mesh.get_group(axis), group_src=source[axis])

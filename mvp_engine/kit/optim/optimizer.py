@@ -1,8 +1,7 @@
-"""One optimizer for all parameters: AdamW or Muon by group, moments in few bits, an average of the weights beside them.
+"""KitOptimizer: one optimizer for all parameters, AdamW or Muon by group, with low-precision states and an EMA.
 
-All that it keeps is state of its parameters, laid out like them. On a GPU the engine says by numbers on the device what
-gradients are to be divided by (`grad_scale`) and whether a step is not to count (`found_inf`): such a step leaves
-everything as it was, without the host having to know.
+All that it keeps is state of its parameters, sharded like them. The engine sets `grad_scale` and `found_inf` before a
+step, as it does for torch's fused optimizers (see `update.DeviceFlags`).
 """
 
 from __future__ import annotations
@@ -15,34 +14,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
 
 from mvp_engine.checkpoint.state import EMA
 from mvp_engine.distributed.dtensor import empty_sharded_like, local_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.kit.optim import muon
-from mvp_engine.kit.optim.moments import (
-    CODES,
-    SCALES,
-    Moment,
-    Part,
-    blocks_are_whole,
-    flat_begin,
-    key_of,
-    parts,
-    salt_of,
-)
+from mvp_engine.kit.optim.adamw import AdamWParam, adamw_
+from mvp_engine.kit.optim.chunks import has_whole_blocks
+from mvp_engine.kit.optim.ema import create_ema, swap_ema_, update_ema_
+from mvp_engine.kit.optim.muon import MuonParam, muon_
+from mvp_engine.kit.optim.rounding import rounding_salt
+from mvp_engine.kit.optim.state_tensor import SCALES, StateTensor, storage_dtype
+from mvp_engine.kit.optim.update import DeviceFlags
 
 LOGGER = logging.getLogger("mvp_engine")
-_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",)}
+STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",)}
+NEVER_NEGATIVE = ("exp_avg_sq",)
 
 
 class KitOptimizer(Optimizer):
-    """`names` gives each parameter its name, which its noise depends on; groups have a `kind`, adamw or muon."""
+    """AdamW or Muon, by the `kind` of a parameter group.
 
-    _step_supports_amp_scaling = (
-        True  # so the engine leaves both to us, as to torch's fused optimizers
-    )
+    `names`: the name of each parameter, which the random bits of its stochastic rounding depend on.
+    `state_dtype`: float32, bfloat16 or int8. `ema`: the decay of the EMA; without it none is kept.
+    """
+
+    # The engine then leaves gradient scaling and skipped steps to this class, without a host sync.
+    _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
 
@@ -55,268 +52,140 @@ class KitOptimizer(Optimizer):
         betas: tuple[float, float],
         eps: float,
         momentum: float = 0.95,
-        moments: str = "float32",
+        state_dtype: str = "float32",
         ema: float | None = None,
         seed: int = 0,
     ) -> None:
-        self.names, self.moments, self.ema, self.seed = names, moments, ema, seed
-        self._swapped = False
-        # "fused": the step counts are on the device, for those who move an optimizer.
+        self.names = names
+        self.state_dtype = state_dtype
+        self.ema = ema
+        self.seed = seed
+        self._ema_is_swapped_in = False
         defaults = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "momentum": momentum,
             "kind": "adamw",
-            "fused": True,
+            "fused": True,  # step counts are on the device: for code that moves an optimizer
         }
         super().__init__(groups, defaults)
+        for param, group in self._params_with_groups():
+            self._state_tensors(param, group, {})  # raises for layouts that are not supported
+
+    def _params_with_groups(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         for group in self.param_groups:
             for param in group["params"]:
-                self._moments_of(param, group, {})  # which refuses what cannot be
+                yield param, group
 
     # ---- A step ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        if self._swapped:
+        if self._ema_is_swapped_in:
             raise RuntimeError(
-                "the averaged weights are in place: no step before they are out again"
+                "the EMA weights are swapped in: leave averaged() before the next step"
             )
+        flags = DeviceFlags(self.grad_scale, self.found_inf)
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
-                self._begin(param, group)
+                self._create_state(param, group)
             if group["kind"] == "muon":
-                self._muon(params, group)
-            elif params:
-                self._adamw(params, group)
-            for param in params if self.ema is not None else ():
-                self._average(param)
+                muon_([self._muon_param(param, group) for param in params], group, flags)
+            else:
+                adamw_([self._adamw_param(param, group) for param in params], group, flags)
+            if self.ema is not None:
+                for param in params:
+                    update_ema_(param, self.state[param], self.ema, self.found_inf)
 
-    def _begin(self, param: Tensor, group: dict[str, Any]) -> None:
+    def _create_state(self, param: Tensor, group: dict[str, Any]) -> None:
+        """The state of a parameter at its first step."""
         state = self.state[param]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=local_tensor(param).device)
-            for moment in self._moments_of(param, group):
-                moment.create()
+            for state_tensor in self._state_tensors(param, group, state):
+                state_tensor.create()
         if self.ema is not None and EMA not in state:
-            state[EMA] = param.detach().to(torch.float32, copy=True)
+            create_ema(param, state)
 
-    def _moments_of(
-        self, param: Tensor, group: dict[str, Any], state: dict[str, Any] | None = None
-    ) -> list[Moment]:
-        state = self.state[param] if state is None else state
-        return [
-            Moment(param, state, key, key != "exp_avg_sq", self.moments, self.names[param])
-            for key in _KEYS[group["kind"]]
-        ]
-
-    def _adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
-        if self.moments != "float32":
-            few = [
-                p
-                for p in params
-                if not all(m.dtype is torch.float32 for m in self._moments_of(p, group))
-            ]
-            begins = {
-                p: begin
-                for p in few
-                if local_tensor(p).is_cuda and (begin := flat_begin(p)) is not None
-            }
-            self._adamw_by_kernel(begins, group)
-            for param in few:
-                if param not in begins:
-                    self._adamw_in_few_bits(param, group)
-            done = set(few)
-            params = [param for param in params if param not in done]
-        states = [self.state[param] for param in params]
-        adamw(
-            [local_tensor(param) for param in params],
-            [local_tensor(param.grad) for param in params if param.grad is not None],
-            [local_tensor(state["exp_avg"]) for state in states],
-            [local_tensor(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-
-    def _adamw_by_kernel(self, begins: dict[Tensor, int], group: dict[str, Any]) -> None:
-        """Of parameters whose part here is one piece, each with the place in the whole where it begins."""
-        if not begins:
-            return
-        from mvp_engine.kit.optim.kernels import adamw_
-
-        steps = [self.state[param]["step"] for param in begins]
-        bad = torch.zeros_like(steps[0]) if self.found_inf is None else self.found_inf
-        scale = torch.ones_like(steps[0]) if self.grad_scale is None else self.grad_scale
-        torch._foreach_add_(steps, (bad <= 0).float())
-        now = torch.stack(steps)
-        powers = [1 - beta ** now.double() for beta in group["betas"]]
-        corrections = (powers[0].float(), powers[1].sqrt().float())
-        how = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        for i, (param, begin) in enumerate(begins.items()):
-            if local_tensor(param).numel() == 0:
-                continue
-            assert param.grad is not None
-            both, state = self._moments_of(param, group), self.state[param]
-            kept = [local_tensor(state[m.key + CODES if m.is_coded else m.key]) for m in both]
-            scales = (
-                [local_tensor(state[m.key + SCALES]) for m in both] if both[0].is_coded else None
-            )
-            salts = [salt_of(self.seed, self.names[param], m.key) for m in both]
-            numbers = [now[i], *(by[i] for by in corrections)]
-            adamw_(
-                local_tensor(param),
-                local_tensor(param.grad).contiguous(),
-                kept,
-                scales,
-                salts,
-                begin,
-                numbers,
-                bad,
-                scale,
-                **how,
-            )
-
-    def _adamw_in_few_bits(self, param: Tensor, group: dict[str, Any]) -> None:
-        (beta1, beta2), lr = group["betas"], group["lr"]
-        bad, step = self._count(param)
-        first, second = self._moments_of(param, group)
-        keys = [self._key(param, moment.key) for moment in (first, second)]
-        by_first, by_second = 1 - beta1 ** step.double(), (1 - beta2 ** step.double()).sqrt()
-        for part in parts(param):
-            weight, grad = self._weight_and_grad(param, part)
-            m, v = first.read(part), second.read(part)
-            m.add_((grad - m).mul_(1 - beta1))
-            v.mul_(beta2).add_(grad.square().mul_(1 - beta2))
-            change = m / v.sqrt().div_(by_second).add_(group["eps"])
-            _move(weight, change.mul_(lr / by_first), lr * group["weight_decay"], bad)
-            first.write(part, m, keys[0], bad)
-            second.write(part, v, keys[1], bad)
-
-    def _muon(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        mu, momenta, bads = group["momentum"], [], []
-        for param in params:
-            bad, _ = self._count(param)
-            (moment,) = self._moments_of(param, group)
-            ahead = torch.empty_like(param, dtype=torch.float32)
-            for part in parts(param):
-                _, grad = self._weight_and_grad(param, part)
-                value = moment.read(part).mul_(mu).add_(grad)
-                local_tensor(ahead)[part.index] = (
-                    grad + mu * value
-                )  # where the momentum will be after the next step
-                moment.write(part, value, self._key(param, moment.key), bad)
-            momenta.append(ahead)
-            bads.append(bad)
-        for i, direction in muon.directions(momenta):
-            change = direction.float() * (group["lr"] * muon.scale(params[i].shape))
-            _move(local_tensor(params[i]), change, group["lr"] * group["weight_decay"], bads[i])
-
-    def _count(self, param: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Is the step bad, and which one is it? It counts if it is good."""
-        step = self.state[param]["step"]
-        if self.found_inf is None:
-            return None, step.add_(1)
-        bad = self.found_inf > 0
-        return bad, step.add_((~bad).float())
-
-    def _key(self, param: Tensor, moment: str) -> Tensor:
-        return key_of(self.seed, self.names[param], moment, self.state[param]["step"])
-
-    def _weight_and_grad(self, param: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        assert param.grad is not None
-        grad = local_tensor(param.grad)[part.index].float()
-        return local_tensor(param)[
-            part.index
-        ], grad if self.grad_scale is None else grad / self.grad_scale
-
-    # ---- The average ----------------------------------------------------------------------------------------------
-
-    def _average(self, param: Tensor) -> None:
-        """The average of what a parameter was after each of its updates; young ones weigh more at the beginning."""
-        assert self.ema is not None
+    def _adamw_param(self, param: Tensor, group: dict[str, Any]) -> AdamWParam:
         state = self.state[param]
-        step, mean = state["step"], local_tensor(state[EMA])
-        share = 1 - ((1 + step) / (10 + step)).clamp(max=self.ema)
-        if self.found_inf is not None:
-            share = share * (1 - self.found_inf)
-        mean.add_((local_tensor(param) - mean).mul_(share))
+        exp_avg, exp_avg_sq = self._state_tensors(param, group, state)
+        return AdamWParam(param, state["step"], exp_avg, exp_avg_sq)
+
+    def _muon_param(self, param: Tensor, group: dict[str, Any]) -> MuonParam:
+        state = self.state[param]
+        (momentum,) = self._state_tensors(param, group, state)
+        return MuonParam(param, state["step"], momentum)
+
+    def _state_tensors(
+        self, param: Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> list[StateTensor]:
+        """What the optimizer of this group keeps of a parameter, stored in `state`."""
+        name = self.names[param]
+        state_tensors: list[StateTensor] = []
+        for key in STATE_KEYS[group["kind"]]:
+            dtype = storage_dtype(param, name, self.state_dtype, signed=key not in NEVER_NEGATIVE)
+            salt = rounding_salt(self.seed, name, key)
+            state_tensors.append(StateTensor(param, state, key, dtype, salt))
+        return state_tensors
+
+    # ---- EMA ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The averages are the weights for the time of this context, for an evaluation or an export."""
+        """A context in which the model has its EMA weights, for an evaluation or an export."""
         if self.ema is None:
-            raise UserError("no average of the weights is kept: set optim.ema, such as 0.999")
-        self._swap()
+            raise UserError("no EMA of the weights is kept: set optim.ema, such as 0.999")
+        self._swap_ema()
         try:
             yield
         finally:
-            self._swap()
+            self._swap_ema()
 
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for param, state in self.state.items():
-            if EMA in state:
-                here, mean = local_tensor(param), local_tensor(state[EMA])
-                before = here.clone()
-                here.copy_(mean)
-                mean.copy_(before)
-        self._swapped = not self._swapped
+    def _swap_ema(self) -> None:
+        swap_ema_(self.state)
+        self._ema_is_swapped_in = not self._ema_is_swapped_in
 
-    # ---- State ----------------------------------------------------------------------------------------------------
+    # ---- Checkpoints ----------------------------------------------------------------------------------------------
 
     def empty_state(self, param: Tensor, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Where a tensor of a checkpoint is to be read into."""
+        """An uninitialized tensor to load a state of a checkpoint into."""
         if shape == param.shape:
             return torch.empty_like(param.detach(), dtype=dtype)
-        if key.endswith(SCALES) and blocks_are_whole(param):
+        if key.endswith(SCALES) and has_whole_blocks(param):
             return empty_sharded_like(param, shape, dtype)
         return torch.empty(shape, dtype=dtype)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Moments that were kept in another form are converted; those of another kind of optimizer begin anew."""
-        saved = state_dict["state"]
+        """Load states of any dtype. States of another kind of optimizer are not used: these start from zero."""
+        saved_states = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})
-        fresh = []
-        order = [(param, group) for group in self.param_groups for param in group["params"]]
-        for i, (param, group) in enumerate(order):
-            if i in saved and not self._take(param, group, saved[i]):
-                fresh.append(self.names[param])
-        if fresh:
+        not_loaded: list[str] = []
+        for i, (param, group) in enumerate(self._params_with_groups()):
+            if i in saved_states and not self._load_state(param, group, saved_states[i]):
+                not_loaded.append(self.names[param])
+        if not_loaded:
             LOGGER.warning(
-                "moments of %d parameters begin anew, such as of %s", len(fresh), fresh[0]
+                "the optimizer states of %d parameters start from zero, such as of %s",
+                len(not_loaded),
+                not_loaded[0],
             )
 
     @torch.no_grad()
-    def _take(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> bool:
-        state, device = self.state[param], local_tensor(param).device
+    def _load_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> bool:
+        """Load the state of one parameter; False if `saved` lacks any of it except the EMA."""
+        state = self.state[param]
+        device = local_tensor(param).device
         if self.ema is not None and EMA in saved:
             state[EMA] = saved[EMA].to(device)
         if "step" not in saved:
             return False
         step = saved["step"].to(device, torch.float32)
-        fresh: dict[str, Any] = {"step": step}
-        for moment in self._moments_of(param, group, fresh):
-            if not moment.take(saved, key_of(self.seed, self.names[param], moment.key, step)):
+        loaded: dict[str, Any] = {"step": step}
+        for state_tensor in self._state_tensors(param, group, loaded):
+            if not state_tensor.load(saved, state_tensor.rounding_key(step)):
                 return False
-        state.update(fresh)
+        state.update(loaded)
         return True
-
-
-def _move(weight: Tensor, change: Tensor, decay: float, bad: Tensor | None) -> None:
-    if bad is None:
-        weight.mul_(1 - decay).sub_(change)
-    else:
-        weight.copy_(torch.where(bad, weight, weight * (1 - decay) - change))

@@ -1,0 +1,37 @@
+"""OptimSettings: the `optim` section of a recipe that uses OptimKit."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from mvp_engine.config.schema import Count, Optim
+
+
+class OptimSettings(Optim):
+    """The engine's `optim` section and the keys of this kit."""
+
+    # muon: for the matrices of blocks; all other parameters use AdamW
+    kind: Literal["adamw", "muon"] = "adamw"
+    # how AdamW's moments and Muon's momentum are stored
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    # of muon
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    # patterns of parameter names, or parts, that use AdamW under kind=muon
+    adamw: list[str] = Field(default_factory=list)
+    # the decay of an EMA of the weights, such as 0.999; none is kept without it
+    ema: float | None = Field(default=None, gt=0, lt=1)
+    # an alternative to warmup_steps and warmup_ratio
+    warmup_tokens: Count | None = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> OptimSettings:
+        has_other_warmup = bool(self.warmup_steps) or self.warmup_ratio is not None
+        if self.warmup_tokens is not None and has_other_warmup:
+            raise ValueError("give one of warmup_steps, warmup_ratio and warmup_tokens")
+        if self.adamw and self.kind == "adamw":
+            raise ValueError(
+                "adamw lists parameters that muon must not update: set kind=muon, or remove it"
+            )
+        return self
