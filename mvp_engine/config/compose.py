@@ -43,26 +43,6 @@ class Composed:
     engine_class: type[Engine]
     files: list[Path]
 
-    def json_schema(self) -> dict[str, Any]:
-        """The JSON Schema of this recipe's configs, with the resolved values as defaults."""
-        schema = type(self.config).model_json_schema()
-        _set_defaults(schema, self.config.model_dump(), schema.get("$defs", {}))
-        return schema
-
-
-def _set_defaults(
-    node: dict[str, Any], values: dict[str, Any], definitions: dict[str, Any]
-) -> None:
-    node.pop("required", None)
-    for key, child in node.get("properties", {}).items():
-        if key not in values:
-            continue
-        section = definitions.get(child.get("$ref", "").removeprefix("#/$defs/"))
-        if section is not None and isinstance(values[key], dict):
-            _set_defaults(section, values[key], definitions)
-        else:
-            child["default"] = values[key]
-
 
 def compose(path: str | Path, overrides: list[str] | None = None) -> Composed:
     """Compose and validate the config at `path`; raises `UserError` with what is wrong, where, and the fix."""

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from mvp_engine.files import atomic_write_text
-from mvp_engine.log.plot import curves_svg
+from mvp_engine.kit.report_curves import curves_svg
 from mvp_engine.runs import Run
 
 # Image formats by the first bytes of a file.

@@ -159,10 +159,19 @@ class PlotBackend(Backend):
             self.draw()
 
 
-class WandbBackend(Backend):
+class TrackerBackend(Backend):
+    """An experiment tracker; `start` of a subclass sets `tracker`."""
+
+    tracker: Any
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        self.tracker.log(flat(record), step=record["step"])
+
+
+class WandbBackend(TrackerBackend):
     def start(self, info: RunInfo) -> None:
         wandb = _import_tracker("wandb")
-        self.run = wandb.init(
+        self.tracker = wandb.init(
             project=info.project,
             id=info.run.id,
             resume="allow",
@@ -170,25 +179,19 @@ class WandbBackend(Backend):
             config=info.config,
         )
 
-    def metrics(self, record: dict[str, Any]) -> None:
-        self.run.log(flat(record), step=record["step"])
-
     def close(self, failure: str | None) -> None:
-        self.run.finish(exit_code=1 if failure else 0)
+        self.tracker.finish(exit_code=1 if failure else 0)
 
 
-class TrackioBackend(Backend):
+class TrackioBackend(TrackerBackend):
     def start(self, info: RunInfo) -> None:
         trackio = _import_tracker("trackio")
-        self.run = trackio.init(
+        self.tracker = trackio.init(
             project=info.project, name=info.run.id, resume="allow", config=info.config
         )
 
-    def metrics(self, record: dict[str, Any]) -> None:
-        self.run.log(flat(record), step=record["step"])
-
     def close(self, failure: str | None) -> None:
-        self.run.finish()
+        self.tracker.finish()
 
 
 BACKENDS: dict[str, type[Backend]] = {

@@ -70,26 +70,30 @@ class MetricStore:
         totals: dict[str, float] = {}
         for key, (value, weight) in sums.items():
             kind, name = key.split("/", 1)
-            if kind == "mean":
-                means[name] = value / weight if weight and math.isfinite(value / weight) else None
-            else:
+            if kind == "total":
                 totals[name] = value
+                continue
+            mean = value / weight if weight else math.nan
+            means[name] = mean if math.isfinite(mean) else None
         return means, totals
 
     def state_dict(self) -> dict[str, Any]:
         """Empty on a rank that does not contribute: a run on fewer ranks adds up the sums of all."""
-        device = torch.zeros(0, 2)
-        if not self.contributes:
-            return {"host": {}, "names": [], "device": device}
-        if self._device:
-            device = torch.stack(list(self._device.values())).cpu()
-        host = {key: list(pair) for key, pair in self._host.items()}
-        return {"host": host, "names": list(self._device), "device": device}
+        host: Sums = {}
+        device: dict[str, Tensor] = {}
+        if self.contributes:
+            host = _copy(self._host)
+            device = self._device
+        return {
+            "host": host,
+            "names": list(device),
+            "device": _stack(device).cpu(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._host = {key: list(pair) for key, pair in state["host"].items()}
         rows = state["device"].to(self.world.device)
-        self._device = {name: rows[i] for i, name in enumerate(state["names"])}
+        self._host = _copy(state["host"])
+        self._device = dict(zip(state["names"], rows, strict=True))
         self.resumed = not self.empty
 
     def merge(self, state: dict[str, Any]) -> None:
@@ -104,15 +108,23 @@ class MetricStore:
         """The sums of this rank on the host: the interval's one host sync."""
         if not self.contributes:
             return {}
-        sums = {key: list(pair) for key, pair in self._host.items()}
-        if self._device:
-            rows = torch.stack(list(self._device.values())).tolist()
-            for key, (value, weight) in zip(self._device, rows, strict=True):
-                _accumulate(sums, key, value, weight)
+        sums = _copy(self._host)
+        rows = _stack(self._device).tolist()
+        for key, (value, weight) in zip(self._device, rows, strict=True):
+            _accumulate(sums, key, value, weight)
         return sums
 
     def _scalar(self, value: Tensor | float) -> Tensor:
         return device_scalar(value, self.world.device)
+
+
+def _copy(sums: Sums) -> Sums:
+    return {key: list(pair) for key, pair in sums.items()}
+
+
+def _stack(pairs: dict[str, Tensor]) -> Tensor:
+    """One row (sum, weight) per key, so that a single copy to the host reads all of them."""
+    return torch.stack(list(pairs.values())) if pairs else torch.zeros(0, 2)
 
 
 def _accumulate(sums: Sums, key: str, value: float, weight: float) -> None:

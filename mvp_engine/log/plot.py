@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ COLOURS = ["#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2"]
 
 
 @dataclass(frozen=True)
-class _Curve:
+class Curve:
+    """One metric of one split of a run."""
+
     run: Run
     split: str
     metric: str
@@ -29,44 +30,27 @@ class _Curve:
 
 def plot_runs(runs: list[Run], metric: str, out: Path) -> int:
     """Plot `metric` of training (line) and evaluation (dots) into a PNG file; returns the number of points."""
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = new_figure(1)
     curves = []
     if len(runs) == 1:
         run = runs[0]
-        curves.append(_Curve(run, "train", metric, "train", COLOURS[0]))
-        curves.append(_Curve(run, "eval", metric, "eval", COLOURS[1], "o"))
+        curves.append(Curve(run, "train", metric, "train", COLOURS[0]))
+        curves.append(Curve(run, "eval", metric, "eval", COLOURS[1], "o"))
     else:
         for i, run in enumerate(runs):
             colour = COLOURS[i % len(COLOURS)]
-            curves.append(_Curve(run, "train", metric, run.id, colour))
-            curves.append(_Curve(run, "eval", metric, f"{run.id}, eval", colour, "o"))
-    points = _draw(axes, curves, log_scale=True)
+            curves.append(Curve(run, "train", metric, run.id, colour))
+            curves.append(Curve(run, "eval", metric, f"{run.id}, eval", colour, "o"))
+    points = draw_curves(axes, curves, log_scale=True)
     axes.set_ylabel(metric, color=INK)
-    _set_title(axes, runs[0].id if len(runs) == 1 else metric)
+    set_title(axes, runs[0].id if len(runs) == 1 else metric)
     with atomic_path(out) as temporary:
         figure.savefig(temporary, format="png")
     return points
 
 
-def curves_svg(run: Run, panels: Mapping[str, Mapping[str, str]]) -> str:
-    """Evaluation metrics as SVG: one panel per title, with metrics by label. A single metric has its training curve."""
-    figure, all_axes = _figure(len(panels))
-    for axes, (title, metrics) in zip(all_axes, panels.items(), strict=True):
-        curves = []
-        if len(metrics) == 1:
-            (metric,) = metrics.values()
-            curves.append(_Curve(run, "train", metric, "train", COLOURS[0]))
-        colours = COLOURS[len(curves) :]
-        for (label, metric), colour in zip(metrics.items(), colours, strict=False):
-            curves.append(_Curve(run, "eval", metric, label, colour, "o-"))
-        _draw(axes, curves, log_scale=any("loss" in metric for metric in metrics.values()))
-        _set_title(axes, title)
-    out = io.BytesIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue().decode()
-
-
-def _figure(panels: int) -> tuple[Any, list[Any]]:
+def new_figure(panels: int) -> tuple[Any, list[Any]]:
+    """A matplotlib figure and the axes of its panels, side by side."""
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib.figure import Figure
 
@@ -75,11 +59,11 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
-def _set_title(axes: Any, title: str) -> None:
+def set_title(axes: Any, title: str) -> None:
     axes.set_title(title, color=INK, fontsize=11, loc="left")
 
 
-def _draw(axes: Any, curves: Sequence[_Curve], log_scale: bool) -> int:
+def draw_curves(axes: Any, curves: Sequence[Curve], log_scale: bool) -> int:
     """Draw the curves that have values; returns the number of points."""
     all_values = list[float]()
     for curve in curves:

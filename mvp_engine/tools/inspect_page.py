@@ -63,7 +63,7 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
 
 def _source(source: dict[str, Any]) -> Text:
     text = Text.assemble(
-        (source["name"], "bold"), f": {source['rows']:,} rows, {source['good']:,} to train on"
+        (source["name"], "bold"), f": {source['rows']:,} rows, {source['good']:,} usable"
     )
     if source["tokens"] is not None:
         text.append(f", {source['tokens']:,} tokens")

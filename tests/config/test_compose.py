@@ -12,6 +12,7 @@ from conftest import MAGIC, ROOT, TINY
 
 from mvp_engine.config import compose
 from mvp_engine.errors import UserError
+from mvp_engine.tools.config import json_schema
 
 
 @pytest.fixture
@@ -225,7 +226,7 @@ def test_unsupported_engine_override_and_suffix_are_one_message(recipe: Path) ->
 
 
 def test_json_schema_covers_core_and_recipe_with_defaults() -> None:
-    schema = compose(TINY).json_schema()
+    schema = json_schema(compose(TINY).config)
     assert schema["properties"]["seed"]["default"] == 0
     assert "required" not in schema
     assert schema["$defs"]["Tiny"]["properties"]["samples"]["default"] == 44
