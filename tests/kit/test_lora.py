@@ -227,4 +227,4 @@ def test_model_skill_check_fails_a_model_that_ignores_an_adapter(vision_base: Pa
     broken.hf.model.language_model.layers[1].mlp.down_proj._forward_hooks.clear()
     silent, unlike = check.problems(vision_base, broken)
     assert "1 adapter(s) have no effect on text, such as that of hf.model.language_model.layers.1.mlp.down" in silent
-    assert "merged weights give log-probs that differ" in unlike
+    assert "log-probs of the merged weights differ" in unlike
