@@ -28,6 +28,9 @@ REMOVED_KEYS = {
 # Modules below mvp_engine.
 MODULES = {
     "log.report": "kit.report",
+    "log.profile": "tools.profile",
+    "kit.estimate": "tools.estimate",
+    "kit.data.inspect": "tools.inspect",
     "batch": "data.batch",
     "padded": "data.padded",
     "pipes": "process.pipes",

@@ -110,7 +110,7 @@ def test_user_errors_are_one_line(capsys) -> None:
 
 
 def read_one_line(command: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command whose reader closes the pipe after one line."""
+    """Exit code, stdout and stderr of a command with a reader that closes the pipe after one line."""
     script = f"set -o pipefail; {sys.executable} {command} | head -n 1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120)
     return done.returncode, done.stdout, done.stderr

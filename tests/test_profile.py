@@ -1,4 +1,4 @@
-"""`mvp profile`: steps of a real training under the profiler, and the figures made from its events."""
+"""`mvp profile`: steps of a real training under the profiler, and the summary of its events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error messages for configs: each says what is wrong, where it was set, and the likely fix."""
+"""Error messages for configs: each names the problem, where it was set, and the likely fix."""
 
 from __future__ import annotations
 

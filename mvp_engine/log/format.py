@@ -30,8 +30,11 @@ def duration(seconds: float | None) -> str:
     minutes, rest = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours or days else f"{minutes}:{rest:02d}"
-    return f"{days}d {clock}" if days else clock
+    if days:
+        return f"{days}d {hours}:{minutes:02d}:{rest:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}"
 
 
 def shown(record: dict[str, Any]) -> list[tuple[str, str]]:

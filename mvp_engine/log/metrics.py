@@ -50,7 +50,9 @@ class MetricStore:
             pair = torch.stack([self._scalar(value), self._scalar(weight)])
             if self.skip_nonfinite:
                 pair = torch.where(pair.isfinite().all(), pair, 0.0)
-            self._device[key] = self._device[key] + pair if key in self._device else pair
+            if key in self._device:
+                pair = self._device[key] + pair
+            self._device[key] = pair
         elif not self.skip_nonfinite or (math.isfinite(value) and math.isfinite(weight)):
             _accumulate(self._host, key, value, weight)
 

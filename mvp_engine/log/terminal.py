@@ -102,7 +102,8 @@ def _metrics_table(record: dict[str, Any]) -> Table:
     for start in range(0, len(pairs), COLUMNS):
         cells: list[Any] = []
         for name, text in pairs[start : start + COLUMNS]:
-            cells.append(Text.assemble((f"{name} ", "dim"), (text, "bold")))
+            cell = Text.assemble((f"{name} ", "dim"), (text, "bold"))
+            cells.append(cell)
         table.add_row(*cells, *[""] * (COLUMNS - len(cells)))
     return table
 
@@ -118,4 +119,8 @@ def sparkline(values: list[float], width: int) -> str:
         means = [math.log(mean) for mean in means]
     low = min(means)
     span = (max(means) - low) or 1.0
-    return "".join(BARS[min(7, int(8 * (mean - low) / span))] for mean in means)
+    line = ""
+    for mean in means:
+        height = int(len(BARS) * (mean - low) / span)
+        line += BARS[min(height, len(BARS) - 1)]
+    return line

@@ -1,4 +1,4 @@
-"""From the profiler's events to figures: idle time, kinds of work, longest kernels, exposed communication."""
+"""The summary of the profiler's events: idle time, kinds of work, longest kernels, exposed communication."""
 
 from __future__ import annotations
 

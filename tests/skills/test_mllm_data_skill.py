@@ -54,7 +54,7 @@ def padded(batch: PackedBatch) -> PackedBatch:
 
 
 class Repeating(Changed):
-    """A loader whose cursor is one step behind."""
+    """A loader with a cursor that is one step behind."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, lambda batch: batch)
