@@ -6,6 +6,7 @@ import io
 import wave
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -62,9 +63,10 @@ def _prompt_messages(kit: MLLMDataKit, split: str, answer: Answer) -> tuple[Sequ
 def _media_files(kit: MLLMDataKit, source: Any, messages: Sequence[Message]) -> list[bytes]:
     """Images and some frames of each video as PNG files, audio as WAV files; empty for what cannot be read."""
     handler = kit.row_encoder.media
-    parts = [part for message in messages for part in message.parts if part.kind in MEDIA]
     files = []
-    for part in parts:
+    for part in chain.from_iterable(message.parts for message in messages):
+        if part.kind not in MEDIA:
+            continue
         try:
             _, item = handler.probe_and_decode(part, source.root)
         except BadRow:

@@ -86,7 +86,8 @@ def matmul_flops(module: nn.Module, label: str, weight: Tensor, text_config: Any
 
 def _num_experts(text_config: Any) -> int:
     for key in _NUM_EXPERTS_KEYS:
-        if number := getattr(text_config, key, None):
+        number = getattr(text_config, key, None)
+        if number:
             return number
     return 0
 

@@ -62,7 +62,9 @@ def generate_answers(
     `max_new_tokens`. `stop` defaults to the tokenizer's end-of-sequence token. Ranks call it together, as they call
     `generate`; some may have no batches.
     """
-    rows = [(batch, prompt) for batch in batches for prompt in split_prompts(batch, prompt_tokens)]
+    rows = []
+    for batch in batches:
+        rows += [(batch, prompt) for prompt in split_prompts(batch, prompt_tokens)]
     packed = PackedBatch.concat([prompt.batch for _, prompt in rows]) if rows else None
     completions = generate(
         engine,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class MLLMConfig(Config):
 
 
 class MLLMEngine(Engine):
-    """An engine whose model, data, loss, optimizer and MFU come from the kits."""
+    """An engine with model, data, loss, optimizer and MFU from the kits."""
 
     config_class: type[Config] = MLLMConfig
     config: MLLMConfig
@@ -235,8 +236,7 @@ class MLLMEngine(Engine):
         has_answers = self.config.eval_generation and self.layout.is_mp_src_rank
         gathered = self.world.all_gather(self.answers if has_answers else [])
         if self.world.is_main:
-            answers = [answer for part in gathered for answer in part]
-            answers.sort(key=lambda answer: answer.sample)
+            answers = sorted(chain.from_iterable(gathered), key=lambda answer: answer.sample)
             self.write_page(figures, answers, export)
 
     def write_page(

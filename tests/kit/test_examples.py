@@ -1,4 +1,4 @@
-"""Answers beside their rows, for a page: what was asked, with what can be seen of it."""
+"""Examples for the report: answers with the prompts and media of their rows."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from tiny_vlm import chat, made, model_config, picture, qwen3_vl, write
+from tiny_vlm import chat, made, model_config, qwen3_vl, write, write_image
 
 from mvp_engine.kit import Answer, examples_of
 
 
-def test_examples_show_the_question_and_its_media_and_judge_only_answers(tmp_path: Path) -> None:
-    picture(tmp_path / "wide.png", 400, 20)
+def test_examples_of_rows_have_prompt_and_media_and_no_verdict_on_continuations(tmp_path: Path) -> None:
+    write_image(tmp_path / "wide.png", 400, 20)
     frames = [f"{i}.png" for i in range(6)]
     for name in frames:
-        picture(tmp_path / name, 16, 16)
+        write_image(tmp_path / name, 16, 16)
     turns = [{"role": "system", "content": "Be short."}, *chat("One?", "1")["messages"], *chat("Two?", "2")["messages"]]
     rows = [{"image": "wide.png", "text": "a line"}, {"messages": turns}, {"text": "once upon a time"}]
-    rows += [{"video": frames, "text": "a film"}, {"image": "gone.png", "text": "a line"}]
+    rows += [{"video": frames, "text": "a video"}, {"image": "gone.png", "text": "a line"}]
     kit = made(write(tmp_path / "rows.jsonl", rows), qwen3_vl(), model_config(), max_bad_fraction=1.0)
     answers = [
         Answer(0, i, "right", said, "asked") for i, said in enumerate(["right", "wrong", "on", "right", "wrong"])
     ]
     answers[2] = Answer(0, 2, "time", "day", "once upon a", is_continuation=True)
-    caption, talk, text, film, gone = examples_of(kit, "train", answers)
+    caption, talk, text, video, gone = examples_of(kit, "train", answers)
     assert (caption.question, caption.right) == ("", True)
     small = Image.open(io.BytesIO(caption.media()[0]))
     assert (small.width, np.array(small).ndim) == (320, 3)
     assert talk.question == "system: Be short.\nuser: One?\nassistant: 1\nuser: Two?"
     assert (talk.right, list(talk.media())) == (False, [])
     assert (text.question, text.right) == ("once upon a", None)
-    assert len(film.media()) == 3
+    assert len(video.media()) == 3
     assert list(gone.media()) == [b""]

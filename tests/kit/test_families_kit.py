@@ -1,4 +1,4 @@
-"""From files to gradients, for each family: packs are what its own processor and transformers make of each row."""
+"""From files to log-probs, for each family: packs equal its own processor and transformers on each row."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.data.read.media_info import MediaInfo
 
 RATE = 16000
-Asked = list[tuple[str, int]]  # kind and number of the media of a question
+Media = list[tuple[str, int]]  # kind and number of the media of a question
 
 
 def model_of(name: str, processor: Any) -> LanguageModel:
-    """The tiny model of the other tests, for pictures and tokens of the size that the tiny processors make."""
+    """The tiny model of the other tests, with the image sizes and token ids of the tiny processors."""
     special = copy.deepcopy(VISION[name][1])
     special["text_config"] |= {"vocab_size": 400, "max_position_embeddings": 4096}
     vision = special.get("vision_config", {})
@@ -54,12 +54,12 @@ def model_of(name: str, processor: Any) -> LanguageModel:
     model = LanguageModel.from_config(AutoConfig.for_model(name, **{**TOKENS, **special, **ids}))
     with torch.no_grad():
         for p in model.parameters():
-            p += 0.1 * torch.randn_like(p)  # so that what a token sees makes a difference of far more than 1e-5
+            p += 0.1 * torch.randn_like(p)  # so that every input changes the output by far more than 1e-5
     return model.eval()
 
 
 def file_of(folder: Path, kind: str, i: int) -> Any:
-    """A picture, frames of a video, or a wave; of several sizes."""
+    """Write an image, the frames of a video, or an audio file, in several sizes; returns the name or names."""
     rng = np.random.default_rng(i)
     if kind == "audio":
         soundfile.write(folder / f"{i}.wav", rng.uniform(-1, 1, 4000 + 3000 * i).astype(np.float32), RATE, "FLOAT")
@@ -71,7 +71,7 @@ def file_of(folder: Path, kind: str, i: int) -> Any:
 
 
 def opened(folder: Path, kind: str, file: Any) -> tuple[MediaInfo, Any]:
-    """As the processor itself takes it, not read by the kit."""
+    """The item as the processor takes it, read without the kit."""
     if kind == "audio":
         wave, _ = soundfile.read(folder / file, dtype="float32")
         return MediaInfo("audio", num_samples=len(wave), sampling_rate=RATE), wave
@@ -82,7 +82,7 @@ def opened(folder: Path, kind: str, file: Any) -> tuple[MediaInfo, Any]:
 
 
 def own_log_probs(model: LanguageModel, given: dict[str, Any]) -> torch.Tensor:
-    """What transformers makes of what its processor gave."""
+    """The log-probs of transformers' own model for the outputs of its processor."""
     with attention.eager_attention(model.hf.config), torch.no_grad():
         logits = model.hf(**given, use_cache=False).logits[0]
     picked = logits.log_softmax(-1)[:-1].gather(-1, given["input_ids"][0, 1:, None])[:, 0]
@@ -90,16 +90,16 @@ def own_log_probs(model: LanguageModel, given: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", KIT)
-def test_packs_are_what_the_family_makes_of_each_row_alone(name: str, tmp_path: Path) -> None:
+def test_data_kit_packs_equal_processor_and_transformers_on_each_row(name: str, tmp_path: Path) -> None:
     processor = chat_processor(name.removesuffix("_thinker"))
     model, kinds = model_of(name, processor), KIT[name].split(", ")
-    questions: list[Asked] = [[], *([(kind, i)] for i, kind in enumerate(kinds)), [(kinds[0], 0), (kinds[0], 1)]]
-    if len(kinds) > 1 and name != "smolvlm":  # whose processor takes one kind at a time
+    questions: list[Media] = [[], *([(kind, i)] for i, kind in enumerate(kinds)), [(kinds[0], 0), (kinds[0], 1)]]
+    if len(kinds) > 1 and name != "smolvlm":  # its processor takes one kind at a time
         questions.append([(kind, i) for i, kind in enumerate([*kinds, "image"])])
     rows = []
-    for i, asked in enumerate(questions):
-        blocks: list[Any] = [{"type": kind, kind: file_of(tmp_path, kind, n), "fps": 2.0} for kind, n in asked]
-        content: Any = [*blocks, {"type": "text", "text": f"What is {i}?"}] if asked else "Hello."
+    for i, media in enumerate(questions):
+        blocks: list[Any] = [{"type": kind, kind: file_of(tmp_path, kind, n), "fps": 2.0} for kind, n in media]
+        content: Any = [*blocks, {"type": "text", "text": f"What is {i}?"}] if media else "Hello."
         rows.append(
             {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": f"It is {i}."}]}
         )
@@ -112,15 +112,15 @@ def test_packs_are_what_the_family_makes_of_each_row_alone(name: str, tmp_path: 
     order = pack.sequence_fields["sample"].tolist()
     assert sorted(order) == list(range(len(rows)))
     ones = [pack.select([order.index(i)]) for i in range(len(rows))]
-    for one, row, asked in zip(ones, rows, questions, strict=True):
-        check_row(model, processor, one, row, [opened(tmp_path, b["type"], b[b["type"]]) for b in media_of(row, asked)])
+    for one, row, media in zip(ones, rows, questions, strict=True):
+        check_row(model, processor, one, row, [opened(tmp_path, b["type"], b[b["type"]]) for b in media_of(row, media)])
     check_packed_is_alone(model, ones, ["log_probs"])
     assert close(model(pack, ["log_probs"])["log_probs"], torch.cat([alone(model, ones[i]) for i in order]))
     check_bf16_loses_nothing(model, kit, pack)
 
 
 def check_bf16_loses_nothing(model: LanguageModel, kit: MLLMDataKit, pack: PackedBatch) -> None:
-    """A training in bf16 sees the same, to the bit, of media that travel in bf16."""
+    """In bf16, media in bf16 give bit-equal outputs."""
     kit.row_encoder.dtype = torch.bfloat16
     (light,) = kit.loader("train")
     assert all(media.values.dtype == torch.bfloat16 for media in light.media.values())
@@ -130,8 +130,8 @@ def check_bf16_loses_nothing(model: LanguageModel, kit: MLLMDataKit, pack: Packe
     assert not full.equal(model(pack, ["log_probs"])["log_probs"])
 
 
-def media_of(row: dict[str, Any], asked: Asked) -> list[dict[str, Any]]:
-    return row["messages"][0]["content"][: len(asked)] if asked else []
+def media_of(row: dict[str, Any], media: Media) -> list[dict[str, Any]]:
+    return row["messages"][0]["content"][: len(media)] if media else []
 
 
 def alone(model: LanguageModel, one: PackedBatch) -> torch.Tensor:
@@ -139,7 +139,7 @@ def alone(model: LanguageModel, one: PackedBatch) -> torch.Tensor:
 
 
 def check_row(model: LanguageModel, processor: Any, one: PackedBatch, row: dict[str, Any], media: list[Any]) -> None:
-    """Tokens, mask and log-probs are those of the family's processor, chat template and model for the row alone."""
+    """Tokens, loss mask and log-probs equal those of the family's processor, chat template and model for the row."""
     shown = [{**message, "content": _typed(message["content"])} for message in row["messages"]]
     text = processor.apply_chat_template(shown, processor.chat_template, tokenize=False)  # SmolVLM's has two
     given = processor_outputs(processor, text, [info for info, _ in media], [item for _, item in media])
@@ -147,14 +147,14 @@ def check_row(model: LanguageModel, processor: Any, one: PackedBatch, row: dict[
     answer, places = row["messages"][1]["content"], (one.labels != IGNORE).nonzero()[:, 0]
     assert torch.equal(one.labels[places], one.input_ids[places + 1])
     stop = text[text.rindex(answer) + len(answer) :].strip()
-    learnt = processor.tokenizer.decode(one.labels[places])
-    assert learnt.lstrip() == answer + stop  # a blank before it is learnt where the prompt does not end in one
+    trained = processor.tokenizer.decode(one.labels[places])
+    assert trained.lstrip() == answer + stop  # with a leading space where the prompt does not end in one
     assert places[-1] - places[0] + 1 == len(places)
     assert close(alone(model, one)[places], own_log_probs(model, given)[places])
 
 
 def _typed(content: Any) -> Any:
-    """Without the values of media, as templates know it."""
+    """Content blocks without the values of media, as templates expect them."""
     if isinstance(content, str):
         return content
     return [block if block["type"] == "text" else {"type": block["type"]} for block in content]

@@ -1,4 +1,4 @@
-"""Greedy decoding on packed batches: what transformers' own `generate` writes, whoever has how many prompts."""
+"""Greedy generation on packed batches equals transformers' `generate`, for any number of prompts per rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def built(name: str, layout: Layout | None = None) -> tuple[LanguageModelEngine,
 
 
 def expected(folder: Path, name: str, ones: list[PackedBatch], stop: int) -> list[list[int]]:
-    """transformers on the exported folder, one prompt after the other, with a cache."""
+    """The completions of transformers on the exported folder, prompt by prompt, with a KV cache."""
     from transformers import AutoModelForMultimodalLM
 
     model = AutoModelForMultimodalLM.from_pretrained(folder).eval()
@@ -48,11 +48,11 @@ def expected(folder: Path, name: str, ones: list[PackedBatch], stop: int) -> lis
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_answers_are_those_of_transformers_on_the_exported_folder(name: str, tmp_path: Path) -> None:
+def test_generate_equals_transformers_generate_on_the_exported_folder(name: str, tmp_path: Path) -> None:
     engine, ones = built(name)
     engine.export_hf(tmp_path / "export")
     free = expected(tmp_path / "export", name, ones, stop=-1)
-    stop = free[-1][2]  # so that one answer ends early at least
+    stop = free[-1][2]  # at least one completion ends early
     theirs = expected(tmp_path / "export", name, ones, stop)
     assert any(len(written) < NEW for written in theirs)
     prompts = PackedBatch.concat(ones)
@@ -61,7 +61,7 @@ def test_answers_are_those_of_transformers_on_the_exported_folder(name: str, tmp
 
 
 def on_ranks(name: str, sizes: dict[str, int], stop: int) -> list[list[int]]:
-    """Where ranks have data of their own, rank r has r of the prompts, so the first has none."""
+    """With data parallel ranks, rank r has r of the prompts, so rank 0 has none."""
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
     engine, ones = built(name, layout)
@@ -72,7 +72,7 @@ def on_ranks(name: str, sizes: dict[str, int], stop: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("sizes", [{}, {"shard": 2}, {"ulysses": 2}, {"tensor": 2}], ids=str)
-def test_every_layout_writes_the_same_and_ranks_without_prompts_do_not_hang(ranks2, sizes: dict[str, int]) -> None:
+def test_generate_on_every_layout_is_equal_and_ranks_without_prompts_take_part(ranks2, sizes: dict[str, int]) -> None:
     name = "qwen3" if "tensor" in sizes else "qwen3_vl"  # only text has a plan in transformers
     engine, ones = built(name)
     free = generate(engine, PackedBatch.concat(ones), max_new_tokens=NEW, stop=())
@@ -89,7 +89,7 @@ class Letters:
         return " ".join(str(id) for id in ids if not skip_special_tokens or id != 2)
 
 
-def test_the_last_answer_of_a_row_is_asked_for() -> None:
+def test_generate_answers_chat_row_completes_its_last_prompt() -> None:
     engine, _ = built("qwen3_vl")
     ids = torch.arange(10, 22)
     mask = torch.zeros(12, dtype=torch.bool)
@@ -106,7 +106,7 @@ def test_the_last_answer_of_a_row_is_asked_for() -> None:
     assert one.written == Letters().decode(written, True)
 
 
-def test_a_text_is_given_up_to_some_tokens_and_goes_on_from_there() -> None:
+def test_split_prompts_plain_text_starts_with_prompt_tokens() -> None:
     text, short = torch.arange(10, 22), torch.arange(5)
     first, second = split_prompts(PackedBatch.from_sequences([text, short]), 8)
     assert (first.sequence, second.sequence) == (0, 1)

@@ -1,4 +1,4 @@
-"""A training on the kit that is killed in the middle of an epoch goes on where it was, on any number of ranks."""
+"""A training on the data kit, killed in the middle of an epoch, resumes at the same rows on any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS, BROKEN = 48, 10
 
 
 def packs(folder: Path) -> list[list[list[int]]]:
-    """The packs of each step that counts, in the global order, whatever ranks had them; lost steps are left out."""
+    """The packs of each step in the global order, collected from all ranks; steps lost by a kill are left out."""
     [run] = list_runs(folder)
     notes = [json.loads(line) for file in run.dir.glob("seen-*") for line in file.read_text().splitlines()]
     found = []
@@ -34,11 +34,11 @@ def packs(folder: Path) -> list[list[list[int]]]:
     return found
 
 
-def test_killed_and_resumed_on_other_ranks_the_rows_are_those_of_a_straight_run(
+def test_training_killed_and_resumed_on_other_ranks_sees_the_rows_of_an_uninterrupted_run(
     train: Any, ranks2: RankPool, ranks4: RankPool, tmp_path: Path
 ) -> None:
     file = write(tmp_path / "rows.jsonl", with_images(tmp_path, ROWS))
-    cut_off = tmp_path / f"{BROKEN}_0.png"  # its header is fine: found out in a worker
+    cut_off = tmp_path / f"{BROKEN}_0.png"  # its header is valid, so only decoding in a worker fails
     cut_off.write_bytes(cut_off.read_bytes()[:100])
     words = [f"mllm.sources=[{{path: {file}}}]", f"mllm.cache={tmp_path / 'cache'}", "resume=auto"]
 

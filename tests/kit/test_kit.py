@@ -1,4 +1,4 @@
-"""MLLMDataKit from files to a model that learns: masks, media, over-long and bad rows, all of it counted."""
+"""MLLMDataKit from files to training: loss masks, media, over-long rows, bad rows and their counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import transformers as hf
 from PIL import Image
 from templates.tiny import tokenizer
-from tiny_vlm import TEXT, chat, made, model_config, picture, qwen3_vl, with_images, write
+from tiny_vlm import TEXT, chat, made, model_config, qwen3_vl, with_images, write, write_image
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
@@ -39,7 +39,7 @@ def learns(model: LanguageModel, batches: list[PackedBatch], steps: int = 8) -> 
     return means
 
 
-def test_chats_are_trained_on_as_the_template_masks_them(tmp_path: Path) -> None:
+def test_loader_chats_have_the_tokens_and_loss_mask_of_the_template(tmp_path: Path) -> None:
     rows = [chat(f"What is {i}?", f"It is {'very ' * (i % 7)}{i}.") for i in range(40)]
     kit = made(write(tmp_path / "chat.jsonl", rows), tokenizer("qwen2_5"))
     template, seen = ChatTemplate(tokenizer("qwen2_5")), set()
@@ -56,7 +56,7 @@ def test_chats_are_trained_on_as_the_template_masks_them(tmp_path: Path) -> None
     assert seen == set(range(40))
 
 
-def test_text_alone_needs_no_chat_template_and_is_learnt(tmp_path: Path) -> None:
+def test_loader_plain_text_without_chat_template_trains(tmp_path: Path) -> None:
     words = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer("zephyr").backend_tokenizer, eos_token="</s>")
     kit = made(write(tmp_path / "text.jsonl", [{"text": f"hello world {i % 3}"} for i in range(30)]), words)
     batches = list(kit.loader("train"))
@@ -66,9 +66,9 @@ def test_text_alone_needs_no_chat_template_and_is_learnt(tmp_path: Path) -> None
     assert kit.summary("train").startswith("train: 30 rows an epoch (text: 30)")
 
 
-def test_images_go_through_the_processor_and_a_model_learns(tmp_path: Path) -> None:
+def test_loader_images_equal_the_processor_outputs_and_train(tmp_path: Path) -> None:
     rows, processor, config = with_images(tmp_path), qwen3_vl(), model_config()
-    kit = made(write(tmp_path / "pictures.jsonl", rows), processor, config)
+    kit = made(write(tmp_path / "images.jsonl", rows), processor, config)
     batches = list(kit.loader("train", num_workers=1))
     torch.manual_seed(0)
     model = LanguageModel.from_config(config)
@@ -81,7 +81,7 @@ def test_images_go_through_the_processor_and_a_model_learns(tmp_path: Path) -> N
 
 
 def check_against_processor(one: PackedBatch, row: dict[str, Any], folder: Path, model: LanguageModel) -> None:
-    """Tokens, pixels and positions are those that transformers itself makes of the row."""
+    """Tokens, pixels and positions equal those of transformers for the row."""
     names = [block["image"] for block in row["messages"][0]["content"] if block["type"] == "image"]
     text = qwen3_vl().apply_chat_template(row["messages"], tokenize=False)
     images = [Image.open(folder / name) for name in names] or None
@@ -97,12 +97,12 @@ def check_against_processor(one: PackedBatch, row: dict[str, Any], folder: Path,
 
 
 @pytest.mark.parametrize("swallows", [False, True])
-def test_a_video_becomes_what_the_processor_makes_of_the_whole_conversation(
+def test_loader_video_equals_the_processor_output_of_the_whole_conversation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swallows: bool
 ) -> None:
     """Some versions of transformers take the tokens around a video's placeholder away with it."""
-    frames = [picture(tmp_path / f"{i}.png", 16, 16, i) for i in range(4)]
-    row = {**chat("<video>What?", "A film."), "videos": [frames]}
+    frames = [write_image(tmp_path / f"{i}.png", 16, 16, i) for i in range(4)]
+    row = {**chat("<video>What?", "A video."), "videos": [frames]}
     shown = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]}, row["messages"][1]]
     text, token = qwen3_vl().apply_chat_template(shown, tokenize=False), "<|video_pad|>"
     whole = f"<|vision_start|>{token}<|vision_end|>"
@@ -113,18 +113,18 @@ def test_a_video_becomes_what_the_processor_makes_of_the_whole_conversation(
             "call_processor",
             lambda p, a, t, *more, **m: call(p, a, token if t == whole else t, *more, **m),
         )
-    batch = next(iter(made(write(tmp_path / "films.jsonl", [row]), qwen3_vl(), model_config()).loader("train")))
-    film = torch.stack([torch.from_numpy(np.array(Image.open(tmp_path / name))).permute(2, 0, 1) for name in frames])
+    batch = next(iter(made(write(tmp_path / "videos.jsonl", [row]), qwen3_vl(), model_config()).loader("train")))
+    video = torch.stack([torch.from_numpy(np.array(Image.open(tmp_path / name))).permute(2, 0, 1) for name in frames])
     about = {"total_num_frames": 4, "fps": 2.0, "duration": 2.0, "frames_indices": [0, 1, 2, 3]}
-    given = {"videos": [[film]], "videos_kwargs": {"video_metadata": [[about]], "do_sample_frames": False}}
+    given = {"videos": [[video]], "videos_kwargs": {"video_metadata": [[about]], "do_sample_frames": False}}
     expected = qwen3_vl()(text=[text], **given, return_tensors="pt")
     assert batch.input_ids.tolist() == expected["input_ids"][0].tolist()
     assert torch.equal(batch.media["pixel_values_videos"].values, expected["pixel_values_videos"])
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate", "shrink", "error"])
-def test_over_long_rows(tmp_path: Path, overlong: str) -> None:
-    wide = picture(tmp_path / "wide.png", 32, 32)
+def test_loader_overlong_rows_are_dropped_truncated_shrunk_or_refused(tmp_path: Path, overlong: str) -> None:
+    wide = write_image(tmp_path / "wide.png", 32, 32)
     blocks = [{"type": "image", "image": wide}] * 4
     rows = [chat("Hi", "Yes"), chat("Hi", "long " * 200), chat([*blocks, {"type": "text", "text": "?"}], "Four.")]
     kit = made(
@@ -158,7 +158,7 @@ def test_over_long_rows(tmp_path: Path, overlong: str) -> None:
         assert "Bad rows: 1 overlong. Over-long rows shrunk: 2" in lost
 
 
-def test_bad_rows_are_named_counted_and_left_out(tmp_path: Path) -> None:
+def test_loader_bad_rows_are_listed_counted_and_left_out(tmp_path: Path) -> None:
     rows: list[Any] = [chat("Hi", f"Yes {i}") for i in range(20)]
     rows[3], rows[7] = "{broken", {"question": "?"}
     rows[11] = chat([{"type": "image", "image": "gone.png"}], "None.")
@@ -181,17 +181,17 @@ def test_bad_rows_are_named_counted_and_left_out(tmp_path: Path) -> None:
             made(file, qwen3_vl(), model_config(), **settings).loader("train")
 
 
-def test_rows_whose_files_were_mended_are_taken_back(tmp_path: Path) -> None:
+def test_loader_bad_row_with_fixed_file_is_used_again(tmp_path: Path) -> None:
     rows = [chat("Hi", "Yes"), chat([{"type": "image", "image": "late.png"}], "None.")]
     file = write(tmp_path / "rows.jsonl", rows)
     assert "1 missing_file" in made(file, qwen3_vl()).summary("train")
-    picture(tmp_path / "late.png", 16, 16)
+    write_image(tmp_path / "late.png", 16, 16)
     assert "Bad rows: none" in made(file, qwen3_vl()).summary("train")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_picture_that_breaks_after_the_plan_costs_its_row_and_nothing_else(tmp_path: Path, workers: int) -> None:
-    file = write(tmp_path / "pictures.jsonl", with_images(tmp_path))
+def test_loader_image_truncated_after_planning_drops_only_its_row(tmp_path: Path, workers: int) -> None:
+    file = write(tmp_path / "images.jsonl", with_images(tmp_path))
     kit = made(file, qwen3_vl(), model_config(), max_bad_fraction=0.2, micro_batch_tokens=128)
     kit.dataset("train")
     cut_off = tmp_path / "4_0.png"
@@ -200,27 +200,27 @@ def test_a_picture_that_breaks_after_the_plan_costs_its_row_and_nothing_else(tmp
         loader = kit.loader("train", folder=tmp_path, num_workers=workers)
         samples = sorted(s for batch in loader for s in batch.sequence_fields["sample"].tolist() if s >= 0)
     listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
-    assert [(line["where"], line["reason"]) for line in listed] == [("pictures.jsonl:5", "corrupt")]
+    assert [(line["where"], line["reason"]) for line in listed] == [("images.jsonl:5", "corrupt")]
     assert samples == sorted(set(range(12)) - {4})
     strict = made(file, qwen3_vl(), model_config(), max_bad_rows=0, max_bad_fraction=1.0, micro_batch_tokens=128)
     with pytest.raises(UserError, match="0 are allowed"):
         list(strict.loader("train", num_workers=workers))
 
 
-def test_a_picture_that_grew_after_the_plan_never_takes_a_pack_over_its_budget(tmp_path: Path) -> None:
-    name = picture(tmp_path / "a.png", 16, 16)
+def test_loader_image_enlarged_after_planning_keeps_the_pack_within_budget(tmp_path: Path) -> None:
+    name = write_image(tmp_path / "a.png", 16, 16)
     file = write(tmp_path / "one.jsonl", [chat([{"type": "image", "image": name}], "One.")])
     tokens = int(made(file, qwen3_vl()).dataset("train").plan.tokens[0])
     tight, roomy = (made(file, qwen3_vl(), max_bad_fraction=1.0, micro_batch_tokens=n) for n in (tokens, tokens + 20))
     loaders = [kit.loader("train", folder=tmp_path / str(i)) for i, kit in enumerate((tight, roomy))]
-    picture(tmp_path / name, 32, 32)
+    write_image(tmp_path / name, 32, 32)
     lost, grown = (next(iter(loader)) for loader in loaders)
     assert (lost.num_tokens, grown.num_tokens) == (1, tokens + 12)
     assert '"reason": "overlong"' in (tmp_path / "0" / "bad_rows.jsonl").read_text()
 
 
-def test_a_pack_of_which_nothing_is_left_trains_nothing(tmp_path: Path) -> None:
-    name = picture(tmp_path / "a.png", 16, 16)
+def test_loader_pack_without_good_rows_has_no_loss_tokens(tmp_path: Path) -> None:
+    name = write_image(tmp_path / "a.png", 16, 16)
     file = write(tmp_path / "one.jsonl", [chat([{"type": "image", "image": name}], "One.")])
     kit = made(file, qwen3_vl(), model_config(), max_bad_fraction=1.0)
     good = next(iter(kit.loader("train")))
@@ -232,7 +232,7 @@ def test_a_pack_of_which_nothing_is_left_trains_nothing(tmp_path: Path) -> None:
     LanguageModel.from_config(model_config())(batch, ["log_probs"])
 
 
-def test_a_bug_in_a_handler_raises_and_names_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loader_exception_while_loading_names_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kit = made(write(tmp_path / "a.jsonl", [{"text": "hello"}]), tokenizer("zephyr"))
     loader = kit.loader("train")
 
@@ -245,7 +245,7 @@ def test_a_bug_in_a_handler_raises_and_names_the_row(tmp_path: Path, monkeypatch
     assert "while reading a.jsonl:1" in caught.value.__notes__
 
 
-def test_each_source_has_a_loss_of_its_own(tmp_path: Path) -> None:
+def test_source_losses_sum_the_loss_of_each_source(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(9)]) for name in "ab"]
     kit = made(paths[0], tokenizer("zephyr"), sources=[{"path": str(path), "name": path.stem * 2} for path in paths])
     batch = next(iter(kit.loader("train")))
@@ -259,7 +259,7 @@ def test_each_source_has_a_loss_of_its_own(tmp_path: Path) -> None:
         assert int(weight) == sum(int((batch.labels[span] != IGNORE).sum()) for span in spans) > 0
 
 
-def test_settings_that_cannot_be_are_explained(tmp_path: Path) -> None:
+def test_settings_invalid_values_raise_with_a_fix(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"text": "hello"}])
     tries: list[tuple[dict[str, Any], str]] = [
         ({"limits": {"pixels": 3}}, "unknown limit pixels"),
@@ -280,13 +280,13 @@ def test_settings_that_cannot_be_are_explained(tmp_path: Path) -> None:
     assert MLLMData.model_validate(limits.model_dump()) == limits
 
 
-def test_sources_by_name_are_added_changed_and_left_out_by_a_config_that_inherits(tmp_path: Path) -> None:
+def test_settings_sources_as_mapping_become_named_sources(tmp_path: Path) -> None:
     named = {"a": {"path": "a"}, "held": {"name": "b", "path": "c", "split": "eval"}, "gone": None}
     found = MLLMData.model_validate({"sources": named, "micro_batch_tokens": 9}).sources
     assert [(one.name, one.path, one.split) for one in found] == [("a", "a", "train"), ("b", "c", "eval")]
 
 
-def test_an_engine_gives_sizes_ranks_and_seed_and_the_ranks_must_agree(tmp_path: Path) -> None:
+def test_engine_loader_uses_engine_sizes_and_raises_if_ranks_disagree(tmp_path: Path) -> None:
     kit = made(
         write(tmp_path / "a.jsonl", [{"text": "hello world"} for _ in range(99)]),
         tokenizer("zephyr"),
@@ -324,17 +324,17 @@ def test_an_engine_gives_sizes_ranks_and_seed_and_the_ranks_must_agree(tmp_path:
             kit.engine_loader(engine)
 
 
-def test_a_row_whose_picture_grew_says_what_to_remove(tmp_path: Path) -> None:
-    picture(tmp_path / "a.png", 8, 8)
+def test_loader_rows_changed_after_planning_name_the_cache_to_remove(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", 8, 8)
     file = write(tmp_path / "rows.jsonl", [chat([{"type": "image", "image": "a.png"}], "a")] * 8)
     options = {"micro_batch_tokens": 80, "max_bad_fraction": 0.4}
     assert len(list(made(file, qwen3_vl(), model_config(), **options).loader("train"))) > 0
-    picture(tmp_path / "a.png", 32, 32)
+    write_image(tmp_path / "a.png", 32, 32)
     with pytest.raises(UserError, match=r"changed: \d+ tokens, but \d+ when it was planned.*mllm.cache"):
         list(made(file, qwen3_vl(), model_config(), **options).loader("train"))
 
 
-def test_ranks_count_each_others_bad_rows_against_the_limit(tmp_path: Path) -> None:
+def test_bad_rows_of_all_ranks_count_against_the_limit(tmp_path: Path) -> None:
     def found(rank: int, number: int) -> list[BadRecord]:
         return [BadRecord("rows", f"rows.jsonl:{number}", "corrupt", f"of rank {rank}")]
 
@@ -346,7 +346,7 @@ def test_ranks_count_each_others_bad_rows_against_the_limit(tmp_path: Path) -> N
         one.add(found(0, number))
     other.add([BadRecord("eval", "eval.jsonl:1", "corrupt", "")])
     two.add(found(1, 3))
-    assert two.counts.total() == 3  # and those of the other are not told twice
+    assert two.counts.total() == 3  # rows that the other rank listed count once
     one.add(found(0, 3))
     with pytest.raises(UserError, match=r"4 of 1000 rows are bad, and 3 are allowed .rows: 4 corrupt.*rows.jsonl:4"):
         two.add(found(1, 4))

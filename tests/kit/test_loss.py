@@ -1,4 +1,4 @@
-"""The loss kit: the numbers of the plain way, on any split."""
+"""The loss kit: equal to cross-entropy on full logits, for any split into micro-batches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def model() -> LanguageModel:
 @pytest.mark.parametrize(
     "settings", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.2, "z_loss": 1e-3}]
 )
-def test_loss_and_gradients_are_those_of_torch_on_full_logits(settings: dict[str, float]) -> None:
+def test_loss_kit_loss_and_gradients_equal_cross_entropy_on_full_logits(settings: dict[str, float]) -> None:
     ours, theirs, packed = model(), model(), batch()
     kit, ctx = TokenNormedLossKit(TokenLoss(**settings)), Logged()
     loss, weight = kit(ctx, ours, packed)
@@ -68,7 +68,7 @@ def test_loss_and_gradients_are_those_of_torch_on_full_logits(settings: dict[str
     assert ctx.logged == {"tokens": 20.0} | ({"nll": pytest.approx(plain, rel=1e-5)} if settings else {})
 
 
-def test_any_split_gives_the_same_sum() -> None:
+def test_loss_kit_any_micro_batch_split_gives_the_same_sum() -> None:
     kit, net, packed = TokenNormedLossKit(TokenLoss(label_smoothing=0.1, z_loss=1e-3)), model(), batch()
     whole, weight = kit(Logged(), net, packed)
     parts = [kit(Logged(), net, part) for part in packed.split(11).parts]
@@ -76,7 +76,7 @@ def test_any_split_gives_the_same_sum() -> None:
     assert sum(float(w) for _, w in parts) == float(weight)
 
 
-def test_tokens_may_have_weights_of_their_own() -> None:
+def test_loss_kit_token_weights_scale_loss_and_weight() -> None:
     kit, net, packed = TokenNormedLossKit(), model(), batch()
     packed.token_fields["weight"] = torch.linspace(0, 2, packed.num_tokens)
     loss, weight = kit(Logged(), net, packed)
@@ -86,15 +86,15 @@ def test_tokens_may_have_weights_of_their_own() -> None:
 
 
 BROKEN = """
-def loss(ctx, model, batch):  # a mean of its own over the micro-batch
+def loss(ctx, model, batch):  # a mean over the micro-batch, not a sum
     log_probs = model(batch, ["log_probs"])["log_probs"]
     return -log_probs.sum() / batch.num_loss_tokens, 1.0
 """
 
 
-def test_the_skills_check_passes_the_kit_and_fails_a_broken_loss(tmp_path: Path) -> None:
+def test_loss_skill_check_passes_the_kit_and_fails_a_broken_loss(tmp_path: Path) -> None:
     assert import_file(ROOT / "skills" / "loss" / "check.py").problems(TokenNormedLossKit()) == []
     (tmp_path / "mine.py").write_text(BROKEN)
     code, said = run_process("skills/loss/check.py", f"{tmp_path / 'mine.py'}:loss")
     assert code == 1
-    assert "in parts of at most 11 tokens the loss is" in said
+    assert "with micro-batches of at most 11 tokens the loss is" in said

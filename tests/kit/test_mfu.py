@@ -1,4 +1,4 @@
-"""MFUKit: the formula against torch's FLOP counter, pairs against counting, peaks by name, one count for all ranks."""
+"""MFUKit: the formula against torch's FLOP counter, attention pairs against the mask, device peaks by name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "LLaVA: CLIP": ("llava", {"vision_config": {**VIT, "model_type": "clip_vision_model"}}, "images", ""),
     "Gemma 3: SigLIP": ("gemma3", {"vision_config": SIGLIP, "mm_tokens_per_image": 16}, "images", ""),
-    "Qwen2-Audio: Whisper": ("qwen2_audio", {"audio_config": WHISPER}, "sounds", ""),
+    "Qwen2-Audio: Whisper": ("qwen2_audio", {"audio_config": WHISPER}, "audio", ""),
     "Qwen3-VL, encoder frozen": (
         "qwen3_vl",
         {"vision_config": {**PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}},
@@ -72,7 +72,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 
 class Adapted(nn.Module):
-    """A frozen matrix with a small one beside it, as adapters have it."""
+    """A frozen linear layer with a LoRA adapter."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def model_of(case: str) -> LanguageModel:
 
 
 def sample(case: str, seen: bool) -> PackedBatch:
-    """One sequence, with an image or a sound if it is to see or hear."""
+    """One sequence, with an image or audio if `seen`."""
     kind, settings, look, _ = CASES[case]
     ids, media, tokens = [torch.randint(3, 90, (30 if seen else 50,))], {}, {}
     if look == "patches":
@@ -112,7 +112,7 @@ def sample(case: str, seen: bool) -> PackedBatch:
     elif look == "images":
         count = settings.get("mm_tokens_per_image", 64)
         media = {"pixel_values": (torch.randn(1, 3, 32, 32), {}, count)}
-    elif look == "sounds":
+    elif look == "audio":
         mask = {"feature_attention_mask": torch.ones(1, 80, dtype=torch.long)}
         media = {"input_features": (torch.randn(1, 16, 80), mask, 20)}
     made = {}
@@ -120,14 +120,14 @@ def sample(case: str, seen: bool) -> PackedBatch:
         item = Media(values, torch.tensor([len(values)]), torch.tensor([0]), fields)
         made[name] = item if seen else item.select([])
         if seen:
-            ids.append(torch.full((count,), TOKENS["audio_token_id" if look == "sounds" else "image_token_id"]))
+            ids.append(torch.full((count,), TOKENS["audio_token_id" if look == "audio" else "image_token_id"]))
     row = torch.cat(ids)
     tokens = {"token_type_ids": [(row == 90).long()]} if kind == "gemma3" else {}
     return PackedBatch.from_sequences([row], token_fields=tokens, media=made)
 
 
 def counted(model: LanguageModel, one: PackedBatch) -> int:
-    """What torch counts in transformers' own forward of one sequence, and its backward."""
+    """What torch counts in forward and backward of transformers' own model on one sequence."""
     given: dict[str, Any] = {name: value[None] for name, value in one.token_fields.items()}
     for name, media in one.media.items():
         given |= {name: media.values, **media.fields} if len(media.row_counts) else {}
@@ -140,7 +140,7 @@ def counted(model: LanguageModel, one: PackedBatch) -> int:
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, tuple[float, float]]:
-    """For each case, what the kit and the counter say of two sequences that are packed."""
+    """For each case, the FLOPs of two packed sequences by the kit and by the counter."""
     found = {}
     for case in CASES:
         model = model_of(case)
@@ -154,12 +154,12 @@ def rows() -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_formula_gives_what_torch_counts(rows: dict[str, tuple[float, float]], case: str) -> None:
+def test_mfu_flops_equal_the_torch_flop_counter(rows: dict[str, tuple[float, float]], case: str) -> None:
     formula, counter = rows[case]
     assert formula == pytest.approx(counter, rel=0.02)
 
 
-def test_the_table_in_the_docs_is_that_of_the_tests(rows: dict[str, tuple[float, float]]) -> None:
+def test_mfu_table_in_the_docs_equals_the_test_results(rows: dict[str, tuple[float, float]]) -> None:
     lines = ["| what | MFUKit, MFLOP | counter, MFLOP | apart |", "| --- | ---: | ---: | ---: |"]
     for case, (formula, counter) in rows.items():
         apart = f"{100 * (formula / counter - 1):+.2f} %"
@@ -169,14 +169,14 @@ def test_the_table_in_the_docs_is_that_of_the_tests(rows: dict[str, tuple[float,
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 40])
-def test_pairs_are_those_that_attend(window: int | None) -> None:
+def test_causal_pairs_equal_the_count_of_the_mask(window: int | None) -> None:
     for length in (1, 2, 5, 17):
         q, k = torch.arange(length)[:, None], torch.arange(length)[None]
         allowed = (k <= q) & (q - k < (window or length))
         assert causal_pairs(torch.tensor([float(length)]), window).item() == allowed.sum().item()
 
 
-def test_windows_and_packing_make_attention_cheaper_and_nothing_else() -> None:
+def test_mfu_flops_windows_and_packing_reduce_attention_only() -> None:
     kit = MFUKit(model_of("Gemma 3: windows"))
     long = PackedBatch.from_sequences([torch.randint(3, 90, (120,))])
     halves = PackedBatch.from_sequences([torch.randint(3, 90, (60,)) for _ in "ab"])
@@ -203,11 +203,11 @@ def test_windows_and_packing_make_attention_cheaper_and_nothing_else() -> None:
         ("Voodoo 2", None),
     ],
 )
-def test_peaks_are_found_by_name(name: str, teraflops: float | None) -> None:
+def test_peak_of_device_name_is_found(name: str, teraflops: float | None) -> None:
     assert peaks.peak_of(name) == (None if teraflops is None else teraflops * 1e12)
 
 
-def test_an_unknown_gpu_is_told_once_and_has_no_mfu(monkeypatch, caplog) -> None:
+def test_device_peak_unknown_gpu_warns_once_and_is_none(monkeypatch, caplog) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Voodoo 2")
     said: list[Any] = []
     monkeypatch.setattr(logging.getLogger("mvp_engine"), "warning", lambda *what: said.append(what))
@@ -220,7 +220,7 @@ def test_an_unknown_gpu_is_told_once_and_has_no_mfu(monkeypatch, caplog) -> None
     assert "Voodoo 2" in said[0]
 
 
-def test_mfu_is_of_the_peak_of_all_ranks(monkeypatch) -> None:
+def test_meter_mfu_divides_by_the_peak_of_all_ranks(monkeypatch) -> None:
     monkeypatch.setattr("mvp_engine.engine.meter.device_peak", lambda _: 5e12)
     figures = {}
     for size in (1, 4):

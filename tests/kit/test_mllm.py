@@ -22,7 +22,7 @@ model: {type: language_model, path: model}
 mllm:
   micro_batch_tokens: 256
   sources:
-    pictures: {path: pictures.jsonl}
+    images: {path: images.jsonl}
     held: {path: held.jsonl, split: eval}
 data: {micro_batch_size: 1, global_batch_size: 1, num_workers: 0}
 loop: {total_steps: 1, eval_interval: 1}
@@ -39,7 +39,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     rows = with_images(tmp_path, 8)
-    write(tmp_path / "pictures.jsonl", rows)
+    write(tmp_path / "images.jsonl", rows)
     write(tmp_path / "held.jsonl", rows[:2])
     hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
     qwen3_vl().save_pretrained(tmp_path / "model")
@@ -93,7 +93,7 @@ def test_train_with_missing_eval_rows_fails_before_the_first_step(config: str, t
 
 def test_train_with_preference_pairs_is_refused_by_the_default_loss(config: str, tmp_path: Path, capsys: Any) -> None:
     said = {"chosen": chat("Hi", "Yes")["messages"], "rejected": chat("Hi", "No")["messages"]}
-    write(tmp_path / "pictures.jsonl", [said] * 4)
+    write(tmp_path / "images.jsonl", [said] * 4)
     words = ["train", config, "loop.eval_interval=null"]
     assert main([*words, "mllm.pairs=true"]) == EXIT_USER_ERROR
     assert "rejected answers" in capsys.readouterr().err
@@ -101,12 +101,12 @@ def test_train_with_preference_pairs_is_refused_by_the_default_loss(config: str,
 
 
 def test_estimate_with_missing_settings_names_them(config: str, capsys: Any) -> None:
-    for word, told in (
+    for word, message in (
         ("loop.total_steps=null", "length of the training is unknown"),
         ("mllm.row_tokens=2", "no row of train"),
     ):
         assert main(["estimate", config, word]) == EXIT_USER_ERROR
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_l
 def test_global_batch_size_from_packs_and_tokens_is_a_user_error(config: str, capsys: Any) -> None:
     for command in (["train", config], ["estimate", config], ["data", "inspect", config]):
         assert main([*command, "mllm.global_batch_tokens=512"]) == EXIT_USER_ERROR
-        told = capsys.readouterr().err
-        assert "data.global_batch_size" in told
-        assert "mllm.global_batch_tokens" in told
+        error = capsys.readouterr().err
+        assert "data.global_batch_size" in error
+        assert "mllm.global_batch_tokens" in error
 
 
 def test_packs_per_step_in_a_config_names_the_key_that_replaced_it(config: str, capsys: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from templates.tiny import tokenizer
-from tiny_vlm import chat, made, model_config, picture, qwen3_vl, write
+from tiny_vlm import chat, made, model_config, qwen3_vl, write, write_image
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.kit.data.encode.template import ChatTemplate
@@ -59,7 +59,7 @@ def test_pairs_disabled_trains_on_the_chosen_side_only(tmp_path: Path) -> None:
 
 
 def test_pairs_images_of_the_prompt_are_in_both_sides_and_cost_twice(tmp_path: Path) -> None:
-    name = picture(tmp_path / "a.png", 16, 16)
+    name = write_image(tmp_path / "a.png", 16, 16)
     row = {**pair(1), "prompt": "<image>Is it?", "images": [name]}
     file = write(tmp_path / "pairs.jsonl", [row])
     both, chosen = (made(file, qwen3_vl(), model_config(), pairs=on) for on in (True, False))

@@ -1,4 +1,4 @@
-"""The plan: every row once, never over the budget, hardly a gap, the same whoever asks; costs are found once."""
+"""Packing plan, pack loader and row costs: every row once, within the budget, full packs, equal on every rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def planned(tokens: np.ndarray, budget: int = 8192, packs: int = 8, seed: int = 
 
 @pytest.mark.parametrize("budget", [4096, 8192, 16384])
 @pytest.mark.parametrize("rows", [1, 3, 10_000])
-def test_each_row_is_in_one_pack_and_no_pack_is_over_its_budget(rows: int, budget: int) -> None:
+def test_make_plan_any_rows_puts_each_row_in_one_pack_within_the_budget(rows: int, budget: int) -> None:
     tokens = lengths(rows)
     plan = planned(tokens, budget)
     packs = [plan.pack(i)[0][:, 1].tolist() for i in range(len(plan))]
@@ -47,14 +47,14 @@ def test_each_row_is_in_one_pack_and_no_pack_is_over_its_budget(rows: int, budge
     assert rows < 10_000 or plan.fill_ratio >= 0.99
 
 
-def test_very_many_rows_are_planned_in_seconds_and_packs_are_full() -> None:
+def test_make_plan_300000_rows_takes_seconds_and_fills_packs() -> None:
     tokens, begun = lengths(300_000), time.perf_counter()
     plan = planned(tokens)
     assert plan.fill_ratio >= 0.99
     assert time.perf_counter() - begun < 60  # a few, on a machine with nothing else to do
 
 
-def test_rows_that_fit_nowhere_are_refused() -> None:
+def test_make_packs_row_larger_than_the_budget_raises() -> None:
     none = np.zeros(3, np.int64)
     assert sorted(make_packs(np.array([5, 5, 5], np.int64), none, 5)) == [[0], [1], [2]]
     for tokens in ([6], [0]):
@@ -62,7 +62,7 @@ def test_rows_that_fit_nowhere_are_refused() -> None:
             make_packs(np.array(tokens, np.int64), none[:1], 5)
 
 
-def test_packs_that_ranks_take_side_by_side_are_the_most_alike() -> None:
+def test_make_plan_packs_of_a_step_are_sorted_by_work() -> None:
     tokens = lengths(20_000)
     plan = planned(tokens, packs=16)
     encoder = (tokens % 7 == 0) * tokens * 500
@@ -77,7 +77,7 @@ def test_packs_that_ranks_take_side_by_side_are_the_most_alike() -> None:
 
 
 def realistic(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Half text; the rest one image, several, or a video: 64 to 6,000 tokens of 6,144 numbers each."""
+    """Tokens and encoder work: half text; the rest one image, several, or a video of 64 to 6,000 tokens."""
     rng = np.random.default_rng(seed)
     kind = rng.choice(4, rows, p=[0.5, 0.35, 0.1, 0.05])
     several = rng.integers(2, 7, rows) * rng.integers(64, 512, rows)
@@ -86,8 +86,8 @@ def realistic(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(said, 16, 8192 - seen) + seen, seen * 6144
 
 
-def test_a_rank_with_one_pack_a_step_has_about_the_encoder_work_of_the_others() -> None:
-    """12 % of the time of 8 ranks are lost here; packs filled by size alone lose 32 %. A long video is what it is."""
+def test_make_plan_one_pack_per_rank_balances_encoder_work() -> None:
+    """Here 8 ranks wait 12 % of the time, and 32 % if packs are filled by size alone. A long video cannot be split."""
     tokens, encoder = realistic(12_000)
     order = np.stack([np.zeros(len(tokens), np.int64), np.arange(len(tokens))], 1)
     sizes = {"budget": 8192, "packs_per_step": 8}
@@ -99,8 +99,8 @@ def test_a_rank_with_one_pack_a_step_has_about_the_encoder_work_of_the_others() 
 
 
 @pytest.mark.parametrize("media", [0, 40_000])
-def test_steps_of_one_pack_hold_all_kinds_of_rows_as_if_rows_were_drawn_at_random(media: int) -> None:
-    """Packs of rows of one size, which are rows of one kind, would make shares of 0.30 to 0.38 deviation here."""
+def test_make_plan_one_pack_per_step_mixes_kinds_of_rows_like_random_order(media: int) -> None:
+    """Packs filled by size alone hold rows of one kind: their shares would deviate by 0.30 to 0.38 here."""
     rng = np.random.default_rng(0)
     kind = rng.integers(0, 4, 20_000)
     tokens = np.clip(rng.normal(np.array([60, 90, 150, 300])[kind], 10), 16, 2000).astype(np.int64)
@@ -144,7 +144,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps(loaders: list[PackLoader], most: int | None = None) -> list[list[int]]:
-    """The samples of each global step, put together from all ranks, in the order of the packs."""
+    """The samples of each optimizer step, collected from all ranks, in the order of the packs."""
     found: list[list[list[int]]] = []
     for loader in loaders:
         for i, batch in enumerate(loader):
@@ -156,7 +156,7 @@ def steps(loaders: list[PackLoader], most: int | None = None) -> list[list[int]]
     return [sorted(sample for pack in packs for sample in pack) for packs in found]
 
 
-def test_every_epoch_has_every_row_once_in_an_order_of_its_own(folder: Path) -> None:
+def test_pack_loader_each_epoch_has_every_row_once_in_another_order(folder: Path) -> None:
     loader = kit(folder).loader("train", seed=3)
     first = steps([loader])
     loader.set_epoch(1)
@@ -172,7 +172,7 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(folder: Path) -> 
 
 @pytest.mark.parametrize("worlds", [(1, 2, 4), (2, 1, 4), (4, 2, 1)])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_stopping_twice_and_going_on_with_other_ranks_gives_the_straight_order(
+def test_pack_loader_resumed_twice_on_other_ranks_gives_the_uninterrupted_order(
     folder: Path, worlds: tuple[int, ...], workers: int
 ) -> None:
     made = kit(folder)
@@ -199,7 +199,7 @@ def test_stopping_twice_and_going_on_with_other_ranks_gives_the_straight_order(
     assert sorted(sample for step in got for sample in step) == list(range(210))
 
 
-def test_packs_are_the_same_to_the_bit_with_workers_and_after_a_resume(folder: Path) -> None:
+def test_pack_loader_with_workers_or_resumed_gives_bit_equal_packs(folder: Path) -> None:
     made = kit(folder)
     alone = list(made.loader("train"))
     assert all(a.equals(b) for a, b in zip(alone, made.loader("train", num_workers=2), strict=True))
@@ -208,7 +208,7 @@ def test_packs_are_the_same_to_the_bit_with_workers_and_after_a_resume(folder: P
     assert all(a.equals(b) for a, b in zip(alone[4:], later, strict=True))
 
 
-def test_a_cursor_into_another_plan_is_refused(folder: Path) -> None:
+def test_pack_loader_state_of_another_plan_raises(folder: Path) -> None:
     state = kit(folder).loader("train").state_dict()
     for changed in (
         {"micro_batch_tokens": 512},
@@ -220,7 +220,7 @@ def test_a_cursor_into_another_plan_is_refused(folder: Path) -> None:
     kit(folder).loader("train").load_state_dict(state)
 
 
-def test_costs_are_found_once_in_processes_or_not_and_anew_when_something_changes(
+def test_measure_costs_unchanged_data_uses_the_cache_and_changed_data_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_texts(tmp_path / "a.jsonl", 150)
@@ -272,18 +272,18 @@ def test_cost_cache_key_changes_with_version_processor_template_and_limits_but_n
         assert encoder.fingerprint == first
 
 
-def test_steps_tokens_and_fill_are_told_before_the_first_step(folder: Path) -> None:
+def test_summary_before_the_first_step_has_steps_tokens_and_packs(folder: Path) -> None:
     made = kit(folder)
     loader = made.loader("train")
     batches = list(loader)
-    told = made.summary("train")
-    assert f"{sum(batch.num_tokens for batch in batches):,} tokens in {len(batches)} packs of 256" in told
-    assert f"{loader.steps_per_epoch} steps of 4" in told
-    assert "210 rows an epoch (a: 150, b: 60)" in told
-    assert "Bad rows: none" in told
+    summary = made.summary("train")
+    assert f"{sum(batch.num_tokens for batch in batches):,} tokens in {len(batches)} packs of 256" in summary
+    assert f"{loader.steps_per_epoch} steps of 4" in summary
+    assert "210 rows an epoch (a: 150, b: 60)" in summary
+    assert "Bad rows: none" in summary
 
 
-def test_mixing_by_repeats_and_by_weight(folder: Path) -> None:
+def test_mixture_by_repeats_or_weight_gives_the_rows_of_each_source(folder: Path) -> None:
     paths = [str(folder / "a.jsonl"), str(folder / "b.jsonl")]
     twice = [{"path": paths[0]}, {"path": paths[1], "repeats": 2.0}]
     samples = [s for step in steps([kit(folder, sources=twice).loader("train")]) for s in step]
@@ -296,7 +296,7 @@ def test_mixing_by_repeats_and_by_weight(folder: Path) -> None:
         kit(folder, sources=[{"path": paths[0], "weight": 1.0}, {"path": paths[1]}])
 
 
-def test_sample_ids_say_where_rows_come_from(folder: Path) -> None:
+def test_pack_loader_sample_ids_name_file_and_line(folder: Path) -> None:
     loader = kit(folder).loader("train", rank=1, world_size=2)
     batch = next(iter(loader))
     lines = [f"a.jsonl:{s + 1}" if s < 150 else f"b.jsonl:{s - 149}" for s in batch.sequence_fields["sample"].tolist()]

@@ -1,4 +1,4 @@
-"""The recipe of docs/data.md, word for word: it trains, each source has its loss, and budgets go out with the model."""
+"""The recipe of docs/data.md, verbatim: it trains, logs a loss for each source, and exports the pixel limits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_the_recipe_of_the_docs_trains_with_a_loss_for_each_source(recipe: Path, capsys: Any) -> None:
+def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe: Path, capsys: Any) -> None:
     words = ["chat/configs/train.yaml", "log.interval=1", "optim.lr=0.01"]
     assert main(["train", *words]) == 0
     lines = records(recipe / "outputs")
@@ -59,7 +59,7 @@ def test_the_recipe_of_the_docs_trains_with_a_loss_for_each_source(recipe: Path,
     assert hf.AutoModelForImageTextToText.from_pretrained("merged") is not None
 
 
-def test_the_same_recipe_trains_on_streams_and_goes_on_to_the_bit(recipe: Path) -> None:
+def test_docs_recipe_on_streams_resumes_bit_exactly(recipe: Path) -> None:
     config = recipe / "chat" / "configs" / "train.yaml"
     text = config.read_text().replace("name: pictures", "stream: true").replace("repeats: 2.0", "stream: true")
     config.write_text(text + "  stream_window: 2\n")
@@ -77,12 +77,12 @@ def test_the_same_recipe_trains_on_streams_and_goes_on_to_the_bit(recipe: Path) 
     assert [step for step, _, _ in straight] == [1, 2, 3, 4]
 
 
-def test_a_template_without_a_stop_token_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, told = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", list[str]()
-    monkeypatch.setattr(row_encoder.LOGGER, "warning", told.append)
+def test_row_encoder_template_without_stop_token_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, warned = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", list[str]()
+    monkeypatch.setattr(row_encoder.LOGGER, "warning", warned.append)
     write(tmp_path / "a.jsonl", [chat("Hi", "Yes")] * 3)
     settings = {"sources": [{"path": f"{tmp_path}/a.jsonl"}], "micro_batch_tokens": 99, "global_batch_tokens": 99}
     for words, warnings in ((tokenizer("zephyr"), 0), (tokenizer("zephyr", chat_template=source), 1)):
         kit = MLLMDataKit(MLLMData.model_validate({**settings, "cache": str(tmp_path)}), words)
         list(kit.loader("train"))
-        assert sum("does not learn to stop" in line for line in told) == warnings
+        assert sum("does not learn to stop" in line for line in warned) == warnings

@@ -1,4 +1,4 @@
-"""StreamMixture: each row once, full packs in bounded memory, and a cursor that goes on to the bit, whatever the workers."""
+"""Stream loader: each row once, full packs in bounded memory, and bit-exact resumes with any number of workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from templates.tiny import tokenizer
-from test_kit import chat, made, picture, qwen3_vl, write
+from test_kit import chat, made, qwen3_vl, write, write_image
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
@@ -49,7 +49,7 @@ def samples(batches: list[PackedBatch]) -> list[int]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_each_row_comes_once_and_no_pack_is_over_its_budget(file: Path, world: int) -> None:
+def test_stream_loader_any_world_size_gives_each_row_once_within_the_budget(file: Path, world: int) -> None:
     loaders = [kit(file).stream_loader("train", rank=rank, world_size=world) for rank in range(world)]
     every = [list(loader) for loader in loaders]
     assert sorted(samples([batch for batches in every for batch in batches])) == list(range(ROWS))
@@ -58,7 +58,7 @@ def test_each_row_comes_once_and_no_pack_is_over_its_budget(file: Path, world: i
         assert loader.fill_ratio == pytest.approx(sum(b.num_tokens for b in batches) / 256 / len(batches))
 
 
-def test_the_order_depends_on_the_epoch_and_not_on_the_workers(file: Path) -> None:
+def test_stream_loader_order_depends_on_epoch_not_on_workers(file: Path) -> None:
     alone = list(kit(file).stream_loader("train", seed=1))
     for workers in (1, 3):
         same = list(kit(file).stream_loader("train", seed=1, num_workers=workers))
@@ -72,7 +72,7 @@ def test_the_order_depends_on_the_epoch_and_not_on_the_workers(file: Path) -> No
 
 @pytest.mark.parametrize("workers", [(0, 0, 0), (2, 2, 2), (1, 0, 2)])
 @pytest.mark.parametrize("stops", [(1, 1), (5, 17), (40, 3), (9, 60)])
-def test_stopping_twice_in_mid_epoch_gives_the_straight_run_to_the_bit(
+def test_stream_loader_resumed_twice_in_an_epoch_is_bit_equal_to_one_run(
     file: Path, stops: tuple[int, int], workers: tuple[int, ...]
 ) -> None:
     made = kit(file)
@@ -92,7 +92,7 @@ def test_stopping_twice_in_mid_epoch_gives_the_straight_run_to_the_bit(
         assert (loader.num_packs, loader.fill_ratio) == (straight.num_packs, straight.fill_ratio)
 
 
-def test_a_cursor_of_other_streams_or_ranks_is_refused(file: Path) -> None:
+def test_stream_loader_state_of_other_streams_or_ranks_raises(file: Path) -> None:
     state = kit(file).stream_loader("train").state_dict()
     kit(file).stream_loader("train").load_state_dict(state)
     others = [kit(file).stream_loader("train", world_size=2), kit(file, stream_window=5).stream_loader("train")]
@@ -102,7 +102,7 @@ def test_a_cursor_of_other_streams_or_ranks_is_refused(file: Path) -> None:
 
 
 def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> StreamLoader:
-    """A loader whose rows are as long as they say, for streams longer than a tokenizer would be quick with."""
+    """A loader over rows with given lengths and no tokenizer, for long streams."""
 
     class Sized:
         overlong, max_tokens, fingerprint = "drop", budget, ""
@@ -122,12 +122,14 @@ def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> Stre
     stream = Stream.__new__(Stream)
     stream.name, stream.format, stream.root = "sizes", None, Path(".")
     stream.parts = [lambda: ({"size": size} for size in sizes)]
-    packs = StreamPackDataset(StreamMixture([stream], [1.0]), Sized(), budget=budget, window=window, lanes=lanes)  # type: ignore[arg-type]
+    encoder: Any = Sized()
+    mixture = StreamMixture([stream], [1.0])
+    dataset = StreamPackDataset(mixture, encoder, budget=budget, window=window, lanes=lanes)
     settings = made(Path("x.jsonl"), tokenizer("zephyr")).settings
-    return StreamLoader(packs, BadRows(settings, 0))
+    return StreamLoader(dataset, BadRows(settings, 0))
 
 
-def test_packs_of_a_realistic_stream_are_99_percent_full() -> None:
+def test_stream_loader_realistic_lengths_fills_packs_to_99_percent() -> None:
     """99.2 % with windows of 64 packs, 99.8 % with 256: 8,192 tokens, lengths like those of test_plan."""
     sizes = np.clip(np.exp(np.random.default_rng(0).normal(6, 1, 20_000)), 32, 4096).astype(int).tolist()
     loader = lengths_only(sizes, 8192, 64, 4)
@@ -135,8 +137,8 @@ def test_packs_of_a_realistic_stream_are_99_percent_full() -> None:
     assert loader.fill_ratio >= 0.99
 
 
-def test_memory_is_bounded_by_the_window(file: Path) -> None:
-    """When a pack is given, no more than two windows of rows were read beyond those given before."""
+def test_stream_loader_reads_at_most_two_windows_ahead(file: Path) -> None:
+    """When a pack is yielded, at most two windows of rows were read beyond those yielded before."""
     read = Counter[str]()
     loader = kit(file, stream_lanes=1).stream_loader("train")
     encode = loader.dataset.row_encoder.encode
@@ -151,7 +153,7 @@ def test_memory_is_bounded_by_the_window(file: Path) -> None:
         assert read["tokens"] - loader.num_tokens <= 2 * 4 * 256 + 256
 
 
-def test_bad_rows_of_a_stream_are_named_and_too_many_stop_it(tmp_path: Path) -> None:
+def test_stream_loader_bad_rows_are_listed_and_too_many_raise(tmp_path: Path) -> None:
     rows: list[Any] = texts(60)
     rows[3], rows[17], rows[30] = "{broken", {"question": "?"}, {"text": "long " * 500}
     file = write(tmp_path / "a.jsonl", rows)
@@ -174,7 +176,7 @@ def test_bad_rows_of_a_stream_are_named_and_too_many_stop_it(tmp_path: Path) -> 
         list(kit(file, overlong="error").stream_loader("train"))
 
 
-def test_compressed_files_pipes_functions_and_tars_are_read_like_files(
+def test_stream_loader_gzip_pipe_stdin_and_function_give_the_packs_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = write(tmp_path / "a.jsonl", texts(50))
@@ -205,10 +207,10 @@ def test_compressed_files_pipes_functions_and_tars_are_read_like_files(
 
 
 @pytest.mark.parametrize("suffix", ["tar", "tar.gz"])
-def test_tar_shards_with_images_are_read_as_they_come(tmp_path: Path, suffix: str) -> None:
+def test_stream_loader_tar_shards_with_images_gives_all_rows_and_images(tmp_path: Path, suffix: str) -> None:
     with tarfile.open(tmp_path / f"s.{suffix}", "w:gz" if suffix.endswith("gz") else "w") as tar:
         for i in range(8):
-            name = picture(tmp_path / f"{i}.png", 16 + 8 * (i % 2), 16, i)
+            name = write_image(tmp_path / f"{i}.png", 16 + 8 * (i % 2), 16, i)
             row = json.dumps(chat("<image>What?", f"Number {i}.")).encode()
             for member, data in ((f"{i}.json", row), (name, (tmp_path / name).read_bytes())):
                 about = tarfile.TarInfo(member)
@@ -223,7 +225,7 @@ def test_tar_shards_with_images_are_read_as_they_come(tmp_path: Path, suffix: st
     assert all(f"Number {i}." in text for i in range(8))
 
 
-def test_streams_are_mixed_by_weight_until_all_are_at_their_end(tmp_path: Path) -> None:
+def test_stream_mixture_by_weight_interleaves_until_all_streams_end(tmp_path: Path) -> None:
     a, b = (write(tmp_path / f"{name}.jsonl", texts(rows)) for name, rows in (("a", 60), ("b", 30)))
     streams = StreamMixture([Stream("a", str(a)), Stream("b", str(b))], [1.0, 3.0])
     order = [which for which, _, _ in streams.rows()]

@@ -1,4 +1,4 @@
-"""A worker that dies or hangs is an error that names the row, soon; a bug in one is still itself."""
+"""The watchdog: a worker that dies or hangs raises an error with its row; an exception in a worker is unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
 
 
 def broken_at(kit: Any, row: int, what: Any) -> None:
-    """Something happens when the row with this number is loaded."""
+    """Call `what` when the row with this number is loaded."""
     load = kit.row_encoder.load
 
     def replaced(sides: Any, root: Path, fields: dict[str, int]) -> Any:
@@ -35,21 +35,21 @@ def kit(tmp_path: Path) -> Any:
     return made(write(tmp_path / "a.jsonl", rows), tokenizer("zephyr"), stall_seconds=1.0)
 
 
-def test_a_worker_that_dies_names_the_row_it_was_at(kit: Any) -> None:
+def test_watchdog_killed_worker_raises_with_its_row(kit: Any) -> None:
     broken_at(kit, 7, lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(UserError, match=r"(?s)DataLoader worker \(pid.*worker \d at a.jsonl:8"):
         list(kit.loader("train", num_workers=2))
 
 
-def test_a_death_that_is_told_while_another_error_is_looked_at_is_named(monkeypatch) -> None:
+def test_watchdog_death_reported_during_another_error_raises_with_its_row(monkeypatch) -> None:
     def fetching() -> Any:
-        raise EOFError  # the worker has gone; torch hears of it a moment later
+        raise EOFError  # the worker is dead; torch reports it a moment later
         yield
 
-    told = iter([RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")])
+    deaths = iter([RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")])
 
     def positions(_: WorkerWatchdog) -> list[str]:
-        for error in told:
+        for error in deaths:
             raise error
         return ["worker 0 at a.jsonl:8"]
 
@@ -58,7 +58,7 @@ def test_a_death_that_is_told_while_another_error_is_looked_at_is_named(monkeypa
         list(WorkerWatchdog().iterate(fetching, 1.0))
 
 
-def test_a_worker_that_hangs_names_the_row_it_was_at(kit: Any) -> None:
+def test_watchdog_hanging_worker_raises_with_its_row(kit: Any) -> None:
     broken_at(kit, 7, lambda: time.sleep(60))
     begun = time.monotonic()
     with pytest.raises(UserError, match=r"nothing came from the workers .*worker . at a.jsonl:8"):
@@ -66,21 +66,21 @@ def test_a_worker_that_hangs_names_the_row_it_was_at(kit: Any) -> None:
     assert time.monotonic() - begun < 30
 
 
-def test_a_worker_that_is_slow_but_goes_on_is_waited_for(kit: Any) -> None:
+def test_watchdog_slow_worker_is_waited_for(kit: Any) -> None:
     load = kit.row_encoder.load
     kit.row_encoder.load = lambda *given: time.sleep(0.15) or load(*given)
     kit.settings = kit.settings.model_copy(update={"stall_seconds": 0.2})
     assert sum(batch.num_sequences for batch in kit.loader("train", num_workers=1)) == 20
 
 
-def test_a_bug_in_a_worker_is_shown_as_itself(kit: Any) -> None:
+def test_watchdog_exception_in_a_worker_is_raised_unchanged(kit: Any) -> None:
     broken_at(kit, 7, lambda: [][0])
     with pytest.raises(IndexError, match=r"while reading a.jsonl:8"):
         list(kit.loader("train", num_workers=1))
 
 
-def test_measuring_in_processes_does_not_wait_for_threads_of_the_parent() -> None:
-    """Processors of sounds compute with torch, which may have started threads before: these do not come along."""
+def test_measure_costs_forked_process_does_not_wait_for_parent_threads() -> None:
+    """Audio processors compute with torch; a forked process has none of the threads that torch started before."""
     code = """
 import torch
 from mvp_engine.kit.data.pack import costs

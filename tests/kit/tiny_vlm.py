@@ -1,4 +1,4 @@
-"""What tests of the data kit share: a tiny Qwen3-VL with the real processor, and rows with pictures drawn for them."""
+"""Shared by tests of the data kit: a tiny Qwen3-VL config with its real processor, and rows with random images."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ TEXT: dict[str, Any] = {
 @cache
 def qwen3_vl() -> Any:
     words = tokenizer("qwen_vl")
-    films = hf.Qwen3VLVideoProcessor(**PATCH, size=AREAS)
+    videos = hf.Qwen3VLVideoProcessor(**PATCH, size=AREAS)
     template = (FOLDER / "qwen_vl.jinja").read_text()
-    return hf.Qwen3VLProcessor(hf.Qwen2VLImageProcessor(**PATCH, size=AREAS), words, films, chat_template=template)
+    return hf.Qwen3VLProcessor(hf.Qwen2VLImageProcessor(**PATCH, size=AREAS), words, videos, chat_template=template)
 
 
 def model_config() -> Any:
@@ -59,7 +59,7 @@ def chat(question: Any, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def picture(file: Path, width: int, height: int, seed: int = 0) -> str:
+def write_image(file: Path, width: int, height: int, seed: int = 0) -> str:
     drawn = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     Image.fromarray(drawn).save(file)
     return file.name
@@ -81,7 +81,7 @@ def made(file: Path, processor: Any, config: Any = None, **settings: Any) -> MLL
 def with_images(folder: Path, rows: int = 12) -> list[dict[str, Any]]:
     found = []
     for i in range(rows):
-        names = [picture(folder / f"{i}_{j}.png", 16 + 8 * (i % 3), 16 + 4 * j, i) for j in range(i % 3)]
+        names = [write_image(folder / f"{i}_{j}.png", 16 + 8 * (i % 3), 16 + 4 * j, i) for j in range(i % 3)]
         question = [*({"type": "image", "image": name} for name in names), {"type": "text", "text": f"How many? {i}"}]
         found.append(chat(question, f"{len(names)} pictures."))
     return found

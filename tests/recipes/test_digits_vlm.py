@@ -1,4 +1,4 @@
-"""The demo's recipe, shrunken: train, resume, evaluate, report, export; on one rank and two."""
+"""The digits_vlm recipe at a small size: train, resume, evaluate, report, export; on one rank and on two."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trained(tmp_path_factory) -> Path:
     return folder
 
 
-def test_it_resumes_to_the_same_bits(trained: Path) -> None:
+def test_digits_vlm_resumed_run_is_bit_equal(trained: Path) -> None:
     straight = losses(trained)
     assert len(straight) == 6
     checkpoint = list_runs(trained)[0].checkpoint_list()[0]
@@ -47,26 +47,26 @@ def test_it_resumes_to_the_same_bits(trained: Path) -> None:
     assert losses(trained) == straight
 
 
-def test_report_and_export_hold_what_was_trained(trained: Path, capsys: Any) -> None:
+def test_digits_vlm_report_and_export_have_the_trained_model(trained: Path, capsys: Any) -> None:
     from transformers import AutoProcessor, GenerationConfig
 
-    for _ in range(2):  # the second time all is there already
+    for _ in range(2):  # the second time everything exists already
         assert run(trained, "workflow=report", "resume=auto") == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     newest = list_runs(trained)[-1].dir
-    assert "The same words as from the checkpoint: 6 of 6" in told
-    assert str(newest / "report.html") in told
+    assert "The same words as from the checkpoint: 6 of 6" in output
+    assert str(newest / "report.html") in output
     page = (newest / "report.html").read_text()
     assert page.count("data:image/png") >= 24
     assert "http" not in page.replace("http-equiv", "")
     processor = AutoProcessor.from_pretrained(newest / "hf_step_6")
-    size = processor.image_processor.size  # the pixel budgets of the config, not those that it was made with
+    size = processor.image_processor.size  # the limits of the config, not the processor's original ones
     assert (size.shortest_edge, size.longest_edge) == (256, 2304)
     stop = GenerationConfig.from_pretrained(newest / "hf_step_6").eos_token_id
     assert processor.tokenizer.convert_ids_to_tokens(stop) == "<|im_end|>"
 
 
-def test_two_ranks_with_different_numbers_of_questions_answer_like_one(ranks2, trained: Path) -> None:
+def test_digits_vlm_evaluation_on_two_ranks_equals_one(ranks2, trained: Path) -> None:
     run_dir = list_runs(trained)[0].dir
     words = [f"project.dir={trained}", *SMALL, *QUICK, "workflow=evaluate", f"resume={run_dir}"]
     words += ["data.global_batch_size=2"]  # three packs for two ranks
@@ -80,7 +80,7 @@ def test_two_ranks_with_different_numbers_of_questions_answer_like_one(ranks2, t
         assert other == pytest.approx(one, rel=1e-5)
 
 
-def test_held_out_digits_are_never_drawn_for_training_and_ids_are_those_of_the_config(trained: Path) -> None:
+def test_digits_vlm_data_holds_out_digits_and_matches_config_token_ids(trained: Path) -> None:
     from digits_vlm import data
 
     from mvp_engine.kit.tiny_processors import CHAT_TOKENS, VISION_TOKENS
@@ -102,10 +102,12 @@ def test_held_out_digits_are_never_drawn_for_training_and_ids_are_those_of_the_c
         for batch in kit.loader("train", global_batch_size=1)
         for rows in batch.media["pixel_values"].row_counts.tolist()
     ]
-    assert len(set(tokens)) > 1  # pictures of several sizes
+    assert len(set(tokens)) > 1  # images of several sizes
 
 
-def test_mistakes_are_explained(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_vlm_prepare_user_errors_name_the_fix(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from digits_vlm.data import prepare
 
     with pytest.raises(UserError, match=r"was made with .*remove it, or set digits.folder"):

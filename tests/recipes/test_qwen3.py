@@ -1,4 +1,4 @@
-"""The text recipe: README's commands run and chain, held-out is held out, configs for GPUs say what they want."""
+"""The qwen3 recipe: the README's commands run in order, held-out data is held out, GPU configs name missing keys."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ QUICK["sft_cpu"] += ["loop.total_steps=6", "loop.eval_interval=6", "eval_generat
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all commands of the README have run, in their order, with little data and few steps."""
+    """A folder in which all commands of the README ran, in order, with little data and few steps."""
     folder = tmp_path_factory.mktemp("qwen3")
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.chdir(ROOT)
     seen = []
     for _, *words in readme_commands("qwen3"):
         stage = next((name for name in QUICK if any(word.endswith(f"{name}.yaml") for word in words)), None)
-        if stage is None or "--nproc" in words:  # GPUs, which are for other tests; and more processes
+        if stage is None or "--nproc" in words:  # needs GPUs or several processes
             continue
         more = [] if words[0] == "data" else QUICK[stage]
         assert main([*words, f"project.dir={folder}", *SMALL, *more]) == 0, words
@@ -63,7 +63,7 @@ def kit_of(folder: Path, stage: str, *words: str) -> Any:
     return engine.data_kit(composed.config)
 
 
-def test_stages_chain_through_the_export_and_both_learn(ran: Path) -> None:
+def test_qwen3_stages_chain_through_exports_and_reduce_the_loss(ran: Path) -> None:
     base, chat = ran / "qwen3_base", ran / "qwen3_chat"
     assert base.resolve() == run_of(ran, "pretrain") / "hf_step_8"
     assert chat.resolve() == run_of(ran, "sft") / "hf_step_6"
@@ -76,12 +76,12 @@ def test_stages_chain_through_the_export_and_both_learn(ran: Path) -> None:
     assert not [name for name in records(ran, "pretrain", "eval")[-1] if name.startswith("exact")]
 
 
-def test_the_plan_of_the_data_is_in_the_log(ran: Path) -> None:
+def test_qwen3_log_has_the_packing_plan_before_training(ran: Path) -> None:
     for stage in ("pretrain", "sft"):
         assert "% full" in (run_of(ran, stage) / "log.txt").read_text().partition("parameters train")[0]
 
 
-def test_pages_show_how_texts_go_on_and_which_answers_are_right(ran: Path) -> None:
+def test_qwen3_reports_show_continuations_and_right_answers(ran: Path) -> None:
     page = (run_of(ran, "pretrain") / "report.html").read_text()
     assert "the model's completion" in page
     assert "expected answer" not in page
@@ -90,49 +90,49 @@ def test_pages_show_how_texts_go_on_and_which_answers_are_right(ran: Path) -> No
     assert "system: Answer in a sentence." in page
 
 
-def test_an_export_says_where_answers_end_and_answers_with_transformers(ran: Path) -> None:
+def test_qwen3_export_has_eos_tokens_and_generates_with_transformers(ran: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(ran / "qwen3_chat")
     ends = GenerationConfig.from_pretrained(ran / "qwen3_chat").eos_token_id
     assert tokenizer.convert_ids_to_tokens(ends) == ["<|endoftext|>", "<|im_end|>"]
     model = AutoModelForCausalLM.from_pretrained(ran / "qwen3_chat").eval()
-    asked = [{"role": "user", "content": "What comes after 41?"}]
-    given = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    messages = [{"role": "user", "content": "What comes after 41?"}]
+    given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert model.generate(**given, max_new_tokens=2, do_sample=False).shape[1] > given["input_ids"].shape[1]
 
 
-def test_bits_per_byte_are_those_of_the_text(ran: Path) -> None:
+def test_qwen3_bits_per_byte_equal_the_bytes_of_the_text(ran: Path) -> None:
     kit, losses = kit_of(ran, "pretrain"), records(ran, "pretrain", "eval")[-1]
     batches = list(kit.loader("eval", global_batch_size=1))
-    learnt = [ids[ids >= 0].tolist() for batch in batches for ids in batch.labels.split(batch.lengths.tolist())]
-    size = sum(len(kit.processor.decode(ids, skip_special_tokens=True).encode()) for ids in learnt)
-    bits = losses["loss"] * sum(map(len, learnt)) / math.log(2)
-    assert losses["bits_per_byte"] == pytest.approx(bits / size, rel=2e-3)  # a first token may cut a letter in two
+    trained = [ids[ids >= 0].tolist() for batch in batches for ids in batch.labels.split(batch.lengths.tolist())]
+    size = sum(len(kit.processor.decode(ids, skip_special_tokens=True).encode()) for ids in trained)
+    bits = losses["loss"] * sum(map(len, trained)) / math.log(2)
+    assert losses["bits_per_byte"] == pytest.approx(bits / size, rel=2e-3)  # a first token may split a character
 
 
-def test_held_out_modules_and_numbers_are_in_no_row_for_training(ran: Path) -> None:
+def test_qwen3_data_held_out_modules_and_numbers_are_not_in_training_rows(ran: Path) -> None:
     made = ran / "qwen3_data"
     rows = {file.stem: [json.loads(line) for line in file.open()] for file in made.glob("*.jsonl")}
     seen, kept = ({row["text"].split("\n")[0].split(".")[0] for row in rows[f"{s}_docs"]} for s in ("train", "eval"))
     assert len(seen) > len(kept) > 0
     assert not seen & kept
-    asked: dict[str, set[str]] = {"train": set(), "eval": set()}
-    for split in asked:
+    numbers: dict[str, set[str]] = {"train": set(), "eval": set()}
+    for split in numbers:
         for message in (m for task in TASKS for row in rows[f"{split}_{task}"] for m in row["messages"]):
             if message["role"] == "user":
-                asked[split] |= set(re.findall(r"\d+", message["content"]))
-    assert asked["eval"]
-    assert not asked["train"] & asked["eval"]
+                numbers[split] |= set(re.findall(r"\d+", message["content"]))
+    assert numbers["eval"]
+    assert not numbers["train"] & numbers["eval"]
 
 
-def test_only_what_the_assistant_says_is_learnt(ran: Path) -> None:
+def test_qwen3_sft_loss_mask_covers_assistant_turns_only(ran: Path) -> None:
     kit = kit_of(ran, "sft")
     row = {"role": "system", "content": "Give the answer alone."}, {"role": "user", "content": "What comes after 5?"}
     row += {"role": "assistant", "content": "6"}, {"role": "user", "content": "What is 89 backwards?"}
     (one,) = kit.row_encoder.encode({"messages": [*row, {"role": "assistant", "content": "98"}]}, None, ran)
-    learnt = [id for id, loss in zip(one.ids, one.loss, strict=True) if loss]
-    assert kit.processor.decode(learnt) == "6<|im_end|>98<|im_end|>"
+    trained = [id for id, loss in zip(one.ids, one.loss, strict=True) if loss]
+    assert kit.processor.decode(trained) == "6<|im_end|>98<|im_end|>"
 
 
 CHATS = ["mllm.sources.chats.path=a.jsonl", "mllm.sources.held_chats.path=b.jsonl", "model.path=x"]
@@ -141,7 +141,7 @@ WANTED = {"pretrain_gpu8": TEXTS, "sft_gpu1": CHATS, "sft_gpu1_lora": CHATS, "sf
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_configs_for_gpus_compose_and_name_what_they_are_not_given(name: str) -> None:
+def test_qwen3_gpu_configs_compose_and_name_missing_keys(name: str) -> None:
     file, words = FOLDER / "configs" / f"{name}.yaml", WANTED[name]
     config: Any = compose(file, words).config
     assert (config.loop.precision, config.model.compile, config.data.micro_batch_size) == ("bf16", "inductor", 1)
@@ -152,7 +152,7 @@ def test_configs_for_gpus_compose_and_name_what_they_are_not_given(name: str) ->
             compose(file, words[:i] + words[i + 1 :])
 
 
-def test_the_shape_for_eight_gpus_is_that_of_qwen3_1_7b() -> None:
+def test_qwen3_pretrain_gpu8_has_the_shape_of_qwen3_1_7b() -> None:
     from mvp_engine.model_engine import ModelSource, engine_class
 
     config: Any = compose(FOLDER / "configs" / "pretrain_gpu8.yaml", TEXTS).config
@@ -162,7 +162,7 @@ def test_the_shape_for_eight_gpus_is_that_of_qwen3_1_7b() -> None:
 
 
 @pytest.mark.parametrize("name", ["sft_gpu1_lora", "pretrain_gpu8"])
-def test_configs_for_gpus_train_where_the_numbers_are_small(name: str, ran: Path, tmp_path: Path) -> None:
+def test_qwen3_gpu_configs_train_at_small_sizes(name: str, ran: Path, tmp_path: Path) -> None:
     kind, task = ("texts", "docs") if name == "pretrain_gpu8" else ("chats", "next")
     names = {"train": kind, "eval": f"held_{kind}"}
     words = [f"mllm.sources.{names[split]}.path={ran}/qwen3_data/{split}_{task}.jsonl" for split in names]
@@ -190,7 +190,7 @@ def test_configs_for_gpus_train_where_the_numbers_are_small(name: str, ran: Path
     assert len(read_metrics(tmp_path)) == 2
 
 
-def test_the_second_stage_says_that_the_first_is_missing(tmp_path: Path, capsys: Any) -> None:
+def test_qwen3_sft_without_pretraining_export_is_a_user_error(tmp_path: Path, capsys: Any) -> None:
     words = [f"project.dir={tmp_path}", *SMALL]
     assert launch(str(FOLDER / "configs" / "sft_cpu.yaml"), words) == EXIT_USER_ERROR
     assert "qwen3_base is not a folder" in capsys.readouterr().err

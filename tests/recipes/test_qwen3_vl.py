@@ -1,4 +1,4 @@
-"""Qwen3-VL in stages, shrunken: the README's commands in turn; what trains, what goes out, what is held out."""
+"""The qwen3_vl recipe at a small size: the README's commands in order, what trains, exports, held-out data."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def held_out(chain: Path, stage: str) -> dict[str, Any]:
     return [r for r in map(json.loads, file.read_text().splitlines()) if r["split"] == "eval"][-1]
 
 
-def test_each_stage_starts_from_the_export_before_it_and_trains_its_parts(chain: Path) -> None:
+def test_qwen3_vl_stages_start_from_the_previous_export_and_train_their_parts(chain: Path) -> None:
     weights = {stage: exported(chain, stage) for stage in STEPS}
     parts = MLLMModelKit.parts(MLLMModelKit().build(ModelSource(str(chain / "qwen3_vl" / "words"))))
     before = {"align": "words", "pretrain": "align", "instruct": "pretrain", "instruct_lora": "pretrain"}
@@ -68,7 +68,7 @@ def test_each_stage_starts_from_the_export_before_it_and_trains_its_parts(chain:
     ).keys()
 
 
-def test_lora_saves_the_adapter_and_goes_out_for_peft_and_merged_with_equal_logits(chain: Path) -> None:
+def test_qwen3_vl_lora_checkpoint_peft_export_and_merged_export_agree(chain: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
 
@@ -85,13 +85,13 @@ def test_lora_saves_the_adapter_and_goes_out_for_peft_and_merged_with_equal_logi
     assert not torch.allclose(before, by_peft, atol=1e-3)
 
 
-def test_the_page_shows_pictures_and_frames_beside_answers(chain: Path) -> None:
+def test_qwen3_vl_report_shows_images_and_video_frames(chain: Path) -> None:
     page = ((chain / "qwen3_vl" / "instruct").resolve().parent / "report.html").read_text()
     assert "Which way does it move?" in page
-    assert page.count("data:image/png") > 24  # a film has several
+    assert page.count("data:image/png") > 24  # a video has several
 
 
-def test_held_out_files_are_other_ones_and_films_come_both_ways(chain: Path) -> None:
+def test_qwen3_vl_data_held_out_files_differ_and_videos_are_files_and_frames(chain: Path) -> None:
     from qwen3_vl import data
 
     files = {
@@ -111,7 +111,9 @@ def test_held_out_files_are_other_ones_and_films_come_both_ways(chain: Path) -> 
     assert len(processor.tokenizer) <= about["text_config"]["vocab_size"]
 
 
-def test_a_stage_without_the_one_before_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_qwen3_vl_stage_without_the_previous_export_is_a_user_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", str(RECIPE / "configs" / "align.yaml"), f"project.dir={tmp_path}"]) == EXIT_USER_ERROR
     assert "it is what the stage before exports, so train that first" in capsys.readouterr().err
 
@@ -143,7 +145,7 @@ REAL = {  # the sizes of Qwen3-VL-2B
         ("instruct_gpu8", ["chats", "held_chats"]),
     ],
 )
-def test_configs_for_gpus_compose_and_ask_for_what_they_need(name: str, sources: list[str], tmp_path: Path) -> None:
+def test_qwen3_vl_gpu_configs_compose_and_name_missing_keys(name: str, sources: list[str], tmp_path: Path) -> None:
     config = str(RECIPE / "configs" / f"{name}.yaml")
     with pytest.raises(UserError, match=rf"has keys without a value.* mllm\.sources\.{sources[0]}\.path=\.\.\."):
         compose(config, [])

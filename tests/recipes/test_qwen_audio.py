@@ -1,4 +1,4 @@
-"""Speech in, text out: the README's commands, resume, the export beside transformers, two ranks."""
+"""The qwen_audio recipe: the README's commands, resume, the export in transformers, two ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trained(folder: Path) -> Path:
 
 
 @speaks
-def test_the_readme_s_commands_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_qwen_audio_readme_commands_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(ROOT)
     seen = []
     for command in readme_commands("qwen_audio"):
@@ -60,7 +60,7 @@ def test_the_readme_s_commands_run(tmp_path: Path, monkeypatch: Any, capsys: Any
 
 
 @speaks
-def test_it_resumes_to_the_same_bits(folder: Path, trained: Path) -> None:
+def test_qwen_audio_resumed_run_is_bit_equal(folder: Path, trained: Path) -> None:
     straight = [record["loss"] for record in read_metrics(folder)]
     assert len(straight) == 6
     checkpoint = list_runs(folder)[0].checkpoint_list()[0]
@@ -69,7 +69,7 @@ def test_it_resumes_to_the_same_bits(folder: Path, trained: Path) -> None:
 
 
 @speaks
-def test_the_export_hears_what_the_checkpoint_does(folder: Path, trained: Path, monkeypatch: Any) -> None:
+def test_qwen_audio_export_transcribes_like_the_checkpoint(folder: Path, trained: Path, monkeypatch: Any) -> None:
     given = words(folder, "workflow=report", f"resume={trained}")
     engine: Any = compose(str(CONFIGS / "cpu.yaml"), given).engine_class
     from qwen_audio.hear import hear
@@ -81,14 +81,14 @@ def test_the_export_hears_what_the_checkpoint_does(folder: Path, trained: Path, 
     home = folder / "speech_data"
     rows = [json.loads(line) for kind in ("sentences", "voices") for line in (home / f"eval_{kind}.jsonl").open()]
     assert [one.sample for one in answers] == list(range(24))
-    sounds = [str(home / row["messages"][0]["content"][0]["audio"]) for row in rows]
-    heard = hear(str(export), sounds[::4], max_new_tokens=8)
+    files = [str(home / row["messages"][0]["content"][0]["audio"]) for row in rows]
+    heard = hear(str(export), files[::4], max_new_tokens=8)
     assert heard == [one.written for one in answers[::4]]
     assert [one.expected for one in answers] == [row["messages"][1]["content"] for row in rows]
 
 
 @speaks
-def test_two_ranks_hear_like_one(ranks2: Any, folder: Path, trained: Path) -> None:
+def test_qwen_audio_evaluation_on_two_ranks_equals_one(ranks2: Any, folder: Path, trained: Path) -> None:
     given = words(folder, "workflow=evaluate", f"resume={trained}", "data.global_batch_size=2")
     assert launch(str(CONFIGS / "cpu.yaml"), given) == 0
     assert ranks2.launch(CONFIGS / "cpu.yaml", *given, "parallel.shard=2") == [0, 0]
@@ -98,7 +98,7 @@ def test_two_ranks_hear_like_one(ranks2: Any, folder: Path, trained: Path) -> No
 
 
 @speaks
-def test_held_out_sentences_are_never_trained_on_and_sizes_are_those_of_the_config(folder: Path, trained: Path) -> None:
+def test_qwen_audio_data_holds_out_sentences_and_matches_config_sizes(folder: Path, trained: Path) -> None:
     from qwen_audio import data
 
     def texts(name: str) -> set[str]:
@@ -114,11 +114,11 @@ def test_held_out_sentences_are_never_trained_on_and_sizes_are_those_of_the_conf
     assert ears.nb_max_frames == 2 * about["audio_config"]["max_source_positions"]
     assert kit.processor.audio_token_id == about["audio_token_index"]
     assert len(kit.processor.tokenizer) <= about["text_config"]["vocab_size"]
-    told = kit.summary("train", dataset=kit.dataset("train", global_batch_size=1))
-    assert "Bad rows: none" in told  # no sentence is longer than what the model hears
+    summary = kit.summary("train", dataset=kit.dataset("train", global_batch_size=1))
+    assert "Bad rows: none" in summary  # no sentence is longer than the audio window
 
 
-def test_word_accuracy_counts_words_too_many_too_few_and_wrong() -> None:
+def test_edit_distance_counts_insertions_deletions_and_substitutions() -> None:
     compose(str(CONFIGS / "cpu.yaml"), [])  # which imports the recipe
     from qwen_audio.data import edit_distance, words_of
 
@@ -133,7 +133,7 @@ def test_word_accuracy_counts_words_too_many_too_few_and_wrong() -> None:
     assert cost("", "go left four") == cost("a b c", "go left four") == 3
 
 
-def test_gpu_configs_compose_and_ask_for_what_is_missing(tmp_path: Path, capsys: Any) -> None:
+def test_qwen_audio_gpu_configs_compose_and_name_missing_keys(tmp_path: Path, capsys: Any) -> None:
     from mvp_engine.kit import MLLMModelKit
     from mvp_engine.model_engine.fsdp.parallelize import freeze
 
@@ -155,7 +155,7 @@ def test_gpu_configs_compose_and_ask_for_what_is_missing(tmp_path: Path, capsys:
         assert "100 %" in table["projector"]
 
 
-def test_without_a_synthesizer_one_is_told_what_to_install(tmp_path: Path, monkeypatch: Any) -> None:
+def test_qwen_audio_without_synthesizer_names_the_package_to_install(tmp_path: Path, monkeypatch: Any) -> None:
     compose(str(CONFIGS / "cpu.yaml"), [])
     from qwen_audio.data import prepare
 

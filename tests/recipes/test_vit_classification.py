@@ -1,4 +1,4 @@
-"""Pictures and no tokens: digits in CI, a folder of a user's own with broken files, export, two ranks."""
+"""The vit_classification recipe: digits, a user's folder with broken files, export, two ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(folder: Path, *more: str) -> int:
     return launch(str(CONFIGS / "cpu.yaml"), [f"project.dir={folder}", *SMALL, *QUICK, *more])
 
 
-def pictures(folder: Path, count: int = 12) -> Path:
+def write_images(folder: Path, count: int = 12) -> Path:
     """Two classes, red and blue, of many sizes and modes; three files are broken."""
     random = np.random.default_rng(0)
     for name, colour in (("blue", 2), ("red", 0)):
@@ -41,13 +41,13 @@ def pictures(folder: Path, count: int = 12) -> Path:
                 folder / name / f"{i}.{'png' if i % 2 else 'jpg'}"
             )
     (folder / "red" / "half.jpg").write_bytes((folder / "red" / "2.jpg").read_bytes()[:200])
-    (folder / "red" / "text.png").write_text("no picture")
+    (folder / "red" / "text.png").write_text("not an image")
     (folder / "blue" / "none.jpg").touch()
     (folder / "blue" / "notes.txt").write_text("not looked at")
     return folder
 
 
-def test_the_readme_s_commands_run_and_digits_are_learnt(tmp_path: Path, monkeypatch: Any) -> None:
+def test_vit_readme_commands_run_and_reach_accuracy(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
     seen = []
     for words in readme_commands("vit_classification"):
@@ -65,13 +65,18 @@ def test_the_readme_s_commands_run_and_digits_are_learnt(tmp_path: Path, monkeyp
 def own(tmp_path_factory) -> tuple[Path, list[str]]:
     """A run on a user's folder, with bad files in it."""
     folder = tmp_path_factory.mktemp("vit")
-    words = [f"images.root={pictures(folder / 'pictures')}", "images.held_out=4", "images.crop=0.5", "images.flip=true"]
+    words = [
+        f"images.root={write_images(folder / 'images')}",
+        "images.held_out=4",
+        "images.crop=0.5",
+        "images.flip=true",
+    ]
     words += ["data.micro_batch_size=4", "data.global_batch_size=8", "loop.epochs=6", "optim.lr=0.01"]
     assert run(folder, *words, "checkpoint.interval=3") == 0
     return folder, words
 
 
-def test_broken_files_are_named_counted_and_left_out(own: tuple[Path, list[str]]) -> None:
+def test_vit_broken_files_are_listed_counted_and_left_out(own: tuple[Path, list[str]]) -> None:
     folder, words = own
     newest = list_runs(folder)[0].dir
     named = [json.loads(line)["image"] for line in (newest / "bad_images.0.jsonl").read_text().splitlines()]
@@ -89,7 +94,7 @@ def test_broken_files_are_named_counted_and_left_out(own: tuple[Path, list[str]]
     assert line["accuracy"] > 0.9
 
 
-def test_it_resumes_to_the_same_bits_with_other_workers(own: tuple[Path, list[str]]) -> None:
+def test_vit_resumed_run_with_other_workers_is_bit_equal(own: tuple[Path, list[str]]) -> None:
     folder, words = own
     checkpoint = list_runs(folder)[0].checkpoint_list()[0]
     straight = [record["loss"] for record in read_metrics(folder)]
@@ -97,7 +102,7 @@ def test_it_resumes_to_the_same_bits_with_other_workers(own: tuple[Path, list[st
     assert [record["loss"] for record in read_metrics(folder)] == straight
 
 
-def test_changes_of_a_picture_depend_on_seed_epoch_and_index_only(own: tuple[Path, list[str]]) -> None:
+def test_vit_augmentation_depends_on_seed_epoch_and_index_only(own: tuple[Path, list[str]]) -> None:
     from vit_classification.data import ImageDataset, Images, collate
     from vit_classification.model import make_processor
 
@@ -121,9 +126,7 @@ def test_changes_of_a_picture_depend_on_seed_epoch_and_index_only(own: tuple[Pat
     assert not torch.equal(first[1], epoch(1, 4)[1])
 
 
-def test_the_export_answers_like_the_averaged_weights_on_one_rank_and_on_two_shards(
-    ranks2: Any, own: tuple[Path, list[str]]
-) -> None:
+def test_vit_export_has_the_ema_weights_on_one_rank_and_on_two_shards(ranks2: Any, own: tuple[Path, list[str]]) -> None:
     from transformers import pipeline
 
     folder, words = own
@@ -134,18 +137,17 @@ def test_the_export_answers_like_the_averaged_weights_on_one_rank_and_on_two_sha
     assert "What was taken for what" in page
     assert page.count("data:image/png") >= 5
     [export] = newest.glob("hf_step_*")
-    told = {}
-    ask = pipeline("image-classification", str(export), device="cpu")
-    for file in sorted((folder / "pictures").glob("*/1*.*")):
-        told[file] = ask(Image.open(file).convert("RGB"))
-        assert told[file][0]["label"] == file.parent.name
-    raw = ask.model.state_dict()
+    classify = pipeline("image-classification", str(export), device="cpu")
+    for file in sorted((folder / "images").glob("*/1*.*")):
+        guesses = classify(Image.open(file).convert("RGB"))
+        assert guesses[0]["label"] == file.parent.name
+    raw = classify.model.state_dict()
     saved = Reader(newest / "checkpoints" / "latest")
     for name, tensor in raw.items():
         average = torch.empty_like(tensor)
         saved.fill({ema_name(name): average})
         assert torch.equal(tensor, average), name
-    # The same from two ranks that share the weights.
+    # The same from two ranks with sharded weights.
     words2 = [f"project.dir={folder}", *SMALL, *QUICK, *again, "parallel.shard=2", "data.global_batch_size=8"]
     assert ranks2.launch(CONFIGS / "cpu.yaml", *words2) == [0, 0]
     shared = pipeline("image-classification", str(export), device="cpu").model
@@ -154,7 +156,7 @@ def test_the_export_answers_like_the_averaged_weights_on_one_rank_and_on_two_sha
         assert torch.equal(tensor, raw[name]), name
 
 
-def test_gpu_configs_compose_and_a_pretrained_folder_gets_a_new_head(own: tuple[Path, list[str]]) -> None:
+def test_vit_gpu_configs_compose_and_pretrained_folder_gets_a_new_head(own: tuple[Path, list[str]]) -> None:
     from vit_classification.model import make_model
 
     folder, words = own
@@ -172,7 +174,7 @@ def test_gpu_configs_compose_and_a_pretrained_folder_gets_a_new_head(own: tuple[
     assert launch(str(CONFIGS / "cpu.yaml"), [f"project.dir={folder / 'next'}", *QUICK, *more, "model.config={}"]) == 0
 
 
-def test_mistakes_are_explained(tmp_path: Path) -> None:
+def test_vit_dataset_user_errors_name_the_fix(tmp_path: Path) -> None:
     from vit_classification.data import ImageDataset, Images
 
     def mistake(**images: Any) -> str:

@@ -346,8 +346,8 @@ class MLLMDataKit:
         if found:
             shown = ", ".join(source.where(row) for source, row in found[:3])
             raise UserError(
-                f"data: {len(found)} row(s) have more than {self.row_encoder.max_tokens} tokens, such as {shown}: raise "
-                "micro_batch_tokens or row_tokens, or set overlong to drop, truncate or shrink"
+                f"data: {len(found)} row(s) have more than {self.row_encoder.max_tokens} tokens, such as {shown}: "
+                "raise micro_batch_tokens or row_tokens, or set overlong to drop, truncate or shrink"
             )
 
     def _bad_rows_list(

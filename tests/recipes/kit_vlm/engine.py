@@ -1,4 +1,4 @@
-"""A tiny Qwen3-VL on the data kit. It notes which rows it trained on, and dies in the middle of a step when told to."""
+"""A tiny Qwen3-VL on the data kit. It records its training rows, and can kill itself in the middle of a step."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A recipe that trains in milliseconds and can be told to go wrong: the tests' guinea pig."""
+"""A recipe that trains in milliseconds, with faults that tests can turn on."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ class TinyConfig(Config):
 
 
 class Lines(Dataset[Any]):
-    """Points of a noisy line, each with a weight of its own, as sentences have lengths of their own."""
+    """Points of a linear function, each with its own weight, as sentences have different lengths."""
 
     def __init__(self, size: int, noise: float) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -105,7 +105,7 @@ class TinyEngine(Engine):
             return loss
         if tiny.fault == "nan_once":
             return loss * float("nan")
-        if tiny.fault == "nan_grad":  # a finite loss whose gradient is not
+        if tiny.fault == "nan_grad":  # a finite loss with a non-finite gradient
             return loss + (self.model[0].weight - self.model[0].weight.detach()).abs().sqrt().sum()
         if tiny.fault == "zero_weight":
             return loss
@@ -135,5 +135,5 @@ class TinyEngine(Engine):
             torch.linalg.svd(torch.randn(6000, 6000))
 
     def shout(self) -> None:
-        """A workflow of this recipe's own."""
+        """A workflow of this recipe."""
         (self.run.dir / "shouted").write_text(self.config.project.name)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.sources import Source
 
 LOGGER = logging.getLogger("mvp_engine")
+CACHE_FORMAT = 2  # of the cache files: raise it when their arrays change
 CHUNK_ROWS = 64  # rows that a process measures at a time
 PROGRESS_SECONDS = 10
 
@@ -75,7 +77,7 @@ class Measure:
                 self.source[row], self.format, self.source.root, self.fit
             )
             tokens = sum(len(side.ids) for side in sides)
-            kinds = {info.kind for side in sides for info in side.infos}
+            kinds = {info.kind for info in chain.from_iterable(side.infos for side in sides)}
             media = sum(MEDIA_BITS[kind] for kind in kinds)
             return tokens, self.row_encoder.encoder_cost(sides), media
         except BadRow as bad:
@@ -99,7 +101,7 @@ def measure_costs(
     which drops them.
     """
     measure = Measure(source, format, row_encoder)
-    key = f"{source.fingerprint} {source.root} {format} {row_encoder.fingerprint}"
+    key = f"{CACHE_FORMAT} {source.fingerprint} {source.root} {format} {row_encoder.fingerprint}"
     whole = _cached(measure, range(len(source)), cache, key, workers, name)
     long = np.flatnonzero(whole.tokens > row_encoder.max_tokens)
     arrays = (whole.tokens.copy(), whole.encoder.copy(), whole.media.copy())

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -93,7 +93,7 @@ def make_plan(
         step = range(start, min(start + packs_per_step, len(packs)))
         for index in sorted(step, key=lambda i: -pack_work[i]):
             sorted_packs.append(packs[index])
-    flat = np.array([row for pack in sorted_packs for row in pack], np.int64)
+    flat = np.array(list(chain.from_iterable(sorted_packs)), np.int64)
     ends = np.cumsum([len(pack) for pack in sorted_packs], dtype=np.int64)
     return Plan(order[flat].astype(np.int64), ends, tokens[flat], budget, packs_per_step)
 
