@@ -22,9 +22,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from mvp_engine.config.engine_class import find_engine
 from mvp_engine.config.explain import explain_invalid, explain_uncomposed
 from mvp_engine.config.places import ConfigFile, override_key, place_of, short_path
-from mvp_engine.config.recipe import find_engine
 from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError
 from mvp_engine.runs import flat_keys

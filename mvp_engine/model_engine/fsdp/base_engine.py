@@ -48,7 +48,7 @@ class FSDPBaseEngine(ModelEngine):
         self._status = StatusReader(
             self.settings.precision == "fp16",
             on_update=self.lr_scheduler_step,
-            bad_grad=self.first_nonfinite_grad,
+            find_bad_grad=self.first_nonfinite_grad,
         )
 
     def initialize(

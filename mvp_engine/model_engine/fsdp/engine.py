@@ -1,7 +1,7 @@
 """FSDPEngine: any `nn.Module`, replicated or sharded over the ranks; plain modules and Hugging Face models alike.
 
 It computes one step: sum losses and weights over all micro-batches and ranks, divide once, clip, update, advance the
-schedule. Whether a step is finite is decided on the device, equally on every rank. On a GPU the host reads the verdict
+schedule. Whether a step is finite is decided on the device, equally on every rank. On a GPU the host reads the result
 one step later, so a step has no host sync.
 """
 
@@ -161,12 +161,12 @@ class FSDPEngine(FSDPBaseEngine):
             factor = factor * (self.settings.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         self._scale_grads(factor)
         self.learning_rates = schedule_state.learning_rates(self.optimizer)
-        verdict = (~loss_sum.isfinite()) * NONFINITE_LOSS
-        verdict = verdict + (weight <= 0) * ZERO_WEIGHT + (~norm.isfinite()) * NONFINITE_GRAD
+        code = (~loss_sum.isfinite()) * NONFINITE_LOSS
+        code = code + (weight <= 0) * ZERO_WEIGHT + (~norm.isfinite()) * NONFINITE_GRAD
         if self.spike_detector:
-            loss = torch.where(verdict > 0, torch.nan, loss_sum / weight)
-            verdict = verdict + self.spike_detector.is_spike(loss) * LOSS_SPIKE
-        self._update(verdict)
+            loss = torch.where(code > 0, torch.nan, loss_sum / weight)
+            code = code + self.spike_detector.is_spike(loss) * LOSS_SPIKE
+        self._update(code)
         return StepNumbers(totals[0], totals[1], norm)
 
     def _reduce_numbers(self, totals: Tensor) -> tuple[Tensor, ...]:
@@ -192,18 +192,18 @@ class FSDPEngine(FSDPBaseEngine):
         if grads:
             torch._foreach_mul_(grads, factor.float())
 
-    def _update(self, verdict: Tensor) -> None:
-        skip = verdict > 0
+    def _update(self, code: Tensor) -> None:
+        skip = code > 0
         if self._skips_on_device:
             self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
             self.optimizer.step()
         elif not bool(skip):
             self.optimizer.step()
-        scale = self.loss_scale.value if self.loss_scale else torch.ones_like(verdict)
-        pair = torch.stack([verdict.double(), scale.double()])
-        self._status.put(pair, asynchronous=self._skips_on_device)
+        scale = self.loss_scale.value if self.loss_scale else torch.ones_like(code)
+        pair = torch.stack([code.double(), scale.double()])
+        self._status.put(pair, non_blocking=self._skips_on_device)
         if self.loss_scale:
-            self.loss_scale.update((verdict & NONFINITE_GRAD) > 0)
+            self.loss_scale.update((code & NONFINITE_GRAD) > 0)
 
     def step_status(self, wait: bool = True) -> list[StepStatus]:
         if wait:

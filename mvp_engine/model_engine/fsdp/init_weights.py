@@ -1,8 +1,9 @@
-"""Weights for a model that was built on the meta device and is parallelized already: loaded, or random from the seed.
+"""Fill the weights of a model that was built on the meta device and is sharded already: load them, or initialize them.
 
-Random weights are initialized unit by unit (a block, or all that is outside of blocks), unsharded, on the CPU, by the
-model's own rules; each rank then copies its shards. So they are the same on every layout, and no rank holds more than
-one unit.
+Initialization goes one unit at a time: a transformer block, and at the end all modules outside of blocks. A unit is
+initialized unsharded, on the CPU, by the model's own `_init_weights` (else `reset_parameters`), with a seed of its own;
+each rank then copies its shards. So random weights are identical for every world size and sharding, and no rank holds
+more than one unsharded unit at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine.adapter import ModelAdapter
 
-Modules = dict[str, nn.Module]  # by name
+Modules = dict[str, nn.Module]  # by full name in the model
 
 
 def materialize_weights(
@@ -29,20 +30,25 @@ def materialize_weights(
     device: torch.device,
     seed: int,
 ) -> None:
-    """`skeleton` is the same model on the meta device, as it was before it was parallelized."""
+    """Allocate and fill all parameters and buffers of `model`, in place.
+
+    `skeleton` is a copy of the model on the meta device, made before it was sharded: it has the same names, the
+    unsharded shapes and the rules of initialization.
+    """
     _allocate(model, device)
-    loaded = adapter.load_weights(skeleton)
-    real = dict(model.state_dict(keep_vars=True)) | dict(model.named_buffers())
+    loaded = adapter.load_weights(skeleton)  # into the model; returns names, tied ones under each
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= model.named_buffers(remove_duplicate=False)
     owners = _init_owners(skeleton)
     for name, modules in _units(skeleton):
         unit_seed = derived_seed(seed, "weights", name)
-        initialize_random(modules, owners, real, loaded, unit_seed)
+        initialize_random(modules, owners, tensors, loaded, unit_seed)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """The parameters and buffers of one module: the dict that holds them, name, tensor."""
+    """Yield (dict, name, tensor) of each parameter and buffer of one module, so that the caller can replace it."""
     for registry in (module._parameters, module._buffers):
-        for name, tensor in list(registry.items()):
+        for name, tensor in list(registry.items()):  # a copy: callers replace entries
             if tensor is not None:
                 yield registry, name, tensor
 
@@ -55,7 +61,7 @@ def _empty_like(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate this rank's shards of all meta tensors; tied parameters stay tied."""
+    """Allocate this rank's shards of all meta tensors. Unlike `Module.to_empty`, tied parameters stay tied."""
     allocated: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for registry, name, tensor in _tensors_of(module):
@@ -67,7 +73,7 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def _units(skeleton: nn.Module) -> Iterator[tuple[str, Modules]]:
-    """The blocks of a model, then everything outside of them."""
+    """The blocks of a model, then everything outside of them under the name "". The name is part of the seed."""
     names = {module: name for name, module in skeleton.named_modules()}
     inside: set[nn.Module] = set()
     for block in blocks(skeleton):
@@ -79,65 +85,70 @@ def _units(skeleton: nn.Module) -> Iterator[tuple[str, Modules]]:
 def initialize_random(
     modules: Modules,
     owners: dict[nn.Module, Any],
-    real: dict[str, Tensor],
+    tensors: dict[str, Tensor],
     loaded: set[str],
     seed: int,
 ) -> None:
-    """Initialize the tensors of some skeleton modules that were not loaded, and copy this rank's shards of them."""
-    unsharded, ties = _put_on_cpu(modules, loaded)
+    """Initialize those tensors of one unit that were not loaded, and copy this rank's shards into the model.
+
+    `tensors` are those of the model, by name.
+    """
+    unsharded, cpu_of_meta = _attach_cpu_tensors(modules, loaded)
     if not unsharded:
         return
-    versions = {name: value._version for name, value in unsharded.items()}
-    with torch.random.fork_rng([]), torch.no_grad():
-        torch.manual_seed(seed)
+    versions = {name: value._version for name, value in unsharded.items()}  # see _check_initialized
+    with torch.random.fork_rng([]), torch.no_grad():  # []: the CPU generator only
+        torch.default_generator.manual_seed(seed)
+        # Children before parents, so that the rule of a parent may overwrite theirs. Loaded tensors are still on the
+        # meta device here, where writing does nothing.
         for module in reversed(list(modules.values())):
             _init_module(module, owners[module])
     for name, value in unsharded.items():
         _check_initialized(name, value, versions[name])
         with torch.no_grad():
-            for offset, shard in local_shards(real[name]):
+            for offset, shard in local_shards(tensors[name]):
                 shard.copy_(value[shard_slices(offset, shard)])
-    _put_back(modules, ties)
+    _restore_meta_tensors(modules, cpu_of_meta)
 
 
-def _put_on_cpu(
+def _attach_cpu_tensors(
     modules: Modules, loaded: set[str]
 ) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:
-    """Give the skeleton's modules CPU tensors to initialize.
+    """Replace meta tensors of the skeleton by CPU tensors to initialize.
 
-    Returns them by name, and by the meta tensor that they replace.
+    Returns two dicts: full name -> CPU tensor, and meta tensor -> CPU tensor.
     """
     unsharded: dict[str, Tensor] = {}
-    ties: dict[Tensor, Tensor] = {}
+    cpu_of_meta: dict[Tensor, Tensor] = {}  # tied tensors are one key
     for prefix, module in modules.items():
         for registry, name, tensor in _tensors_of(module):
             full_name = f"{prefix}.{name}" if prefix else name
             if full_name in loaded:
                 continue
-            if tensor not in ties:
-                empty = torch.empty_like(tensor, device="cpu")
-                if empty.is_floating_point():
-                    empty.fill_(float("nan"))  # to find what no rule initializes
-                is_param = isinstance(tensor, nn.Parameter)
-                ties[tensor] = nn.Parameter(empty) if is_param else empty
-            registry[name] = ties[tensor]
-            unsharded[full_name] = ties[tensor]
-    return unsharded, ties
+            if tensor not in cpu_of_meta:
+                cpu_of_meta[tensor] = _empty_like(tensor, "cpu")
+                if tensor.is_floating_point():
+                    # _check_initialized finds what no rule has written.
+                    cpu_of_meta[tensor].data.fill_(float("nan"))
+            registry[name] = cpu_of_meta[tensor]
+            unsharded[full_name] = cpu_of_meta[tensor]
+    return unsharded, cpu_of_meta
 
 
-def _put_back(modules: Modules, ties: dict[Tensor, Tensor]) -> None:
-    """Return the skeleton's modules to the meta device."""
-    back = {new: old for old, new in ties.items()}
+def _restore_meta_tensors(modules: Modules, cpu_of_meta: dict[Tensor, Tensor]) -> None:
+    """Put the meta tensors of the skeleton back, which frees the CPU tensors."""
+    meta_of_cpu = {new: old for old, new in cpu_of_meta.items()}
     for module in modules.values():
         for registry, name, tensor in _tensors_of(module):
-            if tensor in back:
-                registry[name] = back[tensor]
+            if tensor in meta_of_cpu:
+                registry[name] = meta_of_cpu[tensor]
 
 
 def _check_initialized(name: str, value: Tensor, version: int) -> None:
-    # Integers have no NaN: whether they were written shows in their version counter.
-    unset = value.isnan().any() if value.is_floating_point() else value._version == version
-    if value.numel() and bool(unset):
+    # Integers have no NaN, but in-place writes raise autograd's version counter.
+    unwritten = value._version == version
+    is_unset = bool(value.isnan().any()) if value.is_floating_point() else unwritten
+    if value.numel() and is_unset:
         raise UserError(
             f"{name} has no value: its model's _init_weights does not set it. Set it there, or load it from a "
             "folder that has it (model.path)"
@@ -145,7 +156,7 @@ def _check_initialized(name: str, value: Tensor, version: int) -> None:
 
 
 def _init_owners(model: nn.Module) -> dict[nn.Module, Any]:
-    """For each module, the innermost model around it that has `_init_weights`."""
+    """For each module, the innermost module around it (itself included) that has `_init_weights`, or None."""
     owners: dict[nn.Module, Any] = {}
 
     def walk(module: nn.Module, owner: Any) -> None:

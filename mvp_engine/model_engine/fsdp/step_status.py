@@ -1,4 +1,4 @@
-"""How a step ended: the verdict that is computed on the device, and the status that the host makes of it."""
+"""StatusReader: reads the result code of a step from the device and turns it into a StepStatus."""
 
 from __future__ import annotations
 
@@ -11,78 +11,90 @@ from torch import Tensor
 from mvp_engine.model_engine.base import StepStatus
 from mvp_engine.model_engine.fsdp.loss_scale import LossScale
 
-# Bits of the verdict. 0: the weights were updated.
+# Bits of the result code: why the update was skipped. 0: the weights were updated.
 NONFINITE_LOSS = 1
 ZERO_WEIGHT = 2
 NONFINITE_GRAD = 4
 LOSS_SPIKE = 8
 
 
-class _Pending(NamedTuple):
-    verdict: Tensor  # [code, loss scale] on the host
-    copied: torch.cuda.Event | None  # recorded behind the copy; None if it is done
+class _PendingCode(NamedTuple):
+    values: Tensor  # [code, loss scale] on the host: one copy brings both
+    copy_done: torch.cuda.Event | None  # recorded after the copy; None if it was synchronous
 
 
 class StatusReader:
-    """Reads the verdict of a step as late as possible: on a GPU, when the next step prepares its update.
+    """Copies the code of a step to the host asynchronously; the caller reads it just before the next update.
 
-    By then a whole forward and backward is queued on the GPU, so the wait costs nothing.
+    By then a whole forward and backward is queued, so the GPU stays busy while the host waits.
     """
 
     def __init__(
-        self, is_fp16: bool, on_update: Callable[[], None], bad_grad: Callable[[], str | None]
+        self,
+        has_loss_scale: bool,
+        on_update: Callable[[], None],
+        find_bad_grad: Callable[[], str | None],
     ) -> None:
-        self.is_fp16 = is_fp16
-        self.on_update = on_update  # called when a step is known to have updated the weights
-        self.bad_grad = bad_grad  # the name of the first parameter with a non-finite gradient
-        self._pending: _Pending | None = None
+        self.has_loss_scale = has_loss_scale
+        self.on_update = on_update  # advances the learning-rate schedule
+        # Returns the first parameter with a non-finite gradient, from norms of the step that is read.
+        self.find_bad_grad = find_bad_grad
+        self._pending: _PendingCode | None = None
         self._statuses: list[StepStatus] = []
 
-    def put(self, verdict: Tensor, asynchronous: bool) -> None:
-        """A step ended with this verdict, [code, loss scale]."""
-        if not asynchronous:
-            self._pending = _Pending(verdict.cpu(), None)
+    def put(self, values: Tensor, non_blocking: bool) -> None:
+        """Start copying [code, loss scale] of the step that just ended to the host."""
+        assert self._pending is None, "read() comes first"
+        if not non_blocking:
+            self._pending = _PendingCode(values.cpu(), None)
             self.read()
             return
         host = torch.empty(2, dtype=torch.float64, pin_memory=True)
-        host.copy_(verdict, non_blocking=True)
-        self._pending = _Pending(host, torch.cuda.current_stream().record_event())
+        host.copy_(values, non_blocking=True)
+        self._pending = _PendingCode(host, torch.cuda.current_stream().record_event())
 
     def read(self) -> None:
-        """Wait for the last step, if its verdict was not read yet."""
+        """Wait for the last step, if its code was not read yet, and keep its status for `take`."""
         if self._pending is None:
             return
         pending = self._pending
         self._pending = None
-        if pending.copied is not None:
-            pending.copied.synchronize()
-        code, scale = pending.verdict.tolist()
-        status = status_of(int(code), scale if self.is_fp16 else None)
+        if pending.copy_done is not None:
+            pending.copy_done.synchronize()
+        values = pending.values.tolist()
+        code = int(values[0])
+        status = decode_status(code, values[1] if self.has_loss_scale else None)
         if status.reason is None:
             self.on_update()
-        elif code == NONFINITE_GRAD and not status.overflow:
-            name = self.bad_grad()
+        elif code == NONFINITE_GRAD and not status.overflow:  # the loss was finite
+            name = self.find_bad_grad()
             if name is not None:
                 status = StepStatus(f"{status.reason}, that of {name}")
         self._statuses.append(status)
 
     def take(self) -> list[StepStatus]:
-        """The statuses since the last call."""
+        """The statuses read since the last call."""
         statuses = self._statuses
         self._statuses = []
         return statuses
 
 
-def status_of(code: int, loss_scale: float | None) -> StepStatus:
-    """The status for a verdict; `loss_scale` is that of fp16 training."""
+def decode_status(code: int, loss_scale: float | None) -> StepStatus:
+    """The status for a code, its first cause first: a zero weight makes the loss NaN, that makes gradients NaN.
+
+    `loss_scale` is the fp16 loss scale, or None.
+    """
     if code == 0:
         return StepStatus(None)
     if code & ZERO_WEIGHT:
         return StepStatus("the batch has weight 0 (nothing to train on)")
     if code & NONFINITE_LOSS:
         return StepStatus("the loss is not finite")
-    if not code & NONFINITE_GRAD:
-        return StepStatus("the loss is far above those before it")
-    if loss_scale is not None and loss_scale > LossScale.LOWEST:
-        return StepStatus(f"fp16 gradients overflowed at loss scale {loss_scale:g}", overflow=True)
-    return StepStatus("a gradient is not finite")
+    if code & NONFINITE_GRAD:
+        # At the lowest loss scale no smaller one can help: then it is an error of its own.
+        if loss_scale is not None and loss_scale > LossScale.LOWEST:
+            reason = f"fp16 gradients overflowed at loss scale {loss_scale:g}"
+            return StepStatus(reason, overflow=True)
+        return StepStatus("a gradient is not finite")
+    assert code & LOSS_SPIKE, code
+    return StepStatus("the loss is far above those before it")
