@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import ForkedModule
 from ranks import RankPool
 
 ROOT = Path(__file__).parents[1]
@@ -109,9 +110,16 @@ def train(tmp_path: Path) -> Callable[..., int]:
     return run
 
 
-def spawn(*args: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
-    """Start a Python process in its own process group and capture its output."""
+def spawn(
+    *args: str, env: dict[str, str] | None = None, cwd: Any = ROOT, fresh: bool = False, **options: Any
+) -> subprocess.Popen[str]:
+    """Start a Python process in its own session and capture its output.
+
+    `-m module` is forked from the fork server, which saves the imports; with `fresh` it starts from nothing.
+    """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+    if args[0] == "-m" and not fresh:
+        return ForkedModule(args[1], list(args[2:]), environment, str(cwd))  # type: ignore[return-value]
     return subprocess.Popen(
         [sys.executable, *args],
         stdout=subprocess.PIPE,
@@ -119,13 +127,13 @@ def spawn(*args: str, env: dict[str, str] | None = None, **options: Any) -> subp
         text=True,
         env=environment,
         start_new_session=True,
-        cwd=options.pop("cwd", ROOT),
+        cwd=cwd,
         **options,
     )
 
 
 def run_process(*args: str, **options: Any) -> tuple[int, str]:
-    """Run a Python process to its end and return its exit code and output."""
+    """Run a Python process to its end and return its exit code and output. `options`: see `spawn`."""
     process = spawn(*args, **options)
     output, _ = process.communicate(timeout=120)
     return process.returncode, output

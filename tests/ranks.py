@@ -1,8 +1,4 @@
-"""Rank processes that stay up between tests.
-
-Imports are most of the start-up cost of a rank (4 CPU seconds). A fork server without threads imports once, and every
-rank is forked from it.
-"""
+"""Rank processes that stay up between tests, forked from a server that has done the imports."""
 
 from __future__ import annotations
 
@@ -18,8 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "mvp_engine.launch", "mvp_engine.model_engine"]
-PRELOAD += ["mvp_engine.kit", "transformers.modeling_utils", "transformers.masking_utils", "transformers.models.auto"]
+from forked import fork_context
 
 
 class RankPool:
@@ -30,8 +25,7 @@ class RankPool:
     """
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = fork_context()
         self.size = size
         self.pipes = []
         self.processes = []

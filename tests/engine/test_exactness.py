@@ -23,8 +23,12 @@ def test_three_ways_to_launch_give_the_same_losses(tmp_path: Path) -> None:
         "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node=1", *launch],
         "mvp": ["-m", "mvp_engine.cli", "train", str(MAGIC)],
     }
-    with ThreadPoolExecutor() as pool:  # each spends its time with imports
-        ended = list(pool.map(lambda name: run_process(*ways[name], *words, f"project.dir={tmp_path / name}"), ways))
+
+    def run(name: str) -> tuple[int, str]:
+        return run_process(*ways[name], *words, f"project.dir={tmp_path / name}", fresh=True)
+
+    with ThreadPoolExecutor() as pool:  # imports are most of it
+        ended = list(pool.map(run, ways))
     assert [code for code, _ in ended] == [0, 0, 0], ended
     seen = [losses(tmp_path / name) for name in ways]
     assert len(seen[0]) == 4

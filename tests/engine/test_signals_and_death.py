@@ -142,7 +142,7 @@ def test_kill_9_at_random_moments_loses_nothing(train, ranks2, tmp_path: Path, n
 def test_works_without_git_terminal_or_a_writable_current_folder(tmp_path: Path) -> None:
     words = ["loop.total_steps=2", f"project.dir={tmp_path}", "log.backends=[terminal,file,jsonl]"]
     environment = {"PATH": "/nowhere", "TERM": "dumb", "PYTHONPATH": str(TINY.parents[3])}
-    code, output = run_process(*LAUNCH, *words, env=environment, cwd="/proc", stdin=subprocess.DEVNULL)
+    code, output = run_process(*LAUNCH, *words, env=environment, cwd="/proc", fresh=True, stdin=subprocess.DEVNULL)
     assert code == 0, output
     assert list_runs(tmp_path)[0].info["git"] is None
 

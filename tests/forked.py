@@ -1,0 +1,112 @@
+"""Processes forked from a server that has imported torch, transformers and the package.
+
+Imports are most of the start-up cost of a process: 4 CPU seconds. Multiprocessing's fork server imports once and has no
+threads, so forking it is safe. Forked processes have their own process id, session, signals and exit code, like any
+other; what they do not test is a start from nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from typing import Any
+
+PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.run", "mvp_engine.launch"]
+PRELOAD += ["mvp_engine.model_engine", "mvp_engine.kit"]
+PRELOAD += ["transformers.modeling_utils", "transformers.masking_utils", "transformers.models.auto"]
+
+
+def fork_context() -> Any:
+    """The multiprocessing context of this test process' fork server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+class ForkedModule:
+    """`python -m module args` in a forked process: the part of `subprocess.Popen` that the tests use."""
+
+    def __init__(self, module: str, args: list[str], environment: dict[str, str], folder: str) -> None:
+        context = fork_context()
+        reader, writer = context.Pipe(duplex=False)
+        target_args = (module, args, environment, folder, writer)
+        self._process = context.Process(target=_run_module, args=target_args, daemon=False)
+        self._process.start()
+        writer.close()
+        self.stdout = os.fdopen(os.dup(reader.fileno()), "r")
+        reader.close()
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Wait for the end of the process and return what it printed since the last read."""
+        output: list[str] = []
+        reading = threading.Thread(target=lambda: output.append(self.stdout.read()), daemon=True)
+        reading.start()
+        reading.join(timeout)
+        if reading.is_alive():
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        self.wait(timeout)
+        self.stdout.close()
+        return output[0], None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run_module(module: str, args: list[str], environment: dict[str, str], folder: str, output: Any) -> None:
+    os.setsid()
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    output.close()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.argv = [module, *args]
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # the module is imported already
+    code = _exit_code(module)
+    threading._shutdown()  # type: ignore[attr-defined]  # joins threads, as the interpreter does at its end
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _exit_code(module: str) -> int:
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+            return 1
+        return error.code or 0
+    except BaseException:  # noqa: BLE001 - what the interpreter does with it
+        traceback.print_exc()
+        return 1
+    return 0
