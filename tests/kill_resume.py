@@ -1,9 +1,9 @@
-"""Kill -9 at random moments, relaunch with resume=auto, compare with a run that nobody killed.
+"""Kill -9 at random moments, relaunch with resume=auto, compare with an uninterrupted run.
 
     python tests/kill_resume.py --kills 20 [--nproc 2] [--config FILE] [key=value ...]
 
-Kills the whole process group, so nothing gets a chance to clean up. Passes when every relaunch finds a readable
-checkpoint, and the final metrics.jsonl has the same steps and bits as the straight run's.
+Kills the whole process group, so that no process can clean up. Passes when every relaunch finds a readable
+checkpoint, and the final metrics.jsonl has the same steps and is bit-equal to that of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-ROOT = Path(__file__).parents[1]
-TINY = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
-WORDS = [
+from conftest import ROOT, TINY, spawn
+from ranks import free_port
+
+SETTINGS = [
     "log.interval=3",
     "log.backends=[file,jsonl]",
     "loop.eval_interval=50",
@@ -35,10 +36,90 @@ WORDS = [
 ]
 
 
-def command(config: Path, nproc: int, words: list[str]) -> list[str]:
-    launch = ["-m", "mvp_engine.launch", "--config", str(config), *words]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    return [sys.executable, *(torchrun if nproc > 1 else []), *launch]
+class Job(Protocol):
+    """A running training on one or several ranks."""
+
+    def is_running(self) -> bool: ...
+
+    def kill(self) -> None: ...
+
+    def exit_code(self) -> int:
+        """Wait for the end of all processes."""
+        ...
+
+
+class FreshJob:
+    """Processes that start from nothing, several ranks under torchrun."""
+
+    def __init__(self, config: Path, nproc: int, settings: list[str], log: Path) -> None:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+        launch = ["-m", "mvp_engine.launch", "--config", str(config), *settings]
+        command = [sys.executable, *(torchrun if nproc > 1 else []), *launch]
+        with open(log, "a") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT
+            )
+        self.nproc = nproc
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        # torchrun's workers have their own sessions: kill them too, or leave it to them to see that torchrun died.
+        kill_workers = self.nproc > 1 and time.monotonic_ns() // 1_000_000 % 2
+        workers = child_pids(self.process.pid) if kill_workers else []
+        os.killpg(self.process.pid, signal.SIGKILL)
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+
+    def exit_code(self) -> int:
+        return self.process.wait()
+
+
+class ForkedJob:
+    """Ranks forked from the tests' fork server: no imports, no torchrun, otherwise the same."""
+
+    def __init__(self, config: Path, nproc: int, settings: list[str], log: Path) -> None:
+        launch = ["-m", "mvp_engine.launch", "--config", str(config), *settings]
+        job = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+        job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environments = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)]
+        self.ranks = [spawn(*launch, env=env if nproc > 1 else None) for env in environments]
+        self.log = log
+
+    def is_running(self) -> bool:
+        return any(rank.poll() is None for rank in self.ranks)
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+
+    def exit_code(self) -> int:
+        outputs = [rank.communicate(timeout=600)[0] for rank in self.ranks]
+        with open(self.log, "a") as out:
+            out.writelines(outputs)
+        return next((rank.returncode for rank in self.ranks if rank.returncode), 0)
+
+
+def child_pids(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def run_and_kill(job: Job, folder: Path, kill_after: float) -> int:
+    """Kill -9 `kill_after` seconds after training began or resumed; a negative number counts from the launch."""
+    size_before = _log_size(folder)
+    while kill_after >= 0 and job.is_running() and _log_size(folder) == size_before:
+        time.sleep(0.01)  # starting up
+    deadline = time.monotonic() + abs(kill_after)
+    while job.is_running() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    if job.is_running():
+        job.kill()
+    return job.exit_code()
+
+
+def _log_size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*/log.txt"))
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -46,66 +127,43 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k != "perf"} for line in file.read_text().splitlines()]
 
 
-def run(config: Path, nproc: int, words: list[str], kill_after: float | None, log: Path) -> int:
-    """Launch and kill -9 so many seconds after training began or went on; a negative number counts from the start."""
-    folder = Path(next(w for w in words if w.startswith("project.dir=")).split("=", 1)[1])
-    before = _size(folder)
-    with open(log, "a") as out:
-        process = subprocess.Popen(
-            command(config, nproc, words), stdout=out, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT
-        )
-        while kill_after is not None and kill_after >= 0 and process.poll() is None and _size(folder) == before:
-            time.sleep(0.01)  # starting up
-        deadline = time.monotonic() + (600 if kill_after is None else abs(kill_after))
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        if process.poll() is None:
-            # torchrun's workers have sessions of their own: kill them too, or leave them to notice by themselves.
-            workers = _children(process.pid) if nproc > 1 and int(deadline * 1000) % 2 else []
-            os.killpg(process.pid, signal.SIGKILL)
-            for worker in workers:
-                os.kill(worker, signal.SIGKILL)
-        return process.wait()
-
-
-def _children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*/log.txt"))
-
-
 def compare(
     kills: int,
     nproc: int,
-    config: Path,
-    words: list[str],
-    seed: int,
+    settings: list[str],
     folder: Path,
-    launch: Callable[..., list[int]] | None = None,
+    *,
+    config: Path = TINY,
+    seed: int = 0,
+    start: Callable[[Path, int, list[str], Path], Job] = FreshJob,
 ) -> dict[str, Any]:
-    """`launch`: what runs the straight one, where there are ranks already; else processes of its own."""
+    """Train once without and once with `kills` kills; raises AssertionError where the two differ."""
     log = folder / "output.txt"
-    straight = [*words, f"project.dir={folder / 'straight'}"]
-    codes = launch(config, *straight) if launch else [run(config, nproc, straight, None, log)]
-    assert not any(codes), log.read_text()
-    killed = [*words, f"project.dir={folder / 'killed'}", "resume=auto"]
+    log.touch()
+    uninterrupted = start(config, nproc, [*settings, f"project.dir={folder / 'straight'}"], log)
+    assert uninterrupted.exit_code() == 0, log.read_text()
+    killed = [*settings, f"project.dir={folder / 'killed'}", "resume=auto"]
     dice = random.Random(seed)
-    done, during_save = 0, 0
+    done = 0
+    during_save = 0
     while done < kills:
         moment = -dice.uniform(0.1, 4.0) if dice.random() < 0.2 else dice.uniform(0.0, 0.9)
-        code = run(config, nproc, killed, moment, log)
+        code = run_and_kill(start(config, nproc, killed, log), folder / "killed", moment)
         if code != -signal.SIGKILL:
             assert code == 0, f"a relaunch failed with {code}:\n{log.read_text()[-4000:]}"
-            break  # finished before the kill came
+            break  # finished before the kill
         done += 1
         during_save += any((folder / "killed").glob("*/checkpoints/.tmp-*"))
-    assert run(config, nproc, killed, None, log) == 0, log.read_text()[-4000:]
-    a, b = records(folder / "straight"), records(folder / "killed")
-    different = [pair for pair in zip(a, b, strict=False) if pair[0] != pair[1]]
-    assert a == b, f"{len(a)} and {len(b)} records; the first that differ: {different[:1]}"
-    return {"kills": done, "while_a_checkpoint_was_being_written": during_save, "records": len(a), "bit_equal": True}
+    assert start(config, nproc, killed, log).exit_code() == 0, log.read_text()[-4000:]
+    expected, found = records(folder / "straight"), records(folder / "killed")
+    different = [pair for pair in zip(expected, found, strict=False) if pair[0] != pair[1]]
+    assert expected == found, f"{len(expected)} and {len(found)} records; the first that differ: {different[:1]}"
+    return {"kills": done, "during_save": during_save, "records": len(found), "bit_equal": True}
+
+
+def settings_for(kills: int) -> list[str]:
+    """Settings of the tiny recipe with steps enough for so many kills."""
+    return [*SETTINGS, f"loop.total_steps={100 + 60 * kills}"]
 
 
 def main() -> None:
@@ -114,10 +172,10 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--config", type=Path, default=TINY)
     parser.add_argument("--seed", type=int, default=0)
-    args, words = parser.parse_known_args()
+    args, settings = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="kill-resume-"))
-    words = words or ([*WORDS, f"loop.total_steps={100 + 60 * args.kills}"] if args.config == TINY else [])
-    print(json.dumps(compare(args.kills, args.nproc, args.config, words, args.seed, folder)))
+    settings = settings or (settings_for(args.kills) if args.config == TINY else [])
+    print(json.dumps(compare(args.kills, args.nproc, settings, folder, config=args.config, seed=args.seed)))
     shutil.rmtree(folder)
 
 

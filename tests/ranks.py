@@ -37,7 +37,7 @@ class RankPool:
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        port = _free_port()
+        port = free_port()
         for pipe in self.pipes:
             pipe.send((function, args, port))
         answers = []
@@ -95,7 +95,7 @@ def _serve(rank: int, size: int, pipe: Any) -> None:
         pipe.send_bytes(answer)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Benchmarks count, compare and report rightly."""
+"""Benchmark scripts: counts of FLOPs and tokens, comparisons on equal data, tables that match their results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def across_boundaries(bench: ModuleType) -> Any:
     return lambda case: bench._with_autograd(case, attend)
 
 
-def test_dry_run_shows_each_mix_with_its_flops(bench: ModuleType, monkeypatch, capsys) -> None:
+def test_packed_attention_dry_run_prints_each_mix_with_its_flops(bench: ModuleType, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--dry"])
     bench.main()
     output = capsys.readouterr().out
@@ -49,11 +49,13 @@ def test_dry_run_shows_each_mix_with_its_flops(bench: ModuleType, monkeypatch, c
         m.name for m in bench.MIXES
     ]
     assert "| 8 x 4096 | 8 | 32768 | 4096 | 0.5499 | 1.3747 |" in output
-    pairs = sum(key <= query for query in range(9) for key in range(9)) + 1  # who sees whom, in sequences of 9 and 1
+    pairs = (
+        sum(key <= query for query in range(9) for key in range(9)) + 1
+    )  # causal pairs of sequences with 9 tokens and 1
     assert bench.Mix("", (9, 1)).forward_flops == pairs * 16 * 128 * 4
 
 
-def test_right_kernels_get_figures_and_wrong_ones_a_reason(bench: ModuleType, monkeypatch) -> None:
+def test_packed_attention_correct_kernels_get_timings_and_wrong_ones_a_reason(bench: ModuleType, monkeypatch) -> None:
     case = bench.Case.of(bench.Mix("tiny", (9, 1, 5)), "cpu")
     monkeypatch.setitem(bench.KERNELS, "leaky", across_boundaries(bench))
     monkeypatch.setitem(bench.KERNELS, "broken", lambda case: 1 / 0)
@@ -83,13 +85,13 @@ def compare(monkeypatch) -> ModuleType:
     return module
 
 
-def test_the_tables_of_sft_are_those_of_their_results(compare: Any, tmp_path) -> None:
+def test_sft_tables_in_docs_equal_the_stored_results(compare: Any, tmp_path) -> None:
     page = tmp_path / "page.md"
     page.write_text((ROOT / "docs" / "performance.md").read_text().replace("| ours |", "| theirs |"))
     for name in ("text_sft", "vlm_sft"):
         compare.into_page(name, json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()), page)
     assert page.read_text() == (ROOT / "docs" / "performance.md").read_text()
-    told = (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     for name, side, mix in (
         ("text_sft", "ours", "mix"),
         ("text_sft", "ours, fp8", "mix"),
@@ -97,12 +99,12 @@ def test_the_tables_of_sft_are_those_of_their_results(compare: Any, tmp_path) ->
     ):
         rows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
         mine = next(row for row in rows if (row["side"], row["mix"]) == (side, mix))
-        assert f"| {mine['tokens_per_s']:,.0f} | {100 * mine['mfu']:.1f} % |" in told
+        assert f"| {mine['tokens_per_s']:,.0f} | {100 * mine['mfu']:.1f} % |" in readme
     assert len(compare.rows("mix", 1)) == 32
     assert [len(row.ids) for row in compare.rows("full", 1)] == [4096] * 8
 
 
-def test_rows_with_images_are_the_same_for_both_sides(monkeypatch) -> None:
+def test_sft_rows_with_images_are_equal_packed_and_padded(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "sft"))
     data, trainer = (import_file(ROOT / "benchmarks" / "sft" / f"{name}.py") for name in ("data", "trainer"))
     chosen = data.rows("images", 1)[:12]
@@ -111,11 +113,11 @@ def test_rows_with_images_are_the_same_for_both_sides(monkeypatch) -> None:
     real = padded["attention_mask"].bool()
     assert packed.input_ids.equal(padded["input_ids"][real])
     assert packed.media["pixel_values"].values.equal(padded["pixel_values"])
-    learnt = padded["labels"][:, 1:]  # transformers moves labels itself
-    assert packed.labels[packed.labels >= 0].equal(learnt[learnt >= 0])
+    with_loss = padded["labels"][:, 1:]  # transformers shifts labels itself
+    assert packed.labels[packed.labels >= 0].equal(with_loss[with_loss >= 0])
 
 
-def test_jpeg_files_give_the_rows_that_lie_in_memory(compare: Any, tmp_path, monkeypatch, train) -> None:
+def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare: Any, tmp_path, monkeypatch, train) -> None:
     pytest.importorskip("sklearn")
     engine: Any = import_file(ROOT / "benchmarks" / "sft" / "engine.py")
     data: Any = sys.modules[engine.rows.__module__]
@@ -125,23 +127,23 @@ def test_jpeg_files_give_the_rows_that_lie_in_memory(compare: Any, tmp_path, mon
     keys += ["loop.precision=fp32", "loop.total_steps=2", "log.interval=1"]
     assert train(*keys, config=ROOT / "benchmarks" / "sft" / "train.yaml") == 0
 
-    expected, found = data.rows("images", 4), list[Any]()  # of the steps trained, and two more
+    expected, found = data.rows("images", 4), list[Any]()  # two steps are trained, two more are read
     for pack in engine.data_kit("tiny_vl", 4, 2, tmp_path / "files", 0).loader(global_batch_size=2):
         found += [pack.select([i]) for i in range(pack.num_sequences)]
-    four = engine.data_kit("tiny_vl", 4, 4, tmp_path / "files", 0)  # a step's rows, in as many packs as it has
+    four = engine.data_kit("tiny_vl", 4, 4, tmp_path / "files", 0)  # one pack holds a quarter of a step's rows
     assert 4 * four.settings.micro_batch_tokens == pytest.approx(sum(len(row.ids) for row in expected) / 4, rel=0.02)
     found.sort(key=lambda one: int(one.sequence_fields["sample"]))
     assert len(found) == len(expected)
     for got, row in zip(found, expected, strict=True):
         wanted = data.packed([row], "tiny_vl", data.Pixels())
-        assert got.input_ids[:-1].equal(wanted.input_ids[:-1])  # the last one ends the answer
+        assert got.input_ids[:-1].equal(wanted.input_ids[:-1])  # the last token ends the assistant turn
         assert got.labels[:-2].equal(wanted.labels[:-2])
-        assert got.weight == wanted.weight
+        assert got.num_loss_tokens == wanted.num_loss_tokens
         assert got.position_ids.equal(wanted.position_ids)
         grids = [one.media["pixel_values"].fields["image_grid_thw"].tolist() for one in (got, wanted)]
         assert grids[0] == grids[1]
         if row.grids:
-            assert 0.02 < got.media["pixel_values"].values.float().var() < 2  # a picture, not a plain colour
+            assert 0.02 < got.media["pixel_values"].values.float().var() < 2  # a photo, not one colour
 
     (log,) = tmp_path.glob("*/metrics.jsonl")
     records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -152,7 +154,7 @@ def test_jpeg_files_give_the_rows_that_lie_in_memory(compare: Any, tmp_path, mon
     assert 0 < figures["tokens"] < sum(len(row.ids) for row in expected)
 
 
-def test_sequences_are_found_in_what_trl_has_packed() -> None:
+def test_trl_sequence_lengths_are_read_from_packed_labels() -> None:
     side: Any = import_file(ROOT / "benchmarks" / "sft" / "trl_side.py")
     labels = torch.tensor([[-100, 1, 2, -100, 3, 4], [5, -100, 6, -100, -100, -100]])
     tokens = torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])  # the last three are padding
@@ -160,17 +162,17 @@ def test_sequences_are_found_in_what_trl_has_packed() -> None:
     assert side.lengths(labels[:1], None) == [3, 3]
 
 
-def test_tokens_of_trl_are_those_that_it_trained(compare: Any, tmp_path, monkeypatch) -> None:
+def test_trl_token_counts_equal_what_it_trained_on(compare: Any, tmp_path, monkeypatch) -> None:
     pytest.importorskip("trl")
     data, trainer = (import_file(ROOT / "benchmarks" / "sft" / f"{name}.py") for name in ("data", "trainer"))
     make, made = trainer.trl_trainer, list[Any]()
 
-    def here(command: list[str], check: bool) -> None:
+    def run_in_process(command: list[str], check: bool) -> None:
         how = json.loads(command[-1])
         trainer.run(**{**how, "out": Path(how["out"])})
 
     monkeypatch.setattr(trainer, "trl_trainer", lambda *how: made.append(make(*how)) or made[-1])
-    monkeypatch.setattr(compare.subprocess, "run", here)
+    monkeypatch.setattr(compare.subprocess, "run", run_in_process)
     monkeypatch.setattr(compare, "INTERVAL", 1)
     monkeypatch.setitem(data.PER_STEP, "mix", 8)
     args = Namespace(shape="tiny", steps=2, batch=2, longest=512, checkpointing=False)
@@ -180,10 +182,12 @@ def test_tokens_of_trl_are_those_that_it_trained(compare: Any, tmp_path, monkeyp
         steps, own = made[-1].sequences(), [log["num_tokens"] for log in made[-1].state.log_history[:2]]
         assert own == [sum(steps[0]), sum(steps[0]) + sum(steps[1])]
         assert found["tokens"] == sum(steps[1]) > 1000
-        assert (Counter(steps[0] + steps[1]) <= whole) == (packing == "bfd")  # rows are whole, or cut
+        assert (Counter(steps[0] + steps[1]) <= whole) == (
+            packing == "bfd"
+        )  # bfd keeps rows whole, the other packing cuts them
 
 
-def test_loaders_are_compared_on_the_same_tokens(tmp_path: Path) -> None:
+def test_loader_benchmark_counts_the_same_tokens_on_both_sides(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     bench: Any = import_file(ROOT / "benchmarks" / "loader.py")
     ours, padded = bench.compare(tmp_path, 24, rounds=1, workers=0)

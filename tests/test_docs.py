@@ -1,4 +1,4 @@
-"""What the documents say is true: their code runs, their links lead somewhere, their keys exist."""
+"""The docs are true: their code runs, their links resolve, their config keys and hooks exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES = [p for p in ROOT.rglob("*.md") if not {".venv", "outputs", ".pytest_cach
 
 
 def blocks(page: Path, language: str) -> list[tuple[str, str]]:
-    """(the line before, the code) of each fenced block."""
+    """(the line before it, its code) of each fenced block."""
     pattern = rf"([^\n]*)\n\n```{language}\n(.*?)```"
     return re.findall(pattern, page.read_text(), flags=re.DOTALL)
 
@@ -28,12 +28,12 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_docs_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_recipe_of_the_readme_works_word_for_word(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     files = 0
     for before, code in blocks(ROOT / "README.md", "python") + blocks(ROOT / "README.md", "yaml"):
@@ -44,11 +44,11 @@ def test_recipe_of_the_readme_works_word_for_word(tmp_path: Path, monkeypatch, c
         files += 1
     assert files == 2
     [text] = [code for _, code in blocks(ROOT / "README.md", "bash") if "plane" in code]
-    alone, together, typo = commands(text)
-    assert main(alone[1:]) == 0
+    one_rank, two_ranks, typo = commands(text)
+    assert main(one_rank[1:]) == 0
     first = list(list_runs(tmp_path / "outputs")[0].records())
     assert first[-1]["loss"] < 1e-3
-    code, output = run_process("-m", "mvp_engine.cli", *together[1:], cwd=tmp_path)
+    code, output = run_process("-m", "mvp_engine.cli", *two_ranks[1:], cwd=tmp_path)
     assert code == 0, output
     last = list(list_runs(tmp_path / "outputs")[1].records())
     assert last[0]["loss"] == pytest.approx(first[0]["loss"], rel=1e-5)
@@ -57,7 +57,7 @@ def test_recipe_of_the_readme_works_word_for_word(tmp_path: Path, monkeypatch, c
     assert "unknown key 'optim.lrr'. Did you mean 'optim.lr'?" in capsys.readouterr().err
 
 
-def test_commands_of_the_readme_work(tmp_path: Path, monkeypatch) -> None:
+def test_readme_commands_exit_with_0(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     text = "".join(code for _, code in blocks(ROOT / "README.md", "bash"))
     seen = set()
@@ -67,7 +67,7 @@ def test_commands_of_the_readme_work(tmp_path: Path, monkeypatch) -> None:
         seen.add(tuple(words[1:3]) if words[1] in ("config", "runs") else words[1])
         if words[1] in ("train", "evaluate"):
             if "--nproc" in words:
-                continue  # covered by the tests with two processes
+                continue  # run by the test above and by the tests on two ranks
             words += ["loop.total_steps=2", "loop.eval_batches=1", f"project.dir={tmp_path}", "log.backends=[jsonl]"]
         if words[1] == "check":
             words.append(f"project.dir={tmp_path}")
@@ -77,7 +77,7 @@ def test_commands_of_the_readme_work(tmp_path: Path, monkeypatch) -> None:
     assert seen == {"train", "evaluate", "check", ("config", "show"), ("runs", "list")}
 
 
-def test_python_of_the_other_pages_runs() -> None:
+def test_docs_python_blocks_run() -> None:
     for page in PAGES:
         if page.name == "README.md" and page.parent == ROOT:
             continue
@@ -85,7 +85,7 @@ def test_python_of_the_other_pages_runs() -> None:
             exec(compile(code, str(page), "exec"), {"__name__": "example"})
 
 
-def test_keys_in_the_documents_exist() -> None:
+def test_docs_config_keys_exist() -> None:
     from mvp_engine.config.explain import all_keys
     from mvp_engine.kit import MLLMConfig
 
@@ -97,7 +97,7 @@ def test_keys_in_the_documents_exist() -> None:
                 assert word in known, f"{page.name}: {word}"
 
 
-def test_hooks_in_the_documents_exist() -> None:
+def test_docs_recipe_hooks_exist() -> None:
     from mvp_engine.kit import MLLMEngine
 
     for name in set(re.findall(r"`([a-z_]+)\(", (ROOT / "docs" / "recipes.md").read_text())) - {"super", "eval"}:

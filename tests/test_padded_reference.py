@@ -1,4 +1,4 @@
-"""PPO-style quantities: what a padded implementation computes, the packed one computes too."""
+"""Packed log-probs, entropy and values equal those of a padded forward: what PPO needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe"])
-def test_log_probs_and_entropy_match_a_padded_reference(rows: dict[str, torch.Tensor], family: str) -> None:
+def test_language_model_packed_log_probs_and_entropy_equal_padded(rows: dict[str, torch.Tensor], family: str) -> None:
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager").eval()
     packed = LanguageModel.from_config(config_of(family)).eval()
@@ -32,17 +32,17 @@ def test_log_probs_and_entropy_match_a_padded_reference(rows: dict[str, torch.Te
     ids, mask, length = rows["input_ids"], rows["attention_mask"], rows["old"].shape[1]
     with torch.no_grad():
         logits = reference(ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
-        before = logits[:, -length - 1 : -1].log_softmax(-1)  # what predicts each response token
-        there = mask[:, -length:].bool()
-        expected = before.gather(-1, ids[:, -length:, None])[..., 0].where(there, 0.0)
-        entropy = -(before.exp() * before).sum(-1).where(there, torch.tensor(0.0))
+        before = logits[:, -length - 1 : -1].log_softmax(-1)  # the logits that predict each response token
+        is_token = mask[:, -length:].bool()
+        expected = before.gather(-1, ids[:, -length:, None])[..., 0].where(is_token, 0.0)
+        entropy = -(before.exp() * before).sum(-1).where(is_token, torch.tensor(0.0))
         batch = from_padded(ids, mask, response_length=length)
         out = packed(batch, ["log_probs", "entropy"])
     assert torch.allclose(responses(out["log_probs"], batch), expected, rtol=1e-5, atol=1e-5)
     assert torch.allclose(responses(out["entropy"], batch), entropy, rtol=1e-5, atol=1e-5)
 
 
-def test_values_match_a_padded_reference(rows: dict[str, torch.Tensor]) -> None:
+def test_value_model_packed_values_equal_padded(rows: dict[str, torch.Tensor]) -> None:
     torch.manual_seed(0)
     model = ValueModel.from_config(config_of("qwen3")).eval()
     eager = type(model.hf)._from_config(config_of("qwen3"), attn_implementation="eager").eval()

@@ -1,4 +1,4 @@
-"""docs/your_data.md, followed word for word: from rows with pictures, some of them bad, to an export that answers."""
+"""docs/your_data.md, run word by word: from rows with images, some of them bad, to an exported model that generates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
 
 PAGE = (ROOT / "docs" / "your_data.md").read_text()
-QUICK = ["loop.total_steps=3", "loop.eval_interval=3", "data.num_workers=0", "log.backends=[jsonl]"]
+SMALL = ["loop.total_steps=3", "loop.eval_interval=3", "data.num_workers=0", "log.backends=[jsonl]"]
 COLOURS = ["red", "green", "blue"]
 
 
@@ -33,7 +33,7 @@ def run(words: list[str], *more: str) -> int:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Drawings, rows as on the page, and a model: that of the demo, hardly trained."""
+    """Images, rows as on the page, and a model: the demo's, after one step."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "shapes" / "drawings").mkdir(parents=True)
@@ -51,34 +51,34 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows[12]["messages"][1]["content"] = 7
     (tmp_path / "shapes" / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     digits = ["digits.drawings=1", "digits.count=60", "loop.total_steps=1", "loop.eval_interval=null", "export=model"]
-    assert main(["train", str(ROOT / "recipes/digits_vlm/configs/train.yaml"), *QUICK, *digits]) == 0
-    shutil.copytree(tmp_path / "model", tmp_path / "folder")  # the demo's run, and its link, may go
+    assert main(["train", str(ROOT / "recipes/digits_vlm/configs/train.yaml"), *SMALL, *digits]) == 0
+    shutil.copytree(tmp_path / "model", tmp_path / "folder")  # a copy in place of the link into the demo's run
     (tmp_path / "model").unlink()
     (tmp_path / "folder").rename(tmp_path / "model")
     shutil.rmtree(tmp_path / "outputs")
     return tmp_path
 
 
-def test_the_page_is_true(folder: Path, capsys: Any) -> None:
+def test_your_data_page_commands_give_the_outputs_it_shows(folder: Path, capsys: Any) -> None:
     commands = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
-    alone, decoded, checked, train, evaluate, report, ask = commands
+    inspect, decode, check, train, evaluate, report, ask = commands
     capsys.readouterr()
-    assert run(alone) == 0
-    assert "train.jsonl:13: wrong_type: messages[1].content is int, wanted a string or a list" in _words(capsys)
-    assert run(decoded) == 0
-    assert "2 bad row(s): 1 missing_file, 1 wrong_type" in _words(capsys)
+    assert run(inspect) == 0
+    assert "train.jsonl:13: wrong_type: messages[1].content is int, wanted a string or a list" in _printed(capsys)
+    assert run(decode) == 0
+    assert "2 bad row(s): 1 missing_file, 1 wrong_type" in _printed(capsys)
     (config,) = blocks("yaml")
     file = folder / "shapes" / "train.yaml"
     file.write_text(config.replace("warmup_steps", "warm_up_steps"))
-    assert run(checked, *QUICK) == EXIT_USER_ERROR
+    assert run(check, *SMALL) == EXIT_USER_ERROR
     expected = r"train.yaml:\d+: unknown key 'optim.warm_up_steps'. Did you mean 'optim.warmup_steps'"
-    assert re.search(expected, _words(capsys))
+    assert re.search(expected, _printed(capsys))
     file.write_text(config)
-    assert run(checked, *QUICK) == EXIT_USER_ERROR  # two of 35 rows are more than 1 %
-    assert "train.jsonl:8: missing_file" in _words(capsys)
-    allowed = [*QUICK, "mllm.max_bad_fraction=0.1", "optim.lr=1e-4"]
-    assert run(checked, *allowed) == 0
-    assert "ready to train" in _words(capsys)
+    assert run(check, *SMALL) == EXIT_USER_ERROR  # two of 35 rows are more than 1 %
+    assert "train.jsonl:8: missing_file" in _printed(capsys)
+    allowed = [*SMALL, "mllm.max_bad_fraction=0.1", "optim.lr=1e-4"]
+    assert run(check, *allowed) == 0
+    assert "ready to train" in _printed(capsys)
     assert not (folder / "outputs").exists()
     assert run(train, *allowed) == 0
     assert run(evaluate, *allowed) == 0
@@ -93,11 +93,11 @@ def test_the_page_is_true(folder: Path, capsys: Any) -> None:
     assert "first_letter_held_out" in page
     assert ask[:3] == ["python", "recipes/digits_vlm/ask.py", "outputs/shapes_model"]
     assert (folder / ask[2] / "model.safetensors").is_file()
-    told: dict[str, Any] = {}
-    exec((ROOT / ask[1]).read_text(), told)
-    assert isinstance(told["ask"](ask[2], [([ask[4]], ask[3])])[0], str)
+    script: dict[str, Any] = {}
+    exec((ROOT / ask[1]).read_text(), script)
+    assert isinstance(script["ask"](ask[2], [([ask[4]], ask[3])])[0], str)
 
 
-def _words(capsys: Any) -> str:
+def _printed(capsys: Any) -> str:
     output = capsys.readouterr()
     return " ".join((output.out + output.err).split())

@@ -147,7 +147,7 @@ def test_a_bug_in_a_hook_surfaces_with_its_traceback(train, tmp_path: Path, caps
     assert train(f"tiny.fault={fault}", dir=tmp_path) == EXIT_BUG
     text = capsys.readouterr().err
     assert sign in text
-    assert "go_wrong" in text
+    assert "inject_fault" in text
     assert sign in (newest(tmp_path).dir / "log.txt").read_text()
 
 

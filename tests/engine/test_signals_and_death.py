@@ -1,4 +1,6 @@
-"""Signals, dying ranks and restarts, in real processes: everything here is about what a whole job does."""
+"""Signals, dying ranks and restarts in real processes: what a whole job does.
+
+`spawn` forks the first process from the tests' fork server; the ranks that torchrun starts are fresh processes."""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import MAGIC, TINY, read_metrics, run_process, spawn
-from kill_resume import WORDS, _children, compare
+from kill_resume import ForkedJob, child_pids, compare, settings_for
+from ranks import free_port
 
 from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.runs import list_runs
@@ -20,18 +23,18 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 LONG = ["loop.total_steps=100000", "tiny.step_seconds=0.02", "data.micro_batch_size=4"]
 
 
-def wait_for(process: subprocess.Popen[str], sign: str) -> str:
+def wait_for(process: subprocess.Popen[str], text: str) -> str:
     assert process.stdout is not None
     seen = ""
     for line in process.stdout:
         seen += line
-        if sign in line:
+        if text in line:
             return seen
-    raise AssertionError(f"{sign!r} never came:\n{seen}")
+    raise AssertionError(f"{text!r} was not printed:\n{seen}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_finishes_the_step_saves_and_exits_75(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_to_one_rank_finishes_the_step_saves_and_exits_75(tmp_path: Path, number: signal.Signals) -> None:
     process = spawn(*LAUNCH, *LONG, f"project.dir={tmp_path}")
     wait_for(process, "step 4/")
     process.send_signal(number)
@@ -44,9 +47,8 @@ def test_signal_finishes_the_step_saves_and_exits_75(tmp_path: Path, number: sig
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("fault", ["hang", "busy"])
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_second_ctrl_c_leaves_at_once(tmp_path: Path, fault: str, nproc: int) -> None:
+@pytest.mark.parametrize(("fault", "nproc"), [("hang", 1), ("busy", 1), ("busy", 2)])
+def test_second_ctrl_c_in_a_hung_step_exits_at_once(tmp_path: Path, fault: str, nproc: int) -> None:
     command = ["-m", "mvp_engine.cli", "train", str(TINY), "--nproc", str(nproc)]
     process = spawn(*command, f"tiny.fault={fault}", f"project.dir={tmp_path}")
     wait_for(process, "hanging")
@@ -59,7 +61,7 @@ def test_second_ctrl_c_leaves_at_once(tmp_path: Path, fault: str, nproc: int) ->
     process.communicate()
 
 
-def test_sigterm_to_mvp_train_stops_all_ranks_and_keeps_the_exit_code(tmp_path: Path) -> None:
+def test_sigterm_to_mvp_train_on_two_ranks_saves_and_exits_75(tmp_path: Path) -> None:
     process = spawn("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *LONG, f"project.dir={tmp_path}")
     wait_for(process, "step 4/")
     process.send_signal(signal.SIGTERM)
@@ -70,7 +72,7 @@ def test_sigterm_to_mvp_train_stops_all_ranks_and_keeps_the_exit_code(tmp_path: 
     assert run.checkpoint_list()
 
 
-def test_a_failing_rank_takes_the_job_down_with_its_own_traceback_only(tmp_path: Path) -> None:
+def test_exception_on_one_rank_ends_the_job_with_one_traceback(tmp_path: Path) -> None:
     words = ["tiny.fault=raise", "tiny.fault_rank=1", *LONG, f"project.dir={tmp_path}"]
     started = time.monotonic()
     code, output = run_process("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *words)
@@ -79,14 +81,14 @@ def test_a_failing_rank_takes_the_job_down_with_its_own_traceback_only(tmp_path:
     assert "rank 1 failed" in output
     assert "the bug of a user" in output
     assert output.count("Traceback") == 1, output
-    # Rank 0 says in one line that it stops because rank 1 failed, unless torchrun ends it before that.
+    # Rank 0 prints one line, that it stops because rank 1 failed, unless torchrun ends it before that.
 
 
-def test_a_rank_that_vanishes_takes_the_others_with_it(tmp_path: Path) -> None:
-    """Rank 1 exits without a word while rank 0 is stuck in a call that no exception can reach."""
+def test_killed_rank_ends_a_rank_that_hangs(tmp_path: Path) -> None:
+    """Rank 1 is killed while rank 0 hangs in a call that no exception can interrupt."""
     process = spawn(*TORCHRUN, *LAUNCH, "tiny.fault=hang", "tiny.fault_rank=0", *LONG, f"project.dir={tmp_path}")
     wait_for(process, "hanging")
-    [rank1] = [pid for pid in _children(process.pid) if _environment(pid).get("RANK") == "1"]
+    [rank1] = [pid for pid in child_pids(process.pid) if _environment(pid).get("RANK") == "1"]
     started = time.monotonic()
     os.kill(rank1, signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
@@ -95,14 +97,14 @@ def test_a_rank_that_vanishes_takes_the_others_with_it(tmp_path: Path) -> None:
     assert "of this job died; leaving" in output
 
 
-def test_ranks_do_not_outlive_a_launcher_that_is_killed_while_they_start(tmp_path: Path) -> None:
-    """At three moments of their start, side by side."""
+def test_killed_launcher_ends_ranks_that_are_starting(tmp_path: Path) -> None:
+    """Killed at three moments of the ranks' start, side by side."""
     waiting = {spawn(*TORCHRUN, *LAUNCH, *LONG, f"project.dir={tmp_path / str(s)}"): s for s in (0.3, 1.5, 3.5)}
     began: dict[subprocess.Popen[str], float] = {}
     ranks: list[int] = []
     while waiting:
         for process, seconds in list(waiting.items()):
-            if found := _children(process.pid):
+            if found := child_pids(process.pid):
                 began.setdefault(process, time.monotonic())
             if process in began and time.monotonic() - began[process] > seconds:
                 ranks += found
@@ -118,7 +120,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed_while_they_start(tmp_pat
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 
-def test_torchrun_restart_resumes_by_itself(tmp_path: Path) -> None:
+def test_torchrun_restart_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
     words = ["tiny.fault=crash_once", "tiny.fault_step=7", "checkpoint.interval=2", "log.interval=1"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
     words += ["data.micro_batch_size=2", f"project.dir={tmp_path}"]
@@ -129,17 +131,18 @@ def test_torchrun_restart_resumes_by_itself(tmp_path: Path) -> None:
     assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 13))
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_kill_9_at_random_moments_loses_nothing(train, ranks2, tmp_path: Path, nproc: int) -> None:
-    kills = nproc  # `tests/kill_resume.py --kills 20` does more of it
-    straight = ranks2.launch if nproc == 2 else lambda config, *words: [train(*words, config=config)]
-    words = [*WORDS, f"loop.total_steps={100 + 60 * kills}", "data.micro_batch_size=4"]
-    report = compare(kills, nproc, TINY, words, seed=nproc, folder=tmp_path, launch=straight)
+def test_kill_9_at_random_moments_resumes_bit_equal(tmp_path: Path, nproc: int, campaign_size) -> None:
+    """`tests/kill_resume.py` does the same with fresh processes and torchrun."""
+    kills = campaign_size(2, 20)
+    settings = [*settings_for(kills), "data.micro_batch_size=4"]
+    report = compare(kills, nproc, settings, tmp_path, seed=nproc, start=ForkedJob)
     assert report["kills"] == kills
     assert report["bit_equal"]
 
 
-def test_works_without_git_terminal_or_a_writable_current_folder(tmp_path: Path) -> None:
+def test_launch_without_git_terminal_or_writable_folder_trains(tmp_path: Path) -> None:
     words = ["loop.total_steps=2", f"project.dir={tmp_path}", "log.backends=[terminal,file,jsonl]"]
     environment = {"PATH": "/nowhere", "TERM": "dumb", "PYTHONPATH": str(TINY.parents[3])}
     code, output = run_process(*LAUNCH, *words, env=environment, cwd="/proc", fresh=True, stdin=subprocess.DEVNULL)
@@ -147,10 +150,8 @@ def test_works_without_git_terminal_or_a_writable_current_folder(tmp_path: Path)
     assert list_runs(tmp_path)[0].info["git"] is None
 
 
-def test_two_nodes_by_torchruns_own_flags(tmp_path: Path) -> None:
-    from ranks import _free_port
-
-    port = _free_port()
+def test_torchrun_on_two_nodes_trains_one_run(tmp_path: Path) -> None:
+    port = free_port()
     words = ["-m", "mvp_engine.launch", "--config", str(MAGIC), "loop.total_steps=2", "log.interval=1"]
     words += ["log.backends=[jsonl]", "loop.eval_interval=null", f"project.dir={tmp_path}"]
     words += ["data.micro_batch_size=16", "data.global_batch_size=32", "device=cpu"]

@@ -1,4 +1,4 @@
-"""A tiny Hugging Face language model on packed random sequences."""
+"""A tiny Hugging Face language model, trained on packed sequences of consecutive token ids."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from mvp_engine.kit import Lora, MLLMModelKit
 class Lm(Section):
     family: str
     sequences: int
-    weights: bool = False  # at once, for a backend that wants them
+    weights: bool = False  # create weights at once instead of on the meta device, for backends that need them
 
 
 class LmConfig(Config):
@@ -26,7 +26,7 @@ class LmConfig(Config):
 
 
 class Sequences(Dataset[Tensor]):
-    """Counting upwards from somewhere: short to long, easy to learn."""
+    """Consecutive token ids from a random start, 2 to 13 tokens: quickly learnt."""
 
     def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -80,7 +80,7 @@ class TinyEngine(Engine):
             return DataLoader(data, batch, shuffle=True, num_workers=self.config.data.num_workers)
         if tiny.loader == "iterable":
             return DataLoader(Stream(data), batch)
-        if tiny.loader == "uneven":  # an iterable with a length, and other data, on each rank
+        if tiny.loader == "uneven":  # on each rank an iterable of its own length
             return DataLoader(Stream(Lines(16 + 16 * self.world.rank, 0.0)), batch)
         return None if tiny.loader == "none" else self.sample_loader(Lines(0, 0.0), split)
 
@@ -89,12 +89,12 @@ class TinyEngine(Engine):
         loss = (micro_batch["weight"] * error.square()).sum()
         if ctx.split == "train":
             ctx.count("tokens", micro_batch["weight"].sum())
-            if ctx.step % 2 == self.world.rank % 2:  # a metric that not every rank has at every step
+            if ctx.step % 2 == self.world.rank % 2:  # a metric that is missing on some ranks
                 ctx.log("sometimes", error.detach().abs().sum(), len(error))
-            loss = self.go_wrong(ctx, loss)
+            loss = self.inject_fault(ctx, loss)
         return loss, micro_batch["weight"].sum()
 
-    def go_wrong(self, ctx: StepContext, loss: Tensor) -> Tensor:
+    def inject_fault(self, ctx: StepContext, loss: Tensor) -> Tensor:
         tiny = self.config.tiny
         time.sleep(tiny.step_seconds)
         if tiny.fault is None or self.world.rank != tiny.fault_rank or ctx.step < tiny.fault_step:
