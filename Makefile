@@ -42,9 +42,11 @@ test-quick: setup
 test-gpu: setup
 	@.venv/bin/pytest -m gpu --durations=10
 
-# Fuzzing and kill -9 at full length: the tests marked `campaign`, which are short in `make test`.
+# Fuzzing and kill -9 at full length: the tests marked `campaign`, which are short in `make test`, and kill -9 on fresh
+# processes under torchrun.
 test-campaign: setup
 	@.venv/bin/pytest -m campaign --campaign --timeout=3600 --durations=0
+	@$(PY) tests/kill_resume.py --kills 20 && $(PY) tests/kill_resume.py --kills 20 --nproc 2
 
 clean:
 	rm -rf .venv outputs .pytest_cache .mypy_cache .ruff_cache

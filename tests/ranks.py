@@ -25,13 +25,16 @@ class RankPool:
     """
 
     def __init__(self, size: int) -> None:
-        context = fork_context()
         self.size = size
+        self._start()
+
+    def _start(self) -> None:
+        context = fork_context()
         self.pipes = []
         self.processes = []
-        for rank in range(size):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, theirs), daemon=False)
+            process = context.Process(target=_serve, args=(rank, self.size, theirs), daemon=False)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -47,6 +50,7 @@ class RankPool:
                     os.kill(process.pid or 0, signal.SIGUSR1)
                 time.sleep(1.0)
                 self.close()
+                self._start()  # for the tests that follow
                 errors = "\n".join(error for error, _ in answers if error)
                 raise TimeoutError(f"rank {rank} of {self.size} returned nothing in {timeout} s\n{errors}")
             answers.append(pickle.loads(pipe.recv_bytes()))  # `recv` would open a socket for each tensor

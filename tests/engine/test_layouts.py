@@ -22,8 +22,8 @@ SHARDED = [(2, 1, 2), (4, 1, 4), (4, 2, 2)]  # ranks, replicate, shard
 def test_sharded_ranks_give_the_losses_of_one(
     request, train, tmp_path: Path, config: Path, ranks: int, replicate: int, shard: int
 ) -> None:
-    words = ["loop.total_steps=8", "log.interval=1", "log.backends=[jsonl]", "checkpoint.interval=null"]
-    words += ["loop.eval_interval=4", "data.global_batch_size=16"]
+    words = ["loop.total_steps=4", "log.interval=1", "log.backends=[jsonl]", "checkpoint.interval=null"]
+    words += ["loop.eval_interval=2", "data.global_batch_size=16"]
     words += ["task.eval_problems=17"] if config == MAGIC else []  # which no number of ranks divides
     assert train(*words, "data.micro_batch_size=16", config=config, dir=tmp_path / "one") == 0
     pool = request.getfixturevalue(f"ranks{ranks}")

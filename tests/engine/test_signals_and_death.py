@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,9 @@ def test_torchrun_restart_resumes_from_the_last_checkpoint(tmp_path: Path) -> No
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_kill_9_at_random_moments_resumes_bit_equal(tmp_path: Path, nproc: int, campaign_size) -> None:
+def test_kill_9_at_random_moments_resumes_bit_equal(
+    tmp_path: Path, nproc: int, campaign_size: Callable[[int, int], int]
+) -> None:
     """`tests/kill_resume.py` does the same with fresh processes and torchrun."""
     kills = campaign_size(2, 20)
     settings = [*settings_for(kills), "data.micro_batch_size=4"]

@@ -12,7 +12,7 @@ SMALL = {
     "vocab_size": 99,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -22,6 +22,7 @@ SMALL = {
     "eos_token_id": 2,
 }
 
+FOUR_LAYERS = {"num_hidden_layers": 4}  # where every fourth layer is of another kind
 WINDOW = {"sliding_window": 3}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GEMMA = {"query_pre_attn_scalar": 8, **WINDOW}
@@ -52,16 +53,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma": ("scaled embeddings", {}),
     "gemma2": ("soft-capping of attention and logits, sliding window", GEMMA),
-    "gemma3_text": ("sliding window in 5 of 6 layers, two rotary bases", GEMMA),
+    "gemma3_text": ("sliding window in 5 of 6 layers, two rotary bases", {**GEMMA, **FOUR_LAYERS}),
     "phi3": ("fused projections", {}),
     "olmo2": ("norms after the blocks", {}),
-    "olmo3": ("sliding window", WINDOW),
+    "olmo3": ("sliding window", {**WINDOW, **FOUR_LAYERS}),
     "granite": ("scaled residuals and logits", {"logits_scaling": 2.0}),
-    "cohere2": ("parallel blocks, scaled logits, sliding window", WINDOW),
-    "smollm3": ("layers without rotary positions", {}),
+    "cohere2": ("parallel blocks, scaled logits, sliding window", {**WINDOW, **FOUR_LAYERS}),
+    "smollm3": ("layers without rotary positions", FOUR_LAYERS),
     "starcoder2": ("layer norms with biases, sliding window", WINDOW),
     "glm4": ("half-rotary positions", {}),
-    "exaone4": ("hybrid windows", WINDOW),
+    "exaone4": ("hybrid windows", {**WINDOW, **FOUR_LAYERS}),
     "ernie4_5": ("", {}),
     "seed_oss": ("", {}),
     "gpt_neox": ("parallel residuals, no GQA", {}),
@@ -159,6 +160,7 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
         sub_configs(
             vit(num_key_value_heads=2, head_dim=8, pooling_kernel_size=2, position_embedding_size=16),
             **WINDOW,
+            **FOUR_LAYERS,
             use_bidirectional_attention="vision",
             global_head_dim=8,
             vocab_size_per_layer_input=99,
@@ -220,7 +222,7 @@ REFUSED_VISION: dict[str, tuple[str, dict[str, Any]]] = {
         "does not separate its backbone from its head",
         sub_configs(vit(vision_output_dim=16), num_local_experts=2),
     ),
-    "lfm2_vl": ("look across sequence boundaries", sub_configs(vit(), layer_types=["conv", "full_attention"] * 2)),
+    "lfm2_vl": ("look across sequence boundaries", sub_configs(vit(), layer_types=["conv", "full_attention"])),
     "aya_vision": (
         "log-probs differ from those of transformers' own forward",
         {**sub_configs(vit("siglip_vision_model"), model_type="cohere2", **WINDOW), "downsample_factor": 2},

@@ -86,7 +86,7 @@ def test_export_hf_of_a_model_with_encoders_is_bit_equal(family: str, tmp_path: 
     drawn.initialize()  # random weights by the rules of all its parts
     values = []
     if family == "qwen2_audio":  # transformers does not map these names either and would reinitialize the weights
-        with pytest.raises(UserError, match=r"lacks 50 parameter\(s\) of Qwen2AudioModel"):
+        with pytest.raises(UserError, match=r"lacks 26 parameter\(s\) of Qwen2AudioModel"):
             ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "in"))), alone()).initialize()
         return
     for path in ("in", "values"):
@@ -196,7 +196,7 @@ def test_export_ranks_write_files_in_turn_and_hold_one_at_a_time(ranks2, tmp_pat
     answers = ranks2.run(export_on_two_ranks, tmp_path, False)
     index = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
     names = sorted(set(index.values()))
-    assert len(names) > 4
+    assert len(names) > 3
     for rank, (files, error) in enumerate(answers):
         assert [name for name, _, _ in files] == names[rank::2]
         assert all(size <= MAX_FILE_BYTES for _, size, _ in files)
@@ -259,7 +259,7 @@ def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(train, ranks2, 
     assert ranks4.launch(LM, *words, "parallel.shard=2", "parallel.ulysses=2") == [0] * 4
     checkpoint = list_runs(tmp_path)[-1].checkpoint_list()[-1]
     expected = state_of(checkpoint, {})
-    assert len(expected) > 100
+    assert len(expected) > 50
     for pool, sizes in ((ranks4, {"shard": 4}), (ranks4, {"shard": 2, "tensor": 2}), (ranks2, {"ulysses": 2})):
         for found in pool.run(state_of, checkpoint, sizes):
             assert same(found, expected), sizes
@@ -274,7 +274,7 @@ def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(train, ranks2, 
         next_losses[name] = losses(tmp_path / name)[-3:]
     assert next_losses["2"] == pytest.approx(next_losses["1"], rel=1e-5)
     assert next_losses["4"] == pytest.approx(next_losses["1"], rel=1e-5)
-    assert main(["merge", str(checkpoint), str(tmp_path / "out"), "--max-file-gb", "0.00005"]) == 0
+    assert main(["merge", str(checkpoint), str(tmp_path / "out"), "--max-file-gb", "0.00003"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(expected[f"hf.{name}"], value) for name, value in merged.items())
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2

@@ -1,24 +1,28 @@
-"""5,000 fuzzed rows, most of them odd or bad, from the file to the packs: each is trained on once or listed as bad."""
+"""Fuzzed rows, most of them odd or bad, from the file to the packs: each is trained on once or listed as bad."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from fuzz import ANY, Fuzz
 from processors import chat_processor
 
 from mvp_engine.kit import MLLMData, MLLMDataKit
 
-ROWS = 5000
 WORKERS = 2
 
 
-def test_data_kit_fuzzed_rows_are_trained_on_once_or_listed_with_their_reason(tmp_path: Path) -> None:
+@pytest.mark.campaign
+def test_data_kit_fuzzed_rows_are_trained_on_once_or_listed_with_their_reason(
+    tmp_path: Path, campaign_size: Callable[[int, int], int]
+) -> None:
     folder = tmp_path / "in" / "data"
     folder.mkdir(parents=True)
-    lines = Fuzz(folder).lines(ROWS)
+    lines = Fuzz(folder).lines(campaign_size(1500, 20_000))
     text = b"".join(line + (b"\r\n\n" if i % 50 == 7 else b"\n") for i, (line, _) in enumerate(lines))  # some blank
     (folder / "rows.jsonl").write_bytes(text)
     settings = MLLMData.model_validate(

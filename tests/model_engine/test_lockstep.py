@@ -147,33 +147,30 @@ def test_scheduler_replaces_planned_media_that_failed_to_decode(ranks2) -> None:
 COLLECTIVES = ("all_gather_object", "broadcast_object_list", "all_reduce", "broadcast", "barrier")
 
 
-def _host_collectives(config: str, words: list[str], steps: tuple[int, int]) -> list[int]:
-    """Calls on gloo's host group in two trainings that differ only in their number of steps."""
+def _host_collectives(config: str, words: list[str], steps: int) -> int:
+    """Calls on gloo's host group in a training of `steps` steps."""
     from mvp_engine.launch import launch
 
-    counts = []
-    for total in steps:
-        calls: Counter[str] = Counter()
-        real = {name: getattr(dist, name) for name in COLLECTIVES}
+    calls: Counter[str] = Counter()
+    real = {name: getattr(dist, name) for name in COLLECTIVES}
 
-        def counted(name: str, real: dict[str, Any] = real, calls: Counter[str] = calls) -> Any:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                group = kwargs.get("group")
-                if group is not None and group is not dist.group.WORLD and name != "barrier":
-                    calls[name] += 1
-                return real[name](*args, **kwargs)
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group")
+            if group is not None and group is not dist.group.WORLD and name != "barrier":
+                calls[name] += 1
+            return real[name](*args, **kwargs)
 
-            return call
+        return call
 
-        for name in COLLECTIVES:
-            setattr(dist, name, counted(name))
-        try:
-            assert launch(config, [*words, f"loop.total_steps={total}", f"project.run_id=r{total}"]) == 0
-        finally:
-            for name, function in real.items():
-                setattr(dist, name, function)
-        counts.append(sum(calls.values()))
-    return counts
+    for name in COLLECTIVES:
+        setattr(dist, name, counted(name))
+    try:
+        assert launch(config, [*words, f"loop.total_steps={steps}", f"project.run_id=r{steps}"]) == 0
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+    return sum(calls.values())
 
 
 DIGITS = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
@@ -194,5 +191,5 @@ def test_step_on_a_planned_loader_has_one_host_collective(
 ) -> None:
     words = [*words, f"project.dir={tmp_path}", "loop.eval_interval=null", "log.interval=1000"]
     words += ["checkpoint.interval=null", "log.backends=[]"]
-    for few, many in ranks2.run(_host_collectives, str(config), words, (3, 8), timeout=280):
-        assert many - few == 5
+    three, eight = (ranks2.run(_host_collectives, str(config), words, steps) for steps in (3, 8))
+    assert [many - few for few, many in zip(three, eight, strict=True)] == [5, 5]
