@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import io
 import re
 import statistics
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
+from mvp_engine import renamed
 from mvp_engine.imports import import_file
 
 # Who may import whom: a room may use the rooms to its right and itself. `config.schema` and the leaves are for all.
@@ -168,3 +170,10 @@ sys.exit(f"--help imports {heavy}" if heavy else 0)
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     assert "train" in answer.stdout
+
+
+def test_renamed_module_import_names_the_new_module() -> None:
+    with pytest.raises(ImportError, match=r"mvp_engine\.batch was renamed to mvp_engine\.data\.batch"):
+        importlib.import_module("mvp_engine.batch")
+    for module in renamed.MODULES.values():
+        importlib.import_module(f"mvp_engine.{module}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.log.metrics import MetricStore
 from mvp_engine.model_engine.base import StepNumbers
+from mvp_engine.renamed import raise_renamed
 
 
 @dataclass
@@ -27,6 +28,11 @@ class StepContext:
     numbers: StepNumbers | None = None  # set after the step
     is_dummy: bool = False  # a dummy forward that this rank runs for others: nothing of it counts
     stop: bool = False  # a hook sets it to end the training after this step (on any rank)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> None:
+            raise_renamed(self, name, {"counts": "is_dummy"})
 
     def log(self, name: str, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """Add to a weighted mean: `value` is a sum over `weight` items. Averaged over the interval and all ranks."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,16 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
+from mvp_engine.renamed import raise_renamed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+RENAMED = {
+    "settle": "step_status",
+    "take_outcomes": "step_status",
+    "in_step": "infer_micro_batches",
+    "infer_step": "infer_micro_batches",
+    "rates": "learning_rates",
+}
 ForwardStep = Callable[[Any], tuple[Tensor, Tensor | float]]
 
 
@@ -121,6 +129,11 @@ class ModelEngine(abc.ABC):
         self.world = layout.world
         self.settings = settings or Settings()
         self.learning_rates: dict[str, float] = {}  # of the last update
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> None:
+            raise_renamed(self, name, RENAMED)
 
     @classmethod
     def build_model(cls, source: ModelSource) -> nn.Module:
