@@ -30,9 +30,9 @@ def from_padded(
 ) -> PackedBatch:
     """Pack padded rows.
 
-    `response_length` is R; `loss_mask` and the fields in `token_fields` have L columns, or R of them. `loss_mask` marks the
-    tokens to be learned, not the places that predict them. Without one the response is learned, or everything where
-    there is no `response_length`. The items of `media` belong to rows by their `sequence_ids`.
+    `response_length` is R; `loss_mask` and `token_fields` have L columns, or R of them. `loss_mask` marks the tokens to
+    learn, not the positions that predict them. By default the response is learned, or everything without a
+    `response_length`. The items of `media` belong to rows by their `sequence_ids`.
     """
     rows, columns = input_ids.shape
     mask = attention_mask.bool()

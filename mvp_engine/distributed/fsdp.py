@@ -1,4 +1,4 @@
-"""FSDP2 applied to an untouched model: one FSDP module per block, then the root. Gradients are summed, never averaged."""
+"""FSDP2 on an untouched model: one FSDP module per block, then the root. Gradients are summed, never averaged."""
 
 from __future__ import annotations
 

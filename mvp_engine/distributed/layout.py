@@ -1,7 +1,7 @@
 """Layout: how the ranks of a job share one model: data parallel, FSDP, Ulysses and tensor parallel dimensions.
 
-Dimensions by name, outermost first: `replicate` (copies), `shard` (FSDP2), `ulysses` (Ulysses sequence parallel; such ranks hold shards
-of their own too), `tensor` (tensor parallel). A layout is a value that is handed around; two of them can live in one
+Dimensions, outermost first: `replicate` (data parallel), `shard` (FSDP2), `ulysses` (sequence parallel; these ranks
+also hold FSDP shards), `tensor` (tensor parallel). A layout is a value, not global state: two of them can live in one
 process.
 """
 

@@ -118,7 +118,7 @@ def _resume(run: Run, config: Config, why: str) -> Start:
 
 
 def record_config(run: Run, text: str, step: int) -> None:
-    """Save the resolved config with the run; if a resumed run had another one, log what changed and keep the old file."""
+    """Save the resolved config with the run. If a resumed run had another one, log the changes and keep the old."""
     file = run.dir / "config.yaml"
     if file.is_file() and (before := file.read_text()) != text:
         old = current_keys(flat_keys(yaml.safe_load(before)))

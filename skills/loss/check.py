@@ -61,7 +61,7 @@ def problems(loss: Any) -> list[str]:
         equal = torch.allclose(gradient, its_gradient, rtol=1e-5, atol=1e-6)
         if abs(other - value) > 1e-5 or not equal:
             found.append(
-                f"with micro-batches of at most {budget} tokens the loss is {other:.6f}, with one micro-batch {value:.6f}"
+                f"with micro-batches of at most {budget} tokens the loss is {other:.6f}, with one it is {value:.6f}"
             )
     hidden = model(batch, ["hidden_states"])["hidden_states"].detach()
     reference = float(cross_entropy(hidden @ model.hf.lm_head.weight.detach().T, batch.labels))

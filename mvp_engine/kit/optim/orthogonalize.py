@@ -26,7 +26,7 @@ C = 2.0315
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """About the nearest matrix with orthonormal rows or columns, by five Newton-Schulz steps; stacks matrix by matrix."""
+    """The nearest orthonormal matrix, approximately, by five Newton-Schulz steps; of a stack, each matrix."""
     x = matrix.to(_work_dtype(matrix))
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:  # the Gram matrix of the short side is the smaller one

@@ -41,6 +41,6 @@ class ParameterUsage:
                 param.grad = None
             elif not self.ranks_may_differ:
                 raise UserError(
-                    f"{self.names[id(param)]} was used on {count:.0f} rank(s) and not on this one, which FSDP2 of torch "
-                    f"{torch.__version__} cannot reduce: install torch 2.13, or set parallel.shard=1"
+                    f"{self.names[id(param)]} was used on {count:.0f} rank(s) and not on this one, which FSDP2 of "
+                    f"torch {torch.__version__} cannot reduce: install torch 2.13, or set parallel.shard=1"
                 )
