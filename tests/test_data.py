@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from mvp_engine import data
 from mvp_engine.data import SampleLoader, accumulation_steps
+from mvp_engine.data import loader as data_loader
 from mvp_engine.errors import UserError
 
 
@@ -134,7 +135,7 @@ def test_a_thread_pins_a_few_micro_batches_ahead(monkeypatch) -> None:
         begun.append(item)
         return item
 
-    monkeypatch.setattr(data, "pin", pin)
+    monkeypatch.setattr(data_loader, "pin", pin)
     plain, part = [batch[0].tolist() for batch in loader()], loader(pin_memory=True)
     for count, batch in enumerate(part):
         assert batch[0].tolist() == plain[count]
@@ -150,7 +151,7 @@ def test_what_was_pinned_before_a_failing_sample_still_comes(monkeypatch) -> Non
         yield from range(4)
         raise ValueError("rotten")
 
-    monkeypatch.setattr(data, "pin", lambda item: item)
+    monkeypatch.setattr(data_loader, "pin", lambda item: item)
     seen = []
     with pytest.raises(ValueError, match="rotten"):
         seen.extend(data.pinned(items()))

@@ -118,8 +118,10 @@ class SampleLoader:
         batches = self._micro_batches()[first:last]
         return [index for batch in batches for index in batch]
 
-    def step_plan(self, step: int) -> StepPlan:
-        """What all ranks hold in a step, counted from the cursor."""
+    def step_plan(self, step: int) -> StepPlan | None:
+        """What all ranks hold in a step, counted from the cursor; None if a subclass changes what is loaded."""
+        if not self._plans_steps():
+            return None
         first = min(self.size, self.start + step * self.global_batch_size)
         last = min(self.size, first + self.global_batch_size)
         ranks = []
@@ -131,6 +133,11 @@ class SampleLoader:
         return StepPlan(tuple(ranks), self._media_known)
 
     _media_known = False  # the samples of a dataset may hold media, or not
+
+    def _plans_steps(self) -> bool:
+        kind = type(self)
+        own = (kind.__iter__, kind._items, kind._micro_batches)
+        return own == (SampleLoader.__iter__, SampleLoader._items, SampleLoader._micro_batches)
 
     def _media_kinds(self, places: range) -> MediaKinds:
         """The media kinds of the samples at these places of the epoch."""

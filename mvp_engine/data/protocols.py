@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 from mvp_engine.data.step_plan import StepPlan
 
+T = TypeVar("T")
 
-@runtime_checkable
+
+def implements(loader: object, protocol: type[T]) -> TypeGuard[T]:
+    """Does a loader have all attributes of a protocol?
+
+    `isinstance` would not see, from Python 3.12 on, what a wrapper passes on by `__getattr__`.
+    """
+    names = {*vars(protocol), *protocol.__annotations__}
+    return all(hasattr(loader, name) for name in names if not name.startswith("_"))
+
+
 class StatefulLoader(Protocol):
     """Keeps a cursor of its own. The loop replays the epoch of any other loader when it resumes."""
 
@@ -16,31 +26,28 @@ class StatefulLoader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-@runtime_checkable
 class GlobalCursor(Protocol):
     """Its state is the same on all ranks, and right on any number of them."""
 
     global_cursor: bool
 
 
-@runtime_checkable
 class KnowsLength(Protocol):
     @property
     def steps_per_epoch(self) -> int: ...
 
 
-@runtime_checkable
 class KnowsSamples(Protocol):
     def sample_ids(self, first: int, last: int) -> list[Any]:
         """The samples of this rank's micro-batches `first` to `last` (exclusive), counted from the cursor."""
 
 
-@runtime_checkable
 class KnowsPlan(Protocol):
-    def step_plan(self, step: int) -> StepPlan:
-        """What all ranks hold in a step, counted from the cursor."""
+    accumulation: int  # micro-batches of a rank in one step
+
+    def step_plan(self, step: int) -> StepPlan | None:
+        """What all ranks hold in a step, counted from the cursor, if the loader knows."""
 
 
-@runtime_checkable
 class HasEpochs(Protocol):
     def set_epoch(self, epoch: int) -> None: ...

@@ -78,9 +78,6 @@ class UnusedParameterTracker:
 
         return before_forward
 
-    def clear(self) -> None:
-        self.used.clear()
-
 
 class _Place(NamedTuple):
     """Where a parameter is registered. During a forward FSDP2 puts the gathered one there."""

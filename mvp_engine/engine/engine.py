@@ -148,6 +148,7 @@ class Engine(EngineHooks):
             self.train_pre_step(ctx)
             forward = partial(self._forward_step, ctx)
             ctx.numbers = self.model_engine.train_batch(ctx.micro_batches, forward, ctx.plan)
+            ctx.is_dummy = False
             self.step = ctx.step
             self.train_post_step(ctx)
             self._after_step(ctx, ctx.numbers)
@@ -211,9 +212,7 @@ class Engine(EngineHooks):
 
     def _forward_step(self, ctx: StepContext, micro_batch: Any) -> tuple[Tensor, Tensor | float]:
         ctx.is_dummy = self.model_engine.is_dummy
-        result = self.forward_step(ctx, micro_batch)
-        ctx.is_dummy = False
-        return result
+        return self.forward_step(ctx, micro_batch)
 
     def _after_step(self, ctx: StepContext, numbers: StepNumbers) -> None:
         config = self.config
@@ -284,6 +283,7 @@ class Engine(EngineHooks):
         with self.eval_weights(), self.model_engine.eval_mode():
             step = partial(self._eval_step, ctx)
             evaluated = sum(1 for _ in self.model_engine.infer_micro_batches(micro_batches, step))
+            ctx.is_dummy = False
             self.eval_end(ctx)
         set_rng_state(outside)
         if not any(self.world.any(evaluated > 0)):
@@ -297,7 +297,6 @@ class Engine(EngineHooks):
     def _eval_step(self, ctx: StepContext, micro_batch: Any) -> None:
         ctx.is_dummy = self.model_engine.is_dummy
         self.eval_step(ctx, micro_batch)
-        ctx.is_dummy = False
 
     def _evaluate_and_track(self) -> bool:
         """Evaluate; is it the best so far?"""

@@ -22,6 +22,7 @@ from mvp_engine.data.protocols import (
     KnowsPlan,
     KnowsSamples,
     StatefulLoader,
+    implements,
 )
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import World
@@ -41,11 +42,11 @@ class Feed:
         self._waited = 0.0
         self._iterator: Iterator[Any] | None = None
         self._epoch_rng: dict[str, Any] | None = None
-        self._stateful = loader if isinstance(loader, StatefulLoader) else None
+        self._stateful = loader if implements(loader, StatefulLoader) else None
 
     @property
     def steps_per_epoch(self) -> int | None:
-        if isinstance(self.loader, KnowsLength):
+        if implements(self.loader, KnowsLength):
             return int(self.loader.steps_per_epoch)
         try:
             return -(-len(self.loader) // self.accumulation)  # type: ignore[arg-type]
@@ -54,9 +55,12 @@ class Feed:
 
     def next_plan(self) -> StepPlan | None:
         """What all ranks hold in the next step, if the loader knows."""
-        if not isinstance(self.loader, KnowsPlan):
+        loader = self.loader
+        # On the type: a wrapper that passes attributes on may change what is loaded.
+        if not implements(loader, KnowsPlan) or not hasattr(type(loader), "step_plan"):
             return None
-        return self.loader.step_plan(self._steps_since_cursor)
+        same_steps = loader.accumulation == self.accumulation
+        return loader.step_plan(self._steps_since_cursor) if same_steps else None
 
     def take(self) -> list[Any]:
         """This rank's micro-batches of the next step. Empty when this rank has none left in this epoch."""
@@ -105,7 +109,7 @@ class Feed:
 
     def sample_ids(self, place: dict[str, Any]) -> list[Any] | None:
         """The samples at a place in the current epoch, if the loader knows."""
-        if not isinstance(self.loader, KnowsSamples):
+        if not implements(self.loader, KnowsSamples):
             return None
         return list(self.loader.sample_ids(*place["micro_batches"]))
 
@@ -122,9 +126,11 @@ class Feed:
         """`of_ranks` has an entry for each rank that saved."""
         self.epoch = state["epoch"]
         self.steps = state["steps"]
+        self.used = 0
+        self._steps_since_cursor = 0
         self._set_epoch()
         same_ranks = len(of_ranks) == self.world.size
-        is_global = isinstance(self.loader, GlobalCursor) and self.loader.global_cursor
+        is_global = implements(self.loader, GlobalCursor) and self.loader.global_cursor
         if not same_ranks and not is_global:
             raise UserError(
                 f"the cursor of {type(self.loader).__name__} is each rank's own, so only the {len(of_ranks)} rank(s) "
@@ -174,7 +180,7 @@ class Feed:
 
     def _set_epoch(self) -> None:
         for part in self._parts():
-            if isinstance(part, HasEpochs):
+            if implements(part, HasEpochs):
                 part.set_epoch(self.epoch)
 
 

@@ -15,6 +15,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
+from mvp_engine.model_engine.fsdp.lockstep import append_dummies
 from mvp_engine.ops import graph_breaks
 
 pytestmark = pytest.mark.gpu
@@ -250,3 +251,13 @@ def test_soft_caps_and_sinks_in_bf16_follow_fp32(name: str) -> None:
         found = gradients(language_model(shape, seed=4, precision="bf16", activation_checkpointing=recompute), [batch])
         print("cosine", name, recompute, lowest_cosine(exact, found))
         assert lowest_cosine(exact, found) > 0.98, recompute
+
+
+def test_lockstep_batch_changed_on_the_gpu_is_joined_there() -> None:
+    one = PackedBatch.from_sequences([torch.arange(3, 9), torch.arange(4, 8)])
+    moved = append_dummies(one, [PackedBatch.from_sequences([torch.arange(5)])]).to("cuda")
+    chosen = moved.select([1])
+    assert chosen.join().num_tokens == 9
+    assert chosen.to("cpu").join().input_ids.is_cpu
+    moved.labels.fill_(-100)
+    assert moved.join().labels.is_cuda

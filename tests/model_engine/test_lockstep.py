@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, TINY
 from families import parallel
+from transformers.modeling_outputs import BaseModelOutput
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, append_dummies, media_kinds
+from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, _cut, append_dummies, media_kinds
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 IMAGE, SOUND = "pixel_values", "input_features"
@@ -61,6 +62,18 @@ def test_lockstep_batch_changed_after_the_copy_is_joined_again() -> None:
     in_place = batch.to("cpu")
     in_place.labels[:] = IGNORE
     assert in_place.join().labels[:5].tolist() == [IGNORE] * 5
+
+
+def test_cut_keeps_the_type_of_outputs() -> None:
+    class Pair(NamedTuple):
+        tokens: torch.Tensor
+        scalar: torch.Tensor
+
+    pair = _cut(Pair(torch.arange(5), torch.tensor(1.0)), total=5, kept=3)
+    assert isinstance(pair, Pair)
+    assert pair.tokens.tolist() == [0, 1, 2]
+    output = _cut(BaseModelOutput(last_hidden_state=torch.zeros(5, 2)), total=5, kept=3)
+    assert output.last_hidden_state.shape == (3, 2)
 
 
 def test_scheduler_adds_one_token_dummies_without_placeholders_for_ulysses_ranks() -> None:
@@ -138,6 +151,24 @@ def _missing() -> list[list[str]]:
     found = [sorted(media_kinds(dummy)) for dummy in getattr(one.micro_batch, "dummies", [])]
     world.close()
     return found
+
+
+def _both_kinds() -> set[str]:
+    """The one dummy with images also has audio; rank 1's planned image failed to decode."""
+    world = World.join("cpu")
+    scheduler = LockstepScheduler(Layout.of(world, parallel(shard=2)))
+    plan = StepPlan(((frozenset([IMAGE]),), (frozenset([IMAGE]),)))
+    scheduler._dummies = {kind: packed(3, IMAGE, SOUND) for kind in (IMAGE, SOUND)}
+    (one,) = scheduler.step([packed(4) if world.rank else packed(3, IMAGE)], plan)
+    found = set(media_kinds(one.micro_batch))
+    for dummy in getattr(one.micro_batch, "dummies", []):
+        found |= media_kinds(dummy)
+    world.close()
+    return found
+
+
+def test_scheduler_runs_kinds_that_come_with_a_dummy_on_all_ranks(ranks2) -> None:
+    assert ranks2.run(_both_kinds) == [{IMAGE, SOUND}] * 2
 
 
 def test_scheduler_replaces_planned_media_that_failed_to_decode(ranks2) -> None:

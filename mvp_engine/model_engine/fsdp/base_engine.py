@@ -93,10 +93,8 @@ class FSDPBaseEngine(ModelEngine):
         else:
             scheduled = (Scheduled(micro_batch, False) for micro_batch in micro_batches)
         for micro_batch, is_dummy in scheduled:
-            self.is_dummy = is_dummy
-            with self.autocast():
+            with self.dummy(is_dummy), self.autocast():
                 result = step(self._on_device(micro_batch))
-            self.is_dummy = False
             if not is_dummy:
                 yield result
 
@@ -117,6 +115,15 @@ class FSDPBaseEngine(ModelEngine):
                 f"infer_batch() returns outputs per token, and {scalars[0]} is one number: ask for log_probs"
             )
         return {name: split.merge_tokens([part[name] for part in parts]) for name in wanted}
+
+    @contextlib.contextmanager
+    def dummy(self, is_dummy: bool) -> Iterator[None]:
+        """A context in which `forward_step` sees whether its batch is a dummy."""
+        self.is_dummy = is_dummy
+        try:
+            yield
+        finally:
+            self.is_dummy = False
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.dtype == torch.float32:

@@ -109,10 +109,8 @@ class FSDPEngine(FSDPBaseEngine):
     def _forward(
         self, forward_step: ForwardStep, micro_batch: Any, is_dummy: bool
     ) -> tuple[Tensor, Tensor | float]:
-        self.is_dummy = is_dummy
-        with self.autocast():
+        with self.dummy(is_dummy), self.autocast():
             result = forward_step(micro_batch)
-        self.is_dummy = False
         if not (isinstance(result, tuple) and len(result) == 2):
             kind = type(result).__name__
             raise TypeError(f"forward_step must return (loss_sum, weight), not {kind}")

@@ -77,10 +77,11 @@ class LockstepScheduler:
         every_kind = frozenset().union(*(one for rank in kinds for one in rank))
         if every_kind:
             self._share_dummies([one.micro_batch for one in scheduled], every_kind)
-        return [
-            one._replace(micro_batch=self._complete(one.micro_batch, list(of_ranks)))
-            for one, of_ranks in zip(scheduled, zip(*kinds, strict=True), strict=True)
-        ]
+        completed = []
+        for one, of_ranks in zip(scheduled, zip(*kinds, strict=True), strict=True):
+            required = self._required(list(of_ranks), is_planned=plan is not None)
+            completed.append(one._replace(micro_batch=self._complete(one.micro_batch, required)))
+        return completed
 
     def _covers_media(self, plan: StepPlan, micro_batches: list[Any]) -> bool:
         """Does the plan say all that dummies depend on? Agreed once, in the first step."""
@@ -114,7 +115,8 @@ class LockstepScheduler:
             raise UserError(
                 f"this step has {[sorted(one) for one in found]} as the media of its micro-batches on rank "
                 f"{self.world.rank}, and the loader planned {[sorted(one) for one in planned]}. If train_pre_step "
-                "changes ctx.micro_batches, set ctx.plan = None there, on all ranks"
+                "changes ctx.micro_batches, set ctx.plan = None there, on all ranks. If media were replaced, remove "
+                "the cached costs (mllm.cache)"
             )
 
     def _share_repeatable(self, kinds_of_ranks: list[_RankKinds]) -> None:
@@ -138,24 +140,32 @@ class LockstepScheduler:
             if found:  # else every planned row of this kind failed to decode
                 self._dummies[kind] = _smallest_of(found, kind)
 
-    def _complete(self, micro_batch: Any, of_ranks: list[MediaKinds]) -> Any:
+    def _complete(self, micro_batch: Any, required: set[str]) -> Any:
         """Append dummy sequences, so that this rank calls the encoders that others call in this forward."""
         if not isinstance(micro_batch, PackedBatch):
             return micro_batch
         dummies: list[PackedBatch] = []
-        for kind in sorted(self._required(of_ranks) - media_kinds(micro_batch)):
+        for kind in sorted(required - media_kinds(micro_batch)):
             if not any(kind in media_kinds(dummy) for dummy in dummies):  # one may have several
                 dummies.append(self._dummies[kind])
         missing = self.layout.ulysses - micro_batch.num_tokens - sum(d.num_tokens for d in dummies)
-        dummies += [_one_token(micro_batch)] * missing  # Ulysses needs a token for every rank
+        if missing > 0:  # Ulysses needs a token for every rank
+            dummies += [_one_token(micro_batch)] * missing
         return append_dummies(micro_batch, dummies) if dummies else micro_batch
 
-    def _required(self, of_ranks: list[MediaKinds]) -> set[str]:
-        """The kinds that all ranks run in a forward: those that one has, and those that come with a dummy."""
+    def _required(self, of_ranks: list[MediaKinds], is_planned: bool) -> set[str]:
+        """The kinds that all ranks run in a forward: those that one has, and those that come with a dummy.
+
+        A rank may lack a kind that was planned for it, so with a plan a dummy of any kind may be in use.
+        """
         required = {kind for kinds in of_ranks for kind in kinds if kind in self._dummies}
         while True:
-            lacking = [kind for kind in required if any(kind not in kinds for kinds in of_ranks)]
-            implied = {other for kind in lacking for other in media_kinds(self._dummies[kind])}
+            in_use = [
+                kind
+                for kind in required
+                if is_planned or any(kind not in kinds for kinds in of_ranks)
+            ]
+            implied = {other for kind in in_use for other in media_kinds(self._dummies[kind])}
             if implied <= required:
                 return required
             required |= implied
@@ -284,7 +294,8 @@ class LockstepBatch(PackedBatch):
         """
         if self._joined is not None and self._is_current(self._joined):
             return self._joined.batch
-        return _join([self, *self.dummies])
+        device = self.input_ids.device  # dummies stay on the host, until they are needed elsewhere
+        return _join([self, *(dummy.to(device) for dummy in self.dummies)])
 
     def _is_current(self, joined: _Joined) -> bool:
         now = self._all_tensors()
@@ -363,8 +374,9 @@ def _cut(outputs: Any, total: int, kept: int) -> Any:
     """Per-token outputs without those of dummies. The backward of a slice is zeros, never a product with 0 * inf."""
     if isinstance(outputs, Tensor):
         return outputs[:kept] if outputs.ndim and len(outputs) == total else outputs
-    if isinstance(outputs, dict):
-        return {name: _cut(value, total, kept) for name, value in outputs.items()}
+    if isinstance(outputs, dict):  # also transformers' ModelOutput
+        return type(outputs)(**{name: _cut(outputs[name], total, kept) for name in outputs})
     if isinstance(outputs, list | tuple):
-        return type(outputs)(_cut(value, total, kept) for value in outputs)
+        cut = [_cut(value, total, kept) for value in outputs]
+        return type(outputs)(*cut) if hasattr(outputs, "_fields") else type(outputs)(cut)
     return outputs

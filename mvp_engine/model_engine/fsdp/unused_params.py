@@ -34,12 +34,12 @@ class ParameterUsage:
         unused = [index for index, param in enumerate(self.params) if param not in used]
         if not unused:
             return
-        ranks = counts[torch.tensor(unused, device=counts.device)].tolist()
+        ranks = counts[torch.tensor(unused, device=counts.device)].tolist()  # a host sync
         for index, count in zip(unused, ranks, strict=True):
             param = self.params[index]
             if count == 0:
                 param.grad = None
-            elif not self.ranks_may_differ:
+            elif not self.ranks_may_differ:  # FSDP2 usually fails on the other ranks before
                 raise UserError(
                     f"{self.names[id(param)]} was used on {count:.0f} rank(s) and not on this one, which FSDP2 of "
                     f"torch {torch.__version__} cannot reduce: install torch 2.13, or set parallel.shard=1"

@@ -165,6 +165,9 @@ class PackLoader(SampleLoader):
 
     _media_known = True
 
+    def _plans_steps(self) -> bool:
+        return True
+
     def _media_kinds(self, places: range) -> MediaKinds:
         return frozenset().union(*(self.dataset.media_kinds(place) for place in places))
 

@@ -1,0 +1,69 @@
+"""Feed: plans of loaders are used where they are true, and wrappers of loaders keep their cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from mvp_engine.data import SampleLoader
+from mvp_engine.distributed import World
+from mvp_engine.engine.feed import Feed
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+def loader(kind: type[SampleLoader] = SampleLoader, size: int = 37, **options: Any) -> SampleLoader:
+    return kind(TensorDataset(torch.arange(size)), **{"micro_batch_size": 2, "global_batch_size": 4, **options})
+
+
+class Wrapper:
+    """Passes everything on to another loader."""
+
+    def __init__(self, inner: SampleLoader) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Filtering(SampleLoader):
+    def __iter__(self) -> Iterator[Any]:
+        return (batch for batch in super().__iter__() if len(batch[0]) > 1)
+
+
+def test_plan_of_a_sample_loader_has_the_micro_batches_of_the_step() -> None:
+    feed = Feed(loader(), 2, ALONE)
+    sizes = []
+    while micro_batches := feed.take():
+        plan = feed.next_plan()
+        assert plan is not None
+        assert plan.num_micro_batches == len(micro_batches)
+        sizes.append(len(micro_batches))
+        feed.advance(len(micro_batches))
+    assert sizes == [2] * 9 + [1]
+    plan = feed.next_plan()
+    assert plan is not None
+    assert plan.num_micro_batches == 0
+
+
+def test_plan_of_a_loader_with_other_steps_than_the_feed_is_not_used() -> None:
+    assert Feed(loader(), 1, ALONE).next_plan() is None
+
+
+def test_plan_of_a_subclass_that_changes_what_is_loaded_is_not_used() -> None:
+    assert Feed(loader(Filtering), 2, ALONE).next_plan() is None
+
+
+def test_wrapper_of_a_loader_keeps_cursor_and_length_and_has_no_plan() -> None:
+    wrapper = Wrapper(loader())
+    feed = Feed(wrapper, 2, ALONE)
+    assert feed.next_plan() is None
+    assert feed.steps_per_epoch == 10
+    feed.advance(len(feed.take()))
+    assert feed.rank_state_dict()["loader"] == {"epoch": 0, "samples": 4}
