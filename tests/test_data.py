@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from mvp_engine import data
 from mvp_engine.data import SampleLoader, accumulation_steps
 from mvp_engine.data import loader as data_loader
 from mvp_engine.errors import UserError
@@ -154,7 +153,7 @@ def test_what_was_pinned_before_a_failing_sample_still_comes(monkeypatch) -> Non
     monkeypatch.setattr(data_loader, "pin", lambda item: item)
     seen = []
     with pytest.raises(ValueError, match="rotten"):
-        seen.extend(data.pinned(items()))
+        seen.extend(data_loader.pinned(items()))
     assert seen == [0, 1, 2, 3]
 
 

@@ -26,12 +26,6 @@ class StatefulLoader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class GlobalCursor(Protocol):
-    """Its state is the same on all ranks, and right on any number of them."""
-
-    global_cursor: bool
-
-
 class KnowsLength(Protocol):
     @property
     def steps_per_epoch(self) -> int: ...

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.data.protocols import (
-    GlobalCursor,
     HasEpochs,
     KnowsLength,
     KnowsPlan,
@@ -130,7 +129,8 @@ class Feed:
         self._steps_since_cursor = 0
         self._set_epoch()
         same_ranks = len(of_ranks) == self.world.size
-        is_global = implements(self.loader, GlobalCursor) and self.loader.global_cursor
+        # Is the state the same on all ranks, and right on any number of them?
+        is_global = getattr(self.loader, "global_cursor", False)
         if not same_ranks and not is_global:
             raise UserError(
                 f"the cursor of {type(self.loader).__name__} is each rank's own, so only the {len(of_ranks)} rank(s) "
