@@ -67,6 +67,7 @@ def test_check_json_keys_are_documented(tmp_path: Path, capsys: Any) -> None:
     assert set(found).union(*inner) - documented == set()
 
 
+@pytest.mark.slow
 def test_check_of_a_data_kit_inspects_rows_and_evaluates(digits: list[str], tmp_path: Path, capsys: Any) -> None:
     export = tmp_path / "export"
     found = checked(capsys, DIGITS, *digits, f"export={export}", "loop.total_steps=null", "loop.epochs=3")
@@ -158,6 +159,7 @@ def _check(folder: str, words: list[str]) -> int:
     return check.main(["--config", str(DIGITS), "--folder", folder, "--quiet", *words])
 
 
+@pytest.mark.slow
 def test_check_on_two_ranks_equals_one_rank(ranks2: Any, digits: list[str], tmp_path: Path, capsys: Any) -> None:
     words = [*digits, "data.global_batch_size=4", "parallel.shard=2"]
     assert ranks2.run(_check, str(tmp_path), words) == [0, 0]
@@ -168,6 +170,7 @@ def test_check_on_two_ranks_equals_one_rank(ranks2: Any, digits: list[str], tmp_
     assert two["parts"] == one["parts"]
 
 
+@pytest.mark.slow
 def test_check_failure_of_rank_1_is_reported_by_rank_0(tmp_path: Path) -> None:
     words = [f"project.dir={tmp_path}", "tiny.fault=nan_once", "tiny.fault_step=1", "tiny.fault_rank=1"]
     code, output = run_process("-m", "mvp_engine.cli", "check", str(TINY), "--nproc", "2", *words)

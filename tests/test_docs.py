@@ -33,6 +33,7 @@ def test_docs_links_resolve(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+@pytest.mark.slow
 def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     files = 0
@@ -57,6 +58,7 @@ def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(tmp_path: Pat
     assert "unknown key 'optim.lrr'. Did you mean 'optim.lr'?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_readme_commands_exit_with_0(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     text = "".join(code for _, code in blocks(ROOT / "README.md", "bash"))

@@ -18,6 +18,7 @@ from mvp_engine.tools.profile_page import page
 CONFIG = str(ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml")
 
 
+@pytest.mark.slow
 def test_profile_writes_a_page_and_a_trace_and_no_run(tmp_path: Path, capsys) -> None:
     words = [CONFIG, "--out", str(tmp_path / "out"), "--steps", "2", "--first", "2", f"project.dir={tmp_path / 'runs'}"]
     assert main(["profile", *words, "data.micro_batch_size=16"]) == 0

@@ -30,6 +30,7 @@ def composed(file: Path) -> Any:
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("origin", RECIPES)
 def test_recipe_new_all_configs_compose_under_the_new_name(origin: str, tmp_path: Path, capsys: Any) -> None:
     assert main(["recipe", "new", "mine_2", "--from", origin, "--dir", str(tmp_path)]) == 0
@@ -64,6 +65,7 @@ def _flat(config: Any, without: set[str], strip: str) -> str:
     return text.replace(strip, f"{config.project.dir}/")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("origin", QUICK)
 def test_recipe_new_copy_trains_from_any_folder(
     origin: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch

@@ -59,6 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_your_data_page_commands_give_the_outputs_it_shows(folder: Path, capsys: Any) -> None:
     commands = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
     inspect, decode, check, train, evaluate, report, ask = commands

@@ -169,6 +169,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     }
 
 
+@pytest.mark.slow
 def test_restore_any_layout_reads_any_other(ranks4, tmp_path: Path) -> None:
     model, optimizer = build("plain", 1)
     expected = everything(model, optimizer)

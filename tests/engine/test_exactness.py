@@ -15,6 +15,7 @@ from mvp_engine.errors import EXIT_INTERRUPTED
 QUIET = ["log.backends=[jsonl]", "loop.eval_interval=null", "checkpoint.interval=null"]
 
 
+@pytest.mark.slow
 def test_three_ways_to_launch_give_the_same_losses(tmp_path: Path) -> None:
     words = ["loop.total_steps=4", "log.interval=1", "data.micro_batch_size=16", "data.global_batch_size=32", *QUIET]
     launch = ["-m", "mvp_engine.launch", "--config", str(MAGIC)]
@@ -92,6 +93,7 @@ def straight_and_cut(run, words: list[str], folder: Path, cuts: list[list[str]])
 RESUME_WORDS = ["tiny.dropout=0.3", "tiny.noise=0.1", "loop.eval_interval=5", "log.interval=3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", ["sample", "torch", "iterable"])
 @pytest.mark.parametrize("stop", [2, 6])  # an epoch has 6 steps (11 micro-batches in twos)
 def test_resumed_run_is_bit_equal_to_the_straight_one(train, tmp_path: Path, loader: str, stop: int) -> None:

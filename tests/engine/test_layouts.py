@@ -17,6 +17,7 @@ LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
 SHARDED = [(2, 1, 2), (4, 1, 4), (4, 2, 2)]  # ranks, replicate, shard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "replicate", "shard"), SHARDED)
 @pytest.mark.parametrize("config", [TINY, MAGIC], ids=["tiny", "magic"])
 def test_sharded_ranks_give_the_losses_of_one(
@@ -37,6 +38,7 @@ def test_sharded_ranks_give_the_losses_of_one(
             assert a.get("grad_norm", 0) == pytest.approx(b.get("grad_norm", 0), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_over_layouts(train, ranks2, ranks4, tmp_path: Path) -> None:
     words = ["log.interval=3", "data.micro_batch_size=2"]
     assert train(*words, dir=tmp_path / "straight") == 0
@@ -49,6 +51,7 @@ def test_a_run_goes_on_over_layouts(train, ranks2, ranks4, tmp_path: Path) -> No
     assert losses(tmp_path / "straight") == pytest.approx(losses(tmp_path / "cut"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_half_an_interval_counts_once_on_another_layout(train, ranks2, ranks4, tmp_path: Path) -> None:
     """Ranks that share sequences or matrices have the same tokens, and all ranks the same norm."""
     words = ["log.interval=4", "checkpoint.interval=2", "optim.schedule=constant", "data.micro_batch_size=2"]

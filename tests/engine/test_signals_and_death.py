@@ -19,6 +19,7 @@ from ranks import free_port
 from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.runs import list_runs
 
+pytestmark = pytest.mark.slow
 LAUNCH = ["-m", "mvp_engine.launch", "--config", str(TINY)]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 LONG = ["loop.total_steps=100000", "tiny.step_seconds=0.02", "data.micro_batch_size=4"]

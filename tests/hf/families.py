@@ -196,7 +196,8 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
         {**sub_configs(vit("pixtral", head_dim=8), model_type="mistral"), "spatial_merge_size": 2},
         "sized",
     ),
-    "qwen2_audio": ("Whisper", sub_configs(None, WHISPER, model_type="qwen2"), "audio"),
+    # With two layers, the random weights would generate placeholder tokens.
+    "qwen2_audio": ("Whisper", sub_configs(None, WHISPER, model_type="qwen2", **FOUR_LAYERS), "audio"),
     "qwen2_5_omni_thinker": (
         "positions on three axes, windows in both encoders",
         sub_configs(WINDOWS, {**WHISPER, "output_dim": 32, "n_window": 4}, **MROPE),

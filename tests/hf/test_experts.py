@@ -72,6 +72,7 @@ def test_grouped_experts_with_biases_equal_batched_experts() -> None:
         assert torch.allclose(one, two, rtol=1e-5, atol=1e-5 * float(one.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": "selective"}], ids=str)
 def test_grouped_experts_compiled_equal_uncompiled(settings: dict[str, Any]) -> None:
     loss, grads = stepped("qwen3_moe", precision="bf16")

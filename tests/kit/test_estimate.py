@@ -28,6 +28,7 @@ PIXELS = data.Pixels()
 LARGE = {"state_dtype": "int8", "activation_checkpointing": "selective"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     (
         "file",

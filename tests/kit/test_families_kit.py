@@ -89,6 +89,7 @@ def own_log_probs(model: LanguageModel, given: dict[str, Any]) -> torch.Tensor:
     return torch.cat([picked, picked.new_zeros(1)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KIT)
 def test_data_kit_packs_equal_processor_and_transformers_on_each_row(name: str, tmp_path: Path) -> None:
     processor = chat_processor(name.removesuffix("_thinker"))

@@ -16,6 +16,7 @@ from mvp_engine.kit import MLLMData, MLLMDataKit
 WORKERS = 2
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 def test_data_kit_fuzzed_rows_are_trained_on_once_or_listed_with_their_reason(
     tmp_path: Path, campaign_size: Callable[[int, int], int]

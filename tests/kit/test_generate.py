@@ -47,6 +47,7 @@ def expected(folder: Path, name: str, ones: list[PackedBatch], stop: int) -> lis
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_generate_equals_transformers_generate_on_the_exported_folder(name: str, tmp_path: Path) -> None:
     engine, ones = built(name)

@@ -130,6 +130,7 @@ def on_layout(base: Path, sizes: dict[str, int], lora: Lora, settings: dict[str,
     return first | found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "settings"),
     [

@@ -92,6 +92,7 @@ def loss(ctx, model, batch):  # a mean over the micro-batch, not a sum
 """
 
 
+@pytest.mark.slow
 def test_loss_skill_check_passes_the_kit_and_fails_a_broken_loss(tmp_path: Path) -> None:
     assert import_file(ROOT / "skills" / "loss" / "check.py").problems(TokenNormedLossKit()) == []
     (tmp_path / "mine.py").write_text(BROKEN)

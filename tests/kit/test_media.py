@@ -99,6 +99,7 @@ def conversation(processor: Any, parts: list[Part]) -> tuple[dict[str, Any], str
     return {"messages": messages}, text + "\nA house, äöü.<|im_end|>\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_media_cost_of_every_size_is_what_the_processor_makes(name: str) -> None:
     media = handler(name)

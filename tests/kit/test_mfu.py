@@ -153,6 +153,7 @@ def rows() -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_mfu_flops_equal_the_torch_flop_counter(rows: dict[str, tuple[float, float]], case: str) -> None:
     formula, counter = rows[case]

@@ -188,6 +188,7 @@ compare_kernel_and_plain_operations("cpu")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.gpu(required=False)
 def test_adamw_kernel_against_plain_operations_gives_the_same_states() -> None:
     """Without a GPU by Triton's interpreter, which must be enabled before Triton is imported."""

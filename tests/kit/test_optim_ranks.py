@@ -68,6 +68,7 @@ KINDS = [{"state_dtype": "float32"}, {"state_dtype": "bfloat16"}, {"state_dtype"
 KINDS += [{"kind": "muon", "state_dtype": "int8"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: "-".join(options.values()))
 def test_optimizer_on_two_shards_updates_and_resumes_like_one_rank(
     ranks2, tmp_path: Path, options: dict[str, Any]

@@ -32,6 +32,7 @@ def last_checkpoint(folder: Path) -> Reader:
     return Reader(list_runs(folder)[-1].checkpoint_list()[-1])
 
 
+@pytest.mark.slow
 def test_docs_recipe_resumed_and_resharded_gives_equal_losses_and_its_ema_is_evaluated_and_exported(
     train, ranks2, recipe: Path, tmp_path: Path, capsys: Any
 ) -> None:

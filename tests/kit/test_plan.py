@@ -170,6 +170,7 @@ def test_pack_loader_each_epoch_has_every_row_once_in_another_order(folder: Path
     assert loader.dataset.plan.fill_ratio > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worlds", [(1, 2, 4), (2, 1, 4), (4, 2, 1)])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_pack_loader_resumed_twice_on_other_ranks_gives_the_uninterrupted_order(

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.timeout import run_with_timeout
 
 
+@pytest.mark.slow
 def test_run_with_timeout_process_exits_while_a_decoder_hangs() -> None:
     code = """
 import ctypes

@@ -79,6 +79,7 @@ def test_watchdog_exception_in_a_worker_is_raised_unchanged(kit: Any) -> None:
         list(kit.loader("train", num_workers=1))
 
 
+@pytest.mark.slow
 def test_measure_costs_forked_process_does_not_wait_for_parent_threads() -> None:
     """Audio processors compute with torch; a forked process has none of the threads that torch started before."""
     code = """

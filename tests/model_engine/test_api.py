@@ -114,6 +114,7 @@ def test_unknown_and_doubled_names_are_explained(train, capsys) -> None:
     assert "Registered: language_model on fsdp, module on fsdp" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "how"),
     [

@@ -93,6 +93,7 @@ def expected(name: str) -> Found:
 FULL, SOME = ({"compile": "aot_eager", "activation_checkpointing": how} for how in ("full", "selective"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "sizes", "ways"),
     [
@@ -148,6 +149,7 @@ def sharing_matrices() -> tuple[str, list[Tensor], dict[str, Tensor]]:
         world.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_blocks_whose_attention_goes_by_sequence_are_compiled_or_said_not_to_be(monkeypatch, how: str) -> None:
     said: list[str] = []

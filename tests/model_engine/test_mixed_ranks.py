@@ -63,16 +63,19 @@ def on_ranks(name: str, sizes: dict[str, int], frozen: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "frozen"), [(name, False) for name in NAMES] + [(name, True) for name in FROZEN])
 def test_four_ranks_with_all_kinds_of_data(ranks4, name: str, frozen: bool) -> None:
     check(ranks4.run(on_ranks, name, {"shard": 4}, frozen), name, frozen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_that_share_sequences_share_media(ranks4, name: str) -> None:
     check(ranks4.run(on_ranks, name, {"shard": 2, "ulysses": 2}, False), name, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "sizes"),
     [("qwen3_vl", 2, {"shard": 2}), ("qwen3_vl", 4, {"shard": 2}), ("llava", 4, {"tensor": 2, "shard": 2})],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ LAYOUTS = {
     (4, 1, 1, 2): ["qwen3_moe", "gemma2"],
 }
 MIXED = [(2, 2, 1, 1), (2, 1, 2, 1), (4, 2, 2, 1), (2, 1, 1, 2), (4, 2, 1, 2)]  # each kind, shards with each
+
+
+def on_four_slow(layouts: Iterable[tuple[int, ...]]) -> list[Any]:
+    """Those on four ranks are marked `slow`."""
+    return [pytest.param(*layout, marks=[pytest.mark.slow] if layout[0] == 4 else []) for layout in layouts]
 
 
 def batch() -> PackedBatch:
@@ -89,7 +95,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), LAYOUTS)
+@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), on_four_slow(LAYOUTS))
 def test_every_gradient_is_that_of_one_rank(request, ranks: int, shard: int, sequence: int, tensor: int) -> None:
     families = LAYOUTS[ranks, shard, sequence, tensor]
     results = request.getfixturevalue(f"ranks{ranks}").run(on_layout, shard, sequence, tensor, families)
@@ -100,7 +106,7 @@ def test_every_gradient_is_that_of_one_rank(request, ranks: int, shard: int, seq
                 assert torch.allclose(result[family][name], grad, rtol=1e-5, atol=1e-5), (family, name)
 
 
-@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), MIXED)
+@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), on_four_slow(MIXED))
 def test_losses_over_five_steps_are_those_of_one_rank(
     request, one: Path, tmp_path: Path, ranks: int, shard: int, sequence: int, tensor: int
 ) -> None:
@@ -114,6 +120,7 @@ def test_losses_over_five_steps_are_those_of_one_rank(
         assert [r.get("totals") for r in alone] == [r.get("totals") for r in many]  # counted once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.tensor=2"], ["parallel.ulysses=2"]], ids=str)
 def test_bf16_follows_fp32(one: Path, ranks2, tmp_path: Path, layout: list[str]) -> None:
     """Weights travel as bf16; the masters and the sums of gradients stay float32."""
@@ -124,6 +131,7 @@ def test_bf16_follows_fp32(one: Path, ranks2, tmp_path: Path, layout: list[str])
     assert [r["grad_norm"] for r in alone] == pytest.approx([r["grad_norm"] for r in two], rel=1e-1)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_over_layouts(train, ranks2, ranks4, tmp_path: Path) -> None:
     words = ["data.micro_batch_size=2", "optim.schedule=constant"]  # so that a shorter run is the same run, cut
     assert train(*words, "loop.total_steps=8", config=LM, dir=tmp_path / "straight") == 0
@@ -144,6 +152,7 @@ def test_heads_that_cannot_be_shared_are_explained(heads: int, kv_heads: int, ra
         check_heads(heads, kv_heads, ranks)
 
 
+@pytest.mark.slow
 def test_two_engines_with_different_layouts_live_in_one_process(ranks4) -> None:
     for answer in ranks4.run(two_layouts):
         assert answer["same"]

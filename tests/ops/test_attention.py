@@ -77,6 +77,7 @@ def test_round_up_to_bucket_returns_the_smallest_bucket() -> None:
     assert all(n <= bucket for n, bucket in zip(range(1, 26), buckets, strict=True))
 
 
+@pytest.mark.slow
 def test_ops_import_does_not_import_transformers() -> None:
     code = """
 import sys

@@ -275,6 +275,7 @@ for upstream in (UpstreamGrads(label, p), UpstreamGrads(label, p, entropy), all_
 """
 
 
+@pytest.mark.slow
 @pytest.mark.gpu(required=False)
 def test_triton_kernels_equal_plain_pytorch() -> None:
     """In a separate process: without a GPU Triton interprets the kernels, which must be set before it is imported."""

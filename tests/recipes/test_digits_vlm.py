@@ -39,6 +39,7 @@ def trained(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_digits_vlm_resumed_run_is_bit_equal(trained: Path) -> None:
     straight = losses(trained)
     assert len(straight) == 6
@@ -66,6 +67,7 @@ def test_digits_vlm_report_and_export_have_the_trained_model(trained: Path, caps
     assert processor.tokenizer.convert_ids_to_tokens(stop) == "<|im_end|>"
 
 
+@pytest.mark.slow
 def test_digits_vlm_evaluation_on_two_ranks_equals_one(ranks2, trained: Path) -> None:
     run_dir = list_runs(trained)[0].dir
     words = [f"project.dir={trained}", *SMALL, *QUICK, "workflow=evaluate", f"resume={run_dir}"]

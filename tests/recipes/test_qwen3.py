@@ -63,6 +63,7 @@ def kit_of(folder: Path, stage: str, *words: str) -> Any:
     return engine.data_kit(composed.config)
 
 
+@pytest.mark.slow
 def test_qwen3_stages_chain_through_exports_and_reduce_the_loss(ran: Path) -> None:
     base, chat = ran / "qwen3_base", ran / "qwen3_chat"
     assert base.resolve() == run_of(ran, "pretrain") / "hf_step_8"

@@ -49,6 +49,7 @@ def held_out(chain: Path, stage: str) -> dict[str, Any]:
     return [r for r in map(json.loads, file.read_text().splitlines()) if r["split"] == "eval"][-1]
 
 
+@pytest.mark.slow
 def test_qwen3_vl_stages_start_from_the_previous_export_and_train_their_parts(chain: Path) -> None:
     weights = {stage: exported(chain, stage) for stage in STEPS}
     parts = MLLMModelKit.parts(MLLMModelKit().build(ModelSource(str(chain / "qwen3_vl" / "words"))))

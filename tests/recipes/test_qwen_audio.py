@@ -41,6 +41,7 @@ def trained(folder: Path) -> Path:
     return list_runs(folder)[-1].dir
 
 
+@pytest.mark.slow
 @speaks
 def test_qwen_audio_readme_commands_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(ROOT)
@@ -59,6 +60,7 @@ def test_qwen_audio_readme_commands_run(tmp_path: Path, monkeypatch: Any, capsys
     assert page.count("<audio controls") == 24
 
 
+@pytest.mark.slow
 @speaks
 def test_qwen_audio_resumed_run_is_bit_equal(folder: Path, trained: Path) -> None:
     straight = [record["loss"] for record in read_metrics(folder)]

@@ -47,6 +47,7 @@ def write_images(folder: Path, count: int = 12) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_vit_readme_commands_run_and_reach_accuracy(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
     seen = []

@@ -61,6 +61,7 @@ class Repeating(Changed):
         self.state_dict = lambda: {**loader.state_dict(), "samples": loader.state_dict()["samples"] - 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -64,11 +64,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*SMALL, f"digits.folder={tmp_path_factory.mktemp('digits') / 'data'}"]
 
 
+@pytest.mark.slow
 def test_check_of_a_correct_recipe_passes(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert CHECK.main([CONFIG, *small]) == 0
     assert capsys.readouterr().out.endswith("ok\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more", "expected"),
     [
