@@ -28,6 +28,7 @@ from mvp_engine.model_engine.fsdp import activation_checkpoint, compile
 from mvp_engine.ops import attention as attention_ops
 from mvp_engine.ops.attention import AttnSpec
 
+pytestmark = pytest.mark.slow
 Found = tuple[list[Tensor], dict[str, Tensor], list[int]]
 PLAIN = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 WARM = 3  # packs after which nothing is compiled any more
@@ -93,7 +94,6 @@ def expected(name: str) -> Found:
 FULL, SOME = ({"compile": "aot_eager", "activation_checkpointing": how} for how in ("full", "selective"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "sizes", "ways"),
     [
@@ -149,7 +149,6 @@ def sharing_matrices() -> tuple[str, list[Tensor], dict[str, Tensor]]:
         world.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_blocks_whose_attention_goes_by_sequence_are_compiled_or_said_not_to_be(monkeypatch, how: str) -> None:
     said: list[str] = []

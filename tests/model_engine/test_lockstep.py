@@ -208,6 +208,7 @@ DIGITS = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
 SMALL = ["digits.drawings=1", "digits.count=60", "data.num_workers=0", "data.global_batch_size=4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "words"),
     [

@@ -17,6 +17,7 @@ from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
 
+pytestmark = pytest.mark.slow
 FOLDER = ROOT / "recipes" / "qwen3"
 TASKS = ("count", "largest", "next", "reverse")
 SMALL = ["made.modules=20", "made.chats=60", "log.interval=1"]
@@ -63,7 +64,6 @@ def kit_of(folder: Path, stage: str, *words: str) -> Any:
     return engine.data_kit(composed.config)
 
 
-@pytest.mark.slow
 def test_qwen3_stages_chain_through_exports_and_reduce_the_loss(ran: Path) -> None:
     base, chat = ran / "qwen3_base", ran / "qwen3_chat"
     assert base.resolve() == run_of(ran, "pretrain") / "hf_step_8"

@@ -18,6 +18,7 @@ from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.kit import MLLMModelKit
 from mvp_engine.model_engine import ModelSource
 
+pytestmark = pytest.mark.slow
 RECIPE = ROOT / "recipes" / "qwen3_vl"
 QUICK = ["shapes.rows=60", "data.num_workers=0"]
 SIZES = ["mllm.micro_batch_tokens=320", "eval_generation.max_new_tokens=3", "log.backends=[file,jsonl]"]
@@ -49,7 +50,6 @@ def held_out(chain: Path, stage: str) -> dict[str, Any]:
     return [r for r in map(json.loads, file.read_text().splitlines()) if r["split"] == "eval"][-1]
 
 
-@pytest.mark.slow
 def test_qwen3_vl_stages_start_from_the_previous_export_and_train_their_parts(chain: Path) -> None:
     weights = {stage: exported(chain, stage) for stage in STEPS}
     parts = MLLMModelKit.parts(MLLMModelKit().build(ModelSource(str(chain / "qwen3_vl" / "words"))))

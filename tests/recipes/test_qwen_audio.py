@@ -17,6 +17,7 @@ from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
 
+pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "qwen_audio" / "configs"
 FEW = ["speech.sentences=60", "speech.held_out=12", "data.num_workers=0", "log.interval=1"]
 SMALL = ["model.config.text_config.num_hidden_layers=1", "model.config.audio_config.encoder_layers=1"]
@@ -41,7 +42,6 @@ def trained(folder: Path) -> Path:
     return list_runs(folder)[-1].dir
 
 
-@pytest.mark.slow
 @speaks
 def test_qwen_audio_readme_commands_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(ROOT)
@@ -60,7 +60,6 @@ def test_qwen_audio_readme_commands_run(tmp_path: Path, monkeypatch: Any, capsys
     assert page.count("<audio controls") == 24
 
 
-@pytest.mark.slow
 @speaks
 def test_qwen_audio_resumed_run_is_bit_equal(folder: Path, trained: Path) -> None:
     straight = [record["loss"] for record in read_metrics(folder)]

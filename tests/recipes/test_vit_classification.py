@@ -20,6 +20,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
 
+pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "vit_classification" / "configs"
 SMALL = ["model.config.num_hidden_layers=1", "model.config.hidden_size=16", "model.config.intermediate_size=16"]
 QUICK = ["data.num_workers=0", "log.interval=1", "loop.eval_interval=null", "optim.warmup_steps=0"]
@@ -47,7 +48,6 @@ def write_images(folder: Path, count: int = 12) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_vit_readme_commands_run_and_reach_accuracy(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
     seen = []
