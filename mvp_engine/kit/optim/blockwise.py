@@ -13,26 +13,36 @@ BLOCK = 128  # elements of a row that share a scale
 MAX_CODE = {torch.int8: 127, torch.uint8: 255}
 
 
+def blocks_of(elements: int) -> int:
+    """The number of blocks in a row of this length; the last one may be short."""
+    return -(-elements // BLOCK)
+
+
 def scales_shape(shape: torch.Size) -> tuple[int, ...]:
     """The shape of the scales of a tensor with this shape."""
-    blocks = -(-shape[-1] // BLOCK)
-    return (*shape[:-1], blocks)
+    *rows, columns = shape
+    return (*rows, blocks_of(columns))
 
 
 def quantize(value: Tensor, dtype: torch.dtype, bits: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of `value` by stochastic rounding, and the scales of its blocks; uint8 is for values >= 0."""
     max_code = MAX_CODE[dtype]
+    row_length = value.shape[-1]
     size = value.abs()
     scales = _block_maximum(size)
     divisors = torch.where(scales > 0, scales, 1.0)
-    size = size / _repeat_for_elements(divisors, size.shape[-1])
+    size = size / _repeat_for_elements(divisors, row_length)
 
-    lower_code = size.sqrt().sqrt_().mul_(max_code)
-    lower_code = lower_code.floor_().clamp_(max=max_code - 1)
+    fourth_root = size.sqrt().sqrt_()
+    lower_code = fourth_root.mul_(max_code).floor_()
+    lower_code.clamp_(max=max_code - 1)
     lower = _dequantized(lower_code, max_code)
     upper = _dequantized(lower_code + 1, max_code)
-    uniform = (bits >> 8).bitwise_and_(0xFFFFFF) * 2.0**-24
-    code = lower_code + (uniform < (size - lower) / (upper - lower))
+
+    up_probability = (size - lower) / (upper - lower)
+    uniform = (bits >> 8).bitwise_and_(0xFFFFFF)
+    uniform = uniform * 2.0**-24
+    code = lower_code + (uniform < up_probability)
 
     if dtype is torch.int8:
         return torch.copysign(code, value).to(dtype), scales
@@ -44,24 +54,30 @@ def quantize(value: Tensor, dtype: torch.dtype, bits: Tensor) -> tuple[Tensor, T
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """The float32 values of codes and the scales of their blocks."""
+    row_length = codes.shape[-1]
     as_float = codes.float()
     value = _dequantized(as_float, MAX_CODE[codes.dtype])
-    value = value.mul_(_repeat_for_elements(scales, codes.shape[-1]))
-    return torch.copysign(value, as_float) if codes.dtype is torch.int8 else value
+    value.mul_(_repeat_for_elements(scales, row_length))
+    if codes.dtype is torch.int8:
+        return torch.copysign(value, as_float)
+    return value
 
 
 def _block_maximum(size: Tensor) -> Tensor:
     missing = -size.shape[-1] % BLOCK
     if missing:
         size = torch.nn.functional.pad(size, (0, missing))
-    return size.unflatten(-1, (-1, BLOCK)).amax(-1)
+    blocks = size.unflatten(-1, (-1, BLOCK))
+    return blocks.amax(-1)
 
 
 def _dequantized(code: Tensor, max_code: int) -> Tensor:
     """The value of codes without scale and sign."""
-    return (code / max_code).square_().square_()
+    share = code / max_code
+    return share.square_().square_()
 
 
 def _repeat_for_elements(scales: Tensor, row_length: int) -> Tensor:
     """The scale of each element of a row; the last block of a row may be short."""
-    return scales.repeat_interleave(BLOCK, -1)[..., :row_length]
+    repeated = scales.repeat_interleave(BLOCK, -1)
+    return repeated[..., :row_length]

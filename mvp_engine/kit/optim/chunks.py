@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from mvp_engine.distributed.dtensor import Index, Offset, local_tensor, shard_offsets
-from mvp_engine.kit.optim.blockwise import BLOCK
+from mvp_engine.kit.optim.blockwise import BLOCK, blocks_of
 
 CHUNK = 2**22  # elements of a chunk: 16 MiB per float32 copy
 
@@ -28,9 +28,9 @@ class Chunk:
     @property
     def scales_index(self) -> Index:
         """The index of the chunk's scales in the local tensor of scales."""
-        columns = self.index[-1]
-        blocks = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
-        return (*self.index[:-1], blocks)
+        *rows, columns = self.index
+        blocks = slice(columns.start // BLOCK, blocks_of(columns.stop))
+        return (*rows, blocks)
 
 
 def chunks(param: Tensor) -> Iterator[Chunk]:
@@ -39,13 +39,20 @@ def chunks(param: Tensor) -> Iterator[Chunk]:
         if not index:  # a scalar
             yield Chunk(offset, index)
             continue
-        rows = index[0]
-        row_size = prod(columns.stop - columns.start for columns in index[1:])
+        rows, *other_dims = index
+        row_size = prod(_length(dim) for dim in other_dims)
         rows_at_once = max(1, CHUNK // max(1, row_size))
         for start in range(rows.start, rows.stop, rows_at_once):
             stop = min(start + rows_at_once, rows.stop)
             first_row = offset[0] + start - rows.start
-            yield Chunk((first_row, *offset[1:]), (slice(start, stop), *index[1:]))
+            yield Chunk(
+                offset=(first_row, *offset[1:]),
+                index=(slice(start, stop), *other_dims),
+            )
+
+
+def _length(index: slice) -> int:
+    return int(index.stop - index.start)
 
 
 def has_whole_blocks(param: Tensor) -> bool:
@@ -64,10 +71,13 @@ def has_whole_blocks(param: Tensor) -> bool:
 def flat_offset(param: Tensor) -> int | None:
     """The position of this rank's first element in the full parameter, if it holds one contiguous range of it."""
     shards = shard_offsets(param)
-    if len(shards) != 1 or param.ndim == 0 or not local_tensor(param).is_contiguous():
+    if len(shards) != 1 or param.ndim == 0:
+        return None
+    if not local_tensor(param).is_contiguous():
         return None
     offset, index = shards[0]
-    local_row = [columns.stop - columns.start for columns in index[1:]]
-    if any(offset[1:]) or local_row != list(param.shape[1:]):
+    row_shape = list(param.shape[1:])
+    local_row_shape = [_length(dim) for dim in index[1:]]
+    if any(offset[1:]) or local_row_shape != row_shape:
         return None
-    return offset[0] * prod(param.shape[1:])
+    return offset[0] * prod(row_shape)

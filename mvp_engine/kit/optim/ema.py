@@ -29,10 +29,12 @@ def update_ema_(
     """
     step = state["step"]
     ema = local_tensor(state[EMA])
-    share = 1 - ((1 + step) / (10 + step)).clamp(max=decay)
+    early_decay = (1 + step) / (10 + step)
+    share = 1 - early_decay.clamp(max=decay)
     if found_inf is not None:
         share = share * (1 - found_inf)
-    ema.add_((local_tensor(param) - ema).mul_(share))
+    difference = local_tensor(param) - ema
+    ema.add_(difference.mul_(share))
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from mvp_engine.kit.optim.chunks import has_whole_blocks
 from mvp_engine.kit.optim.ema import create_ema, swap_ema_, update_ema_
 from mvp_engine.kit.optim.muon import MuonParam, muon_
 from mvp_engine.kit.optim.rounding import rounding_salt
-from mvp_engine.kit.optim.state_tensor import SCALES, StateTensor, storage_dtype
+from mvp_engine.kit.optim.state_tensor import SCALES, StateSpec, StateTensor, storage_dtype
 from mvp_engine.kit.optim.update import DeviceFlags
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -61,6 +61,7 @@ class KitOptimizer(Optimizer):
         self.ema = ema
         self.seed = seed
         self._ema_is_swapped_in = False
+        self._specs: dict[Tensor, list[StateSpec]] = {}
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -71,7 +72,7 @@ class KitOptimizer(Optimizer):
         }
         super().__init__(groups, defaults)
         for param, group in self._params_with_groups():
-            self._state_tensors(param, group, {})  # raises for layouts that are not supported
+            self._state_specs(param, group)  # raises for layouts that are not supported
 
     def _params_with_groups(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         for group in self.param_groups:
@@ -123,13 +124,19 @@ class KitOptimizer(Optimizer):
         self, param: Tensor, group: dict[str, Any], state: dict[str, Any]
     ) -> list[StateTensor]:
         """What the optimizer of this group keeps of a parameter, stored in `state`."""
-        name = self.names[param]
-        state_tensors: list[StateTensor] = []
-        for key in STATE_KEYS[group["kind"]]:
-            dtype = storage_dtype(param, name, self.state_dtype, signed=key not in NEVER_NEGATIVE)
-            salt = rounding_salt(self.seed, name, key)
-            state_tensors.append(StateTensor(param, state, key, dtype, salt))
-        return state_tensors
+        return [StateTensor(param, state, spec) for spec in self._state_specs(param, group)]
+
+    def _state_specs(self, param: Tensor, group: dict[str, Any]) -> list[StateSpec]:
+        """How the states of a parameter are stored. Computed once: it would cost 1 us per parameter in every step."""
+        if param not in self._specs:
+            name = self.names[param]
+            specs: list[StateSpec] = []
+            for key in STATE_KEYS[group["kind"]]:
+                is_signed = key not in NEVER_NEGATIVE
+                dtype = storage_dtype(param, name, self.state_dtype, is_signed)
+                specs.append(StateSpec(key, dtype, rounding_salt(self.seed, name, key)))
+            self._specs[param] = specs
+        return self._specs[param]
 
     # ---- EMA ------------------------------------------------------------------------------------------------------
 

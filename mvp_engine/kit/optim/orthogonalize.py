@@ -31,10 +31,12 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:  # the Gram matrix of the short side is the smaller one
         x = x.mT
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    norm = x.norm(dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=1e-7)
     for _ in range(STEPS):
         gram = x @ x.mT
-        x = A * x + (B * gram + C * gram @ gram) @ x
+        polynomial = B * gram + C * gram @ gram
+        x = A * x + polynomial @ x
     return x.mT if is_tall else x
 
 
@@ -58,11 +60,12 @@ def orthogonalize_all(matrices: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
     # Sorted by size, so that the ranks of one round have about equal work.
     sharded.sort(key=lambda i: (_ranks(matrices[i]), -matrices[i].numel(), i))
     for ranks, members in groupby(sharded, key=lambda i: _ranks(matrices[i])):
+        own_index = ranks.index(dist.get_rank())
         positions = list(members)
-        for start in range(0, len(positions), len(ranks)):
-            yield from _one_matrix_per_rank(
-                matrices, positions[start : start + len(ranks)], ranks.index(dist.get_rank())
-            )
+        while positions:
+            this_round = positions[: len(ranks)]
+            yield from _one_matrix_per_rank(matrices, this_round, own_index)
+            del positions[: len(ranks)]
 
 
 def _has_whole_matrices(matrix: Tensor) -> bool:
@@ -86,24 +89,30 @@ def _one_matrix_per_rank(
     results: dict[int, Tensor] = {}  # of this rank: one, or none in the last round
     for owner, i in enumerate(positions):
         # Gathered in the dtype of the work: half of the traffic on a GPU.
-        full = full_tensor(matrices[i].to(_work_dtype(matrices[i])))
+        matrix = matrices[i].to(_work_dtype(matrices[i]))
+        full = full_tensor(matrix)
         if owner == own_index:
             results[i] = orthogonalize(full).contiguous()
     for owner, i in enumerate(positions):
         matrix = matrices[i]
         assert isinstance(matrix, DTensor)
-        local = torch.empty_like(local_tensor(matrix), dtype=_work_dtype(matrix))
+        dtype = _work_dtype(matrix)
+        local = torch.empty_like(local_tensor(matrix), dtype=dtype)
         full = results[i] if i in results else local.new_empty(matrix.shape)
         _broadcast(full, owner, matrix.device_mesh)
         for offset, index in shard_offsets(matrix):
-            local[index] = full[shard_slices(offset, local[index])]
+            shard = local[index]
+            shard.copy_(full[shard_slices(offset, shard)])
         yield i, local
 
 
 def _broadcast(tensor: Tensor, owner: int, mesh: DeviceMesh) -> None:
     """Broadcast from the rank with this index to all of a mesh: along its first dimension, then along the next."""
-    source = [int(index) for index in torch.unravel_index(torch.tensor(owner), mesh.shape)]
+    coordinate = torch.unravel_index(torch.tensor(owner), mesh.shape)
+    source = [int(index) for index in coordinate]
     own = list(mesh.get_coordinate() or ())
     for axis in range(mesh.ndim):
+        # The ranks that differ from the source only along this axis and those before it.
         if own[axis + 1 :] == source[axis + 1 :]:
-            dist.broadcast(tensor, group=mesh.get_group(axis), group_src=source[axis])
+            group = mesh.get_group(axis)
+            dist.broadcast(tensor, group=group, group_src=source[axis])

@@ -39,9 +39,10 @@ def rounding_salt(seed: int, name: str, state_key: str) -> int:
 
 def rounding_key(salt: int, step: Tensor) -> Tensor:
     """The key of the random bits of one step: an int32 scalar on the device of `step`, without a host sync."""
-    count = step.to(torch.int32).reshape(()).clone()
-    hashed = hash_int32_(count.add_(salt))
-    return hash_int32_(hashed.add_(salt))
+    count = step.to(torch.int32).reshape(())
+    key = count.clone()
+    hash_int32_(key.add_(salt))
+    return hash_int32_(key.add_(salt))
 
 
 def random_bits(
@@ -51,14 +52,18 @@ def random_bits(
     position = key.expand(tuple(shape)).clone()
     for dim, size in enumerate(shape):
         stride = math.prod(full_shape[dim + 1 :])
-        index = (torch.arange(size, device=key.device) + offset[dim]) * stride
-        index = (index + 2**31) % 2**32 - 2**31  # positions beyond 2**31 wrap around
-        trailing_dims = (1,) * (len(shape) - dim - 1)
+        index = torch.arange(size, device=key.device)
+        index = (index + offset[dim]) * stride
+        # Positions beyond 2**31 wrap around, as int32 does.
+        index = (index + 2**31) % 2**32 - 2**31
+        trailing_dims = [1] * (len(shape) - dim - 1)
         position += index.to(torch.int32).view(-1, *trailing_dims)
     return hash_int32_(position)
 
 
 def round_to_bfloat16(value: Tensor, bits: Tensor) -> Tensor:
     """Stochastic rounding of float32: random low mantissa bits carry into the high half, which is kept."""
-    carried = value.view(torch.int32) + (bits & 0xFFFF)
-    return (carried & -0x10000).view(torch.float32).bfloat16()
+    low_bits = bits & 0xFFFF
+    carried = value.view(torch.int32) + low_bits
+    high_half = carried & -0x10000
+    return high_half.view(torch.float32).bfloat16()

@@ -8,15 +8,27 @@ instead of wrong values.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mvp_engine.distributed.dtensor import empty_sharded_like, local_tensor
+from mvp_engine.distributed.dtensor import (
+    empty_sharded_like,
+    local_tensor,
+    shard_slices,
+)
 from mvp_engine.errors import UserError
-from mvp_engine.kit.optim.blockwise import BLOCK, dequantize, quantize, scales_shape
+from mvp_engine.kit.optim.blockwise import (
+    BLOCK,
+    blocks_of,
+    dequantize,
+    quantize,
+    scales_shape,
+)
 from mvp_engine.kit.optim.chunks import Chunk, chunks, has_whole_blocks
 from mvp_engine.kit.optim.rounding import random_bits, round_to_bfloat16, rounding_key
 
@@ -40,23 +52,37 @@ def storage_dtype(param: Tensor, name: str, state_dtype: str, signed: bool) -> t
     return torch.int8 if signed else torch.uint8
 
 
+@dataclass(frozen=True)
+class StateSpec:
+    """How a state is stored: its key, its dtype, and the salt of the random bits that round it."""
+
+    key: str
+    dtype: torch.dtype
+    salt: int
+
+    @cached_property
+    def is_quantized(self) -> bool:
+        return self.dtype in QUANTIZED
+
+    @cached_property
+    def stored_keys(self) -> list[str]:
+        """The keys of what is stored in the state dict of a parameter."""
+        if self.is_quantized:
+            return [self.key + CODES, self.key + SCALES]
+        return [self.key]
+
+
 class StateTensor:
     """One state of one parameter in the parameter's state dict, read and written as float32."""
 
-    def __init__(
-        self, param: Tensor, state: dict[str, Any], key: str, dtype: torch.dtype, salt: int
-    ) -> None:
+    def __init__(self, param: Tensor, state: dict[str, Any], spec: StateSpec) -> None:
         self.param = param
         self.state = state
-        self.key = key
-        self.dtype = dtype
-        self.salt = salt  # of the random bits for stochastic rounding
-        self.is_quantized = dtype in QUANTIZED
-
-    @property
-    def stored_keys(self) -> list[str]:
-        """The keys of what is stored in the state dict."""
-        return [self.key + CODES, self.key + SCALES] if self.is_quantized else [self.key]
+        self.key = spec.key
+        self.dtype = spec.dtype
+        self.salt = spec.salt
+        self.is_quantized = spec.is_quantized
+        self.stored_keys = spec.stored_keys
 
     @property
     def stored(self) -> Tensor:
@@ -74,9 +100,10 @@ class StateTensor:
         if not self.is_quantized:
             self.state[self.key] = zeros
             return
-        self.state[self.key + CODES] = zeros
         shape = scales_shape(self.param.shape)
-        self.state[self.key + SCALES] = empty_sharded_like(self.param, shape, torch.float32)
+        scales = empty_sharded_like(self.param, shape, torch.float32)
+        self.state[self.key + CODES] = zeros
+        self.state[self.key + SCALES] = scales
         self.scales.zero_()
 
     def rounding_key(self, step: Tensor) -> Tensor:
@@ -106,24 +133,31 @@ class StateTensor:
     def load(self, saved: Mapping[str, Any], rounding_key: Tensor) -> bool:
         """Take over a saved state, converted if it has another dtype; False if none was saved under this key."""
         self.create()
-        if all(_has_dtype(saved, key, self.state[key].dtype) for key in self.stored_keys):
+        if self._fits(saved):
             for key in self.stored_keys:
                 self.state[key] = saved[key].to(self.param.device)
             return True
-        if self.key not in saved and self.key + CODES not in saved:
+        has_values = self.key in saved
+        has_codes = self.key + CODES in saved
+        if not has_values and not has_codes:
             return False
         for chunk in chunks(self.param):
             value = _saved_values(saved, self.key, chunk)
             self.write(chunk, value, rounding_key, skip=None)
         return True
 
+    def _fits(self, saved: Mapping[str, Any]) -> bool:
+        """Whether a saved state has the keys and dtypes of this one."""
+        for key in self.stored_keys:
+            if key not in saved:
+                return False
+            if saved[key].dtype != self.state[key].dtype:
+                return False
+        return True
+
 
 def _store(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
     target.copy_(value if skip is None else torch.where(skip, target, value))
-
-
-def _has_dtype(saved: Mapping[str, Any], key: str, dtype: torch.dtype) -> bool:
-    return key in saved and saved[key].dtype == dtype
 
 
 def _saved_values(saved: Mapping[str, Any], key: str, chunk: Chunk) -> Tensor:
@@ -142,10 +176,10 @@ def _dequantize_part_of_rows(codes: Tensor, full_scales: Tensor, chunk: Chunk) -
 
     A layout that shards inside of rows cannot shard the scales alike, so each rank has all of them.
     """
-    *row_offsets, column = chunk.offset
-    first_block, codes_before = divmod(column, BLOCK)
-    last_block = -(-(column + codes.shape[-1]) // BLOCK)
-    rows = [slice(o, o + n) for o, n in zip(row_offsets, codes.shape[:-1], strict=True)]
-    scales = full_scales[(*rows, slice(first_block, last_block))]
+    *rows, columns = shard_slices(chunk.offset, codes)
+    first_block, codes_before = divmod(columns.start, BLOCK)
+    blocks = slice(first_block, blocks_of(columns.stop))
+    scales = full_scales[(*rows, blocks)]
+    # Zeros in front, so that the codes start with a whole block.
     padded = torch.nn.functional.pad(codes, (codes_before, 0))
     return dequantize(padded, scales)[..., codes_before:]

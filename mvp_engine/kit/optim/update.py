@@ -25,7 +25,9 @@ class DeviceFlags:
     @property
     def skip(self) -> Tensor | None:
         """Whether to skip the step, as a bool on the device; None if that cannot happen."""
-        return None if self.found_inf is None else self.found_inf > 0
+        if self.found_inf is None:
+            return None
+        return self.found_inf > 0
 
 
 def advance_step_(step: Tensor, skip: Tensor | None) -> None:
@@ -44,5 +46,6 @@ def apply_update_(weight: Tensor, update: Tensor, decay: float, skip: Tensor | N
     """weight * (1 - decay) - update, in place."""
     if skip is None:
         weight.mul_(1 - decay).sub_(update)
-    else:
-        weight.copy_(torch.where(skip, weight, weight * (1 - decay) - update))
+        return
+    updated = weight * (1 - decay) - update
+    weight.copy_(torch.where(skip, weight, updated))
