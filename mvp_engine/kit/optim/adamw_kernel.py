@@ -159,9 +159,9 @@ def _adamw(  # type: ignore[no-untyped-def]
     # Positions in the local tensor; int64, since a parameter may have more than 2 ** 31 elements.
     block = tl.program_id(0).to(tl.int64) * BLOCKS_PER_PROGRAM + tl.arange(0, BLOCKS_PER_PROGRAM)
     column = (block % blocks_per_row)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    position = (block // blocks_per_row)[:, None] * columns + column
     block_mask = block < blocks
     mask = block_mask[:, None] & (column < columns)
+    position = (block // blocks_per_row)[:, None] * columns + column
 
     weight = tl.load(weight_ptr + position, mask, 0.0)
     grad = tl.load(grad_ptr + position, mask, 0.0).to(tl.float32) / tl.load(grad_scale_ptr)
