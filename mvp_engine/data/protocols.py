@@ -41,7 +41,3 @@ class KnowsPlan(Protocol):
 
     def step_plan(self, step: int) -> StepPlan | None:
         """What all ranks hold in a step, counted from the cursor, if the loader knows."""
-
-
-class HasEpochs(Protocol):
-    def set_epoch(self, epoch: int) -> None: ...

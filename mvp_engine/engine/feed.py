@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.data.protocols import (
-    HasEpochs,
     KnowsLength,
     KnowsPlan,
     KnowsSamples,
@@ -180,7 +179,7 @@ class Feed:
 
     def _set_epoch(self) -> None:
         for part in self._parts():
-            if implements(part, HasEpochs):
+            if hasattr(part, "set_epoch"):
                 part.set_epoch(self.epoch)
 
 

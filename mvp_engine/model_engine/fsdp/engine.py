@@ -67,7 +67,7 @@ class FSDPEngine(FSDPBaseEngine):
             self._ranks_may_differ = tracker.can_differ
         elif self.world.size > 1:
             self._gradients = self.reducer = DDPReducer(self.params)
-        self._usage = ParameterUsage(self.model, self.params, self._ranks_may_differ)
+        self._usage = ParameterUsage(self.params)
         device = self.world.device
         if self.settings.precision == "fp16":
             self.loss_scale = LossScale(device)
@@ -169,6 +169,8 @@ class FSDPEngine(FSDPBaseEngine):
 
     def _reduce_numbers(self, totals: Tensor) -> tuple[Tensor, ...]:
         """Loss sum, weight and squared gradient norm over all ranks, in one all-reduce."""
+        if not self._ranks_may_differ:
+            self._usage.check_ranks_agree(self._gradients.used, self.model, self.world)
         with_grad = [param for param in self.params if param.grad is not None]
         grad_norm_sq, self._norms = local_grad_norm_sq(with_grad, self.world.size)
         # Ranks with the same data have the same losses, which count once.

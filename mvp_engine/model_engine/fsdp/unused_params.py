@@ -7,6 +7,7 @@ from collections.abc import Set
 import torch
 from torch import Tensor, nn
 
+from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
 
 
@@ -17,12 +18,8 @@ class ParameterUsage:
     parameter know that it is used, so only ranks that did not have to read the counts from the device.
     """
 
-    def __init__(
-        self, model: nn.Module, params: list[nn.Parameter], ranks_may_differ: bool
-    ) -> None:
-        self.names = {id(param): name for name, param in model.named_parameters()}
+    def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
-        self.ranks_may_differ = ranks_may_differ  # False: the backend cannot reduce such gradients
 
     def of_rank(self, used: Set[Tensor], device: torch.device) -> Tensor:
         """1 for each parameter that this rank used, 0 for the others; to be all-reduced."""
@@ -31,16 +28,18 @@ class ParameterUsage:
 
     def drop_unused(self, used: Set[Tensor], counts: Tensor) -> None:
         """Remove the gradients of parameters that no rank used. `counts`: the sum of all ranks' flags."""
-        unused = [index for index, param in enumerate(self.params) if param not in used]
-        if not unused:
+        if all(param in used for param in self.params):
             return
-        ranks = counts[torch.tensor(unused, device=counts.device)].tolist()  # a host sync
-        for index, count in zip(unused, ranks, strict=True):
-            param = self.params[index]
+        for param, count in zip(self.params, counts.tolist(), strict=True):  # a host sync
             if count == 0:
                 param.grad = None
-            elif not self.ranks_may_differ:  # FSDP2 usually fails on the other ranks before
-                raise UserError(
-                    f"{self.names[id(param)]} was used on {count:.0f} rank(s) and not on this one, which FSDP2 of "
-                    f"torch {torch.__version__} cannot reduce: install torch 2.13, or set parallel.shard=1"
-                )
+
+    def check_ranks_agree(self, used: Set[Tensor], model: nn.Module, world: World) -> None:
+        """Raise on all ranks if some of them did not use a parameter: FSDP2 before torch 2.13 cannot reduce it."""
+        names = [name for name, param in model.named_parameters() if param in used]
+        by_rank = world.all_gather(names)
+        if odd := set().union(*by_rank) - set.intersection(*map(set, by_rank)):
+            raise UserError(
+                f"{min(odd)} was used on some of the {world.size} ranks only, which FSDP2 of torch "
+                f"{torch.__version__} cannot reduce: install torch 2.13, or set parallel.shard=1"
+            )
