@@ -34,7 +34,8 @@ FIELD_TERMS = ["gradient accumulation", "micro-batch", "global batch", "activati
 FIELD_TERMS += ["all-gather", "reduce-scatter", "all-reduce", "data parallel", "tensor parallel"]
 FIELD_TERMS += ["sequence parallel", "fsdp", "prefetch", "pinned memory", "host sync", "packed sequences"]
 FIELD_TERMS += ["variable-length", "optimizer state", "kv cache"]
-FIELD_TERMS += ["loss spike", "skipped step", "mfu"]
+FIELD_TERMS += ["loss spike", "skipped step", "mfu", "all-to-all", "stochastic rounding", "peak memory", "throughput"]
+FIELD_TERMS += ["low-precision", "loss scale", "non-finite", "gemm", "matmul", "dtensor", "dummy", "completion"]
 
 
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
