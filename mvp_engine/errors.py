@@ -1,5 +1,8 @@
 """The ways a run ends early, with their exit codes. Bugs are not here: they keep their traceback and exit with 1."""
 
+import difflib
+from collections.abc import Iterable
+
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: everything is saved, launch again with resume=auto
@@ -8,6 +11,12 @@ EXIT_CODE_FILE = "MVP_EXIT_CODE_FILE"  # environment variable: the file for rank
 
 class UserError(ValueError):
     """A user error: the text names what is wrong, where, and the fix. It is shown without a traceback."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The sentence to append for a misspelt name, with a space before it; empty where no known name is similar."""
+    similar = difflib.get_close_matches(name, list(known), 1)
+    return f" Did you mean {similar[0]}?" if similar else ""
 
 
 class Interrupted(Exception):

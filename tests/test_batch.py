@@ -44,7 +44,7 @@ some_lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 @given(some_lengths, st.integers(0, 99))
 @settings(deadline=None)
-def test_labels_never_cross_a_boundary(lengths: list[int], seed: int) -> None:
+def test_labels_never_cross_a_sequence_boundary(lengths: list[int], seed: int) -> None:
     batch = make(lengths, seed)
     starts = batch.cu_seqlens.tolist()
     for begin, end in pairwise(starts):
@@ -55,7 +55,9 @@ def test_labels_never_cross_a_boundary(lengths: list[int], seed: int) -> None:
 
 @given(some_lengths, st.integers(40, 90), st.integers(0, 3))
 @settings(deadline=None)
-def test_split_never_exceeds_the_budget_and_its_order_is_restorable(lengths: list[int], budget: int, axes: int) -> None:
+def test_split_stays_within_the_budget_and_its_order_can_be_restored(
+    lengths: list[int], budget: int, axes: int
+) -> None:
     batch = make(lengths, axes=axes)
     split = batch.split(budget)
     assert all(part.num_tokens <= budget for part in split.parts)
@@ -68,21 +70,21 @@ def test_split_never_exceeds_the_budget_and_its_order_is_restorable(lengths: lis
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=200))
 @settings(deadline=None)
-def test_best_fit_is_close_to_the_fewest_bins(sizes: list[int]) -> None:
+def test_best_fit_is_close_to_the_optimal_number_of_bins(sizes: list[int]) -> None:
     bins = best_fit(sizes, 1000)
     assert sorted(i for members in bins for i in members) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in members) <= 1000 for members in bins)
     assert len(bins) <= 11 / 9 * -(-sum(sizes) // 1000) * 1.5 + 1
 
 
-def test_costs_of_media_count_against_the_budget() -> None:
+def test_split_counts_media_costs_against_the_budget() -> None:
     batch = make([10, 10, 10])
     assert [len(m) for m in batch.split(30, costs=[25, 5, 20]).members] == [2, 1]
     with pytest.raises(ValueError, match="sequence 1 costs 31 tokens, more than the budget of 30"):
         batch.split(30, costs=[1, 31, 1])
 
 
-def test_media_follow_their_sequences() -> None:
+def test_select_and_concat_keep_media_with_their_sequences() -> None:
     batch = make([3, 4, 5, 6, 7])  # images: none, 1, 2, none, 1
     part = batch.select([4, 0, 2])
     images = part.media["image"]
@@ -95,7 +97,7 @@ def test_media_follow_their_sequences() -> None:
 
 
 @pytest.mark.parametrize("axes", [0, 3])
-def test_pickle_and_move_keep_everything(axes: int) -> None:
+def test_pickle_and_device_copy_keep_all_fields(axes: int) -> None:
     batch = make([3, 9, 2], axes=axes)
     assert pickle.loads(pickle.dumps(batch)).equals(batch)
     assert batch.to("cpu").equals(batch)
@@ -105,7 +107,7 @@ def test_pickle_and_move_keep_everything(axes: int) -> None:
     assert moved.max_seqlen == 9
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_batch_fields_of_wrong_size_are_refused_by_name() -> None:
     ids, ends = torch.arange(5), torch.tensor([0, 2, 5], dtype=torch.int32)
     with pytest.raises(ValueError, match="labels has 4 entries for 5 tokens"):
         PackedBatch(ids, ids[:4], ids, ends)
@@ -132,7 +134,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         PackedBatch.concat([bare, make([2, 2])])
 
 
-def test_parts_that_do_not_fit_their_own_sequence_are_refused() -> None:
+def test_from_sequences_with_fields_of_other_lengths_is_refused() -> None:
     """Even where the total is right."""
     ids = [torch.arange(5), torch.arange(3)]
     swapped = [torch.ones(3), torch.ones(5)]
@@ -147,7 +149,7 @@ def test_parts_that_do_not_fit_their_own_sequence_are_refused() -> None:
         PackedBatch.from_sequences(ids, token_fields={"old": [torch.ones(8)]})
 
 
-def test_equal_means_the_same_bits_in_everything() -> None:
+def test_equals_compares_all_fields_bit_by_bit() -> None:
     one, two = make([4, 2]), make([4, 2])
     for batch in (one, two):
         batch.token_fields["advantage"][1] = float("nan")
@@ -178,7 +180,7 @@ prompts_and_answers = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), 
 
 @given(prompts_and_answers, st.integers(0, 99))
 @settings(deadline=None)
-def test_padded_to_packed_and_back_is_exact(pairs: list[tuple[int, int]], seed: int) -> None:
+def test_padded_to_packed_and_back_is_bit_equal(pairs: list[tuple[int, int]], seed: int) -> None:
     prompts, answers = [p for p, _ in pairs], [a for _, a in pairs]
     padded = padded_batch(prompts, answers, seed)
     fields = {"old": padded["old"], "wide": padded["wide"]}
@@ -204,7 +206,7 @@ def test_padded_to_packed_and_back_is_exact(pairs: list[tuple[int, int]], seed: 
 
 @given(some_lengths, st.integers(0, 99), st.integers(0, 3), st.booleans())
 @settings(deadline=None)
-def test_packed_to_padded_and_back_is_exact(lengths: list[int], seed: int, axes: int, prompts: bool) -> None:
+def test_packed_to_padded_and_back_is_bit_equal(lengths: list[int], seed: int, axes: int, prompts: bool) -> None:
     """With any loss mask, media and fields of every kind."""
     batch = make(lengths, seed, axes)
     if prompts:
@@ -222,7 +224,7 @@ def test_packed_to_padded_and_back_is_exact(lengths: list[int], seed: int, axes:
     assert back.equals(batch)
 
 
-def test_two_padded_fields_of_one_name_are_refused() -> None:
+def test_from_padded_with_a_duplicate_field_name_is_refused() -> None:
     for kind, name in (("token_fields", "labels"), ("sequence_fields", "advantage")):
         batch = make([3, 2])
         getattr(batch, kind)[name] = batch.input_ids
@@ -232,7 +234,7 @@ def test_two_padded_fields_of_one_name_are_refused() -> None:
 
 @given(prompts_and_answers)
 @settings(deadline=None)
-def test_values_about_responses_shift_inside_their_sequence(pairs: list[tuple[int, int]]) -> None:
+def test_responses_shift_stays_inside_the_sequence(pairs: list[tuple[int, int]]) -> None:
     padded = padded_batch([p for p, _ in pairs], [a for _, a in pairs])
     length = padded["old"].shape[1]
     batch = from_padded(padded["input_ids"], padded["attention_mask"], response_length=length)
@@ -244,7 +246,7 @@ def test_values_about_responses_shift_inside_their_sequence(pairs: list[tuple[in
     assert torch.equal(own, torch.where(own != 0, batch.input_ids, 0))
 
 
-def test_padding_that_cannot_be_taken_out_is_refused() -> None:
+def test_from_padded_with_padding_inside_a_sequence_is_refused() -> None:
     ids = torch.ones(2, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="row 1: attention_mask has a hole"):
         from_padded(ids, torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0]]))

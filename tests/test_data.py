@@ -49,14 +49,14 @@ def order(loaders: list[SampleLoader]) -> list[set[int]]:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("size", [1, 7, 48, 50])
-def test_each_step_has_the_same_samples_on_any_number_of_ranks(world: int, size: int) -> None:
+def test_sample_loader_on_any_number_of_ranks_gives_equal_steps(world: int, size: int) -> None:
     alone = order([loader(size, total=16, micro=4)])
     together = order([loader(size, rank, world, micro=2, total=16) for rank in range(world)])
     assert alone == together
     assert sum(len(step) for step in alone) == size
 
 
-def test_epochs_differ_and_repeat_with_the_seed() -> None:
+def test_sample_loader_epochs_differ_and_repeat_with_the_seed() -> None:
     first, second = loader(), loader()
     second.set_epoch(1)
     assert order([first]) != order([second])
@@ -65,7 +65,7 @@ def test_epochs_differ_and_repeat_with_the_seed() -> None:
 
 
 @pytest.mark.parametrize("worlds", [(1, 1), (2, 1), (1, 2), (4, 2)])
-def test_cursor_is_right_on_another_number_of_ranks(worlds: tuple[int, int]) -> None:
+def test_sample_loader_cursor_is_valid_on_another_number_of_ranks(worlds: tuple[int, int]) -> None:
     straight = order([loader()])
     before, after = worlds
     parts = [loader(rank=r, world=before) for r in range(before)]
@@ -81,7 +81,7 @@ def test_cursor_is_right_on_another_number_of_ranks(worlds: tuple[int, int]) -> 
     assert done + order(resumed) == straight
 
 
-def test_a_samples_randomness_depends_on_nothing_but_seed_epoch_and_index() -> None:
+def test_sample_randomness_depends_only_on_seed_epoch_and_index() -> None:
     def values(part: SampleLoader) -> dict[int, float]:
         return {int(i): float(v) for batch in part for i, v in zip(*batch, strict=True)}
 
@@ -93,7 +93,7 @@ def test_a_samples_randomness_depends_on_nothing_but_seed_epoch_and_index() -> N
     assert values(other) != alone
 
 
-def test_loading_leaves_the_training_generators_alone() -> None:
+def test_sample_loading_does_not_change_the_training_generators() -> None:
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     list(loader())
     list(loader(num_workers=1))
@@ -102,7 +102,7 @@ def test_loading_leaves_the_training_generators_alone() -> None:
     assert states[2] == np.random.get_state()[1].tolist()
 
 
-def test_sample_ids_name_what_was_loaded() -> None:
+def test_sample_ids_are_those_of_the_loaded_samples() -> None:
     part = loader(rank=1, world=2)
     iterator = iter(part)
     for _ in range(3):
@@ -118,7 +118,7 @@ class Broken(Numbers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_failing_sample_is_named(workers: int) -> None:
+def test_sample_that_raises_is_named(workers: int) -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"rotten|StopIteration") as caught:
         list(SampleLoader(Broken(8), micro_batch_size=1, num_workers=workers))
     notes = "".join(getattr(caught.value, "__notes__", [])) + str(caught.value)
@@ -126,7 +126,7 @@ def test_a_failing_sample_is_named(workers: int) -> None:
     traceback.clear_frames(caught.tb)  # or it is for the garbage collector, which waits five seconds for a worker
 
 
-def test_a_thread_pins_a_few_micro_batches_ahead(monkeypatch) -> None:
+def test_pinning_thread_prefetches_a_few_micro_batches(monkeypatch) -> None:
     begun, threads = [], set()
 
     def pin(item: Any) -> Any:  # what torch does needs a GPU
@@ -145,7 +145,7 @@ def test_a_thread_pins_a_few_micro_batches_ahead(monkeypatch) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_what_was_pinned_before_a_failing_sample_still_comes(monkeypatch) -> None:
+def test_pinning_thread_delivers_micro_batches_before_a_failing_sample(monkeypatch) -> None:
     def items() -> Iterator[int]:
         yield from range(4)
         raise ValueError("rotten")
@@ -167,14 +167,12 @@ class Large(Numbers):
 
 
 @pytest.mark.parametrize(("workers", "there"), [(1, [0, 1, 2, 3, 3, 3]), (0, [0, 1, 1, 1, 1, 1])])
-def test_a_worker_keeps_its_last_micro_batches_so_that_their_reader_need_not_free_them(
-    workers: int, there: list[int]
-) -> None:
+def test_worker_keeps_its_last_micro_batches_in_shared_memory(workers: int, there: list[int]) -> None:
     part = SampleLoader(Large(6), micro_batch_size=1, shuffle=False, num_workers=workers, collate_fn=lambda few: few[0])
     assert [int(one[0]) for one in part] == there
 
 
-def test_sizes_that_do_not_fit_are_explained() -> None:
+def test_batch_sizes_that_do_not_divide_are_refused() -> None:
     assert accumulation_steps(64, 8, 4) == 2
     with pytest.raises(UserError, match="The nearest that fit: 48 or 64"):
         accumulation_steps(60, 8, 2)

@@ -24,7 +24,9 @@ from mvp_engine.imports import import_file
 LEAVES = {"errors", "files", "imports", "renamed", "runs", "process", "config.schema"}
 ROOMS = ["cli", "tools", "launch", "config", "worker", "kit", "engine", "model_engine", "hf"]
 ROOMS += ["checkpoint", "log", "ops", "data", "distributed"]
-CORE_TOKENS = 65_000  # what every training runs through: all rooms but kits, tools, hf and the command line
+CORE_TOKENS = (
+    67_500  # all rooms but kits, tools, hf and the command line: 65,000 when the rooms were laid out, and growth since
+)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Words that stood for a term of the field (docs/glossary.md), as regular expressions.

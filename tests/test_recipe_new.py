@@ -121,7 +121,7 @@ def test_recipe_new_user_errors_are_explained(tmp_path: Path, capsys: Any, monke
         (["taken", "--from", "magic_transformer"], "taken exists already"),
         (["my-recipe", "--from", "magic_transformer"], "'my-recipe' is not a valid recipe name"),
         (["class", "--from", "magic_transformer"], "is not a valid recipe name"),
-        (["mine", "--from", "magic_transfomer"], "Did you mean 'magic_transformer'? Known recipes: "),
+        (["mine", "--from", "magic_transfomer"], "Did you mean magic_transformer? Known recipes: "),
         (["mine", "--from", "taken"], "taken is not a recipe: it needs an engine.py"),
         (["mine", "--from", str(TINY.parent), "--dir", str(TINY.parent)], "would lie inside"),
         (["mine", "--from", str(TINY.parent), "--dir", "/proc"], "cannot write /proc/mine"),

@@ -10,7 +10,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, did_you_mean
 
 
 def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:
@@ -122,5 +122,4 @@ def _hint(config: Any, name: str, key: str) -> str:
     for part, value in settings.items():
         if isinstance(value, dict) and name in value:
             return f" Did you mean {key}.{part}.{name}?"
-    similar = difflib.get_close_matches(name, list(settings), 1)
-    return f" Did you mean {similar[0]}?" if similar else ""
+    return did_you_mean(name, settings)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.model_engine.base import ModelEngine
 
 _REGISTRY: dict[tuple[str, str], type[ModelEngine]] = {}
@@ -41,8 +40,7 @@ def engine_class(model_type: str, backend: str = "fsdp") -> type[ModelEngine]:
     """The model engine that is registered, or an error that lists those that are."""
     if not is_registered(model_type, backend):
         known = ", ".join(f"{t} on {b}" for t, b in sorted(_REGISTRY))
-        near = difflib.get_close_matches(model_type, {t for t, _ in _REGISTRY}, 1)
-        hint = f" Did you mean {near[0]}?" if near and near[0] != model_type else ""
+        hint = did_you_mean(model_type, {t for t, _ in _REGISTRY} - {model_type})
         raise UserError(
             f"model.type={model_type} on model.backend={backend} is not registered.{hint} Registered: {known}."
         )

@@ -6,7 +6,6 @@ that it writes go to a folder of that name below `project.dir`.
 
 from __future__ import annotations
 
-import difflib
 import json
 import keyword
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.files import atomic_path
 from mvp_engine.tools.recipe_configs import is_recipe, runnable_configs
 from mvp_engine.tools.recipe_rename import rename_recipe
@@ -120,10 +119,9 @@ def _find(origin: str) -> Path:
             f"{CHECKOUT} does not exist. Clone the repository and give --from PATH/recipes/NAME, or install "
             "the clone (pip install -e)"
         )
-    near = difflib.get_close_matches(origin, known, n=1)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
     raise UserError(
-        f"no recipe {origin!r}. {hint}Known recipes: {', '.join(known)}; or give a recipe's folder"
+        f"no recipe {origin!r}.{did_you_mean(origin, known)} Known recipes: {', '.join(known)}; "
+        "or give a recipe's folder"
     )
 
 

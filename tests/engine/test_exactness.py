@@ -16,7 +16,7 @@ QUIET = ["log.backends=[jsonl]", "loop.eval_interval=null", "checkpoint.interval
 
 
 @pytest.mark.slow
-def test_three_ways_to_launch_give_the_same_losses(tmp_path: Path) -> None:
+def test_launch_by_python_torchrun_and_mvp_gives_equal_losses(tmp_path: Path) -> None:
     words = ["loop.total_steps=4", "log.interval=1", "data.micro_batch_size=16", "data.global_batch_size=32", *QUIET]
     launch = ["-m", "mvp_engine.launch", "--config", str(MAGIC)]
     ways = {
@@ -37,7 +37,7 @@ def test_three_ways_to_launch_give_the_same_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("micro", [4, 2, 1])
-def test_two_processes_give_the_losses_of_one(train, ranks2, tmp_path: Path, micro: int) -> None:
+def test_training_on_two_ranks_gives_the_losses_of_one(train, ranks2, tmp_path: Path, micro: int) -> None:
     words = ["loop.epochs=2", "log.interval=1", "loop.eval_interval=4", "loop.total_steps=null", "log.backends=[jsonl]"]
     assert train(*words, "data.micro_batch_size=8", dir=tmp_path / "one") == 0
     two = f"project.dir={tmp_path / 'two'}"
@@ -50,14 +50,14 @@ def test_two_processes_give_the_losses_of_one(train, ranks2, tmp_path: Path, mic
                 assert a[key] == pytest.approx(b[key], rel=1e-5), (split, a["step"], key)
 
 
-def test_magic_transformer_gives_the_same_losses_on_two_processes(train, ranks2, tmp_path: Path) -> None:
+def test_magic_transformer_on_two_ranks_gives_the_losses_of_one(train, ranks2, tmp_path: Path) -> None:
     words = ["loop.total_steps=4", "log.interval=1", "data.global_batch_size=32", *QUIET]
     assert train(*words, "data.micro_batch_size=32", config=MAGIC, dir=tmp_path / "one") == 0
     assert ranks2.launch(MAGIC, *words, "data.micro_batch_size=8", f"project.dir={tmp_path / 'two'}") == [0, 0]
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)
 
 
-def test_gradients_do_not_depend_on_microbatch_split(train, tmp_path: Path) -> None:
+def test_gradients_do_not_depend_on_micro_batch_split(train, tmp_path: Path) -> None:
     seen = []
     for micro in (8, 4, 2, 1):
         folder = tmp_path / str(micro)
@@ -96,25 +96,25 @@ RESUME_WORDS = ["tiny.dropout=0.3", "tiny.noise=0.1", "loop.eval_interval=5", "l
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", ["sample", "torch", "iterable"])
 @pytest.mark.parametrize("stop", [2, 6])  # an epoch has 6 steps (11 micro-batches in twos)
-def test_resumed_run_is_bit_equal_to_the_straight_one(train, tmp_path: Path, loader: str, stop: int) -> None:
+def test_resumed_run_is_bit_equal_to_an_uninterrupted_one(train, tmp_path: Path, loader: str, stop: int) -> None:
     words = [f"tiny.loader={loader}", *RESUME_WORDS]
     # Stop twice: a second resume must not start the data again.
     cuts = [[f"tiny.fault_step={stop}"], [f"tiny.fault_step={stop + 2}"]]
     straight_and_cut(lambda *w: [train(*w)], words, tmp_path, cuts)
 
 
-def test_resumed_run_is_bit_equal_with_loader_processes(train, tmp_path: Path) -> None:
+def test_resumed_run_with_loader_workers_is_bit_equal(train, tmp_path: Path) -> None:
     words = ["data.num_workers=2", *RESUME_WORDS]
     straight_and_cut(lambda *w: [train(*w)], words, tmp_path, [["tiny.fault_step=4"]])
 
 
-def test_resumed_run_is_bit_equal_on_two_ranks(ranks2, tmp_path: Path) -> None:
+def test_resumed_run_on_two_ranks_is_bit_equal(ranks2, tmp_path: Path) -> None:
     cuts = [["tiny.fault_step=4", "tiny.fault_rank=1"], ["tiny.fault_step=7"]]
     words = [*RESUME_WORDS, "data.micro_batch_size=2"]
     straight_and_cut(lambda *w: ranks2.launch(TINY, *w), words, tmp_path, cuts)
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(train, ranks2, ranks4, tmp_path: Path) -> None:
+def test_resumed_run_on_another_number_of_ranks_gives_equal_losses(train, ranks2, ranks4, tmp_path: Path) -> None:
     """No randomness in the model here: then the losses agree whatever the number of ranks."""
     words = ["tiny.noise=0.1", "log.interval=3", "data.micro_batch_size=2"]
     assert train(*words, dir=tmp_path / "straight") == 0
@@ -127,7 +127,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(train, ranks2, ranks4, tmp_p
     assert straight == pytest.approx(cut_losses, rel=1e-5)
 
 
-def test_deterministic_mode_is_on_when_asked_for(train) -> None:
+def test_deterministic_mode_when_configured_is_enabled(train) -> None:
     try:
         assert train("deterministic=true", "loop.total_steps=1") == 0
         assert torch.are_deterministic_algorithms_enabled()
@@ -135,7 +135,7 @@ def test_deterministic_mode_is_on_when_asked_for(train) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_seed_decides_everything(train, tmp_path: Path) -> None:
+def test_seed_changed_changes_losses_and_repeated_repeats_them(train, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         assert train(f"seed={seed}", "tiny.dropout=0.3", "tiny.noise=0.1", dir=tmp_path / name) == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")

@@ -26,7 +26,7 @@ def skipped(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("fault", "reason"), [("nan_once", "the loss is not finite"), ("nan_grad", "a gradient is not")]
 )
-def test_a_non_finite_step_is_skipped_counted_and_written_down(train, tmp_path: Path, fault: str, reason: str) -> None:
+def test_non_finite_step_is_skipped_counted_and_logged(train, tmp_path: Path, fault: str, reason: str) -> None:
     assert train(f"tiny.fault={fault}", "log.interval=1", dir=tmp_path) == 0
     [entry] = skipped(tmp_path)
     assert entry["step"] == 3
@@ -38,7 +38,7 @@ def test_a_non_finite_step_is_skipped_counted_and_written_down(train, tmp_path: 
     assert all(r["loss"] is not None for r in records if r["step"] != 3)
 
 
-def test_a_skipped_step_changes_nothing_but_the_step_count(train, tmp_path: Path) -> None:
+def test_skipped_step_changes_only_the_step_count(train, tmp_path: Path) -> None:
     """The weights, the moments and the schedule after a skip are those from before it."""
     words = ["log.interval=1", "optim.schedule=linear"]
     assert train("tiny.fault=nan_once", "loop.total_steps=12", *words, dir=tmp_path) == 0
@@ -47,12 +47,12 @@ def test_a_skipped_step_changes_nothing_but_the_step_count(train, tmp_path: Path
     assert rates[3] > rates[4]
 
 
-def test_a_nan_does_not_poison_the_mean_of_its_interval(train, tmp_path: Path) -> None:
+def test_nan_loss_is_left_out_of_the_interval_mean(train, tmp_path: Path) -> None:
     assert train("tiny.fault=nan_once", "log.interval=4", dir=tmp_path) == 0
     assert all(loss is not None and loss < 100 for loss in losses(tmp_path))
 
 
-def test_too_many_skips_in_a_row_end_the_run_with_one_message(train, tmp_path: Path, capsys) -> None:
+def test_consecutive_skips_over_the_limit_end_the_run_with_one_message(train, tmp_path: Path, capsys) -> None:
     code = train("tiny.fault=nan_forever", "guard.max_consecutive_skips=4", "checkpoint.interval=2", dir=tmp_path)
     assert code == EXIT_USER_ERROR
     text = capsys.readouterr().err
@@ -64,20 +64,20 @@ def test_too_many_skips_in_a_row_end_the_run_with_one_message(train, tmp_path: P
     assert "Traceback" in (newest(tmp_path).dir / "log.txt").read_text()
 
 
-def test_guard_state_survives_a_resume(train, tmp_path: Path) -> None:
+def test_guard_state_is_restored_on_resume(train, tmp_path: Path) -> None:
     words = ["tiny.fault=nan_forever", "guard.max_consecutive_skips=6", "checkpoint.interval=2"]
     assert train(*words, "loop.total_steps=6", dir=tmp_path) == 0  # 4 skips
     assert train(*words, "resume=auto", "loop.total_steps=12", dir=tmp_path) == EXIT_USER_ERROR
     assert skipped(tmp_path)[-1]["step"] == 8
 
 
-def test_total_limit_counts_over_the_run(train, tmp_path: Path, capsys) -> None:
+def test_total_skip_limit_counts_over_the_whole_run(train, tmp_path: Path, capsys) -> None:
     assert train("tiny.fault=nan_once", "guard.max_total_skips=1", dir=tmp_path) == EXIT_USER_ERROR
     assert "guard.max_total_skips=1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_both_ranks_skip_together_when_one_has_a_nan(ranks2, tmp_path: Path, rank: int) -> None:
+def test_nan_on_one_rank_skips_the_step_on_both(ranks2, tmp_path: Path, rank: int) -> None:
     words = [f"project.dir={tmp_path}", "tiny.fault=nan_once", f"tiny.fault_rank={rank}", "data.micro_batch_size=2"]
     assert ranks2.launch(TINY, *words, "log.interval=1") == [0, 0]
     ids = [skipped(tmp_path, r)[0]["sample_ids"] for r in (0, 1)]
@@ -86,7 +86,7 @@ def test_both_ranks_skip_together_when_one_has_a_nan(ranks2, tmp_path: Path, ran
     assert all(r["loss"] is not None and r["skipped"] == 1 for r in after)
 
 
-def test_a_zero_weight_batch_is_skipped_not_divided_by(train, tmp_path: Path, monkeypatch) -> None:
+def test_batch_of_zero_weight_is_skipped(train, tmp_path: Path, monkeypatch) -> None:
     from mvp_engine.config import compose
 
     engine_class = compose(TINY).engine_class
@@ -122,7 +122,7 @@ def test_a_zero_weight_batch_is_skipped_not_divided_by(train, tmp_path: Path, mo
         (["workflow=evaluate", "resume=auto"], "no run named 'tiny'"),
     ],
 )
-def test_a_mistake_is_one_clear_message(train, capsys, words: list[str], expected: str) -> None:
+def test_user_error_is_one_message_without_traceback(train, capsys, words: list[str], expected: str) -> None:
     if torch.cuda.is_available() and "device=cuda" in words:
         pytest.skip("there is a GPU here")
     assert train(*words) == EXIT_USER_ERROR
@@ -133,7 +133,7 @@ def test_a_mistake_is_one_clear_message(train, capsys, words: list[str], expecte
 
 
 @pytest.mark.parametrize("where", ["/proc/nowhere", "{file}/below"])
-def test_unwritable_output_folder_says_which_and_what_to_set(train, tmp_path: Path, capsys, where: str) -> None:
+def test_unwritable_output_folder_is_named_with_the_key_to_set(train, tmp_path: Path, capsys, where: str) -> None:
     (tmp_path / "file").write_text("")
     folder = where.format(file=tmp_path / "file")
     assert train(f"project.dir={folder}") == EXIT_USER_ERROR
@@ -143,7 +143,7 @@ def test_unwritable_output_folder_says_which_and_what_to_set(train, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("fault", "sign"), [("stop_iteration", "StopIteration"), ("raise", "the bug of a user")])
-def test_a_bug_in_a_hook_surfaces_with_its_traceback(train, tmp_path: Path, capsys, fault: str, sign: str) -> None:
+def test_exception_in_a_hook_is_raised_with_its_traceback(train, tmp_path: Path, capsys, fault: str, sign: str) -> None:
     assert train(f"tiny.fault={fault}", dir=tmp_path) == EXIT_BUG
     text = capsys.readouterr().err
     assert sign in text
@@ -151,7 +151,7 @@ def test_a_bug_in_a_hook_surfaces_with_its_traceback(train, tmp_path: Path, caps
     assert sign in (newest(tmp_path).dir / "log.txt").read_text()
 
 
-def test_forward_step_must_give_a_sum_and_a_weight(train, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_forward_step_without_sum_and_weight_is_refused(train, tmp_path: Path, monkeypatch, capsys) -> None:
     from mvp_engine.config import compose
 
     engine_class = compose(TINY).engine_class
@@ -167,7 +167,7 @@ def test_existing_run_id_is_not_overwritten(train, capsys) -> None:
     assert train("project.run_id=mine", "resume=auto", "loop.total_steps=14") == 0
 
 
-def test_a_run_that_is_being_trained_cannot_be_trained_twice(train, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_run_locked_by_another_process_is_refused(train, tmp_path: Path, capsys, monkeypatch) -> None:
     from conftest import spawn
 
     monkeypatch.setattr("mvp_engine.runs.LOCK_TIMEOUT", 0.2)
@@ -185,14 +185,14 @@ def test_a_run_that_is_being_trained_cannot_be_trained_twice(train, tmp_path: Pa
         holder.communicate()
 
 
-def test_a_hook_on_any_rank_can_end_the_training(ranks2, tmp_path: Path) -> None:
+def test_stop_set_by_a_hook_on_one_rank_ends_training_on_all(ranks2, tmp_path: Path) -> None:
     words = [f"project.dir={tmp_path}", "tiny.fault=stop", "tiny.fault_rank=1", "tiny.fault_step=5"]
     assert ranks2.launch(TINY, *words) == [0, 0]
     assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000005"
     assert newest(tmp_path).status() == "finished"
 
 
-def test_same_data_on_all_ranks_is_refused(train, tmp_path: Path) -> None:
+def test_loader_with_equal_data_on_all_ranks_is_refused(train, tmp_path: Path) -> None:
     from torch.utils.data import DataLoader, DistributedSampler
 
     from mvp_engine.distributed import World
@@ -211,7 +211,7 @@ def test_sigterm_saves_and_exits_with_the_documented_code(train, tmp_path: Path)
     assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000003"
 
 
-def test_finished_run_resumed_says_so_and_changes_nothing(train, tmp_path: Path) -> None:
+def test_finished_run_resumed_prints_a_message_and_changes_nothing(train, tmp_path: Path) -> None:
     assert train(dir=tmp_path) == 0
     before = (newest(tmp_path).dir / "metrics.jsonl").read_text()
     assert train("resume=auto", dir=tmp_path) == 0
@@ -220,7 +220,7 @@ def test_finished_run_resumed_says_so_and_changes_nothing(train, tmp_path: Path)
     assert "nothing left to do" in (newest(tmp_path).dir / "log.txt").read_text()
 
 
-def test_changed_config_on_resume_takes_effect_and_is_told(train, tmp_path: Path) -> None:
+def test_changed_config_on_resume_takes_effect_and_is_logged(train, tmp_path: Path) -> None:
     assert train("loop.total_steps=6", "optim.schedule=constant", "log.interval=1", dir=tmp_path) == 0
     words = ["resume=auto", "loop.total_steps=12", "optim.schedule=constant", "optim.lr=0.005", "log.interval=1"]
     assert train(*words, dir=tmp_path) == 0
@@ -230,7 +230,7 @@ def test_changed_config_on_resume_takes_effect_and_is_told(train, tmp_path: Path
     assert (newest(tmp_path).dir / "config.until_step_6.yaml").is_file()
 
 
-def test_checkpoint_given_as_path_starts_a_new_run_with_its_history(train, tmp_path: Path) -> None:
+def test_resume_from_a_checkpoint_path_starts_a_new_run_with_its_history(train, tmp_path: Path) -> None:
     assert train("checkpoint.interval=4", "log.interval=2", dir=tmp_path) == 0
     first = newest(tmp_path)
     assert train(f"resume={first.checkpoints / 'step_00000004'}", "log.interval=2", dir=tmp_path) == 0
@@ -241,19 +241,21 @@ def test_checkpoint_given_as_path_starts_a_new_run_with_its_history(train, tmp_p
     assert second.info["parent"].endswith("step_00000004")
 
 
-def test_run_folder_given_as_path_goes_on_in_it(train, tmp_path: Path) -> None:
+def test_resume_from_a_run_folder_continues_that_run(train, tmp_path: Path) -> None:
     assert train("loop.total_steps=6", dir=tmp_path) == 0
     assert train(f"resume={newest(tmp_path).dir}", dir=tmp_path) == 0
     assert len(list_runs(tmp_path)) == 1
     assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000012"
 
 
-def test_resume_auto_that_finds_nothing_says_so(train, tmp_path: Path, capsys) -> None:
+def test_resume_auto_without_a_run_prints_a_message(train, tmp_path: Path, capsys) -> None:
     assert train("resume=auto", dir=tmp_path) == 0
     assert "resume=auto found no run named 'tiny'" in capsys.readouterr().out
 
 
-def test_model_that_changed_shape_is_refused_with_the_name(train, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_resume_with_a_changed_shape_is_refused_with_the_parameter_name(
+    train, tmp_path: Path, monkeypatch, capsys
+) -> None:
     assert train("loop.total_steps=4", dir=tmp_path) == 0
     from torch import nn
 

@@ -20,7 +20,7 @@ SHARDED = [(2, 1, 2), (4, 1, 4), (4, 2, 2)]  # ranks, replicate, shard
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "replicate", "shard"), SHARDED)
 @pytest.mark.parametrize("config", [TINY, MAGIC], ids=["tiny", "magic"])
-def test_sharded_ranks_give_the_losses_of_one(
+def test_sharded_layouts_give_the_losses_of_one_rank(
     request, train, tmp_path: Path, config: Path, ranks: int, replicate: int, shard: int
 ) -> None:
     words = ["loop.total_steps=4", "log.interval=1", "log.backends=[jsonl]", "checkpoint.interval=null"]
@@ -39,7 +39,7 @@ def test_sharded_ranks_give_the_losses_of_one(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_over_layouts(train, ranks2, ranks4, tmp_path: Path) -> None:
+def test_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(train, ranks2, ranks4, tmp_path: Path) -> None:
     words = ["log.interval=3", "data.micro_batch_size=2"]
     assert train(*words, dir=tmp_path / "straight") == 0
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}", "tiny.fault=sigterm"]
@@ -52,7 +52,7 @@ def test_a_run_goes_on_over_layouts(train, ranks2, ranks4, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_half_an_interval_counts_once_on_another_layout(train, ranks2, ranks4, tmp_path: Path) -> None:
+def test_half_logged_interval_resumed_on_another_layout_counts_once(train, ranks2, ranks4, tmp_path: Path) -> None:
     """Ranks that share sequences or matrices have the same tokens, and all ranks the same norm."""
     words = ["log.interval=4", "checkpoint.interval=2", "optim.schedule=constant", "data.micro_batch_size=2"]
     assert train(*words, "loop.total_steps=4", config=LM, dir=tmp_path / "straight") == 0
@@ -73,7 +73,7 @@ def test_half_an_interval_counts_once_on_another_layout(train, ranks2, ranks4, t
     assert read_metrics(tmp_path / "2")[-1]["step"] == 2
 
 
-def test_sharded_resume_is_bit_equal(ranks2, tmp_path: Path) -> None:
+def test_sharded_run_resumed_is_bit_equal(ranks2, tmp_path: Path) -> None:
     words = ["tiny.dropout=0.3", "log.interval=3", "parallel.shard=2", "data.micro_batch_size=2"]
     assert ranks2.launch(TINY, *words, f"project.dir={tmp_path / 'straight'}") == [0, 0]
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
@@ -82,7 +82,7 @@ def test_sharded_resume_is_bit_equal(ranks2, tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
 
 
-def test_each_rank_writes_its_own_shards(ranks2, tmp_path: Path) -> None:
+def test_checkpoint_of_sharded_ranks_has_one_shard_per_rank(ranks2, tmp_path: Path) -> None:
     words = ["loop.total_steps=2", "parallel.shard=2", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
     assert ranks2.launch(TINY, *words) == [0, 0]
     [run] = list_runs(tmp_path)
@@ -94,7 +94,7 @@ def test_each_rank_writes_its_own_shards(ranks2, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [{"shard": 3}, {"replicate": 2, "shard": 4}, {"ulysses": 8}, {"tensor": 3}])
-def test_layouts_that_do_not_multiply_are_explained(words: dict[str, int]) -> None:
+def test_layout_sizes_that_do_not_multiply_to_the_ranks_are_refused(words: dict[str, int]) -> None:
     from mvp_engine.config.schema import Parallel
 
     four = World(0, 4, 0, 4, torch.device("cpu"))

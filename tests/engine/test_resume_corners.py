@@ -37,7 +37,7 @@ def test_finished_run_in_a_relative_folder_is_not_written_again(train, tmp_path:
 
 
 @pytest.mark.parametrize("loader", ["sample", "iterable"])  # of known and of unknown length
-def test_the_last_step_is_logged_and_evaluated_once(train, tmp_path: Path, loader: str) -> None:
+def test_last_step_is_logged_and_evaluated_once(train, tmp_path: Path, loader: str) -> None:
     words = [
         "loop.total_steps=null",
         "loop.epochs=1",
@@ -54,7 +54,7 @@ def test_the_last_step_is_logged_and_evaluated_once(train, tmp_path: Path, loade
     assert best["best"]["step"] == best["step"]
 
 
-def test_a_kill_between_removing_and_renaming_loses_nothing(train, tmp_path: Path) -> None:
+def test_kill_between_remove_and_rename_keeps_a_checkpoint(train, tmp_path: Path) -> None:
     assert train("checkpoint.interval=3", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     last = run.checkpoint_list()[-1]
@@ -67,7 +67,7 @@ def test_a_kill_between_removing_and_renaming_loses_nothing(train, tmp_path: Pat
     assert run.checkpoint_list()[-1] != last
 
 
-def test_interrupted_without_a_checkpoint_is_an_error_not_75(train, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_interrupt_whose_save_fails_exits_with_an_error_code(train, tmp_path: Path, monkeypatch, capsys) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -76,7 +76,7 @@ def test_interrupted_without_a_checkpoint_is_an_error_not_75(train, tmp_path: Pa
     assert "the state at step 3 could not be saved" in capsys.readouterr().err
 
 
-def test_a_failed_interval_save_is_made_good_at_the_end(train, tmp_path: Path, monkeypatch) -> None:
+def test_failed_interval_save_is_repeated_at_the_end(train, tmp_path: Path, monkeypatch) -> None:
     write, calls = storage.write, []
 
     def first_fails(*args: Any) -> None:
@@ -90,7 +90,7 @@ def test_a_failed_interval_save_is_made_good_at_the_end(train, tmp_path: Path, m
     assert [p.name for p in list_runs(tmp_path)[0].checkpoint_list()] == ["step_00000006"]
 
 
-def test_checkpoint_is_of_its_moment_though_training_goes_on(train, tmp_path: Path, monkeypatch) -> None:
+def test_checkpoint_written_during_training_holds_the_state_of_its_step(train, tmp_path: Path, monkeypatch) -> None:
     """The write is slow, and the steps meanwhile must not get into it."""
     write = storage.write
 
@@ -109,7 +109,7 @@ def test_checkpoint_is_of_its_moment_though_training_goes_on(train, tmp_path: Pa
     assert torch.equal(*found)
 
 
-def test_old_checkpoints_go_only_after_the_new_one_came(train, tmp_path: Path, monkeypatch) -> None:
+def test_old_checkpoints_are_deleted_after_the_new_one_is_complete(train, tmp_path: Path, monkeypatch) -> None:
     write, seen = storage.write, []
 
     def look(folder: Path, *args: Any) -> None:
@@ -121,7 +121,7 @@ def test_old_checkpoints_go_only_after_the_new_one_came(train, tmp_path: Path, m
     assert seen == [[], ["step_00000004"], ["step_00000008"]]
 
 
-def test_best_survives_a_resume(train, tmp_path: Path) -> None:
+def test_best_checkpoint_is_kept_on_resume(train, tmp_path: Path) -> None:
     words = ["loop.eval_interval=2", "optim.schedule=constant", "log.backends=[jsonl]", "checkpoint.keep_n=1"]
     assert train(*words, "loop.total_steps=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
@@ -132,7 +132,7 @@ def test_best_survives_a_resume(train, tmp_path: Path) -> None:
     assert (run.checkpoints / "best").resolve().name == best
 
 
-def test_evaluation_leaves_no_trace_in_the_training(train, tmp_path: Path, monkeypatch, tiny_engine: type) -> None:
+def test_evaluation_does_not_change_training(train, tmp_path: Path, monkeypatch, tiny_engine: type) -> None:
     prepare, step = tiny_engine.prepare_dataloader, tiny_engine.eval_step
 
     def drawing_loader(self: Any, split: str) -> Any:
@@ -150,14 +150,14 @@ def test_evaluation_leaves_no_trace_in_the_training(train, tmp_path: Path, monke
     assert losses(tmp_path / "null") == losses(tmp_path / "2") == losses(tmp_path / "5")
 
 
-def test_nan_in_an_evaluation_is_no_result_and_never_the_best(train, tmp_path: Path, monkeypatch, tiny_engine) -> None:
+def test_nan_eval_metric_is_not_logged_and_never_the_best(train, tmp_path: Path, monkeypatch, tiny_engine) -> None:
     monkeypatch.setattr(tiny_engine, "eval_step", lambda self, ctx, batch: ctx.log("loss", float("nan"), 1))
     assert train("loop.eval_interval=6", dir=tmp_path) == 0
     assert [r["loss"] for r in read_metrics(tmp_path, "eval")] == [None, None]
     assert not (list_runs(tmp_path)[0].checkpoints / "best").exists()
 
 
-def test_resume_auto_passes_over_launches_that_never_trained(train, tmp_path: Path) -> None:
+def test_resume_auto_ignores_launches_without_a_step(train, tmp_path: Path) -> None:
     assert train("loop.total_steps=6", dir=tmp_path) == 0
     assert train("data.global_batch_size=7", dir=tmp_path) == EXIT_USER_ERROR
     assert train("workflow=shout", dir=tmp_path) == 0
@@ -166,7 +166,7 @@ def test_resume_auto_passes_over_launches_that_never_trained(train, tmp_path: Pa
     assert [r["step"] for r in list_runs(tmp_path)[0].records("train")] == [2, 4, 6, 8, 10, 12]
 
 
-def test_killed_before_its_first_checkpoint_a_branch_begins_where_it_branched(train, tmp_path: Path) -> None:
+def test_branch_killed_before_its_first_checkpoint_restarts_from_its_source(train, tmp_path: Path) -> None:
     assert train("checkpoint.interval=4", "log.interval=2", dir=tmp_path) == 0
     first = list_runs(tmp_path)[-1]
     branch = [
@@ -185,12 +185,12 @@ def test_killed_before_its_first_checkpoint_a_branch_begins_where_it_branched(tr
     assert "starts again from" in (second.dir / "log.txt").read_text()
 
 
-def test_folder_of_a_launch_killed_at_once_is_used_again(train, tmp_path: Path) -> None:
+def test_folder_of_a_launch_killed_at_start_is_reused(train, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     assert train("project.run_id=mine", "resume=auto", dir=tmp_path) == 0
 
 
-def test_torch_loader_with_its_own_generator_resumes_exactly(train, tmp_path: Path, monkeypatch, tiny_engine) -> None:
+def test_torch_loader_with_its_own_generator_resumes_bit_equal(train, tmp_path: Path, monkeypatch, tiny_engine) -> None:
     prepare = tiny_engine.prepare_dataloader
 
     def own_generator(self: Any, split: str) -> Any:
@@ -208,9 +208,7 @@ def test_torch_loader_with_its_own_generator_resumes_exactly(train, tmp_path: Pa
     assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
 
 
-def test_schedulers_that_change_more_than_the_rate_resume_exactly(
-    train, tmp_path: Path, monkeypatch, tiny_engine
-) -> None:
+def test_scheduler_that_changes_momentum_resumes_bit_equal(train, tmp_path: Path, monkeypatch, tiny_engine) -> None:
     def one_cycle(self: Any, optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
 
@@ -221,15 +219,13 @@ def test_schedulers_that_change_more_than_the_rate_resume_exactly(
     assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
 
 
-def test_state_that_could_not_be_read_again_is_refused_when_written(
-    train, tmp_path, monkeypatch, capsys, tiny_engine
-) -> None:
+def test_state_that_cannot_be_loaded_is_refused_at_save(train, tmp_path, monkeypatch, capsys, tiny_engine) -> None:
     monkeypatch.setattr(tiny_engine, "extra_state", lambda self: {"where": Path("/tmp")})
     assert train(dir=tmp_path) == EXIT_USER_ERROR
     assert "Look at extra_state()" in capsys.readouterr().err
 
 
-def test_parts_that_a_recipe_keeps_in_eval_mode_stay_there(train, tmp_path: Path, monkeypatch, tiny_engine) -> None:
+def test_module_kept_in_eval_mode_by_a_recipe_stays_in_it(train, tmp_path: Path, monkeypatch, tiny_engine) -> None:
     before = tiny_engine.before_train
     modes = []
 
@@ -243,7 +239,7 @@ def test_parts_that_a_recipe_keeps_in_eval_mode_stay_there(train, tmp_path: Path
     assert modes == [False] * 4
 
 
-def test_epochs_reach_samplers_wherever_they_sit() -> None:
+def test_set_epoch_reaches_nested_samplers() -> None:
     from torch.utils.data import BatchSampler
 
     from mvp_engine.distributed import World
@@ -257,7 +253,7 @@ def test_epochs_reach_samplers_wherever_they_sit() -> None:
     assert sampler.epoch == 1
 
 
-def test_every_rank_goes_on_with_its_own_cursor(ranks2, tmp_path: Path) -> None:
+def test_resume_gives_every_rank_its_own_cursor(ranks2, tmp_path: Path) -> None:
     assert ranks2.run(own_cursors) == [[[4, 6], [8]], [[5, 7], [9]]]
 
 
@@ -291,13 +287,13 @@ def own_cursors() -> list[list[int]]:
     return rest
 
 
-def test_ranks_with_loaders_of_different_lengths_stay_together(ranks2, tmp_path: Path) -> None:
+def test_ranks_with_loaders_of_different_lengths_take_equal_steps(ranks2, tmp_path: Path) -> None:
     words = ["tiny.loader=uneven", "loop.total_steps=null", "loop.epochs=2", "loop.eval_interval=3", "log.interval=1"]
     assert ranks2.launch(TINY, *words, f"project.dir={tmp_path}", "data.global_batch_size=8") == [0, 0]
     assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 17))  # 4 and 8 micro-batches an epoch
 
 
-def test_replicas_begin_with_the_weights_of_rank_0(ranks2) -> None:
+def test_replicas_start_with_the_weights_of_rank_0(ranks2) -> None:
     assert ranks2.run(same_start) == [0.0, 0.0]
 
 
@@ -311,7 +307,7 @@ def same_start() -> float:
     return float(weight.sum())
 
 
-def test_gradient_that_comes_twice_in_one_backward_is_an_error(ranks2) -> None:
+def test_ddp_gradient_ready_twice_in_one_backward_raises(ranks2) -> None:
     for text in ranks2.run(twice):
         assert "use_reentrant=False" in text
 
@@ -339,7 +335,7 @@ def twice() -> str:
 
 
 @pytest.mark.slow
-def test_magic_transformer_learns_to_sort(train, tmp_path: Path, capsys) -> None:
+def test_magic_transformer_trained_sorts(train, tmp_path: Path, capsys) -> None:
     words = ["task.digits=4", "loop.total_steps=200", "loop.eval_interval=200", "task.eval_problems=200"]
     words += ["data.micro_batch_size=64", "data.global_batch_size=64", "log.backends=[jsonl]"]
     assert train(*words, config=MAGIC, dir=tmp_path) == 0
@@ -357,7 +353,7 @@ def test_reserved_metric_names_are_refused() -> None:
         MetricStore(World(0, 1, 0, 1, torch.device("cpu"))).add("step", 1.0)
 
 
-def test_mistake_before_the_ranks_meet_is_told_by_one_of_each_machine(capsys, monkeypatch) -> None:
+def test_user_error_before_the_process_group_is_printed_once_per_machine(capsys, monkeypatch) -> None:
     from mvp_engine.launch import launch
 
     for rank, local, told in (("0", "0", 1), ("1", "1", 0), ("2", "0", 1)):

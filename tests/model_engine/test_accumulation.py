@@ -62,7 +62,7 @@ def on_ranks(shard: int) -> tuple[dict[str, Tensor], list[int]]:
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch 2.13 can")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gradients_are_shared_after_every_pass_and_are_those_of_one_rank(request, ranks: int) -> None:
+def test_gradient_accumulation_reduces_after_every_backward_and_equals_one_rank(request, ranks: int) -> None:
     expected, _ = stepped(ALONE)
     assert "blocks.3.weight" not in expected
     for found, held in request.getfixturevalue(f"ranks{ranks}").run(on_ranks, 2):

@@ -47,7 +47,7 @@ def follow(monkeypatch) -> Any:
     return run
 
 
-def test_a_model_type_is_added_as_the_page_says(follow, tmp_path: Path) -> None:
+def test_docs_example_of_a_model_type_runs(follow, tmp_path: Path) -> None:
     names = follow("Adding a model type")
     kind = engine_class("token_classifier")
     assert kind is names["TokenClassifierEngine"]
@@ -65,7 +65,7 @@ def test_a_model_type_is_added_as_the_page_says(follow, tmp_path: Path) -> None:
         assert torch.equal(again.infer_batch(batch(), ["class_logits"], budget=12)["class_logits"], logits)
 
 
-def test_a_backend_is_added_as_the_page_says(follow, train, tmp_path: Path) -> None:
+def test_docs_example_of_a_backend_runs(follow, train, tmp_path: Path) -> None:
     follow("Adding a backend")
     words = ["loop.total_steps=6", "lm.weights=true", "loop.eval_interval=3", "optim.schedule=constant"]
     assert train(*words, config=LM, dir=tmp_path / "fsdp") == 0
@@ -85,7 +85,7 @@ def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
 
 
-def test_the_api_is_enforced_and_complete() -> None:
+def test_model_engine_subclass_without_all_methods_is_refused() -> None:
     class Half(ModelEngine):
         def initialize(self, optimizer: Any = None, scheduler: Any = None) -> None:
             pass
@@ -104,7 +104,7 @@ def test_the_api_is_enforced_and_complete() -> None:
     )
 
 
-def test_unknown_and_doubled_names_are_explained(train, capsys) -> None:
+def test_registry_unknown_and_duplicate_names_are_refused(train, capsys) -> None:
     with pytest.raises(UserError, match=r"model\.type=langage_model on model\.backend=fsdp is not registered"):
         engine_class("langage_model")
     with pytest.raises(ValueError, match="is FSDPEngine already"):
@@ -128,12 +128,12 @@ def test_unknown_and_doubled_names_are_explained(train, capsys) -> None:
     ],
     ids=str,
 )
-def test_recomputing_and_compiling_change_no_gradient(family: str, how: dict[str, Any]) -> None:
+def test_activation_checkpointing_and_compile_give_equal_gradients(family: str, how: dict[str, Any]) -> None:
     expected, found = gradients(family, ALONE), gradients(family, ALONE, **how)
     assert all(torch.allclose(found[name], grad, rtol=1e-5, atol=1e-6) for name, grad in expected.items())
 
 
-def test_blocks_that_run_twice_in_a_step_are_recomputed_both_times() -> None:
+def test_activation_checkpointing_of_a_block_used_twice_gives_equal_gradients() -> None:
     """For images and for videos, say; autocast would cast their weights only once."""
     found = []
     for how in ("none", "full", "selective"):
@@ -148,7 +148,7 @@ def test_blocks_that_run_twice_in_a_step_are_recomputed_both_times() -> None:
         assert torch.allclose(one, some, atol=0.01 * float(one.abs().max()))  # summed in float32, not in bf16
 
 
-def test_recomputing_keeps_less() -> None:
+def test_activation_checkpointing_saves_fewer_activations() -> None:
     def kept(how: str) -> int:
         model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
         engine = LanguageModelEngine(model, ALONE, Settings(activation_checkpointing=how))
@@ -171,7 +171,7 @@ NORMS = {**overrides_of("glm4_moe"), "use_qk_norm": True, "n_routed_experts": 4,
 NORMS |= {"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
 
-def test_head_norms_that_a_plan_forgets_get_whole_gradients(ranks2, monkeypatch) -> None:
+def test_tensor_parallel_norms_missing_in_the_plan_get_reduced_gradients(ranks2, monkeypatch) -> None:
     """transformers' plan does not name them, and each rank would have its own part of the gradient without a word."""
     monkeypatch.setattr("test_packed_layouts.overrides_of", lambda _: NORMS)
     expected = gradients("glm4_moe", ALONE)
@@ -210,7 +210,7 @@ def with_norms(found: bool) -> Any:
     ],
     ids=str,
 )
-def test_impossible_layouts_are_explained_at_the_start(ranks4, sizes: dict[str, Any], message: str) -> None:
+def test_unsupported_layouts_are_refused_at_start(ranks4, sizes: dict[str, Any], message: str) -> None:
     for said in ranks4.run(refused, sizes):
         assert message in said
 

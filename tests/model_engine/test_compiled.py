@@ -102,7 +102,7 @@ FULL, SOME = ({"compile": "aot_eager", "activation_checkpointing": how} for how 
     ],
     ids=str,
 )
-def test_log_probs_and_gradients_are_those_of_one_plain_rank(
+def test_compiled_checkpointed_layouts_equal_one_eager_rank(
     request, name: str, ranks: int, sizes: dict[str, int], ways: list[dict[str, Any]]
 ) -> None:
     outs, grads, _ = expected(name)
@@ -115,7 +115,7 @@ def test_log_probs_and_gradients_are_those_of_one_plain_rank(
             assert graphs[0] >= BLOCKS[name], how
 
 
-def test_matrices_that_ranks_share_are_compiled_where_torch_can(ranks2) -> None:
+def test_compile_with_tensor_parallel_runs_where_torch_supports_it(ranks2) -> None:
     """torch 2.13 fails in its tracing, once the number of tokens is a variable."""
     outs, grads, _ = expected("qwen3")
     for told, its_outs, its_grads in ranks2.run(sharing_matrices):
@@ -127,7 +127,9 @@ def test_matrices_that_ranks_share_are_compiled_where_torch_can(ranks2) -> None:
 
 
 @pytest.mark.parametrize(("version", "backend"), [("2.12.1", "inductor"), ("2.13.0+cu130", None)])
-def test_on_gpus_they_are_by_default(monkeypatch, version: str, backend: str | None) -> None:
+def test_compile_default_with_tensor_parallel_on_gpus_follows_the_torch_version(
+    monkeypatch, version: str, backend: str | None
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(compile.LOGGER, "warning", lambda text, *words: said.append(text % words))
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
@@ -150,7 +152,7 @@ def sharing_matrices() -> tuple[str, list[Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
-def test_blocks_whose_attention_goes_by_sequence_are_compiled_or_said_not_to_be(monkeypatch, how: str) -> None:
+def test_compile_with_attention_per_sequence_runs_or_warns_once(monkeypatch, how: str) -> None:
     said: list[str] = []
     monkeypatch.setattr(activation_checkpoint.LOGGER, "warning", lambda text, *words: said.append(text % words))
     activation_checkpoint._warn_uncompiled.cache_clear()
@@ -195,7 +197,7 @@ def on_part() -> tuple[Any, ...]:
     return sent, out.detach(), grads, again
 
 
-def test_a_layer_exchanges_once_each_way_by_an_operator_that_compilers_keep_in_order(ranks2) -> None:
+def test_ulysses_layer_has_one_functional_all_to_all_each_way(ranks2) -> None:
     """Two at a time, or operators of our own, came in another order on one rank than on the other. Tokens do not divide
     here, both ranks need the one key/value head, and values have a head size of their own."""
     inputs = [x.clone().requires_grad_() for x in WHOLE]

@@ -21,7 +21,7 @@ def gpu() -> World:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_no_host_sync_inside_a_step(precision: str) -> None:
+def test_step_on_gpu_has_no_host_sync(precision: str) -> None:
     part = engine(gpu(), precision=precision, clip_grad_norm=1.0)
     store = MetricStore(part.world)
     data = [{**b, "tokens": b["tokens"].pin_memory()} for b in batches(3)]
@@ -36,7 +36,7 @@ def test_no_host_sync_inside_a_step(precision: str) -> None:
     assert [o.reason for o in part.step_status() if not o.overflow] == [None] * 4
 
 
-def test_a_skip_on_the_device_changes_nothing_and_the_schedule_waits() -> None:
+def test_skipped_step_on_gpu_changes_neither_weights_nor_schedule() -> None:
     part = engine(gpu())
     data = batches(3)
     part.train_batch(data, forward(part.model))
@@ -53,7 +53,7 @@ def test_a_skip_on_the_device_changes_nothing_and_the_schedule_waits() -> None:
     assert part.scheduler.last_epoch == 2
 
 
-def test_gpu_gives_the_losses_of_the_cpu(train, tmp_path: Path) -> None:
+def test_training_on_gpu_gives_the_losses_of_the_cpu(train, tmp_path: Path) -> None:
     words = ["loop.total_steps=6", "log.interval=1", "log.backends=[jsonl]", "data.micro_batch_size=32"]
     words += ["data.global_batch_size=64", "loop.eval_interval=null", "loop.precision=fp32"]
     for device in ("cpu", "cuda"):
@@ -62,14 +62,14 @@ def test_gpu_gives_the_losses_of_the_cpu(train, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_follows_fp32(train, tmp_path: Path, precision: str) -> None:
+def test_low_precision_on_gpu_is_close_to_fp32(train, tmp_path: Path, precision: str) -> None:
     words = ["loop.total_steps=60", "log.interval=20", "log.backends=[jsonl]", "loop.eval_interval=null"]
     for name in ("fp32", precision):
         assert train(*words, f"loop.precision={name}", config=MAGIC, dir=tmp_path / name) == 0
     assert losses(tmp_path / "fp32") == pytest.approx(losses(tmp_path / precision), rel=0.1)
 
 
-def test_resume_is_bit_equal_on_the_gpu(train, tmp_path: Path) -> None:
+def test_resumed_run_on_gpu_is_bit_equal(train, tmp_path: Path) -> None:
     words = ["tiny.dropout=0.3", "tiny.noise=0.1", "log.interval=3", "deterministic=true"]
     try:
         assert train(*words, dir=tmp_path / "straight") == 0
@@ -93,7 +93,7 @@ EXACT = ["loop.precision=fp32", "model.compile=null"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_packed_language_model_on_the_gpu_follows_the_cpu(train, tmp_path: Path, precision: str) -> None:
+def test_packed_language_model_on_gpu_is_close_to_cpu(train, tmp_path: Path, precision: str) -> None:
     assert train("device=cpu", config=LM, dir=tmp_path / "cpu") == 0
     assert train("device=cuda", f"loop.precision={precision}", config=LM, dir=tmp_path / "gpu") == 0
     tolerance = 1e-3 if precision == "fp32" else 2e-2
@@ -101,14 +101,16 @@ def test_packed_language_model_on_the_gpu_follows_the_cpu(train, tmp_path: Path,
 
 
 @pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.ulysses=2"]], ids=str)
-def test_packed_language_model_on_two_ranks_of_one_gpu(train, ranks2, tmp_path: Path, layout: list[str]) -> None:
+def test_packed_language_model_on_two_ranks_of_one_gpu_equals_one_rank(
+    train, ranks2, tmp_path: Path, layout: list[str]
+) -> None:
     assert train("data.micro_batch_size=8", *EXACT, config=LM, dir=tmp_path / "one") == 0
     words = [*layout, *EXACT, "data.micro_batch_size=2", f"project.dir={tmp_path / 'two'}"]
     assert ranks2.launch(LM, *words) == [0, 0]
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-4)
 
 
-def test_tensor_parallel_on_two_ranks_of_one_gpu(train, ranks2, tmp_path: Path) -> None:
+def test_tensor_parallel_on_two_ranks_of_one_gpu_equals_one_rank(train, ranks2, tmp_path: Path) -> None:
     assert train("data.micro_batch_size=8", *EXACT, config=LM, dir=tmp_path / "one") == 0
     words = ["parallel.tensor=2", *EXACT, "data.micro_batch_size=8", f"project.dir={tmp_path / 'two'}"]
     assert ranks2.launch(LM, *words) == [0, 0]

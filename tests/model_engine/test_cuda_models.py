@@ -47,7 +47,7 @@ def lowest_cosine(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> flo
     return min(float(torch.cosine_similarity(a[name], b[name], dim=0)) for name in a)
 
 
-def test_bf16_parity_on_a_model_of_a_billion() -> None:
+def test_bf16_on_a_model_of_a_billion_parameters_is_close_to_fp32() -> None:
     """Stated for bf16: packed is no further from fp32 than transformers' own forward on each sequence alone (within a
     fifth), log-probs of about -10 are within 0.04 on average and 0.2 at worst, and no gradient's direction is off."""
     shape = {"model_type": "qwen3", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 6144}
@@ -75,7 +75,7 @@ def test_bf16_parity_on_a_model_of_a_billion() -> None:
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
-def test_offloading_frees_the_gpu_and_changes_nothing(offload: str) -> None:
+def test_offload_frees_gpu_memory_and_keeps_the_state(offload: str) -> None:
     shape = {**overrides_of("qwen3"), "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 8000}
     batch = mix(8000, [100, 50, 7])
     seen = {}
@@ -102,7 +102,7 @@ def test_offloading_frees_the_gpu_and_changes_nothing(offload: str) -> None:
     assert seen[offload][2] < (0.5 if offload == "optimizer" else 0.1) * seen["none"][2]
 
 
-def test_offloading_sharded_ranks(ranks2) -> None:
+def test_offload_on_sharded_ranks_keeps_the_state(ranks2) -> None:
     for seen in ranks2.run(sharded_and_offloaded):
         assert seen["none"] == pytest.approx(seen["all"], rel=1e-6)
 
@@ -127,7 +127,7 @@ def sharded_and_offloaded() -> dict[str, list[float]]:
     return seen
 
 
-def test_compiled_blocks_follow_eager_ones() -> None:
+def test_compiled_blocks_are_close_to_eager_ones() -> None:
     shape = {**overrides_of("qwen3"), "head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
     batch = mix(99, [100, 50, 7, 200])
     eager = gradients(language_model(shape, seed=4, precision="bf16"), [batch])
@@ -140,7 +140,7 @@ def test_compiled_blocks_follow_eager_ones() -> None:
         assert lowest_cosine(eager, found) > 0.995, how
 
 
-def test_compiled_ranks_follow_one_plain_rank(ranks2) -> None:
+def test_compiled_ranks_are_close_to_one_eager_rank(ranks2) -> None:
     """Two ranks on one GPU, with shards and with shared sequences, over packs of other sizes in each step. On a CPU
     they are held to 1e-5 (test_compiled.py); this is for the kernels of bf16."""
     alone = steps(Layout(World(0, 1, 0, 1, torch.device("cuda", 0))), Settings(seed=4, precision="bf16"))
@@ -193,7 +193,7 @@ def compiles_few_times_and_never_waits(part: LanguageModelEngine, packs: list[Pa
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_packs_of_all_sizes_compile_few_times_and_never_wait() -> None:
+def test_packs_of_all_sizes_compile_few_graphs_without_host_sync() -> None:
     shape = {**overrides_of("qwen3"), "head_dim": 32, "vocab_size": 512}
     part = language_model(shape, precision="bf16", compile="inductor", clip_grad_norm=1.0)
     packs = [mix(512, [100 + 37 * i, 3 + i, 200]).pin_memory() for i in range(4)]
@@ -202,7 +202,7 @@ def test_packs_of_all_sizes_compile_few_times_and_never_wait() -> None:
 
 
 @pytest.mark.parametrize("other", ["patches", "frame"])
-def test_packs_with_images_compile_few_times_and_never_wait(other: str) -> None:
+def test_packs_with_images_compile_few_graphs_without_host_sync(other: str) -> None:
     """Encoder and text layers, images of two sizes, or images and videos in one pack."""
     model, g = build_model(LanguageModel, "qwen3_vl"), torch.Generator().manual_seed(5)
     looks = ["patches", other]
@@ -216,7 +216,7 @@ def test_packs_with_images_compile_few_times_and_never_wait(other: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "how"), [("gemma2", {"compile": "inductor"}), ("gpt_oss", {"compile": None})])
-def test_soft_caps_and_sinks_compile_few_times_and_never_wait(monkeypatch, name: str, how: dict[str, Any]) -> None:
+def test_soft_caps_and_sinks_compile_few_graphs_without_host_sync(monkeypatch, name: str, how: dict[str, Any]) -> None:
     """FlexAttention in both kinds of layers, with and without a window."""
     shape = {**overrides_of(name), "head_dim": 32, "vocab_size": 512, "sliding_window": 64, "num_hidden_layers": 2}
     part = language_model(shape, precision="bf16", clip_grad_norm=1.0, **how)
@@ -226,7 +226,7 @@ def test_soft_caps_and_sinks_compile_few_times_and_never_wait(monkeypatch, name:
     compiles_few_times_and_never_waits(part, packs, graphs=2 if how["compile"] is None else 24)
 
 
-def test_images_that_see_each_other_never_wait(monkeypatch) -> None:
+def test_bidirectional_image_attention_has_no_host_sync(monkeypatch) -> None:
     monkeypatch.setitem(VISION["gemma3"][1]["text_config"], "head_dim", 32)
     model, g = build_model(LanguageModel, "gemma3"), torch.Generator().manual_seed(5)
     text, one, two = (sample(model, ["tiles"], ["tiles"] * count, g) for count in range(3))
@@ -240,7 +240,7 @@ def test_images_that_see_each_other_never_wait(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-def test_soft_caps_and_sinks_in_bf16_follow_fp32(name: str) -> None:
+def test_soft_caps_and_sinks_in_bf16_are_close_to_fp32(name: str) -> None:
     shape = {**overrides_of(name), "head_dim": 32, "hidden_size": 256, "vocab_size": 512, "sliding_window": 64}
     shape["num_hidden_layers"] = 2
     if name == "gpt_oss":  # or rounding would choose other experts

@@ -44,7 +44,7 @@ def step(engine: ModelEngine) -> None:
     engine.train_batch([BATCH], lambda b: (-engine.model(b, ["log_probs"])["log_probs"].sum(), b.num_loss_tokens))
 
 
-def test_saving_again_replaces_a_checkpoint_but_nothing_else(tmp_path: Path, monkeypatch) -> None:
+def test_save_checkpoint_again_replaces_a_checkpoint_but_no_other_folder(tmp_path: Path, monkeypatch) -> None:
     engine = language_model(1)
     monkeypatch.chdir(tmp_path)
     engine.save_checkpoint("runs/saved")
@@ -63,7 +63,7 @@ def test_saving_again_replaces_a_checkpoint_but_nothing_else(tmp_path: Path, mon
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "!"
 
 
-def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch) -> None:
+def test_save_checkpoint_failure_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch) -> None:
     engine = language_model(1)
     engine.save_checkpoint(tmp_path / "saved")
     before = {name: value.clone() for name, value in engine.model.state_dict().items()}
@@ -77,7 +77,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch) ->
 
 
 @pytest.mark.parametrize("then", ["load", "save", "merge"])
-def test_a_kill_while_the_old_checkpoint_makes_place_loses_nothing(tmp_path: Path, monkeypatch, then: str) -> None:
+def test_save_checkpoint_killed_during_the_swap_keeps_a_checkpoint(tmp_path: Path, monkeypatch, then: str) -> None:
     """Whatever the last thing was that happened, there is a whole one under its name for the next who looks."""
     engine = language_model(1)
     engine.save_checkpoint(tmp_path / "saved")
@@ -105,7 +105,7 @@ def test_a_kill_while_the_old_checkpoint_makes_place_loses_nothing(tmp_path: Pat
     assert same(again.model.state_dict(), engine.model.state_dict())
 
 
-def test_the_old_checkpoint_is_deleted_when_the_new_one_has_its_name(tmp_path: Path, monkeypatch) -> None:
+def test_save_checkpoint_deletes_the_old_one_after_the_rename(tmp_path: Path, monkeypatch) -> None:
     engine, real = language_model(1, train=False), shutil.rmtree
     engine.save_checkpoint(tmp_path / "saved")
     seen: list[bool] = []
@@ -120,13 +120,13 @@ def test_the_old_checkpoint_is_deleted_when_the_new_one_has_its_name(tmp_path: P
     assert seen == [True]
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_save_checkpoint_to_an_unwritable_folder_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"checkpoint .*file/saved cannot be written: .*Not a directory"):
         language_model(1, train=False).save_checkpoint(tmp_path / "file" / "saved")
 
 
-def test_what_an_engine_saves_can_be_merged_and_evaluated_but_not_resumed(train, tmp_path: Path, capsys) -> None:
+def test_engine_checkpoint_can_be_merged_and_evaluated_but_not_resumed(train, tmp_path: Path, capsys) -> None:
     engine = language_model(1)
     engine.save_checkpoint(tmp_path / "saved")
     meta = json.loads((tmp_path / "saved" / "meta.json").read_text())
@@ -142,7 +142,7 @@ def test_what_an_engine_saves_can_be_merged_and_evaluated_but_not_resumed(train,
     assert "is of a model engine, not of a training" in capsys.readouterr().err
 
 
-def test_engines_without_an_optimizer_save_and_load(ranks2, tmp_path: Path) -> None:
+def test_engine_without_an_optimizer_saves_and_loads(ranks2, tmp_path: Path) -> None:
     engine = language_model(1, train=False)
     engine.save_checkpoint(tmp_path / "weights")
     for found in ranks2.run(reshard, tmp_path / "weights", tmp_path / "two"):
@@ -165,7 +165,7 @@ def reshard(path: Path, out: Path) -> torch.Tensor:
     return log_probs
 
 
-def test_without_a_scheduler_the_rate_stays_and_without_an_optimizer_there_is_none(tmp_path: Path) -> None:
+def test_learning_rates_without_scheduler_are_constant_and_without_optimizer_empty(tmp_path: Path) -> None:
     model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
     engine = LanguageModelEngine(model, alone(), Settings(seed=1))
     engine.initialize(adam)
@@ -181,7 +181,7 @@ def test_without_a_scheduler_the_rate_stays_and_without_an_optimizer_there_is_no
         LanguageModelEngine(model, alone()).initialize(scheduler=constant)
 
 
-def test_a_checkpoint_that_does_not_fit_is_not_merged(tmp_path: Path, capsys) -> None:
+def test_merge_of_a_checkpoint_that_does_not_match_is_refused(tmp_path: Path, capsys) -> None:
     engine = language_model(1)
     engine.save_checkpoint(tmp_path / "saved")
 
@@ -209,7 +209,9 @@ def test_a_checkpoint_that_does_not_fit_is_not_merged(tmp_path: Path, capsys) ->
     assert "has no hf/mvp.json" in refused()
 
 
-def test_a_recipes_own_model_type_is_merged_by_the_command(train, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_merge_of_a_model_type_defined_in_a_recipe_writes_its_weights(
+    train, tmp_path: Path, monkeypatch, capsys
+) -> None:
     """The recipe's folder is of no package and the command knows nothing of it but what the checkpoint says."""
     registry = {key: kind for key, kind in _REGISTRY.items() if kind.__module__.startswith("mvp_engine.")}
     monkeypatch.setattr("mvp_engine.model_engine.registry._REGISTRY", registry)
@@ -249,7 +251,7 @@ class Tagger(Engine):
 """
 
 
-def test_only_whole_model_engines_are_registered() -> None:
+def test_register_of_an_incomplete_model_engine_is_refused() -> None:
     class Half(ModelEngine):
         def settle(self) -> None:
             pass

@@ -72,7 +72,7 @@ def gradients(part: FSDPEngine) -> dict[str, Tensor]:
     return {name: full_tensor(p.grad).clone() for name, p in part.model.named_parameters() if p.grad is not None}
 
 
-def test_gradients_are_those_of_the_mean_over_everything() -> None:
+def test_gradients_are_those_of_the_mean_over_all_micro_batches() -> None:
     part, data = engine(), batches(5)
     part.train_batch(data, forward(part.model))
     reference = engine().model
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_the_mean_over_everything() -> None:
 
 
 @pytest.mark.parametrize("shard", [1, 2])
-def test_gradients_on_two_ranks_equal_one_even_with_uneven_micro_batches(ranks2, shard: int) -> None:
+def test_gradients_with_uneven_micro_batches_on_two_ranks_equal_one_rank(ranks2, shard: int) -> None:
     """Only one micro-batch uses `spare`, so on one rank it has no gradient of its own."""
     one = engine()
     numbers = one.train_batch(batches(5), forward(one.model))
@@ -108,7 +108,7 @@ def _share(share: list[int], shard: int) -> dict[str, Any]:
     return result
 
 
-def test_gradients_add_up_over_several_calls(ranks2) -> None:
+def test_gradients_of_several_calls_add_up(ranks2) -> None:
     one, data = engine(), batches(5)
     expected = one.train_batch(data, forward(one.model))
     alone = engine()
@@ -147,7 +147,7 @@ def test_frozen_parts_get_no_gradient_and_no_update() -> None:
         engine(freeze=("tokens.*",))
 
 
-def test_parts_have_rates_of_their_own() -> None:
+def test_lr_by_part_gives_each_part_its_learning_rate() -> None:
     part = engine(optim=OPTIM.model_copy(update={"lr_by_part": {"out.*": 0.01, "*.bias": 0.0}}))
     names = {p: n for n, p in part.model.named_parameters()}
     rates = {names[p]: g["lr"] for g in part.optimizer.param_groups for p in g["params"]}
@@ -161,7 +161,7 @@ def test_parts_have_rates_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("shard", [1, 2])
-def test_parameter_that_nobody_used_has_no_gradient_on_any_layout(ranks2, shard: int) -> None:
+def test_unused_parameter_has_no_gradient_on_any_layout(ranks2, shard: int) -> None:
     for names in ranks2.run(_untouched, shard):
         assert "spare.weight" not in names
         assert "out.weight" in names
@@ -197,7 +197,7 @@ def _forwards() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("order", ["never before", "torch's own", "nobody"])
-def test_replicas_stay_alike_whoever_clears_the_gradients(ranks2, order: str) -> None:
+def test_replicas_stay_equal_when_a_user_clears_gradients(ranks2, order: str) -> None:
     one, two = ranks2.run(_cleared, order)
     alone = _cleared("always", ALONE)
     for name, value in one.items():
@@ -220,7 +220,7 @@ def _cleared(order: str, world: World | None = None) -> dict[str, Tensor]:
     return result
 
 
-def test_a_model_in_bf16_trains_in_float32() -> None:
+def test_model_in_bf16_is_trained_in_float32() -> None:
     half = FSDPEngine(Net().bfloat16(), Layout(ALONE), Settings(freeze=("token.*",), precision="bf16"))
     half.initialize(lambda model: build_optimizer(model, OPTIM), lambda made: build_scheduler(made, OPTIM, 10))
     kept = {name: param.dtype for name, param in half.model.named_parameters()}
@@ -232,7 +232,7 @@ def test_a_model_in_bf16_trains_in_float32() -> None:
     assert {param.dtype for param in full.model.parameters()} == {torch.float32}
 
 
-def test_clipping_bounds_the_norm_and_reports_the_true_one() -> None:
+def test_gradient_clipping_bounds_the_norm_and_reports_the_unclipped_one() -> None:
     free, clipped = engine(), engine(clip_grad_norm=0.01)
     norms = [float(e.train_batch(batches(3), forward(e.model)).grad_norm) for e in (free, clipped)]
     assert norms[0] == norms[1] > 0.01
@@ -240,7 +240,7 @@ def test_clipping_bounds_the_norm_and_reports_the_true_one() -> None:
     assert float(total) == pytest.approx(0.01, rel=1e-3)
 
 
-def test_skipped_step_leaves_weights_moments_and_schedule_untouched() -> None:
+def test_skipped_step_keeps_weights_optimizer_states_and_schedule() -> None:
     part = engine()
     part.train_batch(batches(3), forward(part.model))
     weights = {n: p.clone() for n, p in part.model.named_parameters()}
@@ -254,14 +254,14 @@ def test_skipped_step_leaves_weights_moments_and_schedule_untouched() -> None:
     assert part.optimizer.param_groups[0]["lr"] == lr
 
 
-def test_no_decay_on_norms_biases_and_embeddings() -> None:
+def test_weight_decay_excludes_norms_biases_and_embeddings() -> None:
     part = engine()
     names = {p: n for n, p in part.model.named_parameters()}
     decayed = {names[p] for g in part.optimizer.param_groups if g["weight_decay"] for p in g["params"]}
     assert decayed == {"out.weight", "spare.weight"}
 
 
-def test_bf16_autocast_computes_in_bf16_over_fp32_weights() -> None:
+def test_bf16_autocast_computes_in_bf16_with_fp32_weights() -> None:
     part = engine(precision="bf16")
     seen: list[torch.dtype] = []
 
@@ -275,7 +275,7 @@ def test_bf16_autocast_computes_in_bf16_over_fp32_weights() -> None:
     assert all(p.dtype == torch.float32 for p in part.model.parameters())
 
 
-def test_fp16_scale_falls_on_overflow_and_grows_after_good_steps() -> None:
+def test_fp16_loss_scale_falls_on_overflow_and_grows_after_good_steps() -> None:
     scale = LossScale(torch.device("cpu"), start=8.0, interval=2)
     values = []
     for bad in (True, False, False, True, False, False, False):
@@ -284,7 +284,7 @@ def test_fp16_scale_falls_on_overflow_and_grows_after_good_steps() -> None:
     assert values == [4.0, 4.0, 8.0, 4.0, 4.0, 8.0, 8.0]
 
 
-def test_fp16_overflow_skips_without_moving_the_schedule_and_is_told_apart_from_a_nan() -> None:
+def test_fp16_overflow_skips_the_step_and_differs_from_a_nan() -> None:
     part = engine(precision="fp16")
     assert part.loss_scale is not None
     part.train_batch(batches(2), lambda b: (part.model(**b).float().sum() * 1e34, 1))
@@ -304,7 +304,7 @@ def test_fp16_overflow_skips_without_moving_the_schedule_and_is_told_apart_from_
     assert float(again.loss_scale.value) == float(part.loss_scale.value)  # type: ignore[union-attr]
 
 
-def test_evaluation_mode_restores_the_mode_of_every_module() -> None:
+def test_eval_mode_restores_the_mode_of_every_module() -> None:
     part = engine()
     part.model.train()
     part.model.norm.eval()
@@ -316,7 +316,7 @@ def test_evaluation_mode_restores_the_mode_of_every_module() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
-def test_schedules_start_end_and_never_rise_after_the_warm_up(schedule: str) -> None:
+def test_schedules_start_end_and_never_rise_after_warmup(schedule: str) -> None:
     config = OPTIM.model_copy(update={"schedule": schedule, "warmup_steps": 4, "min_lr_ratio": 0.1})
     factors = [lr_factor(step, config, 20) for step in range(25)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
@@ -329,7 +329,7 @@ def test_schedules_start_end_and_never_rise_after_the_warm_up(schedule: str) -> 
     assert factors == [lr_factor(step, share, 20) for step in range(25)]
 
 
-def test_batches_of_any_shape_move() -> None:
+def test_nested_batches_are_moved_to_the_device() -> None:
     from collections import namedtuple
 
     Pair = namedtuple("Pair", "a b")
@@ -342,7 +342,7 @@ def test_batches_of_any_shape_move() -> None:
 
 
 @pytest.mark.parametrize("fault", [1000.0, float("nan")])
-def test_a_spike_or_nan_on_one_rank_is_skipped_by_both_and_training_goes_on(ranks2, fault: float) -> None:
+def test_loss_spike_or_nan_on_one_rank_is_skipped_on_both(ranks2, fault: float) -> None:
     one, two = ranks2.run(_faulty, fault)
     assert one == two
     reasons, again = one
@@ -371,7 +371,7 @@ def _faulty(fault: float) -> tuple[list[str | None], list[str | None]]:
     return reasons, again
 
 
-def test_a_loss_that_stays_high_is_the_new_level() -> None:
+def test_loss_that_stays_high_is_no_longer_a_spike() -> None:
     watch = SpikeDetector(6.0, torch.device("cpu"))
     noise = torch.randn(200, generator=torch.Generator().manual_seed(0)).double()
     told = [bool(watch.is_spike(2.0 + 0.1 * x)) for x in noise[:100]]

@@ -65,13 +65,13 @@ def on_ranks(name: str, sizes: dict[str, int], frozen: bool) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "frozen"), [(name, False) for name in NAMES] + [(name, True) for name in FROZEN])
-def test_four_ranks_with_all_kinds_of_data(ranks4, name: str, frozen: bool) -> None:
+def test_sharded_ranks_with_different_media_give_the_gradients_of_one(ranks4, name: str, frozen: bool) -> None:
     check(ranks4.run(on_ranks, name, {"shard": 4}, frozen), name, frozen)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_that_share_sequences_share_media(ranks4, name: str) -> None:
+def test_ulysses_ranks_with_different_media_give_the_gradients_of_one(ranks4, name: str) -> None:
     check(ranks4.run(on_ranks, name, {"shard": 2, "ulysses": 2}, False), name, False)
 
 
@@ -80,7 +80,9 @@ def test_ranks_that_share_sequences_share_media(ranks4, name: str) -> None:
     ("name", "ranks", "sizes"),
     [("qwen3_vl", 2, {"shard": 2}), ("qwen3_vl", 4, {"shard": 2}), ("llava", 4, {"tensor": 2, "shard": 2})],
 )
-def test_other_layouts(request, name: str, ranks: int, sizes: dict[str, int]) -> None:
+def test_other_layouts_with_different_media_give_the_gradients_of_one(
+    request, name: str, ranks: int, sizes: dict[str, int]
+) -> None:
     check(request.getfixturevalue(f"ranks{ranks}").run(on_ranks, name, sizes, False), name, False)
 
 
@@ -95,7 +97,7 @@ def check(results: list[dict[str, torch.Tensor]], name: str, frozen: bool) -> No
             assert torch.allclose(result[key] / scale, value / scale, rtol=1e-5, atol=1e-5), key
 
 
-def test_a_rank_without_data_runs_a_batch_of_the_same_call(ranks2) -> None:
+def test_rank_without_data_runs_a_dummy_of_the_same_call(ranks2) -> None:
     """One of an earlier call, here of an inference, may lack what the step reads."""
     one, two = ranks2.run(after_inference)
     assert one == two == pytest.approx(after_inference(alone=True), rel=1e-5)

@@ -96,7 +96,9 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), on_four_slow(LAYOUTS))
-def test_every_gradient_is_that_of_one_rank(request, ranks: int, shard: int, sequence: int, tensor: int) -> None:
+def test_every_layout_gives_the_gradients_of_one_rank(
+    request, ranks: int, shard: int, sequence: int, tensor: int
+) -> None:
     families = LAYOUTS[ranks, shard, sequence, tensor]
     results = request.getfixturevalue(f"ranks{ranks}").run(on_layout, shard, sequence, tensor, families)
     for family in families:
@@ -107,7 +109,7 @@ def test_every_gradient_is_that_of_one_rank(request, ranks: int, shard: int, seq
 
 
 @pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), on_four_slow(MIXED))
-def test_losses_over_five_steps_are_those_of_one_rank(
+def test_every_layout_gives_the_losses_of_one_rank_over_five_steps(
     request, one: Path, tmp_path: Path, ranks: int, shard: int, sequence: int, tensor: int
 ) -> None:
     pool = request.getfixturevalue(f"ranks{ranks}")
@@ -122,7 +124,7 @@ def test_losses_over_five_steps_are_those_of_one_rank(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.tensor=2"], ["parallel.ulysses=2"]], ids=str)
-def test_bf16_follows_fp32(one: Path, ranks2, tmp_path: Path, layout: list[str]) -> None:
+def test_bf16_on_every_layout_is_close_to_fp32(one: Path, ranks2, tmp_path: Path, layout: list[str]) -> None:
     """Weights travel as bf16; the masters and the sums of gradients stay float32."""
     words = [*layout, "loop.precision=bf16", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
     assert ranks2.launch(LM, *words) == [0, 0]
@@ -132,7 +134,9 @@ def test_bf16_follows_fp32(one: Path, ranks2, tmp_path: Path, layout: list[str])
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_over_layouts(train, ranks2, ranks4, tmp_path: Path) -> None:
+def test_packed_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
+    train, ranks2, ranks4, tmp_path: Path
+) -> None:
     words = ["data.micro_batch_size=2", "optim.schedule=constant"]  # so that a shorter run is the same run, cut
     assert train(*words, "loop.total_steps=8", config=LM, dir=tmp_path / "straight") == 0
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
@@ -147,13 +151,13 @@ def test_a_run_goes_on_over_layouts(train, ranks2, ranks4, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(4, 2, 3), (6, 3, 2), (4, 4, 8)])
-def test_heads_that_cannot_be_shared_are_explained(heads: int, kv_heads: int, ranks: int) -> None:
+def test_ulysses_with_heads_that_do_not_divide_is_refused(heads: int, kv_heads: int, ranks: int) -> None:
     with pytest.raises(UserError, match=f"parallel.ulysses={ranks} cannot share {heads} query and {kv_heads}"):
         check_heads(heads, kv_heads, ranks)
 
 
 @pytest.mark.slow
-def test_two_engines_with_different_layouts_live_in_one_process(ranks4) -> None:
+def test_two_engines_with_different_layouts_in_one_process_give_equal_outputs(ranks4) -> None:
     for answer in ranks4.run(two_layouts):
         assert answer["same"]
 
@@ -171,7 +175,7 @@ def two_layouts() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
-def test_an_ended_world_leaves_neither_parameters_nor_process_groups(ranks2, sizes: tuple[int, int, int]) -> None:
+def test_closed_world_leaves_no_parameters_and_no_gloo_threads(ranks2, sizes: tuple[int, int, int]) -> None:
     """Threads of a gloo group wake up a hundred times a second, for nothing."""
     assert ranks2.run(left_behind, *sizes) == [([], [])] * 2
 

@@ -43,7 +43,7 @@ def on_ranks(wanted: list[str]) -> Any:
     return result
 
 
-def test_ranks_that_share_sequences_compute_the_gradients_of_the_head_on_the_way_forward(ranks2) -> None:
+def test_ulysses_ranks_compute_head_gradients_in_forward(ranks2) -> None:
     for wanted, calls in (["loss"], 3), (["loss", "losses"], 3), (["loss", "entropy"], 0):
         outs, grads, _ = found(Layout(World(0, 1, 0, 1, torch.device("cpu"))), wanted)
         for its_outs, its_grads, count in ranks2.run(on_ranks, wanted):

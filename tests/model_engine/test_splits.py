@@ -84,14 +84,14 @@ def test_split_budget_and_order_change_neither_loss_nor_gradients(batch: PackedB
 
 @given(batches(), st.data())
 @MANY
-def test_concatenated_selections_train_like_the_batch(batch: PackedBatch, data: st.DataObject) -> None:
+def test_concatenated_selections_give_the_gradients_of_the_batch(batch: PackedBatch, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(batch.num_sequences)))
     cut = data.draw(st.integers(0, batch.num_sequences))
     pieces = [batch.select(piece) for piece in (order[:cut], order[cut:]) if piece]
     same(train([batch]), train([PackedBatch.concat(pieces)]))
 
 
-def test_the_comparison_would_see_one_token_that_is_out_of_place() -> None:
+def test_comparison_with_one_misplaced_token_fails() -> None:
     batch = PackedBatch.from_sequences(
         [torch.arange(5), torch.arange(9)], token_fields={"advantages": [torch.ones(5), torch.ones(9)]}
     )

@@ -18,12 +18,7 @@ from mvp_engine.distributed import DDPReducer, Layout
 from mvp_engine.distributed.fsdp import UnusedParameterTracker
 from mvp_engine.errors import UserError
 from mvp_engine.log.metrics import device_scalar
-from mvp_engine.model_engine.base import (
-    ForwardStep,
-    Settings,
-    StepNumbers,
-    StepStatus,
-)
+from mvp_engine.model_engine.base import ForwardStep, Settings, StepNumbers, StepStatus
 from mvp_engine.model_engine.fsdp import schedule_state
 from mvp_engine.model_engine.fsdp.base_engine import FSDPBaseEngine
 from mvp_engine.model_engine.fsdp.grad_norm import (

@@ -24,11 +24,7 @@ Modules = dict[str, nn.Module]  # by full name in the model
 
 
 def materialize_weights(
-    model: nn.Module,
-    adapter: ModelAdapter,
-    skeleton: nn.Module,
-    device: torch.device,
-    seed: int,
+    model: nn.Module, adapter: ModelAdapter, skeleton: nn.Module, device: torch.device, seed: int
 ) -> None:
     """Allocate and fill all parameters and buffers of `model`, in place.
 

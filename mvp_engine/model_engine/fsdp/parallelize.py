@@ -25,7 +25,7 @@ from mvp_engine.hf.parts import PARTS, blocks_by_part, by_part, matching
 from mvp_engine.model_engine.adapter import ModelAdapter
 from mvp_engine.model_engine.base import DTYPES, Settings
 from mvp_engine.model_engine.fsdp.activation_checkpoint import checkpoint_block
-from mvp_engine.model_engine.fsdp.compile import compile_backends
+from mvp_engine.model_engine.fsdp.compile import compile_backends, compile_options
 from mvp_engine.model_engine.fsdp.init_weights import materialize_weights
 from mvp_engine.model_engine.fsdp.lockstep import run_dummies_along
 from mvp_engine.ops import fp8
@@ -82,7 +82,7 @@ def _change_blocks(
         if mode != "none":
             checkpoint_block(block, mode == "selective", backend)
         if backend is not None:
-            block.compile(backend=backend)
+            block.compile(backend=backend, options=compile_options(backend))
     if any(fp8_parts.values()) and not fp8_layers:
         raise UserError(
             f"model.fp8: no block of {type(model).__name__} has linear layers with sizes that are multiples of "
