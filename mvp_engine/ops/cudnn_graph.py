@@ -27,18 +27,18 @@ _FORWARD_INPUTS = ("q", "k", "v")
 _BACKWARD_INPUTS = ("q", "k", "v", "o", "do", "stats")
 _KV_TENSORS = ("k", "v", "dk", "dv")
 _OFFSETS = WeakTensorKeyDictionary()  # cu_seqlens -> its ragged offsets, which die with it
-_threads = threading.local()
+_thread_local = threading.local()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All values that a cuDNN graph depends on: the key of the graph cache."""
+    """All values that an execution plan of cuDNN depends on: the key of the cache of built graphs."""
 
     device: int
     dtype: torch.dtype
     sequences: int
     max_seqlen: int
-    tokens: int  # at most
+    tokens: int  # upper bound for all sequences together
     heads: int
     kv_heads: int
     head_size: int
@@ -58,7 +58,7 @@ class Plan:
         causal: bool,
         window: int,
     ) -> Plan:
-        """The plan for these tensors, with sizes rounded up so that packs share plans."""
+        """The plan for these tensors, with sizes rounded up so that packed batches share plans."""
         tokens = len(q_THd)
         return cls(
             device=q_THd.device.index,
@@ -78,12 +78,12 @@ class Plan:
 
 
 class _Shape(NamedTuple):
-    """How cuDNN addresses a packed tensor: as if every sequence had `max_seqlen` tokens, from ragged offsets on."""
+    """How cuDNN addresses a packed tensor: dense strides of (S, heads, max_seqlen, d), and an offset per sequence."""
 
     dim: list[int]
     stride: list[int]
     dtype: Any
-    offsets: str  # the name of the ragged offsets
+    offsets: str  # the name of the tensor of ragged offsets
 
 
 class _Graph(NamedTuple):
@@ -95,7 +95,11 @@ class _Graph(NamedTuple):
 
 
 def run(plan: Plan, cu_seqlens: Tensor, backward: bool, tensors: dict[str, Tensor]) -> None:
-    """Run the forward or backward graph of a plan; it writes into the output tensors. No host sync."""
+    """Run the forward or backward graph of a plan, without a host sync.
+
+    `tensors` holds inputs and outputs by name, contiguous, (T, heads, d); `stats` is (T, heads, 1). Outputs are written
+    in place.
+    """
     built = _build(plan, backward)
     offsets = _offsets(cu_seqlens, len(tensors["q"]), plan)
     arguments = {built.tensors[name]: tensor for name, tensor in (tensors | offsets).items()}
@@ -132,7 +136,8 @@ def _build(plan: Plan, backward: bool) -> _Graph:
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     graph.check_support()
     graph.build_plans()
-    return _Graph(graph, tensors | outputs, max(1, graph.get_workspace_size()))
+    workspace_bytes = max(1, graph.get_workspace_size())  # an empty tensor has no address
+    return _Graph(graph, tensors | outputs, workspace_bytes)
 
 
 atexit.register(_build.cache_clear)  # graphs must be freed before Python unloads cuDNN's library
@@ -207,7 +212,7 @@ def _handle(device: int) -> Any:
     """cuDNN's handle of this thread and device, on the current stream. Autograd's backward thread has its own."""
     import cudnn
 
-    handles = _threads.__dict__.setdefault("handles", {})
+    handles = _thread_local.__dict__.setdefault("handles", {})
     if device not in handles:
         with torch.cuda.device(device):
             handles[device] = cudnn.create_handle()
@@ -216,16 +221,20 @@ def _handle(device: int) -> Any:
 
 
 def _offsets(cu_seqlens: Tensor, tokens: int, plan: Plan) -> dict[str, Tensor]:
-    """Lengths and ragged offsets (in elements). All layers of a forward share them, on the same stream."""
+    """Lengths and ragged offsets, in elements (int32: `is_supported` limits their size).
+
+    All layers of a forward share them; they must run on one stream. The last offset is the number of tokens, so the
+    sequences that pad a plan have length 0. An in-place edit of `cu_seqlens` changes its version, and so the key.
+    """
     cached = _OFFSETS.setdefault(cu_seqlens, {})
     key = (cu_seqlens._version, plan.sequences, plan.heads, plan.kv_heads, plan.head_size)
     if key not in cached:
         missing = plan.sequences + 1 - len(cu_seqlens)
-        ends = F.pad(cu_seqlens, (0, missing), value=tokens) if missing else cu_seqlens
+        padded = F.pad(cu_seqlens, (0, missing), value=tokens) if missing else cu_seqlens
         cached[key] = {
-            "lengths": ends.diff(),
-            "at_stats": ends * plan.heads,
-            "at_q": ends * (plan.heads * plan.head_size),
-            "at_kv": ends * (plan.kv_heads * plan.head_size),
+            "lengths": padded.diff(),
+            "at_stats": padded * plan.heads,
+            "at_q": padded * (plan.heads * plan.head_size),
+            "at_kv": padded * (plan.kv_heads * plan.head_size),
         }
     return cached[key]
