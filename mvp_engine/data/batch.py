@@ -230,13 +230,13 @@ class PackedBatch:
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """A copy with `change` applied to every tensor that a model computes with.
 
-        Media grids, row counts and sequence ids stay on the host, which plans encoder calls by them. The copy is not
+        Media grids, merge sizes, row counts and sequence ids stay on the host, which plans encoder calls by them. The copy is not
         checked again: reading its values would be a host sync.
         """
 
         def change_media(media: Media) -> Media:
             fields = {
-                name: value if name.endswith("grid_thw") else change(value)
+                name: value if name.endswith(("grid_thw", "merge_sizes")) else change(value)
                 for name, value in media.fields.items()
             }
             return dataclasses.replace(media, values=change(media.values), fields=fields)

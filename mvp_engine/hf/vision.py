@@ -69,6 +69,8 @@ class GridPlan:
 # Per encoder: (grid, device) -> plan. Weak keys: a deleted model drops its plans.
 _PLANS: WeakKeyDictionary[nn.Module, dict[Any, GridPlan]] = WeakKeyDictionary()
 
+_ON_HOST = ("grid_thw", "merge_sizes")  # inputs of encoders that stay on the host
+
 MAX_PLANS = 2048  # per encoder; a plan takes about 70 kB
 
 # The `get_vision_*` functions of transformers that GridPlan and cu_seqlens stand in for.
@@ -82,19 +84,27 @@ def _uses(encoder: nn.Module) -> set[str]:
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
+def _move_grid_to_device(encoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> HookResult:
+    """Forward pre-hook for all other encoders, which read the grid on the device of the patches.
+
+    Their inputs have many names and orders, so only what `PackedBatch.to` left on the host moves.
+    """
+    names = inspect.signature(encoder.forward).parameters
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    inputs = [value for name, value in given.items() if name not in _ON_HOST]
+    device = next(value.device for value in inputs if isinstance(value, Tensor))
+    for name in _ON_HOST:
+        if given.get(name) is not None:
+            given[name] = given[name].to(device)
+    moved_args = tuple(given[name] for name, _ in zip(names, args, strict=False))
+    return moved_args, {name: given[name] for name in kwargs}
+
+
 def _patches_and_grid(args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """The two inputs of an encoder's forward, whether given by position or by name."""
     patches: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     positional_grid = args[1] if len(args) > 1 else None
     return patches, kwargs.get("grid_thw", positional_grid)
-
-
-def _move_grid_to_device(encoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> HookResult:
-    """Forward pre-hook for all other encoders, which read the grid on the device of the patches."""
-    patches, grid = _patches_and_grid(args, kwargs)
-    if grid is None:
-        return None
-    return args[:1], {**kwargs, "grid_thw": grid.to(patches.device)}
 
 
 def _pass_grid_plans(encoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> HookResult:

@@ -145,6 +145,16 @@ VISION: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "qwen3_vl_moe": ("the same, mixture of experts", sub_configs(DEEPSTACK, **MROPE, **EXPERTS), "patches"),
     "glm4v": ("positions on three axes", sub_configs({**PATCHES, "image_size": 8}, **MROPE), "patches"),
+    "paddleocr_vl": (
+        "positions on three axes, NaViT",
+        sub_configs({**SMALL_VIT, "spatial_merge_size": 2}, **MROPE),
+        "squares",
+    ),
+    "video_llama_3": (
+        "images and videos with merge sizes of their own",
+        sub_configs(vit(), model_type="qwen2"),
+        "merged merged_video",
+    ),
     "internvl": (
         "tiles, InternViT",
         sub_configs(vit("internvl_vision", image_size=[8, 8], patch_size=[2, 2]), model_type="qwen2"),
@@ -236,6 +246,14 @@ def media_of(form: str, large: bool, g: torch.Generator) -> tuple[str, Tensor, d
     if form == "patches":
         grid = torch.tensor([[1, 4, 8 if large else 4]])
         return "pixel_values", torch.randn(int(grid.prod()), 24, generator=g), {"image_grid_thw": grid}
+    if form == "squares":
+        grid = torch.tensor([[1, 4, 8 if large else 4]])
+        return "pixel_values", torch.randn(int(grid.prod()), 3, 2, 2, generator=g), {"image_grid_thw": grid}
+    if form in ("merged", "merged_video"):
+        kind, name = ("pixel_values", "image") if form == "merged" else ("pixel_values_videos", "video")
+        grid, size = torch.tensor([[1, 4, 8 if large else 4]]), torch.tensor([1 if form == "merged" else 2])
+        fields = {f"{name}_grid_thw": grid, f"{name}_merge_sizes": size}
+        return kind, torch.randn(int(grid.prod()), 12, generator=g), fields
     if form in ("video", "frame"):  # "frame": some models have a text token between frames, so one frame
         grid = torch.tensor([[2 if form == "video" else 1, 4, 8 if large else 4]])
         return "pixel_values_videos", torch.randn(int(grid.prod()), 24, generator=g), {"video_grid_thw": grid}

@@ -33,6 +33,8 @@ EXPECTED: dict[str, dict[str, str]] = {
     "qwen3_vl_moe": {**VISUAL, "projector": "visual.merger.* visual.deepstack_merger_list.*"},
     "glm4v": {**VISUAL, "projector": "visual.merger.* visual.downsample.*"},
     "gemma4": {"vision": "vision_tower.*", "projector": "embed_vision.*"},
+    "paddleocr_vl": {"vision": "visual.*", "projector": "projector.*"},
+    "video_llama_3": {"vision": "vision_model.*", "projector": "projector.*"},
     "idefics2": IDEFICS,
     "idefics3": IDEFICS,
     "smolvlm": IDEFICS,

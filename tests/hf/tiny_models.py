@@ -19,7 +19,12 @@ from mvp_engine.hf import LanguageModel, PackedModel, attention
 
 M = TypeVar("M", bound=PackedModel)
 VIDEO_TOKEN = 91
-PLACEHOLDERS = {"video": VIDEO_TOKEN, "frame": VIDEO_TOKEN, "audio": 92}  # by media format; 90 for images
+PLACEHOLDERS = {
+    "video": VIDEO_TOKEN,
+    "frame": VIDEO_TOKEN,
+    "merged_video": VIDEO_TOKEN,
+    "audio": 92,
+}  # by media format; 90 for images
 
 
 def build_model(kind: type[M], name: str) -> M:
