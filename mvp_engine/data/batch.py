@@ -230,8 +230,8 @@ class PackedBatch:
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """A copy with `change` applied to every tensor that a model computes with.
 
-        Media grids, merge sizes, row counts and sequence ids stay on the host, which plans encoder calls by them. The copy is not
-        checked again: reading its values would be a host sync.
+        Grids, merge sizes, row counts and sequence ids of media stay on the host, which plans encoder calls by them.
+        The copy is not checked again: reading its values would be a host sync.
         """
 
         def change_media(media: Media) -> Media:
