@@ -22,6 +22,18 @@ def _num_kv_heads(layer: Any) -> int:
     return getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
 
 
+def placeholder_tokens(config: Any, vocab_size: int) -> list[int]:
+    """Tokens that a model replaces by features of its encoders; without media they have no meaning."""
+    found: set[int] = set()
+    for part in config_tree(config):
+        for kind in ("image", "video", "audio"):
+            for name in (f"{kind}_token_id", f"{kind}_token_index"):
+                token = getattr(part, name, None)
+                if isinstance(token, int) and 0 <= token < vocab_size:
+                    found.add(token)
+    return sorted(found)
+
+
 def packed_length_limit(config: Any) -> int | None:
     """The sequence length up to which rotary frequencies are constant; None without such a limit.
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import attention
+from mvp_engine.hf.config_facts import placeholder_tokens
 from mvp_engine.hf.model_inputs import check_token_range
 from mvp_engine.hf.packed_model import Outputs, PackedModel, from_auto, losses_of
 from mvp_engine.ops.linear_cross_entropy import linear_argmax, linear_log_probs, linear_loss
@@ -25,7 +26,8 @@ class LanguageModel(PackedModel):
 
     - `log_probs`: of the labels; 0 where the label is ignored
     - `entropy`, `log_z`, `mean_log_probs`: of the distribution over the vocabulary
-    - `next_tokens`: the argmax, which is what greedy decoding writes after each position
+    - `next_tokens`: the argmax, which is what greedy decoding writes after each position; never a
+      placeholder of media, since no features would follow it
     - `loss`: minus the sum of log_probs, one scalar. Asked for alone (or with `losses`, its terms
       without gradient), it is cheaper: the gradients are computed in the forward
     """
@@ -92,7 +94,7 @@ class LanguageModel(PackedModel):
         }
         computed = {"hidden_states": hidden_TD}
         if "next_tokens" in wanted:
-            computed["next_tokens"] = linear_argmax(hidden_TD, weight_VD, **options, **vocab_shard)
+            computed["next_tokens"] = self._next_tokens(hidden_TD, weight_VD, options, vocab_shard)
         options["temperature"] = self.temperature
         missing = set(wanted) - set(computed)
         if "loss" in missing and missing <= {"loss", "losses"} and not vocab_shard:
@@ -105,6 +107,25 @@ class LanguageModel(PackedModel):
             )._asdict()
             computed |= losses_of(computed["log_probs"])
         return {name: computed[name] for name in wanted}
+
+    def _next_tokens(
+        self,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        options: dict[str, Any],
+        vocab_shard: dict[str, Any],
+    ) -> Tensor:
+        """The argmax over the vocabulary without placeholders, which get a bias of minus infinity."""
+        head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
+        placeholders = placeholder_tokens(self.hf.config, head.weight.shape[0])
+        if placeholders:
+            bias_V = options["bias_V"]
+            bias_V = weight_VD.new_zeros(len(weight_VD)) if bias_V is None else bias_V.clone()
+            start = vocab_shard.get("vocab_start", 0)
+            rows = [token - start for token in placeholders if 0 <= token - start < len(bias_V)]
+            bias_V[rows] = float("-inf")
+            options = {**options, "bias_V": bias_V}
+        return linear_argmax(hidden_TD, weight_VD, **options, **vocab_shard)
 
     def _local_head(self) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
         """Weight and bias of the output embedding, and which slice of the vocabulary they are.

@@ -11,7 +11,8 @@ A recipe subclasses it and overrides what it changes, or wires the kits itself w
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -197,17 +198,44 @@ class MLLMEngine(Engine):
         settings = self.config.eval_generation
         if settings is None:
             return
-        self.answers = generate_answers(
-            self.model_engine,
-            self.generation_batches,
-            self.tokenizer,
-            max_new_tokens=settings.max_new_tokens,
-            prompt_tokens=settings.prompt_tokens,
-            stop=self.data.eos_token_ids,
-            budget=self.config.mllm.micro_batch_tokens,
-        )
-        for i, name in enumerate(self.data.source_names("eval")):
-            self.score(ctx, name, [answer for answer in self.answers if answer.source == i])
+        self.answers: list[Answer] = []
+        # Where ranks run one forward together, the others wait in it: then the job cannot continue.
+        runs_alone = self.layout.data_size == self.world.size and self.layout.shard_mesh is None
+        with self._keep_training(ctx, "generation", runs_alone):
+            self.answers = generate_answers(
+                self.model_engine,
+                self.generation_batches,
+                self.tokenizer,
+                max_new_tokens=settings.max_new_tokens,
+                prompt_tokens=settings.prompt_tokens,
+                stop=self.data.eos_token_ids,
+                budget=self.config.mllm.micro_batch_tokens,
+            )
+        with self._keep_training(ctx, "score"):
+            for i, name in enumerate(self.data.source_names("eval")):
+                self.score(ctx, name, [answer for answer in self.answers if answer.source == i])
+
+    @contextmanager
+    def _keep_training(
+        self, ctx: StepContext, what: str, can_continue: bool = True
+    ) -> Iterator[None]:
+        """An error inside is a warning if it happens in an evaluation of a training; `mvp check` raises it."""
+        in_training = self._training and self.config.loop.eval_interval is not None
+        try:
+            yield
+        except Exception as error:
+            if not in_training or not can_continue:
+                raise
+            self.logger.warning(
+                "%s failed in the evaluation at step %d, which has no metrics of it; the training continues. %s: %s",
+                what,
+                ctx.step,
+                type(error).__name__,
+                error,
+                exc_info=True,
+            )
+            if self.config.checkpoint.best_metric is not None:
+                ctx.log(self.config.checkpoint.best_metric, 0.0, 0.0)  # None if nothing else is logged
 
     # ---- Workflows ----------------------------------------------------------------------------------------
 

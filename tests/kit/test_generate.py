@@ -83,6 +83,22 @@ def test_generate_on_every_layout_is_equal_and_ranks_without_prompts_take_part(r
     assert found == ([alone, alone] if sizes.keys() & {"ulysses", "tensor"} else [[], alone[:1]])
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_generate_never_writes_a_placeholder_even_if_it_is_most_likely(has_bias: bool) -> None:
+    engine, ones = built("qwen3_vl")
+    head = engine.model.hf.lm_head
+    config = engine.model.hf.config
+    tokens = [config.image_token_id, config.video_token_id]
+    if has_bias:
+        head.bias = torch.nn.Parameter(torch.zeros(len(head.weight)))
+        head.bias.data[tokens] = 1e4
+    else:
+        head.weight.data[tokens[0]] = 100 * head.weight.data[5]
+        head.weight.data[tokens[1]] = -head.weight.data[tokens[0]]
+    written = generate(engine, PackedBatch.concat(ones), max_new_tokens=NEW, stop=())
+    assert not {token for answer in written for token in answer} & {*tokens}
+
+
 class Letters:
     eos_token_id = 2
 

@@ -13,7 +13,7 @@ from tiny_vlm import chat, model_config, qwen3_vl, with_images, write
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
-from mvp_engine.kit import MLLMEngine, OptimKit
+from mvp_engine.kit import MLLMEngine, OptimKit, mllm
 
 CONFIG = """
 engine: mvp_engine.kit:MLLMEngine
@@ -155,3 +155,21 @@ def test_global_batch_size_from_packs_and_tokens_is_a_user_error(config: str, ca
 def test_packs_per_step_in_a_config_names_the_key_that_replaced_it(config: str, capsys: Any) -> None:
     assert main(["train", config, "mllm.packs_per_step=2"]) == EXIT_USER_ERROR
     assert "'mllm.packs_per_step' was renamed to 'data.global_batch_size'" in capsys.readouterr().err
+
+
+def test_evaluation_error_in_generation_or_score_is_a_warning_in_training_and_raised_by_evaluate(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise IndexError("no answer")
+
+    for target, name, what in ((mllm, "generate_answers", "generation"), (MLLMEngine, "score", "score")):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, fail)
+            words = [config, "checkpoint.best_metric=exact_held", "log.backends=[file]"]
+            assert main(["train", *words, "loop.total_steps=2", f"project.dir={what}"]) == 0
+            (log,) = tmp_path.glob(f"{what}/*/log.txt")
+            assert f"{what} failed in the evaluation at step 1" in log.read_text()
+            assert "in fail" in log.read_text()  # the traceback
+            assert main(["evaluate", *words, f"project.dir={what}"]) == 1
+            assert "IndexError: no answer" in capsys.readouterr().err
