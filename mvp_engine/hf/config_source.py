@@ -7,6 +7,9 @@ it. Without a folder, `model.config.model_type` selects a config class with its 
 from __future__ import annotations
 
 import difflib
+import functools
+import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +110,23 @@ def _has_setting(config: Any, name: str) -> bool:
     try:
         return not callable(getattr(config, name))
     except AttributeError:
-        return False
+        return name in _optional_settings(type(config).__module__)
     except Exception:  # noqa: BLE001 - it exists, but reading it fails: it differs by layer
         return True
+
+
+@functools.cache
+def _optional_settings(config_module: str) -> frozenset[str]:
+    """Names that the model code of a config reads with `getattr(config, NAME, ...)`.
+
+    The config class does not declare them, though folders may have them: `head_dim` of Qwen3-MoE.
+    """
+    package, _, name = config_module.rpartition(".")
+    code = importlib.util.find_spec(f"{package}.{name.replace('configuration_', 'modeling_')}")
+    if not package or code is None or code.origin is None:
+        return frozenset()
+    pattern = r"""getattr\(\s*[\w.]*config,\s*["'](\w+)["']"""
+    return frozenset(re.findall(pattern, Path(code.origin).read_text()))
 
 
 def _hint(config: Any, name: str, key: str) -> str:

@@ -56,8 +56,9 @@ def _check_missing(model: PackedModel, skeleton: PackedModel, names: list[str]) 
             f"{model.source} lacks {len(missing)} parameter(s) of {type(skeleton.hf).__name__}, "
             f"such as {missing[0]}. {hint}"
         )
-    if names:
-        LOGGER.info("not in %s, initialized from the seed: %s", model.source, _first(names))
+    new = [name for name in names if ".lora_" not in name]  # no base folder has adapters
+    if new:
+        LOGGER.info("not in %s, initialized from the seed: %s", model.source, _first(new))
 
 
 def _first(names: list[str]) -> str:

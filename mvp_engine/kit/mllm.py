@@ -235,7 +235,9 @@ class MLLMEngine(Engine):
                 exc_info=True,
             )
             if self.config.checkpoint.best_metric is not None:
-                ctx.log(self.config.checkpoint.best_metric, 0.0, 0.0)  # None if nothing else is logged
+                ctx.log(
+                    self.config.checkpoint.best_metric, 0.0, 0.0
+                )  # None if nothing else is logged
 
     # ---- Workflows ----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf import pretrained
+from mvp_engine.hf import LanguageModel, pretrained
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.model_engine import FSDPEngine, ModelSource, ValueModelEngine
 
@@ -186,6 +186,15 @@ def test_read_config_overrides_replace_those_of_the_folder(tmp_path: Path) -> No
     found = read_config(tmp_path / "in", {"rope_parameters": {"rope_theta": 200.0}})
     assert found.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 200.0}
     assert read_config(None, {"model_type": "gemma4_text", "head_dim": 8}).to_dict()["head_dim"] == 8
+
+
+def test_read_config_name_that_only_model_code_reads_is_a_setting() -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    sizes |= {"vocab_size": 32, "moe_intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1}
+    config = read_config(None, {"model_type": "qwen3_moe", "head_dim": 16, **sizes})
+    assert LanguageModel.from_config(config).hf.model.layers[0].self_attn.q_proj.weight.shape == (4 * 16, 32)
+    with pytest.raises(UserError, match=r"model\.config\.head_dims: qwen3_moe has no such setting"):
+        read_config(None, {"model_type": "qwen3_moe", "head_dims": 16})
 
 
 def test_load_damaged_files_are_named(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from mvp_engine.cli import main
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.hf import LanguageModel
+from mvp_engine.hf import pretrained as load_pretrained
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelSource, Settings, engine_class
@@ -58,6 +59,15 @@ def test_lora_training_starts_as_the_base_model_and_changes_adapters_only(base: 
     layers = [name for name in before if "lora_A" in name]
     assert len(layers) == 2 * 7  # all linear layers except the head
     assert f"LoRA on {len(layers)} layers" in MLLMModelKit.table(engine.model, engine.optimizer)
+
+
+def test_lora_start_does_not_list_its_adapters_as_missing_in_the_folder(base: Path, monkeypatch: Any) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(load_pretrained.LOGGER, "info", lambda line, *values: lines.append(line % values))
+    engine_of(base, Lora(rank=4), train=False)
+    assert not lines
+    engine_of(base, Lora(rank=4), kind="value_model", train=False)
+    assert [line.rpartition(": ")[2] for line in lines] == ["score.weight"]
 
 
 def test_lora_on_layers_with_biases_starts_as_the_base_model(tmp_path: Path) -> None:

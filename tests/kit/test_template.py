@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +40,7 @@ from kit.templates.tiny import (
 from tokenizers import AddedToken
 
 from mvp_engine.errors import UserError
+from mvp_engine.kit import load_processor
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.encode.tokenization import Rendered, truncate
 from mvp_engine.kit.data.read.row_types import BadRow, Part, Row
@@ -383,3 +386,14 @@ def test_chat_template_pickles_and_requires_a_fast_tokenizer_and_a_template() ->
     ChatTemplate(bare).render(Row(text="hello"))
     with pytest.raises(UserError, match="no chat template"):
         ChatTemplate(bare).render(Row(messages=(HI, HELLO)))
+
+
+def test_load_processor_of_a_text_folder_that_names_a_vision_processor_returns_its_tokenizer(tmp_path: Path) -> None:
+    tokenizer("qwen_vl").save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "processor_class": "Qwen3VLProcessor"}))
+    found = load_processor(tmp_path)
+    assert found.encode("two words") == tokenizer("qwen_vl").encode("two words")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": {}}))
+    with pytest.raises(UserError, match="has no processor"):  # of a VLM, the processor is missing
+        load_processor(tmp_path)

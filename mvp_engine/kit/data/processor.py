@@ -17,14 +17,27 @@ def load_processor(folder: str | Path) -> Any:
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise UserError(f"{folder} is not a folder with a model's processor or tokenizer")
-    from transformers import AutoProcessor
+    from transformers import AutoProcessor, AutoTokenizer
 
     try:
-        return AutoProcessor.from_pretrained(path, local_files_only=True)
+        # The tokenizer config of a text model may name the processor class of the VLM it was taken from.
+        auto_class = AutoTokenizer if _is_text_only(path) else AutoProcessor
+        return auto_class.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder} has no processor or tokenizer that transformers can read: {error}"
         ) from None
+
+
+def _is_text_only(folder: Path) -> bool:
+    """Whether a folder has neither files of a processor nor a model with encoders."""
+    if any(folder.glob("*processor_config.json")):
+        return False
+    config = folder / "config.json"
+    settings = json.loads(config.read_text()) if config.is_file() else {}
+    return (folder / "tokenizer_config.json").is_file() and not any(
+        name in settings for name in ("vision_config", "audio_config", "thinker_config")
+    )
 
 
 def save_generation_config(
