@@ -19,5 +19,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {similar[0]}?" if similar else ""
 
 
+def count(number: int, noun: str) -> str:
+    """A number with its noun in singular or plural: `1 rank`, `2,000 ranks`, `3 micro-batches`."""
+    ending = "es" if noun.endswith(("ch", "s")) else "s"
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
+
+
 class Interrupted(Exception):
     """SIGTERM or Ctrl-C: the step was finished and saved."""

@@ -47,13 +47,16 @@ def order(loaders: list[SampleLoader]) -> list[set[int]]:
     return steps
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("micro", [2, 5, 16])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 17])
 @pytest.mark.parametrize("size", [1, 7, 48, 50])
-def test_sample_loader_on_any_number_of_ranks_gives_equal_steps(world: int, size: int) -> None:
+def test_sample_loader_on_any_number_of_ranks_gives_equal_steps(world: int, size: int, micro: int) -> None:
     alone = order([loader(size, total=16, micro=4)])
-    together = order([loader(size, rank, world, micro=2, total=16) for rank in range(world)])
-    assert alone == together
+    parts = [loader(size, rank, world, micro=micro, total=16) for rank in range(world)]
+    assert order(parts) == alone
     assert sum(len(step) for step in alone) == size
+    for part in parts:
+        assert max((len(batch[0]) for batch in part), default=0) <= micro
 
 
 def test_sample_loader_epochs_differ_and_repeat_with_the_seed() -> None:
@@ -64,7 +67,7 @@ def test_sample_loader_epochs_differ_and_repeat_with_the_seed() -> None:
     assert order([loader(seed=1)]) != order([first])
 
 
-@pytest.mark.parametrize("worlds", [(1, 1), (2, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize("worlds", [(1, 1), (2, 1), (1, 2), (4, 2), (3, 2), (2, 3), (9, 3)])
 def test_sample_loader_cursor_is_valid_on_another_number_of_ranks(worlds: tuple[int, int]) -> None:
     straight = order([loader()])
     before, after = worlds
@@ -172,9 +175,13 @@ def test_worker_keeps_its_last_micro_batches_in_shared_memory(workers: int, ther
     assert [int(one[0]) for one in part] == there
 
 
-def test_batch_sizes_that_do_not_divide_are_refused() -> None:
+def test_accumulation_steps_of_uneven_parts_are_each_ranks_own() -> None:
     assert accumulation_steps(64, 8, 4) == 2
-    with pytest.raises(UserError, match="The nearest that fit: 48 or 64"):
-        accumulation_steps(60, 8, 2)
+    assert [accumulation_steps(128, 128, 3, rank) for rank in range(3)] == [1, 1, 1]
+    assert [accumulation_steps(3, 1, 2, rank) for rank in range(2)] == [2, 1]
+    assert [accumulation_steps(1, 1, 2, rank) for rank in range(2)] == [1, 0]
+
+
+def test_sample_loader_on_an_iterator_is_refused() -> None:
     with pytest.raises(UserError, match="needs a map-style dataset"):
         SampleLoader(iter([1]), micro_batch_size=1)  # type: ignore[arg-type]

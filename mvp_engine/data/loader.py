@@ -1,8 +1,9 @@
 """SampleLoader: a map-style dataset as micro-batches, in one global order that does not depend on the number of ranks.
 
 The order comes from (seed, epoch) alone; each optimizer step takes the next `global_batch_size` samples of it and each
-rank takes its stride of those. So the whole resume state is "epoch e, n samples done", right for any number of ranks.
-A sample's own randomness comes from (seed, epoch, index): workers, ranks and resumes cannot change an augmentation.
+rank takes its stride of those, in micro-batches of at most `micro_batch_size`. So the whole resume state is "epoch e, n
+samples done", right for any number of ranks. A sample's own randomness comes from (seed, epoch, index): workers, ranks
+and resumes cannot change an augmentation.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from mvp_engine.errors import UserError
 class SampleLoader:
     """Iterating yields this rank's micro-batches of the current epoch, from the cursor on; then call `set_epoch`."""
 
-    global_cursor = True  # the state is the same on all ranks, and right on any number of them
+    global_cursor = True  # the state of rank 0 is right for all ranks, and on any number of them
 
     def __init__(
         self,
         dataset: Dataset[Any],
         *,
-        micro_batch_size: int,
+        micro_batch_size: int,  # at most
         global_batch_size: int | None = None,
         rank: int = 0,
         world_size: int = 1,
@@ -57,7 +58,9 @@ class SampleLoader:
         self._begin_epoch(0)
         self.micro_batch_size = micro_batch_size
         self.global_batch_size = global_batch_size or micro_batch_size * world_size
-        self.accumulation = accumulation_steps(self.global_batch_size, micro_batch_size, world_size)
+        self.accumulation = accumulation_steps(
+            self.global_batch_size, micro_batch_size, world_size, rank
+        )
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
@@ -79,7 +82,7 @@ class SampleLoader:
         self._yielded = 0
 
     def state_dict(self) -> dict[str, int]:
-        steps = math.ceil(self._yielded / self.accumulation)
+        steps = math.ceil(self._yielded / max(1, self.accumulation))  # 0 where a rank has no part
         samples = min(self.size, self.start + steps * self.global_batch_size)
         return {"epoch": self.epoch, "samples": samples}
 
@@ -218,16 +221,9 @@ class _RaiseStopIteration:
             raise RuntimeError(f"{self.function} raised StopIteration") from error
 
 
-def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Gradient accumulation: the micro-batches of each rank in one optimizer step."""
-    per_forward = micro_batch_size * world_size
-    if global_batch_size % per_forward:
-        below = max(1, global_batch_size // per_forward) * per_forward
-        above = (global_batch_size // per_forward + 1) * per_forward
-        nearest = " or ".join(map(str, sorted({below, above})))
-        raise UserError(
-            f"data.global_batch_size={global_batch_size} is not a multiple of data.micro_batch_size={micro_batch_size} "
-            f"times {world_size} data-parallel rank(s) = {per_forward}. The nearest that fit: {nearest}; or choose "
-            "another data.micro_batch_size."
-        )
-    return global_batch_size // per_forward
+def accumulation_steps(
+    global_batch_size: int, micro_batch_size: int, world_size: int, rank: int = 0
+) -> int:
+    """Gradient accumulation: the micro-batches of a rank in one optimizer step. Rank 0 has most; some may have none."""
+    samples = range(rank, global_batch_size, world_size)
+    return math.ceil(len(samples) / micro_batch_size)

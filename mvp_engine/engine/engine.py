@@ -21,7 +21,6 @@ from torch import Tensor
 from mvp_engine.checkpoint import CheckpointManager
 from mvp_engine.config.schema import Config
 from mvp_engine.data import (
-    accumulation_steps,
     derived_seed,
     rng_state,
     seed_everything,
@@ -30,13 +29,13 @@ from mvp_engine.data import (
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout, World
 from mvp_engine.engine.context import StepContext
-from mvp_engine.engine.feed import Feed
+from mvp_engine.engine.feed import Feed, micro_batches_per_step
 from mvp_engine.engine.guard import SkipGuard
 from mvp_engine.engine.hooks import EngineHooks
 from mvp_engine.engine.meter import Meter
 from mvp_engine.engine.resume import record_config
 from mvp_engine.engine.state import collect_state, restore_state
-from mvp_engine.errors import Interrupted, UserError
+from mvp_engine.errors import Interrupted, UserError, count
 from mvp_engine.hf.parts import table
 from mvp_engine.log import LogHub, MetricStore
 from mvp_engine.log.backends import RunInfo
@@ -111,10 +110,11 @@ class Engine(EngineHooks):
         if config.loop.total_steps is None and config.loop.epochs is None:
             raise UserError("how long to train? Set loop.total_steps or loop.epochs")
         self._training = True
-        accumulation = accumulation_steps(
-            self.global_batch_size, config.data.micro_batch_size, self.layout.data_size
+        loader = self._loader("train")
+        accumulation = micro_batches_per_step(
+            loader, self.global_batch_size, config.data.micro_batch_size, self.layout
         )
-        feed = Feed(self._loader("train"), accumulation, self.world)
+        feed = Feed(loader, accumulation, self.world)
         self.feed = self._closing.enter_context(closing(feed))
         self.total_steps = self._planned_steps()
         self.model_engine = self._build_model_engine()
@@ -380,7 +380,7 @@ class Engine(EngineHooks):
         precision = self.model_engine.settings.precision
         return (
             f"{trained:,}{of_total} parameters train, {precision} on {self.world.size} x {self.device.type}; "
-            f"steps {self.step} to {self.total_steps or '?'}; global batch of {self.global_batch_size} samples = "
-            f"{self.config.data.micro_batch_size} x {self.layout.data_size} data-parallel rank(s) "
-            f"x {accumulation} micro-batch(es)"
+            f"steps {self.step} to {self.total_steps or '?'}; "
+            f"global batch of {count(self.global_batch_size, 'sample')} on "
+            f"{count(self.layout.data_size, 'data-parallel rank')}, {count(accumulation, 'micro-batch')} each"
         )

@@ -23,8 +23,8 @@ from mvp_engine.data.protocols import (
     implements,
 )
 from mvp_engine.data.step_plan import StepPlan
-from mvp_engine.distributed import World
-from mvp_engine.errors import UserError
+from mvp_engine.distributed import Layout, World
+from mvp_engine.errors import UserError, count
 
 
 class Feed:
@@ -41,6 +41,10 @@ class Feed:
         self._iterator: Iterator[Any] | None = None
         self._epoch_rng: dict[str, Any] | None = None
         self._stateful = loader if implements(loader, StatefulLoader) else None
+        # On the type: a wrapper that passes attributes on may change what is loaded.
+        knows = implements(loader, KnowsPlan) and hasattr(type(loader), "step_plan")
+        other_steps = getattr(loader, "accumulation", None) != accumulation
+        self._has_plan = knows and not world.any(other_steps)[0]
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -53,12 +57,9 @@ class Feed:
 
     def next_plan(self) -> StepPlan | None:
         """What all ranks hold in the next step, if the loader knows."""
-        loader = self.loader
-        # On the type: a wrapper that passes attributes on may change what is loaded.
-        if not implements(loader, KnowsPlan) or not hasattr(type(loader), "step_plan"):
+        if not self._has_plan or not implements(self.loader, KnowsPlan):
             return None
-        same_steps = loader.accumulation == self.accumulation
-        return loader.step_plan(self._steps_since_cursor) if same_steps else None
+        return self.loader.step_plan(self._steps_since_cursor)
 
     def take(self) -> list[Any]:
         """This rank's micro-batches of the next step. Empty when this rank has none left in this epoch."""
@@ -128,14 +129,14 @@ class Feed:
         self._steps_since_cursor = 0
         self._set_epoch()
         same_ranks = len(of_ranks) == self.world.size
-        # Is the state the same on all ranks, and right on any number of them?
-        is_global = getattr(self.loader, "global_cursor", False)
+        is_global = _has_global_cursor(self.loader)
         if not same_ranks and not is_global:
             raise UserError(
-                f"the cursor of {type(self.loader).__name__} is each rank's own, so only the {len(of_ranks)} rank(s) "
-                "that saved the checkpoint can resume it. Use mvp_engine.data.SampleLoader to change that."
+                f"the cursor of {type(self.loader).__name__} is each rank's own, and the checkpoint was saved "
+                f"by {count(len(of_ranks), 'rank')}: start as many (--nproc {len(of_ranks)}), or use "
+                "mvp_engine.data.SampleLoader, whose cursor is valid on any number of ranks."
             )
-        own = of_ranks[self.world.rank if same_ranks else 0]
+        own = of_ranks[0 if is_global else self.world.rank]
         if self._stateful:
             self._stateful.load_state_dict(own["loader"])
         elif own["epoch_rng"] is not None:
@@ -183,6 +184,11 @@ class Feed:
                 part.set_epoch(self.epoch)
 
 
+def _has_global_cursor(loader: Iterable[Any]) -> bool:
+    """Is the state of rank 0 right for all ranks, and on any number of them?"""
+    return getattr(loader, "global_cursor", False)
+
+
 def _refuse_same_data_on_all_ranks(loader: Iterable[Any], world: World) -> None:
     if world.size == 1 or not isinstance(loader, DataLoader):
         return
@@ -196,3 +202,31 @@ def _refuse_same_data_on_all_ranks(loader: Iterable[Any], world: World) -> None:
             f"{world.size} ranks would train on the same samples. Use mvp_engine.data.SampleLoader, or a "
             "DistributedSampler."
         )
+
+
+def micro_batches_per_step(
+    loader: Iterable[Any], global_batch_size: int, micro_batch_size: int, layout: Layout
+) -> int:
+    """Gradient accumulation: the micro-batches of this rank in one step.
+
+    A loader of global batches, such as `SampleLoader`, divides them among the ranks itself, also unevenly. Of any other
+    loader a micro-batch is taken to have `micro_batch_size` samples.
+    """
+    ranks = count(layout.data_size, "data-parallel rank")
+    if getattr(loader, "global_batch_size", None) == global_batch_size:
+        if global_batch_size < layout.data_size and not _has_global_cursor(loader):
+            raise UserError(
+                f"data.global_batch_size={global_batch_size} on {ranks}: each rank reads data of its own from "
+                f"{type(loader).__name__}, so it needs a micro-batch in every step. Raise it, or lower --nproc."
+            )
+        return int(loader.accumulation)  # type: ignore[attr-defined]
+    per_forward = micro_batch_size * layout.data_size
+    if global_batch_size % per_forward:
+        nearest = max(1, round(global_batch_size / per_forward)) * per_forward
+        raise UserError(
+            f"data.global_batch_size={global_batch_size} is not a multiple of data.micro_batch_size="
+            f"{micro_batch_size} times {ranks} = {per_forward}, and "
+            f"{type(loader).__name__} makes its micro-batches itself: set data.global_batch_size={nearest}, another "
+            "data.micro_batch_size, or return self.sample_loader(...), which fits any number of ranks."
+        )
+    return global_batch_size // per_forward

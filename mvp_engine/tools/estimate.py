@@ -59,7 +59,7 @@ def estimate_config(config_file: str, overrides: list[str], gpu: str, gpus: int)
     found = estimate_step(model, _largest_packs(dataset), step, settings)
     limits = [loop.total_steps, loop.epochs and loop.epochs * dataset.plan.steps]
     total = min(steps for steps in limits if steps)
-    tokens = found["tokens_per_step"] * ranks
+    tokens = found["tokens_per_step"] * packs // micro_batches
     return {
         "config": config_file,
         "gpus": gpus,

@@ -83,7 +83,7 @@ def _write_page(
             f"{first_image}",
             "Look at the data": f".venv/bin/mvp data inspect {RECIPE}",
             "Train longer": f".venv/bin/mvp train {RECIPE} loop.total_steps=1500",
-            "On two processes": f".venv/bin/mvp train {RECIPE} --nproc 2 data.global_batch_size=4",
+            "On two processes": f".venv/bin/mvp train {RECIPE} --nproc 2",
             "Compare runs": ".venv/bin/mvp runs list",
         },
     )

@@ -108,7 +108,7 @@ def test_batch_of_zero_weight_is_skipped(train, tmp_path: Path, monkeypatch) -> 
         (["tiny.loader=empty"], "gave no batch at all in a whole epoch"),
         (["tiny.loader=none"], "prepare_dataloader('train') gave None"),
         (["loop.total_steps=null"], "Set loop.total_steps or loop.epochs"),
-        (["data.global_batch_size=7"], "The nearest that fit: 4 or 8"),
+        (["tiny.loader=torch", "data.global_batch_size=7"], "DataLoader makes its micro-batches itself: set data.glob"),
         (["parallel.replicate=2"], "replicate=2, shard=1, ulysses=1, tensor=1 do not multiply to the 1 process(es)"),
         (["workflow=trian"], "it has: evaluate, shout, train"),
         (["workflow=save"], "no such workflow"),

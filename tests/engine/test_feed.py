@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 from mvp_engine.data import SampleLoader
-from mvp_engine.distributed import World
-from mvp_engine.engine.feed import Feed
+from mvp_engine.distributed import Layout, World
+from mvp_engine.engine.feed import Feed, micro_batches_per_step
+from mvp_engine.errors import UserError
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -67,3 +69,22 @@ def test_wrapper_of_a_loader_keeps_cursor_and_length_and_has_no_plan() -> None:
     assert feed.steps_per_epoch == 10
     feed.advance(len(feed.take()))
     assert feed.rank_state_dict()["loader"] == {"epoch": 0, "samples": 4}
+
+
+class OwnCursor(SampleLoader):
+    global_cursor = False
+
+
+def test_micro_batches_per_step_of_a_loader_without_global_batches_must_divide() -> None:
+    three = Layout(World(2, 3, 2, 3, torch.device("cpu")), replicate=3)
+    ranks = {"rank": 2, "world_size": 3}
+    assert micro_batches_per_step(loader(**ranks), 4, 2, three) == 1
+    assert micro_batches_per_step(loader(global_batch_size=2, **ranks), 2, 2, three) == 0
+    assert micro_batches_per_step([], 12, 2, three) == 2
+    refused = (
+        "global_batch_size=4 is not a multiple of data.micro_batch_size=2 times 3 data-parallel ranks = 6, and list"
+    )
+    with pytest.raises(UserError, match=refused):
+        micro_batches_per_step([], 4, 2, three)
+    with pytest.raises(UserError, match=r"data\.global_batch_size=2 on 3 data-parallel ranks: each rank reads"):
+        micro_batches_per_step(loader(OwnCursor, global_batch_size=2, **ranks), 2, 2, three)

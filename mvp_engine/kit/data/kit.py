@@ -167,6 +167,7 @@ class MLLMDataKit:
         self,
         split: str = "train",
         *,
+        global_batch_size: int | None = None,
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
@@ -198,6 +199,7 @@ class MLLMDataKit:
         return StreamLoader(
             dataset,
             self._bad_rows_list(split, 0, folder, MIN_STREAM_ROWS),
+            global_batch_size=global_batch_size,
             num_workers=workers,
             pin_memory=pin_memory,
             stall_seconds=self.settings.stall_seconds,
@@ -215,6 +217,7 @@ class MLLMDataKit:
             bf16 = precision_on(engine.device, config.loop.precision) == "bf16"
             self.row_encoder.dtype = torch.bfloat16 if bf16 else torch.float32
         options = {
+            "global_batch_size": packs,
             "rank": engine.layout.data_rank,
             "world_size": engine.layout.data_size,
             "seed": config.seed,
@@ -224,7 +227,7 @@ class MLLMDataKit:
         }
         if self.is_stream(split):
             return self.stream_loader(split, **options)
-        loader = self.loader(split, global_batch_size=packs, **options)
+        loader = self.loader(split, **options)
         if len(set(engine.world.all_gather(loader.plan_id()))) > 1:
             raise UserError(
                 "data: the ranks found different costs for the same rows. Do all nodes see the same files?"

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, default_convert
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.loader import pinned
+from mvp_engine.data.loader import accumulation_steps, pinned
 from mvp_engine.data.rng import keep_rng_state
 from mvp_engine.data.worker_memory import KeepLastBatches, keep_freed_memory
 from mvp_engine.errors import UserError
@@ -28,10 +28,15 @@ class StreamLoader:
         dataset: StreamPackDataset,
         bad_rows: BadRows,
         *,
+        global_batch_size: int | None = None,  # packs of one step on all ranks
         num_workers: int = 0,
         pin_memory: bool = False,
         stall_seconds: float = 300.0,
     ) -> None:
+        self.global_batch_size = global_batch_size or dataset.world_size
+        self.accumulation = accumulation_steps(
+            self.global_batch_size, 1, dataset.world_size, dataset.rank
+        )
         self.dataset = dataset
         self.bad_rows = bad_rows
         self.stall_seconds = stall_seconds

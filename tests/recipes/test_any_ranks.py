@@ -1,0 +1,85 @@
+"""Every shipped config for a CPU, unchanged on 1, 2, 3 and 4 processes: the same losses, evaluation included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, read_metrics
+from ranks import RankPool
+
+from mvp_engine.launch import launch
+
+RECIPES = ROOT / "recipes"
+FEW_STEPS = [
+    "loop.total_steps=3",
+    "data.num_workers=0",
+    "log.interval=1",
+    "log.backends=[jsonl]",
+    "checkpoint.interval=null",
+]
+FEW_TOKENS = ["eval_generation.max_new_tokens=2", "eval_generation.every_n_samples=50"]
+# Little data for each config. Stages stand after those whose exports they start from.
+SIZES = {
+    "magic_transformer/train": ["task.train_problems=1000", "task.eval_problems=50"],
+    "vit_classification/cpu": [],
+    "digits_vlm/train": ["digits.count=60", "digits.drawings=1", *FEW_TOKENS],
+    "qwen3/pretrain_cpu": ["made.modules=20", "made.chats=20", *FEW_TOKENS],
+    "qwen3/sft_cpu": ["made.modules=20", "made.chats=20", *FEW_TOKENS],
+    "qwen3_vl/words": ["shapes.rows=60", *FEW_TOKENS],
+    "qwen3_vl/align": ["shapes.rows=60", *FEW_TOKENS],
+    "qwen3_vl/pretrain": ["shapes.rows=60", *FEW_TOKENS],
+    "qwen3_vl/instruct": ["shapes.rows=60", *FEW_TOKENS],
+    "qwen3_vl/instruct_lora": ["shapes.rows=60", *FEW_TOKENS],
+    "qwen_audio/cpu": ["speech.sentences=60", "speech.held_out=10", *FEW_TOKENS],
+}
+# Uneven parts of a step: samples of one micro-batch, packs, and fewer packs than ranks.
+DEFAULT_SUITE = ["magic_transformer/train", "digits_vlm/train"]
+
+
+@pytest.fixture(scope="module")
+def ranks3() -> Iterator[RankPool]:
+    with RankPool(3) as pool:
+        yield pool
+
+
+def config_file(name: str) -> Path:
+    recipe, _, config = name.partition("/")
+    return RECIPES / recipe / "configs" / f"{config}.yaml"
+
+
+def test_any_ranks_table_holds_every_config_for_a_cpu() -> None:
+    shared = {"base", "made", "shapes"}
+    found = {f"{file.parents[1].name}/{file.stem}" for file in RECIPES.glob("*/configs/*.yaml")}
+    assert {name for name in found if "gpu" not in name and name.partition("/")[2] not in shared} == SIZES.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+def test_shipped_configs_on_1_to_4_processes_give_the_same_losses(
+    ranks2: RankPool,
+    ranks3: RankPool,
+    ranks4: RankPool,
+    tmp_path: Path,
+    campaign_size: Callable[[int, int], int],
+) -> None:
+    for name in [*SIZES] if campaign_size(0, 1) else DEFAULT_SUITE:
+        words = [f"project.dir={tmp_path}", *FEW_STEPS, *SIZES[name]]
+        assert launch(str(config_file(name)), words) == 0, name
+        alone = {split: read_metrics(tmp_path, split) for split in ("train", "eval")}
+        for pool in (ranks2, ranks3, ranks4):
+            assert pool.launch(config_file(name), *words) == [0] * pool.size, name
+            for split, records in alone.items():
+                compare(records, read_metrics(tmp_path, split), f"{name} on {pool.size} ranks, {split}")
+
+
+def compare(alone: list[dict[str, Any]], together: list[dict[str, Any]], where: str) -> None:
+    assert len(alone) == len(together) > 0, where
+    for one, many in zip(alone, together, strict=True):
+        assert one.keys() == many.keys(), where
+        assert one.get("totals") == many.get("totals"), where
+        for key in one:
+            if key.startswith(("loss", "grad_norm", "lr")):
+                assert one[key] == pytest.approx(many[key], rel=1e-5), (where, one["step"], key)
