@@ -13,11 +13,15 @@ from typing import Any
 from mvp_engine import __version__
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.process.pipes import ignore_broken_pipes
+from mvp_engine.tools.argument_parser import HintingParser
 
 
 def main(argv: list[str] | None = None) -> int:
     ignore_broken_pipes()
     parser = _parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        return EXIT_USER_ERROR
     args, rest = parser.parse_known_args(argv)
     # argparse stops collecting key=value words at the first option after them; here they may stand anywhere.
     if not hasattr(args, "overrides") or any(word.startswith("-") for word in rest):
@@ -35,9 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mvp", description="Train multimodal models with MVP Engine."
-    )
+    parser = HintingParser(prog="mvp", description="Train multimodal models with MVP Engine.")
     parser.add_argument("--version", action="version", version=f"mvp_engine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_training_commands(commands)
@@ -124,11 +126,21 @@ def _add_recipe_commands(commands: Any) -> None:
 
 
 def _add_config_commands(commands: Any) -> None:
-    config = _add_group(commands, "config", "print a resolved config or its JSON Schema")
+    text = "print a resolved config, its JSON Schema, or what a key means"
+    config = _add_group(commands, "config", text)
     show = _add_config_command(config, "show", "print the resolved config as YAML")
     show.set_defaults(run=_config_show)
     schema = _add_config_command(config, "schema", "print the JSON Schema of a recipe's config")
     schema.set_defaults(run=_config_schema)
+    explain = _add_command(config, "explain", "type, default and meaning of a key or a section")
+    explain.add_argument("key", metavar="KEY", help="such as optim.lr, or parallel")
+    reference = _add_command(config, "reference", "print a Markdown page of all keys")
+    for command in (explain, reference):
+        command.add_argument(
+            "config", nargs="?", metavar="CONFIG", help="a recipe with keys of its own"
+        )
+    explain.set_defaults(run=_config_explain)
+    reference.set_defaults(run=_config_reference)
 
 
 def _add_data_commands(commands: Any) -> None:
@@ -312,6 +324,18 @@ def _config_schema(args: argparse.Namespace) -> None:
     from mvp_engine.tools import config
 
     config.print_schema(args.config, args.overrides)
+
+
+def _config_explain(args: argparse.Namespace) -> None:
+    from mvp_engine.tools import config
+
+    config.print_explanation(args.key, args.config)
+
+
+def _config_reference(args: argparse.Namespace) -> None:
+    from mvp_engine.tools import config
+
+    config.print_reference(args.config)
 
 
 def _data_inspect(args: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from mvp_engine.config.places import ConfigFile, override_key, place_of, short_path
 from mvp_engine.config.schema import Config
-from mvp_engine.renamed import CONFIG_KEYS, REMOVED_KEYS, renamed_key
+from mvp_engine.renamed import CONFIG_KEYS, OTHER_FRAMEWORKS, REMOVED_KEYS, renamed_key
 from mvp_engine.runs import flat_keys
 
 
@@ -27,7 +27,7 @@ def explain_invalid(
             for old in old_keys:
                 lines.append(_old_key(old, place_of(old, files, overrides), schema))
             if not old_keys:
-                lines.append(f"{place}: unknown key '{key}'. {_suggest(key, schema)}")
+                lines.append(f"{place}: unknown key '{key}'. {suggest_key(key, schema)}")
         elif problem["type"] == "missing":
             file = short_path(files[-1].path)
             fix = f"add it, or give {key}=... on the command line"
@@ -112,8 +112,10 @@ def all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
-def _suggest(key: str, schema: type[Config]) -> str:
+def suggest_key(key: str, schema: type[Config]) -> str:
     """The key that was probably meant: a similar one, else one with the same or a similar last part."""
+    if _leaf(key) in OTHER_FRAMEWORKS:
+        return f"Here it is {OTHER_FRAMEWORKS[_leaf(key)]}"
     known = all_keys(schema)
     key = re.sub(r"\.\d+(?=\.)", "", key)  # all items of a list have the same keys
     old = [name for name, new in CONFIG_KEYS.items() if name != key and new in known]

@@ -20,7 +20,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class Section(BaseModel):
     """A group of config keys. Unknown keys and wrong types are errors; values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        validate_default=True,
+        use_attribute_docstrings=True,  # a string below a field describes it
+    )
 
 
 Count = Annotated[int, Field(ge=1)]

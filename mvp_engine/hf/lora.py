@@ -30,16 +30,17 @@ class Lora(Section):
     """The LoRA keys of a recipe's config."""
 
     rank: Count = 16
-    # The adapter output is scaled by alpha / rank; None: alpha is twice the rank.
+    """The inner size of the adapters (lora_r)."""
     alpha: Positive | None = None
-    # Applied to the adapter's input.
+    """The adapter output is scaled by alpha / rank; null: alpha is twice the rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    # Linear layers to adapt: part names, or patterns of layer names.
+    """Applied to the adapter's input."""
     targets: list[str] = Field(["llm"], min_length=1)
-    # Trained in full, without an adapter: part names, or patterns of parameter names.
+    """Linear layers to adapt: part names, or patterns of layer names."""
     train: list[str] = Field([])
-    # Scale by alpha / sqrt(rank) (rsLoRA), so that a larger rank does not need a larger learning rate.
+    """Trained in full, without an adapter: part names, or patterns of parameter names."""
     rslora: bool = False
+    """Scale by alpha / sqrt(rank) (rsLoRA), so that a larger rank does not need a larger learning rate."""
 
     @property
     def resolved_alpha(self) -> float:

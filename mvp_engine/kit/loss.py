@@ -21,10 +21,10 @@ from mvp_engine.engine.context import StepContext
 class TokenLoss(Section):
     """The config section of this kit."""
 
-    # Factor of the squared log z: keeps the softmax denominator z near 1.
     z_loss: NonNegative = 0.0
-    # The share of the target that is spread evenly over the vocabulary.
+    """Factor of the squared log z: keeps the softmax denominator z near 1."""
     label_smoothing: Fraction = Field(default=0.0, lt=1)
+    """The share of the target that is spread evenly over the vocabulary."""
 
 
 class TokenNormedLossKit:

@@ -44,10 +44,11 @@ class EvalGeneration(Section):
     """Generation in every evaluation: completions of held-out prompts."""
 
     max_new_tokens: Count = 32
-    # Every n-th held-out row is completed.
+    """The most tokens of a completion."""
     every_n_samples: Count = 1
-    # The prompt of a row that is plain text, not a chat: its first tokens, this many.
+    """Every n-th held-out row is completed."""
     prompt_tokens: Count = 16
+    """The prompt of a row that is plain text, not a chat: its first tokens, this many."""
 
 
 class MLLMConfig(Config):
@@ -55,15 +56,17 @@ class MLLMConfig(Config):
 
     optim: OptimSettings
     mllm: MLLMData
-    # The folder of the processor or tokenizer; null: that of the model.
+    """Sources of rows, packs, limits of media."""
     processor: str | None = None
-    # null: full fine-tuning.
+    """The folder of the processor or tokenizer; null: that of the model."""
     lora: Lora | None = None
+    """LoRA adapters on the frozen model; null: full fine-tuning."""
     loss: TokenLoss = TokenLoss()
-    # null: evaluations have losses only.
+    """Terms of the token loss."""
     eval_generation: EvalGeneration | None = None
-    # A symlink to the Hugging Face folder of the newest finished run; null: no export after training.
+    """Generate answers in every evaluation; null: evaluations have losses only."""
     export: str | None = None
+    """A symlink to the Hugging Face folder of the newest finished run; null: no export after training."""
 
     @model_validator(mode="after")
     def _one_global_batch(self) -> MLLMConfig:

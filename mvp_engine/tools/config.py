@@ -1,4 +1,4 @@
-"""`mvp config`: the resolved config of a recipe, and the JSON Schema of its keys."""
+"""`mvp config`: the resolved config of a recipe, its JSON Schema, and what each key means."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from mvp_engine.config import Config, compose
+from mvp_engine.tools.config_keys import engine_comments, explain_key, reference_page
 
 
 def print_config(config_file: str, overrides: list[str]) -> None:
@@ -18,21 +19,46 @@ def print_schema(config_file: str, overrides: list[str]) -> None:
     print(json.dumps(json_schema(config), indent=2))
 
 
+def print_explanation(key: str, config_file: str | None) -> None:
+    print(explain_key(key, _schema_of(config_file)))
+
+
+def print_reference(config_file: str | None) -> None:
+    print(reference_page(_schema_of(config_file)), end="")
+
+
+def _schema_of(config_file: str | None) -> type[Config]:
+    """The schema of a recipe's config; without one, that of the engine and the kits."""
+    if config_file is not None:
+        return compose(config_file).engine_class.config_class
+    from mvp_engine.kit.mllm import MLLMConfig
+
+    return MLLMConfig
+
+
 def json_schema(config: Config) -> dict[str, Any]:
-    """The JSON Schema of a recipe's configs, with the values of `config` as defaults."""
+    """The JSON Schema of a recipe's configs, with the values of `config` as defaults, and descriptions."""
     schema = type(config).model_json_schema()
-    _set_defaults(schema, config.model_dump(), schema.get("$defs", {}))
+    _complete(schema, config.model_dump(), schema.get("$defs", {}), "", engine_comments())
     return schema
 
 
-def _set_defaults(node: dict[str, Any], values: dict[str, Any], sections: dict[str, Any]) -> None:
+def _complete(
+    node: dict[str, Any],
+    values: dict[str, Any],
+    sections: dict[str, Any],
+    prefix: str,
+    comments: dict[str, str],
+) -> None:
     node.pop("required", None)
     for key, child in node.get("properties", {}).items():
+        if prefix + key in comments:
+            child["description"] = comments[prefix + key]
         if key not in values:
             continue
         name = child.get("$ref", "").removeprefix("#/$defs/")
         section = sections.get(name)
         if section is not None and isinstance(values[key], dict):
-            _set_defaults(section, values[key], sections)
+            _complete(section, values[key], sections, f"{prefix}{key}.", comments)
         else:
             child["default"] = values[key]

@@ -17,21 +17,22 @@ from mvp_engine.kit.data.read.rows import FORMATS
 class DataSource(Section):
     """One named source of rows."""
 
-    # A file, a folder, a glob, or a list of them.
     path: str | list[str]
-    # The name in metrics and messages; null: the name of the file.
+    """A file, a folder, a glob, or a list of them."""
     name: str | None = None
+    """The name in metrics and messages; null: the name of the file."""
     split: str = "train"
-    # The format of the rows; null: recognised for each row.
+    """The split that these rows belong to: train, or the name of a held-out split such as eval."""
     format: str | None = None
-    # How often each row comes in an epoch; null: once.
+    """The format of the rows; null: recognised for each row."""
     repeats: Positive | None = None
-    # Instead of `repeats`: the source's share of the rows of an epoch. All sources of a split have it, or none.
+    """How often each row comes in an epoch; null: once."""
     weight: Positive | None = None
-    # The folder of relative media paths; null: the folder of the file.
+    """Instead of `repeats`: the source's share of the rows of an epoch. All sources of a split have it, or none."""
     root: str | None = None
-    # Read rows sequentially. Only then may `path` be a pipe ("-"), a .gz file or `file.py:function`.
+    """The folder of relative media paths; null: the folder of the file."""
     stream: bool = False
+    """Read rows sequentially. Only then may `path` be a pipe ("-"), a .gz file or `file.py:function`."""
 
     @field_validator("format")
     @classmethod
@@ -44,33 +45,36 @@ class DataSource(Section):
 class MLLMData(Section):
     """The settings of an `MLLMDataKit`."""
 
-    # A list; or a mapping from name to source, which a config that inherits can add to, change or set to null.
     sources: list[DataSource] = Field(min_length=1)
-    # The most tokens of a pack. One pack is one micro-batch.
+    """A list; or a mapping from name to source, which a config that inherits can add to, change or set to null."""
     micro_batch_tokens: Count
-    # The global batch in tokens, a multiple of micro_batch_tokens; null: data.global_batch_size, in packs.
+    """The most tokens of a pack. One pack is one micro-batch."""
     global_batch_tokens: Count | None = None
-    # The most tokens of a row (of a preference pair: of both sides together); null: micro_batch_tokens.
+    """The global batch in tokens, a multiple of micro_batch_tokens; null: data.global_batch_size, in packs."""
     row_tokens: Count | None = None
+    """The most tokens of a row (of a preference pair: of both sides together); null: micro_batch_tokens."""
     overlong: Literal["drop", "truncate", "shrink", "error"] = "drop"
-    # Pack both sides of preference rows next to each other; false: only the chosen side, as an ordinary chat.
+    """What happens to a longer row: dropped, truncated, its images shrunk, or an error."""
     pairs: bool = False
+    """Pack both sides of preference rows next to each other; false: only the chosen side, as an ordinary chat."""
     limits: Limits = Limits()
-    # Keyword arguments for the chat template.
+    """Budgets for media as the model sees them, and guards against media that are too large."""
     template: dict[str, Any] = Field(default_factory=dict)
-    # The run stops when more than this share of the rows, or more than this number of rows, is bad.
+    """Keyword arguments for the chat template."""
     max_bad_fraction: Fraction = 0.01
+    """The run stops when more than this share of the rows is bad."""
     max_bad_rows: int | None = Field(default=None, ge=0)
-    # The dtype of media values on the way to the device; auto: that of loop.precision.
+    """The run stops when more than this number of rows is bad; null: no limit."""
     media_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # Packs that are filled together from a stream.
+    """The dtype of media values on the way to the device; auto: that of loop.precision."""
     stream_window: Count = 64
-    # Independent packers of each rank that share the streams; at most this many workers are used.
+    """Packs that are filled together from a stream."""
     stream_lanes: Count = 4
-    # The run stops when workers return nothing, and stay at the same rows, for twice this long.
+    """Independent packers of each rank that share the streams; at most this many workers are used."""
     stall_seconds: Positive = 300.0
-    # The folder of the cached row costs; null: mvp_engine/data in the user's cache folder.
+    """The run stops when workers return nothing, and stay at the same rows, for twice this long."""
     cache: str | None = None
+    """The folder of the cached row costs; null: mvp_engine/data in the user's cache folder."""
 
     @field_validator("sources", mode="before")
     @classmethod

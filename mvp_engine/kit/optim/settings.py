@@ -12,18 +12,18 @@ from mvp_engine.config.schema import Count, Optim
 class OptimSettings(Optim):
     """The engine's `optim` section and the keys of this kit."""
 
-    # muon: for the matrices of blocks; all other parameters use AdamW
     kind: Literal["adamw", "muon"] = "adamw"
-    # how AdamW's moments and Muon's momentum are stored
+    """The optimizer. muon is for the matrices of blocks; all other parameters then use AdamW."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    # of muon
+    """How AdamW's moments and Muon's momentum are stored."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    # patterns of parameter names, or parts, that use AdamW under kind=muon
+    """The momentum of muon."""
     adamw: list[str] = Field(default_factory=list)
-    # the decay of an EMA of the weights, such as 0.999; none is kept without it
+    """Patterns of parameter names, or parts, that use AdamW under kind=muon."""
     ema: float | None = Field(default=None, gt=0, lt=1)
-    # an alternative to warmup_steps and warmup_ratio
+    """The decay of an EMA of the weights, such as 0.999; none is kept without it."""
     warmup_tokens: Count | None = None
+    """Warm-up in tokens, instead of warmup_steps or warmup_ratio."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> OptimSettings:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pydantic import ConfigDict
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -16,23 +18,38 @@ class Limits:
     bad.
     """
 
-    # Budgets: pixels of an image, as the model sees it.
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    # As the family counts: pixels of one frame, or (Qwen3-VL) of all frames of a video.
-    video_min_pixels: int | None = None
-    video_max_pixels: int | None = None
-    fps: float | None = None
-    min_frames: int | None = None
-    max_frames: int | None = None
-    # Audio is padded to this, where the encoder takes any length (Qwen2.5-Omni).
-    chunk_seconds: int | None = None
+    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
 
-    # Guards: pixels of an image or frame in the file; PIL itself stops at twice this default.
+    # Budgets
+
+    min_pixels: int | None = None
+    """The fewest pixels of an image, as the model sees it."""
+    max_pixels: int | None = None
+    """The most pixels of an image, as the model sees it."""
+    video_min_pixels: int | None = None
+    """The fewest pixels of a video, as the family counts: of one frame, or (Qwen3-VL) of all frames."""
+    video_max_pixels: int | None = None
+    """The most pixels of a video, counted alike."""
+    fps: float | None = None
+    """Frames per second of video that the model sees."""
+    min_frames: int | None = None
+    """The fewest frames of a video."""
+    max_frames: int | None = None
+    """The most frames of a video."""
+    chunk_seconds: int | None = None
+    """Audio is padded to this, where the encoder takes any length (Qwen2.5-Omni)."""
+
+    # Guards
+
     image_pixels: int = 89_478_485
+    """The most pixels of an image or frame in the file; PIL itself stops at twice this default."""
     video_seconds: float = 3600.0
+    """The longest video."""
     audio_seconds: float = 600.0
-    # Pixels of all decoded frames of a video in memory; above this, frames are scaled down.
+    """The longest audio."""
     clip_pixels: int = 2**28
-    timeout: float = 30.0  # seconds to probe one item, and to decode it
-    allow_outside: bool = False  # whether paths may leave the dataset's folder
+    """Pixels of all decoded frames of a video in memory; above this, frames are scaled down."""
+    timeout: float = 30.0
+    """Seconds to probe one item, and to decode it."""
+    allow_outside: bool = False
+    """Whether paths may leave the dataset's folder."""

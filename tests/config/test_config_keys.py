@@ -1,0 +1,98 @@
+"""Descriptions of config keys: `mvp config explain`, the reference page, names of other trainers, hints of the CLI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mvp_engine import renamed
+from mvp_engine.cli import main
+from mvp_engine.config.explain import all_keys
+from mvp_engine.kit import MLLMConfig
+from mvp_engine.tools.config import json_schema
+from mvp_engine.tools.config_keys import config_keys, reference_page, undescribed
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_key_of_engine_and_kits_has_a_description() -> None:
+    assert undescribed(MLLMConfig) == []
+    names = {key.name.replace(".NAME", "") for key in config_keys(MLLMConfig)}
+    assert set(all_keys(MLLMConfig)) <= names
+
+
+def test_reference_page_is_up_to_date() -> None:
+    page = (ROOT / "docs/config.md").read_text()
+    assert page == reference_page(MLLMConfig), "run: mvp config reference > docs/config.md"
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("optim.lr", ["number >= 0", "learning rate", "default: 0.001"]),
+        ("mllm.sources.mine.path", ["mllm.sources.NAME.path", "default: none, it must be set"]),
+        ("lora.targets", ["list of string", "default: [llm]"]),
+        ("guard", ["guard.spike_sigmas", "skipped on all ranks"]),
+    ],
+)
+def test_explain_prints_type_default_and_description(key: str, words: list[str], capsys) -> None:
+    assert main(["config", "explain", key]) == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in words), printed
+
+
+def test_explain_with_a_config_knows_the_keys_of_its_recipe(capsys) -> None:
+    config = str(ROOT / "recipes/magic_transformer/configs/train.yaml")
+    assert main(["config", "explain", "task.digits", config]) == 0
+    assert "task.digits: integer" in capsys.readouterr().out
+
+
+def test_explain_of_a_misspelt_key_suggests_the_right_one(capsys) -> None:
+    assert main(["config", "explain", "optim.lrr"]) == 2
+    assert "Did you mean 'optim.lr'?" in capsys.readouterr().err
+
+
+def test_json_schema_has_the_descriptions() -> None:
+    from mvp_engine.config import compose
+
+    config = compose(ROOT / "recipes/digits_vlm/configs/train.yaml").config
+    schema = json_schema(config)
+    assert schema["$defs"]["OptimSettings"]["properties"]["lr"]["description"] == "learning rate"
+    assert "pack" in schema["$defs"]["MLLMData"]["properties"]["micro_batch_tokens"]["description"]
+
+
+def test_names_of_other_trainers_are_answered_with_ours(capsys) -> None:
+    config = str(ROOT / "recipes/digits_vlm/configs/train.yaml")
+    words = ["learning_rate=1", "optim.max_grad_norm=1", "lora_r=8", "gradient_accumulation_steps=4"]
+    assert main(["config", "show", config, *words]) == 2
+    printed = capsys.readouterr().err
+    for ours in ("optim.lr", "loop.clip_grad_norm", "lora.rank", "data.global_batch_size"):
+        assert f"Here it is {ours}" in printed, printed
+
+
+def test_names_that_replace_those_of_other_trainers_exist() -> None:
+    known = {key.name for key in config_keys(MLLMConfig)}
+    for text in renamed.OTHER_FRAMEWORKS.values():
+        first = text.split()[0].split("=")[0].split("[")[0].strip(",:")
+        assert "." not in first or first in known, text
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["trian", "x.yaml"], "Did you mean train?"),
+        (["train", "x.yaml", "--nprocs", "2"], "Did you mean --nproc?"),
+        (["data", "inspct", "x"], "Did you mean inspect?"),
+    ],
+)
+def test_misspelt_command_or_option_gets_a_hint(words: list[str], hint: str, capsys) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(words)
+    assert exited.value.code == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_mvp_without_a_command_prints_its_help(capsys) -> None:
+    assert main([]) == 2
+    assert "COMMAND" in capsys.readouterr().out
