@@ -31,7 +31,7 @@ from mvp_engine.errors import (
     Interrupted,
     UserError,
 )
-from mvp_engine.log import EarlyMessages
+from mvp_engine.log import EarlyMessages, backend_factory
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.runs import Run
 
@@ -88,6 +88,8 @@ def launch(
 
 def _run(composed: Composed, world: World) -> int:
     config = composed.config
+    for entry in config.log.backends:
+        backend_factory(entry, config.engine)  # raises for a wrong one before anything is loaded
     start = _agree_on_start(config, world)
     engine = composed.engine_class(config, world, start.run, start.checkpoint, start.message)
     status = "failed"

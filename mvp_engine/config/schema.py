@@ -87,7 +87,7 @@ class Guard(Section):
 
 class Log(Section):
     interval: Count
-    backends: list[str]
+    backends: list[str | dict[str, Any]]
 
 
 class Model(Section):

@@ -1,4 +1,4 @@
-"""Logging backends. To add one, subclass `Backend` and add it to `BACKENDS`, or set `module:Class` in the config."""
+"""Logging backends. To add one, subclass `Backend` and name it in the config as `file.py:Class` or `module:Class`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,17 @@ class RunInfo:
 
 
 class Backend:
-    """The interface of a backend. A record is `{"step", "epoch", "split", <metric>: float or None, "perf": {...}}`."""
+    """The interface of a backend; only rank 0 has backends. Settings from the config are arguments of `__init__`.
+
+    An OSError is reported once and the next call is made; any other error disables the backend with a warning.
+    """
 
     def start(self, info: RunInfo) -> None:
+        """Before the first record. A UserError here ends the run."""
         self.info = info
 
     def metrics(self, record: dict[str, Any]) -> None:
+        """A record: `{"step", "epoch", "split", <metric>: float or None, "totals": {...}, "perf": {...}}`."""
         raise NotImplementedError
 
     def close(self, failure: str | None) -> None:
@@ -160,9 +165,12 @@ class PlotBackend(Backend):
 
 
 class TrackerBackend(Backend):
-    """An experiment tracker; `start` of a subclass sets `tracker`."""
+    """An experiment tracker; `start` of a subclass sets `tracker`. Settings go to its `init`."""
 
     tracker: Any
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
 
     def metrics(self, record: dict[str, Any]) -> None:
         self.tracker.log(flat(record), step=record["step"])
@@ -171,13 +179,9 @@ class TrackerBackend(Backend):
 class WandbBackend(TrackerBackend):
     def start(self, info: RunInfo) -> None:
         wandb = _import_tracker("wandb")
-        self.tracker = wandb.init(
-            project=info.project,
-            id=info.run.id,
-            resume="allow",
-            dir=str(info.run.dir),
-            config=info.config,
-        )
+        options = {"project": info.project, "id": info.run.id, "dir": str(info.run.dir)}
+        options |= {"resume": "allow", **self.settings}
+        self.tracker = wandb.init(config=info.config, **options)
 
     def close(self, failure: str | None) -> None:
         self.tracker.finish(exit_code=1 if failure else 0)
@@ -186,9 +190,8 @@ class WandbBackend(TrackerBackend):
 class TrackioBackend(TrackerBackend):
     def start(self, info: RunInfo) -> None:
         trackio = _import_tracker("trackio")
-        self.tracker = trackio.init(
-            project=info.project, name=info.run.id, resume="allow", config=info.config
-        )
+        options = {"project": info.project, "name": info.run.id, "resume": "allow"}
+        self.tracker = trackio.init(config=info.config, **{**options, **self.settings})
 
     def close(self, failure: str | None) -> None:
         self.tracker.finish()

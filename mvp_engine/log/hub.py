@@ -6,11 +6,15 @@ ranks print warnings to stderr.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import logging
 import math
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from mvp_engine.imports import load_spec
 from mvp_engine.log.backends import BACKENDS, Backend, RunInfo
 
 LOGGER = logging.getLogger("mvp_engine")
+BackendEntry = str | dict[str, Any]  # of log.backends
 
 
 class EarlyMessages(logging.StreamHandler[Any]):
@@ -27,7 +32,7 @@ class EarlyMessages(logging.StreamHandler[Any]):
     It prints them at once and keeps them for the hub's log file.
     """
 
-    def __init__(self, backends: list[str], rank: int = 0) -> None:
+    def __init__(self, backends: list[BackendEntry], rank: int = 0) -> None:
         on_terminal = rank == 0 and "terminal" in backends
         super().__init__(sys.stdout if on_terminal else sys.stderr)
         prefix = f"[rank {rank}] " if rank else ""
@@ -64,13 +69,13 @@ def _own_logger() -> list[logging.LogRecord]:
 class LogHub:
     """The backends of one run, from their start to their close."""
 
-    def __init__(self, info: RunInfo, names: list[str], rank: int = 0) -> None:
+    def __init__(self, info: RunInfo, backends: list[BackendEntry], rank: int = 0) -> None:
         self.info = replace(info, messages=_own_logger())
         self.backends: list[Backend] = []
-        self._failing: set[Backend] = set()  # backends with a reported failure
+        self._failing: set[Backend] = set()  # backends with a reported OSError
         self._stderr: logging.Handler | None = None
         if rank == 0:
-            self._start_backends(names)
+            self._start_backends(backends)
         else:
             self._stderr = logging.StreamHandler(sys.stderr)
             self._stderr.setLevel(logging.WARNING)
@@ -78,27 +83,40 @@ class LogHub:
             self._stderr.setFormatter(formatter)
             LOGGER.addHandler(self._stderr)
 
-    def _start_backends(self, names: list[str]) -> None:
-        classes = [backend_class(name) for name in names]
+    def _start_backends(self, entries: list[BackendEntry]) -> None:
+        engine = self.info.config.get("engine")
+        factories = [backend_factory(entry, engine) for entry in entries]
         try:
-            for kind in classes:
-                backend = kind()
-                backend.start(self.info)
-                self.backends.append(backend)
+            for factory in factories:
+                self._start(factory)
         except BaseException as error:
             self.__exit__(None, error, None)  # closes a live panel, which owns the terminal
             raise
+
+    def _start(self, factory: Callable[[], Backend]) -> None:
+        backend = factory()
+        try:
+            backend.start(self.info)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a tracker that is down must not end the training
+            _report_disabled(backend, "start", error)
+        else:
+            self.backends.append(backend)
 
     def metrics(self, record: dict[str, Any]) -> None:
         """Pass a record to all backends; non-finite values become None."""
         finite = {}
         for key, value in record.items():
             finite[key] = None if isinstance(value, float) and not math.isfinite(value) else value
-        for backend in self.backends:
+        for backend in list(self.backends):
             self._call(backend, "metrics", finite)
 
     def _call(self, backend: Backend, method: str, value: Any) -> None:
-        """Call a backend. A full disk or a lost connection must not end the training; other errors are bugs."""
+        """Call a backend; its errors never end the training.
+
+        A full disk or a lost connection (OSError) may pass, so the backend stays; any other error disables it.
+        """
         try:
             getattr(backend, method)(value)
         except OSError as error:
@@ -106,6 +124,12 @@ class LogHub:
                 self._failing.add(backend)
                 name = type(backend).__name__
                 LOGGER.error("%s cannot write: %s. Training continues.", name, error)
+        except Exception as error:  # noqa: BLE001 - reported with its traceback
+            self.backends.remove(backend)
+            _report_disabled(backend, method, error)
+            if method != "close":
+                with contextlib.suppress(Exception):
+                    backend.close(None)
         else:
             self._failing.discard(backend)
 
@@ -115,23 +139,55 @@ class LogHub:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         failed = error is not None and not isinstance(error, Interrupted)
         failure = "".join(traceback.format_exception(error)) if failed else None
-        for backend in self.backends:
+        for backend in list(self.backends):
             self._call(backend, "close", failure)
         if self._stderr is not None:
             LOGGER.removeHandler(self._stderr)
 
 
-def backend_class(name: str) -> type[Backend]:
-    """The class of a backend: a built-in one by name, or the user's own as module:Class."""
-    if name in BACKENDS:
-        return BACKENDS[name]
-    if ":" not in name:
+def _report_disabled(backend: Backend, method: str, error: Exception) -> None:
+    LOGGER.warning(
+        "the log backend %s is disabled, since its %s failed. Training continues.\n%s",
+        type(backend).__name__,
+        method,
+        "".join(traceback.format_exception(error)),
+    )
+
+
+def backend_factory(entry: BackendEntry, engine: str | None) -> Callable[[], Backend]:
+    """Makes the backend of an entry of `log.backends`: a name, or `{name: ..., <setting>: ...}`.
+
+    A name is that of a built-in backend, or the user's own as `module:Class` or `file.py:Class`; the file is found in
+    the folder of the recipe, whose `engine` is `file.py:Class` too, or in the working directory.
+    """
+    settings = {"name": entry} if isinstance(entry, str) else dict(entry)
+    name = settings.pop("name", None)
+    if not isinstance(name, str):
+        raise UserError(f"log.backends: {entry} has no name: write {{name: wandb, ...}}")
+    kind = BACKENDS.get(name) or _own_backend(name, Path((engine or "").rpartition(":")[0]).parent)
+    try:
+        inspect.signature(kind).bind(**settings)
+    except TypeError as error:
+        raise UserError(
+            f"log.backends: settings of {name!r}, which {kind.__name__}() takes: {error}"
+        ) from None
+    return partial(kind, **settings)
+
+
+def _own_backend(name: str, recipe: Path) -> type[Backend]:
+    location, colon, attribute = name.rpartition(":")
+    if not colon:
         known = ", ".join(BACKENDS)
-        raise UserError(f"log.backends: unknown backend {name!r}; known: {known}, or module:Class")
-    module, attribute = load_spec(name, Path.cwd(), "log.backends")
-    found = getattr(module, attribute or "", None)
+        raise UserError(
+            f"log.backends: unknown backend {name!r}; known: {known}, or module:Class, file.py:Class"
+        )
+    folder = recipe if (recipe / location).is_file() else Path.cwd()
+    module, _ = load_spec(name, folder, "log.backends")
+    found = getattr(module, attribute, None)
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise UserError(
             f"log.backends: {name!r} is not a subclass of mvp_engine.log.backends.Backend"
         )
+    if found.metrics is Backend.metrics:
+        raise UserError(f"log.backends: {name!r} must define metrics(self, record)")
     return found

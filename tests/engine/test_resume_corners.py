@@ -159,7 +159,7 @@ def test_nan_eval_metric_is_not_logged_and_never_the_best(train, tmp_path: Path,
 
 def test_resume_auto_ignores_launches_without_a_step(train, tmp_path: Path) -> None:
     assert train("loop.total_steps=6", dir=tmp_path) == 0
-    assert train("data.global_batch_size=7", dir=tmp_path) == EXIT_USER_ERROR
+    assert train("tiny.loader=none", dir=tmp_path) == EXIT_USER_ERROR
     assert train("workflow=shout", dir=tmp_path) == 0
     assert train("workflow=evaluate", "resume=auto", dir=tmp_path) == 0
     assert train("resume=auto", dir=tmp_path) == 0

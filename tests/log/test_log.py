@@ -17,6 +17,7 @@ from conftest import TINY, read_metrics
 from rich.console import Console
 
 from mvp_engine.distributed import World
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.log import EarlyMessages, LogHub, MetricStore, format
 from mvp_engine.log.backends import Backend, RunInfo
 from mvp_engine.log.terminal import Terminal, sparkline
@@ -182,6 +183,81 @@ def test_custom_backend_by_module_and_class_gets_records(train, tmp_path: Path) 
     assert sys.modules["test_log"].Recorder.seen == [2, 4, 6, 8, 10, 12, None]
 
 
+BOARD = """
+import sqlite3
+from mvp_engine.log.backends import Backend
+
+class Board(Backend):
+    def __init__(self, file, fails="never"):
+        self.file, self.fails = file, fails
+
+    def start(self, info):
+        super().start(info)
+        self.note("start")
+
+    def metrics(self, record):
+        self.note("metrics")
+
+    def close(self, failure):
+        self.note("close")
+
+    def note(self, method):
+        with open(self.file, "a") as file:
+            file.write(method + " ")
+        if method == self.fails:
+            raise sqlite3.OperationalError("database is locked")
+
+class Mute(Backend):
+    pass
+"""
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Path:
+    """A config whose recipe folder has a log backend of its own."""
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "board.py").write_text(BOARD)
+    (tmp_path / "recipe" / "engine.py").write_text((TINY.parent / "engine.py").read_text())
+    config = tmp_path / "recipe" / "train.yaml"
+    config.write_text((TINY.parent / "base.yaml").read_text())
+    return config
+
+
+@pytest.mark.parametrize(
+    ("fails", "calls"),
+    [("never", "start " + "metrics " * 4 + "close "), ("start", "start "), ("metrics", "start metrics close ")],
+)
+def test_backend_of_the_recipe_folder_that_raises_is_disabled_with_a_warning(
+    train, board: Path, tmp_path: Path, fails: str, calls: str
+) -> None:
+    file = tmp_path / "calls"
+    entry = f"{{name:'board.py:Board',file:{file},fails:{fails}}}"
+    assert train(f"log.backends=[file,{entry}]", "loop.total_steps=4", config=board, dir=tmp_path / "out") == 0
+    assert file.read_text() == calls
+    text = (list_runs(tmp_path / "out")[0].dir / "log.txt").read_text()
+    warning = f"WARNING the log backend Board is disabled, since its {fails} failed. Training continues."
+    assert (warning in text) == ("OperationalError: database is locked" in text) == (fails != "never")
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("'board.py:Mute'", "'board.py:Mute' must define metrics(self, record)"),
+        ("'board.py:Board'", "missing a required argument: 'file'"),
+        ("{name:'board.py:Board',file:a,colour:red}", "got an unexpected keyword argument 'colour'"),
+        ("{name:jsonl,file:a}", "settings of 'jsonl', which JsonlBackend() takes: got an unexpected keyword"),
+        ("{file:a}", "has no name: write {name: wandb, ...}"),
+        ("'board.py:Bord'", "'board.py:Bord' is not a subclass of"),
+    ],
+)
+def test_wrong_backend_is_refused_before_the_run_folder_exists(
+    train, board: Path, tmp_path: Path, capsys: Any, entry: str, expected: str
+) -> None:
+    assert train(f"log.backends=[{entry}]", config=board, dir=tmp_path / "out") == EXIT_USER_ERROR
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_tracker_backends_log_every_record(train, tmp_path: Path, monkeypatch, name: str) -> None:
     calls: list[Any] = []
@@ -190,8 +266,9 @@ def test_tracker_backends_log_every_record(train, tmp_path: Path, monkeypatch, n
     )
     fake = types.SimpleNamespace(init=lambda **k: calls.append(k) or run)
     monkeypatch.setitem(sys.modules, name, fake)
-    assert train(f"log.backends=[{name}]", "loop.total_steps=4", dir=tmp_path) == 0
+    assert train(f"log.backends=[{{name:{name},entity:team}}]", "loop.total_steps=4", dir=tmp_path) == 0
     assert calls[0]["project"] == "tiny"
+    assert calls[0]["entity"] == "team"
     assert [c[0] for c in calls[1:-1]] == [2, 4]
     assert {"train/loss", "train/lr", "perf/tokens_per_s"} <= set(calls[1][1])
     assert calls[-1] == "finish"

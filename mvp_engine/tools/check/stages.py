@@ -27,7 +27,7 @@ from mvp_engine.hf.parts import trained_parts
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows
 from mvp_engine.launch import launch, leave
-from mvp_engine.log.hub import backend_class
+from mvp_engine.log import backend_factory
 from mvp_engine.model_engine import precision_on
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.process.signals import StopSignals
@@ -272,8 +272,9 @@ def check_environment(config: Config, record: CheckRecord) -> None:
     run_id = config.project.run_id
     if run_id and config.resume is None and (root / run_id / "run.json").is_file():
         record.problem(f"run folder {root / run_id} exists: choose another run_id")
-    for name in config.log.backends:
-        backend_class(name)  # raises for an unknown one
+    for entry in config.log.backends:
+        backend_factory(entry, config.engine)  # raises for an unknown one
+        name = entry if isinstance(entry, str) else entry["name"]
         if name in ("wandb", "trackio") and importlib.util.find_spec(name) is None:
             record.problem(f"log.backends names {name!r}: pip install {name}, or leave it out")
     if config.resume is not None:
