@@ -17,7 +17,7 @@ from mvp_engine.config import compose
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.read.row_types import BadRow
-from mvp_engine.kit.data.read.rows import detect_format, read_row
+from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.tools.data_kit import config_data_kit, file_data_kit
 from mvp_engine.tools.inspect_page import show
@@ -84,6 +84,7 @@ def inspect_kit(
         corrupt.update(record.source for record in found)
         bad += found
     sources = []
+    shares = mixture.shares()
     for name, source, cost in zip(mixture.names, mixture.sources, costs, strict=True):
         sources.append(
             {
@@ -93,6 +94,7 @@ def inspect_kit(
                 "bad": sum(record.source == name for record in bad),
                 "overlong": len(cost.long),
                 "tokens": int(cost.tokens.sum()),
+                "share": round(shares[name], 4),
             }
         )
     wanted = _in_turn(mixture.sources, limit) if row is None else [find_row(mixture.sources, row)]
@@ -162,7 +164,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
             messages = sum(len(message.text) for message in read.messages)
             lengths.append(messages + len(read.text or ""))
             if index in wanted:
-                facts["format"] = detect_format(source[index])
+                facts["format"] = read.format
                 facts["sequences"] = plain_row(read)
         except BadRow as error:
             facts["bad"] = bad_reason(error)
@@ -176,6 +178,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
         "bad": len(bad),
         "overlong": 0,
         "tokens": None,
+        "share": None,
     }
     return {
         "split": None,

@@ -50,6 +50,10 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
     if sample["media"] and plan and not facts["decoded"]:
         media += "; only their headers were read: mvp data inspect --decode finds corrupt ones"
     _line(console, "media", media)
+    if sample["unused_columns"]:
+        unused = ", ".join(f"{name} {n:,}" for name, n in sample["unused_columns"].items())
+        words = f"{_clean(unused)}{sampled}: no reader uses these columns; rename with `columns`"
+        _line(console, "unused", Text(words, ERROR))
     if plan is not None:
         packs = f"{plan['packs']:,} packs of {plan['micro_batch_tokens']:,} tokens"
         steps = f"{plan['steps']:,} steps of {plan['packs_per_step']} packs per epoch"
@@ -67,6 +71,8 @@ def _source(source: dict[str, Any]) -> Text:
     )
     if source["tokens"] is not None:
         text.append(f", {source['tokens']:,} tokens")
+    if source["share"] is not None:
+        text.append(f", {source['share']:.1%} of the rows of an epoch")
     for key, name in (("bad", "bad"), ("overlong", "over-long")):
         if source[key]:
             text.append(f", {source[key]:,} {name}", ERROR)

@@ -11,8 +11,9 @@ import numpy as np
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.encode.sequences import EncodedSequence
+from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Row
-from mvp_engine.kit.data.read.rows import detect_format
+from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.tools.inspect_stats import Rows
 
 
@@ -35,18 +36,18 @@ def find_row(sources: Sequence[Rows], row: str) -> tuple[int, int]:
 
 
 def encoded_row(
-    row_encoder: RowEncoder, source: Rows, index: int, row_format: str | None
+    row_encoder: RowEncoder, source: Rows, index: int, row_format: RowFormat | str | None
 ) -> dict[str, Any]:
     """A row as the model sees it. Media are decoded too, so that a shown row is one that can be trained on."""
     facts: dict[str, Any] = {
         "where": source.where(index),
-        "format": row_format,
+        "format": None,
         "bad": None,
         "sequences": [],
     }
     try:
         raw = source[index]
-        facts["format"] = row_format or detect_format(raw)
+        facts["format"] = read_row(raw, row_format).format
         sequences = row_encoder.encode(raw, row_format, source.root)
         row_encoder.load(sequences, source.root, {})
     except BadRow as error:

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
-from mvp_engine.kit.data.read.rows import detect_format, read_row
+from mvp_engine.kit.data.read.rows import read_row
 
 SAMPLE = 1000  # rows per source that are read for formats and media
 BINS = 10  # of the length histogram, at most one more
@@ -29,22 +30,30 @@ class Rows(Protocol):
     def where(self, index: int, /) -> str: ...
 
 
-def sample_rows(sources: Sequence[Rows], formats: Sequence[str | None]) -> dict[str, Any]:
-    """Counts of formats and media over at most SAMPLE evenly spread rows of each source."""
+def sample_rows(
+    sources: Sequence[Rows], formats: Sequence[RowFormat | str | None]
+) -> dict[str, Any]:
+    """Counts of formats, media and unused columns over at most SAMPLE evenly spread rows of each source."""
     rows = 0
     kinds = Counter[str]()
     media = Counter[str]()
+    unused = Counter[str]()
     for source, row_format in zip(sources, formats, strict=True):
         for index in _spread(len(source), SAMPLE):
             rows += 1
             try:
-                raw = source[index]
-                row = read_row(raw, row_format)
-                kinds[row_format or detect_format(raw) or "bad"] += 1
+                row = read_row(source[index], row_format)
+                kinds[row.format] += 1
                 media.update(part.kind for part in row.media())
+                unused.update(row.unused)
             except BadRow:
                 kinds["bad"] += 1
-    return {"rows": rows, "formats": dict(kinds.most_common()), "media": dict(media.most_common())}
+    return {
+        "rows": rows,
+        "formats": dict(kinds.most_common()),
+        "media": dict(media.most_common()),
+        "unused_columns": dict(unused.most_common()),
+    }
 
 
 def _spread(length: int, count: int) -> list[int]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.kit import MLLMDataKit
+from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.tools import inspect_stats
 from mvp_engine.tools.inspect_rows import bad_reason, encoded_row
@@ -44,16 +45,18 @@ class _Counts:
         self.rows = 0
         self.formats = Counter[str]()
         self.media = Counter[str]()
+        self.unused = Counter[str]()
         self.lengths = list[int]()
         self.bad = list[dict[str, Any]]()
         self.sources = list[dict[str, Any]]()
         self.shown = list[dict[str, Any]]()
 
-    def add_sample(self, row: _StreamRow, row_format: str | None) -> None:
+    def add_sample(self, row: _StreamRow, row_format: RowFormat | str | None) -> None:
         found = sample_rows([row], [row_format])
         self.rows += found["rows"]
         self.formats += Counter(found["formats"])
         self.media += Counter(found["media"])
+        self.unused += Counter(found["unused_columns"])
 
 
 def inspect_streams(kit: MLLMDataKit, split: str, *, limit: int, row: str | None) -> dict[str, Any]:
@@ -70,7 +73,12 @@ def inspect_streams(kit: MLLMDataKit, split: str, *, limit: int, row: str | None
         "missing": f"a packing plan: streams have none, and only the first {most:,} rows of each were read",
         "decoded": False,
         "sources": counts.sources,
-        "sample": {"rows": counts.rows, "formats": counts.formats, "media": counts.media},
+        "sample": {
+            "rows": counts.rows,
+            "formats": counts.formats,
+            "media": counts.media,
+            "unused_columns": counts.unused,
+        },
         "lengths": length_stats(np.array(counts.lengths, np.int64), "tokens"),
         "plan": None,
         "overlong": {"fate": kit.settings.overlong, "rows": overlong},
@@ -115,5 +123,6 @@ def _inspect_stream(
             "bad": len(bad),
             "overlong": overlong,
             "tokens": sum(lengths),
+            "share": None,
         }
     )

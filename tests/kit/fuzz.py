@@ -34,7 +34,7 @@ ODD = [
     "٣",
     "  ",
     "\t",
-    "<image>",
+    "<video>",
 ]
 TOKENS = ["<|im_end|>", "<|im_start|>assistant\n", "<|im_start|>", "</s>", "<|audio_bos|>", "<|vision_eos|>"]
 HOLDERS = ["<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"]  # media placeholders: no text may hold them
@@ -222,7 +222,7 @@ class Fuzz:
         return self.dice.choice(
             [
                 ({}, "unknown_format"),
-                ({"question": "a", "answer": "b"}, "unknown_format"),
+                ({"question": "a", "reply": "b"}, "unknown_format"),
                 ({"messages": None}, "unknown_format"),
                 ({"messages": []}, "empty"),
                 ({"messages": "hello"}, "wrong_type"),
@@ -236,7 +236,7 @@ class Fuzz:
                 (chat([{"type": "smell", "smell": "x"}]), "unknown_block"),
                 (chat([{"type": "image"}]), "media_count"),
                 (chat("<image><image>", images=["good ü.png"]), "media_count"),
-                (chat("a", images=["good ü.png"]), "media_count"),
+                (chat("<image>"), "media_count"),
                 (chat("<image>", images=[7]), "bad_media"),
                 (chat("<image>", images=["good ü.png"], image="good ü.png"), "bad_media"),
                 ({"messages": [{"role": "king", "content": "a"}, answer]}, "unknown_role"),

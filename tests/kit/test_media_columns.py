@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from test_rows import chat, media_values, reason, text_part
 
+from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import Part
 from mvp_engine.kit.data.read.rows import read_row
 
@@ -45,10 +46,27 @@ def test_fill_placeholders_blocks_without_value_take_the_column_before_tags() ->
     ]
 
 
-def test_fill_placeholders_without_a_column_tags_stay_text() -> None:
+def test_fill_placeholders_without_a_place_items_come_first_in_the_first_user_turn() -> None:
+    system = {"role": "system", "content": "S"}
+    row = read_row({"messages": [system, *chat("Q")["messages"]], "images": ["1", "2"], "video": "v"})
+    assert row.messages[1].parts == (Part("image", "1"), Part("image", "2"), Part("video", "v"), text_part("Q"))
+    pair = read_row({"prompt": "Q", "chosen": "A", "rejected": "B", "image": "1"})
+    assert pair.messages[0] == pair.rejected[0]
+    assert media_values(pair) == ["1"]
+
+
+def test_fill_placeholders_html_tags_without_unread_columns_stay_text() -> None:
     for columns in ({}, {"videos": None}, {"images": ["1"]}):
         row = read_row(chat("Does HTML have <video>?" + "<image>" * len(columns.get("images", [])), **columns))
         assert "<video>" in row.messages[0].text
+    assert read_row(chat("Which tag?", "Write <image>.")).messages[1].text == "Write <image>."
+
+
+def test_fill_placeholders_without_media_tags_are_text() -> None:
+    row = read_row(chat("What is <image>?", id=3), RowFormat(media_tags=False))
+    assert row.messages[0].parts == (text_part("What is <image>?"),)
+    row = read_row(chat("What is <image>?", image="1"), RowFormat(media_tags=False))
+    assert row.messages[0].parts == (Part("image", "1"), text_part("What is <image>?"))
 
 
 @pytest.mark.parametrize(
@@ -56,12 +74,16 @@ def test_fill_placeholders_without_a_column_tags_stay_text() -> None:
     [
         chat("<image>", images=["1", "2"]),
         chat("<image><image>", images=["1"]),
-        chat("no place", images=["1"]),
+        chat([{"type": "image", "image": "1"}], images=["1"]),
+        {"messages": [{"role": "assistant", "content": "no user turn"}], "images": ["1"]},
+        chat("<image>?"),
+        chat("<video>?", clip="1.mp4"),
         chat("<image>", images=[]),
         chat("<image>", "<image><image>", images=["1", "2"]),
         chat([{"type": "image"}]),
         chat([{"type": "image"}, {"type": "image"}], images=["1"]),
         {"text": "a <image>", "images": ["1"]},
+        {"text": "a <image>", "image_path": "1"},
     ],
 )
 def test_fill_placeholders_count_mismatch_is_a_bad_row(raw: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mvp_engine.errors import UserError
+from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row
 from mvp_engine.kit.data.read.rows import FORMATS, detect_format, read_row
 
@@ -29,7 +30,7 @@ def roles_and_texts(messages: tuple[Message, ...]) -> list[tuple[str, str]]:
     return [(message.role, message.text) for message in messages]
 
 
-def reason(raw: Any, format: str | None = None) -> str:
+def reason(raw: Any, format: RowFormat | str | None = None) -> str:
     with pytest.raises(BadRow) as caught:
         read_row(raw, format)
     return caught.value.reason
@@ -128,6 +129,12 @@ def test_read_row_sharegpt_calls_and_observations_become_tool_turns() -> None:
 
 
 BLOCKS = [
+    ({"type": "image_url", "value": "a.png"}, Part("image", "a.png")),
+    (
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}},
+        Part("image", "data:image/*;base64,AA"),
+    ),
+    ({"type": "text", "value": "t"}, text_part("t")),
     ({"type": "image", "image": "a.png"}, Part("image", "a.png")),
     ({"type": "image", "path": "a.png", "max_pixels": 9}, Part("image", "a.png", {"max_pixels": 9})),
     ({"type": "image", "url": "data:image/png;base64,AA"}, Part("image", "data:image/png;base64,AA")),
@@ -186,6 +193,32 @@ def test_read_row_unknown_format_names_found_and_wanted_keys() -> None:
         read_row({}, "mesages")
 
 
+def test_read_row_columns_are_renamed_and_dropped_first() -> None:
+    form = RowFormat(columns={"subject": "prompt", "reply": "completion", "label": None})
+    row = read_row({"subject": "Why?", "reply": "So.", "label": False, "id": 3, "url": None}, form)
+    assert roles_and_texts(row.messages) == EXPECTED_TURNS
+    assert (row.format, row.unused) == ("prompt_completion", ("id",))
+    with pytest.raises(BadRow, match="another column to 'prompt'"):
+        read_row({"subject": "Why?", "prompt": "So.", "completion": "x"}, form)
+
+
+def test_read_row_unused_columns_and_message_keys_are_listed() -> None:
+    row = read_row({"messages": [QUESTION, {**ANSWER, "mood": "good"}], "text": "t", "label": "spam", "url": "u"})
+    assert row.unused == ("text", "label", "url", "assistant.mood")
+    assert read_row({"messages": [QUESTION, ANSWER], "system": "S", "label": True}).unused == ()
+
+
+def test_read_row_fields_are_numbers_and_mean_nothing_else() -> None:
+    form = RowFormat(fields={"score": "float", "label": "int"}, prompt_only=True)
+    row = read_row({"prompt": "Why?", "completion": "So.", "score": "0.5", "label": False}, form)
+    assert (row.fields, row.unused) == ({"score": 0.5, "label": 0}, ())
+    answer = read_row({"question": "1+1?", "answer": 2}, RowFormat(fields={"answer": "int"}, prompt_only=True))
+    assert (roles_and_texts(answer.messages), answer.prompt_only) == ([("user", "1+1?")], True)
+    for value, why in ((None, "missing_field"), ("high", "bad_field"), (float("nan"), "bad_field"), ([1], "bad_field")):
+        assert reason({"text": "t", "score": value, "label": 1}, form) == why
+    assert reason({"text": "t", "score": 1, "label": 0.5}, form) == "bad_field"
+
+
 def test_read_row_given_format_overrides_detection() -> None:
     raw = {"messages": [QUESTION, ANSWER], "chosen": "a", "rejected": "b", "text": "t"}
     assert roles_and_texts(read_row(raw, "messages").messages) == EXPECTED_TURNS
@@ -202,6 +235,11 @@ def test_read_row_given_format_overrides_detection() -> None:
         ({"messages": [QUESTION]}, "no_answer"),
         ({"messages": [QUESTION, {**ANSWER, "content": " \n"}]}, "no_answer"),
         ({"messages": [QUESTION, {**ANSWER, "content": "", "tool_calls": []}]}, "no_answer"),
+        ({"messages": [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": ""}]}, "empty_answer"),
+        ({"messages": [{**QUESTION, "images": ["a.png"]}, ANSWER]}, "bad_media"),
+        ({"segments": [{"label": False, "text": "x"}]}, "no_answer"),
+        ({"segments": [{"label": True, "text": "x"}], "image": "a.png"}, "bad_media"),
+        ({"messages": [QUESTION, ANSWER], "rejected_response": "So."}, "equal_pair"),
         ({"messages": [QUESTION, {"role": "assistant"}]}, "missing_key"),
         ({"messages": [{"content": "x"}, ANSWER]}, "unknown_role"),
         ({"messages": [{"role": "narrator", "content": "x"}, ANSWER]}, "unknown_role"),

@@ -279,7 +279,9 @@ def test_open_source_several_folders_have_media_paths_from_the_common_root(tmp_p
         ("a.tar", b"x" * 2000, "not a complete tar"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1", "cannot be read"),
         ("a.arrow", b"nothing of the kind", "cannot be read"),
-        ("a.csv", b"a,b\n", "none of jsonl"),
+        ("a.csv", b"a,b\n", "no rows"),
+        ("twice.csv", b"a,a\n1,2\n", "a name of its own"),
+        ("a.pdf", b"%PDF", "none of jsonl"),
     ],
 )
 def test_open_source_unusable_file_is_a_user_error_with_its_name(

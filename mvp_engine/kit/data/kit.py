@@ -30,6 +30,7 @@ from mvp_engine.kit.data.pack.stream_loader import StreamLoader
 from mvp_engine.kit.data.pack.stream_packs import StreamPackDataset
 from mvp_engine.kit.data.processor import save_generation_config
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
+from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.read.streams import Stream, StreamMixture
 from mvp_engine.kit.data.settings import DataSource, MLLMData
@@ -62,6 +63,7 @@ class MLLMDataKit:
             pairs=settings.pairs,
             options=settings.template,
             positions=None if model_config is None else RopePositions.for_config(model_config),
+            fields=settings.fields,
         )
         if settings.media_dtype == "bfloat16":
             self.row_encoder.dtype = torch.bfloat16
@@ -78,12 +80,16 @@ class MLLMDataKit:
         """The names of the sources; a batch's `sequence_fields["source"]` is an index into them."""
         return [source.name or _file_name(source.path) for source in self._sources(split)]
 
-    def row(self, split: str, sample: int) -> tuple[Source, Any, str | None]:
-        """The source, the raw row and its configured format, for a value of `sequence_fields["sample"]`."""
+    def row_formats(self, split: str = "train") -> list[RowFormat]:
+        """How the rows of each source are read."""
+        return [source.row_format(self.settings) for source in self._sources(split)]
+
+    def row(self, split: str, sample: int) -> tuple[Source, Any, RowFormat]:
+        """The source, the raw row and how it is read, for a value of `sequence_fields["sample"]`."""
         mixture, _ = self.measured(split)
         for settings, source in zip(self._sources(split), mixture.sources, strict=True):
             if sample < len(source):
-                return source, source[sample], settings.format
+                return source, source[sample], settings.row_format(self.settings)
             sample -= len(source)
         raise IndexError(f"{split} has no sample {sample}")
 
@@ -121,7 +127,7 @@ class MLLMDataKit:
         mixture, costs = self.measured(split)
         return PackDataset(
             mixture,
-            [source.format for source in self._sources(split)],
+            self.row_formats(split),
             costs,
             self.row_encoder,
             budget=self.settings.micro_batch_tokens,
@@ -317,7 +323,8 @@ class MLLMDataKit:
             )
         streams = []
         for name, source in zip(self.source_names(split), sources, strict=True):
-            streams.append(Stream(name, source.path, source.root, source.format))
+            row_format = source.row_format(self.settings)
+            streams.append(Stream(name, source.path, source.root, row_format))
         return streams
 
     def _measure(self, split: str) -> tuple[Mixture, list[Costs]]:
@@ -332,10 +339,11 @@ class MLLMDataKit:
         shares = [getattr(one, by) or 1.0 for one in settings]
         mixture = Mixture(list(zip(names, sources, shares, strict=True)), by)
         costs = []
-        for name, source, one in zip(names, sources, settings, strict=True):
+        formats = self.row_formats(split)
+        for name, source, row_format in zip(names, sources, formats, strict=True):
             costs.append(
                 measure_costs(
-                    source, one.format, self.row_encoder, self.cache, self.num_workers, name
+                    source, row_format, self.row_encoder, self.cache, self.num_workers, name
                 )
             )
         if self.settings.overlong == "error":

@@ -11,7 +11,10 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 from mvp_engine.config.schema import Count, Fraction, Positive, Section
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.limits import Limits
-from mvp_engine.kit.data.read.rows import FORMATS
+from mvp_engine.kit.data.read.row_format import FieldType, RowFormat
+from mvp_engine.kit.data.read.rows import FORMATS, known_columns
+
+RESERVED_FIELDS = ("source", "sample", "media_end", "side")  # other `sequence_fields` of batches
 
 
 class DataSource(Section):
@@ -25,10 +28,15 @@ class DataSource(Section):
     """The split that these rows belong to: train, or the name of a held-out split such as eval."""
     format: str | None = None
     """The format of the rows; null: recognised for each row."""
+    columns: dict[str, str | None] = Field(default_factory=dict)
+    """Columns under other names: {theirs: ours}, such as {reply: completion}; null drops a column: {label: null}."""
+    media_tags: bool = True
+    """Whether <image>, <video> and <audio> in the texts stand for media; false: they are text."""
     repeats: Positive | None = None
     """How often each row comes in an epoch; null: once."""
     weight: Positive | None = None
-    """Instead of `repeats`: the source's share of the rows of an epoch. All sources of a split have it, or none."""
+    """Instead of `repeats`: the source's share of the rows (not tokens) of an epoch, relative to the other weights. All
+    sources of a split have it, or none."""
     root: str | None = None
     """The folder of relative media paths; null: the folder of the file."""
     stream: bool = False
@@ -40,6 +48,10 @@ class DataSource(Section):
         if value is not None and value not in FORMATS:
             raise ValueError(f"choose one of {', '.join(FORMATS)}")
         return value
+
+    def row_format(self, data: MLLMData) -> RowFormat:
+        """How the rows of this source are read."""
+        return RowFormat(self.format, self.columns, self.media_tags, data.fields, data.prompt_only)
 
 
 class MLLMData(Section):
@@ -55,6 +67,10 @@ class MLLMData(Section):
     """The most tokens of a row (of a preference pair: of both sides together); null: micro_batch_tokens."""
     overlong: Literal["drop", "truncate", "shrink", "error"] = "drop"
     """What happens to a longer row: dropped, truncated, its images shrunk, or an error."""
+    fields: dict[str, FieldType] = Field(default_factory=dict)
+    """Columns of numbers, as {score: float, target: int}: each is one of a batch's `sequence_fields`."""
+    prompt_only: bool = False
+    """Also accept rows without an answer, for recipes that need none: they carry no loss."""
     pairs: bool = False
     """Pack both sides of preference rows next to each other; false: only the chosen side, as an ordinary chat."""
     limits: Limits = Limits()
@@ -102,8 +118,24 @@ class MLLMData(Section):
                 raise ValueError(f"unknown limit {name}; choose from {', '.join(known)}")
         return TypeAdapter(Limits).validate_python(dict(value))
 
+    @field_validator("fields")
+    @classmethod
+    def _free_names(cls, value: dict[str, FieldType]) -> dict[str, FieldType]:
+        taken = [name for name in value if name in RESERVED_FIELDS]
+        if taken:
+            raise ValueError(f"{taken[0]} has a meaning already: rename the column with `columns`")
+        return value
+
     @model_validator(mode="after")
     def _check(self) -> MLLMData:
+        known = known_columns() | self.fields.keys()
+        for source in self.sources:
+            for old, new in source.columns.items():
+                if new is not None and new not in known:
+                    raise ValueError(
+                        f"columns: {{{old}: {new}}}: nothing reads a column {new}; "
+                        f"choose one of {', '.join(sorted(known))}"
+                    )
         if (self.global_batch_tokens or 0) % self.micro_batch_tokens:
             raise ValueError("global_batch_tokens must be a multiple of micro_batch_tokens")
         for split in {source.split for source in self.sources}:

@@ -168,6 +168,9 @@ class Check:
             bad.add(kit.bad_rows(split))  # raises if there are too many
         if found["bad"]["total"]:
             record.warning(f"{split}: {found['bad']['total']} bad row(s) will be left out")
+        unused = found["sample"]["unused_columns"]
+        if unused:
+            record.warning(f"{split}: nothing reads the column(s) {', '.join(unused)}")
 
     def _report_bad_rows(self, file: Path) -> None:
         """Rows that failed only when they were read: rows of streams, and rows with corrupt media."""

@@ -32,6 +32,7 @@ from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.encode.tokenization import Rendered
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_info import MediaInfo
+from mvp_engine.kit.data.read.row_format import FieldType, RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row
 from mvp_engine.kit.data.read.rows import read_row
 
@@ -40,7 +41,7 @@ LOGGER = logging.getLogger("mvp_engine")
 Positions = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Media]], Tensor]
 # Raise it with every change to kit/data/read or kit/data/encode that changes the tokens or the encoder
 # work of any row: costs that were measured and cached before are then measured again.
-ENCODER_VERSION = 1
+ENCODER_VERSION = 2
 
 
 class RowEncoder:
@@ -56,14 +57,19 @@ class RowEncoder:
         pairs: bool = False,
         options: Mapping[str, Any] | None = None,
         positions: Positions | None = None,
+        fields: Mapping[str, FieldType] | None = None,
     ) -> None:
-        """`overlong` is "drop", "truncate", "shrink" or "error"; `options` are the template's."""
+        """`overlong` is "drop", "truncate", "shrink" or "error"; `options` are the template's.
+
+        `fields` are the columns of numbers that rows have, as in their `RowFormat`.
+        """
         self.media = MediaHandler(processor, limits)
         self.template = ChatTemplate(processor, **(options or {}))
         self.max_tokens = max_tokens
         self.overlong = overlong
         self.pairs = pairs
         self.positions = positions
+        self.fields = dict(fields or {})
         self.dtype = torch.float32  # of media values in batches
         # Whether an expansion replaces the special tokens around a placeholder too, by kind.
         self._expands_outer: dict[str, bool] = {}
@@ -110,7 +116,7 @@ class RowEncoder:
     def encode(
         self,
         raw: Mapping[str, Any],
-        format: str | None,
+        format: RowFormat | str | None,
         root: Path,
         fit: bool = True,
         decode: bool = False,
@@ -121,6 +127,10 @@ class RowEncoder:
         that will not be truncated or shrunk are decoded on the way: files are then opened once.
         """
         row = read_row(raw, format)
+        sides = self._encode_row(row, root, fit, decode)
+        return [replace(side, fields=row.fields) for side in sides]
+
+    def _encode_row(self, row: Row, root: Path, fit: bool, decode: bool) -> list[EncodedSequence]:
         decode = decode and self.overlong not in ("truncate", "shrink")
         sides = [self._full_sequence(row, root, decode)]
         if self.pairs and row.rejected:
@@ -248,12 +258,12 @@ class RowEncoder:
         self,
         sides: Sequence[EncodedSequence],
         root: Path,
-        fields: Mapping[str, int],
+        fields: Mapping[str, float],
     ) -> list[PackedBatch]:
         """Decode the media: one batch of one sequence for each side.
 
-        `sequence_fields` of the batches are `fields`, `media_end` (the index of the token after the
-        last media item), and with `pairs` the `side`: 1 chosen, -1 rejected, 0 no pair.
+        `sequence_fields` of the batches are `fields`, the numbers of the row, `media_end` (the index
+        of the token after the last media item), and with `pairs` the `side`: 1 chosen, -1 rejected, 0 no pair.
         """
         signs = (1, -1) if len(sides) == 2 else (0,)
         batches = []
@@ -265,7 +275,7 @@ class RowEncoder:
         self,
         side: EncodedSequence,
         root: Path,
-        fields: Mapping[str, int],
+        fields: Mapping[str, float],
     ) -> PackedBatch:
         media = side.media
         if media is None:
@@ -279,16 +289,17 @@ class RowEncoder:
                     "the processor expands the decoded media differently than their sizes alone",
                 )
         media_end = max((end for _, end in side.spans), default=0)
-        fields = {**fields, "media_end": media_end}
+        fields = {**side.fields, **fields, "media_end": media_end}
         return self._batch(torch.tensor(side.ids), torch.tensor(side.loss), media, fields)
 
-    def _with_side(self, fields: Mapping[str, int], sign: int) -> Mapping[str, int]:
+    def _with_side(self, fields: Mapping[str, float], sign: int) -> Mapping[str, float]:
         return {**fields, "side": sign} if self.pairs else fields
 
-    def empty_batch(self, fields: Mapping[str, int]) -> PackedBatch:
+    def empty_batch(self, fields: Mapping[str, float]) -> PackedBatch:
         """The smallest batch without loss, for a pack that lost all of its rows."""
         ids = torch.tensor([self.media.tokenizer.eos_token_id or 0])
-        fields = self._with_side({**fields, "media_end": 0}, 0)
+        numbers = {name: 0 if kind == "int" else 0.0 for name, kind in self.fields.items()}
+        fields = self._with_side({**numbers, **fields, "media_end": 0}, 0)
         batch = self._batch(ids, torch.tensor([False]), self.media.empty(), fields)
         return replace(batch, labels=torch.full_like(batch.labels, IGNORE))
 
@@ -297,7 +308,7 @@ class RowEncoder:
         ids: Tensor,
         loss: Tensor,
         media: dict[str, Media],
-        fields: Mapping[str, int],
+        fields: Mapping[str, float],
     ) -> PackedBatch:
         types = self.media.token_types(ids)
         media = {name: self._cast(items) for name, items in media.items()}

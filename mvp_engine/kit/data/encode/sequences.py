@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mvp_engine.data.batch import Media
 from mvp_engine.kit.data.encode.text_spans import Span
 from mvp_engine.kit.data.encode.tokenization import Rendered, TokenizedText, truncate
 from mvp_engine.kit.data.read.media_info import MediaInfo
-from mvp_engine.kit.data.read.row_types import Part
+from mvp_engine.kit.data.read.row_types import BadRow, Part
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class EncodedSequence:
     expansions: list[str]
     spans: list[Span]  # the tokens of each item, with those that enclose it
     media: dict[str, Media] | None = None  # decoded, where `encode` was called with decode=True
+    fields: Mapping[str, float] = field(default_factory=dict)  # numbers of the row
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class FullSequence:
     def truncated(self, max_tokens: int) -> EncodedSequence:
         """The first `max_tokens` tokens, or fewer: media are kept whole or not at all."""
         full = self.encoded()
+        if self.rendered.prompt_only:
+            raise BadRow(
+                "overlong",
+                f"{self.num_tokens} tokens; {max_tokens} are allowed, and a prompt is not truncated",
+            )
         cut = truncate(full.ids, full.loss, full.spans, max_tokens)
         kept = cut.num_media
         return EncodedSequence(

@@ -11,7 +11,8 @@ text must be equal to the tokenizer's own, else the row is bad. What carries los
 - Never media placeholders, nor the special tokens that enclose them.
 - Of a `text` row everything. It gets one BOS where the tokenizer itself adds it, and one EOS. The BOS
   of a conversation is the template's; if that writes none, what calling a processor (not a tokenizer)
-  would add.
+  would add. A text in segments gets neither.
+- Of a prompt without an answer nothing. It ends with the generation prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.loss_spans import LossSpans
 from mvp_engine.kit.data.encode.placeholders import PlaceholderToken, locate_placeholders
 from mvp_engine.kit.data.encode.template_marks import PROBE_TEXT
-from mvp_engine.kit.data.encode.template_renderer import MarkedText, TemplateRenderer, Tools
+from mvp_engine.kit.data.encode.template_renderer import (
+    REASONING_KEYS,
+    MarkedText,
+    TemplateRenderer,
+    Tools,
+)
 from mvp_engine.kit.data.encode.text_spans import Span, any_of, merge_spans
 from mvp_engine.kit.data.encode.tokenization import (
     MaskingTokenizer,
@@ -32,7 +38,7 @@ from mvp_engine.kit.data.encode.tokenization import (
     SpecialTokens,
     TokenizedText,
 )
-from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Row
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, Row
 
 
 class ChatTemplate:
@@ -80,6 +86,8 @@ class ChatTemplate:
         if row.text is not None:
             if not row.text.strip():
                 raise BadRow("nothing_to_learn", "the text is empty")
+            if row.text_loss:
+                return Rendered(row.text, row.text_loss)
             return Rendered(row.text, ((0, len(row.text)),), bos=True, eos=True)
         has_loss = _messages_with_loss(row)
         rendered = self._render_conversation(row, has_loss)
@@ -97,7 +105,9 @@ class ChatTemplate:
             else:
                 spans += finder.of_texts(index, message)
         loss = merge_spans(len(text), spans, [place.outer for place in media])
-        return Rendered(text, loss, media, bos=self.is_processor, stops=stops)
+        return Rendered(
+            text, loss, media, self.is_processor, stops=stops, prompt_only=row.prompt_only
+        )
 
     def tokenize(self, rendered: Rendered) -> TokenizedText:
         return self._masking_tokenizer(rendered)
@@ -138,6 +148,7 @@ class ChatTemplate:
                     "template",
                     f"the chat template leaves out or rewrites message {index} ({message.role})",
                 )
+        _check_reasoning(row, source, rendered)
         return rendered
 
     def _render_with_tool_calls(
@@ -163,7 +174,9 @@ class ChatTemplate:
                     )
                 )
                 unmarked.append(self.renderer.message(message, index, empty_content=empty_content))
-            rendered = self.renderer.render(chat, tools, unmarked=unmarked)
+            rendered = self.renderer.render(
+                chat, tools, add_generation_prompt=row.prompt_only, unmarked=unmarked
+            )
             missing = _missing_tool_calls(rendered, tool_calls)
             if not missing:
                 return rendered
@@ -236,7 +249,7 @@ def _messages_with_loss(row: Row) -> list[bool]:
     flags = []
     for message in row.messages:
         flags.append(message.role == "assistant" if message.loss is None else message.loss)
-    if not any(flags):
+    if not any(flags) and not row.prompt_only:
         has_answer = any(message.role == "assistant" for message in row.messages)
         raise BadRow(
             "nothing_to_learn",
@@ -262,6 +275,35 @@ def _missing_tool_calls(rendered: MarkedText, tool_calls: list[tuple[int, str]])
         if not any(name in rendered.text[start:end] for start, end in turns):
             missing.append(name)
     return missing
+
+
+def _check_reasoning(row: Row, source: str, rendered: MarkedText) -> None:
+    """Raise if the template leaves out the reasoning of an answer to the last question.
+
+    In earlier answers templates may leave it out, as they do when the model is used.
+    """
+    questions = [index for index, message in enumerate(row.messages) if message.role == "user"]
+    last_question = max(questions, default=-1)
+    for index, message in enumerate(row.messages):
+        key = next((key for key in REASONING_KEYS if message.extra.get(key)), None)
+        reasoning = str(message.extra[key]) if key else _think_block(message)
+        if index > last_question:
+            turns = rendered.spans.turns(index)
+            kept = any(reasoning.strip() in rendered.text[slice(*turn)] for turn in turns)
+        else:
+            kept = key is None or re.search(r"reasoning|\bthinking\b", source) is not None
+        if reasoning and not kept:
+            raise BadRow(
+                "template",
+                f"the chat template leaves out {key or 'the reasoning'} of message {index}: remove "
+                "it from the row, or train with a template that writes it",
+            )
+
+
+def _think_block(message: Message) -> str:
+    """The reasoning that an answer has in its text."""
+    found = re.search(r"<think>(.*?)</think>", message.text, re.DOTALL)
+    return found[1] if found and message.role == "assistant" else ""
 
 
 def _insertions(without: str, with_item: str) -> list[str]:

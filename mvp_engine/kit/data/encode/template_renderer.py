@@ -112,7 +112,11 @@ class TemplateRenderer:
             )
             if unmarked:
                 own_text = self.owner.apply_chat_template(
-                    unmarked, tools=tools, chat_template=source, **self.options
+                    unmarked,
+                    tools=tools,
+                    chat_template=source,
+                    add_generation_prompt=add_generation_prompt,
+                    **self.options,
                 )
         except TEMPLATE_ERRORS as error:
             raise BadRow("template", f"the chat template fails: {error}") from error

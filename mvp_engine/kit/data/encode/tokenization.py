@@ -26,6 +26,7 @@ class Rendered:
     # Whether each assistant turn with loss ends in a special token. Without one, the model does not
     # learn to stop.
     stops: bool = True
+    prompt_only: bool = False  # no token needs to carry loss
 
 
 class TokenizedText(NamedTuple):
@@ -92,7 +93,8 @@ class MaskingTokenizer:
             # Tokens of media carry no loss, including those that merged with the text around them.
             first, end = place.outer
             loss[first:end] = [False] * (end - first)
-        _check_has_loss(loss, len(ids), len(ids))
+        if not rendered.prompt_only:
+            _check_has_loss(loss, len(ids), len(ids))
         return TokenizedText(ids, loss, media)
 
     def _loss_mask(

@@ -25,6 +25,7 @@ import torch
 
 from mvp_engine.files import atomic_path
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.sources import Source
 
@@ -64,7 +65,7 @@ class Measure:
     """Measures rows of a source by index. It is sent to the worker processes."""
 
     source: Source
-    format: str | None
+    format: RowFormat | str | None
     row_encoder: RowEncoder
     fit: bool = False  # truncate or shrink over-long rows
 
@@ -89,7 +90,7 @@ class Measure:
 
 def measure_costs(
     source: Source,
-    format: str | None,
+    format: RowFormat | str | None,
     row_encoder: RowEncoder,
     cache: Path,
     workers: int = 0,

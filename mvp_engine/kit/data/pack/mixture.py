@@ -41,6 +41,12 @@ class Mixture:
         """Rows in an epoch."""
         return sum(self.counts)
 
+    def shares(self) -> dict[str, float]:
+        """The share of each source in the rows of an epoch, by name."""
+        return {
+            name: count / len(self) for name, count in zip(self.names, self.counts, strict=True)
+        }
+
     def order(self, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
         """The rows of the epoch as (source, row) pairs: an array of shape (len(self), 2)."""
         pairs = []

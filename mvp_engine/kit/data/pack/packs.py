@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.pack.plan import Plan, make_plan
 from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
+from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.sources import Source
 
@@ -31,7 +32,7 @@ class PackDataset(Dataset[Any]):
     def __init__(
         self,
         mixture: Mixture,
-        formats: list[str | None],
+        formats: Sequence[RowFormat | str | None],
         costs: list[Costs],
         row_encoder: RowEncoder,
         *,

@@ -52,15 +52,17 @@ class JsonLines(RowFile):
         has_blank_lines = len(lines) > 0 and lines[-1] >= len(lines)
         self.lines = lines if has_blank_lines else None
 
-    def row(self, index: int) -> dict[str, Any]:
+    def read_line(self, index: int) -> bytes:
         start = int(self.starts[index])
         end = int(self.ends[index])
         # Opened for every row, because forked processes would share the position of an open file. Seek,
         # read and parse take 0.03 ms.
         with open(self.file, "rb") as stream:
             stream.seek(start)
-            line = stream.read(end - start)
-        row = parse_object(line, "the line")
+            return stream.read(end - start)
+
+    def row(self, index: int) -> dict[str, Any]:
+        row = parse_object(self.read_line(index), "the line")
         if self.media_folder is not None and "file_name" in row:
             name = row.pop("file_name")
             kind = media_kind(name) if isinstance(name, str) else None

@@ -8,7 +8,11 @@ in order of appearance. Three readings are tried; the first that uses up the col
 3. typed blocks, and tags in all texts.
 
 So an `<image>` in an answer stays text when the questions have used up the images. A row that fits no
-reading is bad. Without a column, `<image>` is plain text: `<video>` and `<audio>` are HTML tags too.
+reading is bad. Where messages have no place for any item, the items come first in the first user turn.
+
+Without a column, `<image>` in a question is a bad row: the image is probably in a column of another
+name. `<video>` and `<audio>` are HTML tags too: they are text if the row has no column that nothing
+reads. In answers all of them are text.
 """
 
 from __future__ import annotations
@@ -16,12 +20,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mvp_engine.kit.data.read.messages import FROM_COLUMN, check_media_value
+from mvp_engine.kit.data.read.row_format import Columns
 from mvp_engine.kit.data.read.row_types import MEDIA, ROLES, BadRow, Message, Part
-
-Columns = Mapping[str, list[Part]]
 
 
 def read_media_columns(row: Mapping[str, Any]) -> dict[str, list[Part]]:
@@ -48,23 +51,54 @@ def _read_column(kind: str, key: str, value: Any) -> list[Part]:
     return parts
 
 
-def fill_placeholders(messages: Sequence[Message], columns: Columns) -> list[Message]:
-    """The messages with the columns' media in place of typed blocks and tags."""
-    if not columns and not any(_takes_from_column(message) for message in messages):
-        return list(messages)
-    # Kind -> the roles in which a tag such as <image> is a placeholder.
-    roles = {kind: _roles_with_tags(messages, kind, columns.get(kind)) for kind in MEDIA}
+def fill_placeholders(
+    messages: Sequence[Message],
+    row: Columns,
+    media_tags: bool = True,
+) -> list[Message]:
+    """The messages with the media of the row's columns in place of typed blocks and tags.
+
+    Without `media_tags`, tags are text.
+    """
+    columns = read_media_columns(row)
+    messages = list(messages)
+    roles: dict[
+        str, set[str]
+    ] = {}  # kind -> the roles in which a tag such as <image> is a placeholder
+    first_items: list[Part] = []
+    for kind in MEDIA:
+        places = count_places(messages, kind, media_tags)
+        items = columns.get(kind)
+        if items is None:
+            check_no_places(places, kind, row.unused())
+            roles[kind] = set()
+        elif items and not places.total and not _has_media(messages, kind):
+            first_items += columns.pop(kind)
+            roles[kind] = set()
+        else:
+            roles[kind] = _roles_with_tags(places, kind, len(items))
     remaining = {kind: iter(columns.get(kind, [])) for kind in MEDIA}
     filled = []
     for message in messages:
         tags = [f"<{kind}>" for kind in MEDIA if message.role in roles[kind]]
         parts = tuple(_filled_parts(message.parts, tags, remaining))
         filled.append(replace(message, parts=parts))
-    return filled
+    return _with_first_items(filled, first_items)
 
 
-def _takes_from_column(message: Message) -> bool:
-    return any(part.value is FROM_COLUMN for part in message.parts)
+def _has_media(messages: Sequence[Message], kind: str) -> bool:
+    return any(part.kind == kind for message in messages for part in message.parts)
+
+
+def _with_first_items(messages: list[Message], items: Sequence[Part]) -> list[Message]:
+    """The messages with `items` at the beginning of the first user turn."""
+    if not items:
+        return messages
+    for index, message in enumerate(messages):
+        if message.role == "user":
+            messages[index] = replace(message, parts=(*items, *message.parts))
+            return messages
+    raise BadRow("media_count", "the row has media, but no user turn to put them into")
 
 
 def _filled_parts(
@@ -97,40 +131,60 @@ def _split_at_tags(
             yield Part("text", piece)
 
 
-def _roles_with_tags(
-    messages: Sequence[Message],
-    kind: str,
-    column: Sequence[Part] | None,
-) -> set[str]:
-    """The roles in which tags are placeholders of `kind`: the three readings at the top."""
+class Places(NamedTuple):
+    """Where a conversation has room for media of one kind."""
+
+    blocks: int  # typed blocks without a value
+    in_questions: int  # tags
+    in_answers: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def count_places(messages: Sequence[Message], kind: str, media_tags: bool) -> Places:
     blocks = 0
-    tags_in_questions = 0
-    tags_in_answers = 0
+    in_questions = 0
+    in_answers = 0
     for message in messages:
         blocks += sum(part.kind == kind and part.value is FROM_COLUMN for part in message.parts)
         texts = [part.value for part in message.parts if part.kind == "text"]
-        tags = sum(text.count(f"<{kind}>") for text in texts)
+        tags = sum(text.count(f"<{kind}>") for text in texts) if media_tags else 0
         if message.role == "assistant":
-            tags_in_answers += tags
+            in_answers += tags
         else:
-            tags_in_questions += tags
-    if column is None:
-        if blocks:
-            raise BadRow(
-                "media_count",
-                f"{blocks} {kind} block(s) have no value, and the row has no {kind} column",
-            )
-        return set()
-    items = len(column)
-    if 0 < blocks == items:
-        return set()
-    if blocks + tags_in_questions == items:
-        return set(ROLES) - {"assistant"}
-    if blocks + tags_in_questions + tags_in_answers == items:
-        return set(ROLES)
-    questions = f"{blocks + tags_in_questions} place(s) in the questions"
+            in_questions += tags
+    return Places(blocks, in_questions, in_answers)
+
+
+def check_no_places(places: Places, kind: str, unused: Sequence[str]) -> None:
+    """Raise if a conversation has places for media, but the row has no column of that kind."""
+    if places.blocks:
+        problem = f"{places.blocks} {kind} block(s) have no value"
+    elif places.in_questions and (kind == "image" or unused):
+        problem = f"<{kind}> is {places.in_questions} time(s) in the questions"
+    else:
+        return
     raise BadRow(
         "media_count",
-        f"{items} in the {kind} column, but {questions} and {tags_in_answers} in the answers "
+        f"{problem}, but the row has no column {kind} or {kind}s. "
+        f"Columns that nothing reads: {', '.join(unused) or 'none'}. Rename the column with "
+        f"`columns: {{COLUMN: {kind}s}}` of the source, or set media_tags: false if <{kind}> is text",
+    )
+
+
+def _roles_with_tags(places: Places, kind: str, items: int) -> set[str]:
+    """The roles in which tags are placeholders of `kind`: the three readings at the top."""
+    if 0 < places.blocks == items:
+        return set()
+    if places.blocks + places.in_questions == items:
+        return set(ROLES) - {"assistant"}
+    if places.total == items:
+        return set(ROLES)
+    questions = f"{places.blocks + places.in_questions} place(s) in the questions"
+    raise BadRow(
+        "media_count",
+        f"{items} in the {kind} column, but {questions} and {places.in_answers} in the answers "
         f"(<{kind}>, or a block without value)",
     )

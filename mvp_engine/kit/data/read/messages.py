@@ -6,7 +6,7 @@ Media are checked for their type only. Whether a file exists and decodes is foun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mvp_engine.kit.data.read.row_types import MEDIA, ROLES, BadRow, Message, Part
@@ -24,6 +24,8 @@ FROM_COLUMN = object()  # the value of a typed block without its own: it takes o
 # Message keys that make an assistant turn non-empty without any text.
 ACTION_KEYS = ("tool_calls", "reasoning_content")
 _TOOL_CALL_ROLES = ("function_call", "tool_call")
+# Message keys that a reader or a chat template knows.
+KNOWN_KEYS = {*ACTION_KEYS, "name", "tool_call_id", "thinking", "reasoning"}
 
 
 def _role_spellings() -> dict[str, str]:
@@ -86,13 +88,16 @@ def read_message(raw: Any, where: str) -> Message:
     fields = check_object(raw, where)
     role_name = pop_first(fields, "role", "from")
     content = pop_first(fields, "content", "value")
-    loss = pop_first(fields, "loss", "weight")
+    loss = pop_first(fields, "loss", "weight", "loss_weight")
     role = _read_role(role_name, where)
+    _refuse_media_keys(fields, where)
     if loss is not None and not _is_loss_flag(loss):
         raise BadRow("wrong_type", f"{where}.loss is {type_name(loss)}, wanted true or false")
     if role_name.lower() in _TOOL_CALL_ROLES:
         fields["tool_calls"] = _sharegpt_tool_calls(content, f"{where}.value")
         content = ""
+    if isinstance(content, list | tuple):
+        content = _take_actions(content, fields, f"{where}.content")
     _check_extra_fields(fields, where)
     parts = _read_content(content, where)
     message = Message(role, parts, None if loss is None else bool(loss), fields)
@@ -107,6 +112,34 @@ def _read_role(name: Any, where: str) -> str:
         shown = name if isinstance(name, str) else type_name(name)
         raise BadRow("unknown_role", f"{where} has role {shown!r:.40}")
     return role
+
+
+def _refuse_media_keys(fields: Mapping[str, Any], where: str) -> None:
+    for kind in MEDIA:
+        key = next((key for key in (kind, f"{kind}s") if key in fields), None)
+        if key is not None:
+            raise BadRow(
+                "bad_media",
+                f"{where}.{key}: media belong into the content of the message "
+                f'({{"type": "{kind}", "{kind}": ...}}) or into a column {kind}s of the row',
+            )
+
+
+def _take_actions(blocks: Sequence[Any], fields: dict[str, Any], where: str) -> list[Any]:
+    """The blocks that are content; reasoning and tool call blocks become fields of the message."""
+    content = []
+    for index, block in enumerate(blocks):
+        kind = str(block.get("type")) if isinstance(block, Mapping) else None
+        place = f"{where}[{index}]"
+        if kind in ("reasoning", "thinking"):
+            text = check_text(pop_first(dict(block), kind, "value", "text"), place)
+            fields["reasoning_content"] = f"{fields.get('reasoning_content', '')}{text}"
+        elif kind == "tool_call":
+            calls = _sharegpt_tool_calls(pop_first(dict(block), kind, "value"), place)
+            fields["tool_calls"] = check_list(fields.get("tool_calls", []), place) + calls
+        else:
+            content.append(block)
+    return content
 
 
 def _is_loss_flag(value: Any) -> bool:
@@ -157,7 +190,7 @@ def _read_block(block: Any, where: str) -> Part:
         shown = name if isinstance(name, str) else type_name(name)
         raise BadRow("unknown_block", f"{where} has type {shown!r:.40}")
     if name == "text":
-        return Part("text", check_text(fields.get("text"), f"{where}.text"))
+        return Part("text", check_text(pop_first(fields, "text", "value"), f"{where}.text"))
     return _read_media_block(name, fields, where)
 
 
@@ -166,10 +199,12 @@ def _read_media_block(name: str, fields: dict[str, Any], where: str) -> Part:
     kind = _MEDIA_BLOCKS[name]
     if isinstance(fields.get("base64"), str):
         fields[kind] = _data_uri(kind, fields.pop("base64"))
-    value = pop_first(fields, name, kind, "bytes", "path", "url")
+    value = pop_first(fields, name, kind, "source", "bytes", "path", "url", "value")
     if isinstance(value, Mapping) and ("url" in value or "data" in value):
-        # OpenAI's image_url and input_audio nest the value, and options with it.
+        # OpenAI's image_url and input_audio nest the value, and options with it; so does Anthropic's
+        # source, with its encoding and media type.
         inner = check_object(value, where)
+        pop_first(inner, "type", "media_type")
         if "url" in inner:
             value = inner.pop("url")
         else:

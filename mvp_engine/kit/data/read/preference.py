@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mvp_engine.kit.data.read.messages import ACTION_KEYS
-from mvp_engine.kit.data.read.row_types import BadRow, Message
+from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row
+from mvp_engine.kit.data.read.value_checks import check_text
 
 
 def common_prompt_length(chosen: str, rejected: str) -> int:
@@ -51,3 +53,17 @@ def num_shared_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> 
 def _comparison_key(message: Message) -> tuple[Any, ...]:
     actions = [message.extra.get(key) for key in ACTION_KEYS]
     return (message.role, message.text, *actions)
+
+
+def with_rejected_response(row: Row, response: Any) -> Row:
+    """A preference pair: the row's last answer is the chosen one, `response` the rejected one."""
+    if not row.messages or row.messages[-1].role != "assistant":
+        raise BadRow("no_answer", "the row has rejected_response, but does not end with an answer")
+    chosen = row.messages[-1]
+    rejected = Message("assistant", (Part("text", check_text(response, "rejected_response")),))
+    if not rejected.text.strip():
+        raise BadRow("no_answer", "rejected_response is empty")
+    if _comparison_key(chosen) == _comparison_key(rejected):
+        raise BadRow("equal_pair", "the last answer and rejected_response are the same")
+    prompt = [replace(message, loss=message.loss or False) for message in row.messages[:-1]]
+    return replace(row, messages=(*prompt, chosen), rejected=(*prompt, rejected))

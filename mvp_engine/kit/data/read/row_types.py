@@ -73,6 +73,12 @@ class Row:
     text: str | None = None  # plain text for pre-training: every token carries loss
     tools: tuple[Any, ...] = ()  # tool declarations for the chat template
     rejected: tuple[Message, ...] = ()  # preference pairs: `messages` is the chosen conversation
+    # The parts of `text` with loss, as (first, end) characters; empty: all of it, with BOS and EOS.
+    text_loss: tuple[tuple[int, int], ...] = ()
+    prompt_only: bool = False  # a conversation without an answer: no token carries loss
+    fields: Mapping[str, float] = field(default_factory=dict)  # numbers, by column (`mllm.fields`)
+    format: str = field(default="", compare=False)
+    unused: tuple[str, ...] = field(default=(), compare=False)  # columns that nothing read
 
     def media(self) -> list[Part]:
         """Media parts of the conversation (the chosen one), in order of appearance."""

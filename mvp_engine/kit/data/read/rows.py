@@ -9,17 +9,26 @@ Rules that the formats share:
 - `text` (or `caption`) together with media is a caption: the media are the user's turn, the text is the
   assistant's.
 - Media columns fill placeholders as described in `media_columns.py`.
+- Columns that nothing reads are listed in `Row.unused`. A column that would change what is learnt is
+  never left unread: its row is bad.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.read.media_columns import fill_placeholders, read_media_columns
+from mvp_engine.kit.data.read.media_columns import (
+    check_no_places,
+    count_places,
+    fill_placeholders,
+    read_media_columns,
+)
 from mvp_engine.kit.data.read.messages import (
+    KNOWN_KEYS,
     has_actions,
     read_messages,
     read_turns,
@@ -29,7 +38,9 @@ from mvp_engine.kit.data.read.preference import (
     common_prompt_length,
     join_prompt_and_answer,
     num_shared_turns,
+    with_rejected_response,
 )
+from mvp_engine.kit.data.read.row_format import Columns, RowFormat
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, Part, Row
 from mvp_engine.kit.data.read.value_checks import (
     check_json_serializable,
@@ -39,7 +50,6 @@ from mvp_engine.kit.data.read.value_checks import (
     parse_json,
 )
 
-RawRow = Mapping[str, Any]
 # Format -> the keys that identify it, in the order of detection: the more specific formats first.
 FORMATS = {
     "preference": ("chosen", "rejected"),
@@ -47,160 +57,292 @@ FORMATS = {
     "sharegpt": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
+    "query_response": ("query", "response"),
+    "question_answer": ("question", "answer"),
+    "prompt_response": ("prompt", "response"),
+    "segments": ("segments",),
     "text": ("text",),
 }
+_PROMPTS = ("prompt", "question", "query", "instruction")
+_ALIASES = {"chosen_messages": "chosen", "rejected_messages": "rejected"}
+_OTHER_COLUMNS = ("system", "tools", "history", "input", "caption", "label", "rejected_response")
+_MEDIA_COLUMNS = (*MEDIA, *(f"{kind}s" for kind in MEDIA))
+_OBJECT_TAGS = ("<ref-object>", "<bbox>")
 
 
-def read_row(raw: RawRow, format: str | None = None) -> Row:
-    """The parsed row; `format` is one of FORMATS, or None to detect it. Raises BadRow."""
-    if format is not None and format not in FORMATS:
+def known_columns() -> set[str]:
+    """Every column name that has a meaning."""
+    names = {*_ALIASES, *_OTHER_COLUMNS, *_MEDIA_COLUMNS}
+    return names.union(*FORMATS.values())
+
+
+def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
+    """The parsed row; `format` may be the name of one of FORMATS. Raises BadRow."""
+    if not isinstance(format, RowFormat):
+        format = RowFormat(format)
+    if format.name is not None and format.name not in FORMATS:
         raise UserError(
-            f"unknown row format {format!r}; choose one of {', '.join(sorted(FORMATS))}"
+            f"unknown row format {format.name!r}; choose one of {', '.join(sorted(FORMATS))}"
         )
-    row = check_object(raw, "the row")
-    name = format or detect_format(row)
-    if name is None or not _has_format(row, name):
-        raise BadRow("unknown_format", _unknown_format_detail(raw, row, name))
-    return _READERS[name](row)
+    columns = format.read_columns(raw)
+    fields = format.take_fields(columns)
+    _rename_aliases(columns)
+    name = format.name or _detect(columns)
+    if name is None and format.prompt_only and any(key in columns for key in _PROMPTS):
+        name = "prompt"
+    elif name is None or not _has_format(columns, name):
+        raise BadRow("unknown_format", _unknown_format_detail(raw, columns, name))
+    row = _Reader(format, columns).read(name)
+    unused = columns.unused()
+    media = [key for key in unused if key in _MEDIA_COLUMNS]
+    if media:
+        raise BadRow("bad_media", f"the format {name} takes no media, but the row has {media[0]!r}")
+    for message in row.messages:
+        unused += [f"{message.role}.{key}" for key in message.extra if key not in KNOWN_KEYS]
+    return replace(row, fields=fields, format=name, unused=tuple(dict.fromkeys(unused)))
 
 
-def detect_format(raw: RawRow) -> str | None:
+def detect_format(raw: Any) -> str | None:
     """The first of FORMATS that the row has all keys of."""
-    row = check_object(raw, "the row")
-    return next((name for name in FORMATS if _has_format(row, name)), None)
+    columns = Columns(check_object(raw, "the row"))
+    _rename_aliases(columns)
+    return _detect(columns)
 
 
-def _has_format(row: RawRow, format: str) -> bool:
-    if all(key in row for key in FORMATS[format]):
+def _detect(columns: Columns) -> str | None:
+    return next((name for name in FORMATS if _has_format(columns, name)), None)
+
+
+def _rename_aliases(columns: Columns) -> None:
+    if "rejected_messages" in columns and "messages" in columns:
+        columns["chosen"] = columns.pop("messages")
+    for old, new in _ALIASES.items():
+        if old in columns and new not in columns:
+            columns[new] = columns.pop(old)
+
+
+def _has_format(columns: Columns, format: str) -> bool:
+    if all(key in columns for key in FORMATS[format]):
         return True
-    if format != "text" or "caption" not in row:
+    if format != "text" or "caption" not in columns:
         return False
-    return any(kind in row or f"{kind}s" in row for kind in MEDIA)
+    return any(key in columns for key in _MEDIA_COLUMNS)
 
 
-def _unknown_format_detail(raw: RawRow, row: RawRow, name: str | None) -> str:
+def _unknown_format_detail(raw: Any, columns: Columns, name: str | None) -> str:
+    if name is None and "input_ids" in columns:
+        return "the row has token ids, which may be of another tokenizer: give its text or messages"
     keys = []
     for key in list(raw)[:20]:
-        keys.append(f"{key!r:.40}" + ("" if key in row else " (null)"))
+        keys.append(f"{key!r:.40}" + ("" if key in columns else " (null)"))
     wanted = []
     for format in [name] if name else FORMATS:
         wanted.append(f"{format} wants {' and '.join(FORMATS[format])}")
-    return f"the row has {', '.join(keys) or 'no keys'}; {'; '.join(wanted)}"
+    found = f"the row has {', '.join(keys) or 'no keys'}; {'; '.join(wanted)}"
+    fix = "Rename columns with `columns: {yours: one of these}` of the source"
+    if any(key in columns for key in _PROMPTS):
+        fix += ", or set mllm.prompt_only=true if the recipe needs no answers"
+    return f"{found}. {fix}"
 
 
-def _read_messages_format(row: RawRow) -> Row:
-    return _conversation_row(row, [], read_messages(row["messages"], "messages"))
+class _Reader:
+    """Reads the columns of one row."""
 
+    def __init__(self, format: RowFormat, columns: Columns) -> None:
+        self.format = format
+        self.columns = columns
 
-def _read_sharegpt(row: RawRow) -> Row:
-    return _conversation_row(row, [], read_messages(row["conversations"], "conversations"))
+    def read(self, name: str) -> Row:
+        readers: dict[str, Callable[[], Row]] = {
+            "preference": self._preference,
+            "messages": partial(self._messages, "messages"),
+            "sharegpt": partial(self._messages, "conversations"),
+            "prompt_completion": self._prompt_completion,
+            "segments": self._segments,
+            "text": self._text,
+            "prompt": self._prompt,
+        }
+        if name in readers:
+            return readers[name]()
+        question, answer = FORMATS[name]
+        return self._question_answer(question, answer)
 
+    def _messages(self, key: str) -> Row:
+        return self._conversation([], read_messages(self.columns[key], key))
 
-def _read_prompt_completion(row: RawRow) -> Row:
-    prompt = read_turns(row["prompt"], "prompt")
-    completion = read_turns(row["completion"], "completion")
-    return _conversation_row(row, prompt, completion)
+    def _prompt_completion(self) -> Row:
+        prompt = read_turns(self.columns["prompt"], "prompt")
+        return self._conversation(prompt, read_turns(self.columns["completion"], "completion"))
 
+    def _prompt(self) -> Row:
+        """A prompt without an answer."""
+        key = next(key for key in _PROMPTS if key in self.columns)
+        if key == "prompt":
+            return self._conversation(read_turns(self.columns[key], key), [])
+        return self._conversation([], self._question(key))
 
-def _read_alpaca(row: RawRow) -> Row:
-    turns = _alpaca_prompt(row)
-    turns.append(text_message("assistant", row["output"], "output"))
-    return _conversation_row(row, [], turns)
+    def _question_answer(self, question: str, answer: str) -> Row:
+        turns = self._question(question)
+        turns.append(text_message("assistant", self.columns[answer], answer))
+        return self._conversation([], turns)
 
+    def _question(self, key: str) -> list[Message]:
+        """The turns before the answer: `history` pairs, then the question and `input`."""
+        turns = []
+        for index, pair in enumerate(check_list(self.columns.get("history", []), "history")):
+            where = f"history[{index}]"
+            size = len(check_list(pair, where))
+            if size != 2:
+                raise BadRow(
+                    "wrong_type", f"{where} has {size} entries, wanted a question and an answer"
+                )
+            turns.append(text_message("user", pair[0], f"{where}[0]"))
+            turns.append(text_message("assistant", pair[1], f"{where}[1]"))
+        names = [name for name in (key, "input") if name in self.columns]
+        texts = [check_text(self.columns[name], name) for name in names]
+        question = "\n".join(text for text in texts if text)
+        return [*turns, text_message("user", question, key)]
 
-def _alpaca_prompt(row: RawRow) -> list[Message]:
-    """The turns before the answer: `history` pairs, then `instruction` and `input`."""
-    turns = []
-    for index, pair in enumerate(check_list(row.get("history", []), "history")):
-        where = f"history[{index}]"
-        size = len(check_list(pair, where))
-        if size != 2:
+    def _preference(self) -> Row:
+        chosen = self.columns["chosen"]
+        rejected = self.columns["rejected"]
+        prompt: list[Message] = []
+        prompt_keys = ("prompt", "messages", "conversations")
+        prompt_key = next((key for key in prompt_keys if key in self.columns), None)
+        question_key = next((key for key in _PROMPTS if key in self.columns), None)
+        if prompt_key:
+            prompt = read_turns(self.columns[prompt_key], prompt_key)
+        elif question_key:
+            prompt = self._question(question_key)
+        elif isinstance(chosen, str) and isinstance(rejected, str):
+            end = common_prompt_length(chosen, rejected)
+            prompt = read_turns(chosen[:end].strip(), "prompt")
+            if not prompt[0].text:
+                raise BadRow(
+                    "no_prompt",
+                    "the row has no prompt, and chosen and rejected share no first words",
+                )
+            chosen = chosen[end:]
+            rejected = rejected[end:]
+        good = join_prompt_and_answer(prompt, read_turns(chosen, "chosen"), "chosen")
+        bad = join_prompt_and_answer(prompt, read_turns(rejected, "rejected"), "rejected")
+        shared = num_shared_turns(good, bad)
+        row = self._conversation(good[:shared], good[shared:])
+        rejected_row = self._conversation(bad[:shared], bad[shared:])
+        return replace(row, rejected=rejected_row.messages)
+
+    def _text(self) -> Row:
+        key = "text" if "text" in self.columns else "caption"
+        text = check_text(self.columns[key], key)
+        columns = read_media_columns(self.columns)
+        if not text.strip():
+            raise BadRow("empty", f"{key} is empty")
+        media: list[Part] = []
+        for kind in MEDIA:
+            media += columns.get(kind, [])
+        if not media:
+            self._check_text_tags(text)
+            return Row(text=text)
+        if self.format.media_tags and any(f"<{part.kind}>" in text for part in media):
             raise BadRow(
-                "wrong_type", f"{where} has {size} entries, wanted a question and an answer"
+                "media_count", f"{key} has placeholders: write interleaved documents as messages"
             )
-        turns.append(text_message("user", pair[0], f"{where}[0]"))
-        turns.append(text_message("assistant", pair[1], f"{where}[1]"))
-    texts = [check_text(row[key], key) for key in ("instruction", "input") if key in row]
-    question = "\n".join(text for text in texts if text)
-    return [*turns, text_message("user", question, "instruction")]
+        caption = Message("assistant", (Part("text", text),))
+        return Row(messages=(Message("user", tuple(media)), caption))
 
+    def _check_text_tags(self, text: str) -> None:
+        """Raise if a tag may stand for media in a column that nothing reads."""
+        unused = self.columns.unused()
+        document = Message("user", (Part("text", text),))
+        for kind in MEDIA if unused else ():
+            check_no_places(count_places([document], kind, self.format.media_tags), kind, unused)
 
-def _read_preference(row: RawRow) -> Row:
-    chosen = row["chosen"]
-    rejected = row["rejected"]
-    prompt: list[Message] = []
-    prompt_key = next((key for key in ("prompt", "messages", "conversations") if key in row), None)
-    if prompt_key:
-        prompt = read_turns(row[prompt_key], prompt_key)
-    elif "instruction" in row:
-        prompt = _alpaca_prompt(row)
-    elif isinstance(chosen, str) and isinstance(rejected, str):
-        end = common_prompt_length(chosen, rejected)
-        prompt = read_turns(chosen[:end].strip(), "prompt")
-        if not prompt[0].text:
+    def _segments(self) -> Row:
+        """Texts with a flag each, joined without a chat template and without BOS and EOS."""
+        text = ""
+        spans = []
+        for index, raw in enumerate(check_list(self.columns["segments"], "segments")):
+            where = f"segments[{index}]"
+            segment = check_object(raw, where)
+            has_loss = segment.get("label")
+            if not isinstance(has_loss, bool):
+                raise BadRow("wrong_type", f"{where}.label is not true or false")
+            start = len(text)
+            text += check_text(segment.get("text"), f"{where}.text")
+            if has_loss and len(text) > start:
+                spans.append((start, len(text)))
+        if not spans:
+            raise BadRow("no_answer", "no segment with label: true has any text")
+        return Row(text=text, text_loss=tuple(spans))
+
+    def _conversation(self, prompt: Sequence[Message], answer: Sequence[Message]) -> Row:
+        """A row with the system and tools columns, and media in their places."""
+        prompt_only = self._check_answer(answer)
+        messages = [replace(message, loss=message.loss or False) for message in prompt]
+        messages += answer
+        if check_text(self.columns.get("system", ""), "system"):
+            if messages[0].role == "system":
+                raise BadRow("two_systems", "the row has a system column and a system message")
+            messages.insert(0, text_message("system", self.columns["system"], "system"))
+        tools = check_list(parse_json(self.columns.get("tools", "[]"), "tools"), "tools")
+        for index, tool in enumerate(tools):
+            where = f"tools[{index}]"
+            check_json_serializable(check_object(tool, where), where)
+        self._check_label()
+        self._check_object_tags(messages)
+        messages = fill_placeholders(messages, self.columns, self.format.media_tags)
+        row = Row(messages=tuple(messages), tools=tuple(tools), prompt_only=prompt_only)
+        if "rejected_response" not in self.columns:
+            return row
+        return with_rejected_response(row, self.columns["rejected_response"])
+
+    def _check_answer(self, answer: Sequence[Message]) -> bool:
+        """Whether the row is a prompt alone. Every assistant turn with loss must have content."""
+        turns = [message for message in answer if message.role == "assistant"]
+        if not any(map(_has_content, turns)):
+            if self.format.prompt_only and not turns:
+                return True
             raise BadRow(
-                "no_prompt", "the row has no prompt, and chosen and rejected share no first words"
+                "no_answer",
+                "no assistant turn has any content (mllm.prompt_only=true allows rows without one)",
             )
-        chosen = chosen[end:]
-        rejected = rejected[end:]
-    chosen_turns = join_prompt_and_answer(prompt, read_turns(chosen, "chosen"), "chosen")
-    rejected_turns = join_prompt_and_answer(prompt, read_turns(rejected, "rejected"), "rejected")
-    shared = num_shared_turns(chosen_turns, rejected_turns)
-    good = _conversation_row(row, chosen_turns[:shared], chosen_turns[shared:])
-    bad = _conversation_row(row, rejected_turns[:shared], rejected_turns[shared:])
-    return replace(good, rejected=bad.messages)
+        empty = [turn for turn in turns if turn.loss is not False and not _has_content(turn)]
+        if empty:
+            raise BadRow(
+                "empty_answer",
+                "an assistant turn has no content, and would be learnt as an empty answer: "
+                "remove it, or give it loss: false",
+            )
+        return False
+
+    def _check_label(self) -> None:
+        """Refuse the bad answers of data for KTO: a loss on all answers would learn them as good ones."""
+        label = dict.get(self.columns, "label")  # without marking it as read
+        if isinstance(label, str):  # as csv files have it
+            label = {"true": True, "false": False}.get(label.strip().lower())
+        if not isinstance(label, bool | int | float) or label not in (0, 1):
+            return
+        self.columns.get("label")
+        if not label:
+            raise BadRow(
+                "label_false",
+                "the column 'label' says that the answer is bad, and it would be learnt as a good "
+                "one. Remove such rows; or read the label in forward_step (mllm.fields: "
+                "{label: int}); or set columns: {label: null} if it means something else",
+            )
+
+    def _check_object_tags(self, messages: Sequence[Message]) -> None:
+        if "objects" not in self.columns:
+            return
+        for message in messages:
+            tag = next((tag for tag in _OBJECT_TAGS if tag in message.text), None)
+            if tag is not None:
+                raise BadRow(
+                    "unsupported_column",
+                    f"a text has {tag}, to be filled from the column 'objects', which is not "
+                    "supported: write names and boxes into the text, in the format of the model",
+                )
 
 
-def _read_text(row: RawRow) -> Row:
-    key = "text" if "text" in row else "caption"
-    text = check_text(row[key], key)
-    columns = read_media_columns(row)
-    if not text.strip():
-        raise BadRow("empty", f"{key} is empty")
-    media: list[Part] = []
-    for kind in MEDIA:
-        media += columns.get(kind, [])
-    if not media:
-        return Row(text=text)
-    if any(f"<{part.kind}>" in text for part in media):
-        raise BadRow(
-            "media_count", f"{key} has placeholders: write interleaved documents as messages"
-        )
-    caption = Message("assistant", (Part("text", text),))
-    return Row(messages=(Message("user", tuple(media)), caption))
-
-
-_READERS: dict[str, Callable[[RawRow], Row]] = {
-    "preference": _read_preference,
-    "messages": _read_messages_format,
-    "sharegpt": _read_sharegpt,
-    "prompt_completion": _read_prompt_completion,
-    "alpaca": _read_alpaca,
-    "text": _read_text,
-}
-
-
-def _conversation_row(
-    row: RawRow,
-    prompt: Sequence[Message],
-    answer: Sequence[Message],
-) -> Row:
-    """A row with the system and tools columns, media in their places, and a non-empty answer."""
-    if not any(_is_answer(message) for message in answer):
-        raise BadRow("no_answer", "no assistant turn has any content")
-    messages = [replace(message, loss=message.loss or False) for message in prompt]
-    messages += answer
-    if check_text(row.get("system", ""), "system"):
-        if messages[0].role == "system":
-            raise BadRow("two_systems", "the row has a system column and a system message")
-        messages.insert(0, text_message("system", row["system"], "system"))
-    tools = check_list(parse_json(row.get("tools", "[]"), "tools"), "tools")
-    for index, tool in enumerate(tools):
-        where = f"tools[{index}]"
-        check_json_serializable(check_object(tool, where), where)
-    filled = fill_placeholders(messages, read_media_columns(row))
-    return Row(messages=tuple(filled), tools=tuple(tools))
-
-
-def _is_answer(message: Message) -> bool:
-    return message.role == "assistant" and bool(message.text.strip() or has_actions(message))
+def _has_content(message: Message) -> bool:
+    return bool(message.text.strip() or has_actions(message))

@@ -21,6 +21,7 @@ from mvp_engine.kit.data.read.arrow_files import ArrowFile
 from mvp_engine.kit.data.read.json_files import JsonLines, JsonList
 from mvp_engine.kit.data.read.row_files import RowFile, content_hash
 from mvp_engine.kit.data.read.sample_files import MediaFolder, TarShard
+from mvp_engine.kit.data.read.text_files import CsvFile, TextLines
 
 _COMPRESSED = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".zip")
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -128,12 +129,16 @@ def _open_file(file: Path, name: str) -> RowFile:
         return ArrowFile(file, name)
     if suffix == ".tar" or head[257:262] == b"ustar":
         return TarShard(file, name)
+    if suffix in (".csv", ".tsv"):
+        return CsvFile(file, name, "\t" if suffix == ".tsv" else ",")
+    if suffix == ".txt":
+        return TextLines(file, name)
     is_object = head.removeprefix(_UTF8_BOM).lstrip().startswith(b"{")
     if suffix == ".json" and not is_object:
         return JsonList(file, name)
     if suffix in (".jsonl", ".ndjson", ".json") or is_object:  # many .json files are JSON lines
         return JsonLines(file, name)
-    raise UserError(f"data: {file} is none of jsonl, json, parquet, arrow, tar")
+    raise UserError(f"data: {file} is none of jsonl, json, csv, tsv, txt, parquet, arrow, tar")
 
 
 def _open_folder(folder: Path, name: str, root: Path) -> list[RowFile]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from mvp_engine.errors import UserError
 from mvp_engine.imports import load_spec
+from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.sample_files import is_sample_member, merge_sample, sample_key
 from mvp_engine.kit.data.read.sources import expand_path
@@ -41,7 +42,7 @@ class Stream:
         name: str,
         path: str | Sequence[str],
         root: str | None = None,
-        format: str | None = None,
+        format: RowFormat | str | None = None,
     ) -> None:
         self.name = name
         self.format = format

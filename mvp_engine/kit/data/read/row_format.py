@@ -1,0 +1,78 @@
+"""RowFormat: how the rows of one source are read. The columns of a raw row, renamed and tracked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.value_checks import check_object, type_name
+
+FieldType = Literal["int", "float"]
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """The settings of a source that say what its columns mean."""
+
+    name: str | None = None  # one of FORMATS; None: detected for each row
+    columns: Mapping[str, str | None] = field(default_factory=dict)  # old name -> new; None: drop
+    media_tags: bool = True  # <image> in a text stands for an image
+    fields: Mapping[str, FieldType] = field(default_factory=dict)  # columns of numbers
+    prompt_only: bool = False  # rows need no answer
+
+    def read_columns(self, raw: Any) -> Columns:
+        """The columns of a raw row under their new names."""
+        row = check_object(raw, "the row")
+        renamed = {}
+        for old, new in self.columns.items():
+            value = row.pop(old, None)
+            if value is not None and new is not None:
+                renamed[new] = value
+        twice = sorted(renamed.keys() & row.keys())
+        if twice:
+            raise BadRow("two_columns", f"columns maps another column to {twice[0]!r}: map both")
+        return Columns(row | renamed)
+
+    def take_fields(self, row: Columns) -> dict[str, float]:
+        """The numbers of the row, by column. These columns mean nothing else then."""
+        return {
+            name: _number(row.pop(name, None), name, kind) for name, kind in self.fields.items()
+        }
+
+
+class Columns(dict[str, Any]):
+    """The columns of a row, and which of them nothing has read."""
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        super().__init__(columns)
+        self._read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def unused(self) -> list[str]:
+        return [key for key in self if key not in self._read]
+
+
+def _number(value: Any, name: str, kind: FieldType) -> float:
+    where = f"the column {name!r} of mllm.fields"
+    if value is None:
+        raise BadRow("missing_field", f"the row has no value in {where}")
+    try:
+        number = float(value)  # also of bool, and of text as csv files have it
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        number = float(value.strip().lower() == "true")
+    if not math.isfinite(number) or (kind == "int" and number != int(number)):
+        shown = f"{value!r:.40}" if isinstance(value, str | int | float) else type_name(value)
+        raise BadRow("bad_field", f"{where} is {shown}, wanted a finite {kind}")
+    return int(number) if kind == "int" else number
