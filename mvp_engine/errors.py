@@ -13,6 +13,15 @@ class UserError(ValueError):
     """A user error: the text names what is wrong, where, and the fix. It is shown without a traceback."""
 
 
+class RowError(UserError):
+    """A user error in one row of a micro-batch, such as a label out of range. The engine adds where the row is from."""
+
+    def __init__(self, text: str, row: int) -> None:
+        """`row`: its index in the micro-batch; in a packed batch, the index of its sequence."""
+        super().__init__(text)
+        self.row = row
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The sentence to append for a misspelt name, with a space before it; empty where no known name is similar."""
     similar = difflib.get_close_matches(name, list(known), 1)

@@ -89,6 +89,18 @@ class CheckpointManager:
         if self._thread is None:
             self._link_best()
 
+    def retire(self, after: int) -> list[str]:
+        """Rename the checkpoints after a step, so that no launch resumes from them; returns their old names."""
+        self.wait()
+        found = complete_checkpoints(self.folder)
+        found = [folder for folder in found if (checkpoint_step(folder) or 0) > after]
+        for folder in found if self.world.is_main else []:
+            target = folder.with_name(f"diverged-{folder.name}")
+            remove(target)
+            folder.rename(target)
+        self.world.barrier()  # a rank that exits first must not end rank 0 meanwhile
+        return [folder.name for folder in found]
+
     def wait(self) -> None:
         """Wait until the current checkpoint, if any, is written or has failed."""
         if self._thread is not None:

@@ -133,7 +133,7 @@ class SampleLoader:
             size = self.micro_batch_size
             chunks = [samples[i : i + size] for i in range(0, len(samples), size)]
             ranks.append(tuple(self._media_kinds(chunk) for chunk in chunks))
-        return StepPlan(tuple(ranks), self._media_known)
+        return StepPlan(tuple(ranks), self._media_known, self._num_samples(first, last))
 
     _media_known = False  # the samples of a dataset may hold media, or not
 
@@ -144,6 +144,10 @@ class SampleLoader:
     def _media_kinds(self, places: range) -> MediaKinds:
         """The media kinds of the samples at these places of the epoch."""
         return frozenset()
+
+    def _num_samples(self, first: int, last: int) -> int:
+        """How many samples are at these places of the epoch."""
+        return last - first
 
     def _micro_batches(self) -> list[list[int]]:
         order = list(range(self.size))

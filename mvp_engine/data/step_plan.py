@@ -21,6 +21,7 @@ class StepPlan:
 
     ranks: tuple[tuple[MediaKinds, ...], ...]
     media_known: bool = True
+    num_samples: int | None = None  # of all ranks
 
     @property
     def num_micro_batches(self) -> int:

@@ -33,7 +33,7 @@ from mvp_engine.engine.feed import Feed, micro_batches_per_step
 from mvp_engine.engine.guard import SkipGuard
 from mvp_engine.engine.hooks import EngineHooks
 from mvp_engine.engine.meter import Meter
-from mvp_engine.engine.resume import record_config
+from mvp_engine.engine.resume import record_config, refuse_beyond_the_end
 from mvp_engine.engine.state import collect_state, restore_state
 from mvp_engine.errors import Interrupted, UserError, count
 from mvp_engine.hf.parts import table
@@ -74,6 +74,7 @@ class Engine(EngineHooks):
         self.metrics = self._metric_store()
         self.saved_at = -1  # the step of the last checkpoint
         self.evaluated_at = -1  # the step of the last evaluation
+        self._save_due = False
         self._stopped = False
         self._training = False
         self._eval_loader: Iterable[Any] | None = None
@@ -120,19 +121,18 @@ class Engine(EngineHooks):
         self.model_engine = self._build_model_engine()
         self.model_engine.initialize(self.prepare_optimizer, self.prepare_scheduler)
         self.guard = SkipGuard(config.guard, self.run.dir, self.world.rank)
-        self.meter = Meter(self.world, self.global_batch_size)
+        self.meter = Meter(self.world)
         seed_everything(derived_seed(config.seed, "rank", self.layout.dropout_rank))
         if self.checkpoint:
             restore_state(self, self.checkpoint)
+        refuse_beyond_the_end(self)
         self._open_log()
         self._open_checkpoints()
         self.logger.info("run %s: %s", self.run.dir, self._summary(accumulation))
         if parts := table(self.model, self.model_engine.optimizer):
             self.logger.info("what trains:\n%s", parts)
         if self.done:
-            self.logger.info(
-                "nothing left to do: raise loop.total_steps or loop.epochs to train on"
-            )
+            self.logger.info("nothing left to do: raise loop.total_steps or loop.epochs")
 
     def do_train(self) -> None:
         while not self.done:
@@ -145,9 +145,12 @@ class Engine(EngineHooks):
                 continue
             ctx = StepContext(self.step + 1, self.epoch, "train", self.metrics, micro_batches, plan)
             self.guard.watch(ctx.step, self.feed.advance(len(micro_batches)))
-            self.train_pre_step(ctx)
-            forward = partial(self._forward_step, ctx)
-            ctx.numbers = self.model_engine.train_batch(ctx.micro_batches, forward, ctx.plan)
+            self.meter.step((plan and plan.num_samples) or self.global_batch_size)
+            self.metrics.begin_step()
+            with self.guard.recorded_errors(self.feed):
+                self.train_pre_step(ctx)
+                forward = partial(self._forward_step, ctx)
+                ctx.numbers = self.model_engine.train_batch(ctx.micro_batches, forward, ctx.plan)
             ctx.is_dummy = False
             self.step = ctx.step
             self.train_post_step(ctx)
@@ -165,6 +168,7 @@ class Engine(EngineHooks):
             self.saved_at = -1
         self._save_and_wait()
         self.logger.info("finished at step %d; everything is in %s", self.step, self.run.dir)
+        self.guard.report_end(self.step)
 
     @property
     def done(self) -> bool:
@@ -178,6 +182,7 @@ class Engine(EngineHooks):
         if self.saved_at != self.step:
             self._read_status()
             self.saved_at = self.step
+            self._save_due = False
             meta = {"epoch": self.epoch, "best": self.best}
             self.checkpoints.save(self.step, collect_state(self), meta)
         if self.best and self.best["step"] == self.step:
@@ -219,8 +224,9 @@ class Engine(EngineHooks):
         self.metrics.add("loss", numbers.loss_sum, numbers.weight)
         if self.world.is_main:  # the norm is the same on all ranks, and counts once
             self.metrics.add("grad_norm", numbers.grad_norm)
-        self.guard.take(self.model_engine.step_status(wait=False), self.feed)
-        self.meter.steps += 1
+        if numbers.skipped is not None:
+            self.metrics.end_step(numbers.skipped)
+        self.guard.take(self.model_engine.step_status(wait=False), self)
         # The one host collective of a step on a planned loader.
         interrupted, self._stopped = self.world.any(self.signals.requested is not None, ctx.stop)
         last = self.done or self.step == self.total_steps
@@ -229,21 +235,25 @@ class Engine(EngineHooks):
         best = False
         if config.loop.eval_interval and (self.step % config.loop.eval_interval == 0 or last):
             best = self._evaluate_and_track()
-        due = config.checkpoint.interval and self.step % config.checkpoint.interval == 0
-        if best or due:
+        if config.checkpoint.interval and self.step % config.checkpoint.interval == 0:
+            self._save_due = True
+        if best or self._save_due:
             with self.meter.paused():
-                self.save()
+                self._read_status()
+                if (
+                    best or not self.guard.consecutive
+                ):  # else after the next step that is not skipped
+                    self.save()
         if interrupted and not last:
             reason = self.signals.requested or "another rank received a stop signal"
             self.logger.warning("%s: saving at step %d", reason, self.step)
             self._save_and_wait()
-            raise Interrupted(
-                f"stopped and saved at step {self.step}; resume=auto continues from here"
-            )
+            command = self.run.resume_command(nproc=self.world.local_size)
+            raise Interrupted(f"stopped and saved at step {self.step}; continue with: {command}")
 
     def _read_status(self) -> None:
         """Wait for the last step, and count how it ended."""
-        self.guard.take(self.model_engine.step_status(), self.feed)
+        self.guard.take(self.model_engine.step_status(), self)
 
     def _log_interval(self) -> None:
         self._read_status()
@@ -277,8 +287,8 @@ class Engine(EngineHooks):
         outside = rng_state()  # an evaluation leaves no trace in the training
         if self._eval_loader is None:
             self._eval_loader = self._loader("eval")
-        micro_batches = islice(self._eval_loader, self.config.loop.eval_batches)
         ctx = StepContext(self.step, self.epoch, "eval", self._metric_store(skip_nonfinite=False))
+        micro_batches = islice(self._eval_loader, self.config.loop.eval_batches)
         self.world.broadcast_from_rank0_(list(self.model.buffers()))  # running statistics
         with self.eval_weights(), self.model_engine.eval_mode():
             step = partial(self._eval_step, ctx)

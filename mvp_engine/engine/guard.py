@@ -4,16 +4,45 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mvp_engine.config.schema import Guard
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
 from mvp_engine.model_engine import StepStatus
 
+if TYPE_CHECKING:
+    from mvp_engine.engine.engine import Engine
+    from mvp_engine.engine.feed import Feed
+
+DIVERGED = 3  # skipped steps in a row, from which on the weights are suspected
 LOGGER = logging.getLogger("mvp_engine")
+
+
+class LossTrend:
+    """Since which step the loss has been non-finite or far above its average: a sign that the weights diverged."""
+
+    MEMORY = 0.9  # of the moving average
+    FAR = 3.0  # times the average
+
+    def __init__(self) -> None:
+        self.average: float | None = None
+        self.rising_since: int | None = None
+
+    def add(self, step: int, loss: float | None) -> None:
+        if loss is None:
+            return
+        average = loss if self.average is None else self.average
+        if math.isfinite(loss) and loss - average <= (self.FAR - 1) * abs(average):
+            self.rising_since = None
+            self.average = self.MEMORY * average + (1 - self.MEMORY) * loss
+        elif self.rising_since is None:
+            self.rising_since = step
 
 
 class SkipGuard:
@@ -25,70 +54,118 @@ class SkipGuard:
         self.file = folder / (
             "skipped_steps.jsonl" if rank == 0 else f"skipped_steps.rank{rank}.jsonl"
         )
+        self.replay_command = f"mvp replay {folder}"
         self.total = self.consecutive = self.overflows = 0
+        self.trend = LossTrend()
         self._steps: deque[dict[str, Any]] = deque()  # steps without a status yet
 
     def watch(self, step: int, place: dict[str, Any]) -> None:
         self._steps.append({"step": step, "place": place})
 
-    def take(self, statuses: list[StepStatus], feed: Any) -> None:
+    def take(self, statuses: list[StepStatus], engine: Engine) -> None:
         for status in statuses:
             entry = self._steps.popleft()
+            self.trend.add(entry["step"], status.loss)
             if status.reason is None:
                 self.consecutive = 0
             elif status.overflow:
                 self.overflows += 1
                 LOGGER.info("step %d skipped: %s", entry["step"], status.reason)
             else:
-                self._skip(entry, status.reason, feed)
+                self._skip(entry, status, engine)
 
-    def _skip(self, entry: dict[str, Any], reason: str, feed: Any) -> None:
+    def _skip(self, entry: dict[str, Any], status: StepStatus, engine: Engine) -> None:
         self.total += 1
         self.consecutive += 1
-        ids = feed.sample_ids(entry["place"])
+        self._record(entry, status.reason, status.micro_batches, engine.feed)
+        step = entry["step"]
+        where = ""
+        if status.micro_batches:
+            numbers = ", ".join(str(number + 1) for number in status.micro_batches)
+            where = f", in micro-batch {numbers} of rank {self.rank}"
+        if self.rank == 0 or where:
+            text = f"step {step} skipped on all ranks: {status.reason}{where}. Skipped so far: {self.total} "
+            text += f"({self.consecutive} in a row). Find the row with: {self.replay_command}"
+            LOGGER.warning(text)
+        config = self.config
+        if self.consecutive >= config.max_consecutive_skips:
+            limit = f"guard.max_consecutive_skips={config.max_consecutive_skips}"
+        elif self.total >= (config.max_total_skips or math.inf):
+            limit = f"guard.max_total_skips={config.max_total_skips}"
+        else:
+            return
+        raise UserError(
+            f"stopped at step {step}: {self.consecutive} step(s) in a row and {self.total} in all were "
+            f"skipped ({limit}); the last because {status.reason}. {self._advice(engine)}"
+        )
+
+    def _advice(self, engine: Engine) -> str:
+        """What to do after a stop. Checkpoints of weights that may have diverged are renamed, so the command works."""
+        rise = self.trend.rising_since
+        text = f"Find the row and the parameter with: {self.replay_command}."
+        overrides = []
+        if rise is not None and self.consecutive >= DIVERGED:
+            # The loss of a step shows what the update before it did to the weights.
+            retired = engine.checkpoints.retire(after=rise - 2)
+            text += (
+                f" Since step {rise} the loss is non-finite or far above its average: unless all "
+            )
+            text += "of these rows are bad, the weights diverged, and optim.lr is too high. "
+            text += f"Checkpoints renamed to diverged-*: {', '.join(retired) or 'none'}."
+            overrides = [f"optim.lr={min(engine.config.optim.lr / 10, 1e-3):g}"]
+        command = engine.run.resume_command(*overrides, nproc=engine.world.local_size)
+        return f"{text} Then continue, for example with: {command}"
+
+    def report_end(self, step: int) -> None:
+        """Warn at the end of a run that skipped steps."""
+        if self.total:
+            share = f"{self.total} of {step} steps ({self.total / step:.0%}) were skipped"
+            LOGGER.warning(
+                f"{share}: their samples were not learnt. Find the rows: {self.replay_command}"
+            )
+
+    @contextmanager
+    def recorded_errors(self, feed: Feed) -> Iterator[None]:
+        """A context that records a step that fails with an error, so that `mvp replay` finds its row."""
+        try:
+            yield
+        except Exception as error:
+            entry = self._steps[-1]
+            self._record(entry, f"{type(error).__name__}: {error}", (), feed)
+            error.add_note(f"in step {entry['step']}. Find the row with: {self.replay_command}")
+            raise
+
+    def _record(
+        self, entry: dict[str, Any], reason: str | None, bad: tuple[int, ...], feed: Feed
+    ) -> None:
         record = {
             "step": entry["step"],
             "rank": self.rank,
+            "ranks": feed.world.size,
             "reason": reason,
             **entry["place"],
-            "sample_ids": ids,
+            "nonfinite_micro_batches": list(bad),
+            "sample_ids": feed.sample_ids(entry["place"]),
         }
         with open(self.file, "a", encoding="utf-8") as out:
             out.write(json.dumps(record) + "\n")
-        if self.rank == 0:
-            LOGGER.warning(
-                "step %d skipped on all ranks: %s. Samples are in %s. Skipped so far: %d (%d in a row).",
-                entry["step"],
-                reason,
-                self.file,
-                self.total,
-                self.consecutive,
-            )
-        row, total = self.config.max_consecutive_skips, self.config.max_total_skips
-        if self.consecutive >= row or (total is not None and self.total >= total):
-            limit = (
-                f"guard.max_consecutive_skips={row}"
-                if self.consecutive >= row
-                else f"guard.max_total_skips={total}"
-            )
-            raise UserError(
-                f"stopped at step {entry['step']}: {self.consecutive} step(s) in a row and {self.total} in all were "
-                f"skipped ({limit}); the last because {reason}. The samples are listed in {self.file}. "
-                "Look at those samples, lower optim.lr or raise the limit, then resume with resume=auto."
-            )
 
-    def state_dict(self) -> dict[str, int]:
-        return {"total": self.total, "consecutive": self.consecutive, "overflows": self.overflows}
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "total": self.total,
+            "consecutive": self.consecutive,
+            "overflows": self.overflows,
+            "trend": vars(self.trend),
+        }
 
-    def load_state_dict(self, state: dict[str, int], step: int) -> None:
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Steps after `step` will run again, so their records are removed."""
         if self.file.is_file():
             lines = self.file.read_text().splitlines(keepends=True)
             atomic_write_text(
                 self.file, "".join(line for line in lines if json.loads(line)["step"] <= step)
             )
-        self.total, self.consecutive, self.overflows = (
-            state["total"],
-            state["consecutive"],
-            state["overflows"],
-        )
+        self.total = state["total"]
+        self.consecutive = state["consecutive"]
+        self.overflows = state["overflows"]
+        vars(self.trend).update(state.get("trend", {}))

@@ -15,12 +15,16 @@ from mvp_engine.log.peaks import device_peak
 
 
 class Meter:
-    def __init__(self, world: World, samples_per_step: int) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self.samples_per_step = samples_per_step
         self.steps = 0
+        self.samples = 0
         self._started = time.perf_counter()
         self._paused = 0.0
+
+    def step(self, samples: int) -> None:
+        self.steps += 1
+        self.samples += samples
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -37,7 +41,7 @@ class Meter:
         seconds = max(1e-9, now - self._started - self._paused)
         per_step = seconds / max(1, self.steps)
         figures = {"step_s": per_step}
-        rates = {"samples": float(self.samples_per_step * self.steps), **totals}
+        rates = {"samples": float(self.samples), **totals}
         figures |= {f"{name}_per_s": amount / seconds for name, amount in rates.items()}
         if "flops" in totals and (peak := device_peak(self.world.device)):
             figures["mfu"] = totals["flops"] / seconds / (peak * self.world.size)
@@ -48,6 +52,7 @@ class Meter:
         if remaining_steps is not None:
             figures["eta_s"] = remaining_steps * per_step
         self.steps = 0
+        self.samples = 0
         self._started = now
         self._paused = 0.0
         return figures

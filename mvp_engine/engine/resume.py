@@ -7,6 +7,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -22,6 +23,9 @@ from mvp_engine.runs import (
     launcher_id,
     list_runs,
 )
+
+if TYPE_CHECKING:
+    from mvp_engine.engine.engine import Engine
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -115,6 +119,18 @@ def _resume(run: Run, config: Config, why: str) -> Start:
     return Start(
         run, None, f"{why}: run {run.dir} has no complete checkpoint, it starts again from step 0"
     )
+
+
+def refuse_beyond_the_end(engine: Engine) -> None:
+    """Raise for a run that is past the end of this config; a step beyond the end neither finishes nor exports."""
+    total = engine.total_steps
+    if total is not None and engine.step > total and engine.done:
+        command = engine.run.resume_command(nproc=engine.world.local_size)
+        raise UserError(
+            f"run {engine.run.dir} is at step {engine.step}, beyond the {total} steps of this config: nothing was "
+            "trained or exported. Raise loop.total_steps or loop.epochs, or continue it with the config that it was "
+            f"trained with: {command}"
+        )
 
 
 def record_config(run: Run, text: str, step: int) -> None:

@@ -39,7 +39,18 @@ class MetricStore:
         """Add `value`, a sum over `weight` items; the mean over everything added is logged."""
         if name in RESERVED:
             raise ValueError(f"a metric cannot be called {name!r}: log records reserve that key")
-        self._add(f"mean/{name}", value, weight)
+        self._add(f"mean/{name}", self._scalar(value), weight)  # on the device, for `end_step`
+
+    def begin_step(self) -> None:
+        """Remember the sums before a step, in case it is skipped."""
+        self._before_step = dict(self._device)
+
+    def end_step(self, skipped: Tensor) -> None:
+        """Take the means of a skipped step out again, without a host sync. Totals stay: its tokens were computed."""
+        for key, pair in self._device.items():
+            if key.startswith("mean/"):
+                before = self._before_step.get(key, torch.zeros_like(pair))
+                self._device[key] = torch.where(skipped, before, pair)
 
     def count(self, name: str, amount: Tensor | float) -> None:
         """Add to a total, such as the number of tokens."""

@@ -107,6 +107,9 @@ class StepNumbers:
     loss_sum: Tensor
     weight: Tensor
     grad_norm: Tensor
+    skipped: Tensor | None = (
+        None  # bool; its loss counts nowhere. An fp16 overflow is not skipped here
+    )
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ class StepStatus:
 
     reason: str | None
     overflow: bool = False  # fp16 only: the loss scale was too high, which is routine
+    loss: float | None = None  # the mean over all ranks
+    micro_batches: tuple[int, ...] = ()  # those of this rank with a non-finite loss or weight
 
 
 class ModelEngine(abc.ABC):

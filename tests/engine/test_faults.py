@@ -33,7 +33,8 @@ def test_non_finite_step_is_skipped_counted_and_logged(train, tmp_path: Path, fa
     assert reason in entry["reason"]
     assert len(entry["sample_ids"]) == 8
     records = read_metrics(tmp_path)
-    assert records[2]["loss"] is None or fault == "nan_grad"
+    assert records[2]["loss"] is None
+    assert entry["nonfinite_micro_batches"] == ([0, 1] if fault == "nan_once" else [])
     assert [r["skipped"] for r in records] == [0, 0, *[1] * 10]
     assert all(r["loss"] is not None for r in records if r["step"] != 3)
 
@@ -58,7 +59,7 @@ def test_consecutive_skips_over_the_limit_end_the_run_with_one_message(train, tm
     text = capsys.readouterr().err
     assert "stopped at step 6: 4 step(s) in a row" in text
     assert "guard.max_consecutive_skips=4" in text
-    assert "skipped_steps.jsonl" in text
+    assert f"mvp replay {newest(tmp_path).dir}" in text
     assert "Traceback" not in text
     assert newest(tmp_path).status() == "failed"
     assert "Traceback" in (newest(tmp_path).dir / "log.txt").read_text()

@@ -225,9 +225,9 @@ def test_meter_mfu_divides_by_the_peak_of_all_ranks(monkeypatch) -> None:
     monkeypatch.setattr("mvp_engine.engine.meter.device_peak", lambda _: 5e12)
     figures = {}
     for size in (1, 4):
-        meter = Meter(World(0, size, 0, size, torch.device("cpu")), 1)
+        meter = Meter(World(0, size, 0, size, torch.device("cpu")))
         meter.steps, meter._started = 1, meter._started - 2.0
         figures[size] = meter.read({"flops": 1e12, "tokens": 10.0}, 0.0, None)
     assert figures[1]["mfu"] == pytest.approx(0.1, rel=1e-2)
     assert figures[4]["mfu"] == pytest.approx(0.025, rel=1e-2)
-    assert "mfu" not in Meter(World(0, 1, 0, 1, torch.device("cpu")), 1).read({"tokens": 1.0}, 0.0, None)
+    assert "mfu" not in Meter(World(0, 1, 0, 1, torch.device("cpu"))).read({"tokens": 1.0}, 0.0, None)

@@ -34,6 +34,7 @@ from mvp_engine.model_engine.fsdp.step_status import (
     LOSS_SPIKE,
     NONFINITE_GRAD,
     NONFINITE_LOSS,
+    NONFINITE_WEIGHT,
     ZERO_WEIGHT,
 )
 from mvp_engine.model_engine.fsdp.unused_params import ParameterUsage
@@ -48,6 +49,7 @@ class FSDPEngine(FSDPBaseEngine):
         self._gradients: DDPReducer | UnusedParameterTracker
         # [loss_sum, weight] of this rank since optimizer_zero_grad
         self._totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        self._losses: list[Tensor] = []  # the same of each micro-batch
         self._grads_used = False  # the gradients that exist belong to a finished step
 
     def _prepare_training(self) -> None:
@@ -91,7 +93,8 @@ class FSDPEngine(FSDPBaseEngine):
                 loss_sum = loss_sum.nan_to_num(0.0, 0.0, 0.0) * 0.0
             else:
                 weight = device_scalar(weight, self.world.device)
-                totals += torch.stack([loss_sum.detach().double(), weight])
+                self._losses.append(torch.stack([loss_sum.detach().double(), weight]))
+                totals += self._losses[-1]
             self._before_backward(is_last=index == len(scheduled) - 1)
             if self.loss_scale:
                 loss_sum = loss_sum * self.loss_scale.value
@@ -133,6 +136,7 @@ class FSDPEngine(FSDPBaseEngine):
             raise UserError("a step needs initialize(optimizer=...); this engine is for inference")
         self._grads_used = False
         self._totals.zero_()
+        self._losses = []
         if self.sharded:
             self._gradients.used.clear()
         if self.reducer:
@@ -156,11 +160,13 @@ class FSDPEngine(FSDPBaseEngine):
         self.learning_rates = schedule_state.learning_rates(self.optimizer)
         code = (~loss_sum.isfinite()) * NONFINITE_LOSS
         code = code + (weight <= 0) * ZERO_WEIGHT + (~norm.isfinite()) * NONFINITE_GRAD
+        code = code + (~weight.isfinite()) * NONFINITE_WEIGHT
         if self.spike_detector:
             loss = torch.where(code > 0, torch.nan, loss_sum / weight)
             code = code + self.spike_detector.is_spike(loss) * LOSS_SPIKE
-        self._update(code)
-        return StepNumbers(totals[0], totals[1], norm)
+        self._update(code, loss_sum / weight)
+        skipped = code & ~NONFINITE_GRAD if self.loss_scale else code
+        return StepNumbers(totals[0], totals[1], norm, skipped > 0)
 
     def _reduce_numbers(self, totals: Tensor) -> tuple[Tensor, ...]:
         """Loss sum, weight and squared gradient norm over all ranks, in one all-reduce."""
@@ -187,7 +193,7 @@ class FSDPEngine(FSDPBaseEngine):
         if grads:
             torch._foreach_mul_(grads, factor.float())
 
-    def _update(self, code: Tensor) -> None:
+    def _update(self, code: Tensor, loss: Tensor) -> None:
         skip = code > 0
         if self._skips_on_device:
             self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
@@ -195,8 +201,9 @@ class FSDPEngine(FSDPBaseEngine):
         elif not bool(skip):
             self.optimizer.step()
         scale = self.loss_scale.value if self.loss_scale else torch.ones_like(code)
-        pair = torch.stack([code.double(), scale.double()])
-        self._status.put(pair, non_blocking=self._skips_on_device)
+        is_finite = torch.stack([self._totals, *self._losses]).isfinite().all(1).double()
+        values = torch.cat([torch.stack([code.double(), scale.double(), loss]), is_finite[1:]])
+        self._status.put(values, non_blocking=self._skips_on_device)
         if self.loss_scale:
             self.loss_scale.update((code & NONFINITE_GRAD) > 0)
 

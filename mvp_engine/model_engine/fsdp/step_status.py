@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,10 +17,12 @@ NONFINITE_LOSS = 1
 ZERO_WEIGHT = 2
 NONFINITE_GRAD = 4
 LOSS_SPIKE = 8
+NONFINITE_WEIGHT = 16
 
 
 class _PendingCode(NamedTuple):
-    values: Tensor  # [code, loss scale] on the host: one copy brings both
+    # [code, loss scale, loss, is micro-batch 0 finite, ...] on the host: one copy brings all
+    values: Tensor
     copy_done: torch.cuda.Event | None  # recorded after the copy; None if it was synchronous
 
 
@@ -43,13 +46,13 @@ class StatusReader:
         self._statuses: list[StepStatus] = []
 
     def put(self, values: Tensor, non_blocking: bool) -> None:
-        """Start copying [code, loss scale] of the step that just ended to the host."""
+        """Start copying [code, loss scale, loss, ...] of the step that just ended to the host."""
         assert self._pending is None, "read() comes first"
         if not non_blocking:
             self._pending = _PendingCode(values.cpu(), None)
             self.read()
             return
-        host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+        host = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
         host.copy_(values, non_blocking=True)
         self._pending = _PendingCode(host, torch.cuda.current_stream().record_event())
 
@@ -70,7 +73,9 @@ class StatusReader:
             name = self.find_bad_grad()
             if name is not None:
                 status = StepStatus(f"{status.reason}, that of {name}")
-        self._statuses.append(status)
+        loss = None if code & ZERO_WEIGHT else values[2]
+        bad = tuple(i for i, is_finite in enumerate(values[3:]) if not is_finite)
+        self._statuses.append(replace(status, loss=loss, micro_batches=bad))
 
     def take(self) -> list[StepStatus]:
         """The statuses read since the last call."""
@@ -86,6 +91,8 @@ def decode_status(code: int, loss_scale: float | None) -> StepStatus:
     """
     if code == 0:
         return StepStatus(None)
+    if code & NONFINITE_WEIGHT:
+        return StepStatus("the loss weight is not finite")
     if code & ZERO_WEIGHT:
         return StepStatus("the batch has weight 0 (nothing to train on)")
     if code & NONFINITE_LOSS:

@@ -1,0 +1,128 @@
+"""Non-finite steps: what stays out of the metrics, what is saved, and whether the printed advice works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, losses, read_metrics
+
+from mvp_engine.cli import main
+from mvp_engine.config import compose
+from mvp_engine.engine.guard import LossTrend
+from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from mvp_engine.runs import Run, list_runs
+
+
+def newest(folder: Path) -> Run:
+    return list_runs(folder)[-1]
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in newest(folder).checkpoints.glob("*step_*") if path.is_dir())
+
+
+def printed_command(text: str) -> list[str]:
+    """The words after `mvp` of the command that a message ends with."""
+    return shlex.split(re.findall(r"(?:continue|example|with).*: mvp (train .*)", text)[-1])
+
+
+@pytest.fixture
+def bad_step(monkeypatch):
+    """bad_step(steps, loss, weight): in these steps, the loss is multiplied by `loss` and the weight by `weight`."""
+    engine_class = compose(TINY).engine_class
+    forward = engine_class.forward_step
+
+    def plant(steps: Any, loss: float = 1.0, weight: float = 1.0, grad: bool = False) -> None:
+        def planted(self: Any, ctx: Any, micro_batch: Any) -> Any:
+            loss_sum, weight_sum = forward(self, ctx, micro_batch)
+            if ctx.split != "train" or ctx.step not in steps:
+                return loss_sum, weight_sum
+            ctx.log("huge", torch.tensor(1e20))
+            if grad:  # a finite loss whose gradient is not
+                first = self.model[0].weight
+                loss_sum = loss_sum + (first - first.detach()).abs().sqrt().sum()
+            return loss_sum * loss, weight_sum * weight
+
+        monkeypatch.setattr(engine_class, "forward_step", planted)
+
+    return plant
+
+
+def test_finite_loss_of_a_skipped_step_is_left_out_of_all_means(train, bad_step, tmp_path: Path) -> None:
+    bad_step({3}, loss=1e22, grad=True)
+    assert train("log.interval=4", dir=tmp_path) == 0
+    assert max(losses(tmp_path)) < 100
+    assert read_metrics(tmp_path)[0]["huge"] is None
+    assert read_metrics(tmp_path)[0]["totals"]["tokens"] > 0  # computed, though not learnt
+
+
+def test_nan_weight_is_the_reason_and_names_the_micro_batch(train, bad_step, tmp_path: Path) -> None:
+    bad_step({3}, weight=float("nan"))
+    assert train(dir=tmp_path) == 0
+    log = (newest(tmp_path).dir / "log.txt").read_text()
+    assert "step 3 skipped on all ranks: the loss weight is not finite, in micro-batch 1, 2 of rank 0" in log
+    assert "1 of 12 steps (8%) were skipped: their samples were not learnt" in log.splitlines()[-1]
+
+
+def test_no_checkpoint_is_written_while_steps_are_skipped(train, bad_step, tmp_path: Path) -> None:
+    bad_step(range(4, 7), loss=float("nan"))
+    assert train("checkpoint.interval=4", "checkpoint.keep_n=null", dir=tmp_path) == 0
+    assert checkpoints(tmp_path) == ["step_00000007", "step_00000008", "step_00000012"]
+
+
+@pytest.mark.parametrize("interval", [1, 100])  # with and without checkpoints from before
+def test_advice_after_a_learning_rate_blow_up_works(train, tmp_path: Path, capsys, interval: int) -> None:
+    words = [f"checkpoint.interval={interval}", "guard.max_consecutive_skips=4", "optim.warmup_steps=0"]
+    if interval == 1:  # good steps first
+        assert train("loop.total_steps=3", *words, dir=tmp_path) == 0
+        words.append("resume=auto")
+    assert train("optim.lr=1e18", "loop.total_steps=20", *words, dir=tmp_path) == EXIT_USER_ERROR
+    text = capsys.readouterr().err
+    assert "the weights diverged, and optim.lr is too high" in text
+    left = newest(tmp_path).checkpoint_list()
+    assert [path.name for path in left] == (["step_00000002", "step_00000003"] if interval == 1 else [])
+    assert main(printed_command(text)) == 0
+    run = newest(tmp_path)
+    assert run.checkpoint_list()[-1].name == "step_00000020"
+    records = read_metrics(tmp_path)
+    assert all(record["loss"] < 100 and record["skipped"] == 0 for record in records)
+
+
+def test_loss_trend_ends_with_a_loss_near_the_average() -> None:
+    trend = LossTrend()
+    seen = []
+    for step, loss in enumerate([2.0, 2.1, 9.0, float("nan"), None, 2.2, -50.0, float("inf")], start=1):
+        trend.add(step, loss)
+        seen.append(trend.rising_since)
+    assert seen == [None, None, 3, 3, 3, None, None, 8]
+
+
+def test_interrupted_run_prints_the_command_that_continues_it(train, tmp_path: Path, capsys) -> None:
+    assert train("tiny.fault=sigterm", "loop.total_steps=9", dir=tmp_path) == EXIT_INTERRUPTED
+    assert main([*printed_command(capsys.readouterr().err), "tiny.fault=null"]) == 0
+    assert [r["step"] for r in read_metrics(tmp_path)] == [2, 4, 6, 8, 9]  # not the 12 steps of the YAML file
+
+
+def test_resume_beyond_the_end_neither_finishes_nor_changes_the_run(train, tmp_path: Path, capsys) -> None:
+    assert train("loop.total_steps=15", dir=tmp_path) == 0
+    config = (newest(tmp_path).dir / "config.yaml").read_text()
+    assert train("resume=auto", dir=tmp_path) == EXIT_USER_ERROR
+    text = capsys.readouterr().err
+    assert "is at step 15, beyond the 12 steps of this config" in text
+    assert newest(tmp_path).status() == "failed"
+    assert (newest(tmp_path).dir / "config.yaml").read_text() == config
+    assert main([*printed_command(text), "loop.total_steps=16"]) == 0
+    assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000016"
+
+
+def test_samples_per_second_count_the_rows_of_a_short_last_step(train, tmp_path: Path) -> None:
+    """44 samples in steps of 8: the sixth has 4."""
+    assert train("loop.total_steps=7", "log.interval=1", dir=tmp_path) == 0
+    perf = [record["perf"] for record in newest(tmp_path).records("train")]
+    samples = [round(one["samples_per_s"] * one["step_s"], 3) for one in perf]
+    assert samples == [8, 8, 8, 8, 8, 4, 8]
