@@ -33,7 +33,7 @@ from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.read.streams import Stream, StreamMixture
-from mvp_engine.kit.data.settings import DataSource, MLLMData
+from mvp_engine.kit.data.settings import DataSource, MLLMData, resolve_source
 from mvp_engine.model_engine import precision_on
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -54,6 +54,7 @@ class MLLMDataKit:
     ) -> None:
         self.settings = settings
         self.num_workers = num_workers
+        self._all_sources = [resolve_source(source) for source in settings.sources]
         row_tokens = settings.row_tokens or settings.micro_batch_tokens
         self.row_encoder = RowEncoder(
             processor,
@@ -78,7 +79,7 @@ class MLLMDataKit:
 
     def source_names(self, split: str = "train") -> list[str]:
         """The names of the sources; a batch's `sequence_fields["source"]` is an index into them."""
-        return [source.name or _file_name(source.path) for source in self._sources(split)]
+        return [source.label for source in self._sources(split)]
 
     def row_formats(self, split: str = "train") -> list[RowFormat]:
         """How the rows of each source are read."""
@@ -310,7 +311,7 @@ class MLLMDataKit:
         return engine.global_batch_size
 
     def _sources(self, split: str) -> list[DataSource]:
-        found = [source for source in self.settings.sources if source.split == split]
+        found = [source for source in self._all_sources if source.split == split]
         if not found:
             raise UserError(f"data: no source has split: {split}")
         return found
@@ -386,11 +387,3 @@ class MLLMDataKit:
 def default_cache() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "mvp_engine" / "data"
-
-
-def _file_name(path: str | list[str]) -> str:
-    """The default name of a source: of its first file, of its function, or stdin."""
-    first = Path(path if isinstance(path, str) else path[0])
-    if ":" in first.name and not first.exists():
-        return first.name.rpartition(":")[2]
-    return "stdin" if first.name == "-" else Path(first.name.removesuffix(".gz")).stem

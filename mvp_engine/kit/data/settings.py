@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from mvp_engine.config.schema import Count, Fraction, Positive, Section
 from mvp_engine.errors import UserError
+from mvp_engine.kit.data.read.dataset_info import read_dataset_info
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.row_format import FieldType, RowFormat
 from mvp_engine.kit.data.read.rows import FORMATS, known_columns
@@ -21,7 +23,7 @@ class DataSource(Section):
     """One named source of rows."""
 
     path: str | list[str]
-    """A file, a folder, a glob, or a list of them."""
+    """A file, a folder, a glob, or a list of them; or LLaMA-Factory's `dataset_info.json:NAME`."""
     name: str | None = None
     """The name in metrics and messages; null: the name of the file."""
     split: str = "train"
@@ -49,9 +51,33 @@ class DataSource(Section):
             raise ValueError(f"choose one of {', '.join(FORMATS)}")
         return value
 
+    @property
+    def label(self) -> str:
+        """The name, or that of the first file, of the function, or stdin."""
+        if self.name is not None:
+            return self.name
+        first = Path(self.path if isinstance(self.path, str) else self.path[0])
+        if ":" in first.name and not first.exists():
+            return first.name.rpartition(":")[2]
+        return "stdin" if first.name == "-" else Path(first.name.removesuffix(".gz")).stem
+
     def row_format(self, data: MLLMData) -> RowFormat:
         """How the rows of this source are read."""
         return RowFormat(self.format, self.columns, self.media_tags, data.fields, data.prompt_only)
+
+
+def resolve_source(source: DataSource) -> DataSource:
+    """The source with the file and columns of a dataset_info.json, if its path names one."""
+    info = read_dataset_info(source.path)
+    if info is None:
+        return source
+    update = {
+        "path": info.path,
+        "name": source.name or info.name,
+        "root": source.root or info.root,
+        "columns": {**info.columns, **source.columns},
+    }
+    return source.model_copy(update=update)
 
 
 class MLLMData(Section):
