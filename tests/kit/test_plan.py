@@ -227,15 +227,15 @@ def test_measure_costs_unchanged_data_uses_the_cache_and_changed_data_does_not(
     write_texts(tmp_path / "a.jsonl", 150)
     write_texts(tmp_path / "b.jsonl", 60, seed=1)
     measured: list[int] = []
-    each = costing._map_chunks
+    append = costing._Records.append
 
-    def counted(measure: Any, chunks: list[list[int]], workers: int) -> Any:
-        measured.extend(map(len, chunks))
-        return each(measure, chunks, workers)
+    def counted(records: Any, found: Any) -> None:
+        measured.append(len(found.new_rows))
+        append(records, found)
 
-    monkeypatch.setattr(costing, "_map_chunks", counted)
+    monkeypatch.setattr(costing._Records, "append", counted)
     first = kit(tmp_path, workers=2).dataset("train").plan
-    assert sum(measured) == 210
+    assert sum(measured) == 208  # two rows are in both files
     measured.clear()
     assert kit(tmp_path, micro_batch_tokens=256).dataset("train").plan.digest == first.digest
     assert not measured
@@ -243,10 +243,10 @@ def test_measure_costs_unchanged_data_uses_the_cache_and_changed_data_does_not(
     measured.clear()
     write_texts(tmp_path / "b.jsonl", 61, seed=1)
     kit(tmp_path).dataset("train")
-    assert sum(measured) == 61
+    assert sum(measured) == 1
     measured.clear()
     kit(tmp_path, limits={"max_frames": 3}).dataset("train")
-    assert sum(measured) == 211
+    assert sum(measured) == 209
 
 
 def test_cost_cache_key_changes_with_version_processor_template_and_limits_but_not_with_source_text(

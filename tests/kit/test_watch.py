@@ -84,10 +84,10 @@ def test_measure_costs_forked_process_does_not_wait_for_parent_threads() -> None
     """Audio processors compute with torch; a forked process has none of the threads that torch started before."""
     code = """
 import torch
-from mvp_engine.kit.data.pack import costs
+from mvp_engine.kit.data.pack.measure_workers import map_chunks
 torch.set_num_threads(4)
 big = torch.ones(1 << 20)
 big + 1
-print(list(costs._map_chunks(lambda rows: float((big + 1).sum()), [[0], [1]], 2)))
+print(sorted(map_chunks(lambda rows: float((big + 1).sum()), [[0], [1]], 2)))
 """
-    assert run_process("-c", code) == (0, "[2097152.0, 2097152.0]\n")
+    assert run_process("-c", code) == (0, "[([0], 2097152.0), ([1], 2097152.0)]\n")

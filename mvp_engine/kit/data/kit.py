@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.pack.costs import Costs, measure_costs
+from mvp_engine.kit.data.pack.cost_cache import Costs, default_cache
+from mvp_engine.kit.data.pack.costs import measure_costs
 from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.pack.packs import PackDataset, PackLoader
 from mvp_engine.kit.data.pack.stream_loader import StreamLoader
@@ -382,8 +382,3 @@ class MLLMDataKit:
         mixture, _ = self.measured(split)
         fingerprints = " ".join(source.fingerprint for source in mixture.sources)
         return hashlib.blake2b(fingerprints.encode(), digest_size=8).hexdigest()
-
-
-def default_cache() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "mvp_engine" / "data"

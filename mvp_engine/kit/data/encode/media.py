@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,11 @@ from mvp_engine.kit.data.read.media_info import MediaInfo
 from mvp_engine.kit.data.read.media_source import describe
 from mvp_engine.kit.data.read.probe import probe, probe_now
 from mvp_engine.kit.data.read.row_types import BadRow, Part
-from mvp_engine.kit.data.read.timeout import run_with_timeout
+from mvp_engine.kit.data.read.size_cache import SizeCache, file_of
+from mvp_engine.kit.data.read.timeout import run_in_thread, run_with_timeout
 
 MAX_CACHED = 512  # expansions in memory; the text of one may have 100 kB
+PARALLEL_READS = 16  # files that are opened at a time for their sizes
 SHRINK_STEPS = 80  # each divides the pixels by 2 ** (1 / 4)
 
 
@@ -74,6 +78,7 @@ class MediaHandler:
         self._can_batch_images = True
         self._token_types: list[str] = []
         self._empty: dict[str, Media] = {}
+        self.sizes: SizeCache | None = None  # of files that need not be opened; set while measuring
         if self.kinds:
             self._try_processor(processor)
 
@@ -94,7 +99,21 @@ class MediaHandler:
 
     def probe(self, part: Part, root: Path) -> MediaInfo:
         """The item's size and length, if the processor supports it."""
-        return self._supported_info(part, lambda: probe(part, self.limits, root))
+        return self._supported_info(part, lambda: probe(part, self.limits, root, self.sizes))
+
+    def read_sizes(self, parts: Sequence[Part], root: Path) -> None:
+        """Put the sizes of many items into `sizes`, several at a time: slow storage has latency, not work.
+
+        An item that fails is left out; probing it alone raises the error.
+        """
+        files = [part for part in parts if part.kind in self.kinds and file_of(part.value)]
+        for first in range(0, len(files), PARALLEL_READS):
+            futures = []
+            for part in files[first : first + PARALLEL_READS]:
+                futures.append(
+                    run_in_thread(partial(probe_now, part, self.limits, root, self.sizes))
+                )
+            wait(futures, self.limits.timeout)
 
     def decode(self, part: Part, info: MediaInfo, root: Path) -> Any:
         return decode(part, info, self.limits, root, self.sampling_rate)

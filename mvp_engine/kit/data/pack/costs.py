@@ -1,32 +1,40 @@
 """The cost of each row in tokens and encoder work: measured once, in worker processes, and cached on disk.
 
-The cache key holds the data, the processor, the template, the limits and `ENCODER_VERSION`, never source text.
+The cache (`cost_cache.py`) has three kinds of files. `.npz` are the finished costs of a source. `.rows` are the costs
+of single rows by content: a start after a kill, or after some rows changed, measures only what is missing. `.sizes` are
+the sizes of media files, which no setting changes. Keys hold the data, the processor, the template, the limits and
+`ENCODER_VERSION`, never source text.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
-import json
 import logging
-import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from mvp_engine.files import atomic_path
+from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+from mvp_engine.kit.data.pack.cost_cache import (
+    ROW_RECORD,
+    Costs,
+    RecordFile,
+    locked,
+    read_costs,
+    write_costs,
+)
+from mvp_engine.kit.data.pack.measure_workers import WorkerDied, map_chunks, num_processes
 from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Part
+from mvp_engine.kit.data.read.rows import read_row
+from mvp_engine.kit.data.read.size_cache import SIZE_RECORD, SizeCache, row_key
 from mvp_engine.kit.data.read.sources import Source
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -34,30 +42,24 @@ CACHE_FORMAT = 2  # of the cache files: raise it when their arrays change
 CHUNK_ROWS = 64  # rows that a process measures at a time
 PROGRESS_SECONDS = 10
 
-
-@dataclass
-class Costs:
-    """The costs of the rows of a source, by row index."""
-
-    # int64; 0: the row is not trained on.
-    tokens: np.ndarray
-    # int64: the number of values that encoders read.
-    encoder: np.ndarray
-    # uint8: the kinds of media, as a sum of MEDIA_BITS.
-    media: np.ndarray
-    # Why a row is bad: (reason, detail).
-    bad: dict[int, tuple[str, str]] = field(default_factory=dict)
-    # Indices of the over-long rows.
-    long: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-
-    @classmethod
-    def zeros(cls, rows: int) -> Costs:
-        return cls(np.zeros(rows, np.int64), np.zeros(rows, np.int64), np.zeros(rows, np.uint8))
-
-
 MEDIA_BITS = {"image": 1, "video": 2, "audio": 4}  # of cached files: never change them
 # The cost of one row: (tokens, encoder work, media bits), or (reason, detail) of a bad row.
 RowCost = tuple[int, int, int] | tuple[str, str]
+
+
+class ChunkCosts(NamedTuple):
+    """The costs of a chunk, and what to append to the record files."""
+
+    costs: list[RowCost]
+    new_rows: np.ndarray
+    new_sizes: np.ndarray
+
+
+class _RawRow(NamedTuple):
+    row: int
+    raw: Any
+    key: bytes
+    parts: list[Part]
 
 
 @dataclass
@@ -68,15 +70,56 @@ class Measure:
     format: RowFormat | str | None
     row_encoder: RowEncoder
     fit: bool = False  # truncate or shrink over-long rows
+    known: dict[bytes, RowCost] = field(default_factory=dict)  # by `row_key`
+    sizes: SizeCache = field(default_factory=SizeCache)
 
-    def __call__(self, rows: Sequence[int]) -> list[RowCost]:
-        return [self._measure_row(row) for row in rows]
-
-    def _measure_row(self, row: int) -> RowCost:
+    def __call__(self, rows: Sequence[int]) -> ChunkCosts:
+        costs: dict[int, RowCost] = {}
+        unknown: list[_RawRow] = []
+        for row in rows:
+            try:
+                read = self._read(row)
+            except BadRow as bad:
+                costs[row] = bad.reason, bad.detail
+                continue
+            if read.key in self.known:
+                costs[row] = self.known[read.key]
+            else:
+                unknown.append(read)
+        media = self.row_encoder.media
+        media.sizes = self.sizes
         try:
-            sides = self.row_encoder.encode(
-                self.source[row], self.format, self.source.root, self.fit
-            )
+            media.read_sizes([part for read in unknown for part in read.parts], self.source.root)
+            for read in unknown:
+                costs[read.row] = self._measure_row(read)
+        finally:
+            media.sizes = None
+        new_rows = []
+        for read in unknown:
+            cost = costs[read.row]
+            if len(cost) == 3:
+                new_rows.append((read.key, *cost))
+        records = np.array(new_rows, ROW_RECORD)
+        return ChunkCosts([costs[row] for row in rows], records, self.sizes.take_new())
+
+    def _read(self, row: int) -> _RawRow:
+        try:
+            raw = self.source[row]
+            parsed = read_row(raw, self.format)
+            parts: list[Part] = []
+            for message in chain(parsed.messages, parsed.rejected):
+                parts += [part for part in message.parts if part.kind in MEDIA]
+            limits = self.row_encoder.media.limits
+            return _RawRow(row, raw, row_key(raw, parts, limits, self.source.root), parts)
+        except BadRow:
+            raise
+        except Exception as error:
+            error.add_note(f"while reading {self.source.where(row)}")
+            raise
+
+    def _measure_row(self, read: _RawRow) -> RowCost:
+        try:
+            sides = self.row_encoder.encode(read.raw, self.format, self.source.root, self.fit)
             tokens = sum(len(side.ids) for side in sides)
             kinds = {info.kind for info in chain.from_iterable(side.infos for side in sides)}
             media = sum(MEDIA_BITS[kind] for kind in kinds)
@@ -84,7 +127,7 @@ class Measure:
         except BadRow as bad:
             return bad.reason, bad.detail
         except Exception as error:
-            error.add_note(f"while measuring {self.source.where(row)}")
+            error.add_note(f"while measuring {self.source.where(read.row)}")
             raise
 
 
@@ -93,25 +136,26 @@ def measure_costs(
     format: RowFormat | str | None,
     row_encoder: RowEncoder,
     cache: Path,
-    workers: int = 0,
+    num_workers: int = 0,
     name: str = "data",
 ) -> Costs:
-    """The costs of all rows of a source, from the cache where possible.
+    """The costs of all rows of a source, from the cache where possible. `num_workers` is data.num_workers.
 
     Over-long rows are measured again as truncated or shrunk, if the encoder does that; otherwise they cost 0 tokens,
     which drops them.
     """
     measure = Measure(source, format, row_encoder)
-    key = f"{CACHE_FORMAT} {source.fingerprint} {source.root} {format} {row_encoder.fingerprint}"
-    whole = _cached(measure, range(len(source)), cache, key, workers, name)
+    workers = num_processes(num_workers)
+    setup = f"{source.root} {format} {row_encoder.fingerprint}"
+    whole = _cached(measure, range(len(source)), cache, setup, workers, name)
     long = np.flatnonzero(whole.tokens > row_encoder.max_tokens)
     arrays = (whole.tokens.copy(), whole.encoder.copy(), whole.media.copy())
     costs = Costs(*arrays, dict(whole.bad), long)
     if len(long) and row_encoder.overlong in ("truncate", "shrink"):
         measure.fit = True
-        key += f" {row_encoder.overlong} {row_encoder.max_tokens}"
+        setup += f" {row_encoder.overlong} {row_encoder.max_tokens}"
         name = f"{name}, over-long rows"
-        fitted = _cached(measure, long.tolist(), cache, key, workers, name)
+        fitted = _cached(measure, long.tolist(), cache, setup, workers, name)
         costs.tokens[long] = fitted.tokens
         costs.encoder[long] = fitted.encoder
         costs.media[long] = fitted.media
@@ -125,7 +169,7 @@ def measure_costs(
 
 
 def _cached(
-    measure: Measure, rows: Sequence[int], cache: Path, key: str, workers: int, name: str
+    measure: Measure, rows: Sequence[int], cache: Path, setup: str, workers: int, name: str
 ) -> Costs:
     """The costs of these rows from the cache file. Of several processes one measures, the others wait for it.
 
@@ -133,21 +177,41 @@ def _cached(
     """
     started = time.time()
     cache.mkdir(parents=True, exist_ok=True)
-    file = cache / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.npz"
-    with _locked(file.with_suffix(".lock")):
+    key = f"{CACHE_FORMAT} {measure.source.fingerprint} {setup}"
+    file = cache / f"{_hash(key)}.npz"
+    with locked(file.with_suffix(".lock"), name):
         if not file.exists():
             costs = Costs.zeros(len(rows))
-            _measure_into(costs, measure, range(len(rows)), rows, workers, name)
-            _write(file, costs)
-            return costs
-        costs = _read(file)
-        measured_by_another = file.stat().st_mtime >= started
-        if costs.bad and not measured_by_another:
-            bad = sorted(costs.bad)
+            places: Sequence[int] = range(len(rows))
+        else:
+            costs = read_costs(file)
+            measured_by_another = file.stat().st_mtime >= started
+            if not costs.bad or measured_by_another:
+                return costs
+            places = sorted(costs.bad)
             costs.bad = {}
-            _measure_into(costs, measure, bad, rows, workers, f"{name}, bad rows again")
-            _write(file, costs)
+            name = f"{name}, bad rows again"
+        _measure_into(costs, measure, places, rows, _Records(cache, setup, measure), workers, name)
+        write_costs(file, costs)
         return costs
+
+
+class _Records:
+    """The record files of one measurement."""
+
+    def __init__(self, cache: Path, setup: str, measure: Measure) -> None:
+        guard = measure.row_encoder.media.limits.image_pixels  # larger images have no size
+        self.rows = RecordFile(cache / f"{_hash(setup)}.rows", ROW_RECORD)
+        self.sizes = RecordFile(
+            cache / f"{_hash(f'{measure.source.root} {guard}')}.sizes", SIZE_RECORD
+        )
+        self.cache = cache
+        measure.known = {bytes(key): tuple(cost) for key, *cost in self.rows.read().tolist()}
+        measure.sizes = SizeCache(self.sizes.read())
+
+    def append(self, found: ChunkCosts) -> None:
+        self.rows.append(found.new_rows)
+        self.sizes.append(found.new_sizes)
 
 
 def _measure_into(
@@ -155,101 +219,68 @@ def _measure_into(
     measure: Measure,
     places: Sequence[int],
     rows: Sequence[int],
+    records: _Records,
     workers: int,
     name: str,
 ) -> None:
     """Measure `rows[place]` for each of the places, and write the result to that place of `costs`."""
-    chunks = [places[i : i + CHUNK_ROWS] for i in range(0, len(places), CHUNK_ROWS)]
-    row_chunks = []
-    for chunk in chunks:
-        row_chunks.append([rows[place] for place in chunk])
-    reported = time.monotonic()
-    done = 0
-    for chunk, found in zip(chunks, _map_chunks(measure, row_chunks, workers), strict=True):
-        for place, cost in zip(chunk, found, strict=True):
-            if isinstance(cost[0], str):
-                costs.bad[place] = cost[0], cost[1]
-            else:
-                costs.tokens[place] = cost[0]
-                costs.encoder[place] = cost[1]
-                costs.media[place] = cost[2]
-        done += len(chunk)
-        if time.monotonic() - reported > PROGRESS_SECONDS:
-            reported = time.monotonic()
-            LOGGER.info("%s: measured %d of %d rows", name, done, len(places))
+    place_of = {rows[place]: place for place in places}
+    wanted = list(place_of)
+    chunks = [wanted[i : i + CHUNK_ROWS] for i in range(0, len(wanted), CHUNK_ROWS)]
+    progress = _Progress(name, len(wanted), workers, records.cache)
+    try:
+        with closing(map_chunks(measure, chunks, workers)) as results:
+            for chunk, found in results:
+                records.append(found)
+                for row, cost in zip(chunk, found.costs, strict=True):
+                    _set_cost(costs, place_of[row], cost)
+                progress.add(len(chunk))
+    except WorkerDied as error:
+        first = measure.source.where(error.rows[0])
+        last = measure.source.where(error.rows[-1])
+        raise UserError(
+            f"data: {name}: a process died while it measured the rows from {first} to {last}. Out of memory? Then set "
+            "data.num_workers=0, which measures in one process; or look at the rows with mvp data inspect --row"
+        ) from None
 
 
-# ---- Worker processes ---------------------------------------------------------------------------
-
-_measure: Measure | None = None  # set in each worker process
-
-
-def _start_worker(measure: Measure) -> None:
-    global _measure
-    _measure = measure
-    # A forked process has none of torch's threads, and would wait for them in the first parallel operation.
-    torch.set_num_threads(1)
+def _set_cost(costs: Costs, place: int, cost: RowCost) -> None:
+    if len(cost) == 2:
+        costs.bad[place] = cost
+    else:
+        costs.tokens[place] = cost[0]
+        costs.encoder[place] = cost[1]
+        costs.media[place] = cost[2]
 
 
-def _run_chunk(rows: list[int]) -> list[Any]:
-    assert _measure is not None
-    return _measure(rows)
+class _Progress:
+    """A message every PROGRESS_SECONDS: how far, how long still, in how many processes, and where it is kept."""
 
+    def __init__(self, name: str, total: int, workers: int, cache: Path) -> None:
+        self.name = name
+        self.total = total
+        self.done = 0
+        self.started = time.monotonic()
+        self.reported = self.started
+        how = f"in {workers} processes" if workers else "in one process (data.num_workers=0)"
+        self.how = f"{how}; kept in {cache}"
 
-def _map_chunks(measure: Measure, chunks: list[list[int]], workers: int) -> Iterator[list[Any]]:
-    """The costs of each chunk, in order; in this process where a pool is not worth its start.
-
-    `ProcessPoolExecutor` raises when a worker dies; `multiprocessing.Pool` would wait forever.
-    """
-    if not workers or len(chunks) < 2:
-        yield from map(measure, chunks)
-        return
-    context = multiprocessing.get_context("fork")
-    num_workers = min(workers, len(chunks))
-    with ProcessPoolExecutor(num_workers, context, _start_worker, (measure,)) as pool:
-        done = 0
-        try:
-            for found in pool.map(_run_chunk, chunks):
-                yield found
-                done += 1
-        except BrokenProcessPool as error:
-            last_chunk = chunks[min(done + workers, len(chunks) - 1)]
-            first = measure.source.where(chunks[min(done, len(chunks) - 1)][0])
-            last = measure.source.where(last_chunk[-1])
-            error.add_note(
-                f"a process died while measuring rows between about {first} and {last}: out of memory?"
-            )
-            raise
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-# ---- The cache file -----------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold a lock that the operating system releases even if this process is killed."""
-    with open(file, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _write(file: Path, costs: Costs) -> None:
-    bad = [[row, reason, detail] for row, (reason, detail) in sorted(costs.bad.items())]
-    encoded = json.dumps(bad).encode(errors="surrogatepass")
-    bad_bytes = np.frombuffer(encoded, np.uint8)
-    with atomic_path(file) as temporary, open(temporary, "wb") as out:
-        np.savez(
-            out,
-            tokens=costs.tokens,
-            encoder=costs.encoder,
-            media=costs.media,
-            bad=bad_bytes,
+    def add(self, rows: int) -> None:
+        self.done += rows
+        now = time.monotonic()
+        if now - self.reported < PROGRESS_SECONDS:
+            return
+        self.reported = now
+        seconds_left = (now - self.started) / self.done * (self.total - self.done)
+        LOGGER.info(
+            "%s: measured %d of %d rows, about %.0f s left (%s)",
+            self.name,
+            self.done,
+            self.total,
+            seconds_left,
+            self.how,
         )
 
 
-def _read(file: Path) -> Costs:
-    with np.load(file, allow_pickle=False) as found:
-        bad = {row: (reason, detail) for row, reason, detail in json.loads(found["bad"].tobytes())}
-        return Costs(found["tokens"], found["encoder"], found["media"], bad)
+def _hash(key: str) -> str:
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()

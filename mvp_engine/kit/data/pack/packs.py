@@ -14,7 +14,8 @@ from mvp_engine.data.step_plan import MediaKinds
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.encode.sequences import EncodedSequence
-from mvp_engine.kit.data.pack.costs import MEDIA_BITS, Costs
+from mvp_engine.kit.data.pack.cost_cache import Costs
+from mvp_engine.kit.data.pack.costs import MEDIA_BITS
 from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.pack.plan import Plan, make_plan
 from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_info import MediaInfo, number_option, pixel_options
 from mvp_engine.kit.data.read.media_source import describe
 from mvp_engine.kit.data.read.row_types import BadRow, Part
+from mvp_engine.kit.data.read.size_cache import MediaSize, SizeCache
 from mvp_engine.kit.data.read.timeout import run_with_timeout
 
 DEFAULT_FPS = 2.0
@@ -24,39 +26,57 @@ MIN_SAMPLING_RATE = 100
 MAX_SAMPLING_RATE = 1_000_000
 
 
-def probe(part: Part, limits: Limits, root: Path) -> MediaInfo:
+def probe(part: Part, limits: Limits, root: Path, sizes: SizeCache | None = None) -> MediaInfo:
     """The item's size and length; BadRow after `limits.timeout` seconds."""
 
     def work() -> MediaInfo:
-        return probe_now(part, limits, root)
+        return probe_now(part, limits, root, sizes)
 
     return run_with_timeout(limits.timeout, work, f"probing {describe(part)}")
 
 
-def probe_now(part: Part, limits: Limits, root: Path) -> MediaInfo:
-    """`probe` in the calling thread, without a timeout."""
+def probe_now(part: Part, limits: Limits, root: Path, sizes: SizeCache | None = None) -> MediaInfo:
+    """`probe` in the calling thread, without a timeout. An item that `sizes` has is not opened."""
     if part.kind == "image":
-        width, height = decode_image.image_size(part.value, limits, root)
-        return MediaInfo("image", width, height, **pixel_options(part))
+        return image_info(part, *_image_size(part.value, limits, root, sizes))
     if part.kind == "video":
-        return _probe_video(part, limits, root)
-    return _probe_audio(part, limits, root)
+        return _probe_video(part, limits, root, sizes)
+    return _probe_audio(part, limits, root, sizes)
 
 
-def _probe_video(part: Part, limits: Limits, root: Path) -> MediaInfo:
+def image_info(part: Part, width: int, height: int) -> MediaInfo:
+    """The MediaInfo of an image of this size, with the pixel budget of its row."""
+    return MediaInfo("image", width, height, **pixel_options(part))
+
+
+def _image_size(value: Any, limits: Limits, root: Path, sizes: SizeCache | None) -> tuple[int, int]:
+    def find() -> MediaSize:
+        return MediaSize(*decode_image.image_size(value, limits, root))
+
+    size = find() if sizes is None else sizes.find("image", value, limits, root, find)
+    return size.width, size.height
+
+
+def _probe_video(part: Part, limits: Limits, root: Path, sizes: SizeCache | None) -> MediaInfo:
     sampled_fps = number_option(part, "fps") or limits.fps or DEFAULT_FPS
-    video = decode_video.video_size(part.value, limits, root, sampled_fps)
-    seconds = video.num_frames / video.fps
+
+    def find() -> MediaSize:
+        video = decode_video.video_size(part.value, limits, root, sampled_fps)
+        return MediaSize(*video.frame, video.num_frames, video.fps)
+
+    video = find() if sizes is None else sizes.find("video", part.value, limits, root, find)
+    seconds = video.length / video.rate
     if seconds > limits.video_seconds:
         raise BadRow(
             "too_long", f"video of {seconds:.0f} seconds; {limits.video_seconds:g} are allowed"
         )
-    width, height = video.frame
+    width = video.width
+    height = video.height
     if width * height > limits.image_pixels:
         raise BadRow(
             "too_large", f"video of {width}x{height}; {limits.image_pixels} pixels are allowed"
         )
-    num_frames = _num_sampled_frames(part, limits, video.num_frames, seconds * sampled_fps)
+    num_frames = _num_sampled_frames(part, limits, video.length, seconds * sampled_fps)
     if not isinstance(part.value, np.ndarray | list | tuple):
         # Frames of a file are decoded smaller if all of them would not fit in memory.
         scale = min(1.0, math.sqrt(limits.clip_pixels / (num_frames * width * height)))
@@ -66,8 +86,8 @@ def _probe_video(part: Part, limits: Limits, root: Path) -> MediaInfo:
         "video",
         width,
         height,
-        total_frames=video.num_frames,
-        fps=video.fps,
+        total_frames=video.length,
+        fps=video.rate,
         num_frames=num_frames,
         **pixel_options(part),
     )
@@ -86,8 +106,13 @@ def _num_sampled_frames(
     return max(MIN_FRAMES, min(max(wanted, limits.min_frames or 1), most))
 
 
-def _probe_audio(part: Part, limits: Limits, root: Path) -> MediaInfo:
-    num_samples, sampling_rate = decode_audio.audio_size(part, limits, root)
+def _probe_audio(part: Part, limits: Limits, root: Path, sizes: SizeCache | None) -> MediaInfo:
+    def find() -> MediaSize:
+        return MediaSize(0, 0, *decode_audio.audio_size(part, limits, root))
+
+    audio = find() if sizes is None else sizes.find("audio", part.value, limits, root, find)
+    num_samples = audio.length
+    sampling_rate = int(audio.rate)
     if num_samples < 1 or not MIN_SAMPLING_RATE <= sampling_rate <= MAX_SAMPLING_RATE:
         raise BadRow("corrupt", f"audio with {num_samples} samples at {sampling_rate} Hz")
     seconds = num_samples / sampling_rate

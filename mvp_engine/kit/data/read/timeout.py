@@ -24,13 +24,19 @@ def run_with_timeout(seconds: float, work: Callable[[], T], what: str) -> T:
     `work` runs in a daemon thread, which is abandoned when the time is over: no signal interrupts a
     decoder that hangs in C, and a decoder process per worker would copy every image once more.
     """
-    future: Future[T] = Future()
-    queue = _idle_threads.pop() if _idle_threads else _start_thread()
-    queue.put((work, future))
+    future = run_in_thread(work)
     wait([future], seconds)
     if not future.done():
         raise BadRow("timeout", f"{what} took more than {seconds:g} seconds")
     return future.result()
+
+
+def run_in_thread(work: Callable[[], T]) -> Future[T]:
+    """The future result of `work`, which starts at once in a daemon thread."""
+    future: Future[T] = Future()
+    queue = _idle_threads.pop() if _idle_threads else _start_thread()
+    queue.put((work, future))
+    return future
 
 
 def _start_thread() -> TaskQueue:

@@ -1,0 +1,122 @@
+"""Worker processes that measure rows: each dies with the process that started it, and inherits none of its locks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+Chunk = list[int]
+MAX_PROCESSES = 32
+PARENT_POLL_SECONDS = 0.5
+
+
+def num_processes(num_workers: int) -> int:
+    """How many processes measure rows: all cores, because nothing else runs meanwhile.
+
+    `num_workers` (data.num_workers) raises the number; 0 measures in this process.
+    """
+    if not num_workers:
+        return 0
+    return max(num_workers, min(MAX_PROCESSES, available_cpus()))
+
+
+def available_cpus() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def map_chunks(
+    measure: Callable[[Chunk], Any], chunks: list[Chunk], workers: int
+) -> Generator[tuple[Chunk, Any], None, None]:
+    """Each chunk with its result, as they are finished; in this process where workers are not worth their start."""
+    if not workers or len(chunks) < 2:
+        for chunk in chunks:
+            yield chunk, measure(chunk)
+        return
+    context = multiprocessing.get_context("fork")
+    left = iter(chunks)
+    processes = []
+    busy: dict[Any, Chunk] = {}
+    try:
+        for _ in range(min(workers, len(chunks))):
+            ours, theirs = context.Pipe()
+            arguments = (measure, theirs, os.getpid())
+            process = context.Process(target=_work, args=arguments, daemon=True)
+            process.start()
+            processes.append(process)
+            theirs.close()
+            _give(ours, next(left, None), busy)
+        while busy:
+            for connection in wait(list(busy)):
+                chunk = busy.pop(connection)
+                found = _receive(connection, chunk)
+                _give(connection, next(left, None), busy)
+                yield chunk, found
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+class WorkerDied(Exception):
+    """A worker process ended without a result; `rows` are those that it was measuring."""
+
+    def __init__(self, rows: Chunk) -> None:
+        super().__init__(rows)
+        self.rows = rows
+
+
+def _give(connection: Any, chunk: Chunk | None, busy: dict[Any, Chunk]) -> None:
+    if chunk is not None:
+        busy[connection] = chunk
+        try:
+            connection.send(chunk)
+        except BrokenPipeError:
+            raise WorkerDied(chunk) from None
+
+
+def _receive(connection: Any, chunk: Chunk) -> Any:
+    try:
+        found = connection.recv()
+    except (EOFError, ConnectionResetError):
+        raise WorkerDied(chunk) from None
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+def _work(measure: Callable[[Chunk], Any], connection: Connection, parent: int) -> None:
+    # The parent stops its workers itself. A handler inherited from it would report a Ctrl-C to it once more.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    # A forked process has none of torch's threads, and would wait for them in the first parallel operation.
+    torch.set_num_threads(1)
+    while True:
+        chunk = connection.recv()
+        try:
+            found = measure(chunk)
+        except Exception as error:  # noqa: BLE001 - raised again by the parent
+            error.add_note(traceback.format_exc())
+            found = error
+        connection.send(found)
+
+
+def _die_with(parent: int) -> None:
+    """End this process when its parent is gone, killed or not."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_SECONDS)
+    os._exit(1)

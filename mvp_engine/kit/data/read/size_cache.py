@@ -1,0 +1,107 @@
+"""SizeCache: the sizes of media files that were read before, so that these files are not opened again.
+
+A size does not depend on the model, its processor or any pixel budget. An entry is valid as long as the file has the
+same length and modification time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mvp_engine.kit.data.read.limits import Limits
+from mvp_engine.kit.data.read.media_source import open_media
+from mvp_engine.kit.data.read.row_types import Part
+
+# One entry of a cache file: never change it, take another file name instead.
+SIZE_RECORD = np.dtype(
+    [
+        ("file", "V16"),  # a hash of kind, path, length and modification time
+        ("width", "<i8"),
+        ("height", "<i8"),
+        ("length", "<i8"),
+        ("rate", "<f8"),
+    ]
+)
+
+
+class MediaSize(NamedTuple):
+    """Width and height; frames and frames per second of a video; samples and sampling rate of audio."""
+
+    width: int
+    height: int
+    length: int = 0
+    rate: float = 0.0
+
+
+class SizeCache:
+    """Sizes by file. `take_new` returns those that were found since, for the cache file."""
+
+    def __init__(self, known: np.ndarray | None = None) -> None:
+        """`known` has the dtype SIZE_RECORD."""
+        self._known: dict[bytes, MediaSize] = {}
+        self._new: list[tuple[Any, ...]] = []
+        if known is not None:
+            for file, *size in known.tolist():
+                self._known[bytes(file)] = MediaSize(*size)
+
+    def find(
+        self, kind: str, value: Any, limits: Limits, root: Path, read: Callable[[], MediaSize]
+    ) -> MediaSize:
+        """The size of an item, by `read` if it is not known. Raises what `open_media` raises."""
+        path = file_of(value)
+        if path is None:
+            return read()
+        opened = open_media(path, limits, root, kind)
+        assert isinstance(opened, Path)
+        key = _hash(f"{kind} {opened} {file_stamp(opened)}")
+        size = self._known.get(key)
+        if size is None:
+            size = read()
+            self._known[key] = size
+            self._new.append((key, *size))
+        return size
+
+    def take_new(self) -> np.ndarray:
+        found = np.array(self._new, SIZE_RECORD)
+        self._new = []
+        return found
+
+
+def file_of(value: Any) -> str | None:
+    """The path that a media value names; None where the value holds the item itself."""
+    if isinstance(value, Mapping):
+        holds_item = value.get("bytes") is not None or value.get("array") is not None
+        value = None if holds_item else value.get("path")
+    if not isinstance(value, str | os.PathLike):
+        return None
+    text = os.fspath(value)
+    return None if text.startswith("data:") else text
+
+
+def file_stamp(path: Path) -> str:
+    """Length and modification time of a file: another value when it was replaced."""
+    found = path.stat()
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
+def row_key(raw: Any, parts: Iterable[Part], limits: Limits, root: Path) -> bytes:
+    """A hash of a row and of the stamps of its media files. Raises BadRow for a missing file."""
+    text = [repr(raw)]
+    for part in parts:
+        values = part.value if isinstance(part.value, list | tuple) else [part.value]
+        for path in map(file_of, values):
+            if path is not None:
+                opened = open_media(path, limits, root, part.kind)
+                assert isinstance(opened, Path)
+                text.append(file_stamp(opened))
+    return _hash("\0".join(text))
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
