@@ -158,23 +158,27 @@ def _make_deterministic(wanted: bool) -> None:
 
 
 def _failed(error: BaseException, world: World | None) -> int:
-    """Print the error of the rank that failed first, with its traceback if it is a bug; the others only followed."""
+    """Print the error of the rank that failed first, with its traceback if it is a bug; the others only followed.
+
+    On another machine, one of its ranks says so.
+    """
     rank = world.rank if world else int(os.environ.get("RANK", "0"))
     code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_BUG
     if world:
         first = world.failed_first()
     else:  # all ranks found the error in the config: one of each machine prints it
         first = rank if code == EXIT_BUG or os.environ.get("LOCAL_RANK", "0") == "0" else -1
+    sys.stdout.flush()  # the error comes last
     if first != rank:
-        if code == EXIT_BUG:
+        here = os.environ.get("LOCAL_RANK") == "0" and world and first not in world.local_ranks
+        if code == EXIT_BUG and here:
             print(f"mvp_engine: rank {rank} stops because rank {first} failed", file=sys.stderr)
     elif code == EXIT_USER_ERROR:
         print(f"mvp_engine: error: {error}", file=sys.stderr)
     else:
         where = f"rank {rank} " if world and world.size > 1 else ""
-        print(f"mvp_engine: {where}failed\n{traceback.format_exc()}", file=sys.stderr)
+        print(f"mvp_engine: {where}failed\n{traceback.format_exc()}", end="", file=sys.stderr)
     sys.stderr.flush()
-    sys.stdout.flush()
     if world and world.size > 1:
         os._exit(code)  # a clean exit would wait for collectives that can never complete
     return code

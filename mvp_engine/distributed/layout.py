@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.config.schema import Parallel
 from mvp_engine.distributed.world import World
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Layout:
     def __post_init__(self) -> None:
         if (product := self.data_size * self.model_parallel_size) != self.world.size:
             raise UserError(
-                f"a layout of {product} rank(s) for {self.world.size} process(es): use Layout.of(...)"
+                f"a layout of {count(product, 'rank')} for {count(self.world.size, 'process')}: use Layout.of(...)"
             )
 
     @classmethod
@@ -43,13 +43,13 @@ class Layout:
         replicate = world.size // shards if config.replicate == -1 else config.replicate
         if replicate * shards != world.size or replicate < 1:
             sizes_text = ", ".join(
-                f"{name}={getattr(config, name)}"
+                f"parallel.{name}={getattr(config, name)}"
                 for name in ("replicate", "shard", "ulysses", "tensor")
             )
             raise UserError(
-                f"parallel: {sizes_text} do not multiply to the {world.size} process(es) that were started. "
-                f"Start {abs(config.replicate) * shards} (mvp train --nproc), or change them; "
-                "parallel.replicate=-1 takes what the others leave."
+                f"{sizes_text} do not multiply to the {count(world.size, 'process')} of this job: use "
+                f"--nproc {abs(config.replicate) * shards}, or change them. parallel.replicate=-1 takes what the "
+                "others leave."
             )
         if world.size == 1:
             return cls(world)

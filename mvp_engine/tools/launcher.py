@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
-from mvp_engine.errors import EXIT_BUG, EXIT_CODE_FILE, UserError
+from mvp_engine.errors import (
+    EXIT_BUG,
+    EXIT_CODE_FILE,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    UserError,
+)
 from mvp_engine.process.signals import StopSignals
 
 # Seconds that torchrun waits for its workers after a stop signal: a long step and a large checkpoint.
 SHUTDOWN_SECONDS = 600
+# A rank that ends with one of these exit codes has printed why.
+SAID_WHY = (EXIT_BUG, EXIT_USER_ERROR, EXIT_INTERRUPTED)
 
 
 def train(config: str, overrides: list[str], nproc: int) -> int:
@@ -67,6 +77,7 @@ def _torchrun(module: str, nproc: int, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    _silence_torchrun()
     words = ["--standalone", f"--nproc_per_node={nproc}", "-m", module, *arguments]
     with tempfile.TemporaryDirectory(prefix="mvp-") as folder, StopSignals(leave=_kill_children):
         # torchrun does not report the exit code of a worker that a signal stopped; rank 0 writes it here.
@@ -76,10 +87,31 @@ def _torchrun(module: str, nproc: int, arguments: list[str]) -> int:
         try:
             run(parse_args(words))
         except ChildFailedError as error:
-            return error.get_first_failure()[1].exitcode or EXIT_BUG
+            rank, failure = error.get_first_failure()
+            if failure.exitcode not in SAID_WHY:
+                print(f"mvp: error: {_how_it_ended(rank, failure.exitcode)}", file=sys.stderr)
+            return failure.exitcode or EXIT_BUG
         except SignalException:
             return int(exit_code_file.read_text()) if exit_code_file.is_file() else EXIT_BUG
     return 0
+
+
+def _silence_torchrun() -> None:
+    """The last line of a failed job is the error of a rank, not torchrun's account of it (LOGLEVEL brings it back)."""
+    if "LOGLEVEL" not in os.environ:
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _how_it_ended(rank: int, exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"rank {rank} ended with exit code {exitcode} and no message"
+    name = signal.Signals(-exitcode).name
+    memory = ": the kernel does that when memory runs out (see dmesg)" if name == "SIGKILL" else ""
+    return (
+        f"rank {rank} was killed by {name}{memory}. resume=auto continues from the last checkpoint"
+    )
 
 
 def _kill_children() -> None:

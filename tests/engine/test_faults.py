@@ -110,7 +110,7 @@ def test_batch_of_zero_weight_is_skipped(train, tmp_path: Path, monkeypatch) -> 
         (["tiny.loader=none"], "prepare_dataloader('train') gave None"),
         (["loop.total_steps=null"], "Set loop.total_steps or loop.epochs"),
         (["tiny.loader=torch", "data.global_batch_size=7"], "DataLoader makes its micro-batches itself: set data.glob"),
-        (["parallel.replicate=2"], "replicate=2, shard=1, ulysses=1, tensor=1 do not multiply to the 1 process(es)"),
+        (["parallel.replicate=2"], "parallel.tensor=1 do not multiply to the 1 process of this job: use --nproc 2, or"),
         (["workflow=trian"], "it has: evaluate, shout, train"),
         (["workflow=save"], "no such workflow"),
         (["workflow=_build_model"], "no such workflow"),

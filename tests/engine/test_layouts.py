@@ -100,5 +100,5 @@ def test_layout_sizes_that_do_not_multiply_to_the_ranks_are_refused(words: dict[
 
     four = World(0, 4, 0, 4, torch.device("cpu"))
     config = Parallel(**{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 60.0, **words})
-    with pytest.raises(UserError, match="do not multiply to the 4 process"):
+    with pytest.raises(UserError, match="do not multiply to the 4 processes of this job: use --nproc"):
         Layout.of(four, config)

@@ -16,7 +16,7 @@ from conftest import MAGIC, TINY, read_metrics, run_process, spawn
 from kill_resume import ForkedJob, child_pids, compare, settings_for
 from ranks import free_port
 
-from mvp_engine.errors import EXIT_INTERRUPTED
+from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from mvp_engine.runs import list_runs
 
 pytestmark = pytest.mark.slow
@@ -83,12 +83,21 @@ def test_exception_on_one_rank_ends_the_job_with_one_traceback(tmp_path: Path) -
     assert "rank 1 failed" in output
     assert "the bug of a user" in output
     assert output.count("Traceback") == 1, output
-    # Rank 0 prints one line, that it stops because rank 1 failed, unless torchrun ends it before that.
+    assert output.splitlines()[-1] == "KeyError: 'the bug of a user'"
+
+
+def test_user_error_on_two_ranks_is_one_last_line(tmp_path: Path) -> None:
+    words = ["parallel.shard=4", f"project.dir={tmp_path}"]
+    code, output = run_process("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *words)
+    assert code == EXIT_USER_ERROR
+    assert output.startswith("mvp_engine: error: parallel.replicate=-1, parallel.shard=4,")
+    assert len(output.splitlines()) == 1
 
 
 def test_killed_rank_ends_a_rank_that_hangs(tmp_path: Path) -> None:
     """Rank 1 is killed while rank 0 hangs in a call that no exception can interrupt."""
-    process = spawn(*TORCHRUN, *LAUNCH, "tiny.fault=hang", "tiny.fault_rank=0", *LONG, f"project.dir={tmp_path}")
+    words = ["tiny.fault=hang", "tiny.fault_rank=0", *LONG, f"project.dir={tmp_path}"]
+    process = spawn("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *words)
     wait_for(process, "hanging")
     [rank1] = [pid for pid in child_pids(process.pid) if _environment(pid).get("RANK") == "1"]
     started = time.monotonic()
@@ -97,6 +106,7 @@ def test_killed_rank_ends_a_rank_that_hangs(tmp_path: Path) -> None:
     assert process.returncode != 0
     assert time.monotonic() - started < 20, output
     assert "of this job died; leaving" in output
+    assert output.splitlines()[-1].startswith("mvp: error: rank 1 was killed by SIGKILL")
 
 
 def test_killed_launcher_ends_ranks_that_are_starting(tmp_path: Path) -> None:

@@ -138,10 +138,7 @@ def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_l
     assert engine.global_batch_size == packs
     assert engine.feed.loader.dataset.plan.packs_per_step == packs
     assert tokens == [256 * packs]
-    assert (
-        f"global batch of {packs} samples = 1 x 1 data-parallel rank(s) x {packs} micro-batch(es)"
-        in engine._summary(packs)
-    )
+    assert f"{packs} micro-batch" in engine._summary(packs)
 
 
 def test_global_batch_size_from_packs_and_tokens_is_a_user_error(config: str, capsys: Any) -> None:
