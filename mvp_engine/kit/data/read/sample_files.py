@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +23,7 @@ from mvp_engine.kit.data.read.row_files import RowFile, content_hash, file_edges
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow
 from mvp_engine.kit.data.read.value_checks import parse_object
 
+MAX_LINKS = 40  # from link to link, as in Linux
 _SUFFIXES = {
     "image": "jpg jpeg png webp gif bmp tif tiff",
     "video": "mp4 mkv webm avi mov m4v mpg mpeg",
@@ -57,7 +59,17 @@ def sample_key(name: str) -> str:
 def is_sample_member(member: tarfile.TarInfo) -> bool:
     """Whether a member of a tar file is data: hidden files and those of macOS are not."""
     base = member.name.rpartition("/")[2]
-    return member.isreg() and not base.startswith((".", "__"))
+    return (member.isreg() or is_link(member)) and not base.startswith((".", "__"))
+
+
+def is_link(member: tarfile.TarInfo) -> bool:
+    return member.islnk() or member.issym()
+
+
+def _link_target(member: tarfile.TarInfo) -> str:
+    """The name of the member that a link refers to: symbolic links are relative to their folder."""
+    folder = os.path.dirname(member.name) if member.issym() else ""
+    return os.path.normpath(os.path.join(folder, member.linkname))
 
 
 def merge_sample(members: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -94,34 +106,38 @@ class TarShard(RowFile):
 
     def __init__(self, file: Path, name: str) -> None:
         super().__init__(file, name)
-        samples: dict[str, list[int]] = {}
+        samples: dict[str, list[tarfile.TarInfo]] = {}
+        targets: dict[str, tarfile.TarInfo] = {}  # what links may refer to, by name
         digest = content_hash(file_edges(file))
         try:
             with tarfile.open(file, "r:") as tar:
-                for member in filter(is_sample_member, tar):
-                    samples.setdefault(sample_key(member.name), []).append(member.offset)
-                    digest.update(_name_and_size(member.name, member.size))
+                for member in tar:
+                    targets[os.path.normpath(member.name)] = member
+                    if is_sample_member(member):
+                        samples.setdefault(sample_key(member.name), []).append(member)
+                        digest.update(_name_and_size(member.name, member.size))
         except tarfile.TarError as error:
             raise UserError(f"data: {file} is not a complete tar file: {error}") from None
         offsets: list[int] = []
-        for sample in samples.values():
-            offsets += sample
+        self.link_names: dict[int, str] = {}  # by index in `headers`
+        for member in chain.from_iterable(samples.values()):
+            if is_link(member):
+                self.link_names[len(offsets)] = member.name
+            offsets.append(_resolve_link(file, member, targets).offset)
         self.headers = np.array(offsets, np.int64)
         self.ends = np.cumsum([0, *map(len, samples.values())])
         self.size = len(samples)
         self.fingerprint = digest.hexdigest()
 
     def _members(self, index: int) -> Iterator[tuple[str, IO[bytes]]]:
-        first = self.ends[index]
-        end = self.ends[index + 1]
         with open(self.file, "rb") as stream:
-            for offset in self.headers[first:end]:
-                stream.seek(int(offset))
+            for header in range(self.ends[index], self.ends[index + 1]):
+                stream.seek(int(self.headers[header]))
                 with tarfile.open(fileobj=stream, mode="r:") as tar:
                     member = next(iter(tar))
                     data = tar.extractfile(member)
                     assert data is not None, f"{self.file} changed after it was opened"
-                    yield member.name, data
+                    yield self.link_names.get(header, member.name), data
 
     def row(self, index: int) -> dict[str, Any]:
         return merge_sample((name, data.read()) for name, data in self._members(index))
@@ -129,6 +145,26 @@ class TarShard(RowFile):
     def where(self, index: int) -> str:
         first_name, _ = next(self._members(index))
         return f"{self.name}:{sample_key(first_name)}"
+
+
+def _resolve_link(
+    file: Path,
+    member: tarfile.TarInfo,
+    targets: Mapping[str, tarfile.TarInfo],
+) -> tarfile.TarInfo:
+    """The member with the content of `member`. Links may refer to links, but not to themselves."""
+    found = member
+    for _ in range(MAX_LINKS):
+        if not is_link(found):
+            return found
+        target = targets.get(_link_target(found))
+        if target is None or target.isdir():
+            break
+        found = target
+    raise UserError(
+        f"data: {file}: {member.name} is a link to {found.linkname}, which the file does not contain. "
+        "Pack it again with tar --dereference --hard-dereference"
+    )
 
 
 class MediaFolder(RowFile):

@@ -23,7 +23,12 @@ from mvp_engine.errors import UserError
 from mvp_engine.imports import load_spec
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
-from mvp_engine.kit.data.read.sample_files import is_sample_member, merge_sample, sample_key
+from mvp_engine.kit.data.read.sample_files import (
+    is_link,
+    is_sample_member,
+    merge_sample,
+    sample_key,
+)
 from mvp_engine.kit.data.read.sources import expand_path
 from mvp_engine.kit.data.read.value_checks import parse_object
 
@@ -134,7 +139,7 @@ def _tar_rows(path: Path) -> Iterator[tuple[str, ReadRow]]:
     can_seek = path.suffix == ".tar"
     try:
         with tarfile.open(path, "r:" if can_seek else "r|*") as tar:
-            members = filter(is_sample_member, tar)
+            members = (_without_link(member) for member in filter(is_sample_member, tar))
             for key, group in groupby(members, key=lambda member: sample_key(member.name)):
                 read: ReadRow
                 if can_seek:
@@ -147,6 +152,15 @@ def _tar_rows(path: Path) -> Iterator[tuple[str, ReadRow]]:
                 tar.members = []  # type: ignore[attr-defined]
     except (tarfile.TarError, EOFError, OSError) as error:
         raise UserError(f"data: {path} is not a complete tar file: {error}") from None
+
+
+def _without_link(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    if is_link(member):
+        raise UserError(
+            f"data: {member.name} is a link, which a stream cannot follow: set stream: false, or "
+            "pack the file again with tar --dereference --hard-dereference"
+        )
+    return member
 
 
 def _read_sample(tar: tarfile.TarFile, members: list[tarfile.TarInfo]) -> dict[str, Any]:
