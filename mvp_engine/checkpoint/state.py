@@ -174,6 +174,12 @@ def restore(
     return SavedState(shared, ranks)
 
 
+def read_shared(folder: Path) -> dict[str, Any]:
+    """The `shared` state of a checkpoint, without its tensors."""
+    shared: dict[str, Any] = from_bytes(Reader(folder).read("shared"))
+    return shared
+
+
 def _empty_states(
     model: nn.Module, optimizer: torch.optim.Optimizer, entries: dict[str, Entry]
 ) -> dict[nn.Parameter, dict[str, Any]]:

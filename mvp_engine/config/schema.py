@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -94,7 +94,7 @@ class Model(Section):
     type: str
     backend: str
     path: str | None
-    config: dict[str, Any]
+    config: Annotated[dict[str, Any], BeforeValidator(lambda value: value or {})]
     freeze: list[str]
     activation_checkpointing: ActivationCheckpointing | dict[Part, ActivationCheckpointing]
     compile: str | dict[Part, str | None] | None
@@ -108,6 +108,7 @@ class Checkpoint(Section):
     keep_every: Count | None
     best_metric: str | None
     best_mode: Literal["min", "max"]
+    trainable_only: bool | None
     background: bool
 
 

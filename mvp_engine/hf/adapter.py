@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +78,25 @@ class HFAdapter:
         if isinstance(micro_batch, PackedBatch) and micro_batch.labels.is_cpu:
             self.model.check(micro_batch)
 
+    def has_lora(self) -> bool:
+        return self.model.lora is not None
+
     def external_tensors(self) -> set[str]:
-        model = self.model
-        if model.lora is None:
+        params = self.model.named_parameters()
+        return {name for name, param in params if not param.requires_grad} & self.model.from_folder
+
+    def external_checksums(self, names: Set[str]) -> dict[str, int]:
+        return {}  # `mvp.json` has a fingerprint of the folder
+
+    def left_out(self, checkpoint: Path, checksums: dict[str, int] | None) -> set[str]:
+        if checksums is None and self.model.lora is None:
             return set()
-        frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-        return frozen & model.from_folder
-
-    def check_external(self, checkpoint: Path) -> None:
         check_base(checkpoint, self.model)
+        return self.external_tensors()
 
-    def describe(self, folder: Path, engine_class: type) -> None:
+    def describe(self, folder: Path, engine_class: type, trainable_only: bool) -> None:
         if self.model.model_type:
-            write_model_info(self.model, folder, engine_class)
+            write_model_info(self.model, folder, engine_class, trainable_only)
 
     def export(self, folder: Path, dtype: torch.dtype | None, world: World) -> None:
         target = self.model.export_target(dtype)

@@ -19,6 +19,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from mvp_engine.config.schema import Count, Positive, Section
+from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import PARTS, matching, parts_of
@@ -35,8 +36,9 @@ class Lora(Section):
     """The adapter output is scaled by alpha / rank; null: alpha is twice the rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Applied to the adapter's input."""
-    targets: list[str] = Field(["llm"], min_length=1)
-    """Linear layers to adapt: part names, or patterns of layer names."""
+    targets: Annotated[list[str], Field(min_length=1)] | None = None
+    """Linear layers to adapt: part names, or patterns of layer names; null: the part llm, or the
+    linear layers of all blocks in a module without parts."""
     train: list[str] = Field([])
     """Trained in full, without an adapter: part names, or patterns of parameter names."""
     rslora: bool = False
@@ -61,13 +63,16 @@ class _LoraB(nn.Linear):
         nn.init.zeros_(self.weight)  # training starts with the outputs of the base model
 
 
-def add_adapters(model: PackedModel, settings: Lora) -> None:
-    """Freeze the model and add adapters to its target layers.
+def add_adapters(model: nn.Module, settings: Lora) -> None:
+    """Freeze a model and add adapters to its target layers.
 
-    Parameters in `settings.train` and parameters that the pretrained folder cannot have (a new head) stay trainable.
+    Parameters in `settings.train` stay trainable, and so do those that pretrained folders lack, such as a new head:
+    a `PackedModel` knows them, another module may name patterns of them in an attribute `fresh`.
     """
-    trained = _trained_in_full(model, settings)
-    layers = _target_layers(model, settings.targets)
+    subject: Any = model
+    fresh = getattr(model, "fresh", ())
+    trained = _trained_in_full(model, settings, fresh)
+    layers = _target_layers(model, settings.targets, trained)
     for name in layers:
         if f"{name}.weight" in trained:
             raise UserError(
@@ -77,16 +82,16 @@ def add_adapters(model: PackedModel, settings: Lora) -> None:
         param.requires_grad_(name in trained)
     for layer in layers.values():
         _adapt(layer, settings)
-    model.lora = settings
-    model.fresh = (*model.fresh, "*.lora_*")
+    subject.lora = settings
+    subject.fresh = (*fresh, "*.lora_*")
 
 
-def _trained_in_full(model: PackedModel, settings: Lora) -> set[str]:
+def _trained_in_full(model: nn.Module, settings: Lora, fresh: tuple[str, ...]) -> set[str]:
     trained: set[str] = set()
     for pattern in settings.train:
         trained.update(matching(model, pattern, "lora.train"))
     for name, _ in model.named_parameters():
-        if any(fnmatchcase(name, new) for new in model.fresh):
+        if any(fnmatchcase(name, new) for new in fresh):
             trained.add(name)
     return trained
 
@@ -109,40 +114,52 @@ def _add_adapter_output(linear: Any, args: tuple[Tensor, ...], out: Tensor) -> T
     return out + linear.lora_B(linear.lora_A(x)) * linear.lora_scaling
 
 
-def _target_layers(model: PackedModel, targets: list[str]) -> dict[str, nn.Linear]:
-    """The linear layers that the targets name; the output head is never one of them."""
+def _target_layers(
+    model: nn.Module, targets: list[str] | None, trained: set[str]
+) -> dict[str, nn.Linear]:
+    """The linear layers that the targets name; the output head of a language model is never one of them."""
     parts = parts_of(model)
-    linears = _linear_layers(model, parts)
+    linears = _linear_layers(model)
+    class_name = type(model.hf if isinstance(model, PackedModel) else model).__name__
     if not linears:
         raise UserError(
-            f"lora: {type(model.hf).__name__} has no linear layers apart from its head, so it takes no adapters"
+            f"lora: {class_name} has no linear layers apart from its head, so it takes no adapters"
         )
+    if targets is None and not parts:
+        untrained = {n: linear for n, linear in linears.items() if f"{n}.weight" not in trained}
+        in_blocks = {module for block in blocks(model) for module in block.modules()}
+        return {n: linear for n, linear in untrained.items() if linear in in_blocks} or untrained
     found: dict[str, nn.Linear] = {}
-    for target in targets:
-        matches = {name for name in linears if _matches(target, name, parts[f"{name}.weight"])}
+    for target in targets or ["llm"]:
+        matches = {n for n in linears if _matches(target, n, parts.get(f"{n}.weight"))}
         if not matches:
             last_names = {name.rpartition(".")[2] for name in linears}
             known: list[str] = [part for part in PARTS if part in parts.values()]
             known += difflib.get_close_matches(target, last_names, n=4, cutoff=0.0)
             raise UserError(
-                f"lora.targets: {type(model.hf).__name__} has no linear layers {target!r} apart from its head. "
+                f"lora.targets: {class_name} has no linear layers {target!r} apart from its head. "
                 f"Name a part or a pattern of layers, such as {', '.join(known)}"
             )
         found |= {name: linears[name] for name in linears if name in matches}
     return found
 
 
-def _linear_layers(model: PackedModel, parts: dict[str, Any]) -> dict[str, nn.Linear]:
-    head = model.hf.get_output_embeddings()  # type: ignore[operator]
+def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    prefix = ""
+    head = None
+    if isinstance(model, PackedModel):
+        prefix = "hf."
+        head = model.hf.get_output_embeddings()  # type: ignore[operator]
+    params = dict(model.named_parameters())  # a tied weight has its first name only
     linears: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
         is_linear = type(module) is nn.Linear and module is not head
-        if is_linear and name.startswith("hf.") and f"{name}.weight" in parts:
+        if is_linear and name.startswith(prefix) and f"{name}.weight" in params:
             linears[name] = module
     return linears
 
 
-def _matches(target: str, name: str, part: str) -> bool:
+def _matches(target: str, name: str, part: str | None) -> bool:
     """Whether a target is the layer's part, or a pattern of its full or last name."""
     last_name = name.rpartition(".")[2]
     return target == part or fnmatchcase(name, target) or fnmatchcase(last_name, target)

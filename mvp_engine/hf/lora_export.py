@@ -25,13 +25,17 @@ def export_adapter(model: nn.Module, folder: Path, fetch: Fetch, world: World) -
 
     All ranks call it, since `fetch` may be a collective; rank 0 writes.
     """
-    if not isinstance(model, PackedModel) or model.lora is None:
+    if getattr(model, "lora", None) is None:
         raise UserError(
             f"{type(model).__name__} has no adapters to export: it was not trained with LoRA"
         )
-    target = model.export_target()
-    hf_names = {own: name for name, own in target.names.items()}
-    config = _adapter_config(model, target.skeleton, hf_names)
+    skeleton = model
+    hf_names = {name: name for name in model.state_dict()}
+    if isinstance(model, PackedModel):
+        target = model.export_target()
+        skeleton = target.skeleton
+        hf_names = {own: name for name, own in target.names.items()}
+    config = _adapter_config(model, skeleton, hf_names)
     tensors: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         if ".lora_" in name:
@@ -45,18 +49,22 @@ def export_adapter(model: nn.Module, folder: Path, fetch: Fetch, world: World) -
 
 
 def _adapter_config(
-    model: PackedModel, skeleton: nn.Module, hf_names: dict[str, str]
+    model: nn.Module, skeleton: nn.Module, hf_names: dict[str, str]
 ) -> dict[str, Any]:
-    assert model.lora is not None
-    is_classifier = type(skeleton).__name__.endswith("ForSequenceClassification")
+    lora: Any = model.lora
+    source: Any = getattr(model, "source", None)
+    task = None  # peft wraps a model of another kind as it is
+    if isinstance(model, PackedModel):
+        is_classifier = type(skeleton).__name__.endswith("ForSequenceClassification")
+        task = "SEQ_CLS" if is_classifier else "CAUSAL_LM"
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if is_classifier else "CAUSAL_LM",
-        "base_model_name_or_path": str(model.source) if model.source else None,
-        "r": model.lora.rank,
-        "lora_alpha": model.lora.resolved_alpha,
-        "lora_dropout": model.lora.dropout,
-        "use_rslora": model.lora.rslora,
+        "task_type": task,
+        "base_model_name_or_path": str(source) if source else None,
+        "r": lora.rank,
+        "lora_alpha": lora.resolved_alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
         "target_modules": [_layer_name(name, hf_names) for name, _ in adapted_layers(model)],
         "modules_to_save": _modules_to_save(model, skeleton, hf_names) or None,
         "bias": "none",
@@ -69,9 +77,7 @@ def _layer_name(layer: str, hf_names: dict[str, str]) -> str:
     return hf_names[f"{layer}.weight"].removesuffix(".weight")
 
 
-def _modules_to_save(
-    model: PackedModel, skeleton: nn.Module, hf_names: dict[str, str]
-) -> list[str]:
+def _modules_to_save(model: nn.Module, skeleton: nn.Module, hf_names: dict[str, str]) -> list[str]:
     """The outermost modules that were trained in full; raises where `peft` cannot store one of them.
 
     `peft` stores complete modules, so each tensor of such a module must have been trained, and none may be tied.

@@ -38,7 +38,7 @@ def merge(
     """Write the weights of a checkpoint to `out`, as a Hugging Face folder.
 
     `model` is the model that was trained, on the meta device and without adapters. `dtype`: of the export, by default
-    that of the training's own exports. `base`: where the folder is now that adapters were trained on. `adapter_only`:
+    that of the training's own exports. `base`: where the folder is now that the training started from. `adapter_only`:
     write a `peft` folder instead of merged weights. `ema`: export the averaged weights.
     """
     info = read_model_info(checkpoint)
@@ -67,7 +67,7 @@ def merge(
 
 
 class _SavedTensors:
-    """The tensors of a model by name, read from its checkpoint or from the folder that its adapters were trained on."""
+    """The tensors of a model by name, read from its checkpoint or from the folder that the training started from."""
 
     def __init__(self, checkpoint: Path, model: PackedModel, ema: bool) -> None:
         self.checkpoint = checkpoint

@@ -25,20 +25,20 @@ NAME = "mvp.json"
 
 @dataclass(frozen=True)
 class BaseFolder:
-    """The pretrained folder that adapters were trained on. Their checkpoints do not repeat its frozen weights."""
+    """The pretrained folder that a training started from. Its checkpoints do not repeat the frozen weights."""
 
     path: str
     weights: str  # a fingerprint of its files
 
     def check(self, folder: Path, fix: str) -> None:
-        """Raise `UserError` unless `folder` holds the weights that the adapters were trained on."""
+        """Raise `UserError` unless `folder` holds the weights that the training started from."""
         if not folder.is_dir():
             raise UserError(
-                f"the adapters were trained on {self.path}, but {folder} is not a folder. {fix}"
+                f"the checkpoint was trained on {self.path}, but {folder} is not a folder. {fix}"
             )
         if fingerprint(folder) != self.weights:
             raise UserError(
-                f"the adapters were trained on {self.path}, but {folder} holds different weights. {fix}"
+                f"the checkpoint was trained on {self.path}, but {folder} holds different weights. {fix}"
             )
 
 
@@ -53,8 +53,10 @@ class ModelInfo:
     base: BaseFolder | None
 
 
-def write_model_info(model: PackedModel, folder: Path, engine_class: type) -> None:
-    """Write the folder `hf` of a checkpoint."""
+def write_model_info(
+    model: PackedModel, folder: Path, engine_class: type, trainable_only: bool
+) -> None:
+    """Write the folder `hf` of a checkpoint. `trainable_only`: it leaves out frozen weights of the model's folder."""
     folder.mkdir(exist_ok=True)
     target = model.export_target()
     write_side_files(target, folder)
@@ -67,10 +69,9 @@ def write_model_info(model: PackedModel, folder: Path, engine_class: type) -> No
     }
     if model.lora is not None:
         info["lora"] = model.lora.model_dump()
-        info["base"] = None
-        if model.source is not None:
-            weights = fingerprint(model.source)
-            info["base"] = {"path": str(model.source.resolve()), "weights": weights}
+    if model.source is not None and (trainable_only or model.lora is not None):
+        weights = fingerprint(model.source)
+        info["base"] = {"path": str(model.source.resolve()), "weights": weights}
     (folder / NAME).write_text(json.dumps(info) + "\n")
 
 

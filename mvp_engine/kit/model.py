@@ -18,7 +18,6 @@ from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf.lora import Lora, add_adapters
 from mvp_engine.hf.lora_export import export_adapter
-from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import parts_of, table
 from mvp_engine.model_engine import ModelEngine, ModelSource, engine_class
 
@@ -37,7 +36,8 @@ class MLLMModelKit:
         if isinstance(model, Model):
             if model.type == "module":
                 raise UserError(
-                    "model.type=module has nothing to build: set model.type=language_model, or value_model"
+                    "model.type=module has nothing to build: set model.type=language_model, or value_model, or "
+                    "call adapt() on the module of prepare_model()"
                 )
             kind = engine_class(model.type, model.backend)
             source = ModelSource(model.path, model.config)
@@ -47,12 +47,11 @@ class MLLMModelKit:
         return self.adapt(kind.build_model(source))
 
     def adapt(self, model: nn.Module) -> nn.Module:
-        """Freeze a built model and add its adapters, if `lora` is set."""
+        """Freeze a model and add its adapters, if `lora` is set; any module with linear layers can have them.
+
+        Parameters that match the patterns of an attribute `fresh` of the model, such as a new head, train in full.
+        """
         if self.lora is not None:
-            if not isinstance(model, PackedModel):
-                raise UserError(
-                    f"lora: {type(model).__name__} is not a Hugging Face model, so adapters are not supported"
-                )
             add_adapters(model, self.lora)
         return model
 

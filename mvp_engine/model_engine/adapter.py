@@ -7,7 +7,7 @@ never test for the class of a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
+from mvp_engine.hf.frozen_weights import FrozenWeights
 
 
 class ModelAdapter:
@@ -27,7 +28,9 @@ class ModelAdapter:
     extra_forwards: tuple[str, ...] = ()  # methods besides `forward` that FSDP has to hook
 
     def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.name = type(model).__name__
+        self._frozen = FrozenWeights(model)
 
     def before_parallelize(self, dtype: torch.dtype) -> None:
         """Prepare for a computation in `dtype`."""
@@ -54,14 +57,25 @@ class ModelAdapter:
     def check_batch(self, micro_batch: Any) -> None:
         """Refuse a batch, on the host, that the model would misread."""
 
+    def has_lora(self) -> bool:
+        return getattr(self.model, "lora", None) is not None
+
     def external_tensors(self) -> set[str]:
-        """Tensors that checkpoints leave out, because they are read from the model's folder again."""
-        return set()
+        """Frozen parameters that checkpoints may leave out, because the model is built with their values."""
+        return self._frozen.names()
 
-    def check_external(self, checkpoint: Path) -> None:
-        """Check that this folder is the one that the checkpoint was trained on."""
+    def external_checksums(self, names: Set[str]) -> dict[str, int]:
+        """What a checkpoint without these parameters says of them; all ranks call it."""
+        return self._frozen.checksums(names)
 
-    def describe(self, folder: Path, engine_class: type) -> None:
+    def left_out(self, checkpoint: Path, checksums: dict[str, int] | None) -> set[str]:
+        """The names of the tensors that a checkpoint lacks, after a check that the model has their values.
+
+        `checksums` are those of the checkpoint; None: it is complete.
+        """
+        return self._frozen.check(checkpoint, checksums or {})
+
+    def describe(self, folder: Path, engine_class: type, trainable_only: bool) -> None:
         """Write what `mvp merge` needs to know of the model into a checkpoint."""
 
     def export(self, folder: Path, dtype: torch.dtype | None, world: World) -> None:

@@ -54,6 +54,7 @@ class Settings:
     compile: str | Mapping[Any, str | None] | None = None  # torch.compile backend, auto; or by part
     fp8: bool | Mapping[Any, bool] = False  # linear layers in FP8; or by part
     offload: str = "none"  # to host memory outside of train_mode: none, optimizer, all
+    trainable_only: bool | None = None  # checkpoints without frozen weights; None: only with LoRA
 
     def __post_init__(self) -> None:
         checkpointing = self.activation_checkpointing
@@ -80,6 +81,7 @@ class Settings:
             clip_grad_norm=config.loop.clip_grad_norm,
             spike_sigmas=config.guard.spike_sigmas,
             seed=config.seed,
+            trainable_only=config.checkpoint.trainable_only,
             **more,
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mvp_engine.config import Config
 from mvp_engine.data import SampleLoader
 from mvp_engine.engine import Engine, StepContext
-from mvp_engine.kit import OptimKit, OptimSettings
+from mvp_engine.kit import Lora, OptimKit, OptimSettings
 
 from .data import IGNORE, BadImageLog, ImageDataset, Images, collate
 from .model import make_model, make_processor, save
@@ -21,6 +21,7 @@ from .show import show
 class VitConfig(Config):
     images: Images
     optim: OptimSettings
+    lora: Lora | None = None  # null: full fine-tuning
     label_smoothing: float = 0.0
 
 
@@ -45,7 +46,7 @@ class VitEngine(Engine):
         return ImageDataset("eval", self.config.images, self.processor)
 
     def prepare_model(self) -> nn.Module:
-        return make_model(self.config.model, self.config.images.size, self.held_out.classes)
+        return make_model(self.config.model, self.config.images.size, self.held_out.classes, self.config.lora)
 
     def prepare_optimizer(self, model: nn.Module) -> Any:
         return self.optim.build_optimizer(model)
@@ -65,9 +66,8 @@ class VitEngine(Engine):
         if batch["bad"]:
             ctx.count("bad_images", len(batch["bad"]))
             self.bad_images.add(batch["bad"], ctx.step, ctx.split)
-        smoothing = self.config.label_smoothing
+        smoothing = 0.0 if ctx.split == "eval" else self.config.label_smoothing
         if ctx.split == "eval":
-            smoothing = 0.0
             guesses_B = logits_BC.argmax(-1)
             ctx.log("accuracy", (guesses_B == labels_B).sum(), weight)
             if not ctx.is_dummy:
@@ -83,12 +83,12 @@ class VitEngine(Engine):
         return super().evaluate()
 
     def export(self) -> Path:
-        """Write a folder for `from_pretrained` with the averaged weights."""
+        """Write a folder for `from_pretrained` with the averaged weights; with LoRA, also its adapters for peft."""
         if not hasattr(self, "model_engine"):
             self.before_evaluate()
         folder = self.run.dir / f"hf_step_{self.step}"
         with self.eval_weights():
-            save(self.model, self.processor, folder, self.world)
+            save(self.model_engine, self.processor, folder)
         return folder
 
     def report(self) -> None:

@@ -1,17 +1,34 @@
-"""A vision transformer from transformers: built from a config or a folder, saved as a folder."""
+"""A vision transformer from transformers: built from a config or a folder, saved as a folder.
 
+With `model.path` the folder gives the architecture and all weights but those of the head, which is new if the classes
+are others. A vision-language folder (CLIP, SigLIP) gives its vision encoder.
+"""
+
+import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+from PIL import Image
 from torch import nn
-from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTImageProcessor
+from transformers import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ViTImageProcessor,
+)
 
 from mvp_engine.config import Model
-from mvp_engine.distributed import World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.files import atomic_path
+from mvp_engine.files import atomic_path, remove
 from mvp_engine.hf.config_source import read_config
+from mvp_engine.hf.load import load
+from mvp_engine.hf.lora import merge_adapters
+from mvp_engine.kit import Lora, MLLMModelKit
+from mvp_engine.model_engine import ModelEngine
+
+LOGGER = logging.getLogger("mvp_engine")
 
 
 def make_processor(path: str | None, size: int) -> Any:
@@ -19,29 +36,95 @@ def make_processor(path: str | None, size: int) -> Any:
     if path is None:
         return ViTImageProcessor(size={"height": size, "width": size})
     read_config(path, {})  # raises a user error if the folder cannot be read
-    return AutoImageProcessor.from_pretrained(path)
+    processor = AutoImageProcessor.from_pretrained(path)
+    made = processor(Image.new("RGB", (size, size)), return_tensors="pt")["pixel_values"].shape[-2:]
+    if tuple(made) != (size, size):
+        raise UserError(f"images.size={size}, but the image processor in {path} makes images of {made[0]} x {made[1]}")
+    return processor
 
 
-def make_model(model: Model, size: int, classes: list[str]) -> nn.Module:
-    """A model with random weights, or with those of a folder; the head is new if the folder has other classes."""
+def make_model(model: Model, size: int, classes: list[str], lora: Lora | None = None) -> nn.Module:
+    """A model with random weights, or with those of a folder and a new head, if the folder has other classes."""
+    if model.path is not None:
+        _check_sizes(read_config(model.path, {}).to_dict(), model.config, model.path)
     config = read_config(model.path, model.config)
-    if model.path is not None and config.image_size != size:
-        raise UserError(f"images.size={size}, but the model in {model.path} needs {config.image_size}: set it to that")
-    config.image_size = size
+    if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        raise UserError(f"transformers has no image classifier for the model type {config.model_type}")
+    vision = getattr(config, "vision_config", config)  # of CLIP and SigLIP, the vision encoder classifies
+    if model.path is not None and vision.image_size != size:
+        raise UserError(f"images.size={size}, but the model in {model.path} needs {vision.image_size}: set it to that")
+    vision.image_size = size
+    had_classes = list(config.id2label.values())
     config.id2label = dict(enumerate(classes))
     config.label2id = {name: i for i, name in enumerate(classes)}
-    if model.path is None:
-        return AutoModelForImageClassification.from_config(config)
-    return AutoModelForImageClassification.from_pretrained(model.path, config=config, ignore_mismatched_sizes=True)
+    built: Any = AutoModelForImageClassification.from_config(config, dtype=torch.float32)
+    if model.path is not None:
+        _load(built, Path(model.path), has_head=had_classes == classes)
+    return MLLMModelKit(lora).adapt(built)
 
 
-def save(model: Any, processor: Any, folder: Path, world: World) -> None:
-    """Write a folder for `from_pretrained`, atomically. All ranks call it, and rank 0 writes."""
-    tensors = {name: full_tensor(tensor).cpu() for name, tensor in model.state_dict().items()}
-    if world.is_main:
+def _check_sizes(folder: dict[str, Any], changes: dict[str, Any], path: str, key: str = "model.config") -> None:
+    """Raise where the config contradicts the folder. Only floats, such as dropout, may differ from it."""
+    for name, value in changes.items():
+        there = folder.get(name)
+        if isinstance(value, dict) and isinstance(there, dict):
+            _check_sizes(there, value, path, f"{key}.{name}")
+        elif not isinstance(value, float) and value != there:
+            raise UserError(
+                f"{key}.{name}={value}, but the model in {path} has {there}. Sizes come from the folder: leave the "
+                "key out, or drop all of the YAML file's: model.config=null"
+            )
+
+
+def _load(model: Any, folder: Path, has_head: bool) -> None:
+    """Fill the model from a folder: everything, except the head where `has_head` is False."""
+    head = _head(model)
+    tensors = model.state_dict(keep_vars=True)
+    wanted = {name: value for name, value in tensors.items() if has_head or name not in head}
+    loaded, unused = load(model, folder, wanted)
+    missing = [name for name in wanted if name not in loaded]
+    if has_head:
+        missing = [name for name in missing if name not in head]
+    if missing:
+        raise UserError(f"{folder} lacks {len(missing)} weight(s) of {type(model).__name__}, such as {missing[0]}")
+    new = head - loaded
+    model.source = folder
+    model.fresh = tuple(sorted(new))  # LoRA trains these in full
+    if new:
+        LOGGER.info("the head is new: %s has other classes", folder)
+    unused = [name for name in unused if name not in head]
+    if unused:
+        LOGGER.info("in %s, but not in the model: %d tensors, such as %s", folder, len(unused), unused[0])
+
+
+def _head(model: Any) -> set[str]:
+    """The parameters of the modules that depend on the number of classes: a model with one class more differs there."""
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.id2label = dict.fromkeys(range(len(config.id2label) + 1), "")
+    with torch.device("meta"):
+        other = AutoModelForImageClassification.from_config(config).state_dict()
+    tensors = model.state_dict()
+    roots = {name.split(".")[0] for name, value in tensors.items() if other[name].shape != value.shape}
+    return {name for name in tensors if name.split(".")[0] in roots}
+
+
+def save(engine: ModelEngine, processor: Any, folder: Path) -> None:
+    """Write a folder for `from_pretrained`, adapters merged, and adapters also as a folder for peft.
+
+    All ranks call it, and rank 0 writes.
+    """
+    model: Any = engine.model
+    own = model.state_dict()
+    fetch = merge_adapters(model, lambda name: full_tensor(own[name]))
+    tensors = {name: fetch(name).cpu() for name in own if ".lora_" not in name}
+    adapter = folder.with_name(f"{folder.name}_adapter")
+    if engine.world.is_main:
         plain: Any = AutoModelForImageClassification.from_config(model.config)  # FSDP changes the class of the model
         plain.load_state_dict(tensors)
         with atomic_path(folder, replace_folder=True) as temporary:
             plain.save_pretrained(temporary)
             processor.save_pretrained(temporary)
-    world.barrier()
+        remove(adapter)
+    engine.world.barrier()
+    if getattr(model, "lora", None) is not None:
+        MLLMModelKit.export_adapter(engine, adapter)

@@ -31,7 +31,14 @@ def names(folder: Path) -> list[str]:
 
 
 def manager(folder: Path, **changes: object) -> CheckpointManager:
-    keys = {"interval": 1, "keep_n": None, "keep_every": None, "best_metric": None, "best_mode": "min"}
+    keys = {
+        "interval": 1,
+        "keep_n": None,
+        "keep_every": None,
+        "best_metric": None,
+        "best_mode": "min",
+        "trainable_only": None,
+    }
     return CheckpointManager(folder, Checkpoint(**{**keys, "background": False, **changes}), ALONE)
 
 
@@ -134,7 +141,15 @@ def _one_rank_cannot_write(folder: str) -> list[str]:
     world = World.join("cpu")
     checkpoints = CheckpointManager(
         Path(folder),
-        Checkpoint(interval=1, keep_n=None, keep_every=None, best_metric=None, best_mode="min", background=True),
+        Checkpoint(
+            interval=1,
+            keep_n=None,
+            keep_every=None,
+            best_metric=None,
+            best_mode="min",
+            trainable_only=None,
+            background=True,
+        ),
         world,
     )
     real = safetensors_io.save_file

@@ -32,7 +32,7 @@ def test_reference_page_is_up_to_date() -> None:
     [
         ("optim.lr", ["number >= 0", "learning rate", "default: 0.001"]),
         ("mllm.sources.mine.path", ["mllm.sources.NAME.path", "default: none, it must be set"]),
-        ("lora.targets", ["list of string", "default: [llm]"]),
+        ("lora.targets", ["list of string, or null", "default: null"]),
         ("guard", ["guard.spike_sigmas", "skipped on all ranks"]),
     ],
 )

@@ -204,7 +204,7 @@ def test_lora_unknown_or_conflicting_targets_are_refused(ranks2, base: Path, vis
     ):
         with pytest.raises(UserError, match=words):
             MLLMModelKit(lora).build(ModelSource(str(base)))
-    with pytest.raises(UserError, match="Linear is not a Hugging Face model, so adapters are not supported"):
+    with pytest.raises(UserError, match="lora: Linear has no linear layers"):
         MLLMModelKit(Lora()).adapt(torch.nn.Linear(2, 2))
     with pytest.raises(UserError, match="has no adapters to export"):
         MLLMModelKit.export_adapter(engine_of(base, None, train=False), "nowhere")

@@ -11,12 +11,13 @@ import pytest
 import torch
 from conftest import ROOT, read_metrics, readme_commands
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.checkpoint.state import ema_name
 from mvp_engine.cli import main
 from mvp_engine.config import compose
-from mvp_engine.errors import UserError
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
 
@@ -158,6 +159,7 @@ def test_vit_export_has_the_ema_weights_on_one_rank_and_on_two_shards(ranks2: An
 
 
 def test_vit_gpu_configs_compose_and_pretrained_folder_gets_a_new_head(own: tuple[Path, list[str]]) -> None:
+    from transformers import AutoModelForImageClassification
     from vit_classification.model import make_model
 
     folder, words = own
@@ -171,8 +173,95 @@ def test_vit_gpu_configs_compose_and_pretrained_folder_gets_a_new_head(own: tupl
     newest = list_runs(folder)[0].dir
     assert run(folder, *words, "workflow=export", f"resume={newest}") == 0
     [export] = newest.glob("hf_step_*")
-    more = [f"model.path={export}", "images.root=null", "loop.total_steps=2"]
-    assert launch(str(CONFIGS / "cpu.yaml"), [f"project.dir={folder / 'next'}", *QUICK, *more, "model.config={}"]) == 0
+    more = [f"project.dir={folder / 'next'}", *QUICK, f"model.path={export}", "images.root=null"]
+    more += ["loop.total_steps=1", "optim.lr=1e-9"]
+    assert launch(str(CONFIGS / "cpu.yaml"), [*more, "model.config=null"]) == 0
+    trained = Reader(list_runs(folder / "next")[0].dir / "checkpoints" / "latest")
+    before = AutoModelForImageClassification.from_pretrained(export).state_dict()
+    for name, value in before.items():
+        if not name.startswith("classifier."):
+            torch.testing.assert_close(trained.read(f"model.{name}"), value, atol=1e-6, rtol=0)
+    assert trained.entries["model.classifier.weight"].shape == (10, 16)
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"image_size": 16, "patch_size": 8}
+TEXT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT |= {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def write_folder(folder: Path, kind: str) -> Path:
+    """A pretrained folder without a classifier; CLIP and SigLIP with a nested vision config and a text encoder."""
+    import transformers
+
+    nested = {"vision_config": SIZES, "text_config": TEXT}
+    config = transformers.CONFIG_MAPPING[kind](**(SIZES if kind == "vit" else nested))
+    torch.manual_seed(0)
+    transformers.AutoModel.from_config(config).save_pretrained(folder)
+    square = {"height": 16, "width": 16}
+    transformers.ViTImageProcessor(size=square).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["vit", "clip", "siglip"])
+def test_vit_from_a_folder_of_another_size_trains_its_weights_and_lora_saves_what_trains_only(
+    kind: str, tmp_path: Path, capsys: Any
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForImageClassification
+
+    base = write_folder(tmp_path / "base", kind)
+    words = [f"project.dir={tmp_path / 'refused'}", *QUICK, f"model.path={base}", "loop.total_steps=2"]
+    words += ["lora.rank=2", "optim.ema=null", "optim.lr=0.01", "data.micro_batch_size=8"]
+    config = str(CONFIGS / "cpu.yaml")
+    assert launch(config, [*words, "images.size=16"]) == EXIT_USER_ERROR
+    key, there = ("hidden_size=64", 16) if kind == "vit" else ("model_type=vit", kind)
+    assert f"model.config.{key}, but the model in {base} has {there}" in capsys.readouterr().err
+    words += ["model.config=null"]
+    assert launch(config, words) == EXIT_USER_ERROR
+    assert "images.size=32, but" in capsys.readouterr().err
+    words += ["images.size=16", f"project.dir={tmp_path / 'runs'}"]
+    assert launch(config, words) == 0
+    run = list_runs(tmp_path / "runs")[0].dir
+    saved = Reader(run / "checkpoints" / "latest").entries
+    trained = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+    assert trained == {name for name in trained if ".lora_" in name or name.startswith("classifier.")}
+    assert sum(".lora_A." in name for name in trained) == 12
+    assert launch(config, [*words, "workflow=export", f"resume={run}"]) == 0
+    merged = AutoModelForImageClassification.from_pretrained(run / "hf_step_2").eval()
+    labels = {"id2label": merged.config.id2label, "label2id": merged.config.label2id}
+    plain = AutoModelForImageClassification.from_pretrained(base, **labels)
+    pixels = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    adapted = PeftModel.from_pretrained(plain, run / "hf_step_2_adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(pixel_values=pixels).logits, merged(pixel_values=pixels).logits)
+    if kind != "vit":
+        return
+    assert launch(config, [*words, "resume=auto", "loop.total_steps=3"]) == 0
+    changed = load_file(base / "model.safetensors")
+    changed["layernorm.weight"] += 1.0
+    save_file(changed, base / "model.safetensors", {"format": "pt"})
+    assert launch(config, [*words, "resume=auto", "loop.total_steps=4"]) == EXIT_USER_ERROR
+    assert "leaves out the frozen vit.layernorm.weight" in capsys.readouterr().err
+
+
+def test_vit_folder_that_lacks_weights_other_than_the_head_is_refused(tmp_path: Path) -> None:
+    from vit_classification.model import make_model
+
+    base = write_folder(tmp_path / "base", "vit")
+    model: Any = compose(str(CONFIGS / "cpu.yaml"), ["model.config=null", f"model.path={base}"]).config.model
+    with pytest.raises(UserError, match=r"model\.config\.qkv_bias=False, but the model in .* has True"):
+        make_model(model.model_copy(update={"config": {"qkv_bias": False}}), 16, ["a", "b"])
+    weights = load_file(base / "model.safetensors")
+    del weights["layernorm.bias"]
+    weights["layernorm.weight"] = torch.ones(5)
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"layernorm\.weight has the shape \(5,\) there and \(16,\)"):
+        make_model(model, 16, ["a", "b"])
+    del weights["layernorm.weight"]
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 2 weight\(s\) of ViTForImageClassification, such as vit\.layernorm"):
+        make_model(model, 16, ["a", "b"])
 
 
 def test_vit_dataset_user_errors_name_the_fix(tmp_path: Path) -> None:

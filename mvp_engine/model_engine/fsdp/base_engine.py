@@ -193,25 +193,31 @@ class FSDPBaseEngine(ModelEngine):
     def collect(self, shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Tensor]:
         shared = {**shared, "model_engine": self.state_dict()}
         optimizer = self.optimizer if self.training else None
-        without = self.adapter.external_tensors()
+        without: set[str] = set()
+        if self._saves_trainable_only():
+            without = self.adapter.external_tensors()
+            shared["external"] = self.adapter.external_checksums(without)
         return state.collect(self.model, optimizer, shared, own, self.world.rank, without=without)
 
     def restore(self, folder: Path) -> state.SavedState:
         group = self.world.host_group
-        without = self.adapter.external_tensors()
-        if without:
-            with raise_on_all_ranks(group):
-                self.adapter.check_external(folder)
-        if not self.training:
-            return state.restore(folder, self.model, None, group, without=without)
+        with raise_on_all_ranks(group):
+            external = state.read_shared(folder).get("external")
+            without = self.adapter.left_out(folder, external)
         # A scheduler that is no function of the step keeps state in the parameter groups.
-        whole_groups = not isinstance(self.scheduler, LambdaLR)
-        saved = state.restore(folder, self.model, self.optimizer, group, whole_groups, without)
-        self.load_state_dict(saved.shared["model_engine"])
+        optimizer = self.optimizer if self.training else None
+        whole_groups = self.training and not isinstance(self.scheduler, LambdaLR)
+        saved = state.restore(folder, self.model, optimizer, group, whole_groups, without)
+        if self.training:
+            self.load_state_dict(saved.shared["model_engine"])
         return saved
 
+    def _saves_trainable_only(self) -> bool:
+        wanted = self.settings.trainable_only
+        return self.adapter.has_lora() if wanted is None else wanted
+
     def describe(self, folder: Path) -> None:
-        self.adapter.describe(folder, type(self))
+        self.adapter.describe(folder, type(self), self._saves_trainable_only())
 
     def export_hf(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         self.adapter.export(Path(folder).expanduser().resolve(), dtype, self.world)

@@ -1,0 +1,144 @@
+"""Checkpoints of what trains only: for plain modules, with and without LoRA, and for Hugging Face models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import parallel
+from folders import alone, entries, folder_of, same
+from lora_models import adam, steps
+from test_api import constant
+from torch import Tensor, nn
+
+from mvp_engine.checkpoint.format import Reader
+from mvp_engine.cli import main
+from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.errors import UserError
+from mvp_engine.kit import Lora, MLLMModelKit
+from mvp_engine.model_engine import FSDPEngine, LanguageModelEngine, ModelSource, Settings
+
+X = torch.linspace(-1, 1, 24).view(3, 8)
+
+
+class Net(nn.Module):
+    """Two blocks, a layer norm with a buffer beside it, and a new head."""
+
+    fresh = ("head.*",)
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("count", torch.tensor(float(seed)))
+        torch.manual_seed(9)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(self.norm(x))
+
+
+def plain_engine(seed: int, lora: Lora | None = None, layout: Layout | None = None, **settings: Any) -> FSDPEngine:
+    model = MLLMModelKit(lora).adapt(Net(seed))
+    engine = FSDPEngine(model, layout or alone(), Settings(**settings))
+    engine.initialize(adam, constant)
+    return engine
+
+
+def step(engine: FSDPEngine) -> None:
+    engine.train_batch([X], lambda x: (engine.model(x).square().sum(), 3.0))
+
+
+def tensors(engine: FSDPEngine) -> dict[str, Tensor]:
+    return {name: full_tensor(value.detach()).clone() for name, value in engine.model.state_dict().items()}
+
+
+def saved_by_two_shards(folder: str) -> dict[str, Tensor]:
+    world = World.join("cpu")
+    engine = plain_engine(0, Lora(rank=2), Layout.of(world, parallel(shard=2)))
+    step(engine)
+    engine.save_checkpoint(folder)
+    found = tensors(engine)
+    world.close()
+    return found
+
+
+def test_lora_on_a_plain_module_saves_what_trains_and_needs_the_same_base(ranks2, tmp_path: Path) -> None:
+    start = plain_engine(0, Lora(rank=2))
+    assert torch.equal(start.model(X), Net()(X))
+    adapted = [name for name, _ in start.model.named_parameters() if "lora_A" in name]
+    assert adapted == ["blocks.0.lora_A.weight", "blocks.1.lora_A.weight"]  # of the blocks, not of the head
+    trained = ranks2.run(saved_by_two_shards, str(tmp_path / "saved"))[0]
+    names = {name.removeprefix("model.") for name in Reader(tmp_path / "saved").entries if name.startswith("model.")}
+    assert names == {n for n in trained if ".lora_" in n or n.startswith("head.")} | {"count"}
+    again = plain_engine(0, Lora(rank=2))
+    again.load_checkpoint(tmp_path / "saved")
+    assert same(tensors(again), trained)
+    with pytest.raises(UserError, match=r"leaves out the frozen blocks\.0\.\w+ .*which has other values"):
+        plain_engine(1, Lora(rank=2)).load_checkpoint(tmp_path / "saved")
+
+
+def test_adapters_of_a_plain_module_are_read_by_peft(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    engine = plain_engine(0, Lora(rank=2, rslora=True))
+    for _ in range(3):
+        step(engine)
+    MLLMModelKit.export_adapter(engine, tmp_path / "adapter")
+    adapted = PeftModel.from_pretrained(Net(), tmp_path / "adapter").eval()
+    torch.testing.assert_close(adapted(X), engine.model(X))
+    assert not torch.allclose(adapted(X), Net()(X), atol=1e-3)
+
+
+@pytest.mark.parametrize("trainable_only", [None, False, True])
+def test_frozen_plain_module_is_saved_whole_unless_trainable_only(trainable_only: bool | None, tmp_path: Path) -> None:
+    settings: Any = {"freeze": ("blocks.*",), "trainable_only": trainable_only}
+    engine = plain_engine(0, **settings)
+    step(engine)
+    engine.save_checkpoint(tmp_path / "saved")
+    is_left_out = "model.blocks.0.weight" not in Reader(tmp_path / "saved").entries
+    assert is_left_out == bool(trainable_only)
+    again = plain_engine(0, freeze=("blocks.*",))  # whatever the setting is when it is read
+    again.load_checkpoint(tmp_path / "saved")
+    assert same(tensors(again), tensors(engine))
+    if trainable_only:
+        with pytest.raises(UserError, match=r"no optimizer state for .*blocks.*: was it frozen"):
+            plain_engine(0).load_checkpoint(tmp_path / "saved")  # nothing is frozen now
+
+
+def test_lora_with_trainable_only_false_saves_the_base_too(tmp_path: Path) -> None:
+    engine = plain_engine(0, Lora(rank=2), trainable_only=False)
+    engine.save_checkpoint(tmp_path / "saved")
+    other = plain_engine(1, Lora(rank=2))
+    other.load_checkpoint(tmp_path / "saved")
+    assert same(tensors(other), tensors(engine))
+
+
+def test_frozen_language_model_with_trainable_only_is_loaded_and_merged_with_its_folder(tmp_path: Path) -> None:
+    folder_of("qwen3", tmp_path / "base")
+
+    def built(**settings: Any) -> LanguageModelEngine:
+        model = LanguageModelEngine.build_model(ModelSource(str(tmp_path / "base"), {}))
+        engine = LanguageModelEngine(model, alone(), Settings(freeze=("*.mlp.*",), **settings))
+        engine.initialize(adam, constant)
+        return engine
+
+    engine = built(trainable_only=True)
+    steps(engine)
+    engine.save_checkpoint(tmp_path / "saved")
+    saved = Reader(tmp_path / "saved").entries
+    assert saved
+    assert not [name for name in saved if ".mlp." in name]
+    again = built()
+    again.load_checkpoint(tmp_path / "saved")
+    assert same(tensors(again), tensors(engine))
+    engine.export_hf(tmp_path / "export")
+    assert main(["merge", str(tmp_path / "saved"), str(tmp_path / "merged")]) == 0
+    exported = dict(entries(tmp_path / "export" / "model.safetensors"))
+    assert same(dict(entries(tmp_path / "merged" / "model.safetensors")), exported)
