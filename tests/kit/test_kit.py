@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.data.encode import processor_calls
 from mvp_engine.kit.data.encode.template import ChatTemplate
+from mvp_engine.kit.data.read import decode_image
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
 from mvp_engine.kit.data.read.rows import read_row
 
@@ -353,3 +355,22 @@ def test_bad_rows_of_all_ranks_count_against_the_limit(tmp_path: Path) -> None:
     alone = BadRows(settings, 1000)
     alone.add(found(1, 4))
     assert alone.counts.total() == other.counts.total() == 1
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "shrink"])
+def test_loader_opens_each_image_once_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlong: str) -> None:
+    file = write(tmp_path / "rows.jsonl", with_images(tmp_path))
+    kit = made(file, qwen3_vl(), overlong=overlong, row_tokens=60)
+    dataset = kit.dataset("train", global_batch_size=1)
+    opened = Counter[str]()
+    open_file = decode_image.Image.open
+
+    def counted(source: Path, **options: Any) -> Any:
+        opened[source.name] += 1
+        return open_file(source, **options)
+
+    monkeypatch.setattr(decode_image.Image, "open", counted)
+    packs = [dataset[i] for i in range(len(dataset))]
+    num_images = sum(len(batch.media["pixel_values"].row_counts) for batch, _ in packs)
+    assert set(opened.values()) == {1}
+    assert len(opened) >= num_images > 3

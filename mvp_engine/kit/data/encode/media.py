@@ -34,11 +34,12 @@ from mvp_engine.kit.data.encode.processor_outputs import (
     to_media_of_items,
 )
 from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
+from mvp_engine.kit.data.read import decode_image
 from mvp_engine.kit.data.read.decode import decode, decode_now
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_info import MediaInfo
 from mvp_engine.kit.data.read.media_source import describe
-from mvp_engine.kit.data.read.probe import probe, probe_now
+from mvp_engine.kit.data.read.probe import image_info, probe, probe_now
 from mvp_engine.kit.data.read.row_types import BadRow, Part
 from mvp_engine.kit.data.read.size_cache import SizeCache, file_of
 from mvp_engine.kit.data.read.timeout import run_in_thread, run_with_timeout
@@ -119,18 +120,31 @@ class MediaHandler:
         return decode(part, info, self.limits, root, self.sampling_rate)
 
     def probe_and_decode(self, part: Part, root: Path) -> tuple[MediaInfo, Any]:
-        """What `probe` and `decode` return, under one timeout: a handover to a thread takes 0.1 ms."""
+        """What `probe` and `decode` return, under one timeout: a handover to a thread takes 0.1 ms.
+
+        An image is opened once: its size is that of its pixels.
+        """
 
         def work() -> tuple[MediaInfo, Any]:
+            if part.kind == "image":
+                self._check_kind(part)
+                image = decode_image.decode_image(part.value, self.limits, root)
+                return image_info(part, *image.size), image
             info = self._supported_info(part, lambda: probe_now(part, self.limits, root))
             return info, decode_now(part, info, self.limits, root, self.sampling_rate)
 
         return run_with_timeout(self.limits.timeout, work, f"reading {describe(part)}")
 
+    def keep_open(self, part: Part, root: Path) -> Part:
+        """An image with its header read as the value, which `probe` and `decode` do not open again."""
+        if part.kind != "image" or part.kind not in self.kinds:
+            return part
+        open_part = partial(decode_image.open_image, part.value, self.limits, root)
+        image = run_with_timeout(self.limits.timeout, open_part, f"opening {describe(part)}")
+        return replace(part, value=image)
+
     def _supported_info(self, part: Part, find_info: Callable[[], MediaInfo]) -> MediaInfo:
-        if part.kind not in self.kinds:
-            name = type(self.processor).__name__
-            raise BadRow("unsupported", f"{name} does not support {part.kind}")
+        self._check_kind(part)
         info = find_info()
         if part.kind != "audio":
             return info
@@ -144,6 +158,11 @@ class MediaHandler:
                 "(limits.chunk_seconds, where the encoder takes more)",
             )
         return info
+
+    def _check_kind(self, part: Part) -> None:
+        if part.kind not in self.kinds:
+            name = type(self.processor).__name__
+            raise BadRow("unsupported", f"{name} does not support {part.kind}")
 
     def expansion(self, info: MediaInfo) -> str:
         """The text that replaces the item's placeholder."""

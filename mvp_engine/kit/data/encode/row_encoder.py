@@ -124,14 +124,13 @@ class RowEncoder:
         """The row's sequence; of a preference row with `pairs`, the chosen side and the rejected one.
 
         Raises BadRow. With `fit`, an over-long row is handled as `overlong` says. With `decode`, media
-        that will not be truncated or shrunk are decoded on the way: files are then opened once.
+        that will not be truncated or shrunk are decoded on the way; images are opened once in any case.
         """
         row = read_row(raw, format)
         sides = self._encode_row(row, root, fit, decode)
         return [replace(side, fields=row.fields) for side in sides]
 
     def _encode_row(self, row: Row, root: Path, fit: bool, decode: bool) -> list[EncodedSequence]:
-        decode = decode and self.overlong not in ("truncate", "shrink")
         sides = [self._full_sequence(row, root, decode)]
         if self.pairs and row.rejected:
             sides.append(self._rejected_side(row, root, decode))
@@ -156,6 +155,9 @@ class RowEncoder:
         rendered = self.template.render(row)
         row_media = row.media()
         parts = [row_media[place.index] for place in rendered.media]
+        if decode and self.overlong in ("truncate", "shrink"):
+            decode = False  # not before it is known what of them is needed
+            parts = [self.media.keep_open(part, root) for part in parts]
         if not decode or not parts:
             infos = [self.media.probe(part, root) for part in parts]
             return self._tokenize(FullSequence(rendered, parts, infos))
