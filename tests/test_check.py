@@ -43,7 +43,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_check_of_a_plain_engine_measures_steps_and_leaves_no_files(tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "outputs"
     found = checked(capsys, MAGIC, f"project.dir={folder}", "checkpoint.interval=1", "resume=auto")
-    assert list(stages(found).items()) == [(name, True) for name in ("config", "model", "step", "evaluation")]
+    assert list(stages(found).items()) == [(name, True) for name in ("config", "model", "step", "split", "evaluation")]
     step, training = found["step"], found["training"]
     assert (step["tokens"], step["samples"], len(step["losses"])) == (128 * 25, 128, STEPS)
     assert step["losses"][0] == pytest.approx(2.4, abs=0.2)
@@ -71,7 +71,7 @@ def test_check_json_keys_are_documented(tmp_path: Path, capsys: Any) -> None:
 def test_check_of_a_data_kit_inspects_rows_and_evaluates(digits: list[str], tmp_path: Path, capsys: Any) -> None:
     export = tmp_path / "export"
     found = checked(capsys, DIGITS, *digits, f"export={export}", "loop.total_steps=null", "loop.epochs=3")
-    assert list(stages(found)) == ["config", "data", "model", "step", "evaluation"]
+    assert list(stages(found)) == ["config", "data", "model", "step", "split", "evaluation"]
     (row,) = found["data"]["rows"]
     assert [piece["text"] for piece in row["sequences"][0]["text"] if piece.get("learnt")] == ["0<|im_end|>"]
     plan = found["data"]["plan"]
@@ -140,7 +140,9 @@ def test_check_bad_rows_are_a_warning_or_an_error(digits: list[str], tmp_path: P
     assert re.search(r"ok +config.*\n(.*\n)*.*rows.jsonl:1: bad_json(.*\n)*FAILED +data\n", output.out)
     assert "1 of 31 rows are bad, and 0 are allowed" in output.err
     found = checked(capsys, DIGITS, *words, "mllm.max_bad_fraction=0.1")
-    assert found["warnings"] == ["train: 1 bad row(s) will be left out"]
+    bad, unused = found["warnings"]
+    assert bad == "train: 1 bad row(s) will be left out"
+    assert "parameters that train got no gradient in 4 steps: all of vision, all of projector. Is the loss" in unused
     assert found["data"]["rows"][0]["where"] == "rows.jsonl:2"  # the first good row
     assert found["evaluation"] is None
 

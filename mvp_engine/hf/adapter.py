@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from mvp_engine.hf.lora import merge_adapters
 from mvp_engine.hf.model_info import check_base, write_model_info
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.preflight import check_gradients, check_packing
+from mvp_engine.hf.preflight_media import MediaPreflight
 from mvp_engine.hf.pretrained import load_pretrained
 from mvp_engine.hf.tp_plan import apply_tensor_parallel
 
@@ -31,10 +32,11 @@ LOGGER = logging.getLogger("mvp_engine")
 
 class HFAdapter:
     compiles_by_default = True
-    extra_forwards = ("reference_log_probs",)
+    extra_forwards = ("reference_log_probs", "reference_hidden")
 
     def __init__(self, model: PackedModel) -> None:
         self.model = model
+        self._media = MediaPreflight(model)
 
     def before_parallelize(self, dtype: torch.dtype) -> None:
         config: Any = self.model.hf.config
@@ -73,6 +75,12 @@ class HFAdapter:
     def preflight_gradients(self, layout: Layout) -> None:
         if layout.tensor_mesh is not None:
             check_gradients(self.model, layout.tensor_mesh, layout.world.host_group)
+
+    def preflight_media(self, engine: Any, batches: Iterable[Any]) -> None:
+        if rows := self._media.unchecked(batches):
+            with engine.eval_mode(), engine.autocast():
+                exact = engine.dtype == torch.float32
+                self._media.check(rows, exact=exact, reference=engine.layout.tensor_mesh is None)
 
     def check_batch(self, micro_batch: Any) -> None:
         if isinstance(micro_batch, PackedBatch) and micro_batch.labels.is_cpu:

@@ -236,6 +236,17 @@ class PackedModel(nn.Module):
         if not config.sub_configs:  # encoders may have placeholder ids outside of the embeddings
             check_token_range(batch, "input_ids", self.hf.get_input_embeddings())  # type: ignore[operator]
 
+    def reference_hidden(self, batch: PackedBatch) -> Tensor:
+        """The hidden states of one sequence from transformers' own forward, for `preflight_media`."""
+        with attention.eager_attention(self.hf.config):
+            out = self.base()(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.position_ids.unsqueeze(-2),
+                use_cache=False,
+                **media_inputs(self.base(), batch),
+            )
+        return out.last_hidden_state[0]
+
     def reference_log_probs(self, batch: PackedBatch) -> Tensor | None:
         """Log-probs of the labels from transformers' own forward, for `preflight`; None without."""
         return None

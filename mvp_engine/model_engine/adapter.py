@@ -54,6 +54,9 @@ class ModelAdapter:
     def preflight_gradients(self, layout: Layout) -> None:
         """The same for gradients, before the first training step."""
 
+    def preflight_media(self, engine: Any, batches: Any) -> None:
+        """The same for the first rows of each kind of media; ranks that run the model together have the same."""
+
     def check_batch(self, micro_batch: Any) -> None:
         """Refuse a batch, on the host, that the model would misread."""
 

@@ -13,6 +13,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel, attention
 from mvp_engine.hf.preflight import check_packing
+from mvp_engine.hf.preflight_media import MediaPreflight
 
 
 @pytest.mark.parametrize("name", VISION)
@@ -21,6 +22,8 @@ def test_language_model_with_media_packed_equals_single_and_transformers(name: s
     check_packing(model)
     ones = samples(model, name)
     check_packed_is_alone(model, ones, ["log_probs", "entropy"])
+    media = MediaPreflight(model)
+    media.check(media.unchecked(ones), exact=True, reference=True)
     for one in ones:
         reference = transformers_log_probs(model, processor_inputs(model, one))
         assert close(model(one, ["log_probs"])["log_probs"], reference)

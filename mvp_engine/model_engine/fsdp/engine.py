@@ -87,6 +87,7 @@ class FSDPEngine(FSDPBaseEngine):
         scheduled = [Scheduled(micro_batch, False) for micro_batch in micro_batches]
         if self.sharded:
             scheduled = self._lockstep.step(micro_batches, plan)
+        self.adapter.preflight_media(self, self._lockstep.dummies.values() or micro_batches)
         for index, (micro_batch, is_dummy) in enumerate(self._prefetch(scheduled)):
             loss_sum, weight = self._forward(forward_step, micro_batch, is_dummy)
             if is_dummy:

@@ -39,7 +39,7 @@ class LockstepScheduler:
         self.layout = layout
         self.world = layout.world
         self._repeatable: Any = None  # the micro-batch that dummy forwards of this call repeat
-        self._dummies: dict[str, PackedBatch] = {}  # by media kind; the same on all ranks
+        self.dummies: dict[str, PackedBatch] = {}  # by media kind; the same on all ranks
         self._packed: bool | None = None  # are micro-batches PackedBatches, on any rank?
 
     def stream(self, micro_batches: Iterable[Any]) -> Iterator[Scheduled]:
@@ -131,14 +131,14 @@ class LockstepScheduler:
 
     def _share_dummies(self, batches: list[Any], kinds: MediaKinds) -> None:
         """For each kind that is new, agree on the smallest sequence with it that any rank holds now."""
-        new = sorted(kinds - set(self._dummies))
+        new = sorted(kinds - set(self.dummies))
         if not new:
             return
         offers = self.world.all_gather({kind: _smallest(batches, kind) for kind in new})
         for kind in new:
             found = [offer[kind] for offer in offers if offer[kind] is not None]
             if found:  # else every planned row of this kind failed to decode
-                self._dummies[kind] = _smallest_of(found, kind)
+                self.dummies[kind] = _smallest_of(found, kind)
 
     def _complete(self, micro_batch: Any, required: set[str]) -> Any:
         """Append dummy sequences, so that this rank calls the encoders that others call in this forward."""
@@ -147,7 +147,7 @@ class LockstepScheduler:
         dummies: list[PackedBatch] = []
         for kind in sorted(required - media_kinds(micro_batch)):
             if not any(kind in media_kinds(dummy) for dummy in dummies):  # one may have several
-                dummies.append(self._dummies[kind])
+                dummies.append(self.dummies[kind])
         missing = self.layout.ulysses - micro_batch.num_tokens - sum(d.num_tokens for d in dummies)
         if missing > 0:  # Ulysses needs a token for every rank
             dummies += [_one_token(micro_batch)] * missing
@@ -158,14 +158,14 @@ class LockstepScheduler:
 
         A rank may lack a kind that was planned for it, so with a plan a dummy of any kind may be in use.
         """
-        required = {kind for kinds in of_ranks for kind in kinds if kind in self._dummies}
+        required = {kind for kinds in of_ranks for kind in kinds if kind in self.dummies}
         while True:
             in_use = [
                 kind
                 for kind in required
                 if is_planned or any(kind not in kinds for kinds in of_ranks)
             ]
-            implied = {other for kind in in_use for other in media_kinds(self._dummies[kind])}
+            implied = {other for kind in in_use for other in media_kinds(self.dummies[kind])}
             if implied <= required:
                 return required
             required |= implied

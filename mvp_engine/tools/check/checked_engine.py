@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from pathlib import Path
@@ -14,6 +15,8 @@ from mvp_engine.config import Config
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.kit import EvalGeneration
 from mvp_engine.log.backends import Backend
+from mvp_engine.model_engine.fsdp.grad_norm import local_grad
+from mvp_engine.tools.check.splits import MAX_MICRO_BATCHES
 
 STEPS = 4  # the first is not timed: it allocates, compiles and starts the loader workers
 MAX_NEW_TOKENS = 4  # per generated completion: enough to see that generation works
@@ -26,7 +29,13 @@ class CheckedEngine(Engine):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.nonfinite_losses: list[str] = []  # one message per micro-batch
-        self._losses: list[Tensor] = []  # of the current step's micro-batches
+        self.first_micro_batches: list[Any] | None = (
+            None  # some of the first step, before hooks change them
+        )
+        self._with_gradient: set[str] = set()  # parameters whose gradient was not 0 in some step
+        self._losses: list[
+            tuple[Tensor, Tensor | float]
+        ] = []  # and weights, of the current step's micro-batches
 
     @property
     def done(self) -> bool:
@@ -35,17 +44,22 @@ class CheckedEngine(Engine):
     def save(self) -> None:
         """A check writes no checkpoint."""
 
+    def train_pre_step(self, ctx: StepContext) -> None:
+        if self.first_micro_batches is None:
+            self.first_micro_batches = copy.deepcopy(ctx.micro_batches[:MAX_MICRO_BATCHES])
+        super().train_pre_step(ctx)
+
     def forward_step(self, ctx: StepContext, micro_batch: Any) -> tuple[Tensor, Tensor | float]:
         result = super().forward_step(ctx, micro_batch)
         if ctx.split == "train" and not ctx.is_dummy:
-            self._losses.append(result[0].detach())
+            self._losses.append((result[0].detach(), result[1]))
         return result
 
     def train_post_step(self, ctx: StepContext) -> None:
         super().train_post_step(ctx)
         count = len(self._losses)
         first = self.feed.used - count
-        for number, loss in enumerate(self._losses):
+        for number, (loss, _) in enumerate(self._losses):
             if not bool(torch.isfinite(loss)):
                 micro_batches = [first + number, first + number + 1]
                 ids = self.feed.sample_ids({"micro_batches": micro_batches})
@@ -54,6 +68,30 @@ class CheckedEngine(Engine):
                     f"the loss is {float(loss)}{_listed(ids)}"
                 )
         self._losses = []
+        self._note_gradients()
+
+    def take_losses(self) -> list[tuple[float, float]]:
+        """Loss sum and weight of each micro-batch of this rank since the last call."""
+        taken = [(float(loss), float(weight)) for loss, weight in self._losses]
+        self._losses = []
+        return taken
+
+    def _note_gradients(self) -> None:
+        named = {}
+        for name, param in self.model.named_parameters():
+            if param.requires_grad and param.grad is not None and name not in self._with_gradient:
+                named[name] = local_grad(param)
+        if named:
+            norms = torch.stack(torch._foreach_norm(list(named.values()))).tolist()
+            self._with_gradient |= {
+                name for name, norm in zip(named, norms, strict=True) if norm != 0
+            }
+
+    def without_gradient(self) -> list[str]:
+        """Parameters that train, but whose gradient was missing or 0 in all steps. All ranks call it."""
+        found = set().union(*self.world.all_gather(self._with_gradient))
+        named = self.model.named_parameters()
+        return [name for name, param in named if param.requires_grad and name not in found]
 
 
 class Recorder(Backend):

@@ -16,7 +16,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
 from mvp_engine.tools.check.show import Printer
 
-RESULTS = ("data", "eval_data", "parts", "step", "memory", "training", "evaluation")
+RESULTS = ("data", "eval_data", "parts", "step", "split", "memory", "training", "evaluation")
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -44,6 +44,7 @@ class CheckRecord:
             "problems": [],
             "warnings": [],
             "bad_rows": [],
+            "without_gradient": [],
             **dict.fromkeys(RESULTS),
         }
 
@@ -64,10 +65,10 @@ class CheckRecord:
         self.facts["stages"].append({"name": name, "ok": False, "seconds": None, "says": None})
         self.save()
 
-    def end_stage(self, result: str) -> None:
+    def end_stage(self, result: str, ok: bool = True) -> None:
         seconds = round(time.perf_counter() - self._started, 2)
         stage = self.facts["stages"][-1]
-        stage |= {"ok": True, "seconds": seconds, "says": result}
+        stage |= {"ok": ok, "seconds": seconds, "says": result}
         self.save()
         self.printer.stage(stage)
 

@@ -17,7 +17,10 @@ class Printer:
 
     def stage(self, stage: dict[str, Any]) -> None:
         text = f"{stage['name']:<11}{stage['says']}  ({stage['seconds']:.1f} s)"
-        self._line("ok", "bold green", text)
+        if stage["ok"]:
+            self._line("ok", "bold green", text)
+        else:
+            self._line("PROBLEM", "bold red", text)
 
     def failed(self, name: str) -> None:
         self._line("FAILED", "bold red", name)

@@ -18,12 +18,13 @@ from statistics import mean, median
 from typing import Any
 
 import torch
+from torch import nn
 
 from mvp_engine.config import Composed, Config
 from mvp_engine.distributed import World
 from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
-from mvp_engine.hf.parts import trained_parts
+from mvp_engine.hf.parts import parts_of, trained_parts
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows
 from mvp_engine.launch import launch, leave
@@ -33,6 +34,7 @@ from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.process.signals import StopSignals
 from mvp_engine.runs import Run
 from mvp_engine.tools.check.checked_engine import (
+    MAX_IDS,
     CheckedEngine,
     Recorder,
     WarningCollector,
@@ -40,6 +42,7 @@ from mvp_engine.tools.check.checked_engine import (
     skipped_steps,
 )
 from mvp_engine.tools.check.record import CheckRecord
+from mvp_engine.tools.check.splits import PAGE, batch_norms, compare_splits, explain
 from mvp_engine.tools.data_kit import config_data_kit
 from mvp_engine.tools.inspect import inspect_kit
 from mvp_engine.tools.inspect_stats import count_bad
@@ -124,6 +127,9 @@ class Check:
             engine.do_train()
             engine._read_status()
             self._step_stage(engine, config, recorder.records)
+            if not engine.world.broadcast(bool(record["problems"])):
+                record.begin_stage("split")
+                self._split_stage(engine)
             if config.loop.eval_interval or (kit is not None and _has_eval(kit)):
                 record.begin_stage("evaluation")
                 self._evaluation_stage(engine, config, kit)
@@ -208,6 +214,7 @@ class Check:
         for messages in engine.world.all_gather(engine.nonfinite_losses):
             nonfinite += messages
         record["problems"] += nonfinite or skipped_steps(engine.run.dir)
+        self._report_unused_parameters(engine)
         if engine.guard.overflows == engine.step:
             record.warning(f"all {engine.step} steps overflowed in fp16: try loop.precision=bf16")
         if not engine.world.is_main:
@@ -225,7 +232,7 @@ class Check:
         }
         if total and total * seconds > LONG_RUN and config.checkpoint.interval is None:
             record.warning("checkpoint.interval is null: nothing is saved before the end")
-        record.end_stage(f"{len(records)} steps: {seconds:.3g} s each")
+        record.end_stage(f"{len(records)} steps: {seconds:.3g} s each", ok=not record["problems"])
 
     def _step_facts(self, engine: CheckedEngine, records: list[dict[str, Any]]) -> dict[str, Any]:
         timed = [one["perf"] for one in records[1:] or records]
@@ -247,6 +254,35 @@ class Check:
             "losses": [one.get("loss") for one in records],
             "grad_norms": [one.get("grad_norm") for one in records],
         }
+
+    def _split_stage(self, engine: CheckedEngine) -> None:
+        """Does the loss depend on how the rows of a step are split into micro-batches?"""
+        record = self.record
+        found = compare_splits(engine, engine.first_micro_batches or [])
+        if norms := batch_norms(engine.model):
+            record.warning(
+                f"{len(norms)} {type(norms[0]).__name__} module(s) use statistics of one micro-batch of one rank: "
+                f"results depend on data.micro_batch_size and the number of ranks. See {PAGE}"
+            )
+        if isinstance(found, str):
+            record.end_stage(found)
+            return
+        record["split"] = found.facts()
+        if found.exceeds:
+            record.problem(explain(found))
+        record.end_stage(found.summary(), ok=not found.exceeds)
+
+    def _report_unused_parameters(self, engine: CheckedEngine) -> None:
+        names = engine.without_gradient()
+        self.record["without_gradient"] = names
+        if not names:
+            return
+        total = sum(param.requires_grad for param in engine.model.parameters())
+        self.record.warning(
+            f"{len(names)} of {total} parameters that train got no gradient in {engine.step} steps: "
+            f"{_by_part(engine.model, names)}. Is the loss computed without them, or do the rows of these steps lack "
+            "their data (images, ...)? model.freeze freezes them"
+        )
 
     def _evaluation_stage(
         self, engine: CheckedEngine, config: Config, kit: MLLMDataKit | None
@@ -299,6 +335,19 @@ def is_known_metric(name: str, metrics: list[str], sources: list[str]) -> bool:
 
 def _has_eval(kit: MLLMDataKit) -> bool:
     return any(source.split == "eval" for source in kit.settings.sources)
+
+
+def _by_part(model: nn.Module, names: list[str]) -> str:
+    """Parameter names for a message: first parts of the model that are complete, then some names."""
+    parts = parts_of(model)
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    kept = {parts.get(name) for name in trained if name not in names}
+    whole = {part: f"all of {part}" for part in parts.values() if part not in kept}
+    others = [name for name in names if parts.get(name) not in whole]
+    more = [f"{len(others) - MAX_IDS} more"] if len(others) > MAX_IDS else []
+    affected = {parts.get(name) for name in names}
+    listed = [text for part, text in whole.items() if part in affected]
+    return ", ".join([*listed, *others[:MAX_IDS], *more])
 
 
 def _first_good(kit: MLLMDataKit, split: str) -> str | None:

@@ -1,0 +1,143 @@
+"""`mvp check` runs the same rows in two splits: losses that depend on the split are named, randomness is not."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, losses
+
+from mvp_engine.cli import main
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.launch import launch
+from mvp_engine.tools import check
+from mvp_engine.tools.check.micro_batches import merge_pairs, split_each, split_micro_batch
+
+RECIPE = ROOT / "tests" / "recipes" / "losses" / "train.yaml"
+
+
+def checked(capsys: Any, *words: str, config: Path = RECIPE) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = main(["check", str(config), "--json", "project.dir=unused", *words])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("mean_of_means", "The weight of these rows is 2 and 4: this is a mean of means"),
+        ("mean", "returns the mean of its micro-batch with the number of its terms as the weight"),
+        ("mean_over_tokens", "or the loss is divided inside of forward_step"),
+        ("negatives", "compared with other rows of their micro-batch only (in-batch negatives"),
+    ],
+)
+def test_check_loss_that_depends_on_the_split_is_a_problem_with_its_cause(kind: str, cause: str, capsys: Any) -> None:
+    code, found = checked(capsys, f"losses.kind={kind}")
+    assert code == EXIT_USER_ERROR
+    (problem,) = found["problems"]
+    assert "the loss depends on how rows are split into micro-batches" in problem
+    assert "for the same rows in 2 and in 4 micro-batches, and the gradients differ by" in problem
+    assert cause in problem
+    page = re.search(r"See (\S+)$", problem)
+    assert page
+    assert (ROOT / page[1]).is_file()
+    assert found["split"]["grad_difference"] > 0.01
+    assert found["stages"][-1]["name"] == "split"
+    assert not found["stages"][-1]["ok"]
+
+
+def test_check_loss_of_single_rows_is_compared_in_merged_micro_batches(capsys: Any) -> None:
+    code, found = checked(capsys, "losses.kind=negatives", "data.micro_batch_size=1", "data.global_batch_size=4")
+    assert code == EXIT_USER_ERROR
+    assert found["split"]["micro_batches"] == [4, 2]
+    assert found["split"]["loss"][0] == 0.0
+    assert found["split"]["loss"][1] > 0.1
+
+
+@pytest.mark.parametrize("words", ["kind=sum", "kind=cancel", "kind=noise", "kind=random_weight", "layer=dropout"])
+def test_check_loss_that_is_right_or_random_passes(words: str, capsys: Any) -> None:
+    for seed in range(3):
+        code, found = checked(capsys, f"losses.{words}", f"seed={seed}")
+        assert (code, found["problems"]) == (0, [])
+        assert found["split"]["micro_batches"] == [2, 4]
+        assert found["split"]["random"] == (words in ("kind=noise", "kind=random_weight"))
+        if not found["split"]["random"]:
+            assert found["split"]["loss"][0] == pytest.approx(found["split"]["loss"][1], abs=1e-5)
+
+
+def test_check_random_model_with_wrong_loss_is_a_problem(capsys: Any) -> None:
+    code, found = checked(capsys, "losses.layer=dropout", "losses.kind=mean_of_means")
+    assert code == EXIT_USER_ERROR
+    assert "this is a mean of means" in found["problems"][0]
+
+
+def test_check_batch_norm_is_a_warning(capsys: Any) -> None:
+    code, found = checked(capsys, "losses.layer=batch_norm")
+    assert code == 0
+    assert "1 BatchNorm1d module(s) use statistics of one micro-batch of one rank" in found["warnings"][0]
+
+
+def test_check_parameters_without_gradient_are_named(capsys: Any) -> None:
+    code, found = checked(capsys, "losses.unused=true")
+    assert code == 0
+    assert found["without_gradient"] == ["factor", "unused.weight", "unused.bias"]
+    assert "3 of 7 parameters that train got no gradient in 4 steps: factor, unused.weight" in found["warnings"][0]
+    assert checked(capsys)[1]["without_gradient"] == []
+
+
+def _check(folder: str, words: list[str]) -> int:
+    return check.main(["--config", str(RECIPE), "--folder", folder, "--quiet", *words])
+
+
+@pytest.mark.slow
+def test_check_on_two_ranks_compares_the_rows_of_both(ranks2: Any, tmp_path: Path) -> None:
+    for kind, shard, code in (("sum", 2, 0), ("sum", 1, 0), ("negatives", 1, EXIT_USER_ERROR)):
+        folder = tmp_path / f"{kind}{shard}"
+        folder.mkdir()
+        words = [f"losses.kind={kind}", f"parallel.shard={shard}", "data.micro_batch_size=4", "losses.unused=true"]
+        assert ranks2.run(_check, str(folder), words) == [code, code]
+        found = check.read_facts(folder)
+        assert found["split"]["micro_batches"] == [4, 8]
+        assert found["without_gradient"] == ["factor", "unused.weight", "unused.bias"]
+
+
+def test_docs_whole_step_loss_gives_the_same_losses_in_every_split(tmp_path: Path, capsys: Any) -> None:
+    page = (ROOT / "docs" / "whole_step_loss.md").read_text()
+    for name, language in (("engine.py", "python"), ("train.yaml", "yaml")):
+        (code,) = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+        (tmp_path / name).write_text(code)
+    code, found = checked(capsys, config=tmp_path / "train.yaml")
+    assert (code, found["problems"], found["warnings"]) == (0, [], [])
+    expected: list[float] = []
+    for size in (16, 8, 64):
+        words = [f"project.dir={tmp_path / str(size)}", f"data.micro_batch_size={size}", "loop.total_steps=3"]
+        assert launch(str(tmp_path / "train.yaml"), [*words, "log.interval=1", "loop.eval_interval=null"]) == 0
+        expected = expected or losses(tmp_path / str(size))
+        assert losses(tmp_path / str(size)) == pytest.approx(expected, rel=1e-5)
+    assert expected[0] > 2.0
+
+
+def test_split_micro_batch_keeps_every_row_once() -> None:
+    lengths = [9, 2, 7, 3]
+    sides = PackedBatch.from_sequences(
+        [torch.arange(n) for n in lengths], sequence_fields={"sample": torch.tensor([5, 5, 8, 8])}
+    )
+    for part, samples in zip(split_micro_batch(sides) or [], ([8, 8], [5, 5]), strict=True):  # fewer labels first
+        assert part.sequence_fields["sample"].tolist() == samples
+    batch = {"x": torch.arange(6).view(3, 2), "names": ["a", "b", "c"], "temperature": 2.0, "scale": torch.tensor(3.0)}
+    one, two = split_micro_batch(batch) or []
+    assert (one["names"], two["names"]) == (["a"], ["b", "c"])
+    assert torch.equal(torch.cat([one["x"], two["x"]]), batch["x"])
+    assert one["scale"] == two["scale"] == 3
+    (merged,) = merge_pairs([(one["x"], one["names"]), (two["x"], two["names"])]) or []
+    assert torch.equal(merged[0], batch["x"])
+    assert merged[1] == batch["names"]
+    for unknown in ({"x": torch.zeros(3), "classes": torch.zeros(5)}, object(), torch.zeros(1, 4), "text"):
+        assert split_micro_batch(unknown) is None
+        assert merge_pairs([unknown]) is None
+    assert split_each([object()], lambda one: [one, one]) is not None
