@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mvp_engine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_training_commands(commands)
+    _add_replay_command(commands)
     _add_estimate_command(commands)
     _add_recipe_commands(commands)
     _add_config_commands(commands)
@@ -76,23 +77,27 @@ def _add_training_commands(commands: Any) -> None:
     profile.add_argument(
         "--steps", type=int, default=3, metavar="N", help="number of steps to profile (default: 3)"
     )
-    profile.add_argument(
-        "--first",
-        type=int,
-        default=6,
-        metavar="N",
-        help="first measured step; the ones before it warm up (default: 6)",
-    )
+    text = "first measured step; the ones before it warm up (default: 6)"
+    profile.add_argument("--first", type=int, default=6, metavar="N", help=text)
     profile.set_defaults(run=_profile)
 
     for command in (train, evaluate, check, profile):
-        command.add_argument(
-            "--nproc",
-            type=int,
-            default=1,
-            metavar="N",
-            help="processes (ranks) on this machine (default: 1)",
-        )
+        text = "processes (ranks) on this machine (default: 1)"
+        command.add_argument("--nproc", type=int, default=1, metavar="N", help=text)
+
+
+def _add_replay_command(commands: Any) -> None:
+    text = "find the rows and the parameter that made a step of a run non-finite, or fail"
+    replay = _add_command(commands, "replay", text)
+    replay.add_argument("name", metavar="RUN", help="folder or id")
+    replay.add_argument("overrides", nargs="*", metavar="key=value", help="changes to its config")
+    text = "the step (default: the last that was skipped or failed; of a streak, its first)"
+    replay.add_argument("--step", type=int, metavar="N", help=text)
+    text = "processes (default: as many as the run had)"
+    replay.add_argument("--nproc", type=int, metavar="N", help=text)
+    replay.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
+    _add_json_option(replay)
+    replay.set_defaults(run=_replay)
 
 
 def _add_estimate_command(commands: Any) -> None:
@@ -165,13 +170,8 @@ def _add_data_commands(commands: Any) -> None:
     inspect.add_argument(
         "--limit", type=int, default=3, metavar="N", help="number of rows to show (default: 3)"
     )
-    inspect.add_argument(
-        "--tokens",
-        type=int,
-        default=8192,
-        metavar="N",
-        help="tokens per pack, where a data file is inspected (default: 8192)",
-    )
+    text = "tokens per pack, where a data file is inspected (default: 8192)"
+    inspect.add_argument("--tokens", type=int, default=8192, metavar="N", help=text)
     inspect.add_argument(
         "--decode", action="store_true", help="decode all media, which finds corrupt files"
     )
@@ -191,13 +191,8 @@ def _add_merge_command(commands: Any) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="dtype of the weights (default: that of the pretrained folder)",
     )
-    merge.add_argument(
-        "--max-file-gb",
-        type=float,
-        default=5.0,
-        metavar="GB",
-        help="largest size of one weight file (default: 5)",
-    )
+    text = "largest size of one weight file (default: 5)"
+    merge.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB", help=text)
     merge.add_argument(
         "--engine",
         metavar="FILE",
@@ -294,6 +289,12 @@ def _profile(args: argparse.Namespace) -> int:
     return launcher.profile(
         args.config, args.overrides, args.nproc, out=args.out, steps=args.steps, first=args.first
     )
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from mvp_engine.tools import replay
+
+    return replay.replay(args.name, args.overrides, args.dir, args.step, args.nproc, args.json)
 
 
 def _estimate(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.errors import UserError
+from mvp_engine.errors import RowError, UserError
 
 
 def check_token_range(batch: PackedBatch, field: str, layer: Any) -> None:
@@ -28,9 +28,10 @@ def check_token_range(batch: PackedBatch, field: str, layer: Any) -> None:
     sequence = int((batch.cu_seqlens <= at).sum()) - 1
     position = at - int(batch.cu_seqlens[sequence])
     hint = f" (write {IGNORE} for a position without a label)" if field == "labels" else ""
-    raise UserError(
+    raise RowError(
         f"{field}: {int(values[at])} at position {position} of sequence {sequence} is outside of "
-        f"the model's vocabulary of {vocab_size} tokens{hint}"
+        f"the model's vocabulary of {vocab_size} tokens{hint}",
+        sequence,
     )
 
 

@@ -12,6 +12,7 @@ from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.mllm import EvalGeneration, MLLMConfig, MLLMEngine
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit, OptimSettings
+from mvp_engine.kit.row_checks import check_labels, check_rows
 
 __all__ = [
     "Answer",
@@ -30,6 +31,8 @@ __all__ = [
     "TokenLoss",
     "TokenNormedLossKit",
     "build_once",
+    "check_labels",
+    "check_rows",
     "examples_of",
     "generate",
     "generate_answers",

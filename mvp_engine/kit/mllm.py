@@ -38,6 +38,7 @@ from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit, OptimSettings
 from mvp_engine.kit.report import write_report
+from mvp_engine.kit.row_checks import check_rows
 
 
 class EvalGeneration(Section):
@@ -164,6 +165,8 @@ class MLLMEngine(Engine):
         self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
 
     def train_pre_step(self, ctx: StepContext) -> None:
+        model: Any = self.model
+        check_rows(self, ctx, model.check)  # on the host: on a GPU it would be a host sync
         self.mfu.count(ctx)
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:

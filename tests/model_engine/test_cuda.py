@@ -28,9 +28,12 @@ def test_step_on_gpu_has_no_host_sync(precision: str) -> None:
     for step in range(4):
         torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step allocates and compiles
         try:
+            store.begin_step()
             numbers = part.train_batch(data, forward(part.model))
             store.add("loss", numbers.loss_sum, numbers.weight)
             store.add("grad_norm", numbers.grad_norm)
+            store.add("one", 1.0)
+            store.end_step(numbers.skipped)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert [o.reason for o in part.step_status() if not o.overflow] == [None] * 4

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -24,6 +26,8 @@ class Tiny(Section):
     fault_step: int = 3
     fault_rank: int = 0
     step_seconds: float = 0.0
+    bad_rows: list[int] = Field(default=[])  # samples with a fault of their own:
+    bad_kind: Literal["weight", "huge", "log", "label"] = "weight"
 
 
 class TinyConfig(Config):
@@ -85,14 +89,29 @@ class TinyEngine(Engine):
         return None if tiny.loader == "none" else self.sample_loader(Lines(0, 0.0), split)
 
     def forward_step(self, ctx: StepContext, micro_batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        micro_batch, extra = self.plant(micro_batch)
         error = self.model(micro_batch["x"]).squeeze(-1) - micro_batch["y"]
-        loss = (micro_batch["weight"] * error.square()).sum()
+        loss = (micro_batch["weight"] * error.square()).sum() + extra
         if ctx.split == "train":
             ctx.count("tokens", micro_batch["weight"].sum())
             if ctx.step % 2 == self.world.rank % 2:  # a metric that is missing on some ranks
                 ctx.log("sometimes", error.detach().abs().sum(), len(error))
             loss = self.inject_fault(ctx, loss)
         return loss, micro_batch["weight"].sum()
+
+    def plant(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | float]:
+        """The batch with the faults of its bad rows, and a term of the loss."""
+        tiny = self.config.tiny
+        is_bad = torch.isin(batch["index"], torch.tensor(tiny.bad_rows))
+        if not tiny.bad_rows:
+            return batch, 0.0
+        if tiny.bad_kind == "weight":
+            return {**batch, "weight": batch["weight"].masked_fill(is_bad, torch.nan)}, 0.0
+        if tiny.bad_kind == "huge":
+            return {**batch, "x": batch["x"].masked_fill(is_bad[:, None], 1e25)}, 0.0
+        if tiny.bad_kind == "log":
+            return batch, -(~is_bad).float().log().sum()
+        return batch, F.cross_entropy(torch.zeros(len(is_bad), 3), 7 * is_bad.long())
 
     def inject_fault(self, ctx: StepContext, loss: Tensor) -> Tensor:
         tiny = self.config.tiny

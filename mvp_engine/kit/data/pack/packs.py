@@ -201,6 +201,10 @@ class PackLoader(SampleLoader):
                 found.append(self.dataset.mixture.sources[which].where(row))
         return found
 
+    def row_name(self, source: int, sample: int) -> str:
+        """Where a row comes from, for the values of `source` and `sample` in `sequence_fields`."""
+        return self.dataset.mixture.sources[source].where(sample - int(self.dataset.first[source]))
+
     def plan_id(self) -> str:
         """A hash of the data and of the plan of this epoch."""
         return f"{self.data_id}-{self.dataset.plan.digest}"

@@ -103,6 +103,10 @@ class StreamLoader:
             self.bad_rows,
         )
 
+    def row_name(self, source: int, sample: int) -> str:
+        """A row by the values of `source` and `sample` in `sequence_fields`: its stream and its number in it."""
+        return f"{self.dataset.streams.streams[source].name}, row {sample}"
+
     def _record(self, output: LaneOutput) -> None:
         self.cursors[output.lane] = output.cursor
         self.turn = (output.lane + 1) % self.dataset.lanes

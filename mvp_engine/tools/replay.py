@@ -1,0 +1,207 @@
+"""`mvp replay`: run a skipped or failed step of a run again, and find the rows and the parameter that are to blame.
+
+The steps since the nearest checkpoint before it are trained again, which is bit-exact on as many ranks as the run had.
+Nothing of the run is changed: the replay has a temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mvp_engine.config import Composed
+from mvp_engine.distributed import World
+from mvp_engine.engine import Engine, StepContext
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.launch import launch, leave
+from mvp_engine.process.pipes import ignore_broken_pipes
+from mvp_engine.process.signals import StopSignals
+from mvp_engine.runs import Run, checkpoint_step, open_run
+from mvp_engine.tools.replay_search import StepSearch
+
+# A replay has the run's numerics, and neither evaluations nor files nor limits.
+OVERRIDES = ["workflow=train", "resume=null", "project.run_id=null", "loop.eval_interval=null"]
+OVERRIDES += ["log.backends=[]", "checkpoint.interval=null", "checkpoint.best_metric=null"]
+OVERRIDES += ["guard.max_consecutive_skips=1000000000", "guard.max_total_skips=null"]
+
+
+def replay_step(run: Run, step: int | None) -> dict[str, Any]:
+    """The record of the step to replay: by default the first one of the last streak of skipped steps."""
+    records: dict[int, dict[str, Any]] = {}
+    for file in sorted(run.dir.glob("skipped_steps*.jsonl")):
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            records.setdefault(record["step"], record)
+    if step is None:
+        if not records:
+            raise UserError(f"no step of {run.dir} was skipped; --step N replays any step")
+        step = max(records)
+        while step - 1 in records:
+            step -= 1
+    return records.get(step, {"step": step, "reason": "it was named", "ranks": 1})
+
+
+def nearest_checkpoint(run: Run, step: int) -> Path | None:
+    """The newest checkpoint before a step, also one that was renamed after a divergence."""
+    found = run.checkpoint_list()
+    found += [
+        path for path in run.checkpoints.glob("diverged-step_*") if (path / "meta.json").is_file()
+    ]
+    steps = {_step_of(path): path for path in found if _step_of(path) < step}
+    if steps:
+        return steps[max(steps)]
+    parent = run.info.get("parent")
+    return Path(parent) if parent else None
+
+
+def _step_of(checkpoint: Path) -> int:
+    return checkpoint_step(checkpoint.with_name(checkpoint.name.removeprefix("diverged-"))) or 0
+
+
+def config_of(run: Run, step: int) -> Path:
+    """The config that the run had at a step."""
+    earlier = {}
+    for file in run.dir.glob("config.until_step_*.yaml"):
+        earlier[int(re.findall(r"\d+", file.name)[-1])] = file
+    later = [last for last in earlier if last >= step]
+    return earlier[min(later)] if later else run.dir / "config.yaml"
+
+
+def replay(
+    name: str, overrides: list[str], root: str, step: int | None, nproc: int | None, as_json: bool
+) -> int:
+    """The command. It returns 0 if it found the rows."""
+    from mvp_engine.tools.launcher import run_module
+
+    run = open_run(name, Path(root))
+    record = replay_step(run, step)
+    with tempfile.TemporaryDirectory(prefix="mvp-replay-") as folder:
+        arguments = ["--config", str(config_of(run, record["step"])), "--run", str(run.dir)]
+        arguments += ["--step", str(record["step"]), "--folder", folder, *overrides]
+        code = run_module("mvp_engine.tools.replay", nproc or record.get("ranks", 1), arguments)
+        file = Path(folder) / "found.json"
+        if not file.is_file():
+            return code
+        found = {"run": str(run.dir), "reason": record["reason"], **json.loads(file.read_text())}
+    print(json.dumps(found, indent=2) if as_json else page(found))
+    return 0 if found["rows"] else EXIT_USER_ERROR
+
+
+def main(argv: list[str] | None = None) -> int:
+    """One rank of a replay."""
+    ignore_broken_pipes()
+    parser = argparse.ArgumentParser(prog="mvp replay")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--run", required=True, type=Path)
+    parser.add_argument("--step", required=True, type=int)
+    parser.add_argument("--folder", required=True, type=Path)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_intermixed_args(argv)
+    job = partial(_replay, Run(args.run), args.step, args.folder)
+    return leave(launch(args.config, [*OVERRIDES, *args.overrides], job))
+
+
+def _replay(run: Run, step: int, folder: Path, composed: Composed, world: World) -> int:
+    checkpoint = nearest_checkpoint(run, step)
+    place: Path | None = None
+    if world.is_main:
+        place = Run.create(folder, composed.config.project.name, None).dir
+    own = Run(world.broadcast(place))
+    engine_class: Any = type("Replay", (ReplayEngine, composed.engine_class), {"target": step})
+    with engine_class(composed.config, world, own, checkpoint, "a replay") as engine:
+        engine.signals = StopSignals()  # read but never entered: Ctrl-C ends a replay at once
+        engine.before_train()
+        with engine.model_engine.train_mode():
+            engine.do_train()
+    if engine.found is None:
+        raise UserError(f"the training ended at step {engine.step}, before step {step}")
+    if world.is_main:
+        start = checkpoint.name if checkpoint else None
+        found = {"step": step, "checkpoint": start, **engine.found}
+        (folder / "found.json").write_text(json.dumps(_without_nan(found)))
+    return 0
+
+
+class ReplayEngine(Engine):
+    """A mixin that comes before a recipe's engine: it trains up to the step, and searches it instead of training it."""
+
+    target: int
+    found: dict[str, Any] | None = None
+
+    def do_train(self) -> None:
+        try:
+            super().do_train()
+        except _Found as result:
+            self.found = result.args[0]
+
+    def train_pre_step(self, ctx: StepContext) -> None:
+        super().train_pre_step(ctx)
+        if ctx.step == self.target:
+            raise _Found(StepSearch(self, ctx).run())
+
+    def save(self) -> None:
+        """A replay writes no checkpoint."""
+
+
+class _Found(Exception):
+    """Ends a replay with its result."""
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no non-finite numbers: they become text."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def page(found: dict[str, Any]) -> str:
+    """The result as text."""
+    start = found["checkpoint"] or "the start"
+    lines = [
+        f"step {found['step']} of {found['run']}, replayed from {start}; recorded: {found['reason']}"
+    ]
+    for entry in found["rows"]:
+        names = ", ".join(str(name) for name in entry["rows"][:5])
+        names += f" and {len(entry['rows']) - 5} more" if len(entry["rows"]) > 5 else ""
+        together = "rows, only together: " if len(entry["rows"]) > 1 else "row "
+        lines.append(
+            f"  rank {entry['rank']}, micro-batch {entry['micro_batch']}, {together}{names}"
+        )
+        if entry["error"]:
+            lines.append(f"    error: {entry['error']}")
+            continue
+        lines.append(f"    loss {entry['loss']}, weight {entry['weight']}")
+        is_finite = math.isfinite(float(entry["loss"]))
+        nowhere = (
+            "none, only gradients are" if is_finite else "none, the loss is computed after them"
+        )
+        lines.append(f"    first module with a non-finite output: {entry['module'] or nowhere}")
+        lines.append(
+            f"    first parameter with a non-finite gradient: {entry['parameter'] or 'none'}"
+        )
+    if found["weights_blamed"]:
+        largest = found["largest_weight"]
+        lines.append(
+            f"  every row that was tried is non-finite, so the weights are to blame and not the data: the largest is "
+            f"{largest['value']} in {largest['parameter']}, the learning rate {found['lr']:g}. Lower optim.lr."
+        )
+    if not found["rows"]:
+        lines.append("  no micro-batch is non-finite here. Their losses (sum):")
+        for entry in found["micro_batches"]:
+            lines.append(
+                f"    rank {entry['rank']}, micro-batch {entry['micro_batch']}: {entry['loss']}"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Faults planted into rows of a packed vision-language training lead to the row, the pack, the step and the parameter.
+
+The faults are in sequences of packs, among others: a NaN weight, an image of 1e25, log(0) in the loss, and a label
+outside of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+from tiny_vlm import model_config, qwen3_vl, with_images, write
+
+from mvp_engine.cli import main
+from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.runs import list_runs
+
+ENGINE = """
+import torch
+from mvp_engine.config import Section
+from mvp_engine.kit import MLLMConfig, MLLMEngine
+
+class Faults(Section):
+    nan: int = -2
+    huge: int = -2
+    log: int = -2
+    label: int = -2
+
+class FaultyConfig(MLLMConfig):
+    faults: Faults = Faults()
+
+class FaultyEngine(MLLMEngine):
+    config_class = FaultyConfig
+
+    def train_pre_step(self, ctx):
+        for batch in ctx.micro_batches:
+            batch.token_fields["weight"] = torch.ones(batch.num_tokens)
+            for kind, sample in self.config.faults:
+                for sequence in (batch.sequence_fields["sample"] == sample).nonzero()[:, 0].tolist():
+                    self.plant(batch, kind, sequence)
+        super().train_pre_step(ctx)
+
+    def plant(self, batch, kind, sequence):
+        tokens = slice(*batch.cu_seqlens[sequence : sequence + 2].tolist())
+        if kind == "nan":
+            batch.token_fields["weight"][tokens] = torch.nan
+        elif kind == "label":
+            batch.labels[tokens] = 9999
+        elif kind == "huge":
+            images = batch.media["pixel_values"]
+            owner = torch.repeat_interleave(images.sequence_ids, images.row_counts)
+            images.values[owner == sequence] = 1e25
+
+    def forward_step(self, ctx, batch):
+        loss, weight = super().forward_step(ctx, batch)
+        is_bad = batch.sequence_fields["sample"] == self.config.faults.log
+        return loss - (~is_bad).float().log().sum(), weight
+"""
+CONFIG = """
+engine: engine.py:FaultyEngine
+project: {name: tiny, dir: outputs}
+model: {type: language_model, path: model}
+mllm:
+  micro_batch_tokens: 160
+  sources:
+    images: {path: images.jsonl}
+data: {micro_batch_size: 1, global_batch_size: 2, num_workers: 0}
+loop: {epochs: 1}
+checkpoint: {interval: 2}
+log: {backends: [jsonl, file]}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write(tmp_path / "images.jsonl", with_images(tmp_path, 24))
+    hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
+    qwen3_vl().save_pretrained(tmp_path / "model")
+    (tmp_path / "engine.py").write_text(ENGINE)
+    (tmp_path / "train.yaml").write_text(CONFIG)
+    return str(tmp_path / "train.yaml")
+
+
+def test_replay_of_a_packed_vlm_names_the_rows(config: str, tmp_path: Path, capsys: Any) -> None:
+    planted = {"nan": 3, "huge": 11, "log": 18}
+    assert main(["train", config, *(f"faults.{kind}={row}" for kind, row in planted.items())]) == 0
+    [run] = list_runs(tmp_path / "outputs")
+    records = [json.loads(line) for line in (run.dir / "skipped_steps.jsonl").read_text().splitlines()]
+    found: dict[str, dict[str, Any]] = {}
+    for record in records:
+        capsys.readouterr()
+        assert main(["replay", run.id, "--json", "--step", str(record["step"])]) == 0
+        for entry in json.loads(capsys.readouterr().out)["rows"]:
+            assert entry["step"] == record["step"]
+            [name] = entry["rows"]
+            found[name] = entry
+    assert found.keys() == {f"images.jsonl:{row + 1}" for row in planted.values()}
+    nan, huge, log = (found[f"images.jsonl:{row + 1}"] for row in planted.values())
+    assert (nan["weight"], nan["module"], nan["parameter"] is not None) == ("nan", None, True)
+    assert (log["loss"], log["module"]) == ("inf", None)
+    assert "visual" in huge["module"]
+    assert huge["parameter"] is not None
+
+
+def test_label_outside_of_the_vocabulary_ends_with_step_row_and_value(config: str, capsys: Any) -> None:
+    assert main(["train", config, "faults.label=5"]) == EXIT_USER_ERROR
+    text = capsys.readouterr().err
+    assert "rank 0, micro-batch" in text
+    assert "row images.jsonl:6: labels: 9999 at position 0" in text
+    assert "Traceback" not in text
