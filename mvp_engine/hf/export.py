@@ -21,7 +21,7 @@ from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.files import publish, remove, temporary_path
 from mvp_engine.hf.export_plan import EntryGroup, ExportPlan, Target
-from mvp_engine.hf.weight_files import INDEX
+from mvp_engine.hf.weight_files import HEADS, INDEX, SINGLE
 
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -31,6 +31,24 @@ SIDE_FILES = (
     "chat_template*", "additional_chat_templates", "*preprocessor_config.json", "processor_config.json",
     "generation_config.json", "spiece*", "sentencepiece*",
 )  # fmt: skip
+
+
+# How to read a folder of a model type that transformers has no class for.
+HEADS_README = """\
+transformers has no class for this model with its heads. Its `{model}` is read by `AutoModel`, the other tensors
+({names}) are in `{heads}`:
+
+```python
+from safetensors.torch import load_file
+from transformers import AutoModel
+
+model = AutoModel.from_pretrained(folder)
+heads = load_file(folder + "/{heads}")
+hidden = model(**inputs).last_hidden_state
+{use}```
+
+`mvp_engine` reads both: `model.path=FOLDER` with the same `model.type`.
+"""
 
 
 def export(
@@ -67,6 +85,7 @@ def export(
     if world.is_main:
         attempt.run(_write_index, temporary, files)
         attempt.run(write_side_files, target, temporary)
+        attempt.run(_write_readme, target, temporary)
     errors = [error for error in world.all_gather(attempt.error) if error]
     with raise_on_all_ranks(world.host_group):
         if world.is_main and errors:
@@ -106,11 +125,13 @@ def _hold(tensors: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 def _write_index(folder: Path, files: dict[str, list[EntryGroup]]) -> None:
     """The index from entries to files, which transformers needs where a folder has several."""
-    if len(files) == 1:
+    if SINGLE in files:
         return
     weight_map: dict[str, str] = {}
     total_size = 0
     for name, groups in files.items():
+        if name == HEADS:  # transformers would report its entries as unexpected
+            continue
         for group in groups:
             weight_map.update(dict.fromkeys(group.entries, name))
             total_size += group.nbytes
@@ -119,6 +140,17 @@ def _write_index(folder: Path, files: dict[str, list[EntryGroup]]) -> None:
         "weight_map": dict(sorted(weight_map.items())),
     }
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_readme(target: Target, folder: Path) -> None:
+    if target.extras:
+        model = type(target.skeleton).__name__
+        use = (
+            'values = hidden @ heads["score.weight"].T\n' if "score.weight" in target.extras else ""
+        )
+        names = ", ".join(target.extras)
+        text = HEADS_README.format(model=model, heads=HEADS, names=names, use=use)
+        (folder / "README.md").write_text(text)
 
 
 def write_side_files(target: Target, folder: Path) -> None:

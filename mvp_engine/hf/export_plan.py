@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.errors import UserError
-from mvp_engine.hf.weight_files import SINGLE
+from mvp_engine.hf.weight_files import HEADS, SINGLE
 
 EXPORT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -27,7 +27,7 @@ class Target:
 
     skeleton: Any  # a transformers model on the meta device, of the class that `from_pretrained` will build
     names: dict[str, str]  # parameter names of the skeleton -> of our model
-    extras: tuple[str, ...] = ()  # tensors of our model outside the skeleton, under their own names
+    extras: tuple[str, ...] = ()  # tensors outside the skeleton, in a file of their own (HEADS)
     dtype: torch.dtype = torch.float32
     side_files: Path | None = None  # a folder with tokenizer, processor and the like
 
@@ -92,18 +92,20 @@ class ExportPlan:
 
     def files(self, max_bytes: int) -> dict[str, list[EntryGroup]]:
         """The groups by file name. A file has at most `max_bytes`, unless one group alone is larger."""
+        heads = [group for group in self.groups if group.params[0] in self.target.extras]
+        of_heads = {HEADS: heads} if heads else {}
         files: list[list[EntryGroup]] = [[]]
         room = max_bytes
-        for group in self.groups:
+        for group in self.groups[: len(self.groups) - len(heads)]:
             if group.nbytes > room and files[-1]:
                 files.append([])
                 room = max_bytes
             files[-1].append(group)
             room -= group.nbytes
         if len(files) == 1:
-            return {SINGLE: files[0]}
+            return {SINGLE: files[0], **of_heads}
         names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-        return dict(zip(names, files, strict=True))
+        return {**dict(zip(names, files, strict=True)), **of_heads}
 
     def _convert(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """The entries that the parameters of one group become."""

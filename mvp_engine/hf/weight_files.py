@@ -16,6 +16,7 @@ from mvp_engine.errors import UserError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+HEADS = "heads.safetensors"  # weights of a model type that transformers has no class for
 
 Index = tuple[slice, ...]
 
@@ -29,6 +30,8 @@ class WeightFiles:
         self._reader = SafetensorsReader()
         for path in weight_paths(folder):
             self._read_header(path)
+        if (folder / HEADS).is_file():
+            self._read_header(folder / HEADS)
 
     def _read_header(self, path: Path) -> None:
         try:

@@ -12,14 +12,16 @@ import torch
 from conftest import ROOT, losses, read_metrics
 from families import FAMILIES, VISION, config_of, overrides_of, parallel
 from folders import alone, entries, folder_of, language_model, realigned, same
+from tiny_models import build_model, samples
 
 from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel
+from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.hf import export as hf_export
+from mvp_engine.hf.export_plan import ExportPlan
 from mvp_engine.hf.weight_files import INDEX, WeightFiles
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, ValueModelEngine
 from mvp_engine.runs import list_runs
@@ -317,3 +319,32 @@ def test_merge_of_a_value_model_is_bit_equal(tmp_path: Path) -> None:
     assert same(again.model.state_dict(), engine.model.state_dict())
     batch = PackedBatch.from_sequences([IDS, IDS[:4]])
     assert torch.equal(*(e.infer_batch(batch, ["values"])["values"] for e in (engine, again)))
+
+
+@pytest.mark.parametrize("max_file_bytes", [None, MAX_FILE_BYTES])
+def test_export_of_a_value_model_without_a_class_in_transformers_says_how_to_read_it(
+    tmp_path: Path, monkeypatch, max_file_bytes: int | None
+) -> None:
+    from transformers import AutoModel
+
+    whole = ExportPlan.files
+    monkeypatch.setattr(ExportPlan, "files", lambda plan, limit: whole(plan, max_file_bytes or limit))
+    model = build_model(ValueModel, "qwen3_vl")
+    engine = ValueModelEngine(model, alone())
+    engine.initialize()
+    engine.export_hf(tmp_path / "out")
+    _, info = AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    batch = samples(model, "qwen3_vl")[1]
+    media = batch.media["pixel_values"]
+    inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[:, None]}
+    inputs |= {"pixel_values": media.values, **media.fields}
+    code = (tmp_path / "out" / "README.md").read_text().split("```")[1].removeprefix("python")
+    found: dict[str, Any] = {"folder": str(tmp_path / "out"), "inputs": inputs}
+    with torch.no_grad():
+        exec(code, found)
+    expected = engine.infer_batch(batch, ["values"])["values"]
+    torch.testing.assert_close(found["values"][0, :, 0], expected, atol=1e-5, rtol=1e-5)
+    again = ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "out"))), alone())
+    again.initialize()
+    assert same(again.model.state_dict(), engine.model.state_dict())
