@@ -160,7 +160,7 @@ def _make_deterministic(wanted: bool) -> None:
 def _failed(error: BaseException, world: World | None) -> int:
     """Print the error of the rank that failed first, with its traceback if it is a bug; the others only followed.
 
-    On another machine, one of its ranks says so.
+    Ranks on other machines say so.
     """
     rank = world.rank if world else int(os.environ.get("RANK", "0"))
     code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_BUG
@@ -170,8 +170,8 @@ def _failed(error: BaseException, world: World | None) -> int:
         first = rank if code == EXIT_BUG or os.environ.get("LOCAL_RANK", "0") == "0" else -1
     sys.stdout.flush()  # the error comes last
     if first != rank:
-        here = os.environ.get("LOCAL_RANK") == "0" and world and first not in world.local_ranks
-        if code == EXIT_BUG and here:
+        elsewhere = world is not None and first // world.local_size != rank // world.local_size
+        if code == EXIT_BUG and elsewhere:
             print(f"mvp_engine: rank {rank} stops because rank {first} failed", file=sys.stderr)
     elif code == EXIT_USER_ERROR:
         print(f"mvp_engine: error: {error}", file=sys.stderr)

@@ -129,10 +129,8 @@ class SampleLoader:
         last = min(self.size, first + self.global_batch_size)
         ranks = []
         for rank in range(self.world_size):
-            samples = range(first + rank, last, self.world_size)
-            size = self.micro_batch_size
-            chunks = [samples[i : i + size] for i in range(0, len(samples), size)]
-            ranks.append(tuple(self._media_kinds(chunk) for chunk in chunks))
+            places = self._chunks(range(first + rank, last, self.world_size))
+            ranks.append(tuple(self._media_kinds(chunk) for chunk in places))
         return StepPlan(tuple(ranks), self._media_known, self._num_samples(first, last))
 
     _media_known = False  # the samples of a dataset may hold media, or not
@@ -157,10 +155,12 @@ class SampleLoader:
         batches = []
         for step in range(self.start, self.size, self.global_batch_size):
             samples = order[step : step + self.global_batch_size]
-            mine = samples[self.rank :: self.world_size]
-            size = self.micro_batch_size
-            batches += [mine[i : i + size] for i in range(0, len(mine), size)]
+            batches += self._chunks(samples[self.rank :: self.world_size])
         return batches
+
+    def _chunks(self, samples: Any) -> list[Any]:
+        size = self.micro_batch_size
+        return [samples[i : i + size] for i in range(0, len(samples), size)]
 
 
 class _SeededDataset(Dataset[Any]):

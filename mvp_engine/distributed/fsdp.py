@@ -14,16 +14,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
     """Shard the parameters over the mesh's last dimension and replicate them over its first, if it has two.
 
-    Parameters and gradient sums are float32; parameters are cast to `dtype` before the all-gather.
+    Parameters and gradient sums are float32; parameters are cast to `dtype` before the all-gather. FSDP2 cannot shard
+    parameters of 0 dimensions, such as CLIP's `logit_scale`: they stay replicated, their gradients to be all-reduced.
     """
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-    for block in blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    scalars = {param for param in model.parameters() if param.ndim == 0}
+    for part in [*blocks(model), model]:
+        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=scalars)
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

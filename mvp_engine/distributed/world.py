@@ -76,12 +76,6 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    @property
-    def local_ranks(self) -> range:
-        """The ranks of this machine."""
-        first = self.rank - self.local_rank
-        return range(first, first + self.local_size)
-
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Broadcast the `value` of one rank."""
         if self.size == 1:

@@ -44,7 +44,7 @@ class Feed:
         # On the type: a wrapper that passes attributes on may change what is loaded.
         knows = implements(loader, KnowsPlan) and hasattr(type(loader), "step_plan")
         other_steps = getattr(loader, "accumulation", None) != accumulation
-        self._has_plan = knows and not world.any(other_steps)[0]
+        self._planned: Any = loader if knows and not world.any(other_steps)[0] else None
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -57,9 +57,7 @@ class Feed:
 
     def next_plan(self) -> StepPlan | None:
         """What all ranks hold in the next step, if the loader knows."""
-        if not self._has_plan or not implements(self.loader, KnowsPlan):
-            return None
-        return self.loader.step_plan(self._steps_since_cursor)
+        return self._planned and self._planned.step_plan(self._steps_since_cursor)
 
     def take(self) -> list[Any]:
         """This rank's micro-batches of the next step. Empty when this rank has none left in this epoch."""

@@ -165,12 +165,14 @@ class PlotBackend(Backend):
 
 
 class TrackerBackend(Backend):
-    """An experiment tracker; `start` of a subclass sets `tracker`. Settings go to its `init`."""
-
-    tracker: Any
+    """An experiment tracker. Settings go to its `init`."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
+
+    def init(self, package: str, info: RunInfo, **options: Any) -> None:
+        options |= {"project": info.project, "resume": "allow", "config": info.config}
+        self.tracker = _import_tracker(package).init(**{**options, **self.settings})
 
     def metrics(self, record: dict[str, Any]) -> None:
         self.tracker.log(flat(record), step=record["step"])
@@ -178,10 +180,7 @@ class TrackerBackend(Backend):
 
 class WandbBackend(TrackerBackend):
     def start(self, info: RunInfo) -> None:
-        wandb = _import_tracker("wandb")
-        options = {"project": info.project, "id": info.run.id, "dir": str(info.run.dir)}
-        options |= {"resume": "allow", **self.settings}
-        self.tracker = wandb.init(config=info.config, **options)
+        self.init("wandb", info, id=info.run.id, dir=str(info.run.dir))
 
     def close(self, failure: str | None) -> None:
         self.tracker.finish(exit_code=1 if failure else 0)
@@ -189,9 +188,7 @@ class WandbBackend(TrackerBackend):
 
 class TrackioBackend(TrackerBackend):
     def start(self, info: RunInfo) -> None:
-        trackio = _import_tracker("trackio")
-        options = {"project": info.project, "name": info.run.id, "resume": "allow"}
-        self.tracker = trackio.init(config=info.config, **{**options, **self.settings})
+        self.init("trackio", info, name=info.run.id)
 
     def close(self, failure: str | None) -> None:
         self.tracker.finish()

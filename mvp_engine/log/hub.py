@@ -88,21 +88,12 @@ class LogHub:
         factories = [backend_factory(entry, engine) for entry in entries]
         try:
             for factory in factories:
-                self._start(factory)
+                backend = factory()
+                self.backends.append(backend)
+                self._call(backend, "start", self.info)
         except BaseException as error:
             self.__exit__(None, error, None)  # closes a live panel, which owns the terminal
             raise
-
-    def _start(self, factory: Callable[[], Backend]) -> None:
-        backend = factory()
-        try:
-            backend.start(self.info)
-        except UserError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a tracker that is down must not end the training
-            _report_disabled(backend, "start", error)
-        else:
-            self.backends.append(backend)
 
     def metrics(self, record: dict[str, Any]) -> None:
         """Pass a record to all backends; non-finite values become None."""
@@ -119,19 +110,22 @@ class LogHub:
         """
         try:
             getattr(backend, method)(value)
-        except OSError as error:
-            if backend not in self._failing:
+            self._failing.discard(backend)
+        except Exception as error:
+            name = type(backend).__name__
+            if isinstance(error, OSError) and method != "start":
+                if backend not in self._failing:
+                    LOGGER.error("%s cannot write: %s. Training continues.", name, error)
                 self._failing.add(backend)
-                name = type(backend).__name__
-                LOGGER.error("%s cannot write: %s. Training continues.", name, error)
-        except Exception as error:  # noqa: BLE001 - reported with its traceback
+                return
             self.backends.remove(backend)
-            _report_disabled(backend, method, error)
-            if method != "close":
+            if isinstance(error, UserError) and method == "start":
+                raise
+            text = f"the log backend {name} is disabled, since its {method} failed."
+            LOGGER.warning("%s Training continues.", text, exc_info=error)
+            if method == "metrics":
                 with contextlib.suppress(Exception):
                     backend.close(None)
-        else:
-            self._failing.discard(backend)
 
     def __enter__(self) -> LogHub:
         return self
@@ -143,15 +137,6 @@ class LogHub:
             self._call(backend, "close", failure)
         if self._stderr is not None:
             LOGGER.removeHandler(self._stderr)
-
-
-def _report_disabled(backend: Backend, method: str, error: Exception) -> None:
-    LOGGER.warning(
-        "the log backend %s is disabled, since its %s failed. Training continues.\n%s",
-        type(backend).__name__,
-        method,
-        "".join(traceback.format_exception(error)),
-    )
 
 
 def backend_factory(entry: BackendEntry, engine: str | None) -> Callable[[], Backend]:

@@ -56,9 +56,10 @@ class Net(nn.Module):
         self.place_embed = nn.Parameter(torch.zeros(1, 12))
         self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.head = nn.Linear(12, 11)
+        self.scale = nn.Parameter(torch.tensor(0.0))
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids) + self.place_embed
+        x = self.table(ids) * self.scale.exp() + self.place_embed
         for layer in self.layers:
             x = layer(x)
         return self.head(x)

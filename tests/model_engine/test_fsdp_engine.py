@@ -42,9 +42,10 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(6)
         self.out = nn.Linear(6, 3)
         self.spare = nn.Linear(2, 2)  # gets no gradient unless a batch asks for it
+        self.scale = nn.Parameter(torch.tensor(0.3))  # FSDP2 cannot shard it
 
     def forward(self, tokens: Tensor, spare: bool) -> Tensor:
-        out = self.out(self.norm(self.token(tokens)))
+        out = self.out(self.norm(self.token(tokens))) * self.scale.exp()
         return out + self.spare.weight.sum() if spare else out
 
 
@@ -140,7 +141,7 @@ def test_frozen_parts_get_no_gradient_and_no_update() -> None:
     before = {n: p.clone() for n, p in part.model.named_parameters()}
     part.train_batch(batches(5), forward(part.model))
     changed = {n for n, p in part.model.named_parameters() if not torch.equal(p, before[n])}
-    assert changed == {"norm.weight", "norm.bias", "out.weight", "spare.weight"}
+    assert changed == {"norm.weight", "norm.bias", "out.weight", "spare.weight", "scale"}
     with pytest.raises(
         UserError, match=r"model\.freeze: no parameter name matches 'tokens.*'. Similar names: token.weight"
     ):

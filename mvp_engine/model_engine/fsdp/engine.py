@@ -7,6 +7,7 @@ one step later, so a step has no host sync.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ class FSDPEngine(FSDPBaseEngine):
         if self.sharded:
             self._gradients = tracker = UnusedParameterTracker(self.model)
             self._ranks_may_differ = tracker.can_differ
+            scalars = [param for param in self.params if param.ndim == 0]
+            if scalars:
+                self.reducer = DDPReducer(scalars)
+            for param in scalars:  # tensor-parallel ranks have equal gradients, which count once
+                param.register_hook(partial(torch.div, other=self.layout.tensor))
         elif self.world.size > 1:
             self._gradients = self.reducer = DDPReducer(self.params)
         self._usage = ParameterUsage(self.params)
@@ -140,10 +146,10 @@ class FSDPEngine(FSDPBaseEngine):
         self._losses = []
         if self.sharded:
             self._gradients.used.clear()
+        if self.sharded or not self.reducer:
+            self.optimizer.zero_grad(set_to_none=True)
         if self.reducer:
             self.reducer.zero_grad()
-        else:
-            self.optimizer.zero_grad(set_to_none=True)
 
     # ---- Update ---------------------------------------------------------------------------------------------------
 
