@@ -174,11 +174,22 @@ class MLLMEngine(Engine):
             raise UserError(
                 "mllm.pairs: this loss would train on rejected answers too. Set it to false, or write forward_step"
             )
+        if "label" in micro_batch.sequence_fields:
+            raise UserError(
+                "mllm.fields has label: this loss would train on the answers of all rows, whatever their label. "
+                "Remove it, or write forward_step"
+            )
         log_sources = partial(self._log_source_losses, ctx, micro_batch)
         return self.loss(ctx, self.model, micro_batch, log_sources)
 
     def after_train(self) -> None:
         super().after_train()
+        end_report = getattr(
+            self.feed.loader, "end_report", None
+        )  # loaders of the data kit have it
+        report = end_report() if end_report and self.world.is_main else None
+        if report:
+            self.logger.warning("%s", report)
         if self.config.export is not None:
             self.export()
 

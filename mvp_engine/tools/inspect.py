@@ -121,7 +121,11 @@ def inspect_kit(
             "packs_per_step": plan.packs_per_step,
             "steps": plan.steps,
         },
-        "overlong": {"fate": kit.settings.overlong, "rows": sum(len(cost.long) for cost in costs)},
+        "overlong": {
+            "fate": kit.settings.overlong,
+            "rows": sum(len(cost.long) for cost in costs),
+            "where": [record.where for record in kit.overlong_rows(split)],
+        },
         "bad": count_bad(vars(record) for record in bad),
         "rows": shown,
     }

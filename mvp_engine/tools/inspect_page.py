@@ -60,7 +60,10 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
         _line(console, "plan", f"{packs}, {plan['fill']:.1%} full; {steps}")
     overlong = facts["overlong"]
     if overlong is not None and overlong["rows"]:
-        _line(console, "over-long", f"{overlong['rows']:,} rows {OVERLONG[overlong['fate']]}")
+        places = ", ".join(overlong["where"][:MAX_BAD_ROWS])
+        more = ", ..." if overlong["rows"] > MAX_BAD_ROWS else ""
+        fate = f"{overlong['rows']:,} rows {OVERLONG[overlong['fate']]}"
+        _line(console, "over-long", _clean(f"{fate}: {places}{more}"))
     if facts["missing"]:
         _line(console, "missing", Text(facts["missing"], ERROR))
 

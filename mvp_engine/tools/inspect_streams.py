@@ -48,6 +48,7 @@ class _Counts:
         self.unused = Counter[str]()
         self.lengths = list[int]()
         self.bad = list[dict[str, Any]]()
+        self.overlong = list[str]()  # their places
         self.sources = list[dict[str, Any]]()
         self.shown = list[dict[str, Any]]()
 
@@ -67,7 +68,6 @@ def inspect_streams(kit: MLLMDataKit, split: str, *, limit: int, row: str | None
     most = inspect_stats.SAMPLE
     if row is not None and not counts.shown:
         raise UserError(f"--row {row}: not among the first {most:,} rows of a stream")
-    overlong = sum(source["overlong"] for source in counts.sources)
     return {
         "split": split,
         "missing": f"a packing plan: streams have none, and only the first {most:,} rows of each were read",
@@ -81,7 +81,11 @@ def inspect_streams(kit: MLLMDataKit, split: str, *, limit: int, row: str | None
         },
         "lengths": length_stats(np.array(counts.lengths, np.int64), "tokens"),
         "plan": None,
-        "overlong": {"fate": kit.settings.overlong, "rows": overlong},
+        "overlong": {
+            "fate": kit.settings.overlong,
+            "rows": len(counts.overlong),
+            "where": counts.overlong,
+        },
         "bad": count_bad(counts.bad),
         "rows": counts.shown,
     }
@@ -92,7 +96,7 @@ def _inspect_stream(
 ) -> None:
     lengths = list[int]()
     bad = list[dict[str, Any]]()
-    overlong = 0
+    overlong = list[str]()
     rows = 0
     for place, read in islice(stream, inspect_stats.SAMPLE):
         row = _StreamRow(place, stream.root)
@@ -103,7 +107,7 @@ def _inspect_stream(
         except BadRow as error:
             row.raw = row.raw or error
             if error.reason == "overlong":
-                overlong += 1
+                overlong.append(place)
             else:
                 bad.append({"source": stream.name, "where": place, **bad_reason(error)})
         index = counts.rows
@@ -115,13 +119,14 @@ def _inspect_stream(
         rows += 1
     counts.lengths += lengths
     counts.bad += bad
+    counts.overlong += overlong
     counts.sources.append(
         {
             "name": stream.name,
             "rows": rows,
             "good": len(lengths),
             "bad": len(bad),
-            "overlong": overlong,
+            "overlong": len(overlong),
             "tokens": sum(lengths),
             "share": None,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -192,7 +193,11 @@ def test_loader_bad_row_with_fixed_file_is_used_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_loader_image_truncated_after_planning_drops_only_its_row(tmp_path: Path, workers: int) -> None:
+def test_loader_image_truncated_after_planning_drops_only_its_row(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(logging.getLogger("mvp_engine"), "warning", lambda text, *args: warnings.append(text % args))
     file = write(tmp_path / "images.jsonl", with_images(tmp_path))
     kit = made(file, qwen3_vl(), model_config(), max_bad_fraction=0.2, micro_batch_tokens=128)
     kit.dataset("train")
@@ -204,9 +209,22 @@ def test_loader_image_truncated_after_planning_drops_only_its_row(tmp_path: Path
     listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
     assert [(line["where"], line["reason"]) for line in listed] == [("images.jsonl:5", "corrupt")]
     assert samples == sorted(set(range(12)) - {4})
+    assert sum("bad row, left out: images.jsonl:5: corrupt" in one for one in warnings) == 2  # of two loaders
+    assert "1 bad row(s) were left out (images: 1 corrupt)" in str(loader.end_report())
     strict = made(file, qwen3_vl(), model_config(), max_bad_rows=0, max_bad_fraction=1.0, micro_batch_tokens=128)
     with pytest.raises(UserError, match="0 are allowed"):
         list(strict.loader("train", num_workers=workers))
+
+
+def test_loader_dropped_overlong_rows_are_named(tmp_path: Path) -> None:
+    rows = [chat("Hi", "long " * 200 if i % 2 else "short") for i in range(8)]
+    kit = made(write(tmp_path / "rows.jsonl", rows), tokenizer("zephyr"))
+    assert "Over-long rows dropped: 4 (rows.jsonl:2, rows.jsonl:4, rows.jsonl:6, ...)" in kit.summary()
+    for _ in range(2):
+        assert kit.loader(folder=tmp_path).end_report() is None
+    listed = [json.loads(line) for line in (tmp_path / "overlong_rows.jsonl").read_text().splitlines()]
+    assert [line["where"] for line in listed] == [f"rows.jsonl:{line}" for line in (2, 4, 6, 8)]
+    assert listed[0]["detail"] == "more than 256 tokens"
 
 
 def test_loader_image_enlarged_after_planning_keeps_the_pack_within_budget(tmp_path: Path) -> None:

@@ -100,6 +100,23 @@ def test_train_with_preference_pairs_is_refused_by_the_default_loss(config: str,
     assert main(words) == 0
 
 
+def test_train_with_labels_is_refused_by_the_default_loss(config: str, tmp_path: Path, capsys: Any) -> None:
+    write(tmp_path / "images.jsonl", [{"prompt": "Why?", "completion": "So.", "label": i % 2 == 0} for i in range(8)])
+    assert main(["train", config, "loop.eval_interval=null", "mllm.fields={label: int}"]) == EXIT_USER_ERROR
+    assert "mllm.fields has label" in capsys.readouterr().err
+
+
+def test_train_with_a_corrupt_image_warns_and_ends_with_a_summary(config: str, tmp_path: Path) -> None:
+    file = tmp_path / "4_0.png"
+    file.write_bytes(file.read_bytes()[:100])
+    words = ["loop.eval_interval=null", "loop.epochs=1", "loop.total_steps=null", "mllm.max_bad_fraction=0.5"]
+    assert main(["train", config, *words]) == 0
+    (log,) = tmp_path.glob("outputs/*/*.log")
+    lines = log.read_text().splitlines()
+    assert any("bad row, left out: images.jsonl:5: corrupt" in line for line in lines)
+    assert "1 bad row(s) were left out (images: 1 corrupt). All are in" in lines[-1]
+
+
 def test_estimate_with_missing_settings_names_them(config: str, capsys: Any) -> None:
     for word, message in (
         ("loop.total_steps=null", "length of the training is unknown"),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+from mvp_engine.kit.data.left_out import describe_left_out, overlong_records, refuse_overlong
 from mvp_engine.kit.data.pack.cost_cache import Costs, default_cache
 from mvp_engine.kit.data.pack.costs import measure_costs
 from mvp_engine.kit.data.pack.mixture import Mixture
@@ -29,7 +29,7 @@ from mvp_engine.kit.data.pack.packs import PackDataset, PackLoader
 from mvp_engine.kit.data.pack.stream_loader import StreamLoader
 from mvp_engine.kit.data.pack.stream_packs import StreamPackDataset
 from mvp_engine.kit.data.processor import save_generation_config
-from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
+from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows, append_new
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.read.streams import Stream, StreamMixture
@@ -38,9 +38,9 @@ from mvp_engine.model_engine import precision_on
 
 LOGGER = logging.getLogger("mvp_engine")
 BAD_ROWS_FILE = "bad_rows.jsonl"
+OVERLONG_ROWS_FILE = "overlong_rows.jsonl"
 # `max_bad_fraction` of a stream counts at least this many rows: of the first few a fraction means little.
 MIN_STREAM_ROWS = 1000
-OVERLONG_OUTCOMES = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}
 
 
 class MLLMDataKit:
@@ -103,6 +103,10 @@ class MLLMDataKit:
                 found.append(BadRecord(name, source.where(row), reason, detail))
         return found
 
+    def overlong_rows(self, split: str = "train") -> list[BadRecord]:
+        """The rows with more tokens than allowed, which `mllm.overlong` says what to do with."""
+        return overlong_records(*self.measured(split), self.row_encoder.max_tokens)
+
     def measured(self, split: str) -> tuple[Mixture, list[Costs]]:
         """The sources of a split as a mixture, and the costs of their rows; measured at the first call."""
         if split not in self._measured:
@@ -150,15 +154,17 @@ class MLLMDataKit:
         pin_memory: bool = False,
         folder: str | Path | None = None,
     ) -> PackLoader:
-        """Micro-batches of one pack each. Only training shuffles. Bad rows are listed in `folder`/bad_rows.jsonl."""
+        """Micro-batches of one pack each. Only training shuffles. Rows that are left out are listed in `folder`."""
         dataset = self.dataset(
             split, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle
         )
         if not len(dataset):
-            raise UserError(f"data: no row of {split} can be trained on. {self._dropped(split)}")
+            raise UserError(f"data: no row of {split} can be trained on. {self._left_out(split)}")
         num_rows = sum(len(source) for source in dataset.mixture.sources)
         bad_rows = self._bad_rows_list(split, num_rows, folder)
         bad_rows.add(self.bad_rows(split), list_them=rank == 0)
+        if rank == 0 and folder is not None and self.settings.overlong == "drop":
+            append_new(Path(folder) / OVERLONG_ROWS_FILE, self.overlong_rows(split))
         return PackLoader(
             dataset,
             bad_rows,
@@ -210,6 +216,7 @@ class MLLMDataKit:
             num_workers=workers,
             pin_memory=pin_memory,
             stall_seconds=self.settings.stall_seconds,
+            overlong_file=None if folder is None else Path(folder) / OVERLONG_ROWS_FILE,
         )
 
     def engine_loader(self, engine: Any, split: str = "train") -> PackLoader | StreamLoader:
@@ -256,7 +263,7 @@ class MLLMDataKit:
         return (
             f"{split}: {sum(counts):,} rows an epoch ({', '.join(sources)}) -> {len(plan.rows):,} rows with "
             f"{int(plan.tokens.sum()):,} tokens in {len(plan):,} packs of {plan.budget:,}, {plan.fill_ratio:.1%} full; "
-            f"{plan.steps:,} steps of {plan.packs_per_step}. {self._dropped(split)}"
+            f"{plan.steps:,} steps of {plan.packs_per_step}. {self._left_out(split)}"
         )
 
     def source_losses(
@@ -348,19 +355,8 @@ class MLLMDataKit:
                 )
             )
         if self.settings.overlong == "error":
-            self._refuse_overlong(mixture, costs)
+            refuse_overlong(mixture, costs, self.row_encoder.max_tokens)
         return mixture, costs
-
-    def _refuse_overlong(self, mixture: Mixture, costs: list[Costs]) -> None:
-        found = []
-        for source, cost in zip(mixture.sources, costs, strict=True):
-            found += [(source, row) for row in cost.long.tolist()]
-        if found:
-            shown = ", ".join(source.where(row) for source, row in found[:3])
-            raise UserError(
-                f"data: {len(found)} row(s) have more than {self.row_encoder.max_tokens} tokens, such as {shown}: "
-                "raise micro_batch_tokens or row_tokens, or set overlong to drop, truncate or shrink"
-            )
 
     def _bad_rows_list(
         self, split: str, num_rows: int, folder: str | Path | None, min_rows: int = 0
@@ -368,15 +364,8 @@ class MLLMDataKit:
         file = None if folder is None else Path(folder) / BAD_ROWS_FILE
         return BadRows(self.settings, num_rows, self.source_names(split), file, min_rows)
 
-    def _dropped(self, split: str) -> str:
-        _, costs = self.measured(split)
-        reasons = Counter[str]()
-        for cost in costs:
-            reasons.update(reason for reason, _ in cost.bad.values())
-        bad = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "none"
-        outcome = OVERLONG_OUTCOMES.get(self.settings.overlong, "refused")
-        num_long = sum(len(cost.long) for cost in costs)
-        return f"Bad rows: {bad}. Over-long rows {outcome}: {num_long:,}"
+    def _left_out(self, split: str) -> str:
+        return describe_left_out(*self.measured(split), self.settings.overlong)
 
     def _data_id(self, split: str) -> str:
         mixture, _ = self.measured(split)

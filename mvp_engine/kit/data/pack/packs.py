@@ -162,8 +162,12 @@ class PackLoader(SampleLoader):
 
     def __iter__(self) -> Iterator[PackedBatch]:
         for batch, bad in super().__iter__():
-            self.bad_rows.add(bad)
+            self.bad_rows.found_in_training(bad)
             yield batch
+
+    def end_report(self) -> str | None:
+        """A line about bad rows for the end of a training; None if there are none."""
+        return self.bad_rows.report()
 
     _media_known = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader, default_convert
@@ -15,7 +16,7 @@ from mvp_engine.data.rng import keep_rng_state
 from mvp_engine.data.worker_memory import KeepLastBatches, keep_freed_memory
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.pack.stream_packs import START, LaneOutput, StreamPackDataset
-from mvp_engine.kit.data.read.bad_rows import BadRows
+from mvp_engine.kit.data.read.bad_rows import BadRows, append_new
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -32,6 +33,7 @@ class StreamLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         stall_seconds: float = 300.0,
+        overlong_file: Path | None = None,
     ) -> None:
         self.global_batch_size = global_batch_size or dataset.world_size
         self.accumulation = accumulation_steps(
@@ -39,6 +41,7 @@ class StreamLoader:
         )
         self.dataset = dataset
         self.bad_rows = bad_rows
+        self.overlong_file = overlong_file
         self.stall_seconds = stall_seconds
         self.pin_memory = pin_memory
         # The largest number of workers that divides the lanes.
@@ -111,11 +114,16 @@ class StreamLoader:
         self.cursors[output.lane] = output.cursor
         self.turn = (output.lane + 1) % self.dataset.lanes
         self.rows += output.rows
-        self.dropped += output.dropped
+        self.dropped += len(output.dropped)
+        if self.overlong_file is not None and output.dropped:
+            append_new(self.overlong_file, output.dropped)
         # An estimate of the rows read by all ranks that share the list of bad rows: they take as many packs each.
         ranks = self.dataset.world_size if self.bad_rows.file else 1
         self.bad_rows.rows = self.rows * ranks
-        self.bad_rows.add(output.bad)
+        self.bad_rows.found_in_training(output.bad)
+
+    def end_report(self) -> str | None:
+        return self.bad_rows.report()
 
     def _start(self) -> Iterator[LaneOutput | None]:
         with keep_rng_state():

@@ -55,7 +55,7 @@ class LaneOutput:
     batch: PackedBatch | None = None
     bad: list[BadRecord] = field(default_factory=list)
     rows: int = 0  # read since the lane's last turn
-    dropped: int = 0  # of these, over-long
+    dropped: list[BadRecord] = field(default_factory=list)  # of these, over-long
 
     def pin_memory(self) -> LaneOutput:
         return replace(self, batch=self.batch and self.batch.pin_memory())
@@ -195,10 +195,9 @@ class _Lane:
             raise UserError(
                 f"data: {where}: {bad.detail}: raise micro_batch_tokens, or set overlong"
             ) from None
-        if bad.reason == "overlong" and self.row_encoder.overlong == "drop":
-            self.output.dropped += 1
-        else:
-            self.output.bad.append(BadRecord(name, where, bad.reason, bad.detail))
+        is_dropped = bad.reason == "overlong" and self.row_encoder.overlong == "drop"
+        records = self.output.dropped if is_dropped else self.output.bad
+        records.append(BadRecord(name, where, bad.reason, bad.detail))
 
     def _pack_window(self, window: int) -> list[list[_EncodedRow]]:
         """Pack the rows read so far. The emptiest pack waits for the next window, if it is not full.
@@ -247,5 +246,5 @@ class _Lane:
         loaded = replace(self.output, batch=batch, cursor=cursor)
         self.output.bad = []
         self.output.rows = 0
-        self.output.dropped = 0
+        self.output.dropped = []
         return loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from pathlib import Path
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.settings import MLLMData
 
+LOGGER = logging.getLogger("mvp_engine")
 RowKey = tuple[str, str]  # source, where
+MAX_WARNINGS = 10  # of a process
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class BadRows:
         self.file = file
         self.counts: Counter[tuple[str, str]] = Counter()  # by (source, reason)
         self._seen: set[RowKey] = set()
-        self._listed_before = self._read_file()  # by earlier launches: fixed since, perhaps
+        self._warned = 0
+        self._listed_before = read_reasons(file)  # by earlier launches: fixed since, perhaps
 
     @property
     def max_allowed(self) -> int:
@@ -79,18 +83,35 @@ class BadRows:
         self._seen |= {record.key for record in new}
         self.counts.update((record.source, record.reason) for record in new)
         if self.file is not None and list_them and new:
-            self._share(self.file, new)
+            append_new(self.file, new)
+            self._count_other_ranks()
         if new and self.counts.total() > self.max_allowed:
             raise TooManyBadRows(self._message(new), self.file)
 
-    def _share(self, file: Path, new: list[BadRecord]) -> None:
-        """Append new records to the file, and count those that other ranks have appended."""
-        listed = self._read_file()
-        fresh = [record for record in new if record.key not in listed]
-        lines = [json.dumps(dataclasses.asdict(record)) + "\n" for record in fresh]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "a", encoding="utf-8") as out:
-            out.write("".join(lines))
+    def found_in_training(self, records: list[BadRecord]) -> None:
+        """Like `add`, with a warning for each of the first rows: nothing showed before that they are bad."""
+        for record in records:
+            if record.key in self._seen:
+                continue
+            self._warned += 1
+            if self._warned <= MAX_WARNINGS:
+                words = f"{record.reason}: {record.detail[:200]}"
+                LOGGER.warning("bad row, left out: %s: %s", record.where, words)
+            if self._warned == MAX_WARNINGS:
+                LOGGER.warning("further bad rows of this process are only listed in %s", self.file)
+        self.add(records)
+
+    def report(self) -> str | None:
+        """One line about the bad rows of all ranks since the start; None if there are none."""
+        self._count_other_ranks()
+        if not self.counts:
+            return None
+        listed = f". All are in {self.file}" if self.file else ""
+        return f"{self.counts.total()} bad row(s) were left out ({self}){listed}"
+
+    def _count_other_ranks(self) -> None:
+        """Count the rows that other ranks have listed since the start."""
+        listed = read_reasons(self.file)
         of_our_sources = {key for key in listed if key[0] in self.names}
         of_other_ranks = of_our_sources - self._listed_before.keys() - self._seen
         self._seen |= of_other_ranks
@@ -104,17 +125,30 @@ class BadRows:
             "Fix them, or raise max_bad_fraction, max_bad_rows"
         )
 
-    def _read_file(self) -> dict[RowKey, str]:
-        """Reasons by row, of all ranks and all launches: in another epoch another rank has the row."""
-        if self.file is None or not self.file.exists():
-            return {}
-        reasons = {}
-        for line in self.file.read_text(encoding="utf-8").splitlines():
-            if line.endswith("}"):  # another rank may be in the middle of a line
-                record = json.loads(line)
-                reasons[record["source"], record["where"]] = record["reason"]
-        return reasons
-
     def __str__(self) -> str:
         counts = sorted(self.counts.items())
         return ", ".join(f"{source}: {n} {reason}" for (source, reason), n in counts) or "none"
+
+
+def append_new(file: Path, records: Iterable[BadRecord]) -> None:
+    """Append the records of rows that the file does not list yet."""
+    listed = read_reasons(file)
+    new = {record.key: record for record in records if record.key not in listed}
+    if not new:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(dataclasses.asdict(record)) + "\n" for record in new.values()]
+    with open(file, "a", encoding="utf-8") as out:
+        out.write("".join(lines))
+
+
+def read_reasons(file: Path | None) -> dict[RowKey, str]:
+    """Reasons by row, of all ranks and all launches: in another epoch another rank has the row."""
+    if file is None or not file.exists():
+        return {}
+    reasons = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.endswith("}"):  # another rank may be in the middle of a line
+            record = json.loads(line)
+            reasons[record["source"], record["where"]] = record["reason"]
+    return reasons

@@ -1,0 +1,49 @@
+"""Rows that are left out of a plan: bad rows by reason, and over-long rows by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data.pack.cost_cache import Costs
+from mvp_engine.kit.data.pack.mixture import Mixture
+from mvp_engine.kit.data.read.bad_rows import BadRecord
+
+_OUTCOMES = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}
+_SHOWN = 3  # names in a message
+
+
+def overlong_records(mixture: Mixture, costs: list[Costs], max_tokens: int) -> list[BadRecord]:
+    """The over-long rows of all sources."""
+    detail = f"more than {max_tokens} tokens"
+    records = []
+    for name, source, cost in zip(mixture.names, mixture.sources, costs, strict=True):
+        for row in cost.long.tolist():
+            records.append(BadRecord(name, source.where(row), "overlong", detail))
+    return records
+
+
+def refuse_overlong(mixture: Mixture, costs: list[Costs], max_tokens: int) -> None:
+    found = overlong_records(mixture, costs, max_tokens)
+    if found:
+        raise UserError(
+            f"data: {len(found)} row(s) have more than {max_tokens} tokens, such as {_names(found)}: "
+            "raise micro_batch_tokens or row_tokens, or set overlong to drop, truncate or shrink"
+        )
+
+
+def describe_left_out(mixture: Mixture, costs: list[Costs], overlong: str) -> str:
+    """Bad rows by reason, and the number of over-long rows with the first of them."""
+    reasons = Counter[str]()
+    for cost in costs:
+        reasons.update(reason for reason, _ in cost.bad.values())
+    bad = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "none"
+    outcome = _OUTCOMES.get(overlong, "refused")
+    long = overlong_records(mixture, costs, 0)
+    names = f" ({_names(long)})" if long else ""
+    return f"Bad rows: {bad}. Over-long rows {outcome}: {len(long):,}{names}"
+
+
+def _names(records: list[BadRecord]) -> str:
+    more = ", ..." if len(records) > _SHOWN else ""
+    return ", ".join(record.where for record in records[:_SHOWN]) + more
