@@ -29,6 +29,7 @@ from mvp_engine.hf.attention_mask import (
     packed_mask,
     without_mask,
 )
+from mvp_engine.hf.kv_cache import KVCache, attend_to_cache
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
 from mvp_engine.ops.autocast import autocast_dtype
 
@@ -65,6 +66,7 @@ _IGNORED = {
     "return_dict",
     "layer_idx",
     "logits_to_keep",
+    "kv_cache",  # of text layers; an encoder runs with the prompts only
 }
 
 
@@ -149,6 +151,7 @@ def packed_attention(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     ulysses_shard: UlyssesShard | None = None,
+    kv_cache: KVCache | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of text layers, with transformers' signature: (1, H, T, d) in, (1, T, H, d) out."""
@@ -191,11 +194,31 @@ def packed_attention(
         sinks=s_aux,
         mask_function=attention_mask.mask_function if isinstance(attention_mask, Overlay) else None,
     )
-    out_HTd = varlen_attention(q_HTd, k_KTd, v_KTd, spec)
+    if kv_cache is not None and kv_cache.is_prefilled:
+        out_HTd = _attend_to_cache(module, q_HTd, k_KTd, v_KTd, spec, kv_cache)
+    else:
+        out_HTd = varlen_attention(q_HTd, k_KTd, v_KTd, spec)
+        if kv_cache is not None:
+            kv_cache.store_prompts(module, k_KTd, v_KTd)
     if ulysses_shard is not None:
         out_HTd = ulysses_shard.to_tokens(out_HTd)
     # Contiguous, since some models call view on it.
     return out_HTd.transpose(0, 1)[None].contiguous(), None
+
+
+def _attend_to_cache(
+    module: nn.Module, q_HSd: Tensor, k_KSd: Tensor, v_KSd: Tensor, spec: AttnSpec, cache: KVCache
+) -> Tensor:
+    """Attention of the next token of each sequence. It is text, so of a mask only the window matters."""
+    cached = cache.append(module, k_KSd, v_KSd)
+    return attend_to_cache(
+        q_HSd,
+        *cached,
+        cache.allowed(spec.window, q_HSd.device),
+        scale=spec.scale,
+        softcap=spec.softcap,
+        sinks_H=spec.sinks,
+    )
 
 
 def encoder_attention(

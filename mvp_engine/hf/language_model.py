@@ -6,7 +6,7 @@ states and the output embedding, in chunks of tokens.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,15 @@ from mvp_engine.hf import attention
 from mvp_engine.hf.config_facts import placeholder_tokens
 from mvp_engine.hf.model_inputs import check_token_range
 from mvp_engine.hf.packed_model import Outputs, PackedModel, from_auto, losses_of
-from mvp_engine.ops.linear_cross_entropy import linear_argmax, linear_log_probs, linear_loss
+from mvp_engine.ops.linear_cross_entropy import (
+    linear_argmax,
+    linear_log_probs,
+    linear_logits,
+    linear_loss,
+)
+
+if TYPE_CHECKING:
+    from mvp_engine.hf.kv_cache import KVCache
 
 
 class LanguageModel(PackedModel):
@@ -28,6 +36,7 @@ class LanguageModel(PackedModel):
     - `entropy`, `log_z`, `mean_log_probs`: of the distribution over the vocabulary
     - `next_tokens`: the argmax, which is what greedy decoding writes after each position; never a
       placeholder of media, since no features would follow it
+    - `next_logits`: logits of the token after each sequence, (S, V), to sample from; asked for alone
     - `loss`: minus the sum of log_probs, one scalar. Asked for alone (or with `losses`, its terms
       without gradient), it is cheaper: the gradients are computed in the forward
     """
@@ -39,6 +48,7 @@ class LanguageModel(PackedModel):
         "log_z",
         "mean_log_probs",
         "next_tokens",
+        "next_logits",
         "hidden_states",
         "loss",
         "losses",
@@ -84,6 +94,35 @@ class LanguageModel(PackedModel):
         super().check(batch)
         check_token_range(batch, "labels", self.hf.get_output_embeddings())  # type: ignore[operator]
 
+    def _compute(
+        self, batch: PackedBatch, wanted: tuple[str, ...], kv_cache: KVCache | None = None
+    ) -> Outputs:
+        if "next_logits" not in wanted:
+            return super()._compute(batch, wanted, kv_cache)
+        if len(wanted) > 1:
+            raise UserError(
+                "next_logits is per sequence, other outputs are per token: ask for it alone"
+            )
+        states = super()._compute(batch, ("hidden_states",), kv_cache)
+        # Dummies that a model engine runs along have no next token.
+        real = getattr(batch, "num_real_sequences", batch.num_sequences)
+        last_S = batch.cu_seqlens[1 : real + 1].long() - 1
+        return {"next_logits": self._next_logits(states["hidden_states"][last_S])}
+
+    @property
+    def placeholders(self) -> list[int]:
+        """Tokens that stand for features of media. Generation must not write them: none would follow."""
+        head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
+        return placeholder_tokens(self.hf.config, head.weight.shape[0])
+
+    def _next_logits(self, hidden_SD: Tensor) -> Tensor:
+        """Logits over the whole vocabulary."""
+        weight_VD, bias_V, vocab_shard = self._local_head()
+        options: dict[str, Any] = {"bias_V": bias_V, "scale": self.scale, "softcap": self.softcap}
+        logits_SV = linear_logits(hidden_SD, weight_VD, **options, **vocab_shard)
+        head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
+        return logits_SV[:, : head.weight.shape[0]]
+
     def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
         weight_VD, bias_V, vocab_shard = self._local_head()
         options: dict[str, Any] = {
@@ -116,9 +155,7 @@ class LanguageModel(PackedModel):
         vocab_shard: dict[str, Any],
     ) -> Tensor:
         """The argmax over the vocabulary without placeholders, which get a bias of minus infinity."""
-        head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
-        placeholders = placeholder_tokens(self.hf.config, head.weight.shape[0])
-        if placeholders:
+        if placeholders := self.placeholders:
             bias_V = options["bias_V"]
             bias_V = weight_VD.new_zeros(len(weight_VD)) if bias_V is None else bias_V.clone()
             start = vocab_shard.get("vocab_start", 0)

@@ -30,6 +30,7 @@ from mvp_engine.hf.model_inputs import check_token_range, media_inputs
 
 if TYPE_CHECKING:
     from mvp_engine.hf.adapter import HFAdapter
+    from mvp_engine.hf.kv_cache import KVCache
     from mvp_engine.hf.lora import Lora
 
 Outputs = dict[str, Tensor]
@@ -163,12 +164,18 @@ class PackedModel(nn.Module):
         with torch.device("meta"):
             return model_class(config)
 
-    def hidden(self, batch: PackedBatch, shard: UlyssesShard | None = None) -> Tensor:
+    def hidden(
+        self,
+        batch: PackedBatch,
+        shard: UlyssesShard | None = None,
+        kv_cache: KVCache | None = None,
+    ) -> Tensor:
         """The last hidden states (T, D); with `shard`, those of this rank's tokens."""
         limit = self.packed_length_limit
-        if limit is not None and batch.max_seqlen > limit:
+        longest = max(batch.max_seqlen, 0 if kv_cache is None else kv_cache.max_length + 1)
+        if limit is not None and longest > limit:
             raise UserError(
-                f"a sequence of {batch.max_seqlen} tokens: this model changes its rotary positions "
+                f"a sequence of {longest} tokens: this model changes its rotary positions "
                 f"for the whole batch when one sequence is longer than {limit}, so the other "
                 "packed sequences would change too. Shorten the sequences"
             )
@@ -180,6 +187,8 @@ class PackedModel(nn.Module):
                 input_ids = shard.cut(input_ids)
                 position_ids = shard.cut(position_ids, dim=-1)
             inputs["ulysses_shard"] = shard
+        if kv_cache is not None:
+            inputs["kv_cache"] = kv_cache
         input_ids_1T = input_ids[None]
         if batch.media:
             media_features.register_host_ids(input_ids_1T, batch.host_input_ids)
@@ -190,10 +199,17 @@ class PackedModel(nn.Module):
             **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
             **inputs,
         )
+        if kv_cache is not None:
+            kv_cache.advance()
         return out.last_hidden_state[0]
 
-    def forward(self, batch: PackedBatch, outputs: Iterable[str]) -> Outputs:
-        """Outputs by name, for all tokens of the batch, on every rank that shares the batch."""
+    def forward(
+        self, batch: PackedBatch, outputs: Iterable[str], kv_cache: KVCache | None = None
+    ) -> Outputs:
+        """Outputs by name, for all tokens of the batch, on every rank that shares the batch.
+
+        `kv_cache`: for generation. The first batch holds the prompts, later ones a token of each.
+        """
         wanted = tuple(outputs)
         unknown = [name for name in wanted if name not in self.provides]
         if unknown:
@@ -203,15 +219,20 @@ class PackedModel(nn.Module):
             )
         if not batch.labels.is_cuda:  # GPU batches were checked on the host, before the copy
             self.check(batch)
-        computed = self._compute(batch, wanted)
+        computed = self._compute(batch, wanted, kv_cache)
         # FSDP2 warns about views: an in-place change of one would lose the hooks for its weights.
         return {
             name: value.clone() if value._is_view() else value for name, value in computed.items()
         }
 
-    def _compute(self, batch: PackedBatch, wanted: tuple[str, ...]) -> Outputs:
+    def _compute(
+        self, batch: PackedBatch, wanted: tuple[str, ...], kv_cache: KVCache | None = None
+    ) -> Outputs:
         if self.ulysses_group is None:
-            return self.outputs(self.hidden(batch), batch.labels, wanted)
+            hidden_TD = self.hidden(batch, kv_cache=kv_cache)
+            return self.outputs(hidden_TD, batch.labels, wanted)
+        if kv_cache is not None:
+            raise UserError("a KV cache does not support parallel.ulysses > 1: call without it")
         losses = {"loss", "losses"}
         if "loss" in wanted and not set(wanted) <= losses:
             # The loss then follows from the log-probs, which are computed anyway.

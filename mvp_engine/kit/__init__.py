@@ -5,6 +5,7 @@ from typing import Any
 from mvp_engine.hf.lora import Lora
 from mvp_engine.kit.build_once import build_once
 from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
+from mvp_engine.kit.decoding import Completion, Decoding, complete
 from mvp_engine.kit.examples import examples_of
 from mvp_engine.kit.generate import Answer, generate, generate_answers
 from mvp_engine.kit.loss import TokenLoss, TokenNormedLossKit
@@ -16,7 +17,9 @@ from mvp_engine.kit.row_checks import check_labels, check_rows
 
 __all__ = [
     "Answer",
+    "Completion",
     "DataSource",
+    "Decoding",
     "EvalGeneration",
     "Limits",
     "Lora",
@@ -33,6 +36,7 @@ __all__ = [
     "build_once",
     "check_labels",
     "check_rows",
+    "complete",
     "examples_of",
     "generate",
     "generate_answers",

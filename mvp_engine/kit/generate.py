@@ -1,8 +1,6 @@
-"""Greedy generation on packed batches, through the model engine: on any layout, with any number of prompts per rank.
+"""Answers of a model to the prompts of rows: what evaluations compare with the rows' own answers.
 
-There is no KV cache: each new token costs a forward over all prompts and their completions so far, encoders included.
-That suits short answers in an evaluation during training; to serve a model, export it. A completed sequence leaves the
-batch, so a forward holds unfinished sequences only, without padding.
+Decoding itself, with a KV cache, is in `decoding.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.kit.decoding import Decoding, complete, with_completion
 from mvp_engine.model_engine import ModelEngine
 
 
@@ -112,7 +110,7 @@ def split_prompts(batch: PackedBatch, prompt_tokens: int = 1) -> list[Prompt]:
             first = min(prompt_tokens, len(with_loss)) - 1
         if media_ends[sequence] > first + 1:
             continue
-        prompt = _with_completion(batch.select([sequence]), first + 1, [])
+        prompt = with_completion(batch.select([sequence]), first + 1, [])
         expected = labels_L[first : int(with_loss[-1]) + 1].tolist()
         is_continuation = bool(labels_L[0] != IGNORE)
         prompts.append(Prompt(sequence, prompt, expected, is_continuation))
@@ -129,75 +127,8 @@ def generate(
 ) -> list[list[int]]:
     """The completion of each prompt by greedy decoding, up to and including the first token in `stop`.
 
-    On a sharded layout all ranks call it together, each with prompts of its own, or None. A forward has at most
-    `budget` tokens, unless a single sequence has more.
+    On a sharded layout all ranks call it together, each with prompts of its own, or None. The forward over prompts has
+    at most `budget` tokens, unless a single one has more.
     """
-    sequences = []
-    if prompts is not None:
-        on_cpu = prompts.to("cpu")
-        sequences = [on_cpu.select([s]) for s in range(on_cpu.num_sequences)]
-    completions: list[list[int]] = [[] for _ in sequences]
-    unfinished = list(range(len(sequences)))
-    with engine.eval_mode():
-        for _ in range(max_new_tokens):
-            parts: list[PackedBatch] = []
-            members: list[list[int]] = []
-            if unfinished:
-                extended = [
-                    _with_completion(sequences[s], None, completions[s]) for s in unfinished
-                ]
-                batch = PackedBatch.concat(extended)
-                split = batch.split(max(budget or batch.num_tokens, batch.max_seqlen))
-                parts = split.parts
-                members = [[unfinished[i] for i in part] for part in split.members]
-            next_tokens = _next_tokens(engine, parts)
-            if next_tokens is None:  # at the same time on all ranks that depend on each other
-                break
-            for part_members, tokens in zip(members, next_tokens, strict=True):
-                for s, token in zip(part_members, tokens, strict=True):
-                    completions[s].append(token)
-            unfinished = [s for s in unfinished if completions[s][-1] not in stop]
-    return completions
-
-
-def _next_tokens(engine: ModelEngine, parts: list[PackedBatch]) -> list[list[int]] | None:
-    """The next token of each sequence of each part; None if no rank has any part left."""
-    forwards = 0  # also dummy forwards, which this rank runs for others
-
-    def last_tokens(batch: PackedBatch) -> Tensor:
-        nonlocal forwards
-        forwards += 1
-        tokens = engine.model(batch, ["next_tokens"])["next_tokens"]
-        return tokens[batch.cu_seqlens[1:].long() - 1]
-
-    found = [tokens.tolist() for tokens in engine.infer_micro_batches(parts, last_tokens)]
-    return found if forwards else None
-
-
-def _with_completion(prompt: PackedBatch, length: int | None, new: list[int]) -> PackedBatch:
-    """The first `length` tokens of one sequence, followed by `new` ones, without labels.
-
-    New tokens are text: on every axis their positions continue after the largest one.
-    """
-    ids = prompt.input_ids[:length]
-    positions = prompt.position_ids[..., :length]
-    new_positions = int(positions.max()) + 1 + torch.arange(len(new))
-    new_positions = new_positions.expand(*positions.shape[:-1], -1)
-    ids = torch.cat([ids, torch.tensor(new, dtype=ids.dtype)])
-    token_types = {}
-    for name, value in prompt.token_fields.items():
-        if name.endswith("token_type_ids"):
-            token_types[name] = _pad_zeros(value[:length], len(new))
-    return PackedBatch(
-        ids,
-        torch.full_like(ids, IGNORE),
-        torch.cat([positions, new_positions], dim=-1),
-        torch.tensor([0, len(ids)], dtype=torch.int32),
-        token_types,
-        {},
-        prompt.media,
-    )
-
-
-def _pad_zeros(value: Tensor, count: int) -> Tensor:
-    return torch.cat([value, value.new_zeros(count, *value.shape[1:])])
+    decoding = Decoding(max_new_tokens=max_new_tokens, stop=stop, budget=budget)
+    return [completion.tokens for completion in complete(engine, prompts, decoding)]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from mvp_engine.ops.autocast import autocast_dtype
@@ -39,7 +40,7 @@ from mvp_engine.ops.logit_stats import (
     shard_stats,
 )
 
-__all__ = ["IGNORE", "Scores", "linear_argmax", "linear_log_probs", "linear_loss"]
+__all__ = ["IGNORE", "Scores", "linear_argmax", "linear_log_probs", "linear_logits", "linear_loss"]
 
 
 class Scores(NamedTuple):
@@ -116,6 +117,32 @@ def linear_argmax(
     dist.all_gather_into_tensor(values_RT.view(-1), value_T, group=group)
     dist.all_gather_into_tensor(indices_RT.view(-1), index_T + (vocab_start or 0), group=group)
     return indices_RT.gather(0, values_RT.argmax(0)[None])[0]
+
+
+@torch.no_grad()
+def linear_logits(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int | None = None,
+) -> Tensor:
+    """All logits of a few positions, in float32; with a `group`, padded to a multiple of its ranks' rows."""
+    spec = _head_spec(hidden_TD, scale, softcap, 1.0)
+    with torch.autocast(hidden_TD.device.type, enabled=False):
+        logits_TV = logits_of(head_output(hidden_TD, weight_VD.to(spec.dtype), bias_V, spec), spec)
+    if group is None:
+        return logits_TV
+    ranks = dist.get_world_size(group)
+    rows = torch.tensor(len(weight_VD), device=hidden_TD.device)
+    dist.all_reduce(rows, dist.ReduceOp.MAX, group)  # the last rank may have fewer
+    padded_TV = F.pad(logits_TV, (0, int(rows) - logits_TV.shape[1]), value=float("-inf"))
+    logits_RTV = padded_TV.new_empty(ranks, *padded_TV.shape)
+    dist.all_gather_into_tensor(logits_RTV.flatten(0, 1), padded_TV.contiguous(), group=group)
+    return logits_RTV.transpose(0, 1).flatten(1)
 
 
 def linear_loss(

@@ -1,8 +1,9 @@
-"""Greedy generation on packed batches equals transformers' `generate`, for any number of prompts per rank."""
+"""Generation on packed batches equals transformers' `generate`, for any number of prompts per rank."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from tiny_models import build_model, samples
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
+from mvp_engine.kit.decoding import Decoding, complete, with_completion
 from mvp_engine.kit.generate import generate, generate_answers, split_prompts
 from mvp_engine.model_engine import LanguageModelEngine
 
-FAMILIES = ["qwen3_vl", "qwen2_5_vl", "gemma3", "llava", "qwen2_audio"]
+FAMILIES = ["qwen3_vl", "qwen2_5_vl", "gemma3", "llava", "qwen2_audio", "paligemma"]
+FAMILIES += ["gemma2", "gpt_oss", "qwen3_moe"]  # soft caps, windows, sinks, experts
 NEW = 5
 
 
@@ -33,9 +36,10 @@ def built(name: str, layout: Layout | None = None) -> tuple[LanguageModelEngine,
 
 def expected(folder: Path, name: str, ones: list[PackedBatch], stop: int) -> list[list[int]]:
     """The completions of transformers on the exported folder, prompt by prompt, with a KV cache."""
-    from transformers import AutoModelForMultimodalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    model = AutoModelForMultimodalLM.from_pretrained(folder).eval()
+    auto = AutoModelForMultimodalLM if name in VISION else AutoModelForCausalLM
+    model = auto.from_pretrained(folder).eval()
     takes, found = inspect.signature(model.forward).parameters, []
     for one in ones:
         given: dict[str, Any] = {n: value[None] for n, value in one.token_fields.items() if n in takes}
@@ -132,3 +136,40 @@ def test_split_prompts_plain_text_starts_with_prompt_tokens() -> None:
     assert (first.expected, second.expected) == (text[8:].tolist(), [4])
     assert first.is_continuation
     assert second.is_continuation
+
+
+def test_complete_samples_are_those_of_any_batching_and_have_the_models_log_probs() -> None:
+    engine, ones = built("qwen3_vl")
+    prompts = PackedBatch.concat(ones)
+    decoding = Decoding(max_new_tokens=NEW, temperature=0.7, samples=3, seed=1)
+    together = complete(engine, prompts, decoding)
+    assert [one.prompt for one in together] == sorted([*range(len(ones))] * 3)
+    assert len({tuple(one.tokens) for one in together if one.prompt == 0}) > 1
+    apart = complete(engine, prompts, replace(decoding, budget=1))
+    assert [one.tokens for one in apart] == [one.tokens for one in together]
+    engine.model.temperature = decoding.temperature
+    for one in together:
+        text = with_completion(ones[one.prompt], None, one.tokens)
+        text.labels[:-1] = text.input_ids[1:]
+        log_probs = engine.infer_batch(text, ["log_probs"])["log_probs"]
+        start = ones[one.prompt].num_tokens - 1
+        assert log_probs[start:-1].tolist() == pytest.approx(one.log_probs, abs=1e-4)
+
+
+def test_complete_follows_the_probabilities_of_the_model() -> None:
+    engine, ones = built("qwen3")
+    decoding = Decoding(max_new_tokens=1, temperature=1.0, samples=4000)
+    drawn = [one.tokens[0] for one in complete(engine, ones[0], decoding)]
+    with torch.no_grad():
+        probs = engine.model(ones[0], ["next_logits"])["next_logits"][0].softmax(-1)
+    counts = torch.bincount(torch.tensor(drawn), minlength=len(probs)) / len(drawn)
+    assert (counts - probs).abs().max() < 0.03
+
+
+def test_complete_ends_where_the_caller_says() -> None:
+    engine, ones = built("qwen3")
+    (free,) = complete(engine, ones[0], Decoding(max_new_tokens=8))
+    (cut,) = complete(engine, ones[0], Decoding(max_new_tokens=8, is_finished=lambda tokens: len(tokens) == 3))
+    assert cut.tokens == free.tokens[:3]
+    (stopped,) = complete(engine, ones[0], Decoding(max_new_tokens=8, stop={free.tokens[4]}))
+    assert stopped.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1]

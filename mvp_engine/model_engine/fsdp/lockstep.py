@@ -242,6 +242,7 @@ class _JoinedBatch(PackedBatch):
     """What the model runs on: a micro-batch, and its dummies behind it."""
 
     num_real_tokens: int = 0
+    num_real_sequences: int = 0
 
     @classmethod
     def of(cls, batch: Any) -> Any:
@@ -249,7 +250,11 @@ class _JoinedBatch(PackedBatch):
         if not isinstance(batch, LockstepBatch):
             return batch
         joined = object.__new__(cls)  # checked already, and reading values would be a host sync
-        joined.__dict__.update(batch.join().__dict__, num_real_tokens=batch.num_tokens)
+        joined.__dict__.update(
+            batch.join().__dict__,
+            num_real_tokens=batch.num_tokens,
+            num_real_sequences=batch.num_sequences,
+        )
         return joined
 
 

@@ -1,0 +1,112 @@
+"""KVCache: keys and values of packed sequences during generation, one entry per attention layer.
+
+Legend: T tokens of a packed batch, S sequences, C capacity in tokens, L cached tokens of the longest sequence,
+H query heads, K key/value heads, G query heads per key/value head, d head size, e head size of the values.
+
+transformers' own cache is not used: it has one row per padded sequence. Packed attention gets this object as a keyword
+argument of the model's forward. In the first forward (the prompts) it stores what the layers compute; every later
+forward has one token per sequence, which attends to all cached tokens of its own sequence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class _Layer(NamedTuple):
+    keys: Tensor  # (S, K, C, d)
+    values: Tensor  # (S, K, C, e)
+
+
+class KVCache:
+    """The cache of the sequences of one batch: first their prompts, then a token of each per forward."""
+
+    def __init__(self, prompt_lengths: list[int], max_new_tokens: int) -> None:
+        self.lengths = list(prompt_lengths)  # cached tokens of each sequence
+        self.is_prefilled = False
+        self._capacity = max(self.lengths) + max_new_tokens
+        self._layers: dict[nn.Module, _Layer] = {}
+        # Where each prompt token goes, on the host: (sequence, index in it).
+        lengths_S = torch.tensor(self.lengths)
+        self._sequence_T = torch.arange(len(lengths_S)).repeat_interleave(lengths_S)
+        starts_S = lengths_S.cumsum(0) - lengths_S
+        self._index_T = torch.arange(len(self._sequence_T)) - starts_S[self._sequence_T]
+
+    @property
+    def max_length(self) -> int:
+        return max(self.lengths)
+
+    def advance(self) -> None:
+        """Count the tokens of a forward that has finished: all layers have stored them."""
+        if self.is_prefilled:
+            self.lengths = [length + 1 for length in self.lengths]
+        self.is_prefilled = True
+
+    def select(self, sequences: list[int]) -> None:
+        """Keep only these sequences; a sequence may be chosen several times, to continue it in several ways."""
+        self.lengths = [self.lengths[s] for s in sequences]
+        for module, layer in self._layers.items():
+            index = torch.tensor(sequences, device=layer.keys.device)
+            self._layers[module] = _Layer(*(part.index_select(0, index) for part in layer))
+
+    def store_prompts(self, module: nn.Module, k_KTd: Tensor, v_KTe: Tensor) -> None:
+        """Copy the keys and values of a layer. Tokens behind those of the prompts belong to dummies."""
+        device = k_KTd.device
+        rows = self._sequence_T.to(device)
+        columns = self._index_T.to(device)
+        stored = []
+        for packed in (k_KTd, v_KTe):
+            heads, _, size = packed.shape
+            empty = packed.new_zeros(len(self.lengths), heads, self._capacity, size)
+            empty[rows, :, columns] = packed[:, : len(rows)].transpose(0, 1)
+            stored.append(empty)
+        self._layers[module] = _Layer(*stored)
+
+    def append(self, module: nn.Module, k_KSd: Tensor, v_KSe: Tensor) -> _Layer:
+        """Store the next token of each sequence; returns all that are cached."""
+        layer = self._layers[module]
+        columns = torch.tensor(self.lengths, device=k_KSd.device)
+        rows = torch.arange(len(self.lengths), device=k_KSd.device)
+        layer.keys[rows, :, columns] = k_KSd.transpose(0, 1)
+        layer.values[rows, :, columns] = v_KSe.transpose(0, 1)
+        length = self.max_length + 1
+        return _Layer(layer.keys[:, :, :length], layer.values[:, :, :length])
+
+    def allowed(self, window: int | None, device: torch.device) -> Tensor:
+        """Which cached tokens the newest token of each sequence attends to, (S, L)."""
+        position_S1 = torch.tensor(self.lengths, device=device)[:, None]
+        index_1L = torch.arange(self.max_length + 1, device=device)[None]
+        allowed_SL = index_1L <= position_S1
+        if window is not None:
+            allowed_SL &= index_1L > position_S1 - window
+        return allowed_SL
+
+
+def attend_to_cache(
+    q_HSd: Tensor,
+    k_SKLd: Tensor,
+    v_SKLe: Tensor,
+    allowed_SL: Tensor,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Attention of one query per sequence to its cached tokens, (H, S, e)."""
+    heads, sequences, size = q_HSd.shape
+    kv_heads = k_SKLd.shape[1]
+    q_SKGd = q_HSd.transpose(0, 1).reshape(sequences, kv_heads, heads // kv_heads, size)
+    scores_SKGL = (q_SKGd @ k_SKLd.transpose(-1, -2)).float() * (scale or size**-0.5)
+    if softcap is not None:
+        scores_SKGL = softcap * torch.tanh(scores_SKGL / softcap)
+    scores_SKGL = scores_SKGL.masked_fill(~allowed_SL[:, None, None], float("-inf"))
+    if sinks_H is not None:
+        # One more logit per head takes its share of the probability and adds no value.
+        sinks_SKG1 = sinks_H.float().view(1, kv_heads, -1, 1).expand(sequences, -1, -1, 1)
+        scores_SKGL = torch.cat([scores_SKGL, sinks_SKG1], dim=-1)
+    probs_SKGL = scores_SKGL.softmax(-1)[..., : k_SKLd.shape[2]].to(v_SKLe.dtype)
+    out_SKGe = probs_SKGL @ v_SKLe
+    return out_SKGe.reshape(sequences, heads, -1).transpose(0, 1)

@@ -1,0 +1,243 @@
+"""Completions of packed prompts with a KV cache, through the model engine: on any layout, any number of prompts.
+
+A forward over the prompts fills the cache; each later forward has one token per unfinished sequence, without padding.
+With `parallel.ulysses` > 1 there is no cache: each forward then holds all prompts and their completions so far.
+Every sequence draws from a random generator of its own, so what it writes does not depend on how prompts are batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.hf.kv_cache import KVCache
+from mvp_engine.model_engine import ModelEngine
+
+Finished = Callable[[list[int]], bool]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How completions are written."""
+
+    max_new_tokens: int
+    stop: Collection[
+        int
+    ] = ()  # a completion ends with the first of these tokens, which it includes
+    temperature: float = 0.0  # 0: greedy decoding
+    samples: int = 1  # completions per prompt
+    seed: int = 0
+    budget: int | None = None  # tokens of one forward over prompts, unless a single one has more
+    # Ends a completion early, given its tokens; called once per new token.
+    is_finished: Finished | None = None
+
+
+@dataclass
+class Completion:
+    """What was written after a prompt, and the log-probability of each token at the temperature of the decoding."""
+
+    prompt: int  # its index
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+
+def complete(
+    engine: ModelEngine, prompts: PackedBatch | None, decoding: Decoding
+) -> list[Completion]:
+    """Completions in the order of the prompts, the samples of one prompt next to each other.
+
+    On a sharded layout all ranks call it together, each with prompts of its own, or None.
+    """
+    groups: list[PackedBatch] = []
+    members: list[list[int]] = []
+    if prompts is not None:
+        on_cpu = prompts.to("cpu")
+        split = on_cpu.split(max(decoding.budget or on_cpu.num_tokens, on_cpu.max_seqlen))
+        groups = split.parts
+        members = split.members
+    completions: list[Completion] = []
+    # Compiled blocks would be compiled again for these shapes.
+    with engine.eval_mode(), torch.compiler.set_stance("force_eager"):
+        # Ranks that shard one model run the same number of forwards; they start each group together.
+        num_groups = (
+            engine.world.all_gather(len(groups)) if engine.layout.shard_mesh else [len(groups)]
+        )
+        for i in range(max(num_groups)):
+            group = groups[i] if i < len(groups) else None
+            completions += _Group(engine, group, members[i] if group else [], decoding).run()
+    return sorted(completions, key=lambda one: one.prompt)
+
+
+class _Group:
+    """Prompts that are completed together."""
+
+    def __init__(
+        self,
+        engine: ModelEngine,
+        prompts: PackedBatch | None,
+        members: list[int],
+        decoding: Decoding,
+    ) -> None:
+        self.engine = engine
+        self.decoding = decoding
+        self.prompts = prompts
+        samples = range(decoding.samples)
+        self.all = [Completion(index) for index in members for _ in samples]
+        self.generators = [
+            _generator(decoding.seed, index, sample) for index in members for sample in samples
+        ]
+        self.unfinished = list(range(len(self.all)))
+        self.rows = [row for row in range(len(members)) for _ in samples]  # in the prompts
+        self.uses_cache = engine.layout.ulysses == 1
+        self.cache: KVCache | None = None
+
+    def run(self) -> list[Completion]:
+        for step in range(self.decoding.max_new_tokens):
+            logits_SV = self._forward(self._batch())
+            if logits_SV is None:
+                if not self._others_continue:
+                    break
+                continue
+            if step == 0:
+                self._start_samples()
+                logits_SV = logits_SV[self.rows]
+            self._write(logits_SV)
+        return self.all
+
+    def _batch(self) -> PackedBatch | None:
+        """The batch of the next forward; None where nothing is left to complete."""
+        if not self.unfinished or self.prompts is None:
+            return None
+        if self.cache is not None:
+            return _next_token_batch(
+                self.prompts, self.rows, [self.all[s] for s in self.unfinished]
+            )
+        tokens = [self.all[s].tokens for s in self.unfinished]
+        if not tokens[0]:  # all samples of a prompt begin with the same forward
+            return self.prompts
+        extended = [
+            with_completion(self.prompts.select([row]), None, written)
+            for row, written in zip(self.rows, tokens, strict=True)
+        ]
+        return PackedBatch.concat(extended)
+
+    def _forward(self, batch: PackedBatch | None) -> Tensor | None:
+        """Logits of the next token of each sequence. Ranks without a batch may run dummy forwards for others."""
+        if batch is not None and self.cache is None and self.uses_cache:
+            self.cache = KVCache(batch.lengths.tolist(), self.decoding.max_new_tokens)
+        self._others_continue = False
+
+        def logits(micro_batch: PackedBatch) -> Tensor:
+            self._others_continue = True
+            cache = None if self.engine.is_dummy else self.cache
+            return self.engine.model(micro_batch, ["next_logits"], kv_cache=cache)["next_logits"]
+
+        batches = [] if batch is None else [batch]
+        found = list(self.engine.infer_micro_batches(batches, logits))
+        return found[0] if found else None
+
+    def _start_samples(self) -> None:
+        """After the forward over the prompts: one sequence per sample."""
+        if self.cache is not None and self.decoding.samples > 1:
+            self.cache.select(self.rows)
+
+    def _write(self, logits_SV: Tensor) -> None:
+        temperature = self.decoding.temperature
+        scaled_SV = logits_SV / (temperature or 1.0)
+        log_z_S = scaled_SV.logsumexp(-1)  # of all tokens, as in a training's log-probs
+        model: Any = self.engine.model
+        scaled_SV[:, model.placeholders] = float("-inf")
+        if temperature == 0.0:
+            tokens_S = scaled_SV.argmax(-1)
+        else:
+            tokens_S = _draw(scaled_SV, [self.generators[s] for s in self.unfinished])
+        chosen_S = scaled_SV.gather(-1, tokens_S[:, None])[:, 0] - log_z_S
+        drawn = zip(self.unfinished, tokens_S.tolist(), chosen_S.tolist(), strict=True)
+        kept = []
+        for row, (s, token, log_prob) in enumerate(drawn):
+            completion = self.all[s]
+            completion.tokens.append(token)
+            completion.log_probs.append(log_prob)
+            if not self._is_finished(completion.tokens):
+                kept.append(row)
+        if len(kept) < len(self.unfinished):
+            self.unfinished = [self.unfinished[row] for row in kept]
+            self.rows = [self.rows[row] for row in kept]
+            if self.cache is not None and kept:
+                self.cache.select(kept)
+
+    def _is_finished(self, tokens: list[int]) -> bool:
+        asked = self.decoding.is_finished
+        return tokens[-1] in self.decoding.stop or (asked is not None and asked(tokens))
+
+
+def _generator(seed: int, prompt: int, sample: int) -> torch.Generator:
+    mixed = hash((seed, prompt, sample)) % 2**63
+    return torch.Generator().manual_seed(mixed)
+
+
+def _draw(logits_SV: Tensor, generators: list[torch.Generator]) -> Tensor:
+    """One token per sequence: where its own random number falls in the cumulative distribution."""
+    uniform_S = torch.stack(
+        [torch.rand((), generator=one, dtype=torch.float64) for one in generators]
+    )
+    cumulative_SV = logits_SV.double().softmax(-1).cumsum(-1)
+    target_S1 = uniform_S.to(logits_SV.device)[:, None] * cumulative_SV[:, -1:]
+    index_S1 = torch.searchsorted(cumulative_SV, target_S1, right=True)
+    return index_S1.clamp(max=logits_SV.shape[1] - 1)[:, 0]
+
+
+def _next_token_batch(
+    prompts: PackedBatch, rows: list[int], completions: list[Completion]
+) -> PackedBatch:
+    """The last token of each completion: text, whose positions continue after the prompt's largest one."""
+    ids = torch.tensor([completion.tokens[-1] for completion in completions])
+    positions = prompts.position_ids
+    starts = [int(part.max()) for part in positions.split(prompts.lengths.tolist(), dim=-1)]
+    new = [starts[row] + len(one.tokens) for row, one in zip(rows, completions, strict=True)]
+    zeros = {
+        name: value.new_zeros(len(ids), *value.shape[1:])
+        for name, value in prompts.token_fields.items()
+        if name.endswith("token_type_ids")
+    }
+    return PackedBatch(
+        ids,
+        torch.full_like(ids, IGNORE),
+        torch.tensor(new).expand(*positions.shape[:-1], -1),
+        torch.arange(len(ids) + 1, dtype=torch.int32),
+        zeros,
+    )
+
+
+def with_completion(prompt: PackedBatch, length: int | None, new: list[int]) -> PackedBatch:
+    """The first `length` tokens of one sequence, followed by `new` ones, without labels.
+
+    New tokens are text: on every axis their positions continue after the largest one.
+    """
+    ids = prompt.input_ids[:length]
+    positions = prompt.position_ids[..., :length]
+    new_positions = int(positions.max()) + 1 + torch.arange(len(new))
+    new_positions = new_positions.expand(*positions.shape[:-1], -1)
+    ids = torch.cat([ids, torch.tensor(new, dtype=ids.dtype)])
+    token_types = {}
+    for name, value in prompt.token_fields.items():
+        if name.endswith("token_type_ids"):
+            token_types[name] = _pad_zeros(value[:length], len(new))
+    return PackedBatch(
+        ids,
+        torch.full_like(ids, IGNORE),
+        torch.cat([positions, new_positions], dim=-1),
+        torch.tensor([0, len(ids)], dtype=torch.int32),
+        token_types,
+        {},
+        prompt.media,
+    )
+
+
+def _pad_zeros(value: Tensor, count: int) -> Tensor:
+    return torch.cat([value, value.new_zeros(count, *value.shape[1:])])
