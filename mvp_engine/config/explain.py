@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import difflib
 import re
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from mvp_engine.config.places import ConfigFile, override_key, place_of, short_path
 from mvp_engine.config.schema import Config
-from mvp_engine.renamed import CONFIG_KEYS, OTHER_FRAMEWORKS, REMOVED_KEYS, renamed_key
+from mvp_engine.renamed import CONFIG_KEYS, REMOVED_KEYS, renamed_key
 from mvp_engine.runs import flat_keys
+
+OTHER_TRAINERS = Path(__file__).parent / "other_trainers.yaml"  # their names of keys, and ours
 
 
 def explain_invalid(
@@ -114,8 +118,9 @@ def all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 def suggest_key(key: str, schema: type[Config]) -> str:
     """The key that was probably meant: a similar one, else one with the same or a similar last part."""
-    if _leaf(key) in OTHER_FRAMEWORKS:
-        return f"Here it is {OTHER_FRAMEWORKS[_leaf(key)]}"
+    other_trainers = yaml.safe_load(OTHER_TRAINERS.read_text(encoding="utf-8"))
+    if _leaf(key) in other_trainers:
+        return f"Here it is {other_trainers[_leaf(key)]}"
     known = all_keys(schema)
     key = re.sub(r"\.\d+(?=\.)", "", key)  # all items of a list have the same keys
     old = [name for name, new in CONFIG_KEYS.items() if name != key and new in known]

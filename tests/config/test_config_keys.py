@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
-from mvp_engine import renamed
 from mvp_engine.cli import main
-from mvp_engine.config.explain import all_keys
+from mvp_engine.config.explain import OTHER_TRAINERS, all_keys
 from mvp_engine.kit import MLLMConfig
 from mvp_engine.tools.config import json_schema
 from mvp_engine.tools.config_keys import config_keys, reference_page, undescribed
@@ -73,7 +73,7 @@ def test_names_of_other_trainers_are_answered_with_ours(capsys) -> None:
 
 def test_names_that_replace_those_of_other_trainers_exist() -> None:
     known = {key.name for key in config_keys(MLLMConfig)}
-    for text in renamed.OTHER_FRAMEWORKS.values():
+    for text in yaml.safe_load(OTHER_TRAINERS.read_text()).values():
         first = text.split()[0].split("=")[0].split("[")[0].strip(",:")
         assert "." not in first or first in known, text
 
