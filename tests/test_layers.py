@@ -25,7 +25,7 @@ LEAVES = {"errors", "files", "imports", "renamed", "runs", "process", "config.sc
 ROOMS = ["cli", "tools", "launch", "config", "worker", "kit", "engine", "model_engine", "hf"]
 ROOMS += ["checkpoint", "log", "ops", "data", "distributed"]
 CORE_TOKENS = (
-    67_500  # all rooms but kits, tools, hf and the command line: 65,000 when the rooms were laid out, and growth since
+    69_000  # all rooms but kits, tools, hf and the command line: 65,000 when the rooms were laid out, and growth since
 )
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
