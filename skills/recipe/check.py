@@ -1,6 +1,9 @@
 """Check a recipe: summed losses, held-out rows, exact resume, and an export that equals the trained model.
 
 check.py CONFIG [key=value ...]    # see SKILL.md
+
+A recipe without a data kit has no rows to compare, and one without the key `export` no export: these checks are left
+out.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from mvp_engine.kit import MLLMModelKit, load_processor
 from mvp_engine.launch import launch
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource
 from mvp_engine.runs import Run
+from mvp_engine.tools.check.micro_batches import split_micro_batch
 
 STEPS = 4
 OVERRIDES = [
@@ -45,7 +49,9 @@ def problems(config: str, overrides: list[str]) -> list[str]:
     """The problems of a recipe, one sentence each."""
     with tempfile.TemporaryDirectory() as name:
         overrides = [*overrides, *OVERRIDES, f"project.dir={name}"]
-        found = [*_loss_problems(config, overrides), *_split_problems(config, overrides)]
+        found = _loss_problems(config, overrides)
+        if hasattr(compose(config, overrides).engine_class, "data_kit"):
+            found += _split_problems(config, overrides)
         return found or _run_problems(config, overrides, Path(name))
 
 
@@ -56,29 +62,33 @@ def _engine(config: str, overrides: list[str]) -> Any:
 
 
 def _loss_problems(config: str, overrides: list[str]) -> list[str]:
-    """The loss of a batch must be the sum of the losses of its sequences."""
+    """The loss of a micro-batch must be the sum of the losses of its parts."""
     with _engine(config, overrides) as engine:
         engine.before_evaluate()
-        batch = next((b for b in engine.prepare_dataloader("train") if b.num_sequences > 1), None)
+        split = getattr(engine, "split_micro_batch", split_micro_batch)
+        batch, parts = next(((b, parts) for b in engine.prepare_dataloader("train") if (parts := split(b))), (None, []))
         if batch is None:
-            return ["no micro-batch has two sequences: raise mllm.micro_batch_tokens for this check"]
+            return [
+                "no micro-batch has two rows: raise data.micro_batch_size (mllm.micro_batch_tokens for packs) for this "
+                "check, or define split_micro_batch (docs/check.md)"
+            ]
         ctx = StepContext(0, 0, "train", engine.metrics)
 
-        def forward(micro_batch: PackedBatch) -> tuple[float, float]:
+        def forward(micro_batch: Any) -> tuple[float, float]:
             forward_step = partial(engine.forward_step, ctx)
             [(loss_sum, weight)] = engine.model_engine.infer_micro_batches([micro_batch], forward_step)
             return float(loss_sum), float(weight)
 
         with engine.model_engine.eval_mode():
             loss_sum, weight = forward(batch)
-            singles = [forward(batch.select([s])) for s in range(batch.num_sequences)]
-    expected_loss = sum(single[0] for single in singles)
-    expected_weight = sum(single[1] for single in singles)
+            numbers = [forward(part) for part in parts]
+    expected_loss = sum(part[0] for part in numbers)
+    expected_weight = sum(part[1] for part in numbers)
     if _is_close(loss_sum, expected_loss) and _is_close(weight, expected_weight):
         return []
     return [
-        f"forward_step does not return sums: for {len(singles)} sequences in one batch it returns "
-        f"({loss_sum:.4f}, {weight:g}), the sum over single sequences is ({expected_loss:.4f}, {expected_weight:g})"
+        f"forward_step does not return sums: for a micro-batch it returns ({loss_sum:.4f}, {weight:g}), the sum over "
+        f"its rows in {len(parts)} parts is ({expected_loss:.4f}, {expected_weight:g})"
     ]
 
 
@@ -129,13 +139,14 @@ def _run_problems(config: str, overrides: list[str], folder: Path) -> list[str]:
         f"checkpoint.interval={STEPS // 2}",
         "checkpoint.keep_n=null",
     ]
-    code = launch(config, [*overrides, "project.run_id=first", f"export={folder / 'exported'}"])
+    exports = "export" in compose(config, overrides).engine_class.config_class.model_fields
+    words = [f"export={folder / 'exported'}"] if exports else []
+    code = launch(config, [*overrides, "project.run_id=first", *words])
     if code:
         return [f"a training of {STEPS} steps ends with exit code {code}: see above"]
     run = Run(folder / "first")
     middle = run.checkpoint_list()[0]
-    resumed = ["project.run_id=second", f"resume={middle}", f"export={folder / 'again'}"]
-    code = launch(config, [*overrides, *resumed])
+    code = launch(config, [*overrides, "project.run_id=second", f"resume={middle}", *words])
     if code:
         return [f"resuming from {middle.name} ends with exit code {code}: see above"]
     found = list[str]()
@@ -147,9 +158,12 @@ def _run_problems(config: str, overrides: list[str], folder: Path) -> list[str]:
     evaluation = next((record for record in records if record["split"] == "eval"), {})
     if all(name in ("step", "epoch", "split") or name.startswith("loss") for name in evaluation):
         found.append(
-            "the evaluation computes losses and no metric of the task: set eval_generation, and override score"
+            "the evaluation computes losses and no metric of the task: set eval_generation, and override score; or "
+            "override eval_step and call ctx.log"
         )
-    return found + _export_problems(config, overrides, run, folder / "exported")
+    if exports:
+        found += _export_problems(config, overrides, run, folder / "exported")
+    return found
 
 
 def _records(run: Run) -> list[dict[str, Any]]:

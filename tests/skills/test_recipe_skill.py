@@ -70,6 +70,27 @@ def test_check_of_a_correct_recipe_passes(small: list[str], capsys: pytest.Captu
     assert capsys.readouterr().out.endswith("ok\n")
 
 
+MEAN = """
+from magic_transformer.engine import MagicEngine
+
+
+class Mean(MagicEngine):
+    def forward_step(self, ctx, micro_batch):
+        loss_sum, weight = super().forward_step(ctx, micro_batch)
+        return loss_sum / weight, 1
+"""
+
+
+def test_check_of_recipes_without_packs_passes_or_names_the_mean(tmp_path: Path) -> None:
+    magic = str(ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml")
+    compose(magic)  # makes its package importable
+    small = ["data.global_batch_size=8", "task.train_problems=100", "task.eval_problems=10", "model.layers=1"]
+    assert CHECK.problems(magic, small) == []
+    (tmp_path / "mean.py").write_text(MEAN)
+    [problem] = CHECK.problems(magic, [*small, f"engine={tmp_path / 'mean.py'}:Mean"])
+    assert problem.startswith("forward_step does not return sums")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more", "expected"),
