@@ -77,9 +77,13 @@ def launch(
         code = (job or _run)(composed, world)
         world.close()
         return code
-    except KeyboardInterrupt:
-        print("mvp_engine: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        if world is None or world.is_main:
+            print(f"mvp_engine: {stop or 'interrupted'}", file=sys.stderr, flush=True)
+        code = EXIT_INTERRUPTED if stop.args else 130
+        if world and world.size > 1:
+            os._exit(leave(code))  # a clean exit would wait for ranks that got no signal
+        return code
     except BaseException as error:  # noqa: BLE001 - shown, with its exit code
         if failed is not None:
             failed(error)
@@ -103,6 +107,9 @@ def _run(composed: Composed, world: World) -> int:
         if world.is_main:
             print(f"mvp_engine: {stop}", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
     finally:
         if world.is_main and start.owned:
             with contextlib.suppress(OSError):  # a full disk must not hide how the run ended

@@ -92,7 +92,9 @@ class Engine(EngineHooks):
     def train(self) -> None:
         message = "finishing this step, then saving. Ctrl-C once more leaves at once."
         with StopSignals(message) as self.signals:
+            self.signals.early = True
             self.before_train()
+            self.signals.early = False
             with self.model_engine.train_mode():
                 self.do_train()
                 self.after_train()

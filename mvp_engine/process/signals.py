@@ -3,6 +3,9 @@
 A thread reads the signals from a pipe that Python's C code writes to as they arrive. A Python handler alone
 runs only once the main thread returns from a long kernel or a hung collective. The handler sets the request
 too: while the main thread runs Python code, a loaded machine may delay the thread for longer than a step.
+
+A terminal sends Ctrl-C to all processes of a job. Forked processes (loader workers) ignore it and inherit no pipe, or
+each of them would report the same Ctrl-C to its parent once more.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ EXIT_AT_ONCE = 130
 # torchrun forwards a Ctrl-C that the terminal has also sent to the workers: within this time it is the same one.
 ECHO_SECONDS = 2.0
 
+EARLY = "stopped before the first step; launch the same command again. Measured rows are kept."
 SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -30,6 +34,7 @@ class StopSignals:
         self.requested: str | None = None
         self._message = message
         self._leave = leave
+        self.early = False  # True: a signal raises KeyboardInterrupt, as there is no step to finish
         self._handlers_before: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
@@ -39,7 +44,8 @@ class StopSignals:
         self._write.setblocking(False)
         self._fd_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._handlers_before[number] = signal.signal(number, self._request_stop)
+            self._handlers_before[number] = signal.signal(number, self._handle)
+        os.register_at_fork(after_in_child=self._ignore_in_fork)
         threading.Thread(target=self._watch, name="mvp-signals", daemon=True).start()
         return self
 
@@ -47,10 +53,22 @@ class StopSignals:
         if self._handlers_before:
             for number, handler in self._handlers_before.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
+            self._handlers_before = {}
             signal.set_wakeup_fd(self._fd_before)
             self._write.close()  # ends the thread
 
-    def _request_stop(self, number: int, *_: object) -> None:
+    def _ignore_in_fork(self) -> None:
+        if self._handlers_before:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _handle(self, number: int, *_: object) -> None:
+        self._request_stop(number)
+        if self.early:
+            raise KeyboardInterrupt(EARLY)
+
+    def _request_stop(self, number: int) -> None:
         self.requested = self.requested or signal.Signals(number).name
 
     def _watch(self) -> None:
@@ -63,7 +81,7 @@ class StopSignals:
                 if first is None:
                     first = now
                     self._request_stop(number)
-                    if self._message:
+                    if self._message and not self.early:
                         os.write(2, f"{self.requested}: {self._message}\n".encode())
                 elif number == signal.SIGINT and not _is_echo(now - first):
                     self._exit_at_once()

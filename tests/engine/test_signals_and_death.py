@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from kill_resume import ForkedJob, child_pids, compare, settings_for
 from ranks import free_port
 
 from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from mvp_engine.process.signals import StopSignals
 from mvp_engine.runs import list_runs
 
 pytestmark = pytest.mark.slow
@@ -47,6 +49,37 @@ def test_signal_to_one_rank_finishes_the_step_saves_and_exits_75(tmp_path: Path,
     assert f"stopped and saved at step {run.info['step']}" in output
     assert run.checkpoint_list()[-1].name == f"step_{run.info['step']:08d}"
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_before_the_first_step_stops_at_once_with_75(tmp_path: Path, number: signal.Signals) -> None:
+    process = spawn(*LAUNCH, "tiny.fault=hang_before_training", f"project.dir={tmp_path}")
+    wait_for(process, "preparing")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == EXIT_INTERRUPTED, output
+    assert "mvp_engine: stopped before the first step; launch the same command again" in output
+    assert "finishing this step" not in output
+    [run] = list_runs(tmp_path)
+    assert run.status() == "interrupted"
+
+
+def test_stop_signals_ctrl_c_to_a_forked_process_is_not_counted_by_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends Ctrl-C to loader workers as well; a second one would leave without saving."""
+    exits: list[int] = []
+    monkeypatch.setattr(StopSignals, "_exit_at_once", lambda self: exits.append(1))
+    with StopSignals() as signals:
+        worker = os.fork()
+        if worker == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            os._exit(0)
+        assert os.waitpid(worker, 0)[1] == 0  # nor does it end the worker
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.requested == "SIGINT"
+    for thread in threading.enumerate():
+        if thread.name == "mvp-signals":
+            thread.join(10)
+    assert not exits
 
 
 @pytest.mark.parametrize(("fault", "nproc"), [("hang", 1), ("busy", 1), ("busy", 2)])

@@ -78,6 +78,9 @@ class TinyEngine(Engine):
     def prepare_dataloader(self, split: str) -> Any:
         tiny, batch = self.config.tiny, self.config.data.micro_batch_size
         data = Lines(tiny.samples if split == "train" else 20, tiny.noise if split == "train" else 0.0)
+        if tiny.fault == "hang_before_training":
+            print("preparing", flush=True)
+            time.sleep(60)
         if split == "eval" or tiny.loader == "sample":
             return self.sample_loader(data, split)
         if tiny.loader == "torch":
