@@ -110,8 +110,9 @@ def test_train_with_a_corrupt_image_warns_and_ends_with_a_summary(config: str, t
     file = tmp_path / "4_0.png"
     file.write_bytes(file.read_bytes()[:100])
     words = ["loop.eval_interval=null", "loop.epochs=1", "loop.total_steps=null", "mllm.max_bad_fraction=0.5"]
+    words.append("log.backends=[file]")
     assert main(["train", config, *words]) == 0
-    (log,) = tmp_path.glob("outputs/*/*.log")
+    (log,) = tmp_path.glob("outputs/*/log.txt")
     lines = log.read_text().splitlines()
     assert any("bad row, left out: images.jsonl:5: corrupt" in line for line in lines)
     assert "1 bad row(s) were left out (images: 1 corrupt). All are in" in lines[-1]
