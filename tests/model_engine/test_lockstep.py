@@ -158,7 +158,7 @@ def _both_kinds() -> set[str]:
     world = World.join("cpu")
     scheduler = LockstepScheduler(Layout.of(world, parallel(shard=2)))
     plan = StepPlan(((frozenset([IMAGE]),), (frozenset([IMAGE]),)))
-    scheduler._dummies = {kind: packed(3, IMAGE, SOUND) for kind in (IMAGE, SOUND)}
+    scheduler.dummies = {kind: packed(3, IMAGE, SOUND) for kind in (IMAGE, SOUND)}
     (one,) = scheduler.step([packed(4) if world.rank else packed(3, IMAGE)], plan)
     found = set(media_kinds(one.micro_batch))
     for dummy in getattr(one.micro_batch, "dummies", []):
