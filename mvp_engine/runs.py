@@ -111,15 +111,15 @@ class Run:
         """The complete checkpoints, oldest first. Other files in the folder are ignored."""
         return complete_checkpoints(self.checkpoints)
 
-    def resume_command(self, *overrides: str, nproc: int = 1) -> str:
+    def resume_command(self, *overrides: str) -> str:
         """The command that continues this run with its config and `overrides`; without a checkpoint, a new run."""
         words = ["mvp", "train", str(self.dir / "config.yaml")]
         has_checkpoint = bool(self.checkpoint_list())
         words += (
             [f"resume={self.dir}"] if has_checkpoint else ["resume=null", "project.run_id=null"]
         )
-        words += [*overrides, *(["--nproc", str(nproc)] if nproc > 1 else [])]
-        return shlex.join(words)
+        nproc = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        return shlex.join([*words, *overrides, *(["--nproc", nproc] if nproc != "1" else [])])
 
     def records(self, split: str | None = None) -> Iterator[dict[str, Any]]:
         """The records of `metrics.jsonl`, without a last line that a crash cut off."""

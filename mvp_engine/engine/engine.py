@@ -127,7 +127,8 @@ class Engine(EngineHooks):
         seed_everything(derived_seed(config.seed, "rank", self.layout.dropout_rank))
         if self.checkpoint:
             restore_state(self, self.checkpoint)
-        refuse_beyond_the_end(self)
+        if self.done:
+            refuse_beyond_the_end(self.run, self.step, self.total_steps)
         self._open_log()
         self._open_checkpoints()
         self.logger.info("run %s: %s", self.run.dir, self._summary(accumulation))
@@ -250,7 +251,7 @@ class Engine(EngineHooks):
             reason = self.signals.requested or "another rank received a stop signal"
             self.logger.warning("%s: saving at step %d", reason, self.step)
             self._save_and_wait()
-            command = self.run.resume_command(nproc=self.world.local_size)
+            command = self.run.resume_command()
             raise Interrupted(f"stopped and saved at step {self.step}; continue with: {command}")
 
     def _read_status(self) -> None:

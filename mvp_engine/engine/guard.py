@@ -113,13 +113,14 @@ class SkipGuard:
             text += "of these rows are bad, the weights diverged, and optim.lr is too high. "
             text += f"Checkpoints renamed to diverged-*: {', '.join(retired) or 'none'}."
             overrides = [f"optim.lr={min(engine.config.optim.lr / 10, 1e-3):g}"]
-        command = engine.run.resume_command(*overrides, nproc=engine.world.local_size)
+        command = engine.run.resume_command(*overrides)
         return f"{text} Then continue, for example with: {command}"
 
     def report_end(self, step: int) -> None:
         """Warn at the end of a run that skipped steps."""
         if self.total:
             share = f"{self.total} of {step} steps ({self.total / step:.0%}) were skipped"
+            share += ", also the last one" if self.consecutive else ""
             LOGGER.warning(
                 f"{share}: their samples were not learnt. Find the rows: {self.replay_command}"
             )

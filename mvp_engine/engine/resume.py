@@ -7,7 +7,6 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
@@ -23,9 +22,6 @@ from mvp_engine.runs import (
     launcher_id,
     list_runs,
 )
-
-if TYPE_CHECKING:
-    from mvp_engine.engine.engine import Engine
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -107,6 +103,8 @@ def _resume(run: Run, config: Config, why: str) -> Start:
         return Start(
             run, checkpoints[-1], f"{why}: {config.workflow} with {checkpoints[-1]}", owned=False
         )
+    if checkpoints:
+        refuse_beyond_the_end(run, checkpoint_step(checkpoints[-1]) or 0, config.loop.total_steps)
     run.note(status="running", launcher=launcher_id())
     if checkpoints:
         return Start(
@@ -121,15 +119,13 @@ def _resume(run: Run, config: Config, why: str) -> Start:
     )
 
 
-def refuse_beyond_the_end(engine: Engine) -> None:
+def refuse_beyond_the_end(run: Run, step: int, total: int | None) -> None:
     """Raise for a run that is past the end of this config; a step beyond the end neither finishes nor exports."""
-    total = engine.total_steps
-    if total is not None and engine.step > total and engine.done:
-        command = engine.run.resume_command(nproc=engine.world.local_size)
+    if total is not None and step > total:
         raise UserError(
-            f"run {engine.run.dir} is at step {engine.step}, beyond the {total} steps of this config: nothing was "
-            "trained or exported. Raise loop.total_steps or loop.epochs, or continue it with the config that it was "
-            f"trained with: {command}"
+            f"run {run.dir} is at step {step}, beyond the {total} steps of this config: nothing was trained or "
+            "exported. Raise loop.total_steps or loop.epochs, or continue it with the config that it was trained "
+            f"with: {run.resume_command()}"
         )
 
 

@@ -114,10 +114,12 @@ def test_resume_beyond_the_end_neither_finishes_nor_changes_the_run(train, tmp_p
     assert train("resume=auto", dir=tmp_path) == EXIT_USER_ERROR
     text = capsys.readouterr().err
     assert "is at step 15, beyond the 12 steps of this config" in text
-    assert newest(tmp_path).status() == "failed"
+    assert newest(tmp_path).status() == "finished"  # as before
     assert (newest(tmp_path).dir / "config.yaml").read_text() == config
     assert main([*printed_command(text), "loop.total_steps=16"]) == 0
     assert newest(tmp_path).checkpoint_list()[-1].name == "step_00000016"
+    assert train("resume=auto", "loop.total_steps=null", "loop.epochs=1", dir=tmp_path) == EXIT_USER_ERROR
+    assert "is at step 16, beyond the 6 steps of this config" in capsys.readouterr().err
 
 
 def test_samples_per_second_count_the_rows_of_a_short_last_step(train, tmp_path: Path) -> None:
