@@ -110,9 +110,16 @@ def _has_setting(config: Any, name: str) -> bool:
     try:
         return not callable(getattr(config, name))
     except AttributeError:
+        if any(_has_setting(part, name) for part in _sub_configs(config)):
+            return False  # the code that reads it gets the sub-config
         return name in _optional_settings(type(config).__module__)
     except Exception:  # noqa: BLE001 - it exists, but reading it fails: it differs by layer
         return True
+
+
+def _sub_configs(config: Any) -> list[Any]:
+    found = [getattr(config, name, None) for name in config.sub_configs]
+    return [part for part in found if part is not None]
 
 
 @functools.cache

@@ -49,7 +49,10 @@ def make_model(model: Model, size: int, classes: list[str], lora: Lora | None = 
         _check_sizes(read_config(model.path, {}).to_dict(), model.config, model.path)
     config = read_config(model.path, model.config)
     if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
-        raise UserError(f"transformers has no image classifier for the model type {config.model_type}")
+        raise UserError(
+            f"transformers has no image classifier for {config.model_type}: of a vision-language model, give the whole "
+            "folder (siglip, not siglip_vision_model)"
+        )
     vision = getattr(config, "vision_config", config)  # of CLIP and SigLIP, the vision encoder classifies
     if model.path is not None and vision.image_size != size:
         raise UserError(f"images.size={size}, but the model in {model.path} needs {vision.image_size}: set it to that")

@@ -195,6 +195,11 @@ def test_read_config_name_that_only_model_code_reads_is_a_setting() -> None:
     assert LanguageModel.from_config(config).hf.model.layers[0].self_attn.q_proj.weight.shape == (4 * 16, 32)
     with pytest.raises(UserError, match=r"model\.config\.head_dims: qwen3_moe has no such setting"):
         read_config(None, {"model_type": "qwen3_moe", "head_dims": 16})
+    for kind in ("qwen3_vl", "qwen3_vl_moe"):  # the text layers read it, from their own config
+        with pytest.raises(UserError, match=r"Did you mean model\.config\.text_config\.head_dim\?"):
+            read_config(None, {"model_type": kind, "head_dim": 16})
+    nested = read_config(None, {"model_type": "qwen3_vl_moe", "text_config": {"head_dim": 16}})
+    assert nested.text_config.head_dim == 16
 
 
 def test_load_damaged_files_are_named(tmp_path: Path) -> None:
