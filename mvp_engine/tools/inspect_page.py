@@ -37,8 +37,9 @@ def show(facts: dict[str, Any], console: Console, in_full: bool = False) -> None
 
 
 def _overview(facts: dict[str, Any], console: Console) -> None:
+    is_mixture = len(facts["sources"]) > 1
     for source in facts["sources"]:
-        _line(console, "source", _source(source))
+        _line(console, "source", _source(source, is_mixture))
     sample = facts["sample"]
     plan = facts["plan"]
     total = sum(source["rows"] for source in facts["sources"])
@@ -68,13 +69,13 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
         _line(console, "missing", Text(facts["missing"], ERROR))
 
 
-def _source(source: dict[str, Any]) -> Text:
+def _source(source: dict[str, Any], is_mixture: bool) -> Text:
     text = Text.assemble(
         (source["name"], "bold"), f": {source['rows']:,} rows, {source['good']:,} usable"
     )
     if source["tokens"] is not None:
         text.append(f", {source['tokens']:,} tokens")
-    if source["share"] is not None:
+    if source["share"] is not None and is_mixture:
         text.append(f", {source['share']:.1%} of the rows of an epoch")
     for key, name in (("bad", "bad"), ("overlong", "over-long")):
         if source[key]:

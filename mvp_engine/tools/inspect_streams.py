@@ -63,8 +63,10 @@ class _Counts:
 def inspect_streams(kit: MLLMDataKit, split: str, *, limit: int, row: str | None) -> dict[str, Any]:
     """The facts of `inspect_kit` for streams, over the first SAMPLE rows of each."""
     counts = _Counts()
+    shares = kit.stream_shares(split)
     for stream in kit.streams(split):
         _inspect_stream(kit, stream, counts, limit, row)
+        counts.sources[-1]["share"] = round(shares[stream.name], 4)
     most = inspect_stats.SAMPLE
     if row is not None and not counts.shown:
         raise UserError(f"--row {row}: not among the first {most:,} rows of a stream")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,27 @@ def test_inspect_stream_shows_its_first_rows(tmp_path: Path, capsys: Any, monkey
     assert "only the first 6 rows" in " ".join(printed(facts, 80).split())
     (row,) = inspect(capsys, str(tmp_path / "train.yaml"), "--row", "a.jsonl:4")["rows"]
     assert row["bad"]["reason"] == "overlong"
+
+
+def test_inspect_mixture_shows_shares_unused_and_misspelt_columns(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer("zephyr").save_pretrained(tmp_path / "words")
+    write(tmp_path / "a.jsonl", [{"prompt": "Is it?", "reply": "Yes", "id": i} for i in range(30)])
+    write(tmp_path / "b.jsonl", [{"text": "hello"}] * 10)
+    (tmp_path / "engine.py").write_text(RECIPE)
+    sources = "[{path: A, weight: 3, columns: {reply: completion, pic: image}}, {path: B, weight: 1}]"
+    sources = sources.replace("A", str(tmp_path / "a.jsonl")).replace("B", str(tmp_path / "b.jsonl"))
+    (tmp_path / "train.yaml").write_text(YAML.partition("  pairs")[0].format(tmp_path) + f"  sources: {sources}\n")
+    warnings: list[str] = []
+    monkeypatch.setattr(logging.getLogger("mvp_engine"), "warning", lambda text, *args: warnings.append(text % args))
+    facts = inspect(capsys, str(tmp_path / "train.yaml"))
+    assert [source["share"] for source in facts["sources"]] == [0.75, 0.25]
+    assert facts["sample"]["unused_columns"] == {"id": 30}
+    text = printed(facts, 120)
+    assert "75.0% of the rows of an epoch" in text
+    assert "id 30: no reader uses these columns" in text
+    assert warnings == ["a: columns names pic, but the first rows have only id, prompt, reply"]
+    streams = sources.replace("weight", "stream: true, weight")
+    (tmp_path / "train.yaml").write_text(YAML.partition("  pairs")[0].format(tmp_path) + f"  sources: {streams}\n")
+    assert [source["share"] for source in inspect(capsys, str(tmp_path / "train.yaml"))["sources"]] == [0.75, 0.25]

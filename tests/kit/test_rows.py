@@ -193,32 +193,6 @@ def test_read_row_unknown_format_names_found_and_wanted_keys() -> None:
         read_row({}, "mesages")
 
 
-def test_read_row_columns_are_renamed_and_dropped_first() -> None:
-    form = RowFormat(columns={"subject": "prompt", "reply": "completion", "label": None})
-    row = read_row({"subject": "Why?", "reply": "So.", "label": False, "id": 3, "url": None}, form)
-    assert roles_and_texts(row.messages) == EXPECTED_TURNS
-    assert (row.format, row.unused) == ("prompt_completion", ("id",))
-    with pytest.raises(BadRow, match="another column to 'prompt'"):
-        read_row({"subject": "Why?", "prompt": "So.", "completion": "x"}, form)
-
-
-def test_read_row_unused_columns_and_message_keys_are_listed() -> None:
-    row = read_row({"messages": [QUESTION, {**ANSWER, "mood": "good"}], "text": "t", "label": "spam", "url": "u"})
-    assert row.unused == ("text", "label", "url", "assistant.mood")
-    assert read_row({"messages": [QUESTION, ANSWER], "system": "S", "label": True}).unused == ()
-
-
-def test_read_row_fields_are_numbers_and_mean_nothing_else() -> None:
-    form = RowFormat(fields={"score": "float", "label": "int"}, prompt_only=True)
-    row = read_row({"prompt": "Why?", "completion": "So.", "score": "0.5", "label": False}, form)
-    assert (row.fields, row.unused) == ({"score": 0.5, "label": 0}, ())
-    answer = read_row({"question": "1+1?", "answer": 2}, RowFormat(fields={"answer": "int"}, prompt_only=True))
-    assert (roles_and_texts(answer.messages), answer.prompt_only) == ([("user", "1+1?")], True)
-    for value, why in ((None, "missing_field"), ("high", "bad_field"), (float("nan"), "bad_field"), ([1], "bad_field")):
-        assert reason({"text": "t", "score": value, "label": 1}, form) == why
-    assert reason({"text": "t", "score": 1, "label": 0.5}, form) == "bad_field"
-
-
 def test_read_row_given_format_overrides_detection() -> None:
     raw = {"messages": [QUESTION, ANSWER], "chosen": "a", "rejected": "b", "text": "t"}
     assert roles_and_texts(read_row(raw, "messages").messages) == EXPECTED_TURNS

@@ -21,7 +21,12 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.left_out import describe_left_out, overlong_records, refuse_overlong
+from mvp_engine.kit.data.left_out import (
+    describe_left_out,
+    overlong_records,
+    refuse_overlong,
+    warn_of_missing_columns,
+)
 from mvp_engine.kit.data.pack.cost_cache import Costs, default_cache
 from mvp_engine.kit.data.pack.costs import measure_costs
 from mvp_engine.kit.data.pack.mixture import Mixture
@@ -335,6 +340,12 @@ class MLLMDataKit:
             streams.append(Stream(name, source.path, source.root, row_format))
         return streams
 
+    def stream_shares(self, split: str) -> dict[str, float]:
+        """The share of each stream in the rows, by name, until the first of them ends."""
+        weights = [source.weight or 1.0 for source in self._sources(split)]
+        shares = [weight / sum(weights) for weight in weights]
+        return dict(zip(self.source_names(split), shares, strict=True))
+
     def _measure(self, split: str) -> tuple[Mixture, list[Costs]]:
         settings = self._sources(split)
         if settings[0].stream:
@@ -349,6 +360,7 @@ class MLLMDataKit:
         costs = []
         formats = self.row_formats(split)
         for name, source, row_format in zip(names, sources, formats, strict=True):
+            warn_of_missing_columns(name, source, row_format)
             costs.append(
                 measure_costs(
                     source, row_format, self.row_encoder, self.cache, self.num_workers, name

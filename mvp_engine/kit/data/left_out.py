@@ -1,16 +1,23 @@
-"""Rows that are left out of a plan: bad rows by reason, and over-long rows by name."""
+"""What is left out of a plan: bad rows by reason, over-long rows by name, columns that no row has."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections import Counter
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.pack.cost_cache import Costs
 from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.read.bad_rows import BadRecord
+from mvp_engine.kit.data.read.row_format import RowFormat
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.sources import Source
 
+LOGGER = logging.getLogger("mvp_engine")
 _OUTCOMES = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}
 _SHOWN = 3  # names in a message
+_FIRST_ROWS = 100  # whose columns are compared with the settings
 
 
 def overlong_records(mixture: Mixture, costs: list[Costs], max_tokens: int) -> list[BadRecord]:
@@ -42,6 +49,24 @@ def describe_left_out(mixture: Mixture, costs: list[Costs], overlong: str) -> st
     long = overlong_records(mixture, costs, 0)
     names = f" ({_names(long)})" if long else ""
     return f"Bad rows: {bad}. Over-long rows {outcome}: {len(long):,}{names}"
+
+
+def warn_of_missing_columns(name: str, source: Source, row_format: RowFormat) -> None:
+    """Warn if `columns` renames a column that none of the first rows has: it may be misspelt."""
+    if not row_format.columns:
+        return
+    found: set[str] = set()
+    for index in range(min(len(source), _FIRST_ROWS)):
+        with contextlib.suppress(BadRow):
+            found |= source[index].keys()
+    missing = [old for old in row_format.columns if old not in found]
+    if missing:
+        LOGGER.warning(
+            "%s: columns names %s, but the first rows have only %s",
+            name,
+            ", ".join(missing),
+            ", ".join(sorted(found)),
+        )
 
 
 def _names(records: list[BadRecord]) -> str:

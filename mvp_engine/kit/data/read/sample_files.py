@@ -9,6 +9,7 @@ extension.
 
 from __future__ import annotations
 
+import logging
 import os
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from mvp_engine.kit.data.read.row_files import RowFile, content_hash, file_edges
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow
 from mvp_engine.kit.data.read.value_checks import parse_object
 
+LOGGER = logging.getLogger("mvp_engine")
 MAX_LINKS = 40  # from link to link, as in Linux
 _SUFFIXES = {
     "image": "jpg jpeg png webp gif bmp tif tiff",
@@ -190,6 +192,13 @@ class MediaFolder(RowFile):
             if not is_media:
                 digest.update(file_edges(path))
         self.samples = [names for names in groups.values() if any(map(media_kind, names))]
+        without_media = len(groups) - len(self.samples)
+        if self.samples and without_media:
+            LOGGER.warning(
+                "data: %s: %d text or json file(s) belong to no image, video or audio file, and are left out",
+                folder,
+                without_media,
+            )
         if not self.samples:
             self.samples = [names for names in groups.values() if _suffix(names[-1]) == "txt"]
         self.size = len(self.samples)
