@@ -5,13 +5,16 @@ Decoding itself, with a KV cache, is in `decoding.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.decoding import Decoding, complete, with_completion
 from mvp_engine.model_engine import ModelEngine
 
@@ -86,6 +89,19 @@ def generate_answers(
             )
         )
     return answers
+
+
+def write_answers(file: Path, step: int, sources: list[str], answers: list[Answer]) -> None:
+    """Write the answers of one evaluation as lines of JSON; those of other steps in the file stay."""
+    lines = []
+    if file.exists():
+        with file.open(encoding="utf-8") as old:
+            lines = [line for line in old if json.loads(line)["step"] != step]
+    for answer in answers:
+        record = {"step": step, **vars(answer), "source": sources[answer.source]}
+        record["right"] = None if answer.is_continuation else answer.right
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    atomic_write_text(file, "".join(lines))
 
 
 def split_prompts(batch: PackedBatch, prompt_tokens: int = 1) -> list[Prompt]:

@@ -32,7 +32,7 @@ from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.lora import Lora
 from mvp_engine.kit.data import MLLMData, MLLMDataKit, load_processor
 from mvp_engine.kit.examples import examples_of
-from mvp_engine.kit.generate import Answer, generate_answers
+from mvp_engine.kit.generate import Answer, generate_answers, write_answers
 from mvp_engine.kit.loss import TokenLoss, TokenNormedLossKit
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit
@@ -231,6 +231,11 @@ class MLLMEngine(Engine):
         with self._keep_training(ctx, "score"):
             for i, name in enumerate(self.data.source_names("eval")):
                 self.score(ctx, name, [answer for answer in self.answers if answer.source == i])
+        answers = self._gather_answers()
+        with self._keep_training(ctx, "writing answers.jsonl"):
+            if self.world.is_main:
+                names = self.data.source_names("eval")
+                write_answers(self.run.dir / "answers.jsonl", ctx.step, names, answers)
 
     @contextmanager
     def _keep_training(
@@ -280,10 +285,8 @@ class MLLMEngine(Engine):
         self._export_link()
         figures = self.evaluate()
         export = self.export()
-        has_answers = self.config.eval_generation and self.layout.is_mp_src_rank
-        gathered = self.world.all_gather(self.answers if has_answers else [])
+        answers = self._gather_answers()
         if self.world.is_main:
-            answers = sorted(chain.from_iterable(gathered), key=lambda answer: answer.sample)
             self.write_page(figures, answers, export)
 
     def write_page(
@@ -319,6 +322,12 @@ class MLLMEngine(Engine):
         self.logger.info("report: %s", file)
 
     # ---- Inside -------------------------------------------------------------------------------------------
+
+    def _gather_answers(self) -> list[Answer]:
+        """The answers of all ranks, in the order of their samples."""
+        has_answers = self.config.eval_generation and self.layout.is_mp_src_rank
+        gathered = self.world.all_gather(self.answers if has_answers else [])
+        return sorted(chain.from_iterable(gathered), key=lambda answer: answer.sample)
 
     def _log_source_losses(
         self, ctx: StepContext, micro_batch: PackedBatch, loss_T: Tensor

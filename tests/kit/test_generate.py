@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit.decoding import Decoding, complete, with_completion
-from mvp_engine.kit.generate import generate, generate_answers, split_prompts
+from mvp_engine.kit.generate import Answer, generate, generate_answers, split_prompts, write_answers
 from mvp_engine.model_engine import LanguageModelEngine
 
 FAMILIES = ["qwen3_vl", "qwen2_5_vl", "gemma3", "llava", "qwen2_audio", "paligemma"]
@@ -173,3 +174,12 @@ def test_complete_ends_where_the_caller_says() -> None:
     assert cut.tokens == free.tokens[:3]
     (stopped,) = complete(engine, ones[0], Decoding(max_new_tokens=8, stop={free.tokens[4]}))
     assert stopped.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1]
+
+
+def test_write_answers_replaces_its_step_and_keeps_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    for step, written in ((2, "no"), (4, "a\u2028b"), (2, "yes")):
+        write_answers(file, step, ["chat", "text"], [Answer(1, 7, "yes", written)])
+    found = [json.loads(line) for line in file.open()]
+    assert [(one["step"], one["written"], one["right"]) for one in found] == [(4, "a\u2028b", False), (2, "yes", True)]
+    assert found[0]["source"] == "text"

@@ -73,8 +73,13 @@ def test_digits_vlm_evaluation_on_two_ranks_equals_one(ranks2, trained: Path) ->
     words = [f"project.dir={trained}", *SMALL, *QUICK, "workflow=evaluate", f"resume={run_dir}"]
     words += ["data.global_batch_size=2"]  # three packs for two ranks
     assert launch(str(CONFIG), words) == 0
+    answers = (run_dir / "answers.jsonl").read_text()
+    first = json.loads(answers.splitlines()[0])
+    assert first.keys() >= {"step", "source", "sample", "prompt", "expected", "written", "right"}
+    assert (len(answers.splitlines()), first["step"], first["source"]) == (24, 6, "one")
     for more in ("parallel.shard=1", "parallel.shard=2"):
         assert ranks2.launch(CONFIG, *words, more) == [0, 0]
+        assert (run_dir / "answers.jsonl").read_text() == answers
     lines = [json.loads(line) for line in (run_dir / "evaluate.jsonl").read_text().splitlines()]
     one, *others = ({key: value for key, value in line.items() if key != "split"} for line in lines)
     assert len(others) == 2
