@@ -1,4 +1,4 @@
-"""`mvp`: the command line. It holds the parser and one call into the package per command.
+"""`mvp`: the command line, one call into the package per command. The parser is in `tools/argument_parser.py`.
 
 Heavy imports stay inside the commands, so that `mvp --help` imports neither torch nor pydantic.
 """
@@ -8,17 +8,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
-from mvp_engine import __version__
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.process.pipes import ignore_broken_pipes
-from mvp_engine.tools.argument_parser import HintingParser
+from mvp_engine.tools.argument_parser import build_parser
 
 
 def main(argv: list[str] | None = None) -> int:
     ignore_broken_pipes()
-    parser = _parser()
+    parser = build_parser()
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help()
         return EXIT_USER_ERROR
@@ -29,261 +27,31 @@ def main(argv: list[str] | None = None) -> int:
     else:
         args.overrides += rest
     try:
-        return int(args.run(args) or 0)
+        return int(globals()[args.run](args) or 0)
     except UserError as error:
         print(f"mvp: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
 
 
-# ---- The parser -------------------------------------------------------------------------------------
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = HintingParser(prog="mvp", description="Train multimodal models with MVP Engine.")
-    parser.add_argument("--version", action="version", version=f"mvp_engine {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_training_commands(commands)
-    _add_replay_command(commands)
-    _add_estimate_command(commands)
-    _add_recipe_commands(commands)
-    _add_config_commands(commands)
-    _add_data_commands(commands)
-    _add_merge_command(commands)
-    _add_runs_commands(commands)
-    return parser
-
-
-def _add_training_commands(commands: Any) -> None:
-    """Commands that run a config on one or more ranks."""
-    train = _add_config_command(commands, "train", "train a recipe")
-    train.set_defaults(run=_train)
-
-    text = "evaluate a checkpoint, by default the newest run's (or resume=PATH)"
-    evaluate = _add_config_command(commands, "evaluate", text)
-    evaluate.set_defaults(run=_evaluate)
-
-    text = (
-        "dry-run a config: data, model, a few training steps, one evaluation batch; leaves no files"
-    )
-    check = _add_config_command(commands, "check", text)
-    _add_json_option(check)
-    check.set_defaults(run=_check)
-
-    text = "profile training steps: where their time and memory go, as a page and a trace"
-    profile = _add_config_command(commands, "profile", text)
-    profile.add_argument(
-        "--out", default="profile", metavar="DIR", help="output folder (default: profile)"
-    )
-    profile.add_argument(
-        "--steps", type=int, default=3, metavar="N", help="number of steps to profile (default: 3)"
-    )
-    text = "first measured step; the ones before it warm up (default: 6)"
-    profile.add_argument("--first", type=int, default=6, metavar="N", help=text)
-    profile.set_defaults(run=_profile)
-
-    for command in (train, evaluate, check, profile):
-        text = "processes (ranks) on this machine (default: 1)"
-        command.add_argument("--nproc", type=int, default=1, metavar="N", help=text)
-
-
-def _add_replay_command(commands: Any) -> None:
-    text = "find the rows and the parameter that made a step of a run non-finite, or fail"
-    replay = _add_command(commands, "replay", text)
-    replay.add_argument("name", metavar="RUN", help="folder or id")
-    replay.add_argument("overrides", nargs="*", metavar="key=value", help="changes to its config")
-    text = "the step (default: the last that was skipped or failed; of a streak, its first)"
-    replay.add_argument("--step", type=int, metavar="N", help=text)
-    text = "processes (default: as many as the run had)"
-    replay.add_argument("--nproc", type=int, metavar="N", help=text)
-    replay.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
-    _add_json_option(replay)
-    replay.set_defaults(run=_replay)
-
-
-def _add_estimate_command(commands: Any) -> None:
-    text = "predict memory, step time and total time of a config on a GPU that need not be present"
-    estimate = _add_config_command(commands, "estimate", text)
-    estimate.add_argument(
-        "--gpu", default="H200", metavar="NAME", help="such as H100 or RTX 4090 (default: H200)"
-    )
-    estimate.add_argument(
-        "--gpus", type=int, default=1, metavar="N", help="number of GPUs (default: 1)"
-    )
-    _add_json_option(estimate)
-    estimate.set_defaults(run=_estimate)
-
-
-def _add_recipe_commands(commands: Any) -> None:
-    recipe = _add_group(commands, "recipe", "list recipes, or create one from another")
-    listing = _add_command(recipe, "list", "list all recipes")
-    _add_json_option(listing)
-    listing.set_defaults(run=_recipe_list)
-
-    new = _add_command(recipe, "new", "create a recipe as a copy of another; it runs at once")
-    new.add_argument("name", metavar="NAME", help="letters, digits and underscores")
-    new.add_argument(
-        "--from", dest="origin", required=True, metavar="RECIPE", help="name or folder of a recipe"
-    )
-    new.add_argument(
-        "--dir", metavar="DIR", help="parent folder (default: recipes/ if it exists, else .)"
-    )
-    new.set_defaults(run=_recipe_new)
-
-
-def _add_config_commands(commands: Any) -> None:
-    text = "print a resolved config, its JSON Schema, or what a key means"
-    config = _add_group(commands, "config", text)
-    show = _add_config_command(config, "show", "print the resolved config as YAML")
-    show.set_defaults(run=_config_show)
-    schema = _add_config_command(config, "schema", "print the JSON Schema of a recipe's config")
-    schema.set_defaults(run=_config_schema)
-    explain = _add_command(config, "explain", "type, default and meaning of a key or a section")
-    explain.add_argument("key", metavar="KEY", help="such as optim.lr, or parallel")
-    reference = _add_command(config, "reference", "print a Markdown page of all keys")
-    for command in (explain, reference):
-        command.add_argument(
-            "config", nargs="?", metavar="CONFIG", help="a recipe with keys of its own"
-        )
-    explain.set_defaults(run=_config_explain)
-    reference.set_defaults(run=_config_reference)
-
-
-def _add_data_commands(commands: Any) -> None:
-    data = _add_group(commands, "data", "inspect training data")
-    text = "show rows as the model sees them, the tokens with loss, lengths, packing and bad rows"
-    inspect = _add_command(data, "inspect", text)
-    inspect.add_argument(
-        "what", metavar="FILE|CONFIG", help="a data file of any format, or a recipe's YAML file"
-    )
-    inspect.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
-    )
-    inspect.add_argument(
-        "--model", metavar="FOLDER", help="model folder with the processor or tokenizer to use"
-    )
-    inspect.add_argument(
-        "--split", default="train", help="split of a config's sources (default: train)"
-    )
-    inspect.add_argument(
-        "--row", metavar="N", help="show only this row, in full: its index from 0, or FILE:LINE"
-    )
-    inspect.add_argument(
-        "--limit", type=int, default=3, metavar="N", help="number of rows to show (default: 3)"
-    )
-    text = "tokens per pack, where a data file is inspected (default: 8192)"
-    inspect.add_argument("--tokens", type=int, default=8192, metavar="N", help=text)
-    inspect.add_argument(
-        "--decode", action="store_true", help="decode all media, which finds corrupt files"
-    )
-    _add_json_option(inspect)
-    inspect.set_defaults(run=_data_inspect)
-
-
-def _add_merge_command(commands: Any) -> None:
-    text = "convert a checkpoint to a Hugging Face folder, on a CPU, one weight file at a time"
-    merge = _add_command(commands, "merge", text)
-    merge.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run folder (its newest one)"
-    )
-    merge.add_argument("out", metavar="OUT", help="the folder to write")
-    merge.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="dtype of the weights (default: that of the pretrained folder)",
-    )
-    text = "largest size of one weight file (default: 5)"
-    merge.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB", help=text)
-    merge.add_argument(
-        "--engine",
-        metavar="FILE",
-        help="file or module that registers a custom model type, if it moved since training",
-    )
-    merge.add_argument(
-        "--adapter", action="store_true", help="LoRA: write only the adapter, in peft's format"
-    )
-    merge.add_argument(
-        "--base", metavar="FOLDER", help="LoRA: the base model's folder, if it moved since training"
-    )
-    merge.add_argument(
-        "--ema", action="store_true", help="write the EMA weights (optim.ema), not the last ones"
-    )
-    merge.set_defaults(run=_merge)
-
-
-def _add_runs_commands(commands: Any) -> None:
-    runs = _add_group(commands, "runs", "list, show, plot and compare runs")
-    listing = _add_command(runs, "list", "list all runs, oldest first")
-    listing.set_defaults(run=_runs_list)
-
-    show = _add_command(runs, "show", "show one run: status, last metrics, checkpoints")
-    show.add_argument("name", nargs="?", metavar="RUN", help="folder or id (default: the newest)")
-    show.set_defaults(run=_runs_show)
-
-    plot = _add_command(runs, "plot", "plot a metric of one or more runs")
-    plot.add_argument("names", nargs="+", metavar="RUN", help="folder or id")
-    plot.add_argument("--metric", default="loss", help="name of the metric (default: loss)")
-    plot.add_argument(
-        "--out", metavar="PNG", help="output file (default: <metric>.png in the first run's folder)"
-    )
-    plot.set_defaults(run=_runs_plot)
-
-    diff = _add_command(runs, "diff", "compare the configs and last metrics of two runs")
-    diff.add_argument("names", nargs=2, metavar="RUN", help="folder or id")
-    diff.set_defaults(run=_runs_diff)
-
-    for command in (listing, show, plot, diff):
-        command.add_argument(
-            "--dir", default="outputs", help="folder of the runs, project.dir (default: outputs)"
-        )
-        _add_json_option(command)
-
-
-def _add_group(commands: Any, name: str, text: str) -> Any:
-    group = commands.add_parser(name, help=text, description=text)
-    return group.add_subparsers(required=True, metavar="COMMAND")
-
-
-def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    return command
-
-
-def _add_config_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    """A command on a config file and its overrides."""
-    command = _add_command(commands, name, text)
-    command.add_argument("config", metavar="CONFIG", help="the recipe's YAML file")
-    command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
-    )
-    return command
-
-
-def _add_json_option(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print JSON, for programs")
-
-
-# ---- The commands -----------------------------------------------------------------------------------
-
-
-def _train(args: argparse.Namespace) -> int:
+def train(args: argparse.Namespace) -> int:
     from mvp_engine.tools import launcher
 
     return launcher.train(args.config, args.overrides, args.nproc)
 
 
-def _evaluate(args: argparse.Namespace) -> int:
+def evaluate(args: argparse.Namespace) -> int:
     from mvp_engine.tools import launcher
 
     return launcher.evaluate(args.config, args.overrides, args.nproc)
 
 
-def _check(args: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> int:
     from mvp_engine.tools import launcher
 
     return launcher.check(args.config, args.overrides, args.nproc, as_json=args.json)
 
 
-def _profile(args: argparse.Namespace) -> int:
+def profile(args: argparse.Namespace) -> int:
     from mvp_engine.tools import launcher
 
     return launcher.profile(
@@ -291,55 +59,55 @@ def _profile(args: argparse.Namespace) -> int:
     )
 
 
-def _replay(args: argparse.Namespace) -> int:
+def replay(args: argparse.Namespace) -> int:
     from mvp_engine.tools import replay
 
     return replay.replay(args.name, args.overrides, args.dir, args.step, args.nproc, args.json)
 
 
-def _estimate(args: argparse.Namespace) -> None:
+def estimate(args: argparse.Namespace) -> None:
     from mvp_engine.tools import estimate
 
     estimate.print_estimate(args.config, args.overrides, args.gpu, args.gpus, as_json=args.json)
 
 
-def _recipe_list(args: argparse.Namespace) -> None:
+def recipe_list(args: argparse.Namespace) -> None:
     from mvp_engine.tools import recipe
 
     recipe.print_recipes(as_json=args.json)
 
 
-def _recipe_new(args: argparse.Namespace) -> None:
+def recipe_new(args: argparse.Namespace) -> None:
     from mvp_engine.tools import recipe
 
     recipe.create_recipe(args.name, args.origin, args.dir)
 
 
-def _config_show(args: argparse.Namespace) -> None:
+def config_show(args: argparse.Namespace) -> None:
     from mvp_engine.tools import config
 
     config.print_config(args.config, args.overrides)
 
 
-def _config_schema(args: argparse.Namespace) -> None:
+def config_schema(args: argparse.Namespace) -> None:
     from mvp_engine.tools import config
 
     config.print_schema(args.config, args.overrides)
 
 
-def _config_explain(args: argparse.Namespace) -> None:
+def config_explain(args: argparse.Namespace) -> None:
     from mvp_engine.tools import config
 
     config.print_explanation(args.key, args.config)
 
 
-def _config_reference(args: argparse.Namespace) -> None:
+def config_reference(args: argparse.Namespace) -> None:
     from mvp_engine.tools import config
 
     config.print_reference(args.config)
 
 
-def _data_inspect(args: argparse.Namespace) -> None:
+def data_inspect(args: argparse.Namespace) -> None:
     from mvp_engine.tools import inspect
 
     inspect.print_inspection(
@@ -355,7 +123,24 @@ def _data_inspect(args: argparse.Namespace) -> None:
     )
 
 
-def _merge(args: argparse.Namespace) -> None:
+def chat(args: argparse.Namespace) -> None:
+    from mvp_engine.kit.decoding import Decoding
+    from mvp_engine.tools import chat
+
+    kinds = ("image", "video", "audio")
+    chat.chat(
+        args.target,
+        root=args.dir,
+        media=[(kind, file) for kind in kinds for file in getattr(args, kind)],
+        prompt=args.prompt,
+        system=args.system,
+        decoding=Decoding(args.max_new_tokens, temperature=args.temperature, seed=args.seed),
+        device=args.device,
+        as_json=args.json,
+    )
+
+
+def merge(args: argparse.Namespace) -> None:
     from mvp_engine.tools import merge
 
     merge.merge_command(
@@ -370,25 +155,25 @@ def _merge(args: argparse.Namespace) -> None:
     )
 
 
-def _runs_list(args: argparse.Namespace) -> None:
+def runs_list(args: argparse.Namespace) -> None:
     from mvp_engine.tools import runs
 
     runs.print_runs(Path(args.dir), as_json=args.json)
 
 
-def _runs_show(args: argparse.Namespace) -> None:
+def runs_show(args: argparse.Namespace) -> None:
     from mvp_engine.tools import runs
 
     runs.print_run(Path(args.dir), args.name, as_json=args.json)
 
 
-def _runs_plot(args: argparse.Namespace) -> None:
+def runs_plot(args: argparse.Namespace) -> None:
     from mvp_engine.tools import runs
 
     runs.plot_metric(Path(args.dir), args.names, args.metric, args.out, as_json=args.json)
 
 
-def _runs_diff(args: argparse.Namespace) -> None:
+def runs_diff(args: argparse.Namespace) -> None:
     from mvp_engine.tools import runs
 
     runs.print_diff(Path(args.dir), *args.names, as_json=args.json)

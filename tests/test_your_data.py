@@ -62,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_your_data_page_commands_give_the_outputs_it_shows(folder: Path, capsys: Any) -> None:
     commands = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
-    inspect, decode, check, train, evaluate, report, ask = commands
+    inspect, decode, check, train, evaluate, report, chat, ask = commands
     capsys.readouterr()
     assert run(inspect) == 0
     assert "train.jsonl:13: wrong_type: messages[1].content is int, wanted a string or a list" in _printed(capsys)
@@ -92,6 +92,9 @@ def test_your_data_page_commands_give_the_outputs_it_shows(folder: Path, capsys:
     assert "What it sees" in page
     assert page.count("data:image/png") >= 10
     assert "first_letter_held_out" in page
+    capsys.readouterr()
+    assert run(chat, "--max-new-tokens", "4") == 0
+    assert capsys.readouterr().out.strip()
     assert ask[:3] == ["python", "recipes/digits_vlm/ask.py", "outputs/shapes_model"]
     assert (folder / ask[2] / "model.safetensors").is_file()
     script: dict[str, Any] = {}

@@ -356,3 +356,12 @@ JSON = st.recursive(
 def test_read_row_arbitrary_json_gives_a_row_or_a_bad_row(raw: Any, format: str | None) -> None:
     with contextlib.suppress(BadRow):
         assert isinstance(read_row(raw, format), Row)
+
+
+def test_prompt_only_conversation_that_ends_with_the_user_carries_no_loss() -> None:
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
+    raw = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    row = read_row(raw, RowFormat(prompt_only=True))
+    assert row.prompt_only
+    assert [message.loss for message in row.messages] == [False, False, False]
+    assert not read_row(raw, None).prompt_only

@@ -278,6 +278,8 @@ class _Reader:
     def _conversation(self, prompt: Sequence[Message], answer: Sequence[Message]) -> Row:
         """A row with the system and tools columns, and media in their places."""
         prompt_only = self._check_answer(answer)
+        if prompt_only:
+            answer = [replace(message, loss=False) for message in answer]
         messages = [replace(message, loss=message.loss or False) for message in prompt]
         messages += answer
         if check_text(self.columns.get("system", ""), "system"):
@@ -297,11 +299,14 @@ class _Reader:
         return with_rejected_response(row, self.columns["rejected_response"])
 
     def _check_answer(self, answer: Sequence[Message]) -> bool:
-        """Whether the row is a prompt alone. Every assistant turn with loss must have content."""
+        """Whether the row is a prompt alone, which ends with no assistant turn.
+
+        In other rows every assistant turn with loss must have content.
+        """
+        if self.format.prompt_only and (not answer or answer[-1].role != "assistant"):
+            return True
         turns = [message for message in answer if message.role == "assistant"]
         if not any(map(_has_content, turns)):
-            if self.format.prompt_only and not turns:
-                return True
             raise BadRow(
                 "no_answer",
                 "no assistant turn has any content (mllm.prompt_only=true allows rows without one)",

@@ -1,0 +1,170 @@
+"""`mvp chat`: talk to a run, a Hugging Face folder or a LoRA adapter, with images, video and audio."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mvp_engine.checkpoint.manager import find_checkpoint
+from mvp_engine.errors import UserError
+from mvp_engine.hf.merge import merge
+from mvp_engine.kit.chat import ADAPTER_CONFIG, ChatModel
+from mvp_engine.kit.decoding import Decoding
+from mvp_engine.runs import checkpoint_step, complete_checkpoints, open_run
+from mvp_engine.tools.merge import build_model
+
+HELP = "/image FILE, /video FILE, /audio FILE: with your next message   /reset: a new conversation   /exit"
+KINDS = ("image", "video", "audio")
+
+
+@dataclass
+class Conversation:
+    """The messages so far, and the media that go with the next one."""
+
+    system: str | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    media: list[dict[str, Any]] = field(default_factory=list)
+
+    def reset(self) -> None:
+        self.media = []
+        self.messages = []
+        if self.system:
+            self.messages.append({"role": "system", "content": self.system})
+
+    def add_media(self, kind: str, file: str) -> None:
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise UserError(f"no {kind} file {file}")
+        self.media.append({"type": kind, kind: str(path.resolve())})
+
+    def ask(self, text: str) -> None:
+        parts = [*self.media, {"type": "text", "text": text}]
+        self.messages.append({"role": "user", "content": parts if self.media else text})
+        self.media = []
+
+
+def chat(
+    target: str,
+    *,
+    root: str,
+    media: list[tuple[str, str]],
+    prompt: str | None,
+    system: str | None,
+    decoding: Decoding,
+    device: str | None,
+    as_json: bool,
+) -> None:
+    """Answer one `prompt`, or each line of the standard input in one conversation."""
+    conversation = Conversation(system)
+    conversation.reset()
+    for kind, file in media:
+        conversation.add_media(kind, file)
+    with model_folders(target, Path(root)) as (folder, adapter):
+        model = ChatModel(folder, adapter, device)
+        if prompt is not None:
+            conversation.ask(prompt)
+            _answer(model, conversation, decoding, as_json)
+        else:
+            _loop(model, conversation, decoding, as_json)
+
+
+def _loop(model: ChatModel, conversation: Conversation, decoding: Decoding, as_json: bool) -> None:
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print(HELP)
+    while True:
+        try:
+            line = input("\n> " if is_terminal else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            break
+        command, _, rest = line.partition(" ")
+        try:
+            if command == "/exit":
+                break
+            if command == "/reset":
+                conversation.reset()
+            elif command.removeprefix("/") in KINDS and command.startswith("/"):
+                conversation.add_media(command.removeprefix("/"), rest.strip())
+            elif command.startswith("/"):
+                print(HELP)
+            elif line:
+                conversation.ask(line)
+                _answer(model, conversation, decoding, as_json)
+        except UserError as error:
+            if not is_terminal:
+                raise
+            print(error, file=sys.stderr)
+
+
+def _answer(
+    model: ChatModel, conversation: Conversation, decoding: Decoding, as_json: bool
+) -> None:
+    start = time.perf_counter()
+
+    def show(text: str) -> None:
+        print(text, end="", flush=True)
+
+    try:
+        completion = model.answer(conversation.messages, decoding, None if as_json else show)
+    except UserError:
+        conversation.messages.pop()  # the question that could not be read
+        raise
+    text = model.text(completion.tokens)
+    conversation.messages.append({"role": "assistant", "content": text})
+    if not as_json:
+        print()
+        return
+    record = {
+        "messages": conversation.messages[:-1],
+        "answer": text,
+        "tokens": len(completion.tokens),
+        "stopped": completion.tokens[-1] in model.stop,
+        "log_prob": sum(completion.log_probs),
+        "seconds": round(time.perf_counter() - start, 3),
+    }
+    print(json.dumps(record, ensure_ascii=False))
+
+
+@contextmanager
+def model_folders(target: str, root: Path) -> Iterator[tuple[Path, Path | None]]:
+    """The model's folder and an adapter's, if `target` is one. A run without an export is merged into a
+    temporary folder."""
+    path = Path(target).expanduser()
+    if (path / ADAPTER_CONFIG).is_file():
+        base = json.loads((path / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
+        if not base or not (Path(base) / "config.json").is_file():
+            raise UserError(
+                f"{path / ADAPTER_CONFIG}: base_model_name_or_path={base} is not a model's folder; "
+                "write its path there"
+            )
+        yield Path(base), path
+    elif (path / "config.json").is_file():
+        yield path, None
+    else:
+        run = path if path.is_dir() else open_run(target, root).dir
+        exports = [found for found in run.glob("hf_step_*") if (found / "config.json").is_file()]
+        newest = max(exports, key=_step_of_export, default=None)
+        checkpoints = complete_checkpoints(run / "checkpoints")
+        last = checkpoint_step(checkpoints[-1]) if checkpoints else None
+        if newest is not None and (last is None or _step_of_export(newest) >= last):
+            print(f"model: {newest}", file=sys.stderr)
+            yield newest, None
+            return
+        with tempfile.TemporaryDirectory(prefix="mvp_chat_") as temporary:
+            checkpoint = find_checkpoint(run)
+            print(f"model: {checkpoint}", file=sys.stderr)
+            folder = Path(temporary) / "model"
+            merge(checkpoint, build_model(checkpoint), folder)
+            yield folder, None
+
+
+def _step_of_export(folder: Path) -> int:
+    digits = folder.name.removeprefix("hf_step_").partition("_")[0]
+    return int(digits) if digits.isdecimal() else 0
