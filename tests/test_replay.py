@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import MAGIC, TINY
+from torch.distributed.run import parse_args
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_BUG, EXIT_USER_ERROR, RowError
 from mvp_engine.kit import check_labels
 from mvp_engine.kit.row_checks import row_groups, select_rows
 from mvp_engine.runs import Run, list_runs
-from mvp_engine.tools.replay import config_of, nearest_checkpoint, replay_step
+from mvp_engine.tools.replay import config_of, nearest_checkpoint, rank_arguments, replay_step
 
 
 def newest(folder: Path) -> Run:
@@ -107,8 +108,9 @@ def test_replay_on_two_ranks_names_the_rank(ranks2, tmp_path: Path, shard: int) 
     step = replay_step(run, None)["step"]
     folder = tmp_path / "found"
     folder.mkdir()
-    arguments = ["--config", str(run.dir / "config.yaml"), "--run", str(run.dir), "--step", str(step)]
-    assert ranks2.run(_replay_rank, [*arguments, "--folder", str(folder)]) == [0, 0]
+    arguments = rank_arguments(run, step, folder)
+    assert ranks2.run(_replay_rank, arguments) == [0, 0]
+    parse_args(["--standalone", "--nproc_per_node=2", "-m", "mvp_engine.tools.replay", *arguments])  # of torchrun
     [entry] = json.loads((folder / "found.json").read_text())["rows"]
     name = "skipped_steps.jsonl" if entry["rank"] == 0 else "skipped_steps.rank1.jsonl"
     record = json.loads((run.dir / name).read_text().splitlines()[-1])

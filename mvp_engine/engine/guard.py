@@ -118,7 +118,7 @@ class SkipGuard:
 
     def report_end(self, step: int) -> None:
         """Warn at the end of a run that skipped steps."""
-        if self.total:
+        if self.total and self.rank == 0:
             share = f"{self.total} of {step} steps ({self.total / step:.0%}) were skipped"
             share += ", also the last one" if self.consecutive else ""
             LOGGER.warning(

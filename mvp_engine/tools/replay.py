@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import re
 import sys
@@ -83,8 +84,7 @@ def replay(
     run = open_run(name, Path(root))
     record = replay_step(run, step)
     with tempfile.TemporaryDirectory(prefix="mvp-replay-") as folder:
-        arguments = ["--config", str(config_of(run, record["step"])), "--run", str(run.dir)]
-        arguments += ["--step", str(record["step"]), "--folder", folder, *overrides]
+        arguments = [*rank_arguments(run, record["step"], Path(folder)), *overrides]
         code = run_module("mvp_engine.tools.replay", nproc or record.get("ranks", 1), arguments)
         file = Path(folder) / "found.json"
         if not file.is_file():
@@ -94,21 +94,28 @@ def replay(
     return 0 if found["rows"] else EXIT_USER_ERROR
 
 
+def rank_arguments(run: Run, step: int, folder: Path) -> list[str]:
+    """The arguments of `main`. Their names must not abbreviate options of torchrun."""
+    words = ["--config", str(config_of(run, step)), "--replayed", str(run.dir)]
+    return [*words, "--step", str(step), "--folder", str(folder)]
+
+
 def main(argv: list[str] | None = None) -> int:
     """One rank of a replay."""
     ignore_broken_pipes()
     parser = argparse.ArgumentParser(prog="mvp replay")
     parser.add_argument("--config", required=True)
-    parser.add_argument("--run", required=True, type=Path)
+    parser.add_argument("--replayed", required=True, type=Path)
     parser.add_argument("--step", required=True, type=int)
     parser.add_argument("--folder", required=True, type=Path)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(argv)
-    job = partial(_replay, Run(args.run), args.step, args.folder)
+    job = partial(_replay, Run(args.replayed), args.step, args.folder)
     return leave(launch(args.config, [*OVERRIDES, *args.overrides], job))
 
 
 def _replay(run: Run, step: int, folder: Path, composed: Composed, world: World) -> int:
+    logging.getLogger("mvp_engine").addHandler(logging.NullHandler())  # the run's log has it all
     checkpoint = nearest_checkpoint(run, step)
     place: Path | None = None
     if world.is_main:
