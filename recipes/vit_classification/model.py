@@ -37,9 +37,12 @@ def make_processor(path: str | None, size: int) -> Any:
         return ViTImageProcessor(size={"height": size, "width": size})
     read_config(path, {})  # raises a user error if the folder cannot be read
     processor = AutoImageProcessor.from_pretrained(path)
-    made = processor(Image.new("RGB", (size, size)), return_tensors="pt")["pixel_values"].shape[-2:]
-    if tuple(made) != (size, size):
-        raise UserError(f"images.size={size}, but the image processor in {path} makes images of {made[0]} x {made[1]}")
+    made = processor(Image.new("RGB", (2 * size, size)), return_tensors="pt")["pixel_values"].shape[1:]
+    if made != (3, size, size):
+        raise UserError(
+            f"images.size={size}, but the image processor in {path} makes tensors of {tuple(made)} for an image: set "
+            "images.size to the size that it makes; a model without a fixed size is not supported"
+        )
     return processor
 
 
@@ -54,9 +57,11 @@ def make_model(model: Model, size: int, classes: list[str], lora: Lora | None = 
             "folder (siglip, not siglip_vision_model)"
         )
     vision = getattr(config, "vision_config", config)  # of CLIP and SigLIP, the vision encoder classifies
-    if model.path is not None and vision.image_size != size:
+    has_size = hasattr(vision, "image_size")  # a convolutional network takes any
+    if has_size and model.path is not None and vision.image_size != size:
         raise UserError(f"images.size={size}, but the model in {model.path} needs {vision.image_size}: set it to that")
-    vision.image_size = size
+    if has_size:
+        vision.image_size = size
     had_classes = list(config.id2label.values())
     config.id2label = dict(enumerate(classes))
     config.label2id = {name: i for i, name in enumerate(classes)}

@@ -245,6 +245,23 @@ def test_vit_from_a_folder_of_another_size_trains_its_weights_and_lora_saves_wha
     assert "leaves out the frozen vit.layernorm.weight" in capsys.readouterr().err
 
 
+def test_vit_folder_whose_processor_makes_other_sizes_or_without_a_classifier_is_refused(tmp_path: Path) -> None:
+    import transformers
+    from vit_classification.model import make_model, make_processor
+
+    base = write_folder(tmp_path / "base", "siglip")
+    transformers.SiglipImageProcessor(size={"height": 24, "width": 24}).save_pretrained(base)
+    with pytest.raises(
+        UserError, match=r"images\.size=16, but the image processor in .* makes tensors of \(3, 24, 24\)"
+    ):
+        make_processor(str(base), 16)
+    settings = json.loads((base / "config.json").read_text())["vision_config"]
+    (base / "config.json").write_text(json.dumps(settings))
+    model: Any = compose(str(CONFIGS / "cpu.yaml"), ["model.config=null", f"model.path={base}"]).config.model
+    with pytest.raises(UserError, match=r"no image classifier for siglip_vision_model: .* give the whole folder"):
+        make_model(model, 16, ["a", "b"])
+
+
 def test_vit_folder_that_lacks_weights_other_than_the_head_is_refused(tmp_path: Path) -> None:
     from vit_classification.model import make_model
 
