@@ -16,9 +16,11 @@ import numpy as np
 from mvp_engine.config import compose
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.kit import MLLMDataKit
+from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
+from mvp_engine.kit.data.settings import DataSource, resolve_source
 from mvp_engine.tools.data_kit import config_data_kit, file_data_kit
 from mvp_engine.tools.inspect_page import show
 from mvp_engine.tools.inspect_rows import bad_reason, encoded_row, find_row, plain_row
@@ -154,8 +156,10 @@ def _in_turn(sources: Sequence[Source], limit: int) -> list[tuple[int, int]]:
 
 def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[str, Any]:
     """What is known without a model: formats, counts, bad rows, and the messages of some rows."""
-    source = open_source(path)
-    name = Path(path).stem
+    settings = resolve_source(DataSource(path=path))
+    source = open_source(settings.path, settings.root)
+    row_format = RowFormat(columns=settings.columns)
+    name = settings.label
     wanted = range(limit) if row is None else [find_row([source], row)[1]]
     lengths = list[int]()
     bad = list[dict[str, Any]]()
@@ -164,7 +168,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
         where = source.where(index)
         facts: dict[str, Any] = {"format": None, "bad": None, "sequences": []}
         try:
-            read = read_row(source[index])
+            read = read_row(source[index], row_format)
             messages = sum(len(message.text) for message in read.messages)
             lengths.append(messages + len(read.text or ""))
             if index in wanted:
@@ -189,7 +193,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
         "decoded": False,
         "missing": "tokens, loss masks, media files and packing need the model's processor: give --model FOLDER",
         "sources": [counts],
-        "sample": sample_rows([source], [None]),
+        "sample": sample_rows([source], [row_format]),
         "lengths": length_stats(np.array(lengths, np.int64), "characters"),
         "plan": None,
         "overlong": None,

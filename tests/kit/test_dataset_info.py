@@ -10,6 +10,7 @@ import pytest
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, qwen3_vl, write, write_image
 
+from mvp_engine.cli import main
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.rows import read_row
 
@@ -84,6 +85,13 @@ def test_dataset_info_columns_give_the_conversation(folder: Path, name: str, exp
 
 def test_dataset_info_folder_of_texts_is_read_as_text(folder: Path) -> None:
     assert [read_row(*row).text for row in rows(folder, "texts")] == ["one", "two"]
+
+
+def test_dataset_info_is_inspected_without_a_model(folder: Path, capsys: Any) -> None:
+    assert main(["data", "inspect", f"{folder}/dataset_info.json:renamed", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["sources"][0] | {"rows": 2, "good": 1} == facts["sources"][0]
+    assert facts["bad"]["by_reason"] == {"label_false": 1}
 
 
 @pytest.mark.parametrize(

@@ -63,3 +63,11 @@ def test_read_row_fields_are_numbers_and_mean_nothing_else() -> None:
     for value, why in ((None, "missing_field"), ("high", "bad_field"), (float("nan"), "bad_field"), ([1], "bad_field")):
         assert reason({"text": "t", "score": value, "label": 1}, form) == why
     assert reason({"text": "t", "score": 1, "label": 0.5}, form) == "bad_field"
+
+
+@pytest.mark.parametrize("key", ["loss", "weight", "loss_weight", "loss_scale", "train"])
+def test_read_row_loss_flag_of_a_message_in_every_spelling(key: str) -> None:
+    row = read_row({"messages": [QUESTION, {**ANSWER, key: 0}, QUESTION, {**ANSWER, key: 1}]})
+    assert [message.loss for message in row.messages] == [None, False, None, True]
+    assert row.unused == ()
+    assert reason({"messages": [QUESTION, {**ANSWER, key: 0.5}]}) == "wrong_type"

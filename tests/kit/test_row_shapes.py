@@ -73,6 +73,7 @@ NEVER = {
     "trl_kto": ({"label": False}, "the column 'label' says that the answer is bad"),
     "lf_kto": ({"label": 0}, "the column 'label' says that the answer is bad"),
     "csv_kto": ({"prompt": "q", "completion": "a", "label": "False"}, "the column 'label'"),
+    "csv_kto_number": ({"prompt": "q", "completion": "a", "label": "0"}, "the column 'label'"),
     "lf_mllm": ({"images": None, "image_path": "img/a.png"}, "nothing reads: image_path"),
     "llava": (
         {"image": None, "picture": "img/a.png"},

@@ -88,7 +88,7 @@ def read_message(raw: Any, where: str) -> Message:
     fields = check_object(raw, where)
     role_name = pop_first(fields, "role", "from")
     content = pop_first(fields, "content", "value")
-    loss = pop_first(fields, "loss", "weight", "loss_weight")
+    loss = pop_first(fields, "loss", "weight", "loss_weight", "loss_scale", "train")
     role = _read_role(role_name, where)
     _refuse_media_keys(fields, where)
     if loss is not None and not _is_loss_flag(loss):

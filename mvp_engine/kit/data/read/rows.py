@@ -324,7 +324,7 @@ class _Reader:
         """Refuse the bad answers of data for KTO: a loss on all answers would learn them as good ones."""
         label = dict.get(self.columns, "label")  # without marking it as read
         if isinstance(label, str):  # as csv files have it
-            label = {"true": True, "false": False}.get(label.strip().lower())
+            label = {"true": 1, "false": 0, "1": 1, "0": 0}.get(label.strip().lower())
         if not isinstance(label, bool | int | float) or label not in (0, 1):
             return
         self.columns.get("label")
