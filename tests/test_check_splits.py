@@ -90,6 +90,21 @@ def test_check_parameters_without_gradient_are_named(capsys: Any) -> None:
     assert checked(capsys)[1]["without_gradient"] == []
 
 
+def test_check_rising_loss_is_a_warning(capsys: Any) -> None:
+    code, found = checked(capsys, "optim.lr=3")
+    assert code == 0
+    (warning,) = found["warnings"]
+    assert re.match(r"the loss rises from \d+\.\d+ to \d+\.?\d* in 4 steps: lower optim.lr", warning)
+
+
+def test_check_forward_step_without_a_weight_is_an_error_that_says_so(capsys: Any) -> None:
+    assert main(["check", str(RECIPE), "losses.kind=no_weight"]) == 1
+    error = capsys.readouterr().err
+    assert "forward_step must return (loss_sum, weight), not Tensor" in error
+    assert "mvp replay RUN, after a training with this config" in error
+    assert "mvp-check-" not in error
+
+
 def _check(folder: str, words: list[str]) -> int:
     return check.main(["--config", str(RECIPE), "--folder", folder, "--quiet", *words])
 

@@ -51,7 +51,10 @@ class CheckedEngine(Engine):
 
     def forward_step(self, ctx: StepContext, micro_batch: Any) -> tuple[Tensor, Tensor | float]:
         result = super().forward_step(ctx, micro_batch)
-        if ctx.split == "train" and not ctx.is_dummy:
+        is_pair = (
+            isinstance(result, tuple) and len(result) == 2
+        )  # the model engine reports anything else
+        if ctx.split == "train" and not ctx.is_dummy and is_pair:
             self._losses.append((result[0].detach(), result[1]))
         return result
 

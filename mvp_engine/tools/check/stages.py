@@ -47,6 +47,7 @@ from mvp_engine.tools.data_kit import config_data_kit
 from mvp_engine.tools.inspect import inspect_kit
 from mvp_engine.tools.inspect_stats import count_bad
 
+DIVERGING = 2.0  # the last loss of the steps, relative to the first
 LONG_RUN = 3600.0  # seconds; a longer training should save checkpoints
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -196,6 +197,8 @@ class Check:
         record = self.record
         record.begin_stage("model")
         engine.before_train()
+        # The folder of this check is gone when somebody reads the command.
+        engine.guard.replay_command = "mvp replay RUN, after a training with this config"
         recorder = Recorder()
         if engine.world.is_main:
             engine.hub.backends.append(recorder)
@@ -230,6 +233,12 @@ class Check:
             "eta_s": total * seconds if total else None,
             "tokens": round(total * mean(tokens)) if total and tokens else None,
         }
+        finite = [loss for loss in step["losses"] if loss is not None]
+        if finite and finite[-1] > DIVERGING * finite[0] > 0:
+            record.warning(
+                f"the loss rises from {finite[0]:.4g} to {finite[-1]:.4g} in {engine.step} steps: lower optim.lr, or "
+                "lengthen the warm-up"
+            )
         if total and total * seconds > LONG_RUN and config.checkpoint.interval is None:
             record.warning("checkpoint.interval is null: nothing is saved before the end")
         record.end_stage(f"{len(records)} steps: {seconds:.3g} s each", ok=not record["problems"])

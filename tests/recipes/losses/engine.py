@@ -56,6 +56,8 @@ class LossesEngine(Engine):
         match self.config.losses.kind:
             case "sum":
                 return loss_B.sum(), rows
+            case "no_weight":
+                return loss_B.sum()  # type: ignore[return-value]
             case "cancel":  # rows of both signs whose sum is nearly 0, as advantages have
                 sign = torch.tensor([1.0, -1.0]).repeat(rows)[:rows]
                 return (sign * (loss_B / loss_B.detach())).sum(), rows
