@@ -131,3 +131,9 @@ def test_profile_with_a_broken_pipe_writes_its_files(tmp_path: Path) -> None:
     code, stdout, stderr = read_one_line(f"-m mvp_engine.cli profile {words}")
     assert (code, len(stdout.splitlines()), "BrokenPipeError" in stderr) == (0, 1, False)
     assert (tmp_path / "profile.md").read_text()
+
+
+def test_runs_and_help_import_neither_torch_nor_pydantic() -> None:
+    code = "import sys, mvp_engine.cli, mvp_engine.tools.runs; print({'torch', 'pydantic'} & set(sys.modules))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == "set()"
