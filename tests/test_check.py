@@ -117,7 +117,7 @@ def test_check_settings_that_fail_late_are_problems_at_once(digits: list[str], t
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "run.json").write_text("{}")
     (problem,) = checked(capsys, TINY, here, "project.run_id=taken", code=EXIT_USER_ERROR)["problems"]
-    assert "exists: choose another run_id" in problem
+    assert "exists: choose another project.run_id" in problem
     (problem,) = checked(capsys, TINY, f"project.dir={TINY}", code=EXIT_USER_ERROR)["problems"]
     assert f"{TINY} cannot be written to" in problem
     found = checked(capsys, DIGITS, *digits, f"export={tmp_path}", code=EXIT_USER_ERROR)
@@ -141,8 +141,8 @@ def test_check_bad_rows_are_a_warning_or_an_error(digits: list[str], tmp_path: P
     assert "1 of 31 rows are bad, and 0 are allowed" in output.err
     found = checked(capsys, DIGITS, *words, "mllm.max_bad_fraction=0.1")
     bad, columns, unused = found["warnings"]
-    assert bad == "train: 1 bad row(s) will be left out"
-    assert columns == "train: nothing reads the column(s) image_path"
+    assert bad == "train: leaves out 1 bad row"
+    assert columns == "train: nothing reads 1 column: image_path"
     assert "parameters that train got no gradient in 4 steps: all of vision, all of projector. Is the loss" in unused
     assert found["data"]["rows"][0]["where"] == "rows.jsonl:2"  # the first good row
     assert found["evaluation"] is None

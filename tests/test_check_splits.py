@@ -79,7 +79,7 @@ def test_check_random_model_with_wrong_loss_is_a_problem(capsys: Any) -> None:
 def test_check_batch_norm_is_a_warning(capsys: Any) -> None:
     code, found = checked(capsys, "losses.layer=batch_norm")
     assert code == 0
-    assert "1 BatchNorm1d module(s) use statistics of one micro-batch of one rank" in found["warnings"][0]
+    assert "1 BatchNorm1d module with statistics of one micro-batch of one rank" in found["warnings"][0]
 
 
 def test_check_parameters_without_gradient_are_named(capsys: Any) -> None:

@@ -67,7 +67,7 @@ def test_your_data_page_commands_give_the_outputs_it_shows(folder: Path, capsys:
     assert run(inspect) == 0
     assert "train.jsonl:13: wrong_type: messages[1].content is int, wanted a string or a list" in _printed(capsys)
     assert run(decode) == 0
-    assert "2 bad row(s): 1 missing_file, 1 wrong_type" in _printed(capsys)
+    assert "2 bad rows: 1 missing_file, 1 wrong_type" in _printed(capsys)
     (config,) = blocks("yaml")
     file = folder / "shapes" / "train.yaml"
     file.write_text(config.replace("warmup_steps", "warm_up_steps"))

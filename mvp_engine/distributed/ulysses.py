@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
 
 Shapes = list[tuple[int, ...]]
 
@@ -36,7 +36,7 @@ class UlyssesShard:
         ranks = dist.get_world_size(group)
         if tokens < ranks:
             raise UserError(
-                f"a batch of {tokens} token(s) cannot be sharded over parallel.ulysses={ranks} ranks"
+                f"a batch of {count(tokens, 'token')} cannot be sharded over parallel.ulysses={ranks} ranks"
             )
         cuts = [tokens * rank // ranks for rank in range(ranks + 1)]
         sizes = tuple(end - begin for begin, end in pairwise(cuts))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mvp_engine.config.schema import Guard
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_write_text
 from mvp_engine.model_engine import StepStatus
 
@@ -95,8 +95,8 @@ class SkipGuard:
         else:
             return
         raise UserError(
-            f"stopped at step {step}: {self.consecutive} step(s) in a row and {self.total} in all were "
-            f"skipped ({limit}); the last because {status.reason}. {self._advice(engine)}"
+            f"stopped at step {step}: skipped {count(self.consecutive, 'step')} in a row and {self.total} in all "
+            f" ({limit}); the last because {status.reason}. {self._advice(engine)}"
         )
 
     def _advice(self, engine: Engine) -> str:

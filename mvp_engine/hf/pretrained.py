@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
 from mvp_engine.hf import load
 from mvp_engine.hf.packed_model import PackedModel
 
@@ -53,7 +53,7 @@ def _check_missing(model: PackedModel, skeleton: PackedModel, names: list[str]) 
         if only_head:
             hint = "If its embeddings are its head too, set model.config.tie_word_embeddings=true."
         raise UserError(
-            f"{model.source} lacks {len(missing)} parameter(s) of {type(skeleton.hf).__name__}, "
+            f"{model.source} lacks {count(len(missing), 'parameter')} of {type(skeleton.hf).__name__}, "
             f"such as {missing[0]}. {hint}"
         )
     new = [name for name in names if ".lora_" not in name]  # no base folder has adapters

@@ -10,6 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from mvp_engine.errors import count
+
 WITH_LOSS = "bold green"
 MEDIA = "magenta"
 DIM = "dim"
@@ -121,7 +123,7 @@ def show_bad(bad: dict[str, Any], console: Console) -> None:
     if not bad["total"]:
         return
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in bad["by_reason"].items())
-    console.print(Text(f"\n{bad['total']:,} bad row(s): {reasons}", ERROR))
+    console.print(Text(f"\n{count(bad['total'], 'bad row')}: {reasons}", ERROR))
     for record in bad["rows"][:MAX_BAD_ROWS]:
         words = f"{record['where']}: {record['reason']}: {_clean(record['detail'])[:300]}"
         console.print(Padding(Text(words, overflow="fold"), (0, 0, 0, 2)))

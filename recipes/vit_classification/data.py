@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from mvp_engine.config import Section
 from mvp_engine.data import derived_seed
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
 from mvp_engine.kit import Limits
 from mvp_engine.kit.data.read.decode import decode
 from mvp_engine.kit.data.read.probe import probe
@@ -145,7 +145,7 @@ def _files(training: bool, images: Images) -> Labelled:
     classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if len(classes) < 2:
         raise UserError(
-            f"images.root={root} has {len(classes)} folder(s); it needs one for each of two or more classes"
+            f"images.root={root} has {count(len(classes), 'folder')}; it needs one for each of two or more classes"
         )
     has_eval_root = images.eval_root is not None
     if has_eval_root and not training:

@@ -20,7 +20,7 @@ from transformers import (
 
 from mvp_engine.config import Model
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_path, remove
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.load import load
@@ -94,7 +94,9 @@ def _load(model: Any, folder: Path, has_head: bool) -> None:
     if has_head:
         missing = [name for name in missing if name not in head]
     if missing:
-        raise UserError(f"{folder} lacks {len(missing)} weight(s) of {type(model).__name__}, such as {missing[0]}")
+        raise UserError(
+            f"{folder} lacks {count(len(missing), 'weight')} of {type(model).__name__}, such as {missing[0]}"
+        )
     new = head - loaded
     model.source = folder
     model.fresh = tuple(sorted(new))  # LoRA trains these in full

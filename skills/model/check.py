@@ -47,7 +47,7 @@ def problems(folder: Path, model: Any) -> list[str]:
         if parts[f"{name}.weight"] == "llm" and (gradient is None or not gradient.any()):
             unused.append(name)
     if unused:
-        found.append(f"{len(unused)} adapter(s) have no effect on text, such as that of {unused[0]}")
+        found.append(f"adapters without effect on text: {len(unused)}, such as that of {unused[0]}")
     with tempfile.TemporaryDirectory() as out:
         adapted.export_hf(Path(out) / "merged", torch.float32)
         merged = start(MLLMModelKit().build(ModelSource(f"{out}/merged")))

@@ -57,7 +57,7 @@ def test_consecutive_skips_over_the_limit_end_the_run_with_one_message(train, tm
     code = train("tiny.fault=nan_forever", "guard.max_consecutive_skips=4", "checkpoint.interval=2", dir=tmp_path)
     assert code == EXIT_USER_ERROR
     text = capsys.readouterr().err
-    assert "stopped at step 6: 4 step(s) in a row" in text
+    assert "stopped at step 6: skipped 4 steps in a row" in text
     assert "guard.max_consecutive_skips=4" in text
     assert f"mvp replay {newest(tmp_path).dir}" in text
     assert "Traceback" not in text

@@ -89,7 +89,7 @@ def test_export_hf_of_a_model_with_encoders_is_bit_equal(family: str, tmp_path: 
     drawn.initialize()  # random weights by the rules of all its parts
     values = []
     if family == "qwen2_audio":  # transformers does not map these names either and would reinitialize the weights
-        with pytest.raises(UserError, match=r"lacks 50 parameter\(s\) of Qwen2AudioModel"):
+        with pytest.raises(UserError, match=r"lacks 50 parameters of Qwen2AudioModel"):
             ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "in"))), alone()).initialize()
         return
     for path in ("in", "values"):

@@ -139,7 +139,7 @@ def test_loader_overlong_rows_are_dropped_truncated_shrunk_or_refused(tmp_path: 
         max_bad_fraction=0.7,
     )
     if overlong == "error":
-        with pytest.raises(UserError, match=r"2 row\(s\) have more than 90 tokens, such as long.jsonl:2, long.jsonl:3"):
+        with pytest.raises(UserError, match=r"2 rows of more than 90 tokens, such as long.jsonl:2, long.jsonl:3"):
             kit.loader("train")
         return
     batches = {
@@ -210,7 +210,7 @@ def test_loader_image_truncated_after_planning_drops_only_its_row(
     assert [(line["where"], line["reason"]) for line in listed] == [("images.jsonl:5", "corrupt")]
     assert samples == sorted(set(range(12)) - {4})
     assert sum("bad row, left out: images.jsonl:5: corrupt" in one for one in warnings) == 2  # of two loaders
-    assert "1 bad row(s) were left out (images: 1 corrupt)" in str(loader.end_report())
+    assert "left out 1 bad row (images: 1 corrupt)" in str(loader.end_report())
     strict = made(file, qwen3_vl(), model_config(), max_bad_rows=0, max_bad_fraction=1.0, micro_batch_tokens=128)
     with pytest.raises(UserError, match="0 are allowed"):
         list(strict.loader("train", num_workers=workers))
@@ -283,7 +283,7 @@ def test_settings_invalid_values_raise_with_a_fix(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"text": "hello"}])
     tries: list[tuple[dict[str, Any], str]] = [
         ({"limits": {"pixels": 3}}, "unknown limit pixels"),
-        ({"global_batch_tokens": 300}, "multiple of micro_batch_tokens"),
+        ({"global_batch_tokens": 300}, "multiple of mllm.micro_batch_tokens"),
         ({"sources": [{"path": str(file), "format": "chatty"}]}, "choose one of"),
         ({"sources": {"a": str(file)}}, r"a is not a source: write a: {path: FILE}"),
     ]

@@ -237,5 +237,5 @@ def test_model_skill_check_fails_a_model_that_ignores_an_adapter(vision_base: Pa
     broken = model()
     broken.hf.model.language_model.layers[1].mlp.down_proj._forward_hooks.clear()
     silent, unlike = check.problems(vision_base, broken)
-    assert "1 adapter(s) have no effect on text, such as that of hf.model.language_model.layers.1.mlp.down" in silent
+    assert "adapters without effect on text: 1, such as that of hf.model.language_model.layers.1.mlp.down" in silent
     assert "log-probs of the merged weights differ" in unlike

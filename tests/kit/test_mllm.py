@@ -115,7 +115,7 @@ def test_train_with_a_corrupt_image_warns_and_ends_with_a_summary(config: str, t
     (log,) = tmp_path.glob("outputs/*/log.txt")
     lines = log.read_text().splitlines()
     assert any("bad row, left out: images.jsonl:5: corrupt" in line for line in lines)
-    assert "1 bad row(s) were left out (images: 1 corrupt). All are in" in lines[-1]
+    assert "left out 1 bad row (images: 1 corrupt). All are in" in lines[-1]
 
 
 def test_estimate_with_missing_settings_names_them(config: str, capsys: Any) -> None:

@@ -181,7 +181,7 @@ def test_stream_loader_bad_rows_are_listed_and_too_many_raise(tmp_path: Path) ->
     (overlong,) = (tmp_path / "overlong_rows.jsonl").read_text().splitlines()
     assert json.loads(overlong)["where"] == "a.jsonl:31"
     assert loader.end_report() == (
-        f"2 bad row(s) were left out (a: 1 bad_json, a: 1 unknown_format). All are in {tmp_path / 'bad_rows.jsonl'}"
+        f"left out 2 bad rows (a: 1 bad_json, a: 1 unknown_format). All are in {tmp_path / 'bad_rows.jsonl'}"
     )
     with pytest.raises(UserError, match=r"2 of \d+ rows are bad, and 1 are allowed"):
         list(kit(file, max_bad_rows=1).stream_loader("train"))

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections import Counter
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data.pack.cost_cache import Costs
 from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.read.bad_rows import BadRecord
@@ -34,8 +34,8 @@ def refuse_overlong(mixture: Mixture, costs: list[Costs], max_tokens: int) -> No
     found = overlong_records(mixture, costs, max_tokens)
     if found:
         raise UserError(
-            f"data: {len(found)} row(s) have more than {max_tokens} tokens, such as {_names(found)}: "
-            "raise micro_batch_tokens or row_tokens, or set overlong to drop, truncate or shrink"
+            f"data: {count(len(found), 'row')} of more than {max_tokens} tokens, such as {_names(found)}: raise "
+            "mllm.micro_batch_tokens or mllm.row_tokens, or set mllm.overlong to drop, truncate or shrink"
         )
 
 

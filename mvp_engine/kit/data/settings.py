@@ -163,7 +163,9 @@ class MLLMData(Section):
                         f"choose one of {', '.join(sorted(known))}"
                     )
         if (self.global_batch_tokens or 0) % self.micro_batch_tokens:
-            raise ValueError("global_batch_tokens must be a multiple of micro_batch_tokens")
+            raise ValueError(
+                "mllm.global_batch_tokens must be a multiple of mllm.micro_batch_tokens"
+            )
         for split in {source.split for source in self.sources}:
             _check_split(split, [source for source in self.sources if source.split == split])
         return self

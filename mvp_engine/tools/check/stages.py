@@ -23,7 +23,7 @@ from torch import nn
 from mvp_engine.config import Composed, Config
 from mvp_engine.distributed import World
 from mvp_engine.engine.meter import peak_memory
-from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
 from mvp_engine.hf.parts import parts_of, trained_parts
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows
@@ -174,10 +174,12 @@ class Check:
             bad = BadRows(kit.settings, sum(source["rows"] for source in found["sources"]))
             bad.add(kit.bad_rows(split))  # raises if there are too many
         if found["bad"]["total"]:
-            record.warning(f"{split}: {found['bad']['total']} bad row(s) will be left out")
+            record.warning(f"{split}: leaves out {count(found['bad']['total'], 'bad row')}")
         unused = found["sample"]["unused_columns"]
         if unused:
-            record.warning(f"{split}: nothing reads the column(s) {', '.join(unused)}")
+            record.warning(
+                f"{split}: nothing reads {count(len(unused), 'column')}: {', '.join(unused)}"
+            )
 
     def _report_bad_rows(self, file: Path) -> None:
         """Rows that failed only when they were read: rows of streams, and rows with corrupt media."""
@@ -269,8 +271,9 @@ class Check:
         record = self.record
         found = compare_splits(engine, engine.first_micro_batches or [])
         if norms := batch_norms(engine.model):
+            kind = f"{type(norms[0]).__name__} module"
             record.warning(
-                f"{len(norms)} {type(norms[0]).__name__} module(s) use statistics of one micro-batch of one rank: "
+                f"{count(len(norms), kind)} with statistics of one micro-batch of one rank: "
                 f"results depend on data.micro_batch_size and the number of ranks. See {PAGE}"
             )
         if isinstance(found, str):
@@ -319,7 +322,7 @@ def check_environment(config: Config, record: CheckRecord) -> None:
         record.problem(f"project.dir={root}: {existing} cannot be written to")
     run_id = config.project.run_id
     if run_id and config.resume is None and (root / run_id / "run.json").is_file():
-        record.problem(f"run folder {root / run_id} exists: choose another run_id")
+        record.problem(f"run folder {root / run_id} exists: choose another project.run_id")
     for entry in config.log.backends:
         backend_factory(entry, config.engine)  # raises for an unknown one
         name = entry if isinstance(entry, str) else entry["name"]

@@ -193,7 +193,7 @@ class _Lane:
     def _record_bad(self, bad: BadRow, name: str, where: str) -> None:
         if bad.reason == "overlong" and self.row_encoder.overlong == "error":
             raise UserError(
-                f"data: {where}: {bad.detail}: raise micro_batch_tokens, or set overlong"
+                f"data: {where}: {bad.detail}: raise mllm.micro_batch_tokens, or set mllm.overlong"
             ) from None
         is_dropped = bad.reason == "overlong" and self.row_encoder.overlong == "drop"
         records = self.output.dropped if is_dropped else self.output.bad

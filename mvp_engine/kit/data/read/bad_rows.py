@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data.settings import MLLMData
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -107,7 +107,7 @@ class BadRows:
         if not self.counts:
             return None
         listed = f". All are in {self.file}" if self.file else ""
-        return f"{self.counts.total()} bad row(s) were left out ({self}){listed}"
+        return f"left out {count(self.counts.total(), 'bad row')} ({self}){listed}"
 
     def _count_other_ranks(self) -> None:
         """Count the rows that other ranks have listed since the start."""
@@ -122,7 +122,7 @@ class BadRows:
         return (
             f"data: {self.counts.total()} of {self.rows} rows are bad, and {self.max_allowed} are "
             f"allowed ({self}). Such as {'; '.join(examples)}. "
-            "Fix them, or raise max_bad_fraction, max_bad_rows"
+            "Fix them, or raise mllm.max_bad_fraction, mllm.max_bad_rows"
         )
 
     def __str__(self) -> str:

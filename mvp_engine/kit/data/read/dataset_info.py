@@ -56,7 +56,7 @@ def read_dataset_info(path: str | list[str]) -> DatasetInfo | None:
     if "file_name" not in entry or unknown:
         what = unknown[0] if unknown else "file_name"
         raise UserError(
-            f"{where} has the key(s) {', '.join(entry)}. Only local files are read, by "
+            f"{where} has the keys {', '.join(entry)}. Only local files are read, by "
             f"{', '.join(sorted(_KEYS))}: {'remove' if unknown else 'add'} {what}"
         )
     for tag, value in entry.get("tags", {}).items():

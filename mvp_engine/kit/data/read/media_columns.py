@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from mvp_engine.errors import count
 from mvp_engine.kit.data.read.messages import FROM_COLUMN, check_media_value
 from mvp_engine.kit.data.read.row_format import Columns
 from mvp_engine.kit.data.read.row_types import MEDIA, ROLES, BadRow, Message, Part
@@ -161,9 +162,9 @@ def count_places(messages: Sequence[Message], kind: str, media_tags: bool) -> Pl
 def check_no_places(places: Places, kind: str, unused: Sequence[str]) -> None:
     """Raise if a conversation has places for media, but the row has no column of that kind."""
     if places.blocks:
-        problem = f"{places.blocks} {kind} block(s) have no value"
+        problem = f"{count(places.blocks, f'{kind} block')} without a value"
     elif places.in_questions and (kind == "image" or unused):
-        problem = f"<{kind}> is {places.in_questions} time(s) in the questions"
+        problem = f"<{kind}> is {count(places.in_questions, 'time')} in the questions"
     else:
         return
     raise BadRow(
@@ -182,7 +183,7 @@ def _roles_with_tags(places: Places, kind: str, items: int) -> set[str]:
         return set(ROLES) - {"assistant"}
     if places.total == items:
         return set(ROLES)
-    questions = f"{places.blocks + places.in_questions} place(s) in the questions"
+    questions = f"{count(places.blocks + places.in_questions, 'place')} in the questions"
     raise BadRow(
         "media_count",
         f"{items} in the {kind} column, but {questions} and {places.in_answers} in the answers "

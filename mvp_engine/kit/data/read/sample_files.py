@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data.read.row_files import RowFile, content_hash, file_edges
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow
 from mvp_engine.kit.data.read.value_checks import parse_object
@@ -195,9 +195,9 @@ class MediaFolder(RowFile):
         without_media = len(groups) - len(self.samples)
         if self.samples and without_media:
             LOGGER.warning(
-                "data: %s: %d text or json file(s) belong to no image, video or audio file, and are left out",
+                "data: %s: left out %s without an image, video or audio file of that name",
                 folder,
-                without_media,
+                count(without_media, "text or json file"),
             )
         if not self.samples:
             self.samples = [names for names in groups.values() if _suffix(names[-1]) == "txt"]
