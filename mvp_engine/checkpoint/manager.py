@@ -50,9 +50,7 @@ class CheckpointManager:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(f".tmp-{STEP_PREFIX}*"):
                 remove(leftover)
-            found = complete_checkpoints(folder)
-            if found:  # a crash may have happened between a checkpoint and its symlink
-                atomic_symlink(folder / "latest", found[-1].name)
+            self._link_latest()  # a crash may have happened between a checkpoint and its symlink
         world.barrier()
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -98,8 +96,18 @@ class CheckpointManager:
             target = folder.with_name(f"diverged-{folder.name}")
             remove(target)
             folder.rename(target)
+        if self.world.is_main:
+            self._link_latest()
         self.world.barrier()  # a rank that exits first must not end rank 0 meanwhile
         return [folder.name for folder in found]
+
+    def _link_latest(self) -> None:
+        """Point `latest` to the newest complete checkpoint; without one there is no link."""
+        latest = self.folder / "latest"
+        if found := complete_checkpoints(self.folder):
+            atomic_symlink(latest, found[-1].name)
+        else:
+            latest.unlink(missing_ok=True)
 
     def wait(self) -> None:
         """Wait until the current checkpoint, if any, is written or has failed."""

@@ -86,6 +86,8 @@ def test_advice_after_a_learning_rate_blow_up_works(train, tmp_path: Path, capsy
     assert "the weights diverged, and optim.lr is too high" in text
     left = newest(tmp_path).checkpoint_list()
     assert [path.name for path in left] == (["step_00000002", "step_00000003"] if interval == 1 else [])
+    latest = newest(tmp_path).checkpoints / "latest"
+    assert latest.resolve() == left[-1].resolve() if left else not latest.is_symlink()
     assert main(printed_command(text)) == 0
     run = newest(tmp_path)
     assert run.checkpoint_list()[-1].name == "step_00000020"
