@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,9 @@ def test_replay_planted_fault_names_row_micro_batch_step_and_parameter(
 
 def test_replay_of_an_error_names_the_row_and_the_error(train, tmp_path: Path, capsys) -> None:
     assert train("tiny.bad_rows=[17]", "tiny.bad_kind=label", "loop.total_steps=6", dir=tmp_path) == EXIT_BUG
-    text = capsys.readouterr().err
-    assert f"Find the row with: mvp replay {newest(tmp_path).dir}" in text
+    text = capsys.readouterr().out
     found = replayed(capsys, tmp_path)
-    assert f"in step {found['step']}." in text
+    assert f"step {found['step']} failed. Find the row with: mvp replay {newest(tmp_path).dir}" in text
     [entry] = found["rows"]
     assert (entry["rows"], entry["error"]) == ([17], "IndexError: Target 7 is out of bounds.")
 
@@ -73,12 +73,15 @@ def test_replay_after_a_learning_rate_blow_up_blames_the_weights(train, tmp_path
     words += ["task.train_problems=64", "data.micro_batch_size=8", "data.global_batch_size=8"]
     words += ["model.width=32", "loop.eval_interval=null", "checkpoint.best_metric=null", "checkpoint.interval=1"]
     assert train(*words, config=MAGIC, dir=tmp_path) == EXIT_USER_ERROR
-    assert "optim.lr is too high" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert "optim.lr is too high" in text
     found = replayed(capsys, tmp_path)
     assert found["weights_blamed"]
     assert found["step"] == replay_step(newest(tmp_path), None)["step"] < 10
     assert found["largest_weight"]["value"] > 40
     assert found["lr"] > 40
+    assert main(shlex.split(text.rpartition("for example with: mvp ")[2])) == 0
+    assert all(record["skipped"] == 0 for record in newest(tmp_path).records("train"))
 
 
 def test_run_that_skips_a_third_of_its_steps_ends_with_a_warning_and_finds_each_row(

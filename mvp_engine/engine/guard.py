@@ -133,7 +133,7 @@ class SkipGuard:
         except Exception as error:
             entry = self._steps[-1]
             self._record(entry, f"{type(error).__name__}: {error}", (), feed)
-            error.add_note(f"in step {entry['step']}. Find the row with: {self.replay_command}")
+            LOGGER.error(f"step {entry['step']} failed. Find the row with: {self.replay_command}")
             raise
 
     def _record(

@@ -49,17 +49,18 @@ class MediaPreflight:
         for kind, found in rows.items():
             moved = [row.to(device) for row in found]
             with _eager_eval(self.model):
-                self._check_kind(kind, moved, exact, reference)
-            self.checked |= _kinds(found[0])
+                if self._check_kind(kind, moved, exact, reference):
+                    self.checked |= _kinds(found[0])
 
-    def _check_kind(self, kind: str, rows: list[PackedBatch], exact: bool, reference: bool) -> None:
+    def _check_kind(self, kind: str, rows: list[PackedBatch], exact: bool, reference: bool) -> bool:
+        """Whether any rows could be compared. Non-finite ones cannot: the next step has others."""
         model_type = self.model.hf.config.model_type  # type: ignore[union-attr]
-        error = ""
+        error: str | None = None
         for first in range(0, len(rows), 2):  # one pair may fail by chance: see TRIALS
             row = rows[first]
             neighbour = rows[first + 1] if first + 1 < len(rows) else _other_media(row)
             try:
-                error = self._compare(row, neighbour, exact, reference)
+                found = self._compare(row, neighbour, exact, reference)
             except torch.OutOfMemoryError:
                 raise
             except Exception as failure:
@@ -69,18 +70,21 @@ class MediaPreflight:
                     f"{model_type}: the forward on a row with {kind} fails: {reason}. Are the media encoded by the "
                     "processor of this model? If so, its encoder is not supported: choose another model"
                 ) from failure
-            if not error:
-                return
+            if found == "":
+                return True
+            error = found or error
+        if error is None:
+            return False
         raise UserError(f"{model_type} cannot be trained on packed sequences with {kind}: {error}")
 
     def _compare(
         self, row: PackedBatch, neighbour: PackedBatch, exact: bool, reference: bool
-    ) -> str:
-        """What is wrong with a row and its neighbour in a pack; empty if nothing is."""
+    ) -> str | None:
+        """What is wrong with a row and its neighbour in a pack; empty if nothing is, None if they are non-finite."""
         length = row.num_tokens
         packed = _hidden(self.model, row, neighbour)
         if not bool(packed.isfinite().all()):
-            return "its outputs are non-finite. Check the weights and these media"
+            return None
         changed = _hidden(self.model, row, _other_media(neighbour))
         by_neighbour = _difference(packed[:length], changed[:length])
         if by_neighbour > NEIGHBOUR_BOUNDS[exact]:

@@ -198,7 +198,7 @@ def page(found: dict[str, Any]) -> str:
     if found["weights_blamed"]:
         largest = found["largest_weight"]
         lines.append(
-            f"  every row that was tried is non-finite, so the weights are to blame and not the data: the largest is "
+            "  all or many of the rows are non-finite, so the weights are to blame and not the data: the largest is "
             f"{largest['value']} in {largest['parameter']}, the learning rate {found['lr']:g}. Lower optim.lr."
         )
     if not found["rows"]:

@@ -19,7 +19,9 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.row_checks import row_groups, row_name, select_rows
 from mvp_engine.model_engine.fsdp.grad_norm import first_nonfinite_grad, local_grad_norm_sq
 
-NUM_TRIED = 5  # rows of a micro-batch; if all of them are non-finite, the weights are to blame
+NUM_TRIED = 5  # rows of a micro-batch; if all of them are non-finite, the weights are to blame,
+BLAMED_SHARE = 0.25  # or if this share of the rows of a step is, and
+BLAMED_ROWS = 3  # at least so many
 MAX_ROWS = 20  # rows that are searched for
 
 
@@ -49,7 +51,8 @@ class StepSearch:
         self.world = engine.world
         self.rng = rng_state()
         self.rows: list[dict[str, Any]] = []
-        self.num_found = 0  # single rows
+        self.num_rows = 0
+        self.num_found = 0  # rows that are non-finite alone
         self.weights_blamed = False
 
     def run(self) -> dict[str, Any]:
@@ -60,21 +63,26 @@ class StepSearch:
         for owner, count in sorted(owners.items()):
             for index in range(count):
                 micro_batch = self.ctx.micro_batches[index] if layout.data_rank == owner else None
+                groups = row_groups(micro_batch) if micro_batch is not None else []
+                groups = self._gather(owner, groups)[0]
+                self.num_rows += len(groups)
                 outcome = self.trial(owner, micro_batch)
                 losses.append({"rank": owner, "micro_batch": index + 1, "loss": outcome.loss})
                 if outcome.is_bad and self.num_found < MAX_ROWS and not self.weights_blamed:
-                    self._search(owner, index, micro_batch, outcome)
+                    self._search(owner, index, micro_batch, groups, outcome)
+        most = self.num_found >= max(BLAMED_ROWS, BLAMED_SHARE * self.num_rows)
+        has_error = any(entry["error"] for entry in self.rows)
         return {
             "micro_batches": losses,
             "rows": self.rows,
-            "weights_blamed": self.weights_blamed,
+            "weights_blamed": (self.weights_blamed or most) and not has_error,
             "largest_weight": self._largest_weight(),
             "lr": self.engine.model_engine.optimizer.param_groups[0]["lr"],
         }
 
-    def _search(self, owner: int, index: int, micro_batch: Any, whole: Outcome) -> None:
-        groups = row_groups(micro_batch) if micro_batch is not None else []
-        groups = self._gather(owner, groups)[0]
+    def _search(
+        self, owner: int, index: int, micro_batch: Any, groups: list[list[int]], whole: Outcome
+    ) -> None:
         chosen = groups[:: max(1, len(groups) // NUM_TRIED)][:NUM_TRIED]
         tried = [self.trial(owner, self._select(micro_batch, [group])) for group in chosen]
         if len(chosen) >= NUM_TRIED and all(outcome.is_bad for outcome in tried):

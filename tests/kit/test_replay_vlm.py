@@ -7,6 +7,7 @@ outside of the vocabulary.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,19 @@ def test_label_outside_of_the_vocabulary_ends_with_step_row_and_value(config: st
     assert "rank 0, micro-batch" in text
     assert "row images.jsonl:6: labels: 9999 at position 0" in text
     assert "Traceback" not in text
+
+
+def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice_works(
+    config: str, tmp_path: Path, capsys: Any
+) -> None:
+    words = ["optim.lr=50", "optim.warmup_steps=0", "checkpoint.interval=1", "guard.max_consecutive_skips=3"]
+    assert main(["train", config, *words, "loop.epochs=3"]) == EXIT_USER_ERROR
+    command = capsys.readouterr().err.rpartition("for example with: mvp ")[2]
+    [run] = list_runs(tmp_path / "outputs")
+    assert main(["replay", run.id]) == 0
+    text = capsys.readouterr().out
+    assert "the weights are to blame and not the data" in text
+    assert "the learning rate 4" in text
+    assert main(shlex.split(command)) == 0
+    new = list_runs(tmp_path / "outputs")[-1]
+    assert all(record["skipped"] == 0 for record in new.records("train"))
