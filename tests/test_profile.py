@@ -62,6 +62,17 @@ def test_summary_counts_idle_time_and_kinds_of_kernels() -> None:
     assert "Communication" not in text
 
 
+@pytest.mark.slow
+def test_profile_slow_loader_is_reported_as_wait_for_data_and_idle_time(tmp_path: Path) -> None:
+    config = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
+    words = [str(config), "--out", str(tmp_path), "--steps", "2", "--first", "2", f"project.dir={tmp_path}"]
+    assert main(["profile", *words, "tiny.load_seconds=0.05", "data.num_workers=0"]) == 0
+    facts = json.loads((tmp_path / "profile.json").read_text())
+    assert facts["data_wait_ms"] > 0.8 * facts["step_ms"]
+    assert facts["idle"] > 0.8
+    assert "for data. More data.num_workers" in (tmp_path / "profile.md").read_text()
+
+
 def test_summary_separates_exposed_communication() -> None:
     kernels = [Kernel("gemm", 0, 4000), Kernel("ncclDevKernel_AllGather", 3000, 3000), Kernel("gemm", 8000, 1000)]
     kernels.append(Kernel("Memcpy DtoH", 5000, 500))  # a copy hides no communication

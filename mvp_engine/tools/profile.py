@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from mvp_engine.config import Composed
 from mvp_engine.distributed import World
@@ -22,7 +22,13 @@ from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.runs import Run
-from mvp_engine.tools.profile_kernels import collectives_of, kernels_of, summary
+from mvp_engine.tools.profile_kernels import (
+    DATA_WAIT,
+    collectives_of,
+    data_waits_of,
+    kernels_of,
+    summary,
+)
 from mvp_engine.tools.profile_page import page
 
 
@@ -93,10 +99,23 @@ def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> t
                 torch.cuda.synchronize()
             return time.perf_counter()
 
-        def train_pre_step(self, ctx: StepContext) -> None:
-            if ctx.step == first:
+        def before_train(self) -> None:
+            super().before_train()
+            take = self.feed.take
+
+            def labelled_take() -> list[Any]:
+                with record_function(DATA_WAIT):
+                    return take()
+
+            self.feed.take = labelled_take
+            self._started = self._now()
+
+        def train_post_step(self, ctx: StepContext) -> None:
+            super().train_post_step(ctx)
+            # Each window is whole steps, with their wait for data.
+            if ctx.step == first - 1:
                 self._started = self._now()
-            if ctx.step == first + steps:
+            if ctx.step == first + steps - 1:
                 self._timed_seconds = self._now() - self._started
                 activities = [ProfilerActivity.CPU]
                 if self.device.type == "cuda":
@@ -104,10 +123,6 @@ def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> t
                 self.profiler = profile(activities=activities)
                 self.profiler.start()
                 self._started = self._now()
-            super().train_pre_step(ctx)
-
-        def train_post_step(self, ctx: StepContext) -> None:
-            super().train_post_step(ctx)
             if self.profiler is not None and ctx.step == first + 2 * steps - 1:
                 seconds = self._now() - self._started
                 self.profiler.stop()
@@ -119,7 +134,8 @@ def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> t
             assert self.profiler is not None
             kernels = kernels_of(self.profiler, self.device.type)
             collectives = collectives_of(self.profiler, kernels)
-            facts = summary(kernels, seconds, steps, memory_by_kind(self), collectives)
+            waits = data_waits_of(self.profiler)
+            facts = summary(kernels, seconds, steps, memory_by_kind(self), collectives, waits)
             facts["step_ms_alone"] = 1e3 * self._timed_seconds / steps
             self.profiler.export_chrome_trace(str(out / "trace.json"))
             (out / "profile.json").write_text(json.dumps(facts, indent=2) + "\n")

@@ -23,6 +23,7 @@ KINDS = {
     "convolutions": r"conv|winograd|im2col",
     "embeddings and indexing": r"index|gather|scatter|embedding|radix|sort|masked",
 }
+DATA_WAIT = "mvp_engine: wait for data"  # the label of a time range
 MAX_KERNELS = 20  # in the list of the longest ones
 MAX_GAPS = 10
 
@@ -49,14 +50,31 @@ class Kernel:
 
 
 def kernels_of(profiler: Any, device: str) -> list[Kernel]:
-    """The kernels that ran on the GPU; on a CPU the operators, each without the time of those that it calls."""
+    """The kernels that ran on the GPU; on a CPU the operators, each without the time of those that it calls.
+
+    Operators that load data on the CPU are no kernels: the step waits for them.
+    """
     on_gpu = device == "cuda"
+    waits = [] if on_gpu else data_waits_of(profiler)
     found = []
     for event in profiler.events():
         if on_gpu and event.is_user_annotation:
             continue  # a labelled time range, such as Optimizer.step, is no kernel
+        start = event.time_range.start
+        if any(wait.start <= start < wait.end for wait in waits):
+            continue
         if str(event.device_type).endswith("CUDA") == on_gpu:
             length = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+            found.append(Kernel(event.name, event.time_range.start, length))
+    return found
+
+
+def data_waits_of(profiler: Any) -> list[Kernel]:
+    """The times in which the step waited for its micro-batches."""
+    found = []
+    for event in profiler.events():
+        if event.name == DATA_WAIT and str(event.device_type).endswith("CPU"):
+            length = event.time_range.elapsed_us()
             found.append(Kernel(event.name, event.time_range.start, length))
     return found
 
@@ -98,6 +116,7 @@ def summary(
     steps: int,
     memory: dict[str, float],
     collectives: Sequence[Kernel] = (),
+    data_waits: Sequence[Kernel] = (),
 ) -> dict[str, Any]:
     """The facts of `profile.json`, per step, of `steps` steps that took `seconds`. `memory` is in GiB, by kind.
 
@@ -115,6 +134,7 @@ def summary(
         "steps": steps,
         "step_ms": 1e3 * seconds / steps,
         "idle": max(0.0, 1 - busy_time(kernels) / 1e6 / seconds),
+        "data_wait_ms": sum(wait.length for wait in data_waits) / steps / 1e3,
         "comm_ms": busy_time(collectives) / steps / 1e3,
         "exposed_comm_ms": exposed / steps / 1e3,
         "kinds": _longest_first(kinds, steps),

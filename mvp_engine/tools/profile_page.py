@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+LONG_WAIT = 0.1  # of a step
 MAX_NAME = 90  # characters of a kernel's name
 
 
@@ -14,7 +15,7 @@ def page(facts: dict[str, Any], title: str) -> str:
         f"{facts['steps']} steps of {step:.1f} ms, {facts['step_ms_alone']:.1f} ms without the profiler. "
         f"The device was idle for {facts['idle']:.1%} of the time."
     )
-    lines = [f"# {title}", f"\n{intro}{_communication(facts)}"]
+    lines = [f"# {title}", f"\n{intro}{_data_wait(facts)}{_communication(facts)}"]
     lines += _table("kind", facts["kinds"], step)
     lines += _table("kernel", facts["kernels"], step)
     lines += _table("idle before", facts["gaps"], step)
@@ -22,6 +23,15 @@ def page(facts: dict[str, Any], title: str) -> str:
     for kind, size in facts["memory_gib"].items():
         lines.append(f"| {kind} | {size:.2f} |")
     return "\n".join(lines) + "\n"
+
+
+def _data_wait(facts: dict[str, Any]) -> str:
+    wait = facts["data_wait_ms"]
+    share = wait / facts["step_ms"]
+    text = f" The step waited {wait:.1f} ms ({share:.1%}) for data."
+    if share > LONG_WAIT:
+        text += " More data.num_workers, smaller media or faster storage would help."
+    return text
 
 
 def _communication(facts: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
 from mvp_engine.hf.parts import parts_of, trained_parts
 from mvp_engine.kit import MLLMData, MLLMDataKit
+from mvp_engine.kit.data.pack.measure_workers import available_cpus
 from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows
 from mvp_engine.launch import launch, leave
 from mvp_engine.log import backend_factory
@@ -48,6 +49,8 @@ from mvp_engine.tools.inspect import inspect_kit
 from mvp_engine.tools.inspect_stats import count_bad
 
 DIVERGING = 2.0  # the last loss of the steps, relative to the first
+LONG_WAIT = 0.2  # of the step time; with less, three steps say little
+LONG_WAIT_SECONDS = 0.01  # steps of milliseconds always wait
 LONG_RUN = 3600.0  # seconds; a longer training should save checkpoints
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -243,6 +246,12 @@ class Check:
             )
         if total and total * seconds > LONG_RUN and config.checkpoint.interval is None:
             record.warning("checkpoint.interval is null: nothing is saved before the end")
+        if step["data_wait"] > LONG_WAIT and step["data_wait"] * seconds > LONG_WAIT_SECONDS:
+            record.warning(
+                f"{step['data_wait']:.0%} of the step time is a wait for data: raise data.num_workers "
+                f"(now {config.data.num_workers}; the machine has {available_cpus()} cores), or use smaller media "
+                "(mllm.limits) or faster storage"
+            )
         record.end_stage(f"{len(records)} steps: {seconds:.3g} s each", ok=not record["problems"])
 
     def _step_facts(self, engine: CheckedEngine, records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Tiny(Section):
     fault_step: int = 3
     fault_rank: int = 0
     step_seconds: float = 0.0
+    load_seconds: float = 0.0  # of a sample
     bad_rows: list[int] = Field(default=[])  # samples with a fault of their own:
     bad_kind: Literal["weight", "huge", "log", "label"] = "weight"
 
@@ -37,7 +38,8 @@ class TinyConfig(Config):
 class Lines(Dataset[Any]):
     """Points of a linear function, each with its own weight, as sentences have different lengths."""
 
-    def __init__(self, size: int, noise: float) -> None:
+    def __init__(self, size: int, noise: float, seconds: float = 0.0) -> None:
+        self.seconds = seconds
         generator = torch.Generator().manual_seed(5)
         self.x = torch.randn(size, 4, generator=generator)
         self.y = self.x @ torch.tensor([1.0, -2.0, 0.5, 3.0])
@@ -48,6 +50,7 @@ class Lines(Dataset[Any]):
         return len(self.x)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(self.seconds)
         x = self.x[index]
         if self.noise:
             x = x + self.noise * torch.randn(4) + self.noise * float(np.random.rand())
@@ -77,7 +80,9 @@ class TinyEngine(Engine):
 
     def prepare_dataloader(self, split: str) -> Any:
         tiny, batch = self.config.tiny, self.config.data.micro_batch_size
-        data = Lines(tiny.samples if split == "train" else 20, tiny.noise if split == "train" else 0.0)
+        data = Lines(
+            tiny.samples if split == "train" else 20, tiny.noise if split == "train" else 0.0, tiny.load_seconds
+        )
         if tiny.fault == "hang_before_training":
             print("preparing", flush=True)
             time.sleep(60)
