@@ -20,8 +20,9 @@ from mvp_engine.files import atomic_path
 from mvp_engine.tools.recipe_configs import is_recipe, runnable_configs
 from mvp_engine.tools.recipe_rename import rename_recipe
 
-# The recipes of a checkout; an editable install finds them too, a wheel has none.
-CHECKOUT = Path(__file__).parents[2] / "recipes"
+# The recipes of a checkout, which an editable install finds too; else those in the wheel.
+_FOLDERS = (Path(__file__).parents[2] / "recipes", Path(__file__).parents[1] / "_recipes")
+SHIPPED = next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[0])
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc", "outputs", ".*", "README.md")
 MAX_SUMMARY = 150  # characters of a recipe's summary in the list
 
@@ -44,9 +45,9 @@ def create_recipe(name: str, origin: str, parent: str | None) -> None:
 
 
 def find_recipes() -> dict[str, Path]:
-    """The recipes of this package's checkout and those in ./recipes, by name."""
+    """The recipes that come with this package and those in ./recipes, by name."""
     found = {}
-    for root in (CHECKOUT, Path("recipes")):
+    for root in (SHIPPED, Path("recipes")):
         for folder in sorted(root.iterdir()) if root.is_dir() else []:
             if is_recipe(folder):
                 found[folder.name] = folder.resolve()
@@ -113,12 +114,6 @@ def _find(origin: str) -> Path:
         raise UserError(
             f"{path} is not a recipe: it needs an engine.py, and a YAML file next to it or in configs/"
         )
-    if not known:
-        raise UserError(
-            f"no recipe {origin!r}: recipes are in the repository, not in the installed package, and "
-            f"{CHECKOUT} does not exist. Clone the repository and give --from PATH/recipes/NAME, or install "
-            "the clone (pip install -e)"
-        )
     raise UserError(
         f"no recipe {origin!r}.{did_you_mean(origin, known)} Known recipes: {', '.join(known)}; "
         "or give a recipe's folder"
@@ -126,7 +121,7 @@ def _find(origin: str) -> Path:
 
 
 def _readme(source: Path, name: str, configs: list[Path]) -> str:
-    origin = f"recipes/{source.name}" if source.parent == CHECKOUT else str(source)
+    origin = f"recipes/{source.name}" if source.parent == SHIPPED else str(source)
     start = configs[0]
     others = "".join(f"- `{file}`\n" for file in configs[1:])
     other_configs = f"\nOther configs:\n\n{others}" if others else ""
