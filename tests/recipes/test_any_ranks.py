@@ -35,8 +35,10 @@ SIZES = {
     "qwen3_vl/instruct_lora": ["shapes.rows=60", *FEW_TOKENS],
     "qwen_audio/cpu": ["speech.sentences=60", "speech.held_out=10", *FEW_TOKENS],
 }
-# Uneven parts of a step: samples of one micro-batch, packs, and fewer packs than ranks.
-DEFAULT_SUITE = ["magic_transformer/train", "digits_vlm/train"]
+SHARDED = "2, sharded"
+# Ranks. The default suite has uneven parts of a step: samples of one micro-batch, packs, and fewer packs than ranks.
+CAMPAIGN = {name: ["2", "3", "4", SHARDED] for name in SIZES}
+DEFAULT_SUITE = {"magic_transformer/train": ["2", "3"], "digits_vlm/train": ["4", SHARDED]}
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +67,17 @@ def test_shipped_configs_on_1_to_4_processes_give_the_same_losses(
     tmp_path: Path,
     campaign_size: Callable[[int, int], int],
 ) -> None:
-    for name in [*SIZES] if campaign_size(0, 1) else DEFAULT_SUITE:
+    pools = {"2": ranks2, "3": ranks3, "4": ranks4, SHARDED: ranks2}
+    for name, layouts in (CAMPAIGN if campaign_size(0, 1) else DEFAULT_SUITE).items():
         words = [f"project.dir={tmp_path}", *FEW_STEPS, *SIZES[name]]
         assert launch(str(config_file(name)), words) == 0, name
         alone = {split: read_metrics(tmp_path, split) for split in ("train", "eval")}
-        for pool in (ranks2, ranks3, ranks4):
-            assert pool.launch(config_file(name), *words) == [0] * pool.size, name
+        for layout in layouts:
+            pool = pools[layout]
+            shard = ["parallel.shard=2"] if layout == SHARDED else []
+            assert pool.launch(config_file(name), *words, *shard) == [0] * pool.size, name
             for split, records in alone.items():
-                compare(records, read_metrics(tmp_path, split), f"{name} on {pool.size} ranks, {split}")
+                compare(records, read_metrics(tmp_path, split), f"{name} on {layout} ranks, {split}")
 
 
 def compare(alone: list[dict[str, Any]], together: list[dict[str, Any]], where: str) -> None:
