@@ -41,6 +41,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_docs_value_model_learns_scores_and_exports_a_classifier(recipe: Path) -> None:
     torch.manual_seed(0)
     assert main(["train", "scores/train.yaml", "log.backends=[jsonl]"]) == 0
@@ -53,7 +54,7 @@ def test_docs_value_model_learns_scores_and_exports_a_classifier(recipe: Path) -
     for word, score in (("good", 1), ("bad", 0)):
         chat: Any = [{"role": "user", "content": f"a b {word}"}]
         ids = words.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        assert float(model(ids["input_ids"]).logits) == pytest.approx(score, abs=0.4)
+        assert model(ids["input_ids"]).logits.item() == pytest.approx(score, abs=0.4)
 
 
 def test_loader_numbers_of_rows_are_sequence_fields(tmp_path: Path) -> None:
