@@ -131,9 +131,11 @@ class SkipGuard:
         try:
             yield
         except Exception as error:
-            entry = self._steps[-1]
-            self._record(entry, f"{type(error).__name__}: {error}", (), feed)
-            LOGGER.error(f"step {entry['step']} failed. Find the row with: {self.replay_command}")
+            if feed.world.failed_first() == self.rank:  # the others only follow
+                entry = self._steps[-1]
+                self._record(entry, f"{type(error).__name__}: {error}", (), feed)
+                text = f"step {entry['step']} failed. Find the row with: {self.replay_command}"
+                LOGGER.error(text)
             raise
 
     def _record(
