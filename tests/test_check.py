@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import MAGIC, ROOT, TINY, run_process
+from PIL import Image
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -207,3 +208,29 @@ def test_check_bad_rows_of_a_stream_are_listed(
     assert "rows.jsonl:151: bad_json" in output.out
     assert re.search(r"[23] of \d+ rows are bad, and 1 are allowed", output.err)
     assert "mvp-check-" not in output.out + output.err
+
+
+def test_check_media_that_no_step_has_are_tried(
+    digits: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row of 400 has an image, and the encoder fails: the training would find out in the middle of an epoch."""
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    Image.new("RGB", (32, 32)).save(tmp_path / "image.png")
+    text = [{"role": "user", "content": "Which digit is this?"}, {"role": "assistant", "content": "7"}]
+    image = [{**text[0], "content": "<image>Which digit is this?"}, text[1]]
+    rows = [*[{"messages": text}] * 400, {"messages": image, "images": ["image.png"]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
+    words += ["loop.eval_interval=null", "eval_generation=null"]
+    without_gradient = checked(capsys, DIGITS, *words)["without_gradient"]
+    assert any(".visual." in name for name in without_gradient)  # no step had the image
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise IndexError("tuple index out of range")
+
+    monkeypatch.setattr(Qwen3VLVisionModel, "forward", fail)
+    found = checked(capsys, DIGITS, *words, code=EXIT_USER_ERROR)
+    assert "qwen3_vl: the forward on a row with pixel_values fails: IndexError: tuple index" in found["problems"][0]
+    assert stages(found)["model"]
+    assert not stages(found)["step"]

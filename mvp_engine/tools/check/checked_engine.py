@@ -16,6 +16,7 @@ from mvp_engine.engine import Engine, StepContext
 from mvp_engine.kit import EvalGeneration
 from mvp_engine.log.backends import Backend
 from mvp_engine.model_engine.fsdp.grad_norm import local_grad
+from mvp_engine.model_engine.fsdp.lockstep import media_kinds
 from mvp_engine.tools.check.splits import MAX_MICRO_BATCHES
 
 STEPS = 4  # the first is not timed: it allocates, compiles and starts the loader workers
@@ -32,6 +33,7 @@ class CheckedEngine(Engine):
         self.first_micro_batches: list[Any] | None = (
             None  # some of the first step, before hooks change them
         )
+        self.media_seen: set[str] = set()  # kinds of media in the micro-batches of this rank
         self._with_gradient: set[str] = set()  # parameters whose gradient was not 0 in some step
         self._losses: list[
             tuple[Tensor, Tensor | float]
@@ -47,6 +49,7 @@ class CheckedEngine(Engine):
     def train_pre_step(self, ctx: StepContext) -> None:
         if self.first_micro_batches is None:
             self.first_micro_batches = copy.deepcopy(ctx.micro_batches[:MAX_MICRO_BATCHES])
+        self.media_seen.update(*(media_kinds(one) for one in ctx.micro_batches))
         super().train_pre_step(ctx)
 
     def forward_step(self, ctx: StepContext, micro_batch: Any) -> tuple[Tensor, Tensor | float]:

@@ -18,13 +18,12 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from torch import nn
 
 from mvp_engine.config import Composed, Config
 from mvp_engine.distributed import World
 from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
-from mvp_engine.hf.parts import parts_of, trained_parts
+from mvp_engine.hf.parts import trained_parts
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.data.pack.measure_workers import available_cpus
 from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows
@@ -35,15 +34,18 @@ from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.process.signals import StopSignals
 from mvp_engine.runs import Run
 from mvp_engine.tools.check.checked_engine import (
-    MAX_IDS,
     CheckedEngine,
     Recorder,
     WarningCollector,
     short_config,
     skipped_steps,
 )
+from mvp_engine.tools.check.model_checks import (
+    check_rare_media,
+    report_unused_parameters,
+    split_stage,
+)
 from mvp_engine.tools.check.record import CheckRecord
-from mvp_engine.tools.check.splits import PAGE, batch_norms, compare_splits, explain
 from mvp_engine.tools.data_kit import config_data_kit
 from mvp_engine.tools.inspect import inspect_kit
 from mvp_engine.tools.inspect_stats import count_bad
@@ -130,10 +132,10 @@ class Check:
             record.begin_stage("step")
             engine.do_train()
             engine._read_status()
+            check_rare_media(engine)
             self._step_stage(engine, config, recorder.records)
             if not engine.world.broadcast(bool(record["problems"])):
-                record.begin_stage("split")
-                self._split_stage(engine)
+                split_stage(record, engine)
             if config.loop.eval_interval or (kit is not None and _has_eval(kit)):
                 record.begin_stage("evaluation")
                 self._evaluation_stage(engine, config, kit)
@@ -222,7 +224,7 @@ class Check:
         for messages in engine.world.all_gather(engine.nonfinite_losses):
             nonfinite += messages
         record["problems"] += nonfinite or skipped_steps(engine.run.dir)
-        self._report_unused_parameters(engine)
+        report_unused_parameters(record, engine)
         if engine.guard.overflows == engine.step:
             record.warning(f"all {engine.step} steps overflowed in fp16: try loop.precision=bf16")
         if not engine.world.is_main:
@@ -275,36 +277,6 @@ class Check:
             "grad_norms": [one.get("grad_norm") for one in records],
         }
 
-    def _split_stage(self, engine: CheckedEngine) -> None:
-        """Does the loss depend on how the rows of a step are split into micro-batches?"""
-        record = self.record
-        found = compare_splits(engine, engine.first_micro_batches or [])
-        if norms := batch_norms(engine.model):
-            kind = f"{type(norms[0]).__name__} module"
-            record.warning(
-                f"{count(len(norms), kind)} with statistics of one micro-batch of one rank: "
-                f"results depend on data.micro_batch_size and the number of ranks. See {PAGE}"
-            )
-        if isinstance(found, str):
-            record.end_stage(found)
-            return
-        record["split"] = found.facts()
-        if found.exceeds:
-            record.problem(explain(found))
-        record.end_stage(found.summary(), ok=not found.exceeds)
-
-    def _report_unused_parameters(self, engine: CheckedEngine) -> None:
-        names = engine.without_gradient()
-        self.record["without_gradient"] = names
-        if not names:
-            return
-        total = sum(param.requires_grad for param in engine.model.parameters())
-        self.record.warning(
-            f"{len(names)} of {total} parameters that train got no gradient in {engine.step} steps: "
-            f"{_by_part(engine.model, names)}. Is the loss computed without them, or do the rows of these steps lack "
-            "their data (images, ...)? model.freeze freezes them"
-        )
-
     def _evaluation_stage(
         self, engine: CheckedEngine, config: Config, kit: MLLMDataKit | None
     ) -> None:
@@ -356,19 +328,6 @@ def is_known_metric(name: str, metrics: list[str], sources: list[str]) -> bool:
 
 def _has_eval(kit: MLLMDataKit) -> bool:
     return any(source.split == "eval" for source in kit.settings.sources)
-
-
-def _by_part(model: nn.Module, names: list[str]) -> str:
-    """Parameter names for a message: first parts of the model that are complete, then some names."""
-    parts = parts_of(model)
-    trained = [name for name, param in model.named_parameters() if param.requires_grad]
-    kept = {parts.get(name) for name in trained if name not in names}
-    whole = {part: f"all of {part}" for part in parts.values() if part not in kept}
-    others = [name for name in names if parts.get(name) not in whole]
-    more = [f"{len(others) - MAX_IDS} more"] if len(others) > MAX_IDS else []
-    affected = {parts.get(name) for name in names}
-    listed = [text for part, text in whole.items() if part in affected]
-    return ", ".join([*listed, *others[:MAX_IDS], *more])
 
 
 def _first_good(kit: MLLMDataKit, split: str) -> str | None:
