@@ -100,14 +100,24 @@ class MediaHandler:
 
     def probe(self, part: Part, root: Path) -> MediaInfo:
         """The item's size and length, if the processor supports it."""
-        return self._supported_info(part, lambda: probe(part, self.limits, root, self.sizes))
+        find = (
+            probe_now if self._has_size(part, root) else probe
+        )  # without a thread where nothing is opened
+        return self._supported_info(part, lambda: find(part, self.limits, root, self.sizes))
+
+    def _has_size(self, part: Part, root: Path) -> bool:
+        return self.sizes is not None and self.sizes.knows(part.kind, part.value, self.limits, root)
 
     def read_sizes(self, parts: Sequence[Part], root: Path) -> None:
         """Put the sizes of many items into `sizes`, several at a time: slow storage has latency, not work.
 
         An item that fails is left out; probing it alone raises the error.
         """
-        files = [part for part in parts if part.kind in self.kinds and file_of(part.value)]
+        files = []
+        for part in parts:
+            is_file = part.kind in self.kinds and file_of(part.value) is not None
+            if is_file and not self._has_size(part, root):
+                files.append(part)
         for first in range(0, len(files), PARALLEL_READS):
             futures = []
             for part in files[first : first + PARALLEL_READS]:

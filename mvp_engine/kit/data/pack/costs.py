@@ -110,7 +110,8 @@ class Measure:
             for message in chain(parsed.messages, parsed.rejected):
                 parts += [part for part in message.parts if part.kind in MEDIA]
             limits = self.row_encoder.media.limits
-            return _RawRow(row, raw, row_key(raw, parts, limits, self.source.root), parts)
+            key = row_key(raw, parts, self.sizes, limits, self.source.root)
+            return _RawRow(row, raw, key, parts)
         except BadRow:
             raise
         except Exception as error:

@@ -46,20 +46,34 @@ class SizeCache:
         """`known` has the dtype SIZE_RECORD."""
         self._known: dict[bytes, MediaSize] = {}
         self._new: list[tuple[Any, ...]] = []
+        self._keys: dict[tuple[str, str], bytes] = {}  # by kind and path: a file is looked up once
         if known is not None:
             for file, *size in known.tolist():
                 self._known[bytes(file)] = MediaSize(*size)
 
+    def file_key(self, kind: str, value: Any, limits: Limits, root: Path) -> bytes | None:
+        """A hash of an item's file and its stamp; None for an item without a file. Raises what `open_media` raises."""
+        path = file_of(value)
+        if path is None:
+            return None
+        if (kind, path) not in self._keys:
+            opened = open_media(path, limits, root, kind)
+            assert isinstance(opened, Path)
+            found = opened.stat()
+            stamp = f"{found.st_size} {found.st_mtime_ns}"  # changes when the file is replaced
+            self._keys[kind, path] = _hash(f"{kind} {opened} {stamp}")
+        return self._keys[kind, path]
+
+    def knows(self, kind: str, value: Any, limits: Limits, root: Path) -> bool:
+        return self.file_key(kind, value, limits, root) in self._known
+
     def find(
         self, kind: str, value: Any, limits: Limits, root: Path, read: Callable[[], MediaSize]
     ) -> MediaSize:
-        """The size of an item, by `read` if it is not known. Raises what `open_media` raises."""
-        path = file_of(value)
-        if path is None:
+        """The size of an item, by `read` if it is not known."""
+        key = self.file_key(kind, value, limits, root)
+        if key is None:
             return read()
-        opened = open_media(path, limits, root, kind)
-        assert isinstance(opened, Path)
-        key = _hash(f"{kind} {opened} {file_stamp(opened)}")
         size = self._known.get(key)
         if size is None:
             size = read()
@@ -84,22 +98,12 @@ def file_of(value: Any) -> str | None:
     return None if text.startswith("data:") else text
 
 
-def file_stamp(path: Path) -> str:
-    """Length and modification time of a file: another value when it was replaced."""
-    found = path.stat()
-    return f"{found.st_size} {found.st_mtime_ns}"
-
-
-def row_key(raw: Any, parts: Iterable[Part], limits: Limits, root: Path) -> bytes:
-    """A hash of a row and of the stamps of its media files. Raises BadRow for a missing file."""
+def row_key(raw: Any, parts: Iterable[Part], sizes: SizeCache, limits: Limits, root: Path) -> bytes:
+    """A hash of a row and of its media files. Raises BadRow for a missing file."""
     text = [repr(raw)]
     for part in parts:
         values = part.value if isinstance(part.value, list | tuple) else [part.value]
-        for path in map(file_of, values):
-            if path is not None:
-                opened = open_media(path, limits, root, part.kind)
-                assert isinstance(opened, Path)
-                text.append(file_stamp(opened))
+        text += [repr(sizes.file_key(part.kind, value, limits, root)) for value in values]
     return _hash("\0".join(text))
 
 
