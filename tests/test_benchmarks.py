@@ -7,6 +7,7 @@ import json
 import sys
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,9 @@ import torch
 from conftest import ROOT
 from torch.nn.functional import scaled_dot_product_attention
 
+from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.imports import import_file
+from mvp_engine.kit.data.read import decode_image
 
 SCRIPT = ROOT / "benchmarks" / "packed_attention.py"
 
@@ -195,3 +198,21 @@ def test_loader_benchmark_counts_the_same_tokens_on_both_sides(tmp_path: Path) -
     assert ours["rounds"][0]["useful"] == padded["rounds"][0]["useful"] > 24 * 20
     assert ours["empty"] < padded["empty"]
     assert padded["rounds"][0]["slots"] > padded["rounds"][0]["useful"]
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+def test_measure_rows_after_changes_and_signals_opens_only_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, campaign_size: Callable[[int, int], int]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(decode_image, "open_image", decode_image.open_image)  # the script replaces it
+    bench: Any = import_file(ROOT / "benchmarks" / "measure_rows.py")
+    count = campaign_size(600, 50_000)
+    found = bench.compare(tmp_path, count, delay=campaign_size(2, 50) / 1e3, workers=1)
+    assert [one["opened"] for one in found[:5]] == [count, 0, 100, 1, 0]
+    assert found[5]["opened"] == found[5]["images"]  # in training
+    stopped = found[6:9]
+    assert [one["exit_code"] for one in stopped] == [EXIT_INTERRUPTED, EXIT_INTERRUPTED, -9]
+    assert not any(one["orphans"] for one in stopped)
+    assert found[9]["exit_code"] == 0

@@ -57,7 +57,9 @@ class Loop(Section):
 class Data(Section):
     micro_batch_size: Count
     global_batch_size: Count | None
-    num_workers: int = Field(ge=0)
+    num_workers: Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else value)] = (
+        Field(ge=0)
+    )
 
 
 class Optim(Section):

@@ -31,6 +31,7 @@ from mvp_engine.files import atomic_symlink
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.lora import Lora
 from mvp_engine.kit.data import MLLMData, MLLMDataKit, load_processor
+from mvp_engine.kit.data.pack.measure_workers import default_num_workers
 from mvp_engine.kit.examples import examples_of
 from mvp_engine.kit.generate import Answer, generate_answers, write_answers
 from mvp_engine.kit.loss import TokenLoss, TokenNormedLossKit
@@ -68,6 +69,14 @@ class MLLMConfig(Config):
     """Generate answers in every evaluation; null: evaluations have losses only."""
     export: str | None = None
     """A symlink to the Hugging Face folder of the newest finished run; null: no export after training."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_workers(cls, values: dict[str, Any]) -> dict[str, Any]:
+        data = values.get("data")
+        if isinstance(data, dict) and data.get("num_workers") == "auto":
+            return {**values, "data": {**data, "num_workers": default_num_workers()}}
+        return values
 
     @model_validator(mode="after")
     def _one_global_batch(self) -> MLLMConfig:

@@ -16,6 +16,7 @@ import torch
 
 Chunk = list[int]
 MAX_PROCESSES = 32
+MAX_DEFAULT_WORKERS = 8
 PARENT_POLL_SECONDS = 0.5
 
 
@@ -27,6 +28,12 @@ def num_processes(num_workers: int) -> int:
     if not num_workers:
         return 0
     return max(num_workers, min(MAX_PROCESSES, available_cpus()))
+
+
+def default_num_workers() -> int:
+    """The loader workers of a rank where `data.num_workers` is auto: its share of the cores, less its own."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(MAX_DEFAULT_WORKERS, available_cpus() // ranks - 1))
 
 
 def available_cpus() -> int:
