@@ -76,7 +76,7 @@ def test_readme_commands_exit_with_0(tmp_path: Path, monkeypatch) -> None:
         if words[1] == "runs":
             words += ["--dir", str(tmp_path)]
         assert main(words[1:]) == 0, words
-    assert seen == {"train", "evaluate", "check", ("config", "show"), ("runs", "list")}
+    assert seen == {"train", "evaluate", "check", ("config", "show"), ("config", "explain"), ("runs", "list")}
 
 
 def test_docs_python_blocks_run() -> None:
