@@ -118,7 +118,11 @@ class BadRows:
         self.counts.update((key[0], listed[key]) for key in of_other_ranks)
 
     def _message(self, new: list[BadRecord]) -> str:
-        examples = [f"{one.where}: {one.reason}: {one.detail[:200]}" for one in new[:3]]
+        kinds: dict[tuple[str, str], BadRecord] = {}  # one example of each
+        for one in new:
+            kinds.setdefault((one.reason, one.detail), one)
+        firsts = list(kinds.values())[:3]
+        examples = [f"{one.where}: {one.reason}: {one.detail[:400]}" for one in firsts]
         return (
             f"data: {self.counts.total()} of {self.rows} rows are bad, and {self.max_allowed} are "
             f"allowed ({self}). Such as {'; '.join(examples)}. "
