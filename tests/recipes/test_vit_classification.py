@@ -263,10 +263,10 @@ def test_vit_folder_whose_processor_makes_other_sizes_or_without_a_classifier_is
 
 
 def test_vit_folder_that_lacks_weights_other_than_the_head_is_refused(tmp_path: Path) -> None:
-    from vit_classification.model import make_model
-
     base = write_folder(tmp_path / "base", "vit")
     model: Any = compose(str(CONFIGS / "cpu.yaml"), ["model.config=null", f"model.path={base}"]).config.model
+    from vit_classification.model import make_model  # compose has made it importable
+
     with pytest.raises(UserError, match=r"model\.config\.qkv_bias=False, but the model in .* has True"):
         make_model(model.model_copy(update={"config": {"qkv_bias": False}}), 16, ["a", "b"])
     weights = load_file(base / "model.safetensors")
