@@ -95,7 +95,7 @@ class SkipGuard:
         else:
             return
         raise UserError(
-            f"stopped at step {step}: skipped {count(self.consecutive, 'step')} in a row and {self.total} in all "
+            f"stopped at step {step}: skipped {count(self.consecutive, 'step')} in a row and {self.total} in all"
             f" ({limit}); the last because {status.reason}. {self._advice(engine)}"
         )
 
