@@ -130,3 +130,11 @@ def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice
     assert main(shlex.split(command)) == 0
     new = list_runs(tmp_path / "outputs")[-1]
     assert all(record["skipped"] == 0 for record in new.records("train"))
+
+
+def test_replay_on_a_stream_names_the_stream_and_the_row(config: str, tmp_path: Path, capsys: Any) -> None:
+    words = ["mllm.sources.images.stream=true", "loop.epochs=null", "loop.total_steps=8"]
+    assert main(["train", config, *words, "faults.nan=3"]) == 0
+    [run] = list_runs(tmp_path / "outputs")
+    assert main(["replay", run.id]) == 0
+    assert "row images, row 3\n" in capsys.readouterr().out
