@@ -114,7 +114,7 @@ class Starts:
         result: dict[str, Any] = {"start": name}
         workers: list[int] = []
         if stop:
-            while self.images.count - before < at:
+            while is_running(pid) and self.images.count - before < at:
                 time.sleep(0.001)
             workers = children(pid)
             result["stopped_after"] = time.monotonic() - started
@@ -171,7 +171,10 @@ def _fork(work: Callable[[], Any]) -> int:
         os._exit(code)
 
 
-def compare(folder: Path, count: int, delay: float, workers: int) -> list[dict[str, Any]]:
+def compare(
+    folder: Path, count: int, delay: float, workers: int, stop_after: int | None = None
+) -> list[dict[str, Any]]:
+    """`stop_after` is the number of images that are opened before each signal; None: a quarter of them."""
     torch.set_num_threads(1)  # a forked process would wait for threads that it does not have
     rows = write_images(folder, count + 101)
     file = folder / "rows.jsonl"
@@ -186,10 +189,10 @@ def compare(folder: Path, count: int, delay: float, workers: int) -> list[dict[s
     starts.run("one row changed")
     starts.run("max_pixels changed", max_pixels=56 * 56)
     starts.train()
-    quarter = count // 4
-    starts.run("first, SIGTERM", "stopped", stop=signal.SIGTERM, at=quarter)
-    starts.run("next, Ctrl-C", "stopped", stop=signal.SIGINT, at=quarter)
-    starts.run("next, kill -9", "stopped", stop=signal.SIGKILL, at=quarter)
+    stop_after = stop_after or count // 4
+    starts.run("first, SIGTERM", "stopped", stop=signal.SIGTERM, at=stop_after)
+    starts.run("next, Ctrl-C", "stopped", stop=signal.SIGINT, at=stop_after)
+    starts.run("next, kill -9", "stopped", stop=signal.SIGKILL, at=stop_after)
     starts.run("next, to its end", "stopped")
     return starts.results
 

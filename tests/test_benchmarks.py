@@ -208,8 +208,10 @@ def test_measure_rows_after_changes_and_signals_opens_only_what_is_missing(
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setattr(decode_image, "open_image", decode_image.open_image)  # the script replaces it
     bench: Any = import_file(ROOT / "benchmarks" / "measure_rows.py")
-    count = campaign_size(600, 50_000)
-    found = bench.compare(tmp_path, count, delay=campaign_size(2, 50) / 1e3, workers=1)
+    bench.TRAINED_PACKS = campaign_size(1, 20)
+    count = campaign_size(400, 50_000)
+    delay = campaign_size(2, 50) / 1e3
+    found = bench.compare(tmp_path, count, delay, workers=1, stop_after=campaign_size(70, count // 4))
     assert [one["opened"] for one in found[:5]] == [count, 0, 100, 1, 0]
     assert found[5]["opened"] == found[5]["images"]  # in training
     stopped = found[6:9]
