@@ -62,7 +62,7 @@ def test_first_step_outputs_that_differ_from_transformers_are_rejected(monkeypat
     engine, (_, image, _) = start(World.join("cpu"))
     model: Any = engine.model
     plain = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda *given: 1.01 * plain(*given))
+    monkeypatch.setattr(model, "hidden", lambda *given, **options: 1.01 * plain(*given, **options))
     with pytest.raises(UserError, match="hidden states differ from those of transformers' own forward by 1"):
         step(engine, [image])
 
