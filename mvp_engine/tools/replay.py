@@ -111,11 +111,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(argv)
     job = partial(_replay, Run(args.replayed), args.step, args.folder)
-    return leave(launch(args.config, [*OVERRIDES, *args.overrides], job))
+    silent = logging.NullHandler()  # the run's log has it all
+    logging.getLogger("mvp_engine").addHandler(silent)
+    try:
+        return leave(launch(args.config, [*OVERRIDES, *args.overrides], job))
+    finally:
+        logging.getLogger("mvp_engine").removeHandler(silent)
 
 
 def _replay(run: Run, step: int, folder: Path, composed: Composed, world: World) -> int:
-    logging.getLogger("mvp_engine").addHandler(logging.NullHandler())  # the run's log has it all
     checkpoint = nearest_checkpoint(run, step)
     place: Path | None = None
     if world.is_main:

@@ -120,7 +120,7 @@ def too_long() -> str:
 
 def test_layout_with_fewer_ranks_than_processes_is_rejected() -> None:
     """A layout of one rank, on each of two, would give both the same data and reduce over both."""
-    with pytest.raises(UserError, match=r"a layout of 1 rank\(s\) for 2 process\(es\): use Layout\.of"):
+    with pytest.raises(UserError, match=r"a layout of 1 rank for 2 processes: use Layout\.of"):
         Layout(World(0, 2, 0, 2, torch.device("cpu")))
 
 
