@@ -53,8 +53,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--campaign", action="store_true", help="run the tests marked `campaign` at full length")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, and skip tests that need a GPU, or a package for it, where it is missing."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the longest files first. Skip tests that need a GPU, or a package for it, where it is missing, and those
+    marked `campaign(only=True)` outside of a campaign."""
     order = {ROOT / "tests" / file: place for place, file in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
     for item in items:
@@ -62,6 +63,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         missing = _missing_for_gpu(**marker.kwargs) if marker else None
         if missing:
             item.add_marker(pytest.mark.skip(reason=f"needs {missing}"))
+        campaign_only = any(marker.kwargs.get("only") for marker in item.iter_markers("campaign"))
+        if campaign_only and not config.getoption("--campaign"):
+            item.add_marker(pytest.mark.skip(reason="only in a campaign: make test-campaign"))
 
 
 def _missing_for_gpu(required: bool = True, package: str | None = None) -> str | None:

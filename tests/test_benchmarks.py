@@ -201,7 +201,7 @@ def test_loader_benchmark_counts_the_same_tokens_on_both_sides(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.campaign
+@pytest.mark.campaign(only=True)
 def test_measure_rows_after_changes_and_signals_opens_only_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, campaign_size: Callable[[int, int], int]
 ) -> None:

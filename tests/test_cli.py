@@ -126,6 +126,7 @@ def test_output_after_a_broken_pipe_is_discarded(tmp_path: Path, python: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.campaign(only=True)
 def test_profile_with_a_broken_pipe_writes_its_files(tmp_path: Path) -> None:
     words = f"{MAGIC} --nproc 2 --steps 1 --first 1 --out {tmp_path} data.micro_batch_size=16 data.global_batch_size=32"
     code, stdout, stderr = read_one_line(f"-m mvp_engine.cli profile {words}")

@@ -165,6 +165,7 @@ def test_killed_launcher_ends_ranks_that_are_starting(tmp_path: Path) -> None:
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 
+@pytest.mark.campaign(only=True)
 def test_torchrun_restart_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
     words = ["tiny.fault=crash_once", "tiny.fault_step=7", "checkpoint.interval=2", "log.interval=1"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
@@ -177,7 +178,7 @@ def test_torchrun_restart_resumes_from_the_last_checkpoint(tmp_path: Path) -> No
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.campaign(only=True))])
 def test_kill_9_at_random_moments_resumes_bit_equal(
     tmp_path: Path, nproc: int, campaign_size: Callable[[int, int], int]
 ) -> None:

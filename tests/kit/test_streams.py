@@ -142,6 +142,7 @@ def lengths_only(sizes: list[int], budget: int, window: int, lanes: int) -> Stre
 
 
 @pytest.mark.slow
+@pytest.mark.campaign(only=True)
 def test_stream_loader_realistic_lengths_fills_packs_to_99_percent() -> None:
     """99.2 % with windows of 64 packs, 99.8 % with 256: 8,192 tokens, lengths like those of test_plan."""
     sizes = np.clip(np.exp(np.random.default_rng(0).normal(6, 1, 20_000)), 32, 4096).astype(int).tolist()

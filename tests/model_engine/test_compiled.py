@@ -97,7 +97,7 @@ FULL, SOME = ({"compile": "aot_eager", "activation_checkpointing": how} for how 
 @pytest.mark.parametrize(
     ("name", "ranks", "sizes", "ways"),
     [
-        ("qwen3", 2, {"shard": 2}, [FULL]),
+        pytest.param("qwen3", 4, {"shard": 2, "ulysses": 2}, [FULL], marks=pytest.mark.campaign(only=True)),
         ("qwen3_vl", 2, {"ulysses": 2}, [SOME]),
     ],
     ids=str,
