@@ -214,7 +214,7 @@ def _attend_to_cache(
     return attend_to_cache(
         q_HSd,
         *cached,
-        cache.allowed(spec.window, q_HSd.device),
+        cache.allowed(spec.window),
         scale=spec.scale,
         softcap=spec.softcap,
         sinks_H=spec.sinks,

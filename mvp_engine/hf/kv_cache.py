@@ -21,6 +21,13 @@ class _Layer(NamedTuple):
     values: Tensor  # (S, K, C, e)
 
 
+class _Places(NamedTuple):
+    """Where the tokens of a forward go in the cache, on the device."""
+
+    rows: Tensor  # the sequence of each token
+    columns: Tensor  # its index in the sequence
+
+
 class KVCache:
     """The cache of the sequences of one batch: first their prompts, then a token of each per forward."""
 
@@ -29,11 +36,9 @@ class KVCache:
         self.is_prefilled = False
         self._capacity = max(self.lengths) + max_new_tokens
         self._layers: dict[nn.Module, _Layer] = {}
-        # Where each prompt token goes, on the host: (sequence, index in it).
-        lengths_S = torch.tensor(self.lengths)
-        self._sequence_T = torch.arange(len(lengths_S)).repeat_interleave(lengths_S)
-        starts_S = lengths_S.cumsum(0) - lengths_S
-        self._index_T = torch.arange(len(self._sequence_T)) - starts_S[self._sequence_T]
+        # All layers of a forward share these: a copy to the device per layer would cost more than its attention.
+        self._places: _Places | None = None
+        self._allowed: dict[int | None, Tensor] = {}  # by window
 
     @property
     def max_length(self) -> int:
@@ -41,48 +46,67 @@ class KVCache:
 
     def advance(self) -> None:
         """Count the tokens of a forward that has finished: all layers have stored them."""
-        if self.is_prefilled:
-            self.lengths = [length + 1 for length in self.lengths]
+        added = 1 if self.is_prefilled else 0
         self.is_prefilled = True
+        self._set_lengths([length + added for length in self.lengths])
 
     def select(self, sequences: list[int]) -> None:
         """Keep only these sequences; a sequence may be chosen several times, to continue it in several ways."""
-        self.lengths = [self.lengths[s] for s in sequences]
+        self._set_lengths([self.lengths[s] for s in sequences])
+        index: Tensor | None = None
         for module, layer in self._layers.items():
-            index = torch.tensor(sequences, device=layer.keys.device)
+            if index is None:
+                index = torch.tensor(sequences, device=layer.keys.device)
             self._layers[module] = _Layer(*(part.index_select(0, index) for part in layer))
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self._places = None
+        self._allowed.clear()
 
     def store_prompts(self, module: nn.Module, k_KTd: Tensor, v_KTe: Tensor) -> None:
         """Copy the keys and values of a layer. Tokens behind those of the prompts belong to dummies."""
-        device = k_KTd.device
-        rows = self._sequence_T.to(device)
-        columns = self._index_T.to(device)
-        stored = []
+        empty = []
         for packed in (k_KTd, v_KTe):
             heads, _, size = packed.shape
-            empty = packed.new_zeros(len(self.lengths), heads, self._capacity, size)
-            empty[rows, :, columns] = packed[:, : len(rows)].transpose(0, 1)
-            stored.append(empty)
-        self._layers[module] = _Layer(*stored)
+            empty.append(packed.new_zeros(len(self.lengths), heads, self._capacity, size))
+        self._layers[module] = _Layer(*empty)
+        self._write(module, k_KTd, v_KTe)
 
     def append(self, module: nn.Module, k_KSd: Tensor, v_KSe: Tensor) -> _Layer:
         """Store the next token of each sequence; returns all that are cached."""
-        layer = self._layers[module]
-        columns = torch.tensor(self.lengths, device=k_KSd.device)
-        rows = torch.arange(len(self.lengths), device=k_KSd.device)
-        layer.keys[rows, :, columns] = k_KSd.transpose(0, 1)
-        layer.values[rows, :, columns] = v_KSe.transpose(0, 1)
+        self._write(module, k_KSd, v_KSe)
         length = self.max_length + 1
-        return _Layer(layer.keys[:, :, :length], layer.values[:, :, :length])
+        return _Layer(*(part[:, :, :length] for part in self._layers[module]))
 
-    def allowed(self, window: int | None, device: torch.device) -> Tensor:
-        """Which cached tokens the newest token of each sequence attends to, (S, L)."""
-        position_S1 = torch.tensor(self.lengths, device=device)[:, None]
-        index_1L = torch.arange(self.max_length + 1, device=device)[None]
-        allowed_SL = index_1L <= position_S1
-        if window is not None:
-            allowed_SL &= index_1L > position_S1 - window
-        return allowed_SL
+    def _write(self, module: nn.Module, k_KTd: Tensor, v_KTe: Tensor) -> None:
+        if self._places is None:
+            self._places = self._find_places(k_KTd.device)
+        rows, columns = self._places
+        for part, packed in zip(self._layers[module], (k_KTd, v_KTe), strict=True):
+            part[rows, :, columns] = packed[:, : len(rows)].transpose(0, 1)
+
+    def _find_places(self, device: torch.device) -> _Places:
+        lengths_S = torch.tensor(self.lengths)
+        rows_S = torch.arange(len(lengths_S))
+        if self.is_prefilled:
+            return _Places(rows_S.to(device), lengths_S.to(device))
+        rows_T = rows_S.repeat_interleave(lengths_S)
+        starts_S = lengths_S.cumsum(0) - lengths_S
+        columns_T = torch.arange(len(rows_T)) - starts_S[rows_T]
+        return _Places(rows_T.to(device), columns_T.to(device))
+
+    def allowed(self, window: int | None) -> Tensor:
+        """Which cached tokens the newest token of each sequence attends to, (S, L); after `append`."""
+        if window not in self._allowed:
+            assert self._places is not None
+            position_S1 = self._places.columns[:, None]
+            index_1L = torch.arange(self.max_length + 1, device=position_S1.device)[None]
+            allowed_SL = index_1L <= position_S1
+            if window is not None:
+                allowed_SL &= index_1L > position_S1 - window
+            self._allowed[window] = allowed_SL
+        return self._allowed[window]
 
 
 def attend_to_cache(

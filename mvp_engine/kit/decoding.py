@@ -93,6 +93,13 @@ class _Group:
         ]
         self.unfinished = list(range(len(self.all)))
         self.rows = [row for row in range(len(members)) for _ in samples]  # in the prompts
+        # New tokens are text: on every axis their positions continue after the prompt's largest one.
+        self.last_positions: list[int] = []
+        if prompts is not None:
+            of_prompts = prompts.position_ids.split(prompts.lengths.tolist(), dim=-1)
+            self.last_positions = [int(positions.max()) for positions in of_prompts]
+        model: Any = engine.model
+        self.never_written = model.placeholders
         self.uses_cache = engine.layout.ulysses == 1
         self.cache: KVCache | None = None
 
@@ -114,9 +121,7 @@ class _Group:
         if not self.unfinished or self.prompts is None:
             return None
         if self.cache is not None:
-            return _next_token_batch(
-                self.prompts, self.rows, [self.all[s] for s in self.unfinished]
-            )
+            return self._next_tokens(self.prompts)
         tokens = [self.all[s].tokens for s in self.unfinished]
         if not tokens[0]:  # all samples of a prompt begin with the same forward
             return self.prompts
@@ -125,6 +130,25 @@ class _Group:
             for row, written in zip(self.rows, tokens, strict=True)
         ]
         return PackedBatch.concat(extended)
+
+    def _next_tokens(self, prompts: PackedBatch) -> PackedBatch:
+        """The last token of each unfinished completion."""
+        written = [self.all[s].tokens for s in self.unfinished]
+        ids = torch.tensor([tokens[-1] for tokens in written])
+        starts = [self.last_positions[row] for row in self.rows]
+        positions_S = torch.tensor(starts) + torch.tensor([len(tokens) for tokens in written])
+        token_types = {
+            name: value.new_zeros(len(ids), *value.shape[1:])
+            for name, value in prompts.token_fields.items()
+            if name.endswith("token_type_ids")
+        }
+        return PackedBatch(
+            ids,
+            torch.full_like(ids, IGNORE),
+            positions_S.expand(*prompts.position_ids.shape[:-1], -1),
+            torch.arange(len(ids) + 1, dtype=torch.int32),
+            token_types,
+        )
 
     def _forward(self, batch: PackedBatch | None) -> Tensor | None:
         """Logits of the next token of each sequence. Ranks without a batch may run dummy forwards for others."""
@@ -150,8 +174,7 @@ class _Group:
         temperature = self.decoding.temperature
         scaled_SV = logits_SV / (temperature or 1.0)
         log_z_S = scaled_SV.logsumexp(-1)  # of all tokens, as in a training's log-probs
-        model: Any = self.engine.model
-        scaled_SV[:, model.placeholders] = float("-inf")
+        scaled_SV[:, self.never_written] = float("-inf")
         if temperature == 0.0:
             tokens_S = scaled_SV.argmax(-1)
         else:
@@ -190,28 +213,6 @@ def _draw(logits_SV: Tensor, generators: list[torch.Generator]) -> Tensor:
     target_S1 = uniform_S.to(logits_SV.device)[:, None] * cumulative_SV[:, -1:]
     index_S1 = torch.searchsorted(cumulative_SV, target_S1, right=True)
     return index_S1.clamp(max=logits_SV.shape[1] - 1)[:, 0]
-
-
-def _next_token_batch(
-    prompts: PackedBatch, rows: list[int], completions: list[Completion]
-) -> PackedBatch:
-    """The last token of each completion: text, whose positions continue after the prompt's largest one."""
-    ids = torch.tensor([completion.tokens[-1] for completion in completions])
-    positions = prompts.position_ids
-    starts = [int(part.max()) for part in positions.split(prompts.lengths.tolist(), dim=-1)]
-    new = [starts[row] + len(one.tokens) for row, one in zip(rows, completions, strict=True)]
-    zeros = {
-        name: value.new_zeros(len(ids), *value.shape[1:])
-        for name, value in prompts.token_fields.items()
-        if name.endswith("token_type_ids")
-    }
-    return PackedBatch(
-        ids,
-        torch.full_like(ids, IGNORE),
-        torch.tensor(new).expand(*positions.shape[:-1], -1),
-        torch.arange(len(ids) + 1, dtype=torch.int32),
-        zeros,
-    )
 
 
 def with_completion(prompt: PackedBatch, length: int | None, new: list[int]) -> PackedBatch:
