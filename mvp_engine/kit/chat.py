@@ -93,19 +93,17 @@ class ChatModel:
         on_text: Callable[[str], None] | None = None,
     ) -> Completion:
         """The next message; `on_text` gets each new piece of it while it is written."""
-        shown = ""
+        stream = _TextStream(on_text) if on_text is not None else None
 
-        def stream(tokens: list[int]) -> bool:
-            nonlocal shown
-            text = self.text(tokens)
-            # The first bytes of a character decode to a replacement mark until the others follow.
-            if on_text is not None and text.startswith(shown) and not text.endswith("\ufffd"):
-                on_text(text[len(shown) :])
-                shown = text
+        def show(tokens: list[int]) -> bool:
+            if stream is not None:
+                stream.show(self.text(tokens))
             return False
 
-        decoding = replace(decoding, stop=self.stop, is_finished=stream)
+        decoding = replace(decoding, stop=self.stop, is_finished=show)
         (completion,) = complete(self.engine, self.prompt(messages), decoding)
+        if stream is not None:
+            stream.end(self.text(completion.tokens))
         return completion
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -122,6 +120,24 @@ class ChatModel:
         if stop := self.encoder.template.stop_token:
             found.add(self.tokenizer.convert_tokens_to_ids(stop))
         return found - {None}
+
+
+class _TextStream:
+    """Passes on what is new in a text that grows."""
+
+    def __init__(self, on_text: Callable[[str], None]) -> None:
+        self.on_text = on_text
+        self.length = 0  # of what was passed on
+
+    def show(self, text: str) -> None:
+        # The first bytes of a character decode to a replacement mark until the others follow.
+        if not text.endswith("\ufffd"):
+            self.end(text)
+
+    def end(self, text: str) -> None:
+        if len(text) > self.length:
+            self.on_text(text[self.length :])
+            self.length = len(text)
 
 
 def _folder_with_processor(folder: Path, adapter: Path | None) -> Path:

@@ -79,7 +79,16 @@ def test_chat_answers_equal_transformers_generate(folder: Path, image: Path) -> 
         completion = model.answer(messages, Decoding(NEW), pieces.append)
         text = model.text(completion.tokens)
         assert text == theirs(folder, messages)
-        assert text.startswith("".join(pieces))
+        assert "".join(pieces) == text
+        assert len(pieces) > 1
+
+
+def test_chat_streams_an_answer_that_ends_within_a_character(folder: Path, monkeypatch) -> None:
+    model = ChatModel(folder, device="cpu")
+    monkeypatch.setattr(model, "text", lambda tokens: "ab\ufffd"[: len(tokens)])
+    pieces: list[str] = []
+    model.answer([{"role": "user", "content": "blue"}], Decoding(3), pieces.append)
+    assert pieces == ["a", "b", "\ufffd"]
 
 
 def test_chat_adapter_equals_peft(folder: Path, image: Path, tmp_path: Path) -> None:
