@@ -189,8 +189,3 @@ def _table(keys: list[ConfigKey]) -> list[str]:
 
 def _cell(text: str) -> str:
     return text.replace("|", r"\|").replace("<", r"\<")
-
-
-def undescribed(schema: type[Config]) -> list[str]:
-    """Keys without a description."""
-    return [key.name for key in config_keys(schema) if not key.description]
