@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from conftest import MAGIC, TINY
 from torch.distributed.run import parse_args
 
 from mvp_engine.cli import main
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import EXIT_BUG, EXIT_USER_ERROR, RowError
 from mvp_engine.kit import check_labels
 from mvp_engine.kit.row_checks import row_groups, select_rows
@@ -151,6 +152,11 @@ def test_replay_uses_the_nearest_checkpoint_and_the_config_of_the_step(tmp_path:
     assert names == ["config.until_step_5.yaml", "config.until_step_9.yaml", "config.yaml"]
 
 
+class Pair(NamedTuple):
+    x: torch.Tensor
+    class_weights: torch.Tensor
+
+
 def test_rows_of_nested_micro_batches_are_selected() -> None:
     batch = {"x": torch.arange(6).view(3, 2), "names": ["a", "b", "c"], "pair": (torch.arange(3), 5), "n": 3}
     assert row_groups(batch) == [[0], [1], [2]]
@@ -158,6 +164,14 @@ def test_rows_of_nested_micro_batches_are_selected() -> None:
     assert chosen["x"].tolist() == [[4, 5], [0, 1]]
     assert (chosen["names"], chosen["pair"][0].tolist(), chosen["pair"][1], chosen["n"]) == (["c", "a"], [2, 0], 5, 3)
     assert row_groups("text") == []
+    pair = Pair(torch.arange(3), torch.arange(5))
+    assert [value.tolist() for value in select_rows(pair, [1])] == [[1], [0, 1, 2, 3, 4]]
+
+
+def test_rows_of_packed_batches_are_those_of_one_source() -> None:
+    fields = {"sample": torch.tensor([4, 4, 4, 1]), "source": torch.tensor([0, 0, 1, 1])}
+    batch = PackedBatch.from_sequences([torch.arange(2)] * 4, sequence_fields=fields)
+    assert row_groups(batch) == [[0, 1], [2], [3]]
 
 
 def test_check_labels_names_the_row_and_the_value() -> None:

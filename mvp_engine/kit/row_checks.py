@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import groupby
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -64,40 +64,65 @@ def row_groups(micro_batch: Any) -> list[list[int]]:
     Empty if the micro-batch is neither packed nor made of tensors with one entry per sample.
     """
     if not isinstance(micro_batch, PackedBatch):
-        return [[row] for row in range(_batch_size(micro_batch) or 0)]
+        return [[row] for row in range(_batch_size(micro_batch))]
     sequences = range(micro_batch.num_sequences)
-    if "sample" not in micro_batch.sequence_fields:
+    fields = micro_batch.sequence_fields
+    if "sample" not in fields:
         return [[sequence] for sequence in sequences]
-    samples = micro_batch.sequence_fields["sample"].tolist()
-    return [list(group) for _, group in groupby(sequences, key=samples.__getitem__)]
+    samples = fields["sample"].tolist()
+    sources = fields["source"].tolist() if "source" in fields else [0] * len(samples)
+    rows: dict[tuple[int, int], list[int]] = {}
+    for sequence in sequences:
+        rows.setdefault((sources[sequence], samples[sequence]), []).append(sequence)
+    return list(rows.values())
 
 
 def select_rows(micro_batch: Any, rows: list[int]) -> Any:
-    """The micro-batch with these rows only."""
+    """The micro-batch with these rows only: of all its tensors and lists that have one entry per row."""
     if isinstance(micro_batch, PackedBatch):
         return micro_batch.select(rows)
-    size = _batch_size(micro_batch)
-
-    def select(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value[torch.tensor(rows)] if value.ndim and len(value) == size else value
-        if isinstance(value, Mapping):
-            return {key: select(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            if any(isinstance(item, Tensor | Mapping) for item in value):
-                return type(value)(select(item) for item in value)
-            return [value[row] for row in rows] if len(value) == size else value
-        return value
-
-    return select(micro_batch)
+    return _select(micro_batch, rows, _batch_size(micro_batch))
 
 
-def _batch_size(value: Any) -> int | None:
-    """The length of the first tensor with a dimension."""
+def leading_sizes(value: Any) -> Iterator[int]:
+    """The first dimension of each tensor in nested containers; 0 for a value that has no rows to select."""
     if isinstance(value, Tensor):
-        return len(value) if value.ndim else None
-    items = value.values() if isinstance(value, Mapping) else value
-    if not isinstance(value, Mapping | list | tuple):
-        return None
-    sizes = [_batch_size(item) for item in items]
-    return next((size for size in sizes if size is not None), None)
+        if value.ndim:
+            yield len(value)
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from leading_sizes(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from leading_sizes(one)
+    elif _is_dataclass(value):
+        yield from leading_sizes(vars(value))
+    elif not isinstance(value, str | bytes | int | float | None):
+        yield 0
+
+
+def _batch_size(micro_batch: Any) -> int:
+    """The length of the first tensor with a dimension; 0 without one."""
+    return next((size for size in leading_sizes(micro_batch) if size), 0)
+
+
+def _select(value: Any, rows: list[int], size: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[torch.tensor(rows)] if value.ndim and len(value) == size else value
+    if isinstance(value, Mapping):
+        selected = {name: _select(one, rows, size) for name, one in value.items()}
+        return selected if type(value) is dict else type(value)(selected)  # type: ignore[call-arg]
+    if isinstance(value, list | tuple):
+        is_named_tuple = hasattr(value, "_fields")
+        has_tensors = any(True for _ in leading_sizes(value))
+        if len(value) == size and not has_tensors and not is_named_tuple:
+            return type(value)([value[row] for row in rows])
+        items = [_select(one, rows, size) for one in value]
+        return type(value)(*items) if is_named_tuple else type(value)(items)
+    if _is_dataclass(value):
+        return dataclasses.replace(value, **_select(vars(value), rows, size))
+    return value
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

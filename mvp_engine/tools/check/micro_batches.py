@@ -1,14 +1,13 @@
 """Other micro-batches of the same rows, for the comparison in `splits.py`: one in two parts, or two in one.
 
 Rows of a PackedBatch are its sequences, or all sequences of one sample (the two sides of a preference pair). Rows of
-any other micro-batch are the entries of the first dimension, which all its tensors must have in common. A recipe whose
-micro-batches have other rows defines `split_micro_batch(micro_batch)`, which returns parts, or None.
+any other micro-batch are the entries of the first dimension, which all its tensors must have in common. A recipe with
+other rows in its micro-batches defines `split_micro_batch(micro_batch)`, which returns parts, or None.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.kit.row_checks import leading_sizes, row_groups, select_rows
 
 Parts = list[Any] | None
 
@@ -46,64 +46,18 @@ def split_micro_batch(micro_batch: Any) -> Parts:
 
     Parts of unequal sizes and lengths: a mean of means over equal parts would be the mean.
     """
-    if isinstance(micro_batch, PackedBatch):
-        return _split_packed(micro_batch)
-    sizes = set(_leading_sizes(micro_batch))
-    if len(sizes) != 1 or max(sizes) < 2:
+    is_packed = isinstance(micro_batch, PackedBatch)
+    if not is_packed and len(set(leading_sizes(micro_batch))) != 1:
         return None
-    (size,) = sizes
-    cut = max(1, size // 3)
-    rows = torch.arange(size)
-    return [_take(micro_batch, rows[:cut], size), _take(micro_batch, rows[cut:], size)]
-
-
-def _split_packed(batch: PackedBatch) -> Parts:
-    rows: dict[int, list[int]] = {}
-    samples = batch.sequence_fields.get("sample", torch.arange(batch.num_sequences))
-    for sequence, sample in enumerate(samples.tolist()):
-        rows.setdefault(sample, []).append(sequence)
-    if len(rows) < 2:
+    groups = row_groups(micro_batch)
+    if len(groups) < 2:
         return None
-    has_label = (batch.labels != IGNORE).split(batch.lengths.tolist())
-    labels = [int(one.sum()) for one in has_label]
-    by_labels = sorted(rows.values(), key=lambda sequences: sum(labels[s] for s in sequences))
-    cut = max(1, len(rows) // 3)
-    return [batch.select(sorted(chain(*part))) for part in (by_labels[:cut], by_labels[cut:])]
-
-
-def _leading_sizes(value: Any) -> Iterator[int]:
-    """The first dimension of each tensor; 0 for a value that cannot be split."""
-    if isinstance(value, Tensor):
-        if value.ndim:
-            yield len(value)
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _leading_sizes(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _leading_sizes(one)
-    elif dataclasses.is_dataclass(value):
-        yield from _leading_sizes(vars(value))
-    elif not isinstance(value, str | bytes | int | float | None):
-        yield 0
-
-
-def _take(value: Any, rows: Tensor, size: int) -> Any:
-    """The rows of all tensors, and of lists that have one entry per row; anything else as it is."""
-    if isinstance(value, Tensor):
-        return value[rows] if value.ndim else value
-    if isinstance(value, Mapping):
-        taken = {name: _take(one, rows, size) for name, one in value.items()}
-        return taken if type(value) is dict else type(value)(taken)  # type: ignore[call-arg]
-    if isinstance(value, list | tuple):
-        has_tensors = bool(list(_leading_sizes(value)))
-        if not has_tensors and len(value) == size:
-            return type(value)([value[row] for row in rows.tolist()])
-        taken_list = [_take(one, rows, size) for one in value]
-        return type(value)(*taken_list) if hasattr(value, "_fields") else type(value)(taken_list)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **_take(vars(value), rows, size))
-    return value
+    if is_packed:
+        has_label = (micro_batch.labels != IGNORE).split(micro_batch.lengths.tolist())
+        labels = [int(one.sum()) for one in has_label]
+        groups.sort(key=lambda sequences: sum(labels[s] for s in sequences))
+    cut = max(1, len(groups) // 3)
+    return [select_rows(micro_batch, sorted(chain(*part))) for part in (groups[:cut], groups[cut:])]
 
 
 def _concat(pair: list[Any]) -> Any:
@@ -117,7 +71,7 @@ def _concat(pair: list[Any]) -> Any:
         joined = {name: _concat([first[name], second[name]]) for name in first}
         return joined if type(first) is dict else type(first)(joined)  # type: ignore[call-arg]
     if isinstance(first, list | tuple):
-        if not list(_leading_sizes(first)):
+        if not list(leading_sizes(first)):
             return first + second
         joined_list = [_concat([a, b]) for a, b in zip(first, second, strict=True)]
         return type(first)(*joined_list) if hasattr(first, "_fields") else type(first)(joined_list)
