@@ -23,7 +23,12 @@ from mvp_engine.config.schema import Checkpoint
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_symlink, remove, remove_atomically, temporary_path
-from mvp_engine.runs import STEP_PREFIX, checkpoint_step, complete_checkpoints
+from mvp_engine.runs import (
+    DIVERGED_PREFIX,
+    STEP_PREFIX,
+    checkpoint_step,
+    complete_checkpoints,
+)
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -93,7 +98,7 @@ class CheckpointManager:
         found = complete_checkpoints(self.folder)
         found = [folder for folder in found if (checkpoint_step(folder) or 0) > after]
         for folder in found if self.world.is_main else []:
-            target = folder.with_name(f"diverged-{folder.name}")
+            target = folder.with_name(f"{DIVERGED_PREFIX}{folder.name}")
             remove(target)
             folder.rename(target)
         if self.world.is_main:

@@ -24,7 +24,7 @@ from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.launch import launch, leave
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.process.signals import StopSignals
-from mvp_engine.runs import Run, checkpoint_step, open_run
+from mvp_engine.runs import DIVERGED_PREFIX, Run, checkpoint_step, open_run
 from mvp_engine.tools.replay_search import StepSearch
 
 # A replay has the run's numerics, and neither evaluations nor files nor limits.
@@ -52,9 +52,8 @@ def replay_step(run: Run, step: int | None) -> dict[str, Any]:
 def nearest_checkpoint(run: Run, step: int) -> Path | None:
     """The newest checkpoint before a step, also one that was renamed after a divergence."""
     found = run.checkpoint_list()
-    found += [
-        path for path in run.checkpoints.glob("diverged-step_*") if (path / "meta.json").is_file()
-    ]
+    diverged = run.checkpoints.glob(f"{DIVERGED_PREFIX}step_*")
+    found += [path for path in diverged if (path / "meta.json").is_file()]
     steps = {_step_of(path): path for path in found if _step_of(path) < step}
     if steps:
         return steps[max(steps)]
@@ -63,7 +62,8 @@ def nearest_checkpoint(run: Run, step: int) -> Path | None:
 
 
 def _step_of(checkpoint: Path) -> int:
-    return checkpoint_step(checkpoint.with_name(checkpoint.name.removeprefix("diverged-"))) or 0
+    name = checkpoint.name.removeprefix(DIVERGED_PREFIX)
+    return checkpoint_step(checkpoint.with_name(name)) or 0
 
 
 def config_of(run: Run, step: int) -> Path:
