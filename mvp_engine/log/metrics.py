@@ -49,7 +49,9 @@ class MetricStore:
         """Take the means of a skipped step out again, without a host sync. Totals stay: its tokens were computed."""
         for key, pair in self._device.items():
             if key.startswith("mean/"):
-                before = self._before_step.get(key, torch.zeros_like(pair))
+                before = self._before_step.get(key)
+                if before is None:
+                    before = torch.zeros_like(pair)
                 self._device[key] = torch.where(skipped, before, pair)
 
     def count(self, name: str, amount: Tensor | float) -> None:
