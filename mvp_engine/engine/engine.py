@@ -243,9 +243,8 @@ class Engine(EngineHooks):
         if best or self._save_due:
             with self.meter.paused():
                 self._read_status()
-                if (
-                    best or not self.guard.consecutive
-                ):  # else after the next step that is not skipped
+                # After a skipped step, the next one that is not skipped saves.
+                if best or not self.guard.consecutive:
                     self.save()
         if interrupted and not last:
             reason = self.signals.requested or "another rank received a stop signal"

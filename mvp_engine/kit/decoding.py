@@ -26,9 +26,7 @@ class Decoding:
     """How completions are written."""
 
     max_new_tokens: int
-    stop: Collection[
-        int
-    ] = ()  # a completion ends with the first of these tokens, which it includes
+    stop: Collection[int] = ()  # a completion ends with the first of these, and includes it
     temperature: float = 0.0  # 0: greedy decoding
     samples: int = 1  # completions per prompt
     seed: int = 0

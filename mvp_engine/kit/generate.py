@@ -28,9 +28,8 @@ class Answer:
     expected: str
     written: str
     prompt: str = ""
-    is_continuation: bool = (
-        False  # the row is plain text, not a chat: no completion is right or wrong
-    )
+    # The row is plain text, not a chat: no completion is right or wrong.
+    is_continuation: bool = False
 
     @property
     def right(self) -> bool:

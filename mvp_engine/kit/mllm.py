@@ -193,9 +193,8 @@ class MLLMEngine(Engine):
 
     def after_train(self) -> None:
         super().after_train()
-        end_report = getattr(
-            self.feed.loader, "end_report", None
-        )  # loaders of the data kit have it
+        # Loaders of the data kit have an end report, others may not.
+        end_report = getattr(self.feed.loader, "end_report", None)
         report = end_report() if end_report and self.world.is_main else None
         if report:
             self.logger.warning("%s", report)
@@ -266,9 +265,8 @@ class MLLMEngine(Engine):
                 exc_info=True,
             )
             if self.config.checkpoint.best_metric is not None:
-                ctx.log(
-                    self.config.checkpoint.best_metric, 0.0, 0.0
-                )  # None if nothing else is logged
+                # Without another value, its mean is None.
+                ctx.log(self.config.checkpoint.best_metric, 0.0, 0.0)
 
     # ---- Workflows ----------------------------------------------------------------------------------------
 

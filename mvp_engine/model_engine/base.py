@@ -109,9 +109,8 @@ class StepNumbers:
     loss_sum: Tensor
     weight: Tensor
     grad_norm: Tensor
-    skipped: Tensor | None = (
-        None  # bool; its loss counts nowhere. An fp16 overflow is not skipped here
-    )
+    # bool; the loss of a skipped step counts nowhere. An fp16 overflow is not skipped here.
+    skipped: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,13 @@ class AttnSpec:
     `window` where it is set: it includes both.
     """
 
-    cu_seqlens: (
-        Tensor  # int32 (S + 1,): the offset of each of the S sequences, then the number of tokens
-    )
+    # int32 (S + 1,): the offset of each of the S sequences, then the number of tokens
+    cu_seqlens: Tensor
     max_seqlen: int
     scale: float | None = None  # None: 1 / sqrt(head size)
     causal: bool = True
-    window: int | None = (
-        None  # a token attends to `window - 1` tokens before it; after it, too, if not causal
-    )
+    # A token attends to `window - 1` tokens before it; after it, too, if not causal.
+    window: int | None = None
     dropout: float = 0.0
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     sinks: Tensor | None = None  # (H,): one more logit per head, with a value of zero

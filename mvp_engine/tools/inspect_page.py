@@ -108,9 +108,8 @@ def _histogram(lengths: dict[str, Any] | None, console: Console) -> None:
         if one["rows"]:
             bar = "█" * -(-one["rows"] * bar_width // most)  # rounded up: no bin looks empty
             console.print(Text(f"{'':11}{name:>{name_width}}  {bar} {one['rows']:,}"), no_wrap=True)
-        elif bins[i - 1][
-            "rows"
-        ]:  # one line for consecutive empty bins; the first bin is never empty
+        # One line for consecutive empty bins; the first bin is never empty.
+        elif bins[i - 1]["rows"]:
             console.print(Text(f"{'...':>{name_width + 11}}", DIM))
 
 

@@ -67,9 +67,8 @@ def _profile(out: Path, first: int, steps: int, composed: Composed, world: World
                 f"--out {out}: {error.strerror}. Name a folder that can be written to"
             ) from None
     with tempfile.TemporaryDirectory(prefix="mvp-profile-") as folder:
-        run = Run(
-            Path(world.broadcast(folder))
-        )  # rank 0's folder; those of the other ranks stay empty
+        # Rank 0's folder; those of the other ranks stay empty.
+        run = Run(Path(world.broadcast(folder)))
         with engine_class(composed.config, world, run, None, "a profile") as engine:
             engine.train()
         world.barrier()

@@ -139,9 +139,8 @@ class FSDPBaseEngine(ModelEngine):
     # ---- Modes and offloading -------------------------------------------------------------------------------------
 
     def train_mode(self) -> contextlib.AbstractContextManager[None]:
-        return self._offloader.loaded(
-            optimizer=True
-        )  # modules stay in the modes that their owner set
+        # Modules stay in the modes that their owner set.
+        return self._offloader.loaded(optimizer=True)
 
     @contextlib.contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -153,9 +152,8 @@ class FSDPBaseEngine(ModelEngine):
         finally:
             for module, training in modes:
                 module.training = training
-            for (
-                part
-            ) in self.sharded:  # gathered parameters must not outlive a change of the weights
+            # Gathered parameters must not outlive a change of the weights.
+            for part in self.sharded:
                 part.reshard()
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:

@@ -30,14 +30,13 @@ class CheckedEngine(Engine):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.nonfinite_losses: list[str] = []  # one message per micro-batch
-        self.first_micro_batches: list[Any] | None = (
-            None  # some of the first step, before hooks change them
-        )
+        # Some of the first step, before hooks change them.
+        self.first_micro_batches: list[Any] | None = None
         self.media_seen: set[str] = set()  # kinds of media in the micro-batches of this rank
-        self._with_gradient: set[str] = set()  # parameters whose gradient was not 0 in some step
-        self._losses: list[
-            tuple[Tensor, Tensor | float]
-        ] = []  # and weights, of the current step's micro-batches
+        # Parameters with a gradient other than 0 in some step.
+        self._with_gradient: set[str] = set()
+        # Losses and weights of the current step's micro-batches.
+        self._losses: list[tuple[Tensor, Tensor | float]] = []
 
     @property
     def done(self) -> bool:
@@ -54,9 +53,8 @@ class CheckedEngine(Engine):
 
     def forward_step(self, ctx: StepContext, micro_batch: Any) -> tuple[Tensor, Tensor | float]:
         result = super().forward_step(ctx, micro_batch)
-        is_pair = (
-            isinstance(result, tuple) and len(result) == 2
-        )  # the model engine reports anything else
+        # The model engine reports anything else.
+        is_pair = isinstance(result, tuple) and len(result) == 2
         if ctx.split == "train" and not ctx.is_dummy and is_pair:
             self._losses.append((result[0].detach(), result[1]))
         return result
@@ -94,7 +92,7 @@ class CheckedEngine(Engine):
             }
 
     def without_gradient(self) -> list[str]:
-        """Parameters that train, but whose gradient was missing or 0 in all steps. All ranks call it."""
+        """Parameters that train, but had no gradient, or one of 0, in all steps. All ranks call it."""
         found = set().union(*self.world.all_gather(self._with_gradient))
         named = self.model.named_parameters()
         return [name for name, param in named if param.requires_grad and name not in found]

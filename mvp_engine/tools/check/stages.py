@@ -103,9 +103,8 @@ class Check:
                 "model.activation_checkpointing, or shard the model (parallel.shard)"
             ) from None
         except TooManyBadRows as error:
-            raise UserError(
-                error.summary
-            ) from None  # without its file, which is in the temporary folder
+            # Without its file, which is in the temporary folder.
+            raise UserError(error.summary) from None
         finally:
             LOGGER.removeHandler(warnings)
             self._report_bad_rows(engine.run.dir / "bad_rows.jsonl")

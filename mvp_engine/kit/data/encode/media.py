@@ -100,9 +100,8 @@ class MediaHandler:
 
     def probe(self, part: Part, root: Path) -> MediaInfo:
         """The item's size and length, if the processor supports it."""
-        find = (
-            probe_now if self._has_size(part, root) else probe
-        )  # without a thread where nothing is opened
+        # Without a thread where nothing is opened.
+        find = probe_now if self._has_size(part, root) else probe
         return self._supported_info(part, lambda: find(part, self.limits, root, self.sizes))
 
     def _has_size(self, part: Part, root: Path) -> bool:

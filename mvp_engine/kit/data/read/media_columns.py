@@ -63,9 +63,8 @@ def fill_placeholders(
     """
     columns = read_media_columns(row)
     messages = list(messages)
-    roles: dict[
-        str, set[str]
-    ] = {}  # kind -> the roles in which a tag such as <image> is a placeholder
+    # Kind -> the roles in which a tag such as <image> is a placeholder.
+    roles: dict[str, set[str]] = {}
     first_items: list[Part] = []
     for kind in MEDIA:
         places = count_places(messages, kind, media_tags)
