@@ -1,4 +1,4 @@
-"""Loading a Hugging Face folder onto four sharded ranks: memory and time per rank, beside `from_pretrained`.
+"""Loading a Hugging Face folder onto four sharded ranks: memory and time per rank, against `from_pretrained`.
 
     python benchmarks/load_model.py [--ranks 4] [--layers 12] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""The data kit's loader beside the usual choice: useful tokens per second and core, and the share of padding.
+"""The data kit's loader against the usual choice: useful tokens per second and core, and the share of padding.
 
     python benchmarks/loader.py [--rows 400] [--rounds 3] [--workers 2] [--out FILE]
 

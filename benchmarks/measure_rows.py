@@ -1,4 +1,4 @@
-"""Measuring rows whose images are slow to open: after which change which images are opened again, and in what time.
+"""Measuring rows with images that are slow to open: which of them are opened again after which change, and the time.
 
     PYTHONPATH=. python benchmarks/measure_rows.py [--rows 50000] [--delay-ms 50] [--workers 1] [--out FILE]
 

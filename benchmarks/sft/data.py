@@ -16,7 +16,7 @@ from mvp_engine.kit.data.encode.rope_positions import RopePositions
 
 LONGEST, PER_STEP, KNOWN = 4096, {"mix": 32, "full": 8, "images": 40}, 4096
 IMAGE, BEGIN, END, VIDEO = range(KNOWN, KNOWN + 4)  # tokens that no text has
-PAD = KNOWN + 5  # neither has this. Rows that had it would start from zeros, whose gradients grow with every norm
+PAD = KNOWN + 5  # neither has this. Rows that had it would start from zeros, and each norm raises their gradients
 PATCH = 16  # pixels of its side; 2 x 2 patches are a token
 
 TEXT = {

@@ -1,7 +1,7 @@
 """TRL's side: SFTTrainer, which packs the rows itself, in one of two ways.
 
 `bfd`, its own choice, keeps rows whole and apart: positions start anew with each, so transformers gives SDPA a mask of
-L x L for packs of L tokens. A batch becomes one long pack, whose mask grows with the square: so batches are of one.
+L x L for packs of L tokens. A batch becomes one long pack, and its mask grows with the square: so batches are of one.
 `wrapped` cuts all rows, end to end, into blocks of one length. No mask is needed, but rows in a block see each other.
 """
 

@@ -132,7 +132,7 @@ class Feed:
             raise UserError(
                 f"the cursor of {type(self.loader).__name__} is each rank's own, and the checkpoint was saved "
                 f"by {count(len(of_ranks), 'rank')}: start as many (--nproc {len(of_ranks)}), or use "
-                "mvp_engine.data.SampleLoader, whose cursor is valid on any number of ranks."
+                "mvp_engine.data.SampleLoader: its cursor is valid on any number of ranks."
             )
         own = of_ranks[0 if is_global else self.world.rank]
         if self._stateful:

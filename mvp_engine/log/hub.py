@@ -143,7 +143,7 @@ def backend_factory(entry: BackendEntry, engine: str | None) -> Callable[[], Bac
     """Makes the backend of an entry of `log.backends`: a name, or `{name: ..., <setting>: ...}`.
 
     A name is that of a built-in backend, or the user's own as `module:Class` or `file.py:Class`; the file is found in
-    the folder of the recipe, whose `engine` is `file.py:Class` too, or in the working directory.
+    the folder of the recipe's `engine`, if that is a `file.py:Class` too, or in the working directory.
     """
     settings = {"name": entry} if isinstance(entry, str) else dict(entry)
     name = settings.pop("name", None)

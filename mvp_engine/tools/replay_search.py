@@ -1,4 +1,4 @@
-"""The search for the rows of a step whose loss or gradient is non-finite: each micro-batch alone, then halves of it."""
+"""The search for the rows of a step with a non-finite loss or gradient: each micro-batch alone, then halves of it."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class StepSearch:
 
 @contextmanager
 def watch_outputs(model: nn.Module) -> Iterator[list[str]]:
-    """A context that lists the modules without children whose output is non-finite, in the order of the forward."""
+    """A context that lists the modules without children that have a non-finite output, in the order of the forward."""
     found: list[str] = []
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:

@@ -17,7 +17,7 @@ from mvp_engine.kit.data.read.sources import Source
 LOGGER = logging.getLogger("mvp_engine")
 _OUTCOMES = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}
 _SHOWN = 3  # names in a message
-_FIRST_ROWS = 100  # whose columns are compared with the settings
+_FIRST_ROWS = 100  # their columns are compared with the settings
 
 
 def overlong_records(mixture: Mixture, costs: list[Costs], max_tokens: int) -> list[BadRecord]:

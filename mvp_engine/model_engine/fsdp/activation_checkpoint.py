@@ -21,8 +21,8 @@ from mvp_engine.model_engine.fsdp.compile import compile_options
 
 LOGGER = logging.getLogger("mvp_engine")
 
-# Operators whose outputs selective checkpointing keeps: they take longest to compute. Names with an underscore match
-# any operator that contains them. All others are cheap, and make up most of the memory.
+# Selective checkpointing keeps the outputs of these operators: they take longest to compute. Names with an
+# underscore match any operator that contains them. All others are cheap, and make up most of the memory.
 _KEPT = {
     "mm",
     "addmm",

@@ -268,7 +268,7 @@ class _Joined(NamedTuple):
 
 @dataclass(eq=False)
 class LockstepBatch(PackedBatch):
-    """A micro-batch whose forward also runs some dummy sequences. To `forward_step` it is the micro-batch alone."""
+    """A micro-batch with some dummy sequences in its forward. To `forward_step` it is the micro-batch alone."""
 
     dummies: list[PackedBatch] = field(default_factory=list)
     _joined: _Joined | None = field(init=False, default=None, repr=False)
