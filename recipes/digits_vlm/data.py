@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mvp_engine.errors import UserError
 from mvp_engine.kit import build_once, load_processor
+from mvp_engine.kit.data.read.media_source import require_package
 from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor
 
 ONE = "Which digit is this?"
@@ -67,11 +67,7 @@ def conclusion(answer: str) -> str:
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError:
-        raise UserError("this recipe's digits come with scikit-learn: pip install scikit-learn") from None
-    digits = load_digits()
+    digits = require_package("sklearn.datasets", "this recipe's data", "demo").load_digits()
     return digits.images, digits.target
 
 

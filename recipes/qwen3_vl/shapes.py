@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from mvp_engine.errors import UserError
+from mvp_engine.kit.data.read.media_source import require_package
 
 COLOURS = {"red": (215, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (235, 200, 30)}
 FORMS = ("circle", "cross", "triangle")
@@ -56,10 +56,7 @@ def draw_video(folder: Path, name: str, shape: Shape, move: str, random: np.rand
 
 
 def _write_mp4(file: Path, frames: list[Image.Image]) -> None:
-    try:
-        import av
-    except ModuleNotFoundError:
-        raise UserError("this recipe's videos are made with PyAV: pip install 'mvp-engine[data]'") from None
+    av = require_package("av", "making this recipe's videos")
     with av.open(str(file), "w") as video:
         stream = video.add_stream("libx264", rate=4, options={"crf": "8", "threads": "1"})
         stream.width = stream.height = VIDEO_SIDE

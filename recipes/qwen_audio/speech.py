@@ -27,7 +27,7 @@ def library() -> tuple[str, str | None]:
     name = ctypes.util.find_library("espeak-ng")
     if name:
         return name, None
-    raise UserError("this recipe's speech is made by eSpeak NG: pip install espeakng-loader (or apt install espeak-ng)")
+    raise UserError("this recipe's speech needs eSpeak NG: pip install 'mvp-engine[demo]' (or apt install espeak-ng)")
 
 
 class Speaker:
@@ -39,7 +39,7 @@ class Speaker:
         folder = None if voices is None else voices.encode()
         self.rate = int(self._lib.espeak_Initialize(AUDIO_OUTPUT_SYNCHRONOUS, 0, folder, INITIALIZE_DONT_EXIT))
         if self.rate <= 0:
-            raise UserError(f"eSpeak NG ({file}) cannot be started: is it complete? pip install espeakng-loader")
+            raise UserError(f"eSpeak NG ({file}) cannot be started: is it complete? pip install 'mvp-engine[demo]'")
         # Missing in version 1.50. Without it, the breath noise differs from call to call.
         if hasattr(self._lib, "espeak_ng_SetRandSeed"):
             self._lib.espeak_ng_SetRandSeed(ctypes.c_long(1))

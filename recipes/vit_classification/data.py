@@ -21,6 +21,7 @@ from mvp_engine.data import derived_seed
 from mvp_engine.errors import UserError, count
 from mvp_engine.kit import Limits
 from mvp_engine.kit.data.read.decode import decode
+from mvp_engine.kit.data.read.media_source import require_package
 from mvp_engine.kit.data.read.probe import probe
 from mvp_engine.kit.data.read.row_types import BadRow, Part
 
@@ -126,11 +127,7 @@ def _random_crop(image: Image.Image, min_area: float) -> Image.Image:
 
 def _digits(training: bool, held_out: int) -> Labelled:
     """1,797 handwritten digits of 8 x 8 pixels, white on black; every `held_out`-th is for evaluation."""
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError:
-        raise UserError("these digits come with scikit-learn: pip install scikit-learn (or set images.root)") from None
-    digits = load_digits()
+    digits = require_package("sklearn.datasets", "images.root=null, which trains on digits,", "demo").load_digits()
     items: list[Any] = []
     labels: list[int] = []
     for i, label in enumerate(digits.target):

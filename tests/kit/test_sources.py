@@ -299,7 +299,7 @@ def test_open_source_unusable_file_is_a_user_error_with_its_name(
 def test_open_source_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = parquet(tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"a\.parquet needs pyarrow: pip install pyarrow"):
+    with pytest.raises(UserError, match=r"a\.parquet needs the package pyarrow: pip install 'mvp-engine\[data\]'"):
         open_source(file)
 
 

@@ -124,7 +124,7 @@ def test_digits_vlm_prepare_user_errors_name_the_fix(
     with pytest.raises(UserError, match="was not made by this recipe"):
         prepare(tmp_path / "mine", 60, 1)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(UserError, match="pip install scikit-learn"):
+    with pytest.raises(UserError, match=r"sklearn: pip install 'mvp-engine\[demo\]'"):
         prepare(tmp_path / "new", 60, 1)
     assert not list(tmp_path.glob("*.tmp"))
     assert torch.get_num_threads() == 1

@@ -162,6 +162,6 @@ def test_qwen_audio_without_synthesizer_names_the_package_to_install(tmp_path: P
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
-    with pytest.raises(UserError, match="pip install espeakng-loader"):
+    with pytest.raises(UserError, match=r"pip install 'mvp-engine\[demo\]'"):
         prepare(str(tmp_path / "speech"), 3, 1)
     assert not list(tmp_path.glob("*.tmp"))

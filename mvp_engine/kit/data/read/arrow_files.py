@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.errors import UserError
+from mvp_engine.kit.data.read.media_source import require_package
 from mvp_engine.kit.data.read.row_files import RowFile, content_hash, file_edges
 from mvp_engine.kit.data.read.row_types import BadRow
 
@@ -22,10 +23,9 @@ class ArrowFile(RowFile):
     def __init__(self, file: Path, name: str, parquet: bool = False) -> None:
         super().__init__(file, name)
         self.parquet = parquet
+        require_package("pyarrow", f"reading {file}")
         try:
             batch_sizes = [batch.num_rows for batch in self._batches]
-        except ImportError:
-            raise UserError(f"data: reading {file} needs pyarrow: pip install pyarrow") from None
         except (OSError, ValueError) as error:
             raise UserError(f"data: {file} cannot be read: {error}") from None
         self.ends = np.cumsum([0, *batch_sizes])

@@ -21,13 +21,16 @@ from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.row_types import BadRow, Part
 
 
-def require_package(package: str, what: str) -> Any:
-    """The imported optional package, or a UserError that says how to install it."""
+def require_package(module: str, what: str, extra: str = "data") -> Any:
+    """The imported module of an optional package, or a UserError that says how to install it."""
+    package = module.partition(".")[0]
     try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise  # the package is there, something that it imports is not
         raise UserError(
-            f"{what} needs the package {package}: pip install 'mvp-engine[data]'"
+            f"{what} needs the package {package}: pip install 'mvp-engine[{extra}]'"
         ) from None
 
 
