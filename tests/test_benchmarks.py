@@ -200,6 +200,20 @@ def test_loader_benchmark_counts_the_same_tokens_on_both_sides(tmp_path: Path) -
     assert padded["rounds"][0]["slots"] > padded["rounds"][0]["useful"]
 
 
+def test_generation_benchmark_compares_equal_tokens(tmp_path: Path) -> None:
+    bench: Any = import_file(ROOT / "benchmarks" / "generation.py")
+    words = ["--shape", "tiny", "--prompts", "3", "--new", "4", "--held", "20", "--packs", "1", "--steps", "1"]
+    bench.main([*words, "--out", str(tmp_path / "out.json")])
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert [row.get("same_tokens") for row in result["rows"]] == [1.0, 1.0, None]
+    assert result["evaluation"]["answers"] == 2
+    page = tmp_path / "page.md"
+    page.write_text("<!-- generation -->\nold\n<!-- /generation -->\n")
+    bench.into_page(result, page)
+    assert "| KV cache |" in page.read_text()
+    assert "old" not in page.read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.campaign(only=True)
 def test_measure_rows_after_changes_and_signals_opens_only_what_is_missing(

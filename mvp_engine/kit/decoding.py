@@ -31,6 +31,7 @@ class Decoding:
     samples: int = 1  # completions per prompt
     seed: int = 0
     budget: int | None = None  # tokens of one forward over prompts, unless a single one has more
+    use_cache: bool = True  # False: each forward holds the prompts and their completions so far
     # Ends a completion early, given its tokens; called once per new token.
     is_finished: Finished | None = None
 
@@ -98,7 +99,7 @@ class _Group:
             self.last_positions = [int(positions.max()) for positions in of_prompts]
         model: Any = engine.model
         self.never_written = model.placeholders
-        self.uses_cache = engine.layout.ulysses == 1
+        self.uses_cache = decoding.use_cache and engine.layout.ulysses == 1
         self.cache: KVCache | None = None
 
     def run(self) -> list[Completion]:
