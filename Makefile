@@ -40,7 +40,7 @@ test-quick: setup
 
 # On a machine with a GPU. CONTRIBUTING.md has the line for a machine without this .venv.
 test-gpu: setup
-	@.venv/bin/pytest -m gpu --durations=10
+	@.venv/bin/pytest -m gpu -n 5 --dist worksteal --durations=10
 
 # Fuzzing and kill -9 at full length: the tests marked `campaign`, which are short in `make test`, and kill -9 on fresh
 # processes under torchrun.

@@ -110,9 +110,10 @@ class TinyEngine(Engine):
     def plant(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | float]:
         """The batch with the faults of its bad rows, and a term of the loss."""
         tiny = self.config.tiny
-        is_bad = torch.isin(batch["index"], torch.tensor(tiny.bad_rows))
         if not tiny.bad_rows:
             return batch, 0.0
+        index = batch["index"]
+        is_bad = torch.isin(index, torch.tensor(tiny.bad_rows, device=index.device))
         if tiny.bad_kind == "weight":
             return {**batch, "weight": batch["weight"].masked_fill(is_bad, torch.nan)}, 0.0
         if tiny.bad_kind == "huge":
