@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from mvp_engine.errors import UserError
 
@@ -52,3 +55,18 @@ def import_file(file: Path) -> ModuleType:
 
 def _stands_for(name: str, folder: str) -> bool:
     return list(getattr(sys.modules.get(name), "__path__", [])) == [folder]
+
+
+def lazy_exports(package: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package that imports on first use what it names below `if TYPE_CHECKING:`."""
+
+    def get(name: str) -> Any:
+        module = sys.modules[package]
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+                value = getattr(importlib.import_module(str(node.module)), name)
+                setattr(module, name, value)
+                return value
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get

@@ -68,6 +68,7 @@ MODULES = {
     "ops.flex": "ops.flex_attention",
     "ops.ragged_attention": "ops.cudnn_attention",
     "ops.varlen": "ops.torch_varlen",
+    "kit.generate": "kit.generation",
     "kit.made": "kit.build_once",
     "kit.small": "kit.tiny_processors",
     "kit.optim.kernels": "kit.optim.adamw_kernel",

@@ -44,9 +44,32 @@ class Composed:
     files: list[Path]
 
 
+@dataclass(frozen=True)
+class Draft:
+    """The values of all files and overrides, before a schema validates them."""
+
+    file: Path
+    files: list[ConfigFile]
+    overrides: list[str]
+    values: dict[str, Any]
+
+    def validated(self, schema: type[Config], engine: str) -> Config:
+        try:
+            return schema.model_validate({**self.values, "engine": engine})
+        except ValidationError as error:
+            message = explain_invalid(error, schema, self.files, self.overrides)
+            raise UserError(message) from None
+
+
 def compose(path: str | Path, overrides: list[str] | None = None) -> Composed:
     """Compose and validate the config at `path`; raises `UserError` with what is wrong, where, and the fix."""
-    overrides = overrides or []
+    draft = read_draft(path, overrides or [])
+    engine_class, engine = find_engine(draft.values.get("engine"), draft.file)
+    config = draft.validated(engine_class.config_class, engine)
+    return Composed(config, engine_class, [source.path for source in draft.files])
+
+
+def read_draft(path: str | Path, overrides: list[str]) -> Draft:
     file = _find_file(Path(path).expanduser())
     roots = _search_roots(file)
     files = [ConfigFile(DEFAULTS, ""), *_inherited(file, roots)]
@@ -55,13 +78,7 @@ def compose(path: str | Path, overrides: list[str] | None = None) -> Composed:
     if engine is not None and not isinstance(engine, str):
         place = place_of("engine", files, overrides)
         raise UserError(f"{place}: 'engine' is {engine!r}. Write file.py:Class")
-    engine_class, values["engine"] = find_engine(engine, file)
-    schema = engine_class.config_class
-    try:
-        config = schema.model_validate(values)
-    except ValidationError as error:
-        raise UserError(explain_invalid(error, schema, files, overrides)) from None
-    return Composed(config, engine_class, [source.path for source in files])
+    return Draft(file, files, overrides, values)
 
 
 # ---- Files ------------------------------------------------------------------------------------------

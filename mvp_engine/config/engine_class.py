@@ -39,9 +39,13 @@ def _import_module(spec: str | None, config_file: Path) -> tuple[ModuleType, str
     """The module, and the class name if the spec has one."""
     if spec is not None:
         return load_spec(spec, config_file.parent, "engine")
+    return import_file(nearest_engine(config_file)), None
+
+
+def nearest_engine(config_file: Path) -> Path:
     for folder in config_file.absolute().parents[: 1 + FOLDERS_ABOVE]:
         if (folder / "engine.py").is_file():
-            return import_file(folder / "engine.py"), None
+            return folder / "engine.py"
     raise UserError(
         f"{config_file}: no engine.py next to the config or in the two folders above it. "
         "Set `engine: path/to/engine.py:YourEngine` in the config."
@@ -53,7 +57,8 @@ def _engines_in(module: ModuleType) -> dict[str, type[Engine]]:
     from mvp_engine.engine import Engine  # here: it imports torch, which `mvp --help` must not
 
     found: dict[str, type[Engine]] = {}
-    for name, value in vars(module).items():
+    for name in {**vars(module), **dict.fromkeys(getattr(module, "__all__", ()))}:
+        value = getattr(module, name, None)
         if isinstance(value, type) and issubclass(value, Engine) and value is not Engine:
             found[name] = value
     return found

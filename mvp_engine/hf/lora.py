@@ -11,46 +11,19 @@ import difflib
 import math
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
-from mvp_engine.config.schema import Count, Positive, Section
 from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.errors import UserError
+from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import PARTS, matching, parts_of
 
 Fetch = Callable[[str], Tensor]  # returns the full tensor of a parameter name
-
-
-class Lora(Section):
-    """The LoRA keys of a recipe's config."""
-
-    rank: Count = 16
-    """The inner size of the adapters (lora_r)."""
-    alpha: Positive | None = None
-    """The adapter output is scaled by alpha / rank; null: alpha is twice the rank."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Applied to the adapter's input."""
-    targets: Annotated[list[str], Field(min_length=1)] | None = None
-    """Linear layers to adapt: part names, or patterns of layer names; null: the part llm, or the
-    linear layers of all blocks in a module without parts."""
-    train: list[str] = Field([])
-    """Trained in full, without an adapter: part names, or patterns of parameter names."""
-    rslora: bool = False
-    """Scale by alpha / sqrt(rank) (rsLoRA), so that a larger rank does not need a larger learning rate."""
-
-    @property
-    def resolved_alpha(self) -> float:
-        return 2 * self.rank if self.alpha is None else self.alpha
-
-    @property
-    def scaling(self) -> float:
-        return self.resolved_alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class _LoraA(nn.Linear):

@@ -16,7 +16,7 @@ import torch
 from mvp_engine.checkpoint.state import HF
 from mvp_engine.errors import UserError
 from mvp_engine.hf.export import write_side_files
-from mvp_engine.hf.lora import Lora
+from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.weight_files import fingerprint
 

@@ -31,7 +31,7 @@ from mvp_engine.hf.model_inputs import check_token_range, media_inputs
 if TYPE_CHECKING:
     from mvp_engine.hf.adapter import HFAdapter
     from mvp_engine.hf.kv_cache import KVCache
-    from mvp_engine.hf.lora import Lora
+    from mvp_engine.hf.lora_settings import Lora
 
 Outputs = dict[str, Tensor]
 

@@ -1,19 +1,33 @@
 """Kits: data, model, loss, optimizer, MFU and generation for recipes, which use the ones they need."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from mvp_engine.hf.lora import Lora
+from mvp_engine.imports import lazy_exports
 from mvp_engine.kit.build_once import build_once
-from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
-from mvp_engine.kit.decoding import Completion, Decoding, complete
-from mvp_engine.kit.examples import examples_of
-from mvp_engine.kit.generate import Answer, generate, generate_answers
-from mvp_engine.kit.loss import TokenLoss, TokenNormedLossKit
-from mvp_engine.kit.mfu import MFUKit
-from mvp_engine.kit.mllm import EvalGeneration, MLLMConfig, MLLMEngine
-from mvp_engine.kit.model import MLLMModelKit
-from mvp_engine.kit.optim import OptimKit, OptimSettings
-from mvp_engine.kit.row_checks import check_labels, check_rows
+
+if TYPE_CHECKING:
+    from mvp_engine.hf.lora_settings import Lora
+    from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
+    from mvp_engine.kit.decoding import Completion, Decoding, complete
+    from mvp_engine.kit.examples import examples_of
+    from mvp_engine.kit.generation import Answer, generate, generate_answers
+    from mvp_engine.kit.loss import TokenNormedLossKit
+    from mvp_engine.kit.mfu import MFUKit
+    from mvp_engine.kit.mllm import MLLMEngine
+    from mvp_engine.kit.model import MLLMModelKit
+    from mvp_engine.kit.optim import OptimKit, OptimSettings
+    from mvp_engine.kit.row_checks import check_labels, check_rows
+    from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, TokenLoss
+else:  # the sections of configs are here too, and `mvp config show` imports no torch
+    _export = lazy_exports(__name__)
+    _RENAMED = {"answer": "generate_answers", "made_once": "build_once"}
+
+    def __getattr__(name):
+        if name in _RENAMED:
+            new = _RENAMED[name]
+            raise ImportError(f"mvp_engine.kit.{name} was renamed to mvp_engine.kit.{new}")
+        return _export(name)
+
 
 __all__ = [
     "Answer",
@@ -42,11 +56,3 @@ __all__ = [
     "generate_answers",
     "load_processor",
 ]
-
-_RENAMED = {"answer": "generate_answers", "made_once": "build_once"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        raise ImportError(f"mvp_engine.kit.{name} was renamed to mvp_engine.kit.{_RENAMED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

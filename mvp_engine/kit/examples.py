@@ -15,7 +15,7 @@ from PIL import Image
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message
 from mvp_engine.kit.data.read.rows import read_row
-from mvp_engine.kit.generate import Answer
+from mvp_engine.kit.generation import Answer
 from mvp_engine.kit.report import Example
 
 MAX_IMAGE_SIDE = 320

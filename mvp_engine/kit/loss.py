@@ -10,21 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from mvp_engine.config.schema import Fraction, NonNegative, Section
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.engine.context import StepContext
-
-
-class TokenLoss(Section):
-    """The config section of this kit."""
-
-    z_loss: NonNegative = 0.0
-    """Factor of the squared log z: keeps the softmax denominator z near 1."""
-    label_smoothing: Fraction = Field(default=0.0, lt=1)
-    """The share of the target that is spread evenly over the vocabulary."""
+from mvp_engine.kit.settings import TokenLoss
 
 
 class TokenNormedLossKit:

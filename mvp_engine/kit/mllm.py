@@ -18,70 +18,26 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pydantic import model_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mvp_engine.config.schema import Config, Count, Section
+from mvp_engine.config.schema import Config
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_symlink
 from mvp_engine.hf.config_source import read_config
-from mvp_engine.hf.lora import Lora
-from mvp_engine.kit.data import MLLMData, MLLMDataKit, load_processor
-from mvp_engine.kit.data.pack.measure_workers import default_num_workers
+from mvp_engine.kit.data import MLLMDataKit, load_processor
 from mvp_engine.kit.examples import examples_of
-from mvp_engine.kit.generate import Answer, generate_answers, write_answers
-from mvp_engine.kit.loss import TokenLoss, TokenNormedLossKit
+from mvp_engine.kit.generation import Answer, generate_answers, write_answers
+from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit
-from mvp_engine.kit.optim import OptimKit, OptimSettings
+from mvp_engine.kit.optim import OptimKit
 from mvp_engine.kit.report import write_report
 from mvp_engine.kit.row_checks import check_rows
-
-
-class EvalGeneration(Section):
-    """Generation in every evaluation: completions of held-out prompts."""
-
-    max_new_tokens: Count = 32
-    """The most tokens of a completion."""
-    every_n_samples: Count = 1
-    """Every n-th held-out row is completed."""
-    prompt_tokens: Count = 16
-    """The prompt of a row that is plain text, not a chat: its first tokens, this many."""
-
-
-class MLLMConfig(Config):
-    """The config of an MLLMEngine."""
-
-    optim: OptimSettings
-    mllm: MLLMData
-    """Sources of rows, packs, limits of media."""
-    processor: str | None = None
-    """The folder of the processor or tokenizer; null: that of the model."""
-    lora: Lora | None = None
-    """LoRA adapters on the frozen model; null: full fine-tuning."""
-    loss: TokenLoss = TokenLoss()
-    """Terms of the token loss."""
-    eval_generation: EvalGeneration | None = None
-    """Generate answers in every evaluation; null: evaluations have losses only."""
-    export: str | None = None
-    """A symlink to the Hugging Face folder of the newest finished run; null: no export after training."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_workers(cls, values: dict[str, Any]) -> dict[str, Any]:
-        data = values.get("data")
-        if isinstance(data, dict) and data.get("num_workers") == "auto":
-            return {**values, "data": {**data, "num_workers": default_num_workers()}}
-        return values
-
-    @model_validator(mode="after")
-    def _one_global_batch(self) -> MLLMConfig:
-        self.mllm.global_batch_packs(self.data.global_batch_size)  # raises if two keys set it
-        return self
+from mvp_engine.kit.settings import MLLMConfig
 
 
 class MLLMEngine(Engine):

@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mvp_engine.config import Config, compose
+from mvp_engine.config.compose import read_draft
+from mvp_engine.config.schema import Config
 from mvp_engine.tools.config_keys import engine_comments, explain_key, reference_page
+from mvp_engine.tools.recipe_schema import find_schema
 
 
 def print_config(config_file: str, overrides: list[str]) -> None:
-    config = compose(config_file, overrides).config
-    print(config.to_yaml(), end="")
+    print(_read_config(config_file, overrides).to_yaml(), end="")
 
 
 def print_schema(config_file: str, overrides: list[str]) -> None:
-    config = compose(config_file, overrides).config
-    print(json.dumps(json_schema(config), indent=2))
+    print(json.dumps(json_schema(_read_config(config_file, overrides)), indent=2))
+
+
+def _read_config(config_file: str, overrides: list[str]) -> Config:
+    """The config that `compose` returns, without an import of torch."""
+    draft = read_draft(config_file, overrides)
+    return draft.validated(*find_schema(draft))
 
 
 def print_explanation(key: str, config_file: str | None) -> None:
@@ -30,8 +36,8 @@ def print_reference(config_file: str | None) -> None:
 def _schema_of(config_file: str | None) -> type[Config]:
     """The schema of a recipe's config; without one, that of the engine and the kits."""
     if config_file is not None:
-        return compose(config_file).engine_class.config_class
-    from mvp_engine.kit.mllm import MLLMConfig
+        return find_schema(read_draft(config_file, []))[0]
+    from mvp_engine.kit.settings import MLLMConfig
 
     return MLLMConfig
 

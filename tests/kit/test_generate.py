@@ -17,7 +17,7 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit.decoding import Decoding, complete, with_completion
-from mvp_engine.kit.generate import Answer, generate, generate_answers, split_prompts, write_answers
+from mvp_engine.kit.generation import Answer, generate, generate_answers, split_prompts, write_answers
 from mvp_engine.model_engine import LanguageModelEngine
 
 FAMILIES = ["qwen3_vl", "qwen2_5_vl", "gemma3", "llava", "qwen2_audio", "paligemma"]

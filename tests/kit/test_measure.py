@@ -16,10 +16,11 @@ from tiny_vlm import chat, made, qwen3_vl, write, write_image
 
 from mvp_engine.config import compose
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.pack import cost_cache, measure_workers
+from mvp_engine.kit.data import cpus
+from mvp_engine.kit.data.cpus import num_processes
+from mvp_engine.kit.data.pack import cost_cache
 from mvp_engine.kit.data.pack.cost_cache import ROW_RECORD, RecordFile, locked
 from mvp_engine.kit.data.pack.costs import CHUNK_ROWS, measure_costs
-from mvp_engine.kit.data.pack.measure_workers import num_processes
 from mvp_engine.kit.data.read import decode_image
 from mvp_engine.kit.data.read.sources import open_source
 
@@ -236,8 +237,8 @@ def test_num_workers_auto_is_a_share_of_the_cores_for_the_data_kit_and_none_othe
 ) -> None:
     digits = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(measure_workers, "available_cpus", lambda: 12)
+    monkeypatch.setattr(cpus, "available_cpus", lambda: 12)
     assert compose(digits, ["data.num_workers=auto"]).config.data.num_workers == 5
     assert compose(TINY).config.data.num_workers == 0
-    monkeypatch.setattr(measure_workers, "available_cpus", lambda: 2)
+    monkeypatch.setattr(cpus, "available_cpus", lambda: 2)
     assert compose(digits, ["data.num_workers=auto"]).config.data.num_workers == 1

@@ -25,7 +25,7 @@ from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
 from mvp_engine.hf.parts import trained_parts
 from mvp_engine.kit import MLLMData, MLLMDataKit
-from mvp_engine.kit.data.pack.measure_workers import available_cpus
+from mvp_engine.kit.data.cpus import available_cpus
 from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows
 from mvp_engine.launch import launch, leave
 from mvp_engine.log import backend_factory

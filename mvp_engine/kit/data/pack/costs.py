@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mvp_engine.errors import UserError
+from mvp_engine.kit.data.cpus import num_processes
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.pack.cost_cache import (
     ROW_RECORD,
@@ -30,7 +31,7 @@ from mvp_engine.kit.data.pack.cost_cache import (
     read_costs,
     write_costs,
 )
-from mvp_engine.kit.data.pack.measure_workers import WorkerDied, map_chunks, num_processes
+from mvp_engine.kit.data.pack.measure_workers import WorkerDied, map_chunks
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Part
 from mvp_engine.kit.data.read.rows import read_row

@@ -1,0 +1,36 @@
+"""The config section of LoRA, apart from its layers: a config is validated without torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from pydantic import Field
+
+from mvp_engine.config.schema import Count, Positive, Section
+
+
+class Lora(Section):
+    """The LoRA keys of a recipe's config."""
+
+    rank: Count = 16
+    """The inner size of the adapters (lora_r)."""
+    alpha: Positive | None = None
+    """The adapter output is scaled by alpha / rank; null: alpha is twice the rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Applied to the adapter's input."""
+    targets: Annotated[list[str], Field(min_length=1)] | None = None
+    """Linear layers to adapt: part names, or patterns of layer names; null: the part llm, or the
+    linear layers of all blocks in a module without parts."""
+    train: list[str] = Field([])
+    """Trained in full, without an adapter: part names, or patterns of parameter names."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) (rsLoRA), so that a larger rank does not need a larger learning rate."""
+
+    @property
+    def resolved_alpha(self) -> float:
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+    @property
+    def scaling(self) -> float:
+        return self.resolved_alpha / (math.sqrt(self.rank) if self.rslora else self.rank)

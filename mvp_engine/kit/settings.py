@@ -1,0 +1,67 @@
+"""The config of an MLLMEngine: its sections, and how they depend on each other. It imports no torch.
+
+Sections of the data, the optimizer and LoRA are next to their code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from mvp_engine.config.schema import Config, Count, Fraction, NonNegative, Section
+from mvp_engine.hf.lora_settings import Lora
+from mvp_engine.kit.data.cpus import default_num_workers
+from mvp_engine.kit.data.settings import MLLMData
+from mvp_engine.kit.optim.settings import OptimSettings
+
+
+class TokenLoss(Section):
+    """The config section of the loss kit."""
+
+    z_loss: NonNegative = 0.0
+    """Factor of the squared log z: keeps the softmax denominator z near 1."""
+    label_smoothing: Fraction = Field(default=0.0, lt=1)
+    """The share of the target that is spread evenly over the vocabulary."""
+
+
+class EvalGeneration(Section):
+    """Generation in every evaluation: completions of held-out prompts."""
+
+    max_new_tokens: Count = 32
+    """The most tokens of a completion."""
+    every_n_samples: Count = 1
+    """Every n-th held-out row is completed."""
+    prompt_tokens: Count = 16
+    """The prompt of a row that is plain text, not a chat: its first tokens, this many."""
+
+
+class MLLMConfig(Config):
+    """The config of an MLLMEngine."""
+
+    optim: OptimSettings
+    mllm: MLLMData
+    """Sources of rows, packs, limits of media."""
+    processor: str | None = None
+    """The folder of the processor or tokenizer; null: that of the model."""
+    lora: Lora | None = None
+    """LoRA adapters on the frozen model; null: full fine-tuning."""
+    loss: TokenLoss = TokenLoss()
+    """Terms of the token loss."""
+    eval_generation: EvalGeneration | None = None
+    """Generate answers in every evaluation; null: evaluations have losses only."""
+    export: str | None = None
+    """A symlink to the Hugging Face folder of the newest finished run; null: no export after training."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_workers(cls, values: dict[str, Any]) -> dict[str, Any]:
+        data = values.get("data")
+        if isinstance(data, dict) and data.get("num_workers") == "auto":
+            return {**values, "data": {**data, "num_workers": default_num_workers()}}
+        return values
+
+    @model_validator(mode="after")
+    def _one_global_batch(self) -> MLLMConfig:
+        self.mllm.global_batch_packs(self.data.global_batch_size)  # raises if two keys set it
+        return self
