@@ -59,6 +59,12 @@ def profile(args: argparse.Namespace) -> int:
     )
 
 
+def doctor(args: argparse.Namespace) -> int:
+    from mvp_engine.tools.doctor import doctor
+
+    return doctor(args.config, args.overrides, folder=args.dir, as_json=args.json)
+
+
 def replay(args: argparse.Namespace) -> int:
     from mvp_engine.tools import replay
 

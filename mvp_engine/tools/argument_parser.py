@@ -37,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mvp_engine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_training_commands(commands)
+    _add_doctor_command(commands)
     _add_replay_command(commands)
     _add_estimate_command(commands)
     _add_recipe_commands(commands)
@@ -79,6 +80,20 @@ def _add_training_commands(commands: Any) -> None:
     for command in (train, evaluate, check, profile):
         text = "processes (ranks) on this machine (default: 1)"
         command.add_argument("--nproc", type=int, default=1, metavar="N", help=text)
+
+
+def _add_doctor_command(commands: Any) -> None:
+    text = "check this machine: versions, GPUs, kernels, media, disk, all-reduce; each line ok or a fix"
+    doctor = _add_command(commands, "doctor", text)
+    text = "also check the disk and the kernels for this recipe's YAML file"
+    doctor.add_argument("config", nargs="?", metavar="CONFIG", help=text)
+    doctor.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
+    )
+    text = "folder of the runs (default: outputs, or project.dir of CONFIG)"
+    doctor.add_argument("--dir", metavar="DIR", help=text)
+    _add_json_option(doctor)
+    doctor.set_defaults(run="doctor")
 
 
 def _add_replay_command(commands: Any) -> None:

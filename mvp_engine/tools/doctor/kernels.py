@@ -1,0 +1,181 @@
+"""Kernels that a training will use on this machine, each run once against plain PyTorch, and why not a better one.
+
+Legend: T tokens of all sequences, H query heads, K key/value heads, d head size, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mvp_engine.ops import cudnn_attention, fp8
+from mvp_engine.ops.attention import AttnSpec
+from mvp_engine.ops.linear_cross_entropy import linear_loss
+from mvp_engine.ops.reference_attention import reference_attention
+from mvp_engine.tools.doctor.finding import Finding, ok, problem, warning
+
+LENGTHS = (1024, 512, 1536, 1024)  # tokens of the packed sequences
+TOLERANCE = 2e-2  # relative error of bf16 kernels
+COMPILER_FIX = "install a C compiler and Python's headers (apt install gcc python3-dev); without: model.compile=null"
+Attention = Callable[[Tensor, Tensor, Tensor, AttnSpec], Tensor]
+
+
+def check_attention(head_size: int = 128) -> Finding:
+    """The fastest attention kernel for plain packed sequences of this head size."""
+    if not torch.cuda.is_available():
+        text = "the reference, one sequence at a time: the kernels for packed sequences need a GPU"
+        return ok("attention", text, kernel="reference")
+    inputs = _packed_inputs(head_size)
+    spec = _spec()
+    why = _why_not_cudnn(inputs[0], spec)
+    if why is None:
+        return _try_attention("cuDNN", cudnn_attention.cudnn_attention, inputs, spec)
+    from mvp_engine.ops.torch_varlen import torch_varlen_attention
+
+    finding = _try_attention("FlashAttention", torch_varlen_attention, inputs, spec)
+    if finding.fix or cudnn_attention.INSTALLED or not _has_cudnn_kernels():
+        text = f"{finding.text}. Not cuDNN: {why}"
+        return Finding("attention", finding.status, text, finding.fix, finding.facts)
+    text = f"{finding.text}. Not cuDNN, which is faster on this GPU: {why}"
+    return warning("attention", text, "pip install 'mvp-engine[cuda]'", **finding.facts)
+
+
+def _has_cudnn_kernels() -> bool:
+    return torch.cuda.get_device_capability()[0] in (9, 10)
+
+
+def _why_not_cudnn(q_HTd: Tensor, spec: AttnSpec) -> str | None:
+    if cudnn_attention.is_supported(q_HTd, spec):
+        return None
+    if not _has_cudnn_kernels():
+        return "its kernels for packed sequences need Hopper or Blackwell"
+    if not cudnn_attention.INSTALLED:
+        return "nvidia-cudnn-frontend is not installed"
+    return f"it does not support head size {q_HTd.shape[-1]}"
+
+
+def _packed_inputs(head_size: int) -> list[Tensor]:
+    """q (H, T, d), k and v (K, T, d) in bf16 on the GPU."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    tensors = []
+    for heads in (16, 8, 8):
+        shape = (heads, sum(LENGTHS), head_size)
+        tensor = torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+        tensors.append(tensor.requires_grad_())
+    return tensors
+
+
+def _spec() -> AttnSpec:
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(device="cuda", dtype=torch.int32)
+    return AttnSpec(offsets, max(LENGTHS))
+
+
+def _try_attention(
+    name: str, attention: Attention, inputs: list[Tensor], spec: AttnSpec
+) -> Finding:
+    """Run a kernel forward and backward, compare it with the reference, and time it."""
+    q, k, v = inputs
+    expected = _with_gradients(
+        lambda: reference_attention(q.float(), k.float(), v.float(), spec), inputs
+    )
+    fix = "pip install -U nvidia-cudnn-frontend, or uninstall it: FlashAttention is used then"
+    if name != "cuDNN":
+        fix = "install a torch build for this GPU"
+    try:
+        found = _with_gradients(lambda: attention(q, k, v, spec), inputs)
+        milliseconds = _milliseconds(
+            lambda: _with_gradients(lambda: attention(q, k, v, spec), inputs)
+        )
+    except Exception as error:  # noqa: BLE001 - any failure of a kernel is a finding
+        return problem("attention", f"{name} fails: {_summary(error)}", fix, kernel=name)
+    pairs = zip(found, expected, strict=True)
+    worst = max(float((a.float() - b).norm() / b.norm()) for a, b in pairs)
+    facts = {"kernel": name, "milliseconds": round(milliseconds, 3), "relative_error": worst}
+    if not worst < TOLERANCE:
+        text = f"{name} computes wrong values: relative error {worst:.1e}"
+        return problem("attention", text, fix, **facts)
+    text = f"{name}, {milliseconds:.2f} ms forward and backward of {sum(LENGTHS):,} tokens"
+    return ok("attention", text, **facts)
+
+
+def _with_gradients(compute: Callable[[], Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    out = compute()
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), inputs)]
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(10):
+        run()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start) / 10
+
+
+def check_loss() -> Finding:
+    """The fused linear cross-entropy, which uses Triton kernels on a GPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    hidden_TD = torch.randn(512, 256, device=device, generator=generator, requires_grad=True)
+    weight_VD = torch.randn(4096, 256, device=device, generator=generator) / 16
+    labels_T = torch.randint(4096, (512,), device=device, generator=generator)
+    expected = F.cross_entropy(hidden_TD @ weight_VD.t(), labels_T, reduction="sum")
+    d_expected = torch.autograd.grad(expected, hidden_TD)[0]
+    try:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss, _ = linear_loss(hidden_TD, weight_VD, labels_T)
+        d_hidden = torch.autograd.grad(loss, hidden_TD)[0]
+    except Exception as error:  # noqa: BLE001 - any failure of a kernel is a finding
+        return problem("loss", f"the fused cross-entropy fails: {_summary(error)}", COMPILER_FIX)
+    relative = float((d_hidden - d_expected).norm() / d_expected.norm())
+    kernel = "Triton kernels" if device == "cuda" else "torch operators (no GPU)"
+    if not relative < TOLERANCE:
+        text = f"the fused cross-entropy computes wrong values: relative error {relative:.1e}"
+        return problem("loss", text, "install a tested version of torch", relative_error=relative)
+    return ok("loss", f"fused linear cross-entropy with {kernel}", kernel=kernel)
+
+
+def check_compile() -> Finding | None:
+    """torch.compile, which `model.compile=auto` uses on GPUs."""
+    if not torch.cuda.is_available():
+        return None
+    x = torch.arange(1000.0, device="cuda")
+    start = time.perf_counter()
+    try:
+        compiled = torch.compile(lambda x: F.silu(x) * 2 + 1)
+        right = torch.allclose(compiled(x), F.silu(x) * 2 + 1)
+    except Exception as error:  # noqa: BLE001 - any failure of the compiler is a finding
+        return problem("torch.compile", f"fails: {_summary(error)}", COMPILER_FIX)
+    if not right:
+        return problem("torch.compile", "computes wrong values", "model.compile=null")
+    seconds = time.perf_counter() - start
+    return ok("torch.compile", f"inductor, first kernel in {seconds:.1f} s", seconds=seconds)
+
+
+def check_fp8() -> Finding | None:
+    """FP8 matmuls, which are off unless `model.fp8` is set."""
+    if not torch.cuda.is_available():
+        return None
+    if torch.cuda.get_device_capability() < (8, 9):
+        return ok("FP8", "not supported by this GPU, which model.fp8 needs (Ada, Hopper or newer)")
+    layer = nn.Linear(256, 256, device="cuda")
+    x = torch.randn(64, 256, device="cuda")
+    expected = layer(x)
+    fp8.use(nn.Sequential(layer))
+    with torch.autocast("cuda", torch.bfloat16):
+        error = float((layer(x).float() - expected).norm() / expected.norm())
+    if not error < 0.1:
+        text = f"wrong values: relative error {error:.1e}"
+        return problem("FP8", text, "leave model.fp8 off")
+    return ok("FP8", "supported: model.fp8=true", relative_error=error)
+
+
+def _summary(error: BaseException) -> str:
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{type(error).__name__}: {text}"[:300]
