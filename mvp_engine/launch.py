@@ -95,9 +95,10 @@ def _run(composed: Composed, world: World) -> int:
     for entry in config.log.backends:
         backend_factory(entry, config.engine)  # raises for a wrong one before anything is loaded
     start = _agree_on_start(config, world)
-    engine = composed.engine_class(config, world, start.run, start.checkpoint, start.message)
+    engine: Engine | None = None
     status = "failed"
     try:
+        engine = composed.engine_class(config, world, start.run, start.checkpoint, start.message)
         with EarlyMessages(config.log.backends, world.rank), engine:
             getattr(engine, config.workflow)()
         status = "finished"
@@ -113,7 +114,8 @@ def _run(composed: Composed, world: World) -> int:
     finally:
         if world.is_main and start.owned:
             with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
-                start.run.note(status=status, step=engine.step, ended=time.time())
+                step = engine.step if engine else 0
+                start.run.note(status=status, step=step, ended=time.time())
 
 
 def _agree_on_start(config: Config, world: World) -> Start:

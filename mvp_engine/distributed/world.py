@@ -7,6 +7,8 @@ never wait for the GPU.
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -104,6 +106,28 @@ class World:
         if self.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), src=0)
+
+    def once_per_node(self, work: Callable[[], object], name: str) -> None:
+        """Run `work` on one rank of each node while the other ranks wait, which has no time-out: for downloads.
+
+        A user error of one node is raised on all ranks. `name` must be new.
+        """
+        if self.store is None:
+            work()
+            return
+        if self.local_rank == 0:
+            message = ""
+            try:
+                work()
+            except UserError as error:
+                message = str(error)
+            self.store.set(f"{name}/{self.rank}", message)
+        for rank in range(0, self.size, self.local_size):
+            # Not `wait`, which has a time-out and keeps signal handlers from running.
+            while not self.store.check([f"{name}/{rank}"]):
+                time.sleep(0.1)
+            if message := self.store.get(f"{name}/{rank}").decode():
+                raise UserError(message)
 
     def barrier(self) -> None:
         self.any(False)

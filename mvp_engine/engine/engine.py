@@ -36,6 +36,7 @@ from mvp_engine.engine.meter import Meter
 from mvp_engine.engine.resume import record_config, refuse_beyond_the_end
 from mvp_engine.engine.state import collect_state, restore_state
 from mvp_engine.errors import Interrupted, UserError, count
+from mvp_engine.hf.hub_pins import pin_config
 from mvp_engine.hf.parts import table
 from mvp_engine.log import LogHub, MetricStore
 from mvp_engine.log.backends import RunInfo
@@ -59,7 +60,7 @@ class Engine(EngineHooks):
         checkpoint: Path | None = None,
         greeting: str = "",
     ) -> None:
-        self.config = config
+        self.config = pin_config(config, world, run)
         self.world = world
         self.run = run
         self.checkpoint = checkpoint

@@ -1,7 +1,7 @@
 """The transformers config that a model is built from: `model.path`, `model.config`, or both.
 
-`model.path` names a local folder with a config.json, `model.config` changes single settings of
-it. Without a folder, `model.config.model_type` selects a config class with its defaults.
+`model.path` names a folder with a config.json, or a model of the Hub, and `model.config` changes
+single settings of it. Without a folder, `model.config.model_type` selects a config class with its defaults.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mvp_engine.errors import UserError, did_you_mean
+from mvp_engine.hf.hub import ADAPTER_CONFIG, local_folder
 
 
 def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:
@@ -22,7 +23,7 @@ def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:
     if path is None:
         known = _default_config(str(overrides.get("model_type")))
     else:
-        known = _config_of_folder(Path(path))
+        known = _config_of_folder(path)
         settings = known.to_dict()
     changes = {key: value for key, value in overrides.items() if key != "model_type"}
     _merge(known, settings, changes, "model.config")
@@ -45,18 +46,18 @@ def _default_config(model_type: str) -> Any:
     return CONFIG_MAPPING[model_type]()
 
 
-def _config_of_folder(path: Path) -> Any:
+def _config_of_folder(path: str | Path) -> Any:
     from transformers import AutoConfig
 
-    if not (path / "config.json").is_file():
-        problem = "has no config.json" if path.is_dir() else "is not a folder"
-        raise UserError(f"model.path={path} {problem}; it must be a local Hugging Face folder")
+    folder = local_folder(path)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path={path} {_no_config(folder)}")
     try:
-        known = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        known = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - any error: the file is the user's
         first_line = str(error).strip().split("\n")[0]
         raise UserError(
-            f"{path / 'config.json'} cannot be read: {type(error).__name__}: {first_line}"
+            f"{folder / 'config.json'} cannot be read: {type(error).__name__}: {first_line}"
         ) from None
     if getattr(known, "quantization_config", None) is not None:
         raise UserError(
@@ -69,6 +70,17 @@ def _config_of_folder(path: Path) -> Any:
             "which is not supported"
         )
     return known
+
+
+def _no_config(folder: Path) -> str:
+    if (folder / ADAPTER_CONFIG).is_file():
+        return "is a LoRA adapter: give the model that it adapts"
+    if folder.is_dir():
+        return "has no config.json; it must be a Hugging Face folder, or a model of the Hub"
+    return (
+        "is not a folder; it must be a Hugging Face folder, or a model of the Hub as org/name "
+        "(hf://org/name, if org is a folder here)"
+    )
 
 
 def _merge(known: Any, settings: dict[str, Any], overrides: dict[str, Any], key: str) -> None:

@@ -14,6 +14,7 @@ from mvp_engine.distributed import World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path, temporary_path
+from mvp_engine.hf.hub import repo_of
 from mvp_engine.hf.lora import Fetch, adapted_layers
 from mvp_engine.hf.packed_model import PackedModel
 
@@ -53,6 +54,7 @@ def _adapter_config(
 ) -> dict[str, Any]:
     lora: Any = model.lora
     source: Any = getattr(model, "source", None)
+    repo = repo_of(source) if source else None
     task = None  # peft wraps a model of another kind as it is
     if isinstance(model, PackedModel):
         is_classifier = type(skeleton).__name__.endswith("ForSequenceClassification")
@@ -60,7 +62,8 @@ def _adapter_config(
     return {
         "peft_type": "LORA",
         "task_type": task,
-        "base_model_name_or_path": str(source) if source else None,
+        "base_model_name_or_path": repo.name if repo else str(source) if source else None,
+        "revision": repo.revision if repo else None,
         "r": lora.rank,
         "lora_alpha": lora.resolved_alpha,
         "lora_dropout": lora.dropout,

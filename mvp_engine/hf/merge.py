@@ -17,6 +17,7 @@ from mvp_engine.checkpoint.format import Reader
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
 from mvp_engine.hf.export import MAX_FILE_BYTES, export
+from mvp_engine.hf.hub import local_folder
 from mvp_engine.hf.load import folder_groups
 from mvp_engine.hf.lora import add_adapters, merge_adapters
 from mvp_engine.hf.lora_export import export_adapter
@@ -31,7 +32,7 @@ def merge(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    base: Path | None = None,
+    base: str | Path | None = None,
     adapter_only: bool = False,
     ema: bool = False,
 ) -> None:
@@ -47,7 +48,8 @@ def merge(
     saved = _SavedTensors(checkpoint, model, ema)
     base_folder = None
     if info.base is not None:
-        base_folder = Path(info.base.path).expanduser() if base is None else base
+        if adapter_only or saved.missing():
+            base_folder = local_folder(base or info.base.path, weights=not adapter_only)
         for name, param in model.named_parameters():
             # One that the checkpoint lacks was frozen by model.freeze, though LoRA would train it.
             was_trained = param.requires_grad and f"model.{name}" in saved.entries
@@ -57,7 +59,7 @@ def merge(
         model.source = base_folder
         export_adapter(model, out, saved.fetch, single_process)
         return
-    if info.base is not None and base_folder is not None and saved.missing():
+    if info.base is not None and base_folder is not None:
         info.base.check(base_folder, "Name the folder: mvp merge --base FOLDER")
         saved.add_base(base_folder)
     saved.check_complete()

@@ -16,6 +16,7 @@ import torch
 from mvp_engine.checkpoint.state import HF
 from mvp_engine.errors import UserError
 from mvp_engine.hf.export import write_side_files
+from mvp_engine.hf.hub import portable_name
 from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.weight_files import fingerprint
@@ -71,7 +72,7 @@ def write_model_info(
         info["lora"] = model.lora.model_dump()
     if model.source is not None and (trainable_only or model.lora is not None):
         weights = fingerprint(model.source)
-        info["base"] = {"path": str(model.source.resolve()), "weights": weights}
+        info["base"] = {"path": portable_name(model.source), "weights": weights}
     (folder / NAME).write_text(json.dumps(info) + "\n")
 
 

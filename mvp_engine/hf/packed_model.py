@@ -26,6 +26,7 @@ from mvp_engine.hf import attention, experts, input_hooks, media_features, visio
 from mvp_engine.hf.config_facts import num_heads, packed_length_limit
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.export_plan import Target
+from mvp_engine.hf.hub import local_folder
 from mvp_engine.hf.model_inputs import check_token_range, media_inputs
 
 if TYPE_CHECKING:
@@ -112,16 +113,17 @@ class PackedModel(nn.Module):
 
     @classmethod
     def on_meta(cls, path: str | Path | None, overrides: dict[str, Any] | None = None) -> Self:
-        """The model of a Hugging Face folder, or of a config alone, on the meta device.
+        """The model of a Hugging Face folder or of the Hub, or of a config alone, on the meta device.
 
         The model engine materializes the weights.
         """
-        config = read_config(path, overrides or {})
+        folder = local_folder(path) if path else None
+        config = read_config(folder, overrides or {})
         folder_dtype = config.dtype
         config.dtype = torch.float32  # master weights are float32, whatever the folder holds
         with torch.device("meta"):
             model = cls.from_config(config)
-        model.source = Path(path) if path else None
+        model.source = folder
         model.export_dtype = folder_dtype or torch.float32
         return model
 

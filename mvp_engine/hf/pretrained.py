@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mvp_engine.errors import UserError, count
 from mvp_engine.hf import load
+from mvp_engine.hf.hub import fetch_weights
 from mvp_engine.hf.packed_model import PackedModel
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -24,6 +25,7 @@ def load_pretrained(model: PackedModel, skeleton: nn.Module) -> set[str]:
     """
     assert model.source is not None
     assert isinstance(skeleton, PackedModel)
+    fetch_weights(model.source)
     state = model.state_dict(keep_vars=True)
     own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     wrapped = {n.removeprefix(PREFIX): value for n, value in own.items() if n.startswith(PREFIX)}

@@ -19,6 +19,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf.config_source import read_config
+from mvp_engine.hf.hub import ADAPTER_CONFIG
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.processor import GENERATION_CONFIG, load_processor
@@ -29,7 +30,6 @@ from mvp_engine.kit.decoding import Completion, Decoding, complete
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, precision_on
 
 Message = Mapping[str, Any]
-ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_PREFIX = "base_model.model."
 # Options of peft that change what an adapter computes, with the value that is supported.
 _PLAIN_ADAPTER = {

@@ -55,7 +55,8 @@ class MLLMEngine(Engine):
         folder = config.processor or config.model.path
         if folder is None:
             raise UserError(
-                "no processor: set model.path to a model's folder, or processor to one that has it"
+                "no processor: set model.path to a model's folder or to a model of the Hub, or processor to one "
+                "that has it"
             )
         return load_processor(folder)
 

@@ -43,7 +43,7 @@ class MLLMConfig(Config):
     mllm: MLLMData
     """Sources of rows, packs, limits of media."""
     processor: str | None = None
-    """The folder of the processor or tokenizer; null: that of the model."""
+    """The folder, or the model of the Hub, with the processor or tokenizer; null: that of the model."""
     lora: Lora | None = None
     """LoRA adapters on the frozen model; null: full fine-tuning."""
     loss: TokenLoss = TokenLoss()

@@ -14,8 +14,9 @@ from typing import Any
 
 from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.errors import UserError
+from mvp_engine.hf.hub import ADAPTER_CONFIG, hub_model, local_folder
 from mvp_engine.hf.merge import merge
-from mvp_engine.kit.chat import ADAPTER_CONFIG, ChatModel
+from mvp_engine.kit.chat import ChatModel
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.runs import checkpoint_step, complete_checkpoints, open_run
 from mvp_engine.tools.merge import build_model
@@ -136,15 +137,9 @@ def _answer(
 def model_folders(target: str, root: Path) -> Iterator[tuple[Path, Path | None]]:
     """The model's folder and an adapter's, if `target` is one. A run without an export is merged into a
     temporary folder."""
-    path = Path(target).expanduser()
+    path = local_folder(target, weights=True)
     if (path / ADAPTER_CONFIG).is_file():
-        base = json.loads((path / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
-        if not base or not (Path(base) / "config.json").is_file():
-            raise UserError(
-                f"{path / ADAPTER_CONFIG}: base_model_name_or_path={base} is not a model's folder; "
-                "write its path there"
-            )
-        yield Path(base), path
+        yield _base_of_adapter(path), path
     elif (path / "config.json").is_file():
         yield path, None
     else:
@@ -163,6 +158,22 @@ def model_folders(target: str, root: Path) -> Iterator[tuple[Path, Path | None]]
             folder = Path(temporary) / "model"
             merge(checkpoint, build_model(checkpoint), folder)
             yield folder, None
+
+
+def _base_of_adapter(folder: Path) -> Path:
+    """The folder of the model that an adapter was trained on; its config may name a model of the Hub."""
+    file = folder / ADAPTER_CONFIG
+    config = json.loads(file.read_text())
+    base = config.get("base_model_name_or_path")
+    if base and hub_model(base) and config.get("revision"):
+        base = f"{base}@{config['revision']}"
+    found = local_folder(base, weights=True) if base else None
+    if found is None or not (found / "config.json").is_file():
+        raise UserError(
+            f"{file}: base_model_name_or_path={base} is not a model's folder, nor a model of the Hub; "
+            "write its path there"
+        )
+    return found
 
 
 def _step_of_export(folder: Path) -> int:

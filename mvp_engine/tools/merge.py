@@ -38,7 +38,7 @@ def merge_command(
         Path(out).expanduser().resolve(),
         dtype=getattr(torch, dtype) if dtype else None,
         max_file_bytes=int(max_file_gb * 1e9),
-        base=Path(base).expanduser() if base else None,
+        base=base,
         adapter_only=adapter,
         ema=ema,
     )

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from mvp_engine.errors import UserError
+from mvp_engine.hf.hub import local_folder
 
 GENERATION_CONFIG = "generation_config.json"
 
 
 def load_processor(folder: str | Path) -> Any:
-    """The processor of a model's folder, or its tokenizer where it has no processor."""
-    path = Path(folder).expanduser()
+    """The processor of a model's folder or of the Hub, or its tokenizer where it has no processor."""
+    path = local_folder(folder)
     if not path.is_dir():
-        raise UserError(f"{folder} is not a folder with a model's processor or tokenizer")
+        raise UserError(
+            f"{folder} is not a folder with a model's processor or tokenizer, nor a model of the Hub"
+        )
     from transformers import AutoProcessor, AutoTokenizer
 
     try:
@@ -49,7 +52,7 @@ def save_generation_config(
     """
     config: dict[str, Any] = {"pad_token_id": pad_token_id}
     if model is not None:
-        original = Path(model).expanduser() / GENERATION_CONFIG
+        original = local_folder(model) / GENERATION_CONFIG
         if original.is_file():
             config = json.loads(original.read_text())
     known = config.get("eos_token_id")

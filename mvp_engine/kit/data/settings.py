@@ -16,6 +16,7 @@ from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.row_format import FieldType, RowFormat
 from mvp_engine.kit.data.read.rows import FORMATS, known_columns
 
+HUB = "hf://"
 RESERVED_FIELDS = ("source", "sample", "media_end", "side")  # other `sequence_fields` of batches
 
 
@@ -23,7 +24,8 @@ class DataSource(Section):
     """One named source of rows."""
 
     path: str | list[str]
-    """A file, a folder, a glob, or a list of them; or LLaMA-Factory's `dataset_info.json:NAME`."""
+    """A file, a folder, a glob, or a list of them; `hf://org/dataset[:config][:split][@revision]` of the Hub; or
+    LLaMA-Factory's `dataset_info.json:NAME`."""
     name: str | None = None
     """The name in metrics and messages; null: the name of the file."""
     split: str = "train"
@@ -56,7 +58,10 @@ class DataSource(Section):
         """The name, or that of the first file, of the function, or stdin."""
         if self.name is not None:
             return self.name
-        first = Path(self.path if isinstance(self.path, str) else self.path[0])
+        text = self.path if isinstance(self.path, str) else self.path[0]
+        first = Path(text)
+        if text.startswith(HUB):
+            return first.name.partition("@")[0].replace(":", "_")
         if ":" in first.name and not first.exists():
             return first.name.rpartition(":")[2]
         return "stdin" if first.name == "-" else Path(first.name.removesuffix(".gz")).stem
@@ -67,7 +72,13 @@ class DataSource(Section):
 
 
 def resolve_source(source: DataSource) -> DataSource:
-    """The source with the file and columns of a dataset_info.json, if its path names one."""
+    """The source with local files in place of datasets of the Hub, or with the file and columns of a
+    dataset_info.json, if its path names one."""
+    paths = [source.path] if isinstance(source.path, str) else source.path
+    if any(path.startswith(HUB) for path in paths):
+        return source.model_copy(
+            update={"path": _local_files(paths, source.split), "name": source.label}
+        )
     info = read_dataset_info(source.path)
     if info is None:
         return source
@@ -78,6 +89,17 @@ def resolve_source(source: DataSource) -> DataSource:
         "columns": {**info.columns, **source.columns},
     }
     return source.model_copy(update=update)
+
+
+def _local_files(paths: list[str], split: str) -> list[str]:
+    from mvp_engine.hf.hub_datasets import (
+        dataset_files,
+    )  # it imports torch, which a config does not need
+
+    found: list[str] = []
+    for path in paths:
+        found += dataset_files(path, split) if path.startswith(HUB) else [path]
+    return found
 
 
 class MLLMData(Section):
