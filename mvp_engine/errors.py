@@ -22,6 +22,11 @@ class RowError(UserError):
         self.row = row
 
 
+def reason_of(error: BaseException) -> str:
+    """One error in words: a user error's own, else with its type."""
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The sentence to append for a misspelt name, with a space before it; empty where no known name is similar."""
     similar = difflib.get_close_matches(name, list(known), 1)

@@ -92,11 +92,10 @@ def launch(
 
 def _run(composed: Composed, world: World) -> int:
     config = composed.config
-    for entry in config.log.backends:
-        backend_factory(entry, config.engine)  # raises for a wrong one before anything is loaded
     start = _agree_on_start(config, world)
     engine: Engine | None = None
     status = "failed"
+    reason: str | None = None
     try:
         engine = composed.engine_class(config, world, start.run, start.checkpoint, start.message)
         with EarlyMessages(config.log.backends, world.rank), engine:
@@ -111,11 +110,14 @@ def _run(composed: Composed, world: World) -> int:
     except KeyboardInterrupt:
         status = "interrupted"
         raise
+    except Exception as error:
+        _, reason = world.failed_first(error)
+        raise
     finally:
         if world.is_main and start.owned:
             with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
                 step = engine.step if engine else 0
-                start.run.note(status=status, step=step, ended=time.time())
+                start.run.note(status=status, error=reason, step=step, ended=time.time())
 
 
 def _agree_on_start(config: Config, world: World) -> Start:
@@ -124,6 +126,8 @@ def _agree_on_start(config: Config, world: World) -> Start:
     message: Start | UserError | None = None
     if world.is_main:
         try:
+            for entry in config.log.backends:
+                backend_factory(entry, config.engine)  # raises for a wrong one before data is read
             chosen = choose_start(config)
             # Without the lock of the run folder, which rank 0 keeps.
             message = dataclasses.replace(chosen, run=Run(chosen.run.dir))
@@ -174,7 +178,7 @@ def _failed(error: BaseException, world: World | None) -> int:
     rank = world.rank if world else int(os.environ.get("RANK", "0"))
     code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_BUG
     if world:
-        first = world.failed_first()
+        first, _ = world.failed_first(error)
     else:  # all ranks found the error in the config: one of each machine prints it
         first = rank if code == EXIT_BUG or os.environ.get("LOCAL_RANK", "0") == "0" else -1
     sys.stdout.flush()  # the error comes last

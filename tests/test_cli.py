@@ -66,6 +66,23 @@ def test_runs_list_and_show_print_status_and_metrics(two_runs: Path, capsys) -> 
     assert facts["train"]["step"] == 6
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [(["tiny.loader=none"], "prepare_dataloader('train') gave None"), (["parallel.replicate=2"], "use --nproc 2, or")],
+)
+def test_failed_start_keeps_its_reason(train, tmp_path: Path, capsys, words: list[str], reason: str) -> None:
+    assert train(*words, "project.run_id=first") == EXIT_USER_ERROR
+    assert main(["runs", "show", "--dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "first: failed at step 0" in printed
+    assert "  error       " in printed
+    assert reason in printed
+    assert train("project.run_id=first", "resume=auto") == 0
+    capsys.readouterr()
+    assert main(["runs", "show", "--dir", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["error"] is None
+
+
 def test_runs_diff_prints_config_keys_and_metrics(two_runs: Path, capsys) -> None:
     assert main(["runs", "diff", "first", "second", "--dir", str(two_runs)]) == 0
     assert "optim.lr: 0.02 -> 0.1" in capsys.readouterr().out

@@ -6,6 +6,7 @@ never wait for the GPU.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, reason_of
 from mvp_engine.process.watchdog import RankWatchdog
 
 _FIRST_FAILURE = "first_failure"
@@ -157,14 +158,14 @@ class World:
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
-    def failed_first(self) -> int:
-        """Called by a rank that fails; returns the rank that failed first. Later failures follow from it."""
-        if self.store is None:
-            return self.rank
-        try:
-            return int(self.store.compare_set(_FIRST_FAILURE, "", str(self.rank)))
-        except (RuntimeError, ValueError):  # the store is gone with its host
-            return self.rank
+    def failed_first(self, error: BaseException) -> tuple[int, str]:
+        """Called by a rank that fails; returns the rank that failed first, and why. Later failures follow from it."""
+        first = f"{self.rank} {reason_of(error)}"
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):  # the store is gone with its host
+                first = self.store.compare_set(_FIRST_FAILURE, "", first).decode()
+        rank, _, reason = first.partition(" ")
+        return int(rank), reason
 
 
 def _node() -> str:

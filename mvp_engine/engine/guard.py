@@ -131,7 +131,7 @@ class SkipGuard:
         try:
             yield
         except Exception as error:
-            if feed.world.failed_first() == self.rank:  # the others only follow
+            if feed.world.failed_first(error)[0] == self.rank:  # the others only follow
                 entry = self._steps[-1]
                 self._record(entry, f"{type(error).__name__}: {error}", (), feed)
                 text = f"step {entry['step']} failed. Find the row with: {self.replay_command}"

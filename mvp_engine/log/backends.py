@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import logging
 import os
@@ -10,7 +11,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from mvp_engine.errors import UserError
 from mvp_engine.log import format as fmt
 from mvp_engine.log.plot import plot_runs
 from mvp_engine.log.terminal import Terminal
@@ -39,6 +39,8 @@ class Backend:
 
     An OSError is reported once and the next call is made; any other error disables the backend with a warning.
     """
+
+    package = ""  # what it imports; a missing one ends the run before data is read
 
     def start(self, info: RunInfo) -> None:
         """Before the first record. A UserError here ends the run."""
@@ -125,6 +127,8 @@ class JsonlBackend(Backend):
 
 
 class TensorBoardBackend(Backend):
+    package = "tensorboard"
+
     def start(self, info: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -170,25 +174,29 @@ class TrackerBackend(Backend):
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
 
-    def init(self, package: str, info: RunInfo, **options: Any) -> None:
+    def init(self, info: RunInfo, **options: Any) -> None:
         options |= {"project": info.project, "resume": "allow", "config": info.config}
-        self.tracker = _import_tracker(package).init(**{**options, **self.settings})
+        self.tracker = importlib.import_module(self.package).init(**{**options, **self.settings})
 
     def metrics(self, record: dict[str, Any]) -> None:
         self.tracker.log(flat(record), step=record["step"])
 
 
 class WandbBackend(TrackerBackend):
+    package = "wandb"
+
     def start(self, info: RunInfo) -> None:
-        self.init("wandb", info, id=info.run.id, dir=str(info.run.dir))
+        self.init(info, id=info.run.id, dir=str(info.run.dir))
 
     def close(self, failure: str | None) -> None:
         self.tracker.finish(exit_code=1 if failure else 0)
 
 
 class TrackioBackend(TrackerBackend):
+    package = "trackio"
+
     def start(self, info: RunInfo) -> None:
-        self.init("trackio", info, name=info.run.id)
+        self.init(info, name=info.run.id)
 
     def close(self, failure: str | None) -> None:
         self.tracker.finish()
@@ -214,14 +222,3 @@ def flat(record: dict[str, Any]) -> dict[str, float]:
     for key, value in record.get("perf", {}).items():
         values[f"perf/{key}"] = value
     return {name: value for name, value in values.items() if isinstance(value, int | float)}
-
-
-def _import_tracker(package: str) -> Any:
-    try:
-        return __import__(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        raise UserError(
-            f"log.backends names {package!r}, which is not installed: pip install {package}, or leave it out"
-        ) from None

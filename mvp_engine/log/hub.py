@@ -7,6 +7,7 @@ ranks print warnings to stderr.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import logging
 import math
@@ -150,6 +151,9 @@ def backend_factory(entry: BackendEntry, engine: str | None) -> Callable[[], Bac
     if not isinstance(name, str):
         raise UserError(f"log.backends: {entry} has no name: write {{name: wandb, ...}}")
     kind = BACKENDS.get(name) or _own_backend(name, Path((engine or "").rpartition(":")[0]).parent)
+    if kind.package and importlib.util.find_spec(kind.package) is None:
+        fix = f"pip install {kind.package}, or leave it out"
+        raise UserError(f"log.backends names {name!r}, but {kind.package} is not installed: {fix}")
     try:
         inspect.signature(kind).bind(**settings)
     except TypeError as error:

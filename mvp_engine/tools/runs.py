@@ -54,6 +54,8 @@ def print_run(root: Path, name: str | None, *, as_json: bool) -> None:
         print(json.dumps(summary, indent=2))
         return
     print(f"{run.id}: {summary['status']} at step {summary['step']}, started {summary['started']}")
+    if summary["error"]:
+        print(f"  error       {summary['error'].rstrip()}")
     for split in SPLITS:
         if summary[split]:
             values = [f"{key} {text}" for key, text in shown(summary[split]) if key != "eta"]
@@ -151,6 +153,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "id": run.id,
         "dir": str(run.dir),
         "status": run.status(),
+        "error": run.info.get("error") if run.status() == "failed" else None,
         "step": max(*steps, run.info.get("step", 0)),
         "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.info["created"])),
         "checkpoints": [path.name for path in run.checkpoint_list()],

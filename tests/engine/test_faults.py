@@ -116,7 +116,7 @@ def test_batch_of_zero_weight_is_skipped(train, tmp_path: Path, monkeypatch) -> 
         (["workflow=_build_model"], "no such workflow"),
         (["device=cuda"], "torch sees no GPU here"),
         (["log.backends=[papyrus]"], "unknown backend 'papyrus'; known: terminal, file"),
-        (["log.backends=[wandb]"], "which is not installed: pip install wandb"),
+        (["log.backends=[wandb]"], "but wandb is not installed: pip install wandb"),
         (["loop.eval_interval=1", "checkpoint.best_metric=iq"], "is not among the eval metrics: loss"),
         (["loop.epochs=1", "loop.total_steps=null", "tiny.loader=iterable"], "needs the number of steps"),
         (["resume=/nowhere"], "/nowhere does not exist"),

@@ -117,6 +117,8 @@ def test_exception_on_one_rank_ends_the_job_with_one_traceback(tmp_path: Path) -
     assert "the bug of a user" in output
     assert output.count("Traceback") == 1, output
     assert output.splitlines()[-1] == "KeyError: 'the bug of a user'"
+    [run] = list_runs(tmp_path)
+    assert (run.status(), run.info["error"]) == ("failed", "KeyError: 'the bug of a user'")
 
 
 def test_user_error_on_two_ranks_is_one_last_line(tmp_path: Path) -> None:

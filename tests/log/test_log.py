@@ -248,6 +248,7 @@ def test_backend_of_the_recipe_folder_that_raises_is_disabled_with_a_warning(
         ("{name:jsonl,file:a}", "settings of 'jsonl', which JsonlBackend() takes: got an unexpected keyword"),
         ("{file:a}", "has no name: write {name: wandb, ...}"),
         ("'board.py:Bord'", "'board.py:Bord' is not a subclass of"),
+        ("wandb", "names 'wandb', but wandb is not installed: pip install wandb, or leave it out"),
     ],
 )
 def test_wrong_backend_is_refused_before_the_run_folder_exists(
@@ -264,7 +265,7 @@ def test_tracker_backends_log_every_record(train, tmp_path: Path, monkeypatch, n
     run = types.SimpleNamespace(
         log=lambda values, step: calls.append((step, values)), finish=lambda **k: calls.append("finish")
     )
-    fake = types.SimpleNamespace(init=lambda **k: calls.append(k) or run)
+    fake = types.SimpleNamespace(__spec__="fake", init=lambda **k: calls.append(k) or run)
     monkeypatch.setitem(sys.modules, name, fake)
     assert train(f"log.backends=[{{name:{name},entity:team}}]", "loop.total_steps=4", dir=tmp_path) == 0
     assert calls[0]["project"] == "tiny"

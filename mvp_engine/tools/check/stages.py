@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -304,10 +303,10 @@ def check_environment(config: Config, record: CheckRecord) -> None:
     if run_id and config.resume is None and (root / run_id / "run.json").is_file():
         record.problem(f"run folder {root / run_id} exists: choose another project.run_id")
     for entry in config.log.backends:
-        backend_factory(entry, config.engine)  # raises for an unknown one
-        name = entry if isinstance(entry, str) else entry["name"]
-        if name in ("wandb", "trackio") and importlib.util.find_spec(name) is None:
-            record.problem(f"log.backends names {name!r}: pip install {name}, or leave it out")
+        try:
+            backend_factory(entry, config.engine)
+        except UserError as error:
+            record.problem(str(error))
     if config.resume is not None:
         record.warning(f"resume={config.resume} is ignored: a check starts at step 0")
 
