@@ -129,18 +129,25 @@ def data_inspect(args: argparse.Namespace) -> None:
     )
 
 
-def chat(args: argparse.Namespace) -> None:
+def chat(args: argparse.Namespace) -> int:
     from mvp_engine.kit.decoding import Decoding
     from mvp_engine.tools import chat
 
     kinds = ("image", "video", "audio")
-    chat.chat(
+    return chat.chat(
         args.target,
         root=args.dir,
         media=[(kind, file) for kind in kinds for file in getattr(args, kind)],
         prompt=args.prompt,
         system=args.system,
-        decoding=Decoding(args.max_new_tokens, temperature=args.temperature, seed=args.seed),
+        decoding=Decoding(
+            args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=args.seed,
+        ),
+        stop_strings=args.stop,
         device=args.device,
         as_json=args.json,
     )

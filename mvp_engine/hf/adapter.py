@@ -123,8 +123,12 @@ class HFAdapter:
 
 def cast_frozen_base(model: PackedModel, dtype: torch.dtype) -> None:
     """Under LoRA, keep frozen weights in the half precision that both their folder and the computation have."""
-    if model.lora is None or model.export_dtype != dtype or dtype == torch.float32:
-        return
+    if model.lora is not None and model.export_dtype == dtype and dtype != torch.float32:
+        cast_frozen_weights(model, dtype)
+
+
+def cast_frozen_weights(model: PackedModel, dtype: torch.dtype) -> None:
+    """Cast the weights that do not train, except those that transformers keeps in float32."""
     hf: Any = model.hf
     in_fp32 = {*(hf._keep_in_fp32_modules or ()), *(hf._keep_in_fp32_modules_strict or ())}
     for name, param in model.named_parameters():

@@ -8,7 +8,7 @@ from mvp_engine.kit.build_once import build_once
 if TYPE_CHECKING:
     from mvp_engine.hf.lora_settings import Lora
     from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
-    from mvp_engine.kit.decoding import Completion, Decoding, complete
+    from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
     from mvp_engine.kit.examples import examples_of
     from mvp_engine.kit.generation import Answer, generate, generate_answers
     from mvp_engine.kit.loss import TokenNormedLossKit
@@ -55,4 +55,5 @@ __all__ = [
     "generate",
     "generate_answers",
     "load_processor",
+    "stop_at",
 ]

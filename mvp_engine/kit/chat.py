@@ -18,6 +18,7 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
+from mvp_engine.hf.adapter import cast_frozen_weights
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.hub import ADAPTER_CONFIG
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
@@ -26,8 +27,9 @@ from mvp_engine.kit.data.processor import GENERATION_CONFIG, load_processor
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
-from mvp_engine.kit.decoding import Completion, Decoding, complete
+from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, precision_on
+from mvp_engine.model_engine.base import DTYPES
 
 Message = Mapping[str, Any]
 _ADAPTER_PREFIX = "base_model.model."
@@ -43,28 +45,36 @@ _PLAIN_ADAPTER = {
 
 
 class ChatModel:
-    """A model and its processor. `adapter` is a folder of a LoRA adapter in peft's format for this model."""
+    """A model and its processor. `adapter` is a folder of a LoRA adapter in peft's format for this model.
+
+    An answer ends before the first of `stop_strings`.
+    """
 
     def __init__(
-        self, folder: Path, adapter: Path | None = None, device: str | None = None
+        self,
+        folder: Path,
+        adapter: Path | None = None,
+        device: str | None = None,
+        stop_strings: Sequence[str] = (),
     ) -> None:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if place.type == "cuda":
-            place = torch.device("cuda", place.index or 0)
+        place = _find_device(device)
         self.encoder = RowEncoder(
             load_processor(_folder_with_processor(folder, adapter)),
             Limits(allow_outside=True),
             max_tokens=2**40,
             positions=RopePositions.for_config(read_config(folder, {})),
         )
-        model = LanguageModelEngine.build_model(ModelSource(str(folder)))
+        model: Any = LanguageModelEngine.build_model(ModelSource(str(folder)))
         settings = Settings(precision=precision_on(place, "auto"))
+        if settings.precision != "fp32":
+            cast_frozen_weights(model.requires_grad_(False), DTYPES[settings.precision])
         self.engine = LanguageModelEngine(model, Layout(World(0, 1, 0, 1, place)), settings)
         self.engine.initialize()
         if adapter is not None:
             merge_adapter(self.engine.model, adapter)
         self.tokenizer = self.encoder.media.tokenizer
         self.stop = self._stop_tokens(folder)
+        self.stop_strings = [one for one in stop_strings if one]
 
     @property
     def is_chat_model(self) -> bool:
@@ -93,21 +103,25 @@ class ChatModel:
         on_text: Callable[[str], None] | None = None,
     ) -> Completion:
         """The next message; `on_text` gets each new piece of it while it is written."""
-        stream = _TextStream(on_text) if on_text is not None else None
+        stream = _TextStream(on_text, self.stop_strings) if on_text is not None else None
+        at_string = stop_at(self.tokenizer, self.stop_strings) if self.stop_strings else None
 
-        def show(tokens: list[int]) -> bool:
+        def is_finished(tokens: list[int]) -> bool:
             if stream is not None:
                 stream.show(self.text(tokens))
-            return False
+            return at_string is not None and at_string(tokens)
 
-        decoding = replace(decoding, stop=self.stop, is_finished=show)
+        decoding = replace(decoding, stop=self.stop, is_finished=is_finished)
         (completion,) = complete(self.engine, self.prompt(messages), decoding)
         if stream is not None:
             stream.end(self.text(completion.tokens))
         return completion
 
     def text(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        text = str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        for one in self.stop_strings:
+            text = text.partition(one)[0]
+        return text
 
     def _stop_tokens(self, folder: Path) -> set[int]:
         """Where answers end: as the generation config, the tokenizer and the chat template say."""
@@ -125,19 +139,38 @@ class ChatModel:
 class _TextStream:
     """Passes on what is new in a text that grows."""
 
-    def __init__(self, on_text: Callable[[str], None]) -> None:
+    def __init__(self, on_text: Callable[[str], None], stop_strings: Sequence[str]) -> None:
         self.on_text = on_text
         self.length = 0  # of what was passed on
+        starts = {one[:length] for one in stop_strings for length in range(1, len(one))}
+        self.starts = sorted(starts, key=len, reverse=True)
 
     def show(self, text: str) -> None:
         # The first bytes of a character decode to a replacement mark until the others follow.
-        if not text.endswith("\ufffd"):
-            self.end(text)
+        text = text.rstrip("\ufffd")
+        start = next((one for one in self.starts if text.endswith(one)), "")
+        self.end(text.removesuffix(start))
 
     def end(self, text: str) -> None:
         if len(text) > self.length:
             self.on_text(text[self.length :])
             self.length = len(text)
+
+
+def _find_device(name: str | None) -> torch.device:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name is not None:
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise UserError(f"no device {name!r}: write cpu, cuda, or cuda:1") from None
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise UserError(f"device {name}: torch sees {count} GPUs here, counted from 0")
+        torch.cuda.set_device(device)
+    return device
 
 
 def _folder_with_processor(folder: Path, adapter: Path | None) -> Path:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.errors import UserError
 from mvp_engine.hf.kv_cache import KVCache
 from mvp_engine.model_engine import ModelEngine
 
@@ -28,6 +29,8 @@ class Decoding:
     max_new_tokens: int
     stop: Collection[int] = ()  # a completion ends with the first of these, and includes it
     temperature: float = 0.0  # 0: greedy decoding
+    top_k: int | None = None  # draw from this many of the most likely tokens
+    top_p: float = 1.0  # draw from the most likely tokens that have this probability together
     samples: int = 1  # completions per prompt
     seed: int = 0
     budget: int | None = None  # tokens of one forward over prompts, unless a single one has more
@@ -35,14 +38,42 @@ class Decoding:
     # Ends a completion early, given its tokens; called once per new token.
     is_finished: Finished | None = None
 
+    def __post_init__(self) -> None:
+        self._check("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
+        self._check("samples", self.samples >= 1, "at least 1")
+        self._check("temperature", self.temperature >= 0, "0 (greedy decoding) or more")
+        self._check("top_k", self.top_k is None or self.top_k >= 1, "at least 1")
+        self._check("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1")
+
+    def _check(self, name: str, is_right: bool, allowed: str) -> None:
+        if not is_right:
+            raise UserError(f"{name}={getattr(self, name)}: must be {allowed}")
+
 
 @dataclass
 class Completion:
-    """What was written after a prompt, and the log-probability of each token at the temperature of the decoding."""
+    """What was written after a prompt.
+
+    Log-probabilities are those of the model at the temperature of the decoding, over all tokens: `top_k` and `top_p`
+    do not change them.
+    """
 
     prompt: int  # its index
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    is_finished: bool = False  # False: it was cut after `max_new_tokens`
+
+
+def stop_at(tokenizer: Any, strings: Collection[str]) -> Finished:
+    """For `Decoding.is_finished`: a completion ends with the token that completes one of these strings."""
+    # Tokens have a byte or more; some have none, such as special ones.
+    window = max(len(one.encode()) for one in strings) + 8
+
+    def is_finished(tokens: list[int]) -> bool:
+        text = tokenizer.decode(tokens[-window:], skip_special_tokens=True)
+        return any(one in text for one in strings)
+
+    return is_finished
 
 
 def complete(
@@ -177,7 +208,8 @@ class _Group:
         if temperature == 0.0:
             tokens_S = scaled_SV.argmax(-1)
         else:
-            tokens_S = _draw(scaled_SV, [self.generators[s] for s in self.unfinished])
+            likely_SV = _most_likely(scaled_SV, self.decoding)
+            tokens_S = _draw(likely_SV, [self.generators[s] for s in self.unfinished])
         chosen_S = scaled_SV.gather(-1, tokens_S[:, None])[:, 0] - log_z_S
         drawn = zip(self.unfinished, tokens_S.tolist(), chosen_S.tolist(), strict=True)
         kept = []
@@ -185,7 +217,8 @@ class _Group:
             completion = self.all[s]
             completion.tokens.append(token)
             completion.log_probs.append(log_prob)
-            if not self._is_finished(completion.tokens):
+            completion.is_finished = self._is_finished(completion.tokens)
+            if not completion.is_finished:
                 kept.append(row)
         if len(kept) < len(self.unfinished):
             self.unfinished = [self.unfinished[row] for row in kept]
@@ -201,6 +234,20 @@ class _Group:
 def _generator(seed: int, prompt: int, sample: int) -> torch.Generator:
     mixed = hash((seed, prompt, sample)) % 2**63
     return torch.Generator().manual_seed(mixed)
+
+
+def _most_likely(logits_SV: Tensor, decoding: Decoding) -> Tensor:
+    """The logits of the tokens that `top_k` and `top_p` allow; those of the others are -inf."""
+    if decoding.top_k is None and decoding.top_p == 1.0:
+        return logits_SV
+    sorted_SV, order_SV = logits_SV.sort(descending=True)
+    if decoding.top_k is not None:
+        sorted_SV[:, decoding.top_k :] = float("-inf")
+    probs_SV = sorted_SV.softmax(-1)
+    # A token stays if those before it have less than `top_p`; so the first always does.
+    is_beyond_SV = probs_SV.cumsum(-1) - probs_SV >= decoding.top_p
+    sorted_SV = sorted_SV.masked_fill(is_beyond_SV, float("-inf"))
+    return torch.empty_like(logits_SV).scatter_(1, order_SV, sorted_SV)
 
 
 def _draw(logits_SV: Tensor, generators: list[torch.Generator]) -> Tensor:

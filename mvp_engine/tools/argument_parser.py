@@ -207,7 +207,13 @@ def _add_chat_command(commands: Any) -> None:
     chat.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 (default): greedy decoding"
     )
+    text = "sample from the N most likely tokens (default: all)"
+    chat.add_argument("--top-k", type=int, metavar="N", help=text)
+    text = "sample from the most likely tokens that have this probability together (default: 1)"
+    chat.add_argument("--top-p", type=float, default=1.0, metavar="P", help=text)
     chat.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling")
+    text = "an answer ends before this text; may be given several times"
+    chat.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
     chat.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU if present)")
     chat.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
     _add_json_option(chat)

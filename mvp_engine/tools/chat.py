@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -59,21 +60,27 @@ def chat(
     prompt: str | None,
     system: str | None,
     decoding: Decoding,
+    stop_strings: list[str],
     device: str | None,
     as_json: bool,
-) -> None:
-    """Answer one `prompt`, or each line of the standard input in one conversation."""
+) -> int:
+    """Answer one `prompt`, or each line of the standard input in one conversation; returns the exit code."""
     conversation = Conversation(system)
     conversation.reset()
     for kind, file in media:
         conversation.add_media(kind, file)
     with model_folders(target, Path(root)) as (folder, adapter):
-        model = ChatModel(folder, adapter, device)
-        if prompt is not None:
-            conversation.ask(prompt)
-            _answer(model, conversation, decoding, as_json)
-        else:
-            _loop(model, conversation, decoding, as_json)
+        model = ChatModel(folder, adapter, device, stop_strings)
+        try:
+            if prompt is not None:
+                conversation.ask(prompt)
+                _answer(model, conversation, decoding, as_json)
+            else:
+                _loop(model, conversation, decoding, as_json)
+        except KeyboardInterrupt:
+            print()
+            return 128 + signal.SIGINT
+    return 0
 
 
 def _loop(model: ChatModel, conversation: Conversation, decoding: Decoding, as_json: bool) -> None:
@@ -84,6 +91,8 @@ def _loop(model: ChatModel, conversation: Conversation, decoding: Decoding, as_j
         try:
             line = input("\n> " if is_terminal else "").strip()
         except (EOFError, KeyboardInterrupt):
+            if is_terminal:
+                print()
             break
         command, _, rest = line.partition(" ")
         try:
@@ -102,20 +111,29 @@ def _loop(model: ChatModel, conversation: Conversation, decoding: Decoding, as_j
             if not is_terminal:
                 raise
             print(error, file=sys.stderr)
+        except KeyboardInterrupt:  # ends the answer; at the prompt it ends the chat
+            if not is_terminal:
+                raise
+            print(" ...")
 
 
 def _answer(
     model: ChatModel, conversation: Conversation, decoding: Decoding, as_json: bool
 ) -> None:
     start = time.perf_counter()
+    shown: list[str] = []
 
     def show(text: str) -> None:
+        shown.append(text)
         print(text, end="", flush=True)
 
     try:
         completion = model.answer(conversation.messages, decoding, None if as_json else show)
     except UserError:
         conversation.messages.pop()  # the question that could not be read
+        raise
+    except KeyboardInterrupt:
+        conversation.messages.append({"role": "assistant", "content": "".join(shown)})
         raise
     text = model.text(completion.tokens)
     conversation.messages.append({"role": "assistant", "content": text})
@@ -126,7 +144,7 @@ def _answer(
         "messages": conversation.messages[:-1],
         "answer": text,
         "tokens": len(completion.tokens),
-        "stopped": completion.tokens[-1] in model.stop,
+        "stopped": completion.is_finished,
         "log_prob": sum(completion.log_probs),
         "seconds": round(time.perf_counter() - start, 3),
     }

@@ -128,15 +128,47 @@ def test_chat_reads_lines_of_one_conversation(folder: Path, image: Path, capsys,
     assert second["messages"] == [{"role": "user", "content": "blue"}]
 
 
+def test_chat_answer_ends_before_a_stop_string(folder: Path, monkeypatch) -> None:
+    model = ChatModel(folder, device="cpu", stop_strings=["two", "never"])
+    words = ["one ", "t", "w", "ice ", "tw", "o and", " more"]
+    monkeypatch.setattr(model.tokenizer, "decode", lambda tokens, **_: "".join(words[: len(tokens)]))
+    pieces: list[str] = []
+    completion = model.answer([{"role": "user", "content": "blue"}], Decoding(7), pieces.append)
+    assert len(completion.tokens) == 6
+    assert completion.is_finished
+    assert pieces == ["one ", "twice "]  # a text that may begin a stop string waits
+
+
+def test_chat_ctrl_c_ends_the_answer_and_keeps_what_was_shown(folder: Path, capsys, monkeypatch) -> None:
+    conversations = []
+
+    def answer(self: ChatModel, messages: list[Any], decoding: Decoding, on_text: Any) -> None:
+        conversations.append(list(messages))
+        on_text("half")
+        raise KeyboardInterrupt
+
+    lines = iter(["one", "two", "/exit"])
+    monkeypatch.setattr(ChatModel, "answer", answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert main(["chat", str(folder), "--device", "cpu"]) == 0
+    assert "half ...\n" in capsys.readouterr().out
+    assert [message["content"] for message in conversations[1]] == ["one", "half", "two"]
+    assert main(["chat", str(folder), "--device", "cpu", "-p", "one"]) == 130
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["nowhere", "-p", "x"], "no run 'nowhere'"),
         (["FOLDER", "-p", "x", "--image", "none.png"], "no image file none.png"),
         (["FOLDER", "-p", "x", "--audio", "IMAGE"], "audio"),
+        (["FOLDER", "-p", "x", "--device", "gpu"], "no device 'gpu': write cpu, cuda"),
+        (["FOLDER", "-p", "x", "--top-p", "2"], "top_p=2.0: must be more than 0"),
     ],
 )
 def test_chat_user_errors_are_explained(folder: Path, image: Path, words: list[str], message: str, capsys) -> None:
     places = {"FOLDER": str(folder), "IMAGE": str(image)}
-    assert main(["chat", *(places.get(word, word) for word in words), "--device", "cpu"]) == 2
+    assert main(["chat", "--device", "cpu", *(places.get(word, word) for word in words)]) == 2
     assert message in capsys.readouterr().err

@@ -15,8 +15,9 @@ from tiny_models import build_model, samples
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
+from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.kit.decoding import Decoding, complete, with_completion
+from mvp_engine.kit.decoding import Decoding, complete, stop_at, with_completion
 from mvp_engine.kit.generation import Answer, generate, generate_answers, split_prompts, write_answers
 from mvp_engine.model_engine import LanguageModelEngine
 
@@ -174,6 +175,42 @@ def test_complete_ends_where_the_caller_says() -> None:
     assert cut.tokens == free.tokens[:3]
     (stopped,) = complete(engine, ones[0], Decoding(max_new_tokens=8, stop={free.tokens[4]}))
     assert stopped.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1]
+
+
+def test_complete_top_k_and_top_p_draw_from_the_most_likely_tokens() -> None:
+    engine, ones = built("qwen3")
+    with torch.no_grad():
+        probs = engine.model(ones[0], ["next_logits"])["next_logits"][0].softmax(-1)
+    ranked = probs.argsort(descending=True).tolist()
+    decoding = Decoding(max_new_tokens=1, temperature=1.0, samples=400)
+    in_p = int((probs.sort(descending=True).values.cumsum(-1) < 0.5).sum()) + 1
+    for changes, count in (({"top_k": 3}, 3), ({"top_p": 0.5}, in_p), ({"top_k": 1, "top_p": 0.5}, 1)):
+        drawn = complete(engine, ones[0], replace(decoding, **changes))
+        assert {one.tokens[0] for one in drawn} <= {*ranked[:count]}
+        assert len({one.tokens[0] for one in drawn}) > count / 2
+        for one in drawn[:5]:
+            assert one.log_probs[0] == pytest.approx(float(probs[one.tokens[0]].log()), abs=1e-4)
+    for wrong in ({"top_p": 0.0}, {"samples": 0}, {"temperature": -1.0}, {"top_k": 0}, {"max_new_tokens": 0}):
+        with pytest.raises(UserError, match=next(iter(wrong))):
+            replace(decoding, **wrong)
+
+
+def test_complete_stop_string_ends_with_its_last_token() -> None:
+    engine, ones = built("qwen3")
+    decoding = Decoding(max_new_tokens=12, temperature=5.0)
+    (free,) = complete(engine, ones[0], decoding)
+    string = Letters().decode(free.tokens[2:5], True)
+    (cut,) = complete(engine, ones[0], replace(decoding, is_finished=stop_at(Letters(), ["no", string])))
+    assert cut.tokens == free.tokens[:5]
+    assert (cut.is_finished, free.is_finished) == (True, False)
+
+
+def test_complete_without_cache_is_equal() -> None:
+    engine, ones = built("qwen3_vl")
+    decoding = Decoding(max_new_tokens=NEW, temperature=1.0, samples=2)
+    cached = complete(engine, PackedBatch.concat(ones), decoding)
+    uncached = complete(engine, PackedBatch.concat(ones), replace(decoding, use_cache=False))
+    assert [one.tokens for one in cached] == [one.tokens for one in uncached]
 
 
 def test_write_answers_replaces_its_step_and_keeps_the_others(tmp_path: Path) -> None:

@@ -188,3 +188,21 @@ def test_evaluation_error_in_generation_or_score_is_a_warning_in_training_and_ra
             assert "in fail" in log.read_text()  # the traceback
             assert main(["evaluate", *words, f"project.dir={what}"]) == 1
             assert "IndexError: no answer" in capsys.readouterr().err
+
+
+def test_chat_with_a_lora_run_equals_its_export(config: str, tmp_path: Path, capsys: Any) -> None:
+    words = ["train", config, "loop.eval_interval=null", "lora.rank=2", "lora.targets=[llm]", "optim.lr=0.5"]
+    words += ["loop.total_steps=2"]
+    assert main(words) == 0
+    (run,) = (tmp_path / "outputs").iterdir()
+
+    def answer(target: str) -> str:
+        capsys.readouterr()
+        command = ["chat", target, "--device", "cpu", "--max-new-tokens", "6", "--json", "-p", "How many?"]
+        assert main([*command, "--image", "1_0.png"]) == 0
+        return str(json.loads(capsys.readouterr().out)["answer"])
+
+    untrained = answer("model")
+    of_checkpoint = answer(run.name)  # merged for the chat
+    assert main([*words, "workflow=export", "resume=auto", "export=link"]) == 0
+    assert answer(str(run)) == of_checkpoint == answer("link") != untrained
