@@ -33,6 +33,7 @@ from mvp_engine.errors import (
 )
 from mvp_engine.log import EarlyMessages, backend_factory
 from mvp_engine.process.pipes import ignore_broken_pipes
+from mvp_engine.report.summary import end_of_run
 from mvp_engine.runs import Run
 
 
@@ -96,6 +97,7 @@ def _run(composed: Composed, world: World) -> int:
     engine: Engine | None = None
     status = "failed"
     reason: str | None = None
+    started = time.time()
     try:
         engine = composed.engine_class(config, world, start.run, start.checkpoint, start.message)
         with EarlyMessages(config.log.backends, world.rank), engine:
@@ -118,6 +120,13 @@ def _run(composed: Composed, world: World) -> int:
             with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
                 step = engine.step if engine else 0
                 start.run.note(status=status, error=reason, step=step, ended=time.time())
+            if config.workflow == "train" and engine and engine.step and status != "failed":
+                end_of_run(
+                    start.run,
+                    time.time() - started,
+                    page="plot" in config.log.backends,
+                    summary="terminal" in config.log.backends and status == "finished",
+                )
 
 
 def _agree_on_start(config: Config, world: World) -> Start:

@@ -27,7 +27,9 @@ REMOVED_KEYS = {
 
 # Modules below mvp_engine.
 MODULES = {
-    "log.report": "kit.report",
+    "log.report": "report.page",
+    "log.plot": "report.plot",
+    "kit.report": "report.page",
     "log.profile": "tools.profile",
     "kit.estimate": "tools.estimate",
     "kit.data.inspect": "tools.inspect",

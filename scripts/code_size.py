@@ -4,7 +4,7 @@
 
 A token is one of Python's own tokenizer, without comments, docstrings, line ends and indentation. A line of code is a
 line that holds at least one. `core` is what every training runs through; kits and tools are called on top of it, and
-`hf` adapts one library.
+`hf` adapts one library, and `report` shows what a run folder holds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "mvp_engine"
-NOT_CORE = {"kit", "tools", "hf", "cli.py"}
+NOT_CORE = {"kit", "tools", "hf", "report", "cli.py"}
 READING_PATH = ["launch.py", "engine/engine.py", "model_engine/base.py", "model_engine/fsdp/engine.py"]
 _LAYOUT = {
     tokenize.COMMENT,

@@ -34,10 +34,10 @@ from mvp_engine.engine.guard import SkipGuard
 from mvp_engine.engine.hooks import EngineHooks
 from mvp_engine.engine.meter import Meter
 from mvp_engine.engine.resume import record_config, refuse_beyond_the_end
+from mvp_engine.engine.run_setup import record_setup
 from mvp_engine.engine.state import collect_state, restore_state
-from mvp_engine.errors import Interrupted, UserError, count
+from mvp_engine.errors import Interrupted, UserError
 from mvp_engine.hf.hub_pins import pin_config
-from mvp_engine.hf.parts import table
 from mvp_engine.log import LogHub, MetricStore
 from mvp_engine.log.backends import RunInfo
 from mvp_engine.model_engine import (
@@ -92,7 +92,7 @@ class Engine(EngineHooks):
 
     def train(self) -> None:
         message = "finishing this step, then saving. Ctrl-C once more leaves at once."
-        with StopSignals(message) as self.signals:
+        with StopSignals(message if self.world.is_main else "") as self.signals:
             self.signals.early = True
             self.before_train()
             self.signals.early = False
@@ -132,9 +132,7 @@ class Engine(EngineHooks):
             refuse_beyond_the_end(self.run, self.step, self.total_steps)
         self._open_log()
         self._open_checkpoints()
-        self.logger.info("run %s: %s", self.run.dir, self._summary(accumulation))
-        if parts := table(self.model, self.model_engine.optimizer):
-            self.logger.info("what trains:\n%s", parts)
+        record_setup(self, accumulation)
         if self.done:
             self.logger.info("nothing left to do: raise loop.total_steps or loop.epochs")
 
@@ -234,7 +232,8 @@ class Engine(EngineHooks):
         # The one host collective of a step on a planned loader.
         interrupted, self._stopped = self.world.any(self.signals.requested is not None, ctx.stop)
         last = self.done or self.step == self.total_steps
-        if self.step % config.log.interval == 0 or last:
+        self.hub.progress(self.step)
+        if self.step == 1 or self.step % config.log.interval == 0 or last:
             self._log_interval()
         best = False
         if config.loop.eval_interval and (self.step % config.loop.eval_interval == 0 or last):
@@ -262,7 +261,8 @@ class Engine(EngineHooks):
         self._read_status()
         resumed = self.metrics.resumed  # then totals are of more steps than this process made
         means, totals = self.metrics.reduce()
-        remaining = self.total_steps - self.step if self.total_steps else None
+        # The first step compiles and warms up: it predicts nothing.
+        remaining = self.total_steps - self.step if self.total_steps and self.step > 1 else None
         perf = self.meter.read({} if resumed else totals, self.feed.take_waited(), remaining)
         record = {"step": self.step, "epoch": self.epoch, "split": "train", **means}
         record |= self.model_engine.learning_rates
@@ -314,6 +314,7 @@ class Engine(EngineHooks):
     def _evaluate_and_track(self) -> bool:
         """Evaluate; is it the best so far?"""
         self.evaluated_at = self.step
+        self.hub.progress(self.step, "evaluating")
         with self.meter.paused():
             means = self.evaluate()
         name = self.config.checkpoint.best_metric
@@ -384,16 +385,3 @@ class Engine(EngineHooks):
         self.checkpoints = self._closing.enter_context(manager)
         if self.best and self.best["step"] <= self.step:
             manager.mark_best(self.best["step"])
-
-    def _summary(self, accumulation: int) -> str:
-        params = list(self.model.parameters())
-        trained = sum(param.numel() for param in params if param.requires_grad)
-        total = sum(param.numel() for param in params)
-        of_total = f" of {total:,}" if trained != total else ""
-        precision = self.model_engine.settings.precision
-        return (
-            f"{trained:,}{of_total} parameters train, {precision} on {self.world.size} x {self.device.type}; "
-            f"steps {self.step} to {self.total_steps or '?'}; "
-            f"global batch of {count(self.global_batch_size, 'sample')} on "
-            f"{count(self.layout.data_size, 'data-parallel rank')}, {count(accumulation, 'micro-batch')} each"
-        )

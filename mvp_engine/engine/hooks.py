@@ -26,6 +26,7 @@ class EngineHooks:
     device: torch.device
     layout: Layout
     total_steps: int | None
+    batch_unit = "sample"  # what `global_batch_size` counts
 
     # ---- Parts ----------------------------------------------------------------------------------------------------
 

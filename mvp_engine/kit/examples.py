@@ -16,7 +16,7 @@ from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.generation import Answer
-from mvp_engine.kit.report import Example
+from mvp_engine.report import Example
 
 MAX_IMAGE_SIDE = 320
 MAX_VIDEO_FRAMES = 4

@@ -11,7 +11,7 @@ A recipe subclasses it and overrides what it changes, or wires the kits itself w
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from itertools import chain
@@ -35,9 +35,10 @@ from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit
-from mvp_engine.kit.report import write_report
-from mvp_engine.kit.row_checks import check_rows
+from mvp_engine.kit.row_checks import check_rows, row_groups
 from mvp_engine.kit.settings import MLLMConfig
+from mvp_engine.report import write_report
+from mvp_engine.report.facts import metric_texts
 
 
 class MLLMEngine(Engine):
@@ -46,6 +47,10 @@ class MLLMEngine(Engine):
     config_class: type[Config] = MLLMConfig
     config: MLLMConfig
     title = "What the model answers"  # of the report
+    batch_unit = "pack"
+    # Of the last evaluation.
+    eval_metrics: dict[str, float | None] | None = None
+    answers: Sequence[Answer] = ()
 
     # ---- Parts: a recipe may replace each -----------------------------------------------------------------
 
@@ -134,6 +139,11 @@ class MLLMEngine(Engine):
         model: Any = self.model
         check_rows(self, ctx, model.check)  # on the host: on a GPU it would be a host sync
         self.mfu.count(ctx)
+        num_tokens = sum(batch.num_tokens for batch in ctx.micro_batches)
+        capacity = self.config.mllm.micro_batch_tokens * len(ctx.micro_batches)
+        ctx.log("fill", num_tokens, capacity)  # the share of the packs that is no free space
+        if ctx.plan is None:  # of a stream; else the plan has the number of rows
+            ctx.count("samples", sum(len(row_groups(batch)) for batch in ctx.micro_batches))
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         if "side" in micro_batch.sequence_fields:
@@ -155,15 +165,21 @@ class MLLMEngine(Engine):
         report = end_report() if end_report and self.world.is_main else None
         if report:
             self.logger.warning("%s", report)
-        if self.config.export is not None:
-            self.export()
+        export = None if self.config.export is None else self.export()
+        answers = self._gather_answers()
+        if self.world.is_main and "plot" in self.config.log.backends:
+            try:
+                self.write_page(self.eval_metrics, answers, export)
+            except Exception:
+                self.logger.warning("report.html could not be written:", exc_info=True)
 
     def eval_weights(self) -> AbstractContextManager[None]:
         return self.optim.eval_weights(self.model_engine, self.checkpoint)
 
     def evaluate(self) -> dict[str, float | None]:
         self.generation_batches: list[PackedBatch] = []
-        return super().evaluate()
+        self.eval_metrics = super().evaluate()
+        return self.eval_metrics
 
     def eval_step(self, ctx: StepContext, micro_batch: PackedBatch) -> None:
         super().eval_step(ctx, micro_batch)
@@ -180,7 +196,7 @@ class MLLMEngine(Engine):
         settings = self.config.eval_generation
         if settings is None:
             return
-        self.answers: list[Answer] = []
+        self.answers = []
         # Where ranks run one forward together, the others wait in it: then the job cannot continue.
         runs_alone = self.layout.data_size == self.world.size and self.layout.shard_mesh is None
         with self._keep_training(ctx, "generation", runs_alone):
@@ -254,43 +270,34 @@ class MLLMEngine(Engine):
             self.write_page(figures, answers, export)
 
     def write_page(
-        self, figures: dict[str, float | None], answers: list[Answer], export: Path
+        self, figures: Mapping[str, float | None] | None, answers: list[Answer], export: Path | None
     ) -> None:
-        """Write `report.html` into the run folder; `figures` are the metrics of the evaluation."""
-        shown = {}
-        for name, value in figures.items():
-            shown[name] = "none" if value is None else f"{value:.4g}"
-        shown["parameters"] = f"{sum(p.numel() for p in self.model.parameters()):,}"
-        losses = {name: name for name in figures if name.startswith("loss")}
-        others = {name: name for name in figures if name not in losses}
-        panels = {"held-out loss": losses}
-        if others:
-            panels["held-out figures"] = others
-        file = self.run.dir / "report.html"
-        config_file = self.run.dir / "config.yaml"
+        """Write `report.html` into the run folder, at the end of a training and by `workflow=report`.
+
+        `figures` are the metrics of the last evaluation, None without one. `export` is the exported folder, if any.
+        """
         write_report(
-            file,
+            self.run.dir / "report.html",
             self.run,
             title=self.title,
             subtitle=f"{self.run.id}, step {self.step}, on held-out rows",
-            figures=shown,
-            panels=panels,
+            figures=None if figures is None else self.page_figures(figures),
             examples=examples_of(self.data, "eval", answers),
             config=self.config.to_yaml(),
-            next_steps={
-                "Train on": f"mvp train {config_file} resume={self.run.dir} loop.total_steps=N",
-                "Start from this model": f"model.path={export}",
-                "Compare runs": "mvp runs list",
-            },
         )
-        self.logger.info("report: %s", file)
+        self.logger.info("report: %s", self.run.dir / "report.html")
+
+    def page_figures(self, figures: Mapping[str, float | None]) -> dict[str, str]:
+        """Metrics as text for the report page, shares in percent, and the size of the model."""
+        num_parameters = sum(p.numel() for p in self.model.parameters())
+        return {**metric_texts(figures), "parameters": f"{num_parameters:,}"}
 
     # ---- Inside -------------------------------------------------------------------------------------------
 
     def _gather_answers(self) -> list[Answer]:
         """The answers of all ranks, in the order of their samples."""
         has_answers = self.config.eval_generation and self.layout.is_mp_src_rank
-        gathered = self.world.all_gather(self.answers if has_answers else [])
+        gathered = self.world.all_gather(list(self.answers) if has_answers else [])
         return sorted(chain.from_iterable(gathered), key=lambda answer: answer.sample)
 
     def _log_source_losses(

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mvp_engine.log import format as fmt
-from mvp_engine.log.plot import plot_runs
 from mvp_engine.log.terminal import Terminal
+from mvp_engine.report.plot import plot_overview
 from mvp_engine.runs import Run
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -50,6 +50,9 @@ class Backend:
         """A record: `{"step", "epoch", "split", <metric>: float or None, "totals": {...}, "perf": {...}}`."""
         raise NotImplementedError
 
+    def progress(self, step: int, doing: str) -> None:
+        """After every step; `doing` names what follows it, such as an evaluation, or is empty."""
+
     def close(self, failure: str | None) -> None:
         """End the backend. `failure` is the traceback of a failed run; None if it finished or was interrupted."""
 
@@ -59,9 +62,14 @@ class TerminalBackend(Backend):
 
     def start(self, info: RunInfo) -> None:
         self.terminal = Terminal(info.run.id, info.total_steps, live=info.workflow == "train")
+        self.terminal.step = info.start_step
 
     def metrics(self, record: dict[str, Any]) -> None:
         self.terminal.show(record)
+
+    def progress(self, step: int, doing: str) -> None:
+        self.terminal.step = step
+        self.terminal.doing = doing
 
     def close(self, failure: str | None) -> None:
         self.terminal.close()
@@ -161,7 +169,7 @@ class PlotBackend(Backend):
             self.next_draw = time.monotonic() + max(REDRAW_SECONDS, 100 * cost)
 
     def draw(self) -> None:
-        plot_runs([self.info.run], "loss", self.info.run.dir / "loss.png")
+        plot_overview(self.info.run, self.info.run.dir / "loss.png")
 
     def close(self, failure: str | None) -> None:
         if self.info.workflow == "train":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 # Keys of a record that are shown first, elsewhere, or not at all.
-_NOT_IN_ORDER = {"loss", "grad_norm", "step", "epoch", "split", "perf", "totals", "lr"}
+_NOT_IN_ORDER = {"loss", "grad_norm", "step", "epoch", "split", "perf", "totals", "lr", "fill"}
+
+_SHARES = {"accuracy", "acc", "exact", "share", "fraction", "fill", "mfu", "wait", "recall", "f1"}
 
 
 def number(value: float | None) -> str:
@@ -45,16 +48,21 @@ def shown(record: dict[str, Any]) -> list[tuple[str, str]]:
     if "grad_norm" in record:
         pairs.append(("grad", number(record["grad_norm"])))
     for key, value in record.items():
-        if _is_learning_rate(key):
+        if is_learning_rate(key):
             pairs.append((key, f"{value:.2e}"))
     for key, value in record.items():
         hidden = key in _NOT_IN_ORDER or (key == "skipped" and not value)
-        if not hidden and not _is_learning_rate(key):
+        if not hidden and not is_learning_rate(key):
             pairs.append((key, number(value)))
-    return pairs + _performance(record.get("perf", {}))
+    return pairs + _performance({"fill": record.get("fill"), **record.get("perf", {})})
 
 
-def _is_learning_rate(key: str) -> bool:
+def is_share(name: str) -> bool:
+    """Whether a metric is a part of a whole, such as an accuracy, by the words of its name."""
+    return not _SHARES.isdisjoint(re.split(r"[_/. ]", name))
+
+
+def is_learning_rate(key: str) -> bool:
     return key == "lr" or key.startswith("lr/")
 
 
@@ -63,10 +71,9 @@ def _performance(perf: dict[str, Any]) -> list[tuple[str, str]]:
     for key, value in perf.items():
         if key.endswith("_per_s"):
             pairs.append((f"{key.removesuffix('_per_s')}/s", rate(value)))
-    if "mfu" in perf:
-        pairs.append(("mfu", f"{100 * perf['mfu']:.1f}%"))
-    if "data_wait" in perf:
-        pairs.append(("data", f"{100 * perf['data_wait']:.1f}%"))
+    for name, key in (("mfu", "mfu"), ("fill", "fill"), ("data", "data_wait")):
+        if perf.get(key) is not None:
+            pairs.append((name, f"{100 * perf[key]:.1f}%"))
     if "memory_gib" in perf:
         pairs.append(("mem", f"{perf['memory_gib']:.2f} GiB"))
     if "eta_s" in perf:

@@ -96,6 +96,10 @@ class LogHub:
             self.__exit__(None, error, None)  # closes a live panel, which owns the terminal
             raise
 
+    def progress(self, step: int, doing: str = "") -> None:
+        for backend in list(self.backends):
+            self._call(backend, "progress", step, doing)
+
     def metrics(self, record: dict[str, Any]) -> None:
         """Pass a record to all backends; non-finite values become None."""
         finite = {}
@@ -104,14 +108,15 @@ class LogHub:
         for backend in list(self.backends):
             self._call(backend, "metrics", finite)
 
-    def _call(self, backend: Backend, method: str, value: Any) -> None:
+    def _call(self, backend: Backend, method: str, *values: Any) -> None:
         """Call a backend; its errors never end the training.
 
         A full disk or a lost connection (OSError) may pass, so the backend stays; any other error disables it.
         """
         try:
-            getattr(backend, method)(value)
-            self._failing.discard(backend)
+            getattr(backend, method)(*values)
+            if method != "progress":
+                self._failing.discard(backend)
         except Exception as error:
             name = type(backend).__name__
             if isinstance(error, OSError) and method != "start":
@@ -124,7 +129,7 @@ class LogHub:
                 raise
             text = f"the log backend {name} is disabled, since its {method} failed."
             LOGGER.warning("%s Training continues.", text, exc_info=error)
-            if method == "metrics":
+            if method in ("metrics", "progress"):
                 with contextlib.suppress(Exception):
                     backend.close(None)
 

@@ -21,6 +21,9 @@ from mvp_engine.log import format as fmt
 LOGGER = logging.getLogger("mvp_engine")
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = 4  # metrics per row of the panel
+# Columns right of the panel, where the terminal echoes `^C`. After a line of full width the echo wraps, and a part of
+# the panel would stay on the screen.
+MARGIN = 4
 
 
 class Terminal:
@@ -32,22 +35,27 @@ class Terminal:
         self.console = console or Console(highlight=False)
         self.handler = _message_handler(self.console)
         LOGGER.addHandler(self.handler)
+        self.step = 0
+        self.doing = ""
         self.losses: list[float] = []
         self.started = time.monotonic()
         self.latest: dict[str, dict[str, Any]] = {}  # the last record of each split
         self.live: Live | None = None
         if live and self.console.is_terminal:
+            # Its thread draws the panel again twice a second, with the step of that moment.
             self.live = Live(
-                self._panel(), console=self.console, refresh_per_second=2, transient=True
+                get_renderable=self._panel,
+                console=self.console,
+                refresh_per_second=2,
+                transient=True,
             )
             self.live.start()
 
     def show(self, record: dict[str, Any]) -> None:
         self.latest[record["split"]] = record
+        self.step = record["step"]
         if record["split"] == "train" and record.get("loss") is not None:
             self.losses.append(record["loss"])
-        if self.live:
-            self.live.update(self._panel())
         if not self.live or record["split"] != "train":
             self._print_line(record)
 
@@ -66,21 +74,32 @@ class Terminal:
         record = self.latest.get("train")
         parts: list[Any] = [self._progress(record)]
         if record is None:
-            text = "starting: the first metrics are shown after log.interval steps"
+            text = "starting: metrics are shown after the first step"
             parts.append(Text(text, style="dim"))
         else:
             parts.append(_metrics_table(record))
-            curve = sparkline(self.losses, max(10, self.console.width - 12))
+            curve = sparkline(self.losses, max(10, self.console.width - MARGIN - 12))
             parts.append(Text.assemble(("loss ", "dim"), (curve, "cyan")))
-        return Panel(Group(*parts), title=self.title, title_align="left", border_style="dim")
+        return Panel(
+            Group(*parts),
+            title=self.title,
+            title_align="left",
+            border_style="dim",
+            width=max(20, self.console.width - MARGIN),
+        )
 
     def _progress(self, record: dict[str, Any] | None) -> Table:
-        step = record["step"] if record else 0
-        eta = record["perf"].get("eta_s") if record else None
+        follows = self.doing
+        if not follows and record and "eta_s" in record["perf"]:
+            later = (self.step - record["step"]) * record["perf"]["step_s"]
+            follows = f"{fmt.duration(max(0.0, record['perf']['eta_s'] - later))} left"
         elapsed = fmt.duration(time.monotonic() - self.started)
         of = f"/{self.total_steps}" if self.total_steps else ""
-        text = f"step {step}{of}   {elapsed} elapsed, {fmt.duration(eta)} left"
-        bar = ProgressBar(total=self.total_steps or 1, completed=step, pulse=not self.total_steps)
+        text = f"step {self.step}{of}   {elapsed} elapsed"
+        if follows:
+            text += f", {follows}"
+        total = self.total_steps or 1
+        bar = ProgressBar(total=total, completed=self.step, pulse=not self.total_steps)
         table = Table.grid(expand=True, padding=(0, 1))
         table.add_column(ratio=1)
         table.add_column(justify="right")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -82,7 +83,8 @@ class StopSignals:
                     first = now
                     self._request_stop(number)
                     if self._message and not self.early:
-                        os.write(2, f"{self.requested}: {self._message}\n".encode())
+                        # Through sys.stderr, which a live panel redirects: it prints above itself.
+                        print(f"{self.requested}: {self._message}", file=sys.stderr, flush=True)
                 elif number == signal.SIGINT and not _is_echo(now - first):
                     self._exit_at_once()
         self._read.close()
@@ -91,7 +93,7 @@ class StopSignals:
         if self._leave:
             self._leave()
         if os.isatty(2):
-            os.write(2, SHOW_CURSOR)  # the live panel hides it
+            os.write(2, b"\n" + SHOW_CURSOR)  # below the live panel, which hides the cursor
         os._exit(EXIT_AT_ONCE)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,25 +81,37 @@ def plot_metric(
     root: Path, names: list[str], metric: str, out: str | None, *, as_json: bool
 ) -> None:
     """Plot one metric of several runs into a PNG file."""
-    from mvp_engine.log.plot import plot_runs
+    from mvp_engine.report.plot import COLOURS, Curve, draw_curves, new_figure, save_png
 
     runs = [open_run(name, root) for name in names]
     file = Path(out) if out else runs[0].dir / f"{metric.replace('/', '_')}.png"
-    records = [record for run in runs for record in run.records()]
-    if all(record.get(metric) is None for record in records):
-        known = ", ".join(sorted(_metric_names(records))) or "no metrics"
+    curves = []
+    for i, run in enumerate(runs):
+        records = list(run.records())
+        colours = [COLOURS[i % len(COLOURS)]] * 2 if len(runs) > 1 else COLOURS
+        for split, colour in zip(SPLITS, colours, strict=False):
+            label = split if len(runs) == 1 else f"{run.id}, {split}"
+            curves.append(Curve.read(records, split, metric, label, colour))
+    points = sum(len(curve.values) for curve in curves)
+    if not points:
+        metrics = _metric_names(record for run in runs for record in run.records())
+        known = ", ".join(sorted(metrics)) or "no metrics"
         raise UserError(f"no values of {metric!r} in these runs; they have: {known}")
-    points = plot_runs(runs, metric, file)
+    figure = new_figure(8, 4.5 + 0.2 * (len(runs) > 1) * len(curves))
+    title = f"{runs[0].id}: {metric}" if len(runs) == 1 else metric
+    draw_curves(figure.subplots(), curves, title, metric)
+    save_png(figure, file)
     if as_json:
         print(json.dumps({"file": str(file), "points": points}))
     else:
         print(f"{file} ({points} points)")
 
 
-def _metric_names(records: list[dict[str, Any]]) -> set[str]:
+def _metric_names(records: Iterable[dict[str, Any]]) -> set[str]:
     names = set[str]()
     for record in records:
-        names |= {name for name, value in record.items() if isinstance(value, float)}
+        values = {**record, **record.get("perf", {})}
+        names |= {name for name, value in values.items() if isinstance(value, float)}
     return names
 
 

@@ -36,5 +36,9 @@ class DigitsEngine(MLLMEngine):
         ctx.log(f"accuracy_{name}", right, len(answers))
         super().score(ctx, name, answers)
 
-    def write_page(self, figures: dict[str, float | None], answers: list[Answer], export: Path) -> None:
-        show(self, answers, figures, export)
+    def write_page(self, figures: Any, answers: list[Answer], export: Path | None) -> None:
+        """The page of this recipe; of a training without evaluations, the general one."""
+        if answers:
+            show(self, answers, figures, export)
+        else:
+            super().write_page(figures, answers, export)

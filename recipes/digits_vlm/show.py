@@ -1,12 +1,13 @@
 """The report of a trained model: some answers of its export on the terminal, and all answers on a page."""
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mvp_engine.kit import Answer
-from mvp_engine.kit.report import Example, write_report
+from mvp_engine.report import Example, write_report
 
 from .ask import ask
 from .data import conclusion
@@ -16,14 +17,16 @@ RECIPE = "recipes/digits_vlm/configs/train.yaml"
 Question = tuple[list[str], str]  # image files, text
 
 
-def show(engine: Any, answers: list[Answer], figures: dict[str, float | None], export: Path) -> None:
+def show(engine: Any, answers: list[Answer], figures: Mapping[str, float | None], export: Path | None) -> None:
     folder = Path(engine.config.digits.folder)
     rows = []
     for kind in ("one", "two"):
         rows += [json.loads(line) for line in (folder / f"eval_{kind}.jsonl").open()]
     questions = [_question(folder, rows[answer.sample]) for answer in answers]
-    same = _ask_export(export, answers, questions)
-    _write_page(engine, answers, questions, figures, export, same)
+    shown = _figures(figures, answers)
+    if export is not None:
+        shown["the export says the same"] = _ask_export(export, answers, questions)
+    _write_page(engine, answers, questions, shown)
 
 
 def _ask_export(export: Path, answers: list[Answer], questions: list[Question]) -> str:
@@ -43,24 +46,18 @@ def _ask_export(export: Path, answers: list[Answer], questions: list[Question]) 
     return f"{same} of {len(texts)}"
 
 
-def _write_page(
-    engine: Any,
-    answers: list[Answer],
-    questions: list[Question],
-    figures: dict[str, float | None],
-    export: Path,
-    same: str,
-) -> None:
-    run = engine.run
-    num_parameters = sum(p.numel() for p in engine.model.parameters())
-    shown = {
+def _figures(figures: Mapping[str, float | None], answers: list[Answer]) -> dict[str, str]:
+    return {
         "right, one image": f"{figures['accuracy_one']:.1%}",
         "right, two images": f"{figures['accuracy_two']:.1%}",
         "both digits right too": f"{figures['exact_two']:.1%}",
+        "held-out loss": f"{figures['loss']:.4g}",
         "held-out questions": f"{len(answers):,}",
-        "parameters": f"{num_parameters:,}",
-        "the export says the same": same,
     }
+
+
+def _write_page(engine: Any, answers: list[Answer], questions: list[Question], shown: dict[str, str]) -> None:
+    run = engine.run
     examples = []
     for answer, (files, question) in zip(answers, questions, strict=True):
         right = conclusion(answer.written) == conclusion(answer.expected)
@@ -79,15 +76,14 @@ def _write_page(
         examples=examples,
         config=engine.config.to_yaml(),
         next_steps={
-            "Ask it yourself": f".venv/bin/python recipes/digits_vlm/ask.py {export} 'Which digit is this?' "
-            f"{first_image}",
-            "Look at the data": f".venv/bin/mvp data inspect {RECIPE}",
-            "Train longer": f".venv/bin/mvp train {RECIPE} loop.total_steps=1500",
-            "On two processes": f".venv/bin/mvp train {RECIPE} --nproc 2",
-            "Compare runs": ".venv/bin/mvp runs list",
+            "Ask it yourself": f"mvp chat {run.dir} --image {first_image} -p 'Which digit is this?'",
+            "Look at the data": f"mvp data inspect {RECIPE}",
+            "Train longer": f"mvp train {RECIPE} loop.total_steps=1500",
+            "On two processes": f"mvp train {RECIPE} --nproc 2",
+            "Compare runs": "mvp runs list",
         },
     )
-    print(f"\nThe report, with the curves and the images: {run.dir / 'report.html'}")
+    engine.logger.info("report: %s", run.dir / "report.html")
 
 
 def _read_files(paths: list[str]) -> list[bytes]:

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mvp_engine.kit.report import Example, write_report
+from mvp_engine.report import Example, write_report
 
 MAX_CLASSES = 20  # of the confusion matrix: of more, those that are confused most often
 

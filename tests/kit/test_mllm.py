@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from tiny_vlm import chat, model_config, qwen3_vl, with_images, write
 
 from mvp_engine.cli import main
-from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.errors import EXIT_USER_ERROR, count
 from mvp_engine.kit import MLLMEngine, OptimKit, mllm
+from mvp_engine.runs import list_runs
 
 CONFIG = """
 engine: mvp_engine.kit:MLLMEngine
@@ -60,6 +61,20 @@ def test_report_row_that_ends_with_an_unanswered_image_is_left_out(config: str, 
     assert main(["train", config, *REPORT]) == 0
     assert "How many? 0" in page(tmp_path)
     assert "How many? 1" not in page(tmp_path)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_train_writes_the_report_and_logs_rows_per_second_and_fill(config: str, tmp_path: Path, stream: bool) -> None:
+    words = ["log.backends=[jsonl,plot]", "loop.total_steps=2", f"mllm.sources.images.stream={str(stream).lower()}"]
+    assert main(["train", config, *words]) == 0
+    assert "How many? 1" in page(tmp_path)
+    assert "data:image/png" in page(tmp_path)
+    (run,) = list_runs(tmp_path / "outputs")
+    for record in run.records("train"):
+        rows = record["perf"]["samples_per_s"] * record["perf"]["step_s"]
+        assert rows == pytest.approx(round(rows))
+        assert rows > 1  # more than the one pack
+        assert record["fill"] == record["totals"]["tokens"] / 256
 
 
 def test_report_on_streamed_eval_rows_shows_the_prompts(config: str, tmp_path: Path) -> None:
@@ -156,7 +171,7 @@ def test_global_batch_size_from_packs_or_tokens_agrees_in_loader_scheduler_and_l
     assert engine.global_batch_size == packs
     assert engine.feed.loader.dataset.plan.packs_per_step == packs
     assert tokens == [256 * packs]
-    assert f"{packs} micro-batch" in engine._summary(packs)
+    assert engine.run.info["setup"]["global_batch"] == count(packs, "pack")
 
 
 def test_global_batch_size_from_packs_and_tokens_is_a_user_error(config: str, capsys: Any) -> None:

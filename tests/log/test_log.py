@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rich.console import Console
 from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.log import EarlyMessages, LogHub, MetricStore, format
-from mvp_engine.log.backends import Backend, RunInfo
+from mvp_engine.log.backends import Backend, RunInfo, TerminalBackend
 from mvp_engine.log.terminal import Terminal, sparkline
 from mvp_engine.runs import Run, list_runs
 
@@ -78,13 +79,14 @@ def _uneven_metrics() -> Any:
 
 
 def test_log_line_contains_the_main_metrics() -> None:
-    line = format.line({**RECORD, "perf": PERF}, 100)
+    line = format.line({**RECORD, "fill": 0.975, "perf": PERF}, 100)
     for part in (
         "step 20/100",
         "loss 0.5123",
         "grad 1.5",
         "lr 1.00e-03",
         "tokens/s 51.2k",
+        "fill 97.5%",
         "data 1.3%",
         "mem 1.25 GiB",
     ):
@@ -116,6 +118,22 @@ def test_terminal_panel_on_a_tty_and_plain_lines_otherwise() -> None:
         assert part in drawn.getvalue(), drawn.getvalue()
 
 
+def test_terminal_bar_moves_with_every_step_and_the_panel_leaves_room_for_an_echo(monkeypatch: Any) -> None:
+    """A `^C` that the terminal echoes after a line of full width would wrap, and the panel stay on the screen."""
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    backend = TerminalBackend()
+    monkeypatch.setattr("mvp_engine.log.backends.Terminal", partial(Terminal, console=console))
+    backend.start(RunInfo(Run(Path("run-7")), "tests", "train", {}, start_step=5, total_steps=100))
+    shown = []
+    for step, doing in ((5, ""), (6, ""), (7, "evaluating")):
+        backend.progress(step, doing)
+        Console(file=(out := io.StringIO()), width=80).print(backend.terminal._panel())
+        shown.append(out.getvalue())
+        assert max(map(len, out.getvalue().splitlines())) <= 76
+    backend.close(None)
+    assert ["step 5/100" in shown[0], "step 6/100" in shown[1], "evaluating" in shown[2]] == [True] * 3
+
+
 def test_sparkline_of_a_falling_loss_falls() -> None:
     line = sparkline([math.exp(-i / 10) for i in range(80)], 8)
     assert line == "█▇▆▅▄▃▂▁"
@@ -123,17 +141,21 @@ def test_sparkline_of_a_falling_loss_falls() -> None:
     assert sparkline([1.0], 8) == "▁"
 
 
-def test_backends_write_all_files_of_a_run(train, tmp_path: Path) -> None:
+def test_backends_write_all_files_of_a_run(train, tmp_path: Path, capsys: Any) -> None:
     assert train("log.backends=[terminal,file,jsonl,tensorboard,plot]", "loop.eval_interval=6", dir=tmp_path) == 0
     [run] = list_runs(tmp_path)
     assert (run.dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((run.dir / "tensorboard").iterdir())
+    assert "data:image/svg+xml" in (run.dir / "report.html").read_text()
+    assert f"{run.id}: finished at step 12 of 12" in capsys.readouterr().out
     log = (run.dir / "log.txt").read_text()
     assert "INFO train step 12/12" in log
     assert "INFO  eval step 12/12" in log
-    first = next(run.records("train"))
+    first, second = list(run.records("train"))[:2]
     assert {"step", "epoch", "split", "loss", "grad_norm", "lr", "skipped", "totals", "perf"} <= set(first)
-    assert {"step_s", "samples_per_s", "tokens_per_s", "data_wait", "memory_gib", "eta_s"} == set(first["perf"])
+    assert {"step_s", "samples_per_s", "tokens_per_s", "data_wait", "memory_gib", "eta_s"} == set(second["perf"])
+    assert first["step"] == 1
+    assert set(second["perf"]) - set(first["perf"]) == {"eta_s"}  # the first step warms up: it predicts nothing
 
 
 def test_tensorboard_after_resume_has_each_step_once(train, tmp_path: Path) -> None:
@@ -180,7 +202,7 @@ def test_custom_backend_by_module_and_class_gets_records(train, tmp_path: Path) 
     sys.modules.setdefault("test_log", sys.modules[__name__])
     Recorder.seen.clear()
     assert train("log.backends=['test_log:Recorder']", dir=tmp_path) == 0
-    assert sys.modules["test_log"].Recorder.seen == [2, 4, 6, 8, 10, 12, None]
+    assert sys.modules["test_log"].Recorder.seen == [1, 2, 4, 6, 8, 10, 12, None]
 
 
 BOARD = """
@@ -270,7 +292,7 @@ def test_tracker_backends_log_every_record(train, tmp_path: Path, monkeypatch, n
     assert train(f"log.backends=[{{name:{name},entity:team}}]", "loop.total_steps=4", dir=tmp_path) == 0
     assert calls[0]["project"] == "tiny"
     assert calls[0]["entity"] == "team"
-    assert [c[0] for c in calls[1:-1]] == [2, 4]
+    assert [c[0] for c in calls[1:-1]] == [1, 2, 4]
     assert {"train/loss", "train/lr", "perf/tokens_per_s"} <= set(calls[1][1])
     assert calls[-1] == "finish"
 
@@ -279,7 +301,7 @@ def test_only_rank_0_writes_files(ranks2, tmp_path: Path) -> None:
     words = [f"project.dir={tmp_path}", "log.backends=[file,jsonl]", "data.micro_batch_size=4"]
     assert ranks2.launch(TINY, *words) == [0, 0]
     assert len(list_runs(tmp_path)) == 1
-    assert len(read_metrics(tmp_path)) == 6
+    assert len(read_metrics(tmp_path)) == 7
 
 
 def test_early_messages_are_printed_at_once_and_written_to_the_log_file(tmp_path: Path, capsys: Any) -> None:

@@ -6,14 +6,20 @@ The page is one HTML file without scripts that loads nothing from elsewhere. Eve
 from __future__ import annotations
 
 import base64
+import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from PIL import Image
+
 from mvp_engine.files import atomic_write_text
-from mvp_engine.kit.report_curves import curves_svg
+from mvp_engine.log.format import is_learning_rate
+from mvp_engine.report.facts import RunFacts, config_text, percent
+from mvp_engine.report.page_curves import curves_svg
+from mvp_engine.report.page_style import STYLE
 from mvp_engine.runs import Run
 
 # Image formats by the first bytes of a file.
@@ -21,31 +27,7 @@ _IMAGE_KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RI
 _EMPTY_LINES = re.compile(r"\n\s*\n")  # poorly trained models generate many
 # Forbids whatever escaping might miss, and every request to another host.
 _POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
-_STYLE = """
-:root { color-scheme: light; --ink: #1f2933; --dim: #64707d; --line: #d9dee3; --good: #047857; --bad: #b91c1c; }
-* { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: #fff; max-width: 960px; margin: 0 auto;
-  padding: 32px 24px 64px; }
-h1 { font-size: 26px; margin: 0; } h2 { font-size: 18px; margin: 36px 0 10px; }
-.dim { color: var(--dim); margin: 2px 0 0; }
-.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(128px, 1fr)); gap: 12px; margin-top: 22px; }
-.figure { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; overflow-wrap: anywhere; }
-.figure b { display: block; font-size: 21px; font-variant-numeric: tabular-nums; }
-.curves { width: 100%; height: auto; }
-table { border-collapse: collapse; width: 100%; }
-th { text-align: left; color: var(--dim); font-weight: 500; font-size: 13px; }
-th, td { padding: 7px 12px 7px 0; border-bottom: 1px solid var(--line); }
-td { overflow-wrap: anywhere; white-space: pre-wrap; vertical-align: top; }
-td audio { height: 32px; width: 220px; vertical-align: middle; }
-td img { height: 56px; width: 56px; object-fit: contain; image-rendering: pixelated; margin-right: 6px;
-  border: 1px solid var(--line); border-radius: 4px; vertical-align: middle; background: #f6f7f9; }
-.media, .right, .wrong { white-space: nowrap; }
-.right { color: var(--good); } .wrong { color: var(--bad); font-weight: 600; }
-table.steps td:first-child { white-space: nowrap; }
-tr.missed td { background: #fef2f2; }
-pre { background: #f6f7f9; border-radius: 8px; padding: 12px 16px; overflow-x: auto; font-size: 13px; }
-summary { cursor: pointer; color: var(--dim); }
-"""
+SMALL_IMAGE = 120  # pixels: smaller ones are enlarged without smoothing
 
 
 @dataclass(frozen=True)
@@ -65,35 +47,42 @@ def write_report(
     *,
     title: str,
     subtitle: str,
-    figures: Mapping[str, str],
-    panels: Mapping[str, Mapping[str, str]],
-    examples: Sequence[Example],
-    config: str,
-    next_steps: Mapping[str, str],
+    figures: Mapping[str, str] | None = None,
+    panels: Mapping[str, Mapping[str, str]] | None = None,
+    examples: Sequence[Example] = (),
+    config: str | None = None,
+    next_steps: Mapping[str, str] | None = None,
     tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
     shown: int = 24,
 ) -> None:
-    """Write the page.
+    """Write the page of a run. What is not given is taken from the run folder.
 
-    `panels` are metrics to plot, by title and label. `next_steps` are commands, by what they do. `tables` are rows
-    of texts by title, the first row with the column names. At most `shown` examples are on the page, in their
-    order; up to half of them are wrong answers.
+    `figures` are metrics as text. `panels` are metrics to plot, by title and label. `next_steps` are commands, by
+    what they do. `tables` are rows of texts by title, the first row with the column names. At most `shown` examples
+    are on the page, in their order; up to half of them are wrong answers.
     """
-    curves = base64.b64encode(curves_svg(run, panels).encode()).decode()
+    facts = RunFacts(run)
+    figures = facts.figures() if figures is None else figures
     figure_boxes = "".join(_figure(name, text) for name, text in figures.items())
     parts = [
         f"<h1>{escape(title)}</h1><p class=dim>{escape(subtitle)}</p>",
         f"<div class=figures>{figure_boxes}</div>",
-        "<h2>Curves</h2>",
-        f'<img class=curves alt="curves over steps" src="data:image/svg+xml;base64,{curves}">',
+        "<h2>Curves</h2><div class=curves>",
     ]
+    parts += _curves(facts, facts.panels() if panels is None else panels)
+    parts.append("</div>")
     for name, rows in (tables or {}).items():
         parts += _table(name, rows)
     parts += _examples(examples, shown)
-    parts += _next_steps(next_steps)
+    parts += _table("Losses by source", facts.source_rows())
+    parts += _table("Rows left out", facts.left_out_rows())
+    parts += _table("What trains", facts.part_rows())
+    parts += _table("Device and throughput", facts.machine_rows())
+    parts += _next_steps(facts.next_steps() if next_steps is None else next_steps)
+    text = config_text(run) if config is None else config
     parts += [
         "<h2>Config</h2>",
-        f"<details><summary>all keys of this run</summary><pre>{escape(config)}</pre></details>",
+        f"<details><summary>all keys of this run</summary><pre>{escape(text)}</pre></details>",
     ]
     atomic_write_text(file, _page(title, parts))
 
@@ -103,7 +92,7 @@ def _page(title: str, parts: list[str]) -> str:
         "<meta charset=utf-8>"
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name=viewport content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>"
+        f"<title>{escape(title)}</title><style>{STYLE}</style>"
     )
     body = "\n".join(parts)
     return f"<!doctype html><html lang=en><head>{head}</head><body>\n{body}\n</body></html>\n"
@@ -113,20 +102,37 @@ def _figure(name: str, text: str) -> str:
     return f"<div class=figure><b>{escape(text)}</b>{escape(name)}</div>"
 
 
+def _curves(facts: RunFacts, panels: Mapping[str, Mapping[str, str]]) -> list[str]:
+    rates = {name: name for record in facts.records for name in record if is_learning_rate(name)}
+    every = {**panels, "learning rate": rates, "gradient norm": {"": "grad_norm"}}
+    images = []
+    for title, metrics in every.items():
+        svg = curves_svg(facts.records, title, metrics)
+        if svg:
+            data = base64.b64encode(svg.encode()).decode()
+            images.append(f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}">')
+    return images
+
+
 def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [f"<h2>{escape(title)}</h2><table>"]
+    """A table with the column names in its first row, which may be empty."""
+    if not rows:
+        return []
+    lines = [f"<h2>{escape(title)}</h2><div class=scroll><table>"]
     for number, row in enumerate(rows):
+        if not any(row):
+            continue
         cell = "td" if number else "th"
         cells = "".join(f"<{cell}>{escape(text)}" for text in row)
         lines.append(f"<tr>{cells}</tr>")
-    return [*lines, "</table>"]
+    return [*lines, "</table></div>"]
 
 
 def _next_steps(commands: Mapping[str, str]) -> list[str]:
-    lines = ["<h2>Next steps</h2><table class=steps>"]
+    lines = ["<h2>Next steps</h2>"]
     for what, command in commands.items():
-        lines.append(f"<tr><td>{escape(what)}<td><code>{escape(command)}</code></tr>")
-    return [*lines, "</table>"]
+        lines.append(f"<div>{escape(what)}<code class=command>{escape(command)}</code></div>")
+    return lines
 
 
 # ---- Examples ---------------------------------------------------------------------------------------
@@ -136,23 +142,18 @@ def _examples(examples: Sequence[Example], shown: int) -> list[str]:
     chosen = _choose(examples, shown)
     if not chosen:
         return []
-    all_media = [example.media() for example in chosen]
-    has_media = any(all_media)
-    is_open_ended = all(example.right is None for example in chosen)
-    if is_open_ended:
-        title = "Completions"
-        columns = ["prompt", "reference", "the model's completion"]
-        counts = f"{len(examples):,} prompts were completed"
+    if all(example.right is None for example in chosen):
+        lines = [
+            "<h2>Completions</h2>",
+            f"<p class=dim>{len(examples):,} prompts were completed.</p>",
+        ]
+        names = ["prompt", "reference", "the model's completion"]
     else:
-        title = "Answers"
-        columns = ["prompt", "expected answer", "the model's answer", ""]
-        counts = _counts(examples, chosen)
-    header = "<th>" if has_media else ""
-    header += "".join(f"<th>{name}" for name in columns)
-    lines = [f"<h2>{title}</h2>", f"<p class=dim>{counts}.</p>", f"<table><tr>{header}</tr>"]
-    for example, media in zip(chosen, all_media, strict=True):
-        lines.append(_example(example, media if has_media else None))
-    return [*lines, "</table>"]
+        lines = ["<h2>Answers</h2>", f"<p class=dim>{_counts(examples, chosen)}.</p>"]
+        names = ["prompt", "expected answer", "the model's answer"]
+    lines.append("<div class=cards>")
+    lines += [_example(example, names) for example in chosen]
+    return [*lines, "</div>"]
 
 
 def _choose(examples: Sequence[Example], shown: int) -> list[Example]:
@@ -172,23 +173,24 @@ def _counts(examples: Sequence[Example], chosen: Sequence[Example]) -> str:
     shown_wrong = sum(example.right is False for example in chosen)
     shown_right = len(chosen) - shown_wrong
     return (
-        f"{text}, {wrong:,} answers are wrong. "
+        f"{text}, {wrong:,} answers are wrong ({percent(wrong / len(examples))}). "
         f"Shown are {shown_wrong:,} wrong ones, marked, and {shown_right:,} right ones"
     )
 
 
-def _example(example: Example, media: Sequence[bytes] | None) -> str:
-    cells = ""
-    if media is not None:
-        cells += f"<td class=media>{''.join(_media_item(data) for data in media)}"
-    for text in (example.question, example.expected, example.written):
+def _example(example: Example, names: Sequence[str]) -> str:
+    media = "".join(_media_item(data) for data in example.media())
+    html = f"<div class=media>{media}</div>" if media else ""
+    html += "<dl>"
+    texts = (example.question, example.expected, example.written)
+    for name, text in zip(names, texts, strict=True):
         collapsed = _EMPTY_LINES.sub("\n\n", text)
-        cells += f"<td>{escape(collapsed)}"
-    if example.right is not None:
-        mark = "right" if example.right else "wrong"
-        cells += f"<td><span class={mark}>{mark}</span>"
-    row_class = " class=missed" if example.right is False else ""
-    return f"<tr{row_class}>{cells}</tr>"
+        html += f"<dt>{name}<dd>{escape(collapsed)}"
+    html += "</dl>"
+    if example.right is None:
+        return f"<div class=card>{html}</div>"
+    mark = "right" if example.right else "wrong"
+    return f'<div class="card {mark}">{html}<span class=mark>{mark}</span></div>'
 
 
 def _media_item(data: bytes) -> str:
@@ -197,8 +199,19 @@ def _media_item(data: bytes) -> str:
         return f'<audio controls src="data:audio/wav;base64,{text}"></audio>'
     for first_bytes, kind in _IMAGE_KINDS.items():
         if data.startswith(first_bytes):
-            return f'<img alt="" src="data:image/{kind};base64,{text}">'
+            small = " class=small" if _is_small(data) else ""
+            image = f'<img alt=""{small} src="data:image/{kind};base64,{text}">'
+            # Without a script: the state of the checkbox enlarges the image.
+            return f'<label class=zoom><input type=checkbox aria-label="enlarge">{image}</label>'
     return "[?]"
+
+
+def _is_small(data: bytes) -> bool:
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return max(image.size) < SMALL_IMAGE
+    except OSError:  # not readable here; the browser shows what it can
+        return False
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:

@@ -7,7 +7,7 @@ import html.parser
 import json
 from pathlib import Path
 
-from mvp_engine.kit.report import Example, write_report
+from mvp_engine.report import Example, write_report
 from mvp_engine.runs import Run
 
 PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
@@ -56,7 +56,7 @@ def test_report_escapes_everything_from_data(tmp_path: Path) -> None:
     page = written(tmp_path, [Example(lambda: [PNG, b"<svg onload=alert(1)>"], EVIL, EVIL, EVIL, True)])
     assert "script" not in {tag for tag, _ in page.tags}
     sources = [given["src"] or "" for tag, given in page.tags if tag == "img"]
-    assert [source.split(";")[0] for source in sources] == ["data:image/svg+xml", "data:image/png"]
+    assert [source.split(";")[0] for source in sources] == ["data:image/svg+xml"] * 2 + ["data:image/png"]
     assert not [given for _, given in page.tags if any(name.startswith("on") for name in given)]
     assert page.text.count(EVIL) == 14
     (policy,) = [given["content"] for tag, given in page.tags if tag == "meta" and "http-equiv" in given]
@@ -68,10 +68,10 @@ def test_report_shows_and_marks_wrong_answers(tmp_path: Path) -> None:
     right = [Example(lambda: [PNG], "?", "4", "4", True)] * 50
     wrong = [Example(lambda: [PNG], "?", "4", f"no {i}", False) for i in range(9)]
     page = written(tmp_path, [*right[:10], *wrong, *right], shown=10)
-    rows = [given for tag, given in page.tags if tag == "tr"]
-    assert [given.get("class") for given in rows].count("missed") == 5
+    assert [given.get("class") for _, given in page.tags].count("card wrong") == 5
     assert (
-        "69 prompts were answered, 9 answers are wrong. Shown are 5 wrong ones, marked, and 5 right ones." in page.text
+        "69 prompts were answered, 9 answers are wrong (13.0 %). Shown are 5 wrong ones, marked, and 5 right ones."
+        in page.text
     )
     assert "no 0" in page.text
     assert "prompts were answered" not in written(tmp_path, []).text

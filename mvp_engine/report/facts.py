@@ -1,0 +1,233 @@
+"""RunFacts: what a run folder says about a training, for the report page and the summary at its end."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mvp_engine.log.format import duration, is_learning_rate, is_share, number, rate
+from mvp_engine.runs import Run
+
+Record = dict[str, Any]
+Rows = list[list[str]]  # of a table, the first with the column names
+LEFT_OUT = ("bad_rows.jsonl", "overlong_rows.jsonl")  # lists of rows, with source and reason
+_NO_METRICS = {"step", "epoch", "split", "perf", "totals", "skipped"}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    run: Run
+
+    @cached_property
+    def info(self) -> dict[str, Any]:
+        file = self.run.dir / "run.json"
+        return json.loads(file.read_text()) if file.is_file() else {}
+
+    @cached_property
+    def setup(self) -> dict[str, Any]:
+        """What the last launch noted; empty for a run of an older version."""
+        return dict(self.info.get("setup", {}))
+
+    @cached_property
+    def records(self) -> list[Record]:
+        return list(self.run.records())
+
+    def last(self, split: str) -> Record:
+        return next((record for record in reversed(self.records) if record["split"] == split), {})
+
+    @property
+    def step(self) -> int:
+        return max((record["step"] for record in self.records), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """Time of all training steps, over resumes; without evaluations and checkpoints."""
+        total = 0.0
+        before = 0
+        for record in self.records:
+            if record["split"] == "train":
+                total += (record["step"] - before) * record.get("perf", {}).get("step_s", 0.0)
+                before = record["step"]
+        return total
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The evaluation of the best checkpoint; without one, that with the lowest loss."""
+        meta = self.run.checkpoints / "best" / "meta.json"
+        if meta.is_file():
+            return dict(json.loads(meta.read_text())["best"])
+        found = [record for record in self.records if record["split"] == "eval"]
+        found = [record for record in found if record.get("loss") is not None]
+        if not found:
+            return None
+        lowest = min(found, key=lambda record: record["loss"])
+        return {"metric": "loss", "value": lowest["loss"], "step": lowest["step"]}
+
+    @cached_property
+    def left_out(self) -> Counter[tuple[str, str]]:
+        """Rows that were not trained on, by source and reason."""
+        counts: Counter[tuple[str, str]] = Counter()
+        for name in LEFT_OUT:
+            file = self.run.dir / name
+            for line in file.read_text().splitlines() if file.is_file() else []:
+                record = json.loads(line)
+                counts[record["source"], record["reason"]] += 1
+        return counts
+
+    @property
+    def sources(self) -> list[str]:
+        names = {name: None for record in self.records for name in record}
+        return [name.removeprefix("loss_") for name in names if name.startswith("loss_")]
+
+    def speed(self) -> dict[str, str]:
+        """Throughput and its reasons: medians over the log, without the first step, which compiles and warms up."""
+        train = [record for record in self.records if record["split"] == "train"]
+        steady = [record for record in train if record["step"] > 1] or train
+        values: dict[str, list[float]] = {}
+        for record in steady:
+            figures = {**record.get("perf", {}), "fill": record.get("fill")}
+            for name, value in figures.items():
+                if value is not None:
+                    values.setdefault(name, []).append(value)
+        median = {name: statistics.median(found) for name, found in values.items()}
+        shown = {}
+        for name, value in median.items():
+            if name.endswith("_per_s") and name != "flops_per_s":
+                shown[f"{name.removesuffix('_per_s')}/s"] = rate(value)
+        for name, key in (
+            ("MFU", "mfu"),
+            ("fill of packs", "fill"),
+            ("wait for data", "data_wait"),
+        ):
+            if key in median:
+                shown[name] = percent(median[key])
+        if "step_s" in median:
+            shown["seconds per step"] = number(median["step_s"])
+        if "memory_gib" in values:
+            shown["peak memory"] = f"{max(values['memory_gib']):.2f} GiB"
+        return shown
+
+    # ---- Tables -----------------------------------------------------------------------------------------
+
+    def source_rows(self) -> Rows:
+        """Losses and shares of each source; empty for a run with a single one."""
+        train, held_out = self.last("train"), self.last("eval")
+        kinds: dict[str, None] = {}
+        for source in self.sources:
+            for name in held_out:
+                if is_share(name) and name.endswith(f"_{source}"):
+                    kinds[name.removesuffix(f"_{source}")] = None
+        rows = []
+        for source in self.sources:
+            row = [
+                source,
+                number(train.get(f"loss_{source}")),
+                number(held_out.get(f"loss_{source}")),
+            ]
+            rows.append([*row, *(percent(held_out.get(f"{kind}_{source}")) for kind in kinds)])
+        return [["source", "train loss", "eval loss", *kinds], *rows] if rows else []
+
+    def left_out_rows(self) -> Rows:
+        rows = [[source, reason, f"{n:,}"] for (source, reason), n in self.left_out.most_common()]
+        return [["source", "reason", "rows"], *rows] if rows else []
+
+    def part_rows(self) -> Rows:
+        """What trains: parts of the model with their parameters and learning rates."""
+        rows = []
+        for part in self.setup.get("parts", []):
+            share = part["trained"] / max(1, part["parameters"])
+            rates = ", ".join(f"{value:g}" for value in part["rates"]) or "frozen"
+            if part["adapters"]:
+                rates += f", LoRA on {part['adapters']} layers"
+            figures = [f"{part['parameters']:,}", f"{part['trained']:,}", percent(share)]
+            rows.append([part["part"], *figures, rates])
+        return [["part", "parameters", "trained", "", "learning rate"], *rows] if rows else []
+
+    def machine_rows(self) -> Rows:
+        """Device, time, throughput and versions, as pairs."""
+        setup = self.setup
+        rows = [["", ""]]
+        if setup:
+            rows.append(["device", f"{setup['ranks']} x {setup['device']}, {setup['precision']}"])
+            rows.append(["global batch", setup["global_batch"]])
+        rows.append(["time of the training steps", duration(self.seconds)])
+        rows += [[name, text] for name, text in self.speed().items()]
+        versions = setup.get("versions", {})
+        if versions:
+            rows.append(
+                ["versions", ", ".join(f"{name} {text}" for name, text in versions.items())]
+            )
+        if self.info.get("git"):
+            rows.append(["git commit", self.info["git"][:12]])
+        return rows
+
+    # ---- Defaults of the page -----------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, str]:
+        """Metrics of the last evaluation, or of the last step without one, as text."""
+        record = self.last("eval") or self.last("train")
+        shown = metric_texts({k: v for k, v in record.items() if k not in _NO_METRICS})
+        parts = self.setup.get("parts")
+        if parts:
+            shown["trained parameters"] = f"{parts[-1]['trained']:,}"
+        return shown
+
+    def panels(self) -> dict[str, dict[str, str]]:
+        """Metrics to plot, by title and label: loss, losses by source, shares, other metrics of evaluations."""
+        panels = {"loss": {"eval": "loss"}}
+        if self.sources:
+            panels["loss by source"] = {source: f"loss_{source}" for source in self.sources}
+        shares: dict[str, str] = {}
+        for name in self.last("eval"):
+            is_known = name in _NO_METRICS or name.startswith("loss") or is_learning_rate(name)
+            if is_share(name):
+                shares[name] = name
+            elif not is_known:
+                panels[name] = {"eval": name}
+        if shares:
+            panels["held-out rows"] = shares
+        return panels
+
+    def next_steps(self) -> dict[str, str]:
+        """Commands that make sense now, by what they do."""
+        folder = shlex.quote(str(self.run.dir))
+        config_file = self.run.dir / "config.yaml"
+        config = yaml.safe_load(config_file.read_text()) if config_file.is_file() else {}
+        steps = {}
+        if (self.run.dir / "processor").is_dir():
+            steps["Chat with it"] = f"mvp chat {folder}"
+            words = f"{shlex.quote(str(config_file))} workflow=export resume={folder}"
+            steps["Export it"] = f"mvp train {words}"
+        loop = config.get("loop", {})
+        key = "total_steps" if loop.get("total_steps") else "epochs"
+        if self.run.checkpoint_list() and loop.get(key):
+            longer = f"loop.{key}={2 * loop[key]}"
+            steps["Train longer"] = self.run.resume_command(longer)
+        steps["Compare runs"] = f"mvp runs list --dir {shlex.quote(str(self.run.dir.parent))}"
+        return steps
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def metric_texts(metrics: Mapping[str, float | None]) -> dict[str, str]:
+    """Metrics as text: shares in percent."""
+    shown = {}
+    for name, value in metrics.items():
+        shown[name] = percent(value) if is_share(name) else number(value)
+    return shown
+
+
+def config_text(run: Run) -> str:
+    file: Path = run.dir / "config.yaml"
+    return file.read_text() if file.is_file() else ""

@@ -1,0 +1,64 @@
+"""Plots: how axes are scaled, where the legend is, and smoothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folder import run_folder
+
+from mvp_engine.cli import main
+from mvp_engine.report.plot import Curve, draw_curves, new_figure, plot_overview, smoothed
+
+
+def drawn(metric: str, *curves: list[float]) -> Any:
+    axes = new_figure(5, 3).subplots()
+    both = []
+    for i, values in enumerate(curves):
+        both.append(Curve(f"curve {i}", "#2563eb", list(range(len(values))), values, is_eval=i == 1))
+    draw_curves(axes, both, metric)
+    axes.figure.draw_without_rendering()
+    return axes
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "scale", "tick"),
+    [
+        ("loss", [9.0, 3.0, 0.5], "log", "1"),
+        ("loss", [1.25, 1.5, 2.0], "linear", "1.4"),
+        ("exact_web", [0.001, 0.5, 0.9], "linear", "60%"),
+        ("mfu", [0.5, 0.52, 0.51], "linear", "51"),
+    ],
+)
+def test_axis_is_percent_for_shares_and_log_only_for_losses_that_span_much(
+    metric: str, values: list[float], scale: str, tick: str
+) -> None:
+    axes = drawn(metric, values)
+    assert axes.get_yscale() == scale
+    assert any(label.get_text().startswith(tick) for label in axes.get_yticklabels())
+
+
+def test_legend_is_outside_of_the_axes_and_evaluations_are_joined_points() -> None:
+    axes = drawn("loss", [3.0, 2.0, 1.0], [2.5, 2.0, 1.5])
+    assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0
+    train, held_out = axes.get_lines()
+    assert (train.get_marker(), held_out.get_marker(), held_out.get_linestyle()) == ("None", "o", "-")
+
+
+def test_long_curve_has_a_raw_and_a_smoothed_line() -> None:
+    noisy = [2.0 + (-1) ** i for i in range(80)]
+    raw, smooth = drawn("loss", noisy).get_lines()
+    assert list(raw.get_ydata()) == noisy
+    assert list(smooth.get_ydata()) == smoothed(noisy)
+    assert max(abs(value - 2) for value in smoothed(noisy)[2:-2]) < 0.3
+    assert smoothed([3.0]) == [3.0]
+
+
+def test_overview_and_runs_plot_write_png_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    plot_overview(run_folder(tmp_path), tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["runs", "plot", str(tmp_path), "--metric", "mfu", "--out", str(tmp_path / "mfu.png")]) == 0
+    assert "(5 points)" in capsys.readouterr().out
+    assert main(["runs", "plot", str(tmp_path), "--metric", "gone"]) == 2
+    assert "exact_own, exact_web, fill, grad_norm" in capsys.readouterr().err

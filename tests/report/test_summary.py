@@ -1,0 +1,60 @@
+"""The end of a training: the summary on the terminal and the page from the run folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from run_folder import run_folder
+
+from mvp_engine.report.facts import RunFacts
+from mvp_engine.report.summary import end_of_run, summary_text
+
+
+def test_summary_has_best_metric_time_speed_left_out_rows_and_next_commands(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    (run.checkpoints / "step_00000040").mkdir(parents=True)
+    (run.checkpoints / "step_00000040" / "meta.json").write_text("{}")
+    text = summary_text(RunFacts(run), seconds=3725)
+    for part in (
+        f"{tmp_path.name}: finished at step 40 of 40, in 1:02:05",
+        "eval        loss 0.75  exact_web 12.5 %  exact_own 90.0 % at step 40",
+        "best        loss 0.25 at step 20",
+        "tokens/s 48.2k, MFU 53.5 %, fill of packs 97.0 %, wait for data 1.0 %, peak memory 40.00 GiB",
+        "left out    5 rows (web: 4 corrupt, own: 1 too long)",
+        f"mvp chat {tmp_path}",
+        f"resume={tmp_path} loop.total_steps=80",
+    ):
+        assert part in text, text
+
+
+def test_end_of_run_page_has_every_section_of_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = run_folder(tmp_path)
+    answer = {"prompt": "What is it?", "expected": "a cat", "written": "a dog", "right": False}
+    lines = [{"step": 20, **answer, "prompt": "Old?"}, {"step": 40, **answer}]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    end_of_run(run, 5.0, page=True, summary=True)
+    page = (tmp_path / "report.html").read_text()
+    for part in ("8 x NVIDIA H200, bf16", "48.2k", "53.5 %", "90.0 %", "corrupt", "LoRA on 7 layers", "torch 2.15.0"):
+        assert part in page
+    assert page.count("data:image/svg+xml") == 5  # loss, by source, shares, learning rate, gradient norm
+    assert "What is it?" in page
+    assert "Old?" not in page
+    assert "prefers-color-scheme: dark" in page
+    assert "width=device-width" in page
+    assert f"{tmp_path}/ (report.html)" in capsys.readouterr().out
+
+
+def test_end_of_run_keeps_the_page_that_the_recipe_wrote(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    (tmp_path / "report.html").write_text("of the recipe")
+    end_of_run(run, 5.0, page=True, summary=False)
+    assert (tmp_path / "report.html").read_text() == "of the recipe"
+
+
+def test_end_of_run_error_is_printed_and_not_raised(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = run_folder(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train", "perf": 3}\n')
+    end_of_run(run, 5.0, page=True, summary=True)
+    assert f"the report of {tmp_path} failed" in capsys.readouterr().out
