@@ -114,9 +114,9 @@ def config_reference(args: argparse.Namespace) -> None:
 
 
 def data_inspect(args: argparse.Namespace) -> None:
-    from mvp_engine.tools import inspect
+    from mvp_engine.tools import inspect_command
 
-    inspect.print_inspection(
+    inspect_command.print_inspection(
         args.what,
         args.overrides,
         model=args.model,
@@ -125,6 +125,7 @@ def data_inspect(args: argparse.Namespace) -> None:
         limit=args.limit,
         pack_tokens=args.tokens,
         decode=args.decode,
+        strict=args.strict,
         as_json=args.json,
     )
 

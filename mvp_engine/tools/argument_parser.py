@@ -185,6 +185,8 @@ def _add_data_commands(commands: Any) -> None:
     inspect.add_argument(
         "--decode", action="store_true", help="decode all media, which finds corrupt files"
     )
+    text = "exit with 2 if a row is bad or dropped, as a check before a training"
+    inspect.add_argument("--strict", action="store_true", help=text)
     _add_json_option(inspect)
     inspect.set_defaults(run="data_inspect")
 

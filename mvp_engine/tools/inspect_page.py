@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +19,7 @@ DIM = "dim"
 ERROR = "red"
 MAX_CHARACTERS = 2000  # of a row's text, unless it is shown in full
 MAX_BAD_ROWS = 10
+MAX_DETAIL = 300  # characters of a bad row's detail
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # could move the cursor or set colours
 OVERLONG = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}
 SIDES = {1: ", chosen", -1: ", rejected", 0: ""}
@@ -26,6 +28,7 @@ SIDES = {1: ", chosen", -1: ", rejected", 0: ""}
 def show(facts: dict[str, Any], console: Console, in_full: bool = False) -> None:
     """Print all facts; with `in_full`, rows of any length are printed completely."""
     plain = console.color_system is None
+    _headline(facts, console)
     _overview(facts, console)
     _histogram(facts["lengths"], console)
     show_bad(facts["bad"], console)
@@ -36,6 +39,25 @@ def show(facts: dict[str, Any], console: Console, in_full: bool = False) -> None
         console.print(Text.assemble(f"\nRows {source}; text with loss is ", mark))
     for row in facts["rows"]:
         _row(row, console, plain, in_full)
+
+
+def _headline(facts: dict[str, Any], console: Console) -> None:
+    """One line that says whether the data can be trained on."""
+    rows = sum(source["rows"] for source in facts["sources"])
+    good = sum(source["good"] for source in facts["sources"])
+    text = Text(f"{_clean(facts['data'])}: " if "data" in facts else "", "bold")
+    if good == rows:
+        every = "all " if rows > 1 else ""
+        verb = "read" if facts["overlong"] is None else "trained on"
+        text.append(f"{every}{count(rows, 'row')} can be {verb}", WITH_LOSS)
+    else:
+        reasons = dict(facts["bad"]["by_reason"])
+        if rows - good > facts["bad"]["total"]:
+            reasons["over-long"] = rows - good - facts["bad"]["total"]
+        named = ", ".join(f"{number:,} {reason}" for reason, number in reasons.items())
+        text.append(f"{rows - good:,} of {count(rows, 'row')} cannot be trained on", ERROR)
+        text.append(f": {named}")
+    console.print(text)
 
 
 def _overview(facts: dict[str, Any], console: Console) -> None:
@@ -118,17 +140,24 @@ def _bin_name(one: dict[str, Any]) -> str:
 
 
 def show_bad(bad: dict[str, Any], console: Console) -> None:
-    """Print the number of bad rows by reason, and the first of them."""
+    """Print the bad rows by reason, with one example of each."""
     if not bad["total"]:
         return
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in bad["by_reason"].items())
-    console.print(Text(f"\n{count(bad['total'], 'bad row')}: {reasons}", ERROR))
-    for record in bad["rows"][:MAX_BAD_ROWS]:
-        words = f"{record['where']}: {record['reason']}: {_clean(record['detail'])[:300]}"
-        console.print(Padding(Text(words, overflow="fold"), (0, 0, 0, 2)))
-    more = bad["total"] - MAX_BAD_ROWS
-    if more > 0:
-        console.print(Text(f"  ... and {more:,} more; --json lists all of them", DIM))
+    console.print(
+        Text(f"\n{count(bad['total'], 'bad row')}, with one example of each reason", ERROR)
+    )
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right")
+    table.add_column()
+    table.add_column(overflow="fold")
+    for reason, number in bad["by_reason"].items():
+        example = next(record for record in bad["rows"] if record["reason"] == reason)
+        detail = textwrap.shorten(_clean(example["detail"]), MAX_DETAIL, placeholder=" ...")
+        words = Text(f"{example['where']}: {detail}")
+        table.add_row(f"  {number:,}", Text(reason, "bold"), words)
+    console.print(table)
+    if bad["total"] > len(bad["by_reason"]):
+        console.print(Text("  --json lists all of them", DIM))
 
 
 def _row(row: dict[str, Any], console: Console, plain: bool, in_full: bool) -> None:

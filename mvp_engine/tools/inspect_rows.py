@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.encode.sequences import EncodedSequence
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Row
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.tools.inspect_stats import Rows
+
+if TYPE_CHECKING:  # they import torch
+    from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+    from mvp_engine.kit.data.encode.sequences import EncodedSequence
 
 
 def find_row(sources: Sequence[Rows], row: str) -> tuple[int, int]:

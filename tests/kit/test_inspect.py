@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,44 @@ def test_inspect_file_with_a_model_shows_tokens_loss_and_packing(folder: Path, c
     assert "\x1b" not in plain
     decoded = inspect(capsys, *words, "--decode")
     assert (decoded["bad"]["by_reason"]["corrupt"], decoded["sources"][0]["good"]) == (1, 10)
+
+
+def test_inspect_prints_a_headline_and_one_example_per_reason(tmp_path: Path, capsys: Any) -> None:
+    good = chat("Hi", "Hello")
+    image = {**chat("<image>?", "A cat"), "images": ["nowhere.png"]}
+    write(tmp_path / "rows.jsonl", [good, {"x": 1}, {"x": 2}, "{broken", image])
+    text = printed(inspect(capsys, str(tmp_path / "rows.jsonl")), 160)
+    reasons = "2 unknown_format, 1 bad_json, 1 missing_file"
+    assert text.splitlines()[0] == f"{tmp_path}/rows.jsonl: 4 of 5 rows cannot be trained on: {reasons}"
+    examples = text.partition("one example of each reason")[2].partition("Rows as they")[0]
+    assert [examples.count(f"rows.jsonl:{line}: ") for line in (2, 3, 4, 5)] == [1, 0, 1, 1]
+    write(tmp_path / "good.jsonl", [good, good])
+    text = printed(inspect(capsys, str(tmp_path / "good.jsonl")), 160)
+    assert text.startswith(f"{tmp_path}/good.jsonl: all 2 rows can be read")
+
+
+def test_inspect_strict_exits_with_2_if_a_row_is_bad_or_dropped(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("Hi", "long " * 99)])
+    words = ["data", "inspect", str(tmp_path / "rows.jsonl"), "--strict", "--json"]
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main([*words, "--model", str(folder / "model"), "--tokens", "64"]) == 2
+    out = capsys.readouterr()
+    assert json.loads(out.out)["overlong"]["rows"] == 1
+    assert "--strict: 1 of 2 rows" in out.err
+    assert main([*words[:2], str(folder / "rows.jsonl"), "--strict"]) == 2
+    assert "--strict: 2 of 14 rows" in capsys.readouterr().err
+
+
+def test_inspect_file_without_a_model_imports_no_torch(folder: Path) -> None:
+    code = f"""
+import sys
+from mvp_engine.cli import main
+assert main(["data", "inspect", {str(folder / "rows.jsonl")!r}]) == 0
+print({{"torch", "transformers"}} & set(sys.modules), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (0, "set()")
 
 
 def test_inspect_row_is_found_by_index_and_by_place(folder: Path, capsys: Any) -> None:

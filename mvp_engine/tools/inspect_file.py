@@ -1,0 +1,67 @@
+"""`mvp data inspect` of a file without a model: what is known from its rows alone. It imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mvp_engine.kit.data.read.limits import Limits
+from mvp_engine.kit.data.read.media_source import describe, open_media
+from mvp_engine.kit.data.read.row_format import RowFormat
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.rows import read_row
+from mvp_engine.kit.data.read.sources import open_source
+from mvp_engine.kit.data.settings import DataSource, resolve_source
+from mvp_engine.tools.inspect_rows import bad_reason, find_row, plain_row
+from mvp_engine.tools.inspect_stats import count_bad, length_stats, sample_rows
+
+
+def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[str, Any]:
+    """What is known without a model: formats, counts, bad rows, missing media files, and the messages of some rows."""
+    settings = resolve_source(DataSource(path=path))
+    source = open_source(settings.path, settings.root)
+    row_format = RowFormat(columns=settings.columns)
+    name = settings.label
+    wanted = range(limit) if row is None else [find_row([source], row)[1]]
+    lengths = list[int]()
+    bad = list[dict[str, Any]]()
+    shown = list[dict[str, Any]]()
+    for index in range(len(source)):
+        where = source.where(index)
+        facts: dict[str, Any] = {"format": None, "bad": None, "sequences": []}
+        try:
+            read = read_row(source[index], row_format)
+            for part in read.media():
+                open_media(part.value, Limits(), source.root, describe(part))
+            messages = sum(len(message.text) for message in read.messages)
+            lengths.append(messages + len(read.text or ""))
+            if index in wanted:
+                facts["format"] = read.format
+                facts["sequences"] = plain_row(read)
+        except BadRow as error:
+            facts["bad"] = bad_reason(error)
+            bad.append({"source": name, "where": where, **facts["bad"]})
+        if index in wanted:
+            shown.append({"row": index, "source": name, "where": where, **facts})
+    counts = {
+        "name": name,
+        "rows": len(source),
+        "good": len(source) - len(bad),
+        "bad": len(bad),
+        "overlong": 0,
+        "tokens": None,
+        "share": None,
+    }
+    return {
+        "split": None,
+        "decoded": False,
+        "missing": "tokens, loss masks, media sizes and packing need the model's processor: give --model FOLDER",
+        "sources": [counts],
+        "sample": sample_rows([source], [row_format]),
+        "lengths": length_stats(np.array(lengths, np.int64), "characters"),
+        "plan": None,
+        "overlong": None,
+        "bad": count_bad(bad),
+        "rows": shown,
+    }
