@@ -221,10 +221,12 @@ def list_runs(root: Path, name: str | None = None) -> list[Run]:
 
 
 def open_run(text: str, root: Path) -> Run:
-    """The run that `text` names: a folder, or the id of a run below `root`, or a unique prefix of an id."""
+    """The run that `text` names: a folder, the id of a run below `root` or a unique prefix of it, or `latest`."""
     if (Path(text) / "run.json").is_file():
         return Run(Path(text))
     runs = list_runs(root)
+    if text == "latest" and runs:
+        return runs[-1]
     matches = [run for run in runs if run.id == text]
     if not matches:
         matches = [run for run in runs if run.id.startswith(text)]

@@ -19,8 +19,9 @@ from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.runs import list_runs
 from mvp_engine.tools import recipe as recipes
+from mvp_engine.tools.recipe_configs import is_recipe
 
-RECIPES = sorted(folder.name for folder in (ROOT / "recipes").iterdir() if (folder / "engine.py").is_file())
+RECIPES = sorted(folder.name for folder in (ROOT / "recipes").iterdir() if is_recipe(folder))
 QUICK = {
     "magic_transformer": ["task.train_problems=500", "task.eval_problems=50"],
     "digits_vlm": ["digits.drawings=1", "digits.count=60", "data.num_workers=0", "eval_generation.max_new_tokens=2"],

@@ -26,6 +26,7 @@ from mvp_engine.config.engine_class import find_engine
 from mvp_engine.config.explain import explain_invalid, explain_uncomposed
 from mvp_engine.config.places import ConfigFile, override_key, place_of, short_path
 from mvp_engine.config.schema import Config
+from mvp_engine.config.shipped import shipped_config, shipped_configs
 from mvp_engine.errors import UserError
 from mvp_engine.runs import flat_keys
 
@@ -85,11 +86,14 @@ def read_draft(path: str | Path, overrides: list[str]) -> Draft:
 
 
 def _find_file(file: Path) -> Path:
-    """The absolute path of an existing YAML file."""
+    """The absolute path of an existing YAML file, or of a shipped recipe's config such as `sft/lora`."""
     if file.is_file():
         if file.suffix != ".yaml":
             raise UserError(f"config {file} must be called *.yaml: Hydra reads no other files")
         return file.resolve()
+    shipped = shipped_config(file)
+    if shipped is not None:
+        return shipped
     if file.is_dir():
         raise UserError(f"config {file} is a folder; name a YAML file in it")
     if file.suffix not in (".yaml", ".yml") and file.with_name(file.name + ".yaml").is_file():
@@ -99,6 +103,9 @@ def _find_file(file: Path) -> Path:
 
 def _other_files(file: Path) -> str:
     folder = file.parent
+    shipped = [] if file.is_absolute() else shipped_configs(file.parts[0])
+    if shipped:
+        return f"The recipe has: {', '.join(shipped)}"
     names = sorted(found.name for found in folder.glob("*.yaml")) if folder.is_dir() else []
     if not names:
         return f"{folder} has no YAML file (paths are relative to {Path.cwd()})"

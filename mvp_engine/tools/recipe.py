@@ -15,14 +15,12 @@ from pathlib import Path
 
 import yaml
 
+from mvp_engine.config.shipped import SHIPPED
 from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.files import atomic_path
 from mvp_engine.tools.recipe_configs import is_recipe, runnable_configs
 from mvp_engine.tools.recipe_rename import rename_recipe
 
-# The recipes of a checkout, which an editable install finds too; else those in the wheel.
-_FOLDERS = (Path(__file__).parents[2] / "recipes", Path(__file__).parents[1] / "_recipes")
-SHIPPED = next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[0])
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc", "outputs", ".*", "README.md")
 MAX_SUMMARY = 150  # characters of a recipe's summary in the list
 

@@ -9,7 +9,10 @@ import yaml
 
 
 def is_recipe(folder: Path) -> bool:
-    return (folder / "engine.py").is_file() and bool(_yaml_files(folder))
+    """Whether the folder has configs, and an engine of its own or a config that names one."""
+    files = _yaml_files(folder)
+    has_engine = (folder / "engine.py").is_file()
+    return bool(files) and (has_engine or any("engine" in load_yaml(file) for file in files))
 
 
 def runnable_configs(folder: Path) -> list[Path]:

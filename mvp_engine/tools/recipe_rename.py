@@ -52,7 +52,9 @@ def _project_name(name: str, old: str, new: str, single: bool) -> str:
 
 
 def _engine_class(file: Path) -> str | None:
-    """The name of the engine class, if the file defines exactly one."""
+    """The name of the engine class, if the file exists and defines exactly one."""
+    if not file.is_file():
+        return None
     engines = list[str]()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if not isinstance(node, ast.ClassDef):

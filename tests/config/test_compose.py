@@ -37,6 +37,20 @@ def test_precedence_is_command_line_recipe_inherited_defaults(recipe: Path) -> N
     assert config.checkpoint.keep_n == 3  # default.yaml
 
 
+def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    composed = compose("sft/lora", ["model.path=model", "mllm.sources.rows.path=rows.jsonl"])
+    assert composed.config.project.name == "sft_lora"
+    assert composed.files[-1] == ROOT / "recipes/sft/configs/lora.yaml"
+    assert "The recipe has: sft/base, sft/full, sft/lora" in error("sft/qlora")
+    assert "config file not found: nothing/lora" in error("nothing/lora")
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft/lora.yaml").write_text("project: {name: mine}")
+    assert "no engine.py" in error("sft/lora.yaml")  # a file of one's own comes first
+
+
 def test_default_yaml_and_schema_have_the_same_keys() -> None:
     from mvp_engine.config.compose import DEFAULTS
     from mvp_engine.config.schema import Config

@@ -55,7 +55,8 @@ def config_file(name: str) -> Path:
 def test_any_ranks_table_holds_every_config_for_a_cpu() -> None:
     shared = {"base", "made", "shapes"}
     found = {f"{file.parents[1].name}/{file.stem}" for file in RECIPES.glob("*/configs/*.yaml")}
-    assert {name for name in found if "gpu" not in name and name.partition("/")[2] not in shared} == SIZES.keys()
+    on_cpu = {name for name in found if "gpu" not in name and name.partition("/")[2] not in shared}
+    assert on_cpu - {"sft/lora", "sft/full"} == SIZES.keys()  # these two need a pretrained model
 
 
 @pytest.mark.slow

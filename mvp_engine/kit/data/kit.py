@@ -36,9 +36,9 @@ from mvp_engine.kit.data.pack.stream_packs import StreamPackDataset
 from mvp_engine.kit.data.processor import save_generation_config
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows, append_new
 from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.sources import Source, open_source
+from mvp_engine.kit.data.read.sources import Source, open_source, split_rows
 from mvp_engine.kit.data.read.streams import Stream, StreamMixture
-from mvp_engine.kit.data.settings import DataSource, MLLMData, resolve_source
+from mvp_engine.kit.data.settings import DataSource, MLLMData, resolve_source, with_held_out
 from mvp_engine.model_engine import precision_on
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -59,7 +59,7 @@ class MLLMDataKit:
     ) -> None:
         self.settings = settings
         self.num_workers = num_workers
-        self._all_sources = [resolve_source(source) for source in settings.sources]
+        self._all_sources = with_held_out([resolve_source(source) for source in settings.sources])
         row_tokens = settings.row_tokens or settings.micro_batch_tokens
         self.row_encoder = RowEncoder(
             processor,
@@ -78,6 +78,9 @@ class MLLMDataKit:
         self._measured: dict[str, tuple[Mixture, list[Costs]]] = {}
 
     # ---- Sources --------------------------------------------------------------------------------
+
+    def has_split(self, split: str) -> bool:
+        return any(source.split == split for source in self._all_sources)
 
     def is_stream(self, split: str = "train") -> bool:
         return self._sources(split)[0].stream
@@ -352,7 +355,7 @@ class MLLMDataKit:
             raise UserError(
                 f"data: the sources of {split} are streams, which have no packing plan: use stream_loader"
             )
-        sources = [open_source(one.path, one.root) for one in settings]
+        sources = [_open_rows(one) for one in settings]
         names = self.source_names(split)
         by = "weight" if settings[0].weight is not None else "repeats"
         shares = [getattr(one, by) or 1.0 for one in settings]
@@ -383,3 +386,14 @@ class MLLMDataKit:
         mixture, _ = self.measured(split)
         fingerprints = " ".join(source.fingerprint for source in mixture.sources)
         return hashlib.blake2b(fingerprints.encode(), digest_size=8).hexdigest()
+
+
+def _open_rows(settings: DataSource) -> Source:
+    """The rows of a source that belong to its split."""
+    source = open_source(settings.path, settings.root)
+    if not settings.hold_out:
+        return source
+    if len(source) == 1:
+        raise UserError(f"data: {settings.label} has one row: nothing can be held out (hold_out)")
+    held_out, trained = split_rows(len(source), settings.hold_out)
+    return source.subset(held_out if settings.split == "eval" else trained)

@@ -30,6 +30,8 @@ class DataSource(Section):
     """The name in metrics and messages; null: the name of the file."""
     split: str = "train"
     """The split that these rows belong to: train, or the name of a held-out split such as eval."""
+    hold_out: Fraction | None = None
+    """The share of the rows that split eval gets instead of train, such as 0.02. Which rows: docs/data.md."""
     format: str | None = None
     """The format of the rows; null: recognised for each row."""
     columns: dict[str, str | None] = Field(default_factory=dict)
@@ -53,6 +55,16 @@ class DataSource(Section):
             raise ValueError(f"choose one of {', '.join(FORMATS)}")
         return value
 
+    @model_validator(mode="after")
+    def _can_hold_out(self) -> DataSource:
+        if not self.hold_out:
+            return self
+        if self.stream or self.split != "train":
+            raise ValueError("hold_out is for sources of split train that are not streams")
+        if self.hold_out > 0.5:
+            raise ValueError("hold_out is at most 0.5: the rest of the rows is trained on")
+        return self
+
     @property
     def label(self) -> str:
         """The name, or that of the first file, of the function, or stdin."""
@@ -69,6 +81,12 @@ class DataSource(Section):
     def row_format(self, data: MLLMData) -> RowFormat:
         """How the rows of this source are read."""
         return RowFormat(self.format, self.columns, self.media_tags, data.fields, data.prompt_only)
+
+
+def with_held_out(sources: list[DataSource]) -> list[DataSource]:
+    """The sources, then the rows that they hold out as sources of split eval."""
+    held_out = {"split": "eval", "weight": None, "repeats": None}
+    return sources + [one.model_copy(update=held_out) for one in sources if one.hold_out]
 
 
 def resolve_source(source: DataSource) -> DataSource:
@@ -188,8 +206,9 @@ class MLLMData(Section):
             raise ValueError(
                 "mllm.global_batch_tokens must be a multiple of mllm.micro_batch_tokens"
             )
-        for split in {source.split for source in self.sources}:
-            _check_split(split, [source for source in self.sources if source.split == split])
+        sources = with_held_out(self.sources)
+        for split in {source.split for source in sources}:
+            _check_split(split, [source for source in sources if source.split == split])
         return self
 
     def global_batch_packs(self, global_batch_size: int | None) -> int | None:

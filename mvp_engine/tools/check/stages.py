@@ -52,6 +52,7 @@ from mvp_engine.tools.inspect_stats import count_bad
 DIVERGING = 2.0  # the last loss of the steps, relative to the first
 LONG_WAIT = 0.2  # of the step time; with less, three steps say little
 LONG_WAIT_SECONDS = 0.01  # steps of milliseconds always wait
+FEW_STEPS = 10  # of a training on rows: that few hardly train a model
 LONG_RUN = 3600.0  # seconds; a longer training should save checkpoints
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -244,6 +245,11 @@ class Check:
                 f"the loss rises from {finite[0]:.4g} to {finite[-1]:.4g} in {engine.step} steps: lower optim.lr, or "
                 "lengthen the warm-up"
             )
+        if record["data"] and total and total < FEW_STEPS:
+            record.warning(
+                f"the training has {count(total, 'step')}: raise loop.epochs, or lower data.global_batch_size or "
+                "mllm.micro_batch_tokens"
+            )
         if total and total * seconds > LONG_RUN and config.checkpoint.interval is None:
             record.warning("checkpoint.interval is null: nothing is saved before the end")
         if step["data_wait"] > LONG_WAIT and step["data_wait"] * seconds > LONG_WAIT_SECONDS:
@@ -325,7 +331,7 @@ def is_known_metric(name: str, metrics: list[str], sources: list[str]) -> bool:
 
 
 def _has_eval(kit: MLLMDataKit) -> bool:
-    return any(source.split == "eval" for source in kit.settings.sources)
+    return kit.has_split("eval")
 
 
 def _first_good(kit: MLLMDataKit, split: str) -> str | None:

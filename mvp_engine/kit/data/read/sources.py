@@ -7,6 +7,7 @@ a file that cannot be used at all raises `UserError` when it is opened. What a r
 
 from __future__ import annotations
 
+import copy
 import glob
 import json
 import os
@@ -38,9 +39,18 @@ class Source:
         # Of the content: the same wherever the files lie, another one when they change.
         fingerprints = "".join(file.fingerprint for file in files)
         self.fingerprint = content_hash(fingerprints.encode()).hexdigest()
+        self._chosen: np.ndarray | None = None  # the rows of a subset
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return int(self.ends[-1]) if self._chosen is None else len(self._chosen)
+
+    def subset(self, rows: np.ndarray) -> Source:
+        """A source of only these rows, in this order."""
+        chosen = copy.copy(self)
+        chosen._chosen = rows
+        key = self.fingerprint.encode() + rows.tobytes()
+        chosen.fingerprint = content_hash(key).hexdigest()
+        return chosen
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         file, row = self._find(index)
@@ -59,6 +69,8 @@ class Source:
     def _find(self, index: int) -> tuple[RowFile, int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
+        if self._chosen is not None:
+            index = int(self._chosen[index])
         number = int(np.searchsorted(self.ends, index, side="right"))
         file = self.files[number]
         start = int(self.ends[number] - file.size)
@@ -83,6 +95,22 @@ def open_source(path: str | Path | Sequence[str | Path], root: str | Path | None
         empty = next((file.file for file in files if not file.size), path)
         raise UserError(f"data: {empty} has no rows")
     return Source(files, root)
+
+
+def split_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """The held-out rows and the others: one of every 1 / fraction rows is held out, at a scattered place.
+
+    The places depend on the row's index alone: rows that are appended to a file move no row into the other part, save
+    those of the last, incomplete group.
+    """
+    group = min(round(1 / fraction), size)
+    starts = np.arange(0, size - group + 1, group)
+    # Multiples of an odd constant modulo 2^64 are scattered evenly: no period of the rows is met again and again.
+    scattered = np.arange(len(starts), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    places = (scattered >> np.uint64(32)) % np.uint64(group)
+    is_held_out = np.zeros(size, dtype=bool)
+    is_held_out[starts + places.astype(np.int64)] = True
+    return np.flatnonzero(is_held_out), np.flatnonzero(~is_held_out)
 
 
 def expand_path(path: str | Path) -> list[str]:
