@@ -169,6 +169,21 @@ def merge(args: argparse.Namespace) -> None:
     )
 
 
+def push(args: argparse.Namespace) -> None:
+    from mvp_engine.tools import push
+
+    push.push(
+        args.name,
+        args.repository,
+        root=args.dir,
+        public=args.public,
+        adapter=args.adapter,
+        license=args.license,
+        dry_run=args.dry_run,
+        as_json=args.json,
+    )
+
+
 def runs_list(args: argparse.Namespace) -> None:
     from mvp_engine.tools import runs
 

@@ -190,11 +190,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(401, "")
             return
         name = "/".join(filter(None, [wanted.get("organization"), wanted["name"]]))
+        url = f"{self.hub.url}/{name}"
         if name in self.hub.repos:
-            self._refuse(409, "")
+            self._answer({"error": "exists", "url": url}, {}, 409)
             return
-        self.hub.add(name, {}, private=bool(wanted.get("private")))
-        self._answer({"url": f"{self.hub.url}/{name}", "name": name})
+        self.hub.add(name, {}, private=bool(wanted.get("private") or wanted.get("visibility") == "private"))
+        self._answer({"url": url, "name": name})
 
     def _list(self, path: str, author: str) -> None:
         prefix = f"datasets/{author}/" if path.endswith("datasets") else f"{author}/"

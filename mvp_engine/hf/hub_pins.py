@@ -65,7 +65,7 @@ def _agree_on_pins(found: list[Reference], world: World, run: Run) -> dict[str, 
         try:
             pins = {one.text: recorded.get(one.text) or one.pinned() for one in found}
             new = {text: pin for text, pin in pins.items() if pin != text}
-            if not new.items() <= recorded.items():
+            if not new.items() <= run.info.get("hub", {}).items():
                 run.note(hub={**recorded, **new})
             message = pins
         except UserError as error:

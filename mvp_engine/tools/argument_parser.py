@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_data_commands(commands)
     _add_chat_command(commands)
     _add_merge_command(commands)
+    _add_push_command(commands)
     _add_runs_commands(commands)
     return parser
 
@@ -251,6 +252,22 @@ def _add_merge_command(commands: Any) -> None:
         "--ema", action="store_true", help="write the EMA weights (optim.ema), not the last ones"
     )
     merge.set_defaults(run="merge")
+
+
+def _add_push_command(commands: Any) -> None:
+    text = "upload a run's model to the Hugging Face Hub, with a model card; private by default"
+    push = _add_command(commands, "push", text)
+    push.add_argument("name", metavar="RUN", help="folder or id")
+    push.add_argument("repository", metavar="ORG/NAME", help="created if it does not exist")
+    push.add_argument("--public", action="store_true", help="a public repository")
+    push.add_argument(
+        "--adapter", action="store_true", help="LoRA: upload only the adapter, in peft's format"
+    )
+    push.add_argument("--license", metavar="NAME", help="default: that of the base model")
+    push.add_argument("--dry-run", action="store_true", help="print files and card, upload nothing")
+    push.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
+    _add_json_option(push)
+    push.set_defaults(run="push")
 
 
 def _add_runs_commands(commands: Any) -> None:

@@ -1,0 +1,264 @@
+"""Commands on models and datasets of a fake Hub, online and without a network: inspect, check, train, resume, chat."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from fake_hub import FakeHub, use_hub
+from PIL import Image
+from ranks import RankPool
+
+sys.path.append(str(Path(__file__).parent / "kit"))
+from tiny_vlm import chat, model_config, qwen3_vl
+
+from mvp_engine.cli import main
+from mvp_engine.config import compose
+from mvp_engine.distributed import World
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.hub_datasets import dataset_files
+from mvp_engine.runs import Run, list_runs
+
+CONFIG = """
+engine: mvp_engine.kit:MLLMEngine
+project: {name: hub}
+model: {type: language_model, path: org/vlm}
+mllm:
+  micro_batch_tokens: 160
+  sources:
+    shapes: {path: "hf://org/shapes"}
+    held_out: {path: "hf://org/shapes:test", split: eval}
+data: {micro_batch_size: 1, global_batch_size: 2, num_workers: 0}
+loop: {total_steps: 2}
+checkpoint: {interval: 1}
+log: {interval: 1, backends: [jsonl]}
+lora: {rank: 2}
+"""
+
+
+def parquet(rows: int) -> bytes:
+    """Rows with an image and a chat, as the Hub stores them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = []
+    for i in range(rows):
+        image = io.BytesIO()
+        Image.new("RGB", (16, 12 + i), ["red", "green", "blue"][i % 3]).save(image, "PNG")
+        table.append({**chat("<image>What colour?", "red"), "images": [{"bytes": image.getvalue(), "path": None}]})
+    out = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(table), out)
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub") / "vlm"
+    torch.manual_seed(0)
+    LanguageModel.from_config(model_config()).hf.save_pretrained(folder)
+    qwen3_vl().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "train.yaml").write_text(CONFIG)
+    with FakeHub().serve() as hub:
+        use_hub(hub.url, tmp_path / "home", monkeypatch)
+        hub.add("org/vlm", model)
+        files = {"data/train-00000-of-00001.parquet": parquet(6), "data/test-00000-of-00001.parquet": parquet(2)}
+        hub.add("datasets/org/shapes", files)
+        yield hub
+
+
+def run(capsys: Any, *words: str, code: int = 0) -> str:
+    """The output of a command that ends with this exit code."""
+    assert main(list(words)) == code, capsys.readouterr()
+    found = capsys.readouterr()
+    return str(found.out if code == 0 else found.err)
+
+
+@pytest.mark.slow
+def test_four_commands_on_hub_ids_work_online_then_offline(
+    hub: FakeHub, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def three_commands() -> list[float]:
+        inspect = ["data", "inspect", "hf://org/shapes", "--model", "org/vlm", "--json"]
+        facts = json.loads(run(capsys, *inspect))
+        assert (facts["sources"][0]["name"], facts["sources"][0]["good"]) == ("shapes", 6)
+        run(capsys, "train", "train.yaml")
+        newest = list_runs(Path("outputs"))[-1]
+        run(capsys, "chat", str(newest.dir), "-p", "What colour?", "--max-new-tokens", "2")
+        return [record["loss"] for record in newest.records("train")]
+
+    run(capsys, "check", "train.yaml", "loop.total_steps=1")
+    online = three_commands()
+    files = hub.downloads()
+    assert sorted(files) == sorted(set(files))
+    use_hub("http://127.0.0.1:9", Path("home"), monkeypatch)
+    assert three_commands() == online
+    use_hub("http://127.0.0.1:9", Path("other_home"), monkeypatch)
+    assert "run `hf download org/vlm`" in run(capsys, "train", "train.yaml", code=EXIT_USER_ERROR)
+    assert list_runs(Path("outputs"))[-1].status() == "failed"
+    error = run(capsys, "data", "inspect", "hf://org/shapes", code=EXIT_USER_ERROR)
+    assert "run `hf download org/shapes --repo-type dataset`" in error
+
+
+@pytest.mark.slow
+def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(hub: FakeHub, capsys: Any) -> None:
+    commit = hub.repos["org/vlm"].branches["main"]
+    rows = hub.repos["datasets/org/shapes"].branches["main"]
+    run(capsys, "train", "train.yaml")
+    first = list_runs(Path("outputs"))[-1]
+    pins = {"org/vlm": f"org/vlm@{commit}", "hf://org/shapes": f"hf://org/shapes@{rows}"}
+    assert first.info["hub"] == {**pins, "hf://org/shapes:test": f"hf://org/shapes:test@{rows}"}
+    config = yaml.safe_load((first.dir / "config.yaml").read_text())
+    assert config["model"]["path"] == f"org/vlm@{commit}"
+    assert config["mllm"]["sources"][1]["path"] == f"hf://org/shapes:test@{rows}"
+    base = json.loads((first.checkpoint_list()[-1] / "hf" / "mvp.json").read_text())["base"]
+    assert base["path"] == f"org/vlm@{commit}"  # no path of this machine
+    files = hub.repos["org/vlm"].commits[commit]
+    hub.add("org/vlm", {**files, "config.json": b"{}"})
+    hub.add("datasets/org/shapes", {"data/train-00000-of-00001.parquet": parquet(1)})
+    run(capsys, "train", "train.yaml", "resume=auto", "loop.total_steps=3")
+    assert [record["step"] for record in first.records("train")] == [1, 2, 3]
+    assert first.info["hub"]["org/vlm"] == f"org/vlm@{commit}"
+    run(capsys, "train", "train.yaml", f"resume={first.checkpoint_list()[-1]}", "loop.total_steps=4")  # a new run
+    assert list_runs(Path("outputs"))[-1].info["hub"] == first.info["hub"]
+    assert "no split test" in run(capsys, "train", "train.yaml", code=EXIT_USER_ERROR)  # a new run: the new commit
+
+
+def error_of_start(config: str, override: str) -> str:
+    """The user error of building an engine on this rank."""
+    composed = compose(config, [override])
+    world = World.join("cpu")
+    folder = Run.create(Path("outputs"), "hub", None).dir if world.is_main else None
+    try:
+        composed.engine_class(composed.config, world, Run(world.broadcast(folder)))
+    except UserError as error:
+        return str(error)
+    finally:
+        world.close()
+    return ""
+
+
+def error_of_download() -> str:
+    def fail() -> None:
+        raise UserError("cannot be stored")
+
+    world = World.join("cpu")
+    try:
+        world.once_per_node(fail, "test")
+    except UserError as error:
+        return str(error)
+    finally:
+        world.close()
+    return ""
+
+
+@pytest.mark.slow
+def test_two_ranks_download_each_file_once_and_share_errors(hub: FakeHub, ranks2: RankPool) -> None:
+    home = Path("home").absolute()
+    settings = [f"project.dir={Path('outputs').absolute()}", "data.global_batch_size=2"]
+    try:
+        ranks2.run(use_hub, hub.url, home)
+        assert ranks2.launch(Path("train.yaml").absolute(), *settings) == [0, 0]
+        files = hub.downloads()
+        assert sorted(files) == sorted(set(files))
+        assert "model.safetensors" in files
+        errors = ranks2.run(error_of_start, str(Path("train.yaml").absolute()), "model.path=org/vml")
+        assert ["model.path=org/vml is neither a folder" in error for error in errors] == [True, True]
+        assert ranks2.run(error_of_download) == ["cannot be stored", "cannot be stored"]
+    finally:
+        ranks2.run(use_hub, "https://huggingface.co", Path.home() / ".cache" / "huggingface")
+
+
+@pytest.mark.slow
+def test_push_uploads_model_and_card_that_chat_reads_back(
+    hub: FakeHub, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(capsys, "train", "train.yaml", "loop.eval_interval=2")
+    newest = list_runs(Path("outputs"))[-1]
+    shown = run(capsys, "push", newest.id, "me/reader", "--dry-run")
+    assert "would upload to me/reader (private)" in shown
+    assert "model.safetensors" in shown
+    assert "me/reader" not in hub.repos
+    error = run(capsys, "push", newest.id, "me/reader", code=EXIT_USER_ERROR)
+    assert "run `hf auth login` with a token that may write to me, or set HF_TOKEN" in error
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    assert f"{hub.url}/me/reader" in run(capsys, "push", newest.id, "me/reader")
+    repo = hub.repos["me/reader"]
+    assert repo.private
+    card = repo.commits[repo.branches["main"]]["README.md"].decode()
+    metadata = yaml.safe_load(card.split("---\n")[1])
+    assert (metadata["base_model"], metadata["datasets"]) == ("org/vlm", ["org/shapes"])
+    assert metadata["pipeline_tag"] == "image-text-to-text"
+    for text in ("| held-out loss |", "| `optim.lr` | 0.001 |", "Qwen3VLForConditionalGeneration.from_pretrained"):
+        assert text in card
+    assert str(Path.cwd()) not in card
+    chat = ["-p", "What colour?", "--max-new-tokens", "2", "--json"]
+    answers = [json.loads(run(capsys, "chat", model, *chat))["answer"] for model in (str(newest.dir), "me/reader")]
+    run(capsys, "push", newest.id, "me/adapter", "--adapter", "--public")
+    files = hub.repos["me/adapter"].commits[hub.repos["me/adapter"].branches["main"]]
+    assert not hub.repos["me/adapter"].private
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/vlm"
+    answers.append(json.loads(run(capsys, "chat", "me/adapter", *chat))["answer"])
+    assert len(set(answers)) == 1
+    error = run(capsys, "push", newest.id, "me/adapter", code=EXIT_USER_ERROR)
+    assert "exists on the Hub and is public: add --public" in error
+
+
+def test_dataset_paths_choose_config_and_split(hub: FakeHub) -> None:
+    def names(path: str, split: str = "train") -> list[str]:
+        return [Path(file).name for file in dataset_files(path, split)]
+
+    assert names("hf://org/shapes", "test") == ["test-00000-of-00001.parquet"]
+    assert names("hf://datasets/org/shapes:train") == ["train-00000-of-00001.parquet"]
+    files = {f"{config}/{split}.parquet": b"PAR1" for config in ("en", "de") for split in ("train", "valid")}
+    hub.add("datasets/org/words", files)
+    assert names("hf://org/words:de:validation") == ["valid.parquet"]
+    assert "/de/" in dataset_files("hf://org/words:de")[0]
+    readme = b"---\nconfigs:\n- config_name: big\n  default: true\n  data_files:\n"
+    readme += b"  - {split: train_sft, path: data/sft-*}\n  - {split: gen, path: [data/g*/**]}\n---\n# Card\n"
+    shards = {"data/sft-1.parquet": b"PAR1", "data/sft-2.parquet": b"PAR1", "data/gen/x/1.parquet": b"PAR1"}
+    hub.add("datasets/org/card", {"README.md": readme, **shards})
+    assert names("hf://org/card:train_sft") == ["sft-1.parquet", "sft-2.parquet"]
+    assert names("hf://org/card:big:gen") == ["1.parquet"]
+    hub.add("datasets/org/json", {"rows.jsonl": b"{}"})
+    hub.add("datasets/org/json", {"default/train/0000.parquet": b"PAR1"}, branch="refs/convert/parquet")
+    assert names("hf://org/json") == ["0000.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("hf://org", "write hf://org/name"),
+        ("hf://org/shaps", r"not a dataset of the Hub .* Did you mean org/shapes\?"),
+        ("hf://org/shapes:tets", r"no split tets\. Did you mean test\? It has: test, train"),
+        ("hf://org/shapes@v2", "has no revision v2"),
+        ("hf://org/words", "has several configs: hf://org/words:de, hf://org/words:en"),
+        ("hf://org/words:fr:train", "no config fr"),
+        ("hf://org/raw", r"has no parquet files.* It has rows.jsonl: run `hf download org/raw --repo-type dataset"),
+    ],
+)
+def test_dataset_path_errors_name_the_choices(hub: FakeHub, path: str, message: str) -> None:
+    hub.add("datasets/org/words", {"de/train.parquet": b"PAR1", "en/train.parquet": b"PAR1"})
+    hub.add("datasets/org/raw", {"rows.jsonl": b"{}"})
+    with pytest.raises(ValueError, match=message):
+        dataset_files(path)
+
+
+def test_held_out_source_without_a_split_of_that_name_is_an_error(hub: FakeHub) -> None:
+    with pytest.raises(ValueError, match="has no split eval: name one of its splits, hf://org/shapes:test"):
+        dataset_files("hf://org/shapes", "eval")
