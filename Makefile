@@ -16,7 +16,7 @@ setup: .venv/.ready
 	@command -v uv >/dev/null || python3 -m pip install --quiet uv || python3 -m pip install --quiet --user --break-system-packages uv
 	@uv=$$(command -v uv || echo "python3 -m uv"); \
 	$$uv venv --quiet --allow-existing --seed .venv && \
-	$$uv pip install --quiet --compile-bytecode --python $(PY) --constraint constraints.txt --editable '.[dev,hf,data]'
+	$$uv pip install --quiet --compile-bytecode --python $(PY) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 demo: setup

@@ -41,11 +41,16 @@ def grouped_experts(
     if dtype is not None and _sizes_fit(experts):
         view = _CastExperts(experts, dtype)
         hidden_TD = hidden_TD.to(dtype)
-    if experts.has_bias:
-        # transformers sorts the rows by expert before its GEMMs; the biases need the same order.
-        expert_of_row = torch.sort(index_TK.reshape(-1)).values
-        view = _BiasOutOfPlace(view, expert_of_row)
-    return grouped_mm_experts_forward(view, hidden_TD, index_TK, weights_TK)
+    if not experts.has_bias:
+        return grouped_mm_experts_forward(view, hidden_TD, index_TK, weights_TK)
+    # transformers sorts the rows by expert before its GEMMs; the biases need the same order.
+    expert_of_row = torch.sort(index_TK.reshape(-1)).values
+    without_bias: Any = _BiasOutOfPlace(view, expert_of_row)
+    out_TD = grouped_mm_experts_forward(without_bias, hidden_TD, index_TK, weights_TK)
+    bias_ED = view.down_proj_bias
+    weights_TE = weights_TK.new_zeros(len(index_TK), len(bias_ED))
+    weights_TE = weights_TE.scatter(1, index_TK, weights_TK).to(bias_ED.dtype)
+    return out_TD + (weights_TE @ bias_ED).to(out_TD.dtype)
 
 
 def _sizes_fit(experts: nn.Module) -> bool:
@@ -69,13 +74,12 @@ class _CastExperts:
 
 
 class _BiasOutOfPlace:
-    """A view of an experts module that adds the biases out of place, in the function after each GEMM.
+    """A view of an experts module without biases but those of the first GEMM, added in the function after it.
 
     transformers adds them in place, to an output that `model.activation_checkpointing=selective` has saved.
     """
 
     has_bias = False
-    has_post_expert_norm = True
 
     def __init__(self, experts: Any, expert_of_row: Tensor) -> None:
         self.experts = experts
@@ -89,9 +93,3 @@ class _BiasOutOfPlace:
 
     def act_fn(self, rows: Tensor) -> Tensor:
         return self.experts.act_fn(rows + self.experts.up_proj_bias[self.expert_of_row])
-
-    def post_expert_norm(self, rows: Tensor) -> Tensor:
-        rows = rows + self.experts.down_proj_bias[self.expert_of_row]
-        if not self.experts.has_post_expert_norm:
-            return rows
-        return self.experts.post_expert_norm(rows)

@@ -49,11 +49,7 @@ class ExportPlan:
 
     def __init__(self, target: Target, like: Callable[[str], Tensor]) -> None:
         """`like` returns one of our tensors by its name, on the meta device."""
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            apply_converters,
-        )
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         if target.dtype not in EXPORT_DTYPES:
             known = ", ".join(str(dtype) for dtype in EXPORT_DTYPES)
@@ -71,7 +67,7 @@ class ExportPlan:
         self._converted: dict[str, tuple[str, str]] = {}
         groups: dict[str, EntryGroup] = {}
         for name in untied_names(self.model):
-            first_entry, pattern = apply_converters(name, converters)
+            first_entry, pattern = _first_match(name, converters)
             if pattern is not None:
                 self._converted[name] = (first_entry, pattern)
             key = name if pattern is None else first_entry
@@ -124,9 +120,9 @@ class ExportPlan:
         return {self._renamed(name): value for name, value in values.items()}
 
     def _renamed(self, name: str) -> str:
-        from transformers.core_model_loading import apply_renamings
-
-        return apply_renamings(name, self._renamings)
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
 
     def _dtype(self, name: str, value: Tensor) -> torch.dtype:
         kept = set(self.model._keep_in_fp32_modules or ())
@@ -134,6 +130,15 @@ class ExportPlan:
         if not value.is_floating_point() or kept & set(name.split(".")):
             return value.dtype
         return self.target.dtype
+
+
+def _first_match(name: str, converters: list[Any]) -> tuple[str, str | None]:
+    """The first entry that the converter of a parameter makes, and the pattern that matched."""
+    for converter in converters:
+        entry, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return entry, pattern
+    return name, None
 
 
 def _inverse_mapping(model: Any) -> list[Any]:

@@ -55,10 +55,13 @@ class LanguageModel(PackedModel):
     )
 
     def __init__(self, causal_lm: Any, temperature: float = 1.0, chunk: int = 2048) -> None:
+        import transformers
+
         if causal_lm.base_model is causal_lm:
             raise UserError(
-                f"{type(causal_lm).__name__} does not separate its backbone from its head, "
-                "which a language model needs"
+                f"{type(causal_lm).__name__} does not separate its backbone from its head, which a language "
+                f"model needs, in transformers {transformers.__version__}. Install a newer one, or choose "
+                "another model"
             )
         super().__init__(causal_lm)
         self.temperature = temperature

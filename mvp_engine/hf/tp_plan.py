@@ -35,6 +35,9 @@ def apply_tensor_parallel(model: PackedModel, mesh: DeviceMesh) -> None:
     for name, style in plan.items():
         if style == "replicated_with_grad_allreduce":
             plan[name] = _ALL_REDUCED_GRAD
+        elif name == "lm_head" and style == "colwise_gather_output":
+            # `LanguageModel` computes from the rows of each rank. Gathering would need an even vocabulary.
+            plan[name] = "colwise"
     plan = dict.fromkeys(_head_norms(hf, plan), _ALL_REDUCED_GRAD) | plan
     apply_tensor_parallelism(hf, mesh, plan)
     hf.tie_weights()  # sharding made two parameters of a tied one
@@ -83,10 +86,9 @@ def _head_norms(hf: Any, plan: dict[str, str]) -> set[str]:
 
 
 def _register_style() -> None:
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-    from transformers.distributed.tensor_parallel import TensorParallelLayer
+    from transformers.distributed import tensor_parallel
 
-    class AllReducedGrad(TensorParallelLayer):
+    class AllReducedGrad(tensor_parallel.TensorParallelLayer):
         @contextlib.contextmanager
         def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
             own = dict(module._parameters)
@@ -99,8 +101,8 @@ def _register_style() -> None:
             finally:
                 module._parameters.update(own)
 
-    styles: Any = ALL_PARALLEL_STYLES
-    styles.register(_ALL_REDUCED_GRAD, AllReducedGrad())
+    untyped: Any = tensor_parallel
+    untyped.ALL_PARALLEL_STYLES.register(_ALL_REDUCED_GRAD, AllReducedGrad())
 
 
 class _AllReduceGrad(Function):

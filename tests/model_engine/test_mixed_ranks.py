@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import overrides_of, parallel
+from families import is_supported, overrides_of, parallel
 from tiny_models import build_model, samples
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -17,6 +17,7 @@ from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 
 NAMES = ["qwen3_vl", "qwen2_5_vl", "llava", "internvl", "gemma3", "smolvlm", "qwen2_audio", "qwen2_5_omni_thinker"]
+NAMES = [name for name in NAMES if is_supported(name)]
 # What each of four ranks has: [], or micro-batches of samples 0 (text), 1 (one item), 2 (two, of two kinds if any)
 SHARES = [[[0], [0]], [[1]], [], [[2, 0], [0], [1]]]
 FROZEN = ["qwen3_vl", "llava", "qwen2_audio"]  # also with frozen encoders
