@@ -71,10 +71,14 @@ def replay(args: argparse.Namespace) -> int:
     return replay.replay(args.name, args.overrides, args.dir, args.step, args.nproc, args.json)
 
 
-def estimate(args: argparse.Namespace) -> None:
+def estimate(args: argparse.Namespace) -> int:
     from mvp_engine.tools import estimate
+    from mvp_engine.tools.estimate_config import Question
 
-    estimate.print_estimate(args.config, args.overrides, args.gpu, args.gpus, as_json=args.json)
+    question = Question(
+        args.what, args.overrides, args.gpu, args.gpus, args.tokens, args.media_share
+    )
+    return estimate.print_estimate(question, as_json=args.json)
 
 
 def recipe_list(args: argparse.Namespace) -> None:

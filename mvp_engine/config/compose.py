@@ -62,6 +62,17 @@ class Draft:
             raise UserError(message) from None
 
 
+class MissingKeys(UserError):
+    """Keys that have no value (???) in the files and none on the command line."""
+
+    def __init__(self, file: Path, keys: list[str]) -> None:
+        words = " ".join(f"{key}=..." for key in keys)
+        super().__init__(
+            f"{short_path(file)} has keys without a value (???); give on the command line: {words}"
+        )
+        self.keys = keys
+
+
 def compose(path: str | Path, overrides: list[str] | None = None) -> Composed:
     """Compose and validate the config at `path`; raises `UserError` with what is wrong, where, and the fix."""
     draft = read_draft(path, overrides or [])
@@ -180,10 +191,7 @@ def _compose_values(
             composed = hydra_compose("_mvp_root", overrides=words)
         missing = OmegaConf.missing_keys(composed) | _open_keys(files[1:], composed, overrides)
         if missing:
-            words = [f"{key}=..." for key in sorted(missing)]
-            raise UserError(
-                f"{short_path(file)} has keys without a value (???); give on the command line: {' '.join(words)}"
-            )
+            raise MissingKeys(file, sorted(missing))
         values = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain_uncomposed(error, files, overrides)) from None

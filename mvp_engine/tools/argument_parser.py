@@ -112,14 +112,24 @@ def _add_replay_command(commands: Any) -> None:
 
 
 def _add_estimate_command(commands: Any) -> None:
-    text = "predict memory, step time and total time of a config on a GPU that need not be present"
-    estimate = _add_config_command(commands, "estimate", text)
+    text = (
+        "predict memory and time on GPUs that need not be present; exit code 2 if it does not fit"
+    )
+    estimate = _add_command(commands, "estimate", text)
     estimate.add_argument(
-        "--gpu", default="H200", metavar="NAME", help="such as H100 or RTX 4090 (default: H200)"
+        "what", metavar="CONFIG|MODEL", help="a recipe's YAML file, a model folder or a Hub id"
     )
     estimate.add_argument(
-        "--gpus", type=int, default=1, metavar="N", help="number of GPUs (default: 1)"
+        "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
     )
+    text = "such as H100 or 'RTX 4090' (default: the GPU of this machine, else H200)"
+    estimate.add_argument("--gpu", metavar="NAME", help=text)
+    text = "number of GPUs (default: as many as the parallel layout needs)"
+    estimate.add_argument("--gpus", type=int, metavar="N", help=text)
+    text = "assume full packs of N tokens instead of reading data (default for a MODEL: 8192)"
+    estimate.add_argument("--tokens", type=int, metavar="N", help=text)
+    text = "share of image or audio tokens in assumed packs (default: 0.75)"
+    estimate.add_argument("--media-share", type=float, default=0.75, metavar="X", help=text)
     _add_json_option(estimate)
     estimate.set_defaults(run="estimate")
 

@@ -10,6 +10,16 @@ from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.processor import load_processor
 from mvp_engine.kit.data.settings import MLLMData
 
+FIX = "give the recipe's engine a classmethod data_kit(config) that returns its MLLMDataKit"
+
+
+def data_section(config: Any) -> tuple[str, MLLMData]:
+    """The section of a config that sets the data kit, with its name."""
+    for name, value in config:
+        if isinstance(value, MLLMData):
+            return name, value
+    raise UserError(f"the config has no section of type MLLMData: {FIX}")
+
 
 def config_data_kit(engine_class: Any, config: Any, model: str | None = None) -> MLLMDataKit:
     """The kit that the recipe's `data_kit(config)` builds, else one from its MLLMData section and model folder.
@@ -18,14 +28,11 @@ def config_data_kit(engine_class: Any, config: Any, model: str | None = None) ->
     """
     if model is None and hasattr(engine_class, "data_kit"):
         return engine_class.data_kit(config)
-    settings = next((value for _, value in config if isinstance(value, MLLMData)), None)
-    fix = "give the recipe's engine a classmethod data_kit(config) that returns its MLLMDataKit"
-    if settings is None:
-        raise UserError(f"the config has no section of type MLLMData: {fix}")
+    _, settings = data_section(config)
     folder = model or config.model.path
     if folder is None:
         raise UserError(
-            f"the config has no model.path to load a processor from: {fix}, or give --model FOLDER"
+            f"the config has no model.path to load a processor from: {FIX}, or give --model FOLDER"
         )
     return MLLMDataKit(settings, load_processor(folder), num_workers=config.data.num_workers)
 

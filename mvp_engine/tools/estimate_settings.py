@@ -18,16 +18,24 @@ MEMORY = {
     r"H200": (139.8, 4.8),
     r"H20": (95, 4.0),
     r"H100|H800": (79.1, 3.35),
+    r"A100.*40GB": (39.4, 1.56),
     r"A100|A800": (79.1, 2.0),
+    r"A40|RTX A6000": (44.4, 0.7),
     r"L40S?": (44.4, 0.86),
+    r"A30": (23.5, 0.93),
     r"A10G?": (22, 0.6),
     r"L4": (22, 0.3),
     r"RTX PRO 6000": (95, 1.79),
+    r"RTX 6000 Ada": (47.5, 0.96),
     r"RTX 5090": (31.3, 1.79),
     r"RTX 4090": (23.5, 1.0),
+    r"RTX 4080": (15.6, 0.72),
     r"RTX 3090": (23.5, 0.94),
+    r"T4": (14.6, 0.32),
     r"MI3[02]": (191, 5.3),
 }
+COMMON_GPUS = ("RTX 4090", "RTX 5090", "L40S", "A100", "H100", "RTX PRO 6000", "H200", "B200")
+FITS = 0.95  # the fraction of the memory that a training can fill
 
 
 @dataclass(frozen=True)
@@ -38,13 +46,18 @@ class Gpu:
 
 
 def gpu_by_name(name: str) -> Gpu:
+    name = re.sub(r"^(?:rtx)? ?(\d{4})$", r"RTX \1", name, flags=re.IGNORECASE)  # 4090, rtx4090
     peak = peak_of(name)
     for pattern, (gib, terabytes_per_s) in MEMORY.items():
         if peak is not None and re.search(pattern, name, re.IGNORECASE):
             return Gpu(peak, gib * GIB, terabytes_per_s * 1e12)
-    raise UserError(
-        f"--gpu {name}: unknown. Known are, among others, H200, H100, A100, B200, L40S, RTX 4090"
-    )
+    known = ", ".join(COMMON_GPUS)
+    raise UserError(f"--gpu {name}: unknown. Known are, among others, {known}")
+
+
+def usable_gib(gpu: str) -> float:
+    """The memory that a training can fill."""
+    return FITS * gpu_by_name(gpu).memory / GIB
 
 
 @dataclass(frozen=True)

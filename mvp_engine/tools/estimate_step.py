@@ -14,7 +14,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.tools.estimate_blocks import BlockCosts
 from mvp_engine.tools.estimate_memory import STATE_BYTES, peak_memory
-from mvp_engine.tools.estimate_settings import GIB, EstimateSettings, Gpu, gpu_by_name
+from mvp_engine.tools.estimate_settings import FITS, GIB, EstimateSettings, Gpu, gpu_by_name
 
 # Fractions of the peak, measured on an H200 with compiled blocks (docs/performance.md).
 GEMM_EFFICIENCY = 0.745
@@ -26,7 +26,6 @@ SAVED_TRANSFERS = 4.1  # how often saved activations cross the memory bus in for
 REST = 1.12  # the whole step, as a multiple of what is counted
 FP32_SLOWDOWN = 8.0
 OPTIMIZER_BYTES = 24  # memory traffic per parameter of an optimizer step, in addition to the states
-FITS = 0.95  # the fraction of the memory that a training can fill
 
 
 def estimate_step(

@@ -1,0 +1,184 @@
+"""The cheapest change to a config that makes its training fit into the memory of the GPUs.
+
+A change is a set of config keys. Changes that leave the result alone and cost little time come first; LoRA and more
+GPUs come last. The costs here only order the changes: whether one fits is estimated.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import product
+from operator import add
+from typing import Any
+
+from mvp_engine.hf.config_facts import num_heads
+from mvp_engine.hf.parts import blocks_by_part, by_part
+from mvp_engine.tools.estimate_config import Estimator, changed
+from mvp_engine.tools.estimate_settings import COMMON_GPUS, usable_gib
+
+MOST_GPUS = 64
+GPUS_OF_NODE = 8
+SMALLEST_PACK = 512  # tokens
+LORA_LR = 1e-4
+MODES = ["none", "selective", "full"]  # of activation checkpointing, by the memory that they save
+
+
+@dataclass(frozen=True)
+class Change:
+    """New values of config keys, and notes for the user. A cost of 1 is about a tenth of a step's time."""
+
+    cost: float = 0.0
+    values: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __add__(self, other: Change) -> Change:
+        values = {**self.values, **other.values}
+        return Change(self.cost + other.cost, values, self.notes + other.notes)
+
+    @property
+    def words(self) -> str:
+        """The change as it is written on the command line."""
+        return " ".join(shlex.quote(f"{key}={_text(value)}") for key, value in self.values.items())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {one}" for key, one in value.items()) + "}"
+    return str(value)
+
+
+def advise(estimator: Estimator, facts: dict[str, Any]) -> dict[str, Any]:
+    """Changes that fit, and common GPUs on which the config fits as it is."""
+    gpus = facts["gpus"]
+    found = [_cheapest(estimator, gpus)]
+    if found[0] is None:
+        found = [_cheapest(estimator, gpus, lora) for lora in _lora(estimator.config)]
+        found.append(_on_more_gpus(estimator, gpus))
+    fits_on = [gpu for gpu in COMMON_GPUS if facts["peak_gib"] < usable_gib(gpu)]
+    return {"advice": [option for option in found if option is not None], "fits_on": fits_on}
+
+
+def _on_more_gpus(estimator: Estimator, gpus: int) -> dict[str, Any] | None:
+    while gpus < MOST_GPUS and estimator.config.parallel.replicate == -1:
+        gpus *= 2
+        found = _cheapest(estimator, gpus)
+        if found is not None:
+            return found
+    return None
+
+
+def _cheapest(
+    estimator: Estimator, gpus: int, start: Change | None = None
+) -> dict[str, Any] | None:
+    """The cheapest change that fits on this number of GPUs, on top of `start`; None if no change does."""
+    start = start or Change()
+    config = changed(estimator.config, start.values)
+    # The last change of each list saves most memory.
+    lists = [
+        [start],
+        [Change(), *_layouts(estimator, config, gpus)],
+        [Change(), *_checkpointing(estimator, config)],
+        [Change(), *_state_dtypes(config)],
+        [Change(), *_pack_sizes(estimator, config, gpus)],
+    ]
+    smallest = reduce(add, [changes[-1] for changes in lists])
+    if not _fits(estimator, smallest, gpus):
+        return None
+    changes = [reduce(add, parts) for parts in product(*lists)]
+    changes.sort(key=lambda change: change.cost)
+    cheapest = next(change for change in changes if _fits(estimator, change, gpus))
+    facts = estimator.estimate(changed(estimator.config, cheapest.values), gpus)
+    figures = {key: facts[key] for key in ("gpus", "peak_gib", "step_s", "tokens_per_s")}
+    return {"words": cheapest.words, "notes": list(cheapest.notes), **figures}
+
+
+def _fits(estimator: Estimator, change: Change, gpus: int) -> bool:
+    config = changed(estimator.config, change.values)
+    return estimator.peak_gib(config, gpus) < usable_gib(estimator.gpu)
+
+
+def _lora(config: Any) -> Iterator[Change]:
+    if getattr(config, "lora", True) is not None:
+        return  # the recipe has no LoRA, or the config has it already
+    values: dict[str, Any] = {"lora.rank": 16}
+    if config.optim.lr < LORA_LR:
+        values["optim.lr"] = LORA_LR
+    yield Change(0, values, ("LoRA: adapters train, the weights are frozen, in bf16",))
+
+
+def _layouts(estimator: Estimator, config: Any, gpus: int) -> Iterator[Change]:
+    """FSDP over a node or all GPUs, then sequence parallel (Ulysses) in place of a part of it."""
+    now = config.parallel
+    if now.replicate != -1:
+        return  # the layout of the config is for one number of GPUs
+    hf: Any = estimator.model(config).hf
+    heads, kv_heads = num_heads(hf.config.get_text_config())
+    ulysses = now.ulysses
+    while gpus % (ulysses * now.tensor) == 0 and heads % ulysses == 0 and kv_heads % ulysses == 0:
+        every = gpus // (ulysses * now.tensor)
+        of_node = GPUS_OF_NODE // (ulysses * now.tensor)
+        for shard in sorted({min(every, of_node) or 1, every}):
+            values = dict[str, Any]()
+            if shard != now.shard:
+                values["parallel.shard"] = shard
+            if ulysses != now.ulysses:
+                values["parallel.ulysses"] = ulysses
+            is_more = shard * ulysses > now.shard * now.ulysses or ulysses > now.ulysses
+            if is_more and every % shard == 0:
+                between_nodes = shard > of_node
+                cost = 1.0 + between_nodes + (4.0 + ulysses / 8 if ulysses > now.ulysses else 0.0)
+                yield Change(cost, values)
+        ulysses *= 2
+
+
+def _checkpointing(estimator: Estimator, config: Any) -> Iterator[Change]:
+    """More activation checkpointing: of the encoders first, whose second forward is short."""
+    model = estimator.model(config)
+    key = "model.activation_checkpointing"
+    setting = by_part(model, config.model.activation_checkpointing, key)
+    parts = sorted({part for _, part in blocks_by_part(model)} - {"projector"}, reverse=True)
+    now = {part: setting.get(part, "none") for part in parts}
+    wanted = [(2.0, "none", "selective"), (4.0, "none", "full")]  # cost, of encoders, of the llm
+    if len(parts) > 1:
+        wanted = [(1.0, "full", "none"), (3.0, "full", "selective"), (4.5, "full", "full")]
+    for cost, of_encoders, of_llm in wanted:
+        modes = dict[str, str]()
+        for part, mode in now.items():
+            modes[part] = max(mode, of_llm if part == "llm" else of_encoders, key=MODES.index)
+        if modes == now:
+            continue
+        if len(set(modes.values())) == 1:
+            yield Change(cost, {key: modes["llm"]})
+        else:
+            yield Change(
+                cost, {key: {part: mode for part, mode in modes.items() if mode != "none"}}
+            )
+
+
+def _state_dtypes(config: Any) -> Iterator[Change]:
+    now = getattr(config.optim, "state_dtype", None)
+    note = "AdamW's moments are rounded stochastically: docs/optim.md"
+    if now == "float32":
+        yield Change(2.5, {"optim.state_dtype": "bfloat16"}, (note,))
+    if now in ("float32", "bfloat16") and config.parallel.tensor == 1:
+        yield Change(3.0, {"optim.state_dtype": "int8"}, (note,))
+
+
+def _pack_sizes(estimator: Estimator, config: Any, gpus: int) -> Iterator[Change]:
+    """Smaller packs and as many more of them per step; where rows may be longer, only as a last resort."""
+    section = estimator.section
+    data = estimator.data(config)
+    packs = estimator.packs_per_step(config, gpus)
+    longest = estimator.packs(config, packs).longest_row
+    for halvings in (1, 2, 3):
+        tokens = data.micro_batch_tokens >> halvings
+        if tokens < (longest or SMALLEST_PACK):
+            return
+        values = {f"{section}.micro_batch_tokens": tokens}
+        if data.global_batch_tokens is None:
+            values["data.global_batch_size"] = packs << halvings
+        notes = () if longest else (f"rows of more than {tokens:,} tokens are left out",)
+        yield Change(0.5 * halvings if longest else 6.0 + halvings, values, notes)

@@ -1,0 +1,220 @@
+"""The model and the packs of a config, for estimates of the config and of changes to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from mvp_engine.config import compose
+from mvp_engine.config.compose import Composed, MissingKeys
+from mvp_engine.config.places import override_key
+from mvp_engine.data import accumulation_steps
+from mvp_engine.errors import UserError
+from mvp_engine.hf.adapter import cast_frozen_base
+from mvp_engine.hf.hub import hub_model
+from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.kit import MLLMData, MLLMModelKit
+from mvp_engine.model_engine.base import DTYPES
+from mvp_engine.model_engine.fsdp.parallelize import freeze
+from mvp_engine.tools.data_kit import config_data_kit, data_section
+from mvp_engine.tools.estimate_blocks import BlockCosts
+from mvp_engine.tools.estimate_memory import peak_memory
+from mvp_engine.tools.estimate_packs import MEDIA_SHARE, Packs, assumed_packs, data_packs
+from mvp_engine.tools.estimate_settings import GIB, EstimateSettings, gpu_by_name
+from mvp_engine.tools.estimate_step import estimate_step
+
+MODEL_CONFIG = Path(__file__).parent / "estimate_model.yaml"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to estimate: a config or a model, on which GPUs."""
+
+    what: str  # a YAML file, a model folder or a Hub id
+    overrides: list[str]
+    gpu: str | None = None  # None: the one of this machine, or H200
+    gpus: int | None = None  # None: as many as the parallel layout needs
+    tokens: int | None = None  # of an assumed pack; None: the data of the config, where it is known
+    media_share: float = MEDIA_SHARE
+
+
+class Estimator:
+    """A config with its model and packs, which changes of the config share as far as they can."""
+
+    def __init__(self, question: Question) -> None:
+        if not 0 <= question.media_share <= 1:
+            raise UserError(f"--media-share {question.media_share}: it is a share, from 0 to 1")
+        self.what = question.what
+        self.media_share = question.media_share
+        self.gpu = question.gpu or _gpu_of_machine()
+        gpu_by_name(self.gpu)  # an unknown GPU is an error before the data is read
+        composed, self.is_assumed = _compose(question)
+        self.engine_class = composed.engine_class
+        self.config: Any = composed.config
+        if self.config.model.type == "module":
+            raise UserError(
+                "mvp estimate supports Hugging Face models: model.type=language_model or value_model"
+            )
+        self.section, data = data_section(self.config)
+        tokens_key = f"{self.section}.micro_batch_tokens"
+        is_given = any(override_key(word) == tokens_key for word in question.overrides)
+        if question.tokens is not None and not is_given:
+            self.config = changed(self.config, {tokens_key: question.tokens})
+        self.is_assumed |= any(s.stream and s.split == "train" for s in data.sources)
+        smallest = _replica_size(self.config.parallel)
+        self.gpus = smallest if question.gpus is None else question.gpus
+        _check_gpus(self.gpus, self.config.parallel)
+        self._models = dict[str, PackedModel]()
+        self._packs = dict[tuple[int, int], Packs]()
+
+    def estimate(self, config: Any, gpus: int) -> dict[str, Any]:
+        """The estimate of one step (`estimate_step`) and of the whole training run."""
+        settings = self.settings(config)
+        ranks = gpus // settings.text_ranks  # data parallel ranks
+        packs_per_step = self.packs_per_step(config, gpus)
+        micro_batches = accumulation_steps(packs_per_step, 1, ranks)
+        packs = self.packs(config, packs_per_step)
+        step = [packs.sampled[i % len(packs.sampled)] for i in range(micro_batches)]
+        found = estimate_step(self.model(config), packs.largest, step, settings)
+        tokens = found["tokens_per_step"] * packs_per_step // micro_batches
+        steps = _total_steps(config.loop, packs.steps_per_epoch)
+        return {
+            "config": self.what,
+            "gpus": gpus,
+            "packs": packs.text,
+            **found,
+            "tokens_per_step": tokens,
+            "tokens_per_s": tokens / found["step_s"],
+            "steps": steps,
+            "eta_s": steps and steps * found["step_s"],
+        }
+
+    def peak_gib(self, config: Any, gpus: int) -> float:
+        """Peak memory alone, which is what a search for a fitting config needs."""
+        packs = self.packs(config, self.packs_per_step(config, gpus))
+        costs = BlockCosts(self.model(config), self.settings(config))
+        return sum(peak_memory(costs, packs.largest).values()) / GIB
+
+    def settings(self, config: Any) -> EstimateSettings:
+        precision = config.loop.precision
+        return EstimateSettings.from_config(
+            config,
+            "bf16" if precision == "auto" else precision,
+            gpu=self.gpu,
+            state_dtype=getattr(config.optim, "state_dtype", "float32"),
+            ema=getattr(config.optim, "ema", None) is not None,
+            shard=config.parallel.shard,
+            ulysses=config.parallel.ulysses,
+            tensor=config.parallel.tensor,
+        )
+
+    def model(self, config: Any) -> PackedModel:
+        lora = getattr(config, "lora", None)
+        if repr(lora) not in self._models:
+            model: Any = MLLMModelKit(lora).build(config.model)
+            assert isinstance(model, PackedModel)
+            freeze(model, config.model.freeze)
+            settings = self.settings(config)
+            if settings.half_precision:
+                cast_frozen_base(model, DTYPES[settings.precision])
+            self._models[repr(lora)] = model
+        return self._models[repr(lora)]
+
+    def data(self, config: Any) -> MLLMData:
+        return getattr(config, self.section)
+
+    def packs_per_step(self, config: Any, gpus: int) -> int:
+        packs = self.data(config).global_batch_packs(config.data.global_batch_size)
+        ranks = gpus // (config.parallel.ulysses * config.parallel.tensor)
+        return packs or config.data.micro_batch_size * ranks
+
+    def packs(self, config: Any, packs_per_step: int) -> Packs:
+        data = self.data(config)
+        if self.is_assumed:
+            packs_per_step = 0  # makes no difference
+        key = (data.micro_batch_tokens, packs_per_step)
+        if key not in self._packs:
+            if self.is_assumed:
+                model_config = self.model(config).hf.config
+                self._packs[key] = assumed_packs(model_config, data, self.media_share)
+            else:
+                kit = config_data_kit(self.engine_class, config)
+                self._packs[key] = data_packs(kit, packs_per_step)
+        return self._packs[key]
+
+
+def _gpu_of_machine() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "H200"
+
+
+def _compose(question: Question) -> tuple[Composed, bool]:
+    """The config, and whether its packs are assumed: it names no data, or the user gives the tokens."""
+    file: str | Path = question.what
+    words = list(question.overrides)
+    if _is_model(question.what):
+        file = MODEL_CONFIG
+        words.insert(0, f"model.path={question.what}")
+    try:
+        return compose(file, words), question.tokens is not None
+    except MissingKeys as error:
+        of_data = [key for key in error.keys if ".sources." in key or key == "processor"]
+        others = [key for key in error.keys if key not in of_data]
+        if others:
+            raise MissingKeys(Path(file), others) from None
+        return compose(file, [*words, *(f"{key}=assumed" for key in of_data)]), True
+
+
+def _is_model(what: str) -> bool:
+    """A folder, or a Hub id such as org/name; everything else is a config, which may be misspelt."""
+    path = Path(what).expanduser()
+    return path.is_dir() or (hub_model(what) is not None and path.suffix not in (".yaml", ".yml"))
+
+
+def _replica_size(parallel: Any) -> int:
+    """The GPUs of one replica of the model, or of all replicas where their number is set."""
+    return parallel.shard * parallel.ulysses * parallel.tensor * max(1, parallel.replicate)
+
+
+def _check_gpus(gpus: int, parallel: Any) -> None:
+    size = _replica_size(parallel)
+    if parallel.replicate == -1:
+        fits = gpus > 0 and gpus % size == 0
+        needed = f"a multiple of {size}"
+    else:
+        fits = gpus == size
+        needed = f"{size}"
+    if not fits:
+        raise UserError(
+            f"--gpus {gpus}: the parallel layout of the config needs {needed}. parallel.replicate=-1 fits any number "
+            "of replicas"
+        )
+
+
+def _total_steps(loop: Any, steps_per_epoch: int | None) -> int | None:
+    """The steps of the training run; None if its length is not known."""
+    limits = [loop.total_steps]
+    if loop.epochs is not None and steps_per_epoch is not None:
+        limits.append(loop.epochs * steps_per_epoch)
+    return min((steps for steps in limits if steps), default=None)
+
+
+def changed(config: Any, changes: dict[str, Any]) -> Any:
+    """The config with other values of some keys, validated."""
+    values = config.model_dump()
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        section = values
+        for part in sections:
+            section[part] = section[part] or {}  # lora is null without adapters
+            section = section[part]
+        section[name] = value
+    try:
+        return type(config).model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        raise UserError(f"{key}: {problem['msg'].removeprefix('Value error, ')}") from None

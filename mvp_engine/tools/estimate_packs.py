@@ -1,0 +1,163 @@
+"""The packs (micro-batches) of an estimate: those of a config's data, or assumed ones without data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+import numpy as np
+import torch
+
+from mvp_engine.data.batch import Media, PackedBatch
+from mvp_engine.errors import count
+from mvp_engine.kit import MLLMData, MLLMDataKit
+
+SAMPLED_PACKS = 8  # micro-batches that are loaded for the time of a step
+IMAGE_TOKENS = 1024  # the most tokens of an assumed image, without mllm.limits.max_pixels
+MEDIA_SHARE = 0.75  # the share of image or audio tokens in assumed packs
+
+
+@dataclass(frozen=True)
+class Packs:
+    largest: list[PackedBatch]  # candidates for the micro-batch that needs most memory
+    sampled: list[PackedBatch]  # micro-batches for the time of a step
+    steps_per_epoch: int | None  # None: the data is not known
+    longest_row: int | None  # tokens; None: not known
+    text: str
+
+
+def data_packs(kit: MLLMDataKit, packs_per_step: int) -> Packs:
+    """The largest packs of the data, and some that are spread evenly over the epoch."""
+    # The loader also raises for data and batch sizes that cannot be trained on.
+    dataset: Any = kit.loader("train", global_batch_size=packs_per_step).dataset
+    number = min(SAMPLED_PACKS, len(dataset))
+    places = np.linspace(0, len(dataset) - 1, number).astype(int).tolist()
+    largest, longest_row = _largest_packs(dataset)
+    return Packs(
+        largest=[dataset[index][0] for index in largest],
+        sampled=[dataset[index][0] for index in places],
+        steps_per_epoch=dataset.plan.steps,
+        longest_row=longest_row,
+        text=f"packs of the data, with up to {count(largest_tokens(dataset, largest), 'token')}",
+    )
+
+
+def largest_tokens(dataset: Any, packs: list[int]) -> int:
+    return max(int(dataset.plan.pack(index)[1].sum()) for index in packs)
+
+
+def _largest_packs(dataset: Any) -> tuple[list[int], int]:
+    """The pack with most tokens and the one with most encoder work, of which one has the peak; and the longest row."""
+    encoder_costs = np.concatenate([cost.encoder for cost in dataset.costs])
+    tokens = list[int]()
+    encoder_work = list[int]()
+    longest = 0
+    for index in range(len(dataset.plan)):
+        rows, lengths = dataset.plan.pack(index)
+        tokens.append(int(lengths.sum()))
+        longest = max(longest, int(lengths.max()))
+        row_numbers = dataset.first[rows[:, 0]] + rows[:, 1]
+        encoder_work.append(int(encoder_costs[row_numbers].sum()))
+    return sorted({int(np.argmax(tokens)), int(np.argmax(encoder_work))}), longest
+
+
+def assumed_packs(model_config: Any, data: MLLMData, media_share: float) -> Packs:
+    """Full packs of `micro_batch_tokens`, in rows as long as the settings allow, with media for the encoder."""
+    tokens = data.micro_batch_tokens
+    row_tokens = min(tokens, data.row_tokens or tokens)
+    ids = torch.zeros(tokens, dtype=torch.long)
+    media = dict[str, Media]()
+    text = (
+        f"full packs of {tokens:,} tokens, assumed; rows of {row_tokens:,} tokens (mllm.row_tokens)"
+    )
+    found = _media(model_config, int(tokens * media_share), data.limits.max_pixels)
+    if found is not None:
+        name, item_tokens, values = found
+        items = len(values.row_counts)
+        media[name] = values
+        placeholder = getattr(model_config, "image_token_id", None)
+        if placeholder is not None:
+            ids[: items * item_tokens] = placeholder
+        kind = "audio clip" if name == "input_features" else "image"
+        text += f", {count(items, kind)} of {item_tokens:,} tokens per pack (--media-share)"
+    elif media_share and _has_encoder(model_config):
+        text += "; the encoder is not counted"
+    batch = PackedBatch.from_sequences(list(ids.split(row_tokens)), media=media)
+    return Packs([batch], [batch], None, data.row_tokens, text)
+
+
+def _has_encoder(config: Any) -> bool:
+    return any(getattr(config, f"{kind}_config", None) is not None for kind in ("vision", "audio"))
+
+
+def _media(config: Any, tokens: int, max_pixels: int | None) -> tuple[str, int, Media] | None:
+    """The name in the batch, the tokens of an item, and items that fill `tokens`; None if there are none."""
+    if tokens == 0:
+        return None
+    vision = getattr(config, "vision_config", None)
+    audio = getattr(config, "audio_config", None)
+    if vision is not None and getattr(vision, "spatial_merge_size", None):
+        return _patches(vision, tokens, max_pixels)
+    if vision is not None and getattr(vision, "image_size", None):
+        return _images(config, vision, tokens)
+    if audio is not None and getattr(audio, "max_source_positions", None):
+        return _clips(audio, tokens)
+    return None
+
+
+def _patches(vision: Any, tokens: int, max_pixels: int | None) -> tuple[str, int, Media] | None:
+    """Square images of any size, as flat patches: the Qwen-VL families."""
+    merge = vision.spatial_merge_size
+    token_pixels = (vision.patch_size * merge) ** 2
+    limit = IMAGE_TOKENS if max_pixels is None else max_pixels // token_pixels
+    side = isqrt(min(limit, tokens))  # in tokens
+    if side == 0:
+        return None
+    items = tokens // side**2
+    patches = (side * merge) ** 2
+    colours = getattr(vision, "in_channels", 3) * getattr(vision, "temporal_patch_size", 1)
+    values = _empty(items * patches, colours * vision.patch_size**2)
+    grids = torch.tensor([[1, side * merge, side * merge]] * items)
+    media = Media(values, torch.full((items,), patches), _first_row(items))
+    media.fields["image_grid_thw"] = grids
+    return "pixel_values", side**2, media
+
+
+def _images(config: Any, vision: Any, tokens: int) -> tuple[str, int, Media]:
+    """Images of one size: CLIP and SigLIP encoders."""
+    height, width = _pair(vision.image_size)
+    patch_height, patch_width = _pair(vision.patch_size)
+    item_tokens = (height // patch_height) * (width // patch_width)
+    for name in ("mm_tokens_per_image", "image_seq_length"):
+        item_tokens = getattr(config, name, None) or item_tokens
+    return _items("pixel_values", tokens, item_tokens, (3, height, width))
+
+
+def _clips(audio: Any, tokens: int) -> tuple[str, int, Media]:
+    """Audio clips of one length: Whisper encoders, whose convolution and pooling halve the frames twice."""
+    item_tokens = audio.max_source_positions // 2
+    frames = 2 * audio.max_source_positions
+    return _items("input_features", tokens, item_tokens, (audio.num_mel_bins, frames))
+
+
+def _items(
+    name: str, tokens: int, item_tokens: int, shape: tuple[int, ...]
+) -> tuple[str, int, Media]:
+    """Items of one shape, at least one: a short clip is padded to the full shape, too."""
+    items = max(1, tokens // item_tokens)
+    rows = torch.ones(items, dtype=torch.long)
+    media = Media(_empty(items, *shape), rows, _first_row(items))
+    return name, min(tokens, item_tokens), media
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def _first_row(items: int) -> torch.Tensor:
+    return torch.zeros(items, dtype=torch.long)

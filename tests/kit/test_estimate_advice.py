@@ -1,0 +1,133 @@
+"""`mvp estimate` without data, and what it advises: the words that it prints make the training fit."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT
+from fake_hub import FakeHub, use_hub
+
+from mvp_engine.cli import main
+from mvp_engine.errors import EXIT_USER_ERROR
+
+SHAPES = yaml.safe_load((ROOT / "benchmarks" / "hardware" / "shapes.yaml").read_text())
+GPU_CONFIGS = [file for file in ROOT.glob("recipes/*/configs/*gpu[18]*.yaml") if "vit" not in str(file)]
+PACKS = "mllm.micro_batch_tokens=4096 data.global_batch_size=16"
+SFT = str(ROOT / "recipes" / "qwen3" / "configs" / "sft_gpu1.yaml")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the config.json of models on the Hub, under their ids. An estimate needs nothing else."""
+    from transformers import AutoConfig
+
+    folder = tmp_path_factory.mktemp("hub")
+    for name, shape in SHAPES.items():
+        AutoConfig.for_model(**shape).save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def estimated(words: list[str], capsys: Any) -> tuple[int, dict[str, Any]]:
+    code = main(["estimate", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda file: f"{file.parts[-3]}/{file.stem}")
+def test_shipped_gpu_config_fits_as_its_comment_says(config: Path, models: None, capsys: Any) -> None:
+    found = re.search(r"^# Fits on 80 GB: mvp estimate CONFIG (.*)$", config.read_text(), re.MULTILINE)
+    assert found, f"{config} does not say what it fits on"
+    code, facts = estimated([str(config), *shlex.split(found[1])], capsys)
+    assert code == 0
+    assert facts["peak_gib"] < 0.9 * facts["room_gib"]
+    assert facts["gpus"] == (8 if "gpu8" in config.stem else 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([SFT, "model.path=Qwen/Qwen3-1.7B", "--gpu", "L40S"], "model.activation_checkpointing=selective"),
+        ([SFT, "model.path=Qwen/Qwen3-1.7B", "--gpu", "L40S", "mllm.row_tokens=4096"], PACKS),
+        (["Qwen/Qwen3-VL-2B-Instruct", "--gpu", "H100", "--tokens", "16384"], "{vision: full}'"),
+        (["Qwen/Qwen3-4B", "--gpu", "H100", "--gpus", "2"], "parallel.shard=2"),
+        (["Qwen/Qwen3-1.7B", "--gpu", "4080", "--tokens", "2048"], "lora.rank=16 optim.lr=0.0001"),
+    ],
+    ids=["checkpointing", "smaller packs", "encoder", "shards", "lora"],
+)
+def test_estimate_that_does_not_fit_exits_2_and_its_advice_fits(
+    words: list[str], wanted: str, models: None, capsys: Any
+) -> None:
+    code, facts = estimated(words, capsys)
+    assert code == EXIT_USER_ERROR
+    assert not facts["fits"]
+    assert wanted in facts["advice"][0]["words"]
+    for advice in facts["advice"]:  # LoRA comes with a second one: more GPUs
+        changes = [*shlex.split(advice["words"]), "--gpus", str(advice["gpus"])]
+        code, again = estimated([*words, *changes], capsys)
+        assert code == 0
+        assert again["peak_gib"] == pytest.approx(advice["peak_gib"])
+        assert again["step_s"] == pytest.approx(advice["step_s"])
+        assert again["tokens_per_step"] / again["gpus"] == facts["tokens_per_step"] / facts["gpus"]
+
+
+def test_estimate_prints_the_words_to_paste(models: None, capsys: Any) -> None:
+    assert main(["estimate", "Qwen/Qwen3-1.7B", "--gpu", "4080", "--tokens", "2048"]) == EXIT_USER_ERROR
+    text = capsys.readouterr().out
+    assert "does NOT fit" in text
+    assert "It fits with these words on the command line:\n\n  lora.rank=16 optim.lr=0.0001\n" in text
+    assert re.search(r"on 2 GPUs .*:\n\n  parallel.shard=2 .* optim.state_dtype=int8\n", text)
+    assert "Without a change it fits on: L40S, " in text
+
+
+def test_estimate_of_a_hub_id_downloads_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**SHAPES["Qwen/Qwen3-0.6B"]).to_json_string().encode()
+    monkeypatch.chdir(tmp_path)
+    with FakeHub().serve() as hub:
+        use_hub(hub.url, tmp_path / "home", monkeypatch)
+        hub.add("Qwen/Qwen3-0.6B", {"config.json": config, "model.safetensors": b"weights"})
+        code, facts = estimated(["Qwen/Qwen3-0.6B", "--tokens", "4096", "--gpu", "4090"], capsys)
+        assert code == 0
+        assert facts["config"] == "Qwen/Qwen3-0.6B"
+        assert set(hub.downloads()) == {"config.json"}
+        assert main(["estimate", "Qwen/Qwen3-0.7B"]) == EXIT_USER_ERROR
+        assert "Qwen/Qwen3-0.7B" in capsys.readouterr().err
+
+
+def test_estimate_of_a_config_without_data_assumes_full_packs(models: None, capsys: Any) -> None:
+    code, facts = estimated([SFT, "model.path=Qwen/Qwen3-0.6B", "--tokens", "4096"], capsys)
+    assert code == 0
+    assert facts["tokens_per_step"] == 8 * 4096
+    assert "4,096 tokens, assumed" in facts["packs"]
+    assert facts["steps"] is None
+    assert main(["estimate", SFT]) == EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert "model.path=..." in error
+    assert "sources" not in error
+    for words in (["--tokens", "0"], ["--media-share", "2"], ["--gpus", "0"]):
+        assert main(["estimate", "Qwen/Qwen3-0.6B", *words]) == EXIT_USER_ERROR
+
+
+@pytest.mark.parametrize(
+    ("model", "media"), [("Qwen/Qwen3-VL-2B-Instruct", "3 images"), ("Qwen/Qwen2-Audio-7B-Instruct", "4 audio clips")]
+)
+def test_estimate_of_a_model_with_encoder_counts_media(model: str, media: str, models: None, capsys: Any) -> None:
+    words = [model, "--tokens", "4096", "model.freeze=[llm]"]
+    _, facts = estimated(words, capsys)
+    assert media in facts["packs"]
+    _, text = estimated([*words, "--media-share", "0"], capsys)
+    assert text["seconds"]["GEMM"] < facts["seconds"]["GEMM"]
+    assert text["peak_gib"] < facts["peak_gib"]
