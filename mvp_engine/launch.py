@@ -80,7 +80,8 @@ def launch(
         return code
     except KeyboardInterrupt as stop:
         if world is None or world.is_main:
-            print(f"mvp_engine: {stop or 'interrupted'}", file=sys.stderr, flush=True)
+            over_echo = "\r" if sys.stderr.isatty() else ""  # of `^C`
+            print(f"{over_echo}mvp_engine: {stop or 'interrupted'}", file=sys.stderr, flush=True)
         code = EXIT_INTERRUPTED if stop.args else 130
         if world and world.size > 1:
             os._exit(leave(code))  # a clean exit would wait for ranks that got no signal

@@ -248,7 +248,7 @@ class Engine(EngineHooks):
                     self.save()
         if interrupted and not last:
             reason = self.signals.requested or "another rank received a stop signal"
-            self.logger.warning("%s: saving at step %d", reason, self.step)
+            self.logger.info("%s: saving at step %d", reason, self.step)
             self._save_and_wait()
             command = self.run.resume_command()
             raise Interrupted(f"stopped and saved at step {self.step}; continue with: {command}")

@@ -18,7 +18,8 @@ from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.generation import Answer
 from mvp_engine.report import Example
 
-MAX_IMAGE_SIDE = 320
+MAX_IMAGE_SIDE = 960  # pixels of an enlarged image
+MAX_PNG_SIDE = 320
 MAX_VIDEO_FRAMES = 4
 MAX_AUDIO_SECONDS = 30
 
@@ -61,7 +62,7 @@ def _prompt_messages(kit: MLLMDataKit, split: str, answer: Answer) -> tuple[Sequ
 
 
 def _media_files(kit: MLLMDataKit, source: Any, messages: Sequence[Message]) -> list[bytes]:
-    """Images and some frames of each video as PNG files, audio as WAV files; empty for what cannot be read."""
+    """Images and some frames of each video as PNG or JPEG files, audio as WAV files; empty for what cannot be read."""
     handler = kit.row_encoder.media
     files = []
     for part in chain.from_iterable(message.parts for message in messages):
@@ -79,15 +80,20 @@ def _media_files(kit: MLLMDataKit, source: Any, messages: Sequence[Message]) -> 
         if part.kind == "video":
             frames = item[:: max(1, -(-len(item) // MAX_VIDEO_FRAMES))]
         for frame in frames:
-            files.append(_png(frame if isinstance(frame, Image.Image) else Image.fromarray(frame)))
+            image = frame if isinstance(frame, Image.Image) else Image.fromarray(frame)
+            files.append(_image_file(image))
     return files
 
 
-def _png(image: Image.Image) -> bytes:
+def _image_file(image: Image.Image) -> bytes:
+    """A small image as PNG, exactly; a large one as JPEG, for a page of a few megabytes."""
     file = io.BytesIO()
-    thumbnail = image.copy()
-    thumbnail.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
-    thumbnail.save(file, "png")
+    if max(image.size) <= MAX_PNG_SIDE:
+        image.save(file, "png")
+        return file.getvalue()
+    smaller = image.convert("RGB")
+    smaller.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
+    smaller.save(file, "jpeg", quality=85)
     return file.getvalue()
 
 

@@ -19,32 +19,38 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from mvp_engine.errors import Interrupted, UserError
 from mvp_engine.imports import load_spec
 from mvp_engine.log.backends import BACKENDS, Backend, RunInfo
+from mvp_engine.log.terminal import message_handler
 
 LOGGER = logging.getLogger("mvp_engine")
 BackendEntry = str | dict[str, Any]  # of log.backends
 
 
-class EarlyMessages(logging.StreamHandler[Any]):
+class EarlyMessages(logging.Handler):
     """A handler for messages while data and model are built, before the hub exists.
 
     It prints them at once and keeps them for the hub's log file.
     """
 
     def __init__(self, backends: list[BackendEntry], rank: int = 0) -> None:
-        on_terminal = rank == 0 and "terminal" in backends
-        super().__init__(sys.stdout if on_terminal else sys.stderr)
-        prefix = f"[rank {rank}] " if rank else ""
-        self.setFormatter(logging.Formatter(f"{prefix}%(levelname)s %(message)s"))
-        self.min_level = logging.INFO if on_terminal else logging.WARNING
+        super().__init__()
+        if rank == 0 and "terminal" in backends:
+            self.printer = message_handler(Console())
+        else:
+            self.printer = logging.StreamHandler(sys.stderr)
+            self.printer.setLevel(logging.WARNING)
+            prefix = f"[rank {rank}] " if rank else ""
+            self.printer.setFormatter(logging.Formatter(f"{prefix}%(levelname)s %(message)s"))
         self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.records.append(record)
-        if record.levelno >= self.min_level:
-            super().emit(record)
+        if record.levelno >= self.printer.level:
+            self.printer.handle(record)
 
     def __enter__(self) -> EarlyMessages:
         _own_logger()

@@ -33,7 +33,7 @@ class Terminal:
         self.title = title
         self.total_steps = total_steps
         self.console = console or Console(highlight=False)
-        self.handler = _message_handler(self.console)
+        self.handler = message_handler(self.console)
         LOGGER.addHandler(self.handler)
         self.step = 0
         self.doing = ""
@@ -107,7 +107,7 @@ class Terminal:
         return table
 
 
-def _message_handler(console: Console) -> logging.Handler:
+def message_handler(console: Console) -> logging.Handler:
     if console.is_terminal:
         return RichHandler(console=console, show_path=False, show_time=False, rich_tracebacks=True)
     handler = logging.StreamHandler(console.file)

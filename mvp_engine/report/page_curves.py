@@ -10,9 +10,18 @@ from mvp_engine.report.plot import COLOURS, GRID, INK, Curve, Record, draw_curve
 
 # Colours of the plot and their counterparts on a dark page.
 _DARK = {INK: "#dde3ea", GRID: "#39424d"}
-_DARK |= dict(
-    zip(COLOURS, ["#60a5fa", "#f87171", "#34d399", "#fbbf24", "#a78bfa", "#22d3ee"], strict=True)
-)
+_DARK_COLOURS = [
+    "#60a5fa",
+    "#f87171",
+    "#34d399",
+    "#fbbf24",
+    "#a78bfa",
+    "#22d3ee",
+    "#f472b6",
+    "#a3e635",
+    "#a8a29e",
+]
+_DARK |= dict(zip(COLOURS, _DARK_COLOURS, strict=True))
 
 
 def curves_svg(records: list[Record], title: str, metrics: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,17 @@ from mvp_engine.runs import Run
 
 INK = "#1f2933"
 GRID = "#d9dee3"
-COLOURS = ["#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2"]
+COLOURS = [
+    "#2563eb",
+    "#dc2626",
+    "#059669",
+    "#d97706",
+    "#7c3aed",
+    "#0891b2",
+    "#db2777",
+    "#65a30d",
+    "#78716c",
+]
 LOG_SCALE_SPAN = 8  # losses and norms whose largest value is this many times the smallest
 MIN_SMOOTHED = 20  # points; a curve with fewer is drawn as it is
 Record = dict[str, Any]
@@ -53,7 +63,7 @@ def plot_overview(run: Run, out: Path) -> None:
     loss = [Curve.read(records, "train", "loss", "train", COLOURS[0])]
     loss.append(Curve.read(records, "eval", "loss", "eval", COLOURS[1]))
     by_source = []
-    for name, colour in zip(sources, COLOURS, strict=False):
+    for name, colour in zip(sources, cycle(COLOURS), strict=False):
         label = name.removeprefix("loss_")
         by_source.append(Curve.read(records, "train", name, label, colour))
         by_source.append(Curve.read(records, "eval", name, "", colour))
@@ -63,7 +73,7 @@ def plot_overview(run: Run, out: Path) -> None:
         "loss by source (lines: train, points: eval)": by_source,
         "learning rate": [
             Curve.read(records, "train", name, name, colour)
-            for name, colour in zip(rates, COLOURS, strict=False)
+            for name, colour in zip(rates, cycle(COLOURS), strict=False)
         ],
         "gradient norm": [Curve.read(records, "train", "grad_norm", "", COLOURS[0])],
     }

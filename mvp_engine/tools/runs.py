@@ -65,9 +65,8 @@ def print_run(root: Path, name: str | None, *, as_json: bool) -> None:
     if best:
         print(f"  best        {best['metric']} {best['value']:.4g} at step {best['step']}")
     print(f"  checkpoints {' '.join(summary['checkpoints']) or 'none'}")
-    curve = run.dir / "loss.png"
-    plot = f", loss curve in {curve}" if curve.is_file() else ""
-    print(f"  folder      {run.dir}/{plot}")
+    names = [name for name in ("report.html", "loss.png") if (run.dir / name).is_file()]
+    print(f"  folder      {run.dir}/" + (f" ({', '.join(names)})" if names else ""))
 
 
 def _newest(root: Path) -> Run:

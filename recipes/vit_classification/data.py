@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from mvp_engine.config import Section
 from mvp_engine.data import derived_seed
+from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError, count
 from mvp_engine.kit import Limits
 from mvp_engine.kit.data.read.decode import decode
@@ -82,12 +83,14 @@ class BadImageLog:
         self.logger = logger
         self.seen: set[str] = set()
 
-    def add(self, bad: list[str], step: int, split: str) -> None:
+    def add(self, bad: list[str], ctx: StepContext) -> None:
+        if bad:
+            ctx.count("bad_images", len(bad))
         for image in {*bad} - self.seen:
             self.seen.add(image)
             self.logger.warning("left out: %s", image)
             with self.file.open("a") as file:
-                file.write(json.dumps({"step": step, "split": split, "image": image}) + "\n")
+                file.write(json.dumps({"step": ctx.step, "split": ctx.split, "image": image}) + "\n")
 
 
 def collate(items: list[dict[str, Any]]) -> dict[str, Any]:

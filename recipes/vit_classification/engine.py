@@ -63,9 +63,7 @@ class VitEngine(Engine):
         logits_BC = self.model(pixel_values=batch["pixel_values"]).logits.float()
         labels_B = batch["labels"]
         weight = (labels_B != IGNORE).sum()
-        if batch["bad"]:
-            ctx.count("bad_images", len(batch["bad"]))
-            self.bad_images.add(batch["bad"], ctx.step, ctx.split)
+        self.bad_images.add(batch["bad"], ctx)
         smoothing = 0.0 if ctx.split == "eval" else self.config.label_smoothing
         if ctx.split == "eval":
             guesses_B = logits_BC.argmax(-1)
@@ -82,6 +80,10 @@ class VitEngine(Engine):
         self.guesses: list[Tensor] = []  # rows of index, label, guess
         return super().evaluate()
 
+    def after_train(self) -> None:
+        super().after_train()
+        show(self)
+
     def export(self) -> Path:
         """Write a folder for `from_pretrained` with the averaged weights; with LoRA, also its adapters for peft."""
         if not hasattr(self, "model_engine"):
@@ -93,7 +95,4 @@ class VitEngine(Engine):
 
     def report(self) -> None:
         """Evaluate a checkpoint, export it, and write a page with images, guesses and a confusion matrix."""
-        figures, folder = self.evaluate(), self.export()
-        every = self.world.all_gather([row for part in self.guesses for row in part.tolist()])
-        if self.world.is_main:
-            show(self, figures, sorted(row for part in every for row in part if row[1] != IGNORE), folder)
+        show(self, self.evaluate(), self.export())

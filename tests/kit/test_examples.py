@@ -13,7 +13,7 @@ from mvp_engine.kit import Answer, examples_of
 
 
 def test_examples_of_rows_have_prompt_and_media_and_no_verdict_on_continuations(tmp_path: Path) -> None:
-    write_image(tmp_path / "wide.png", 400, 20)
+    write_image(tmp_path / "wide.png", 1200, 20)
     frames = [f"{i}.png" for i in range(6)]
     for name in frames:
         write_image(tmp_path / name, 16, 16)
@@ -28,9 +28,9 @@ def test_examples_of_rows_have_prompt_and_media_and_no_verdict_on_continuations(
     caption, talk, text, video, gone = examples_of(kit, "train", answers)
     assert (caption.question, caption.right) == ("", True)
     small = Image.open(io.BytesIO(caption.media()[0]))
-    assert (small.width, np.array(small).ndim) == (320, 3)
+    assert (small.format, small.width, np.array(small).ndim) == ("JPEG", 960, 3)
     assert talk.question == "system: Be short.\nuser: One?\nassistant: 1\nuser: Two?"
     assert (talk.right, list(talk.media())) == (False, [])
     assert (text.question, text.right) == ("once upon a", None)
-    assert len(video.media()) == 3
+    assert [Image.open(io.BytesIO(frame)).format for frame in video.media()] == ["PNG"] * 3
     assert list(gone.media()) == [b""]
