@@ -93,6 +93,12 @@ def recipe_new(args: argparse.Namespace) -> None:
     recipe.create_recipe(args.name, args.origin, args.dir)
 
 
+def skills_install(args: argparse.Namespace) -> None:
+    from mvp_engine.tools import skills
+
+    skills.install_skills(args.dir, args.force)
+
+
 def config_show(args: argparse.Namespace) -> None:
     from mvp_engine.tools import config
 

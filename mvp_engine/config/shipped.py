@@ -1,12 +1,19 @@
-"""The recipes that come with the package, and their configs by name: `sft/lora`."""
+"""Folders that come with the package: its recipes, with their configs by name (`sft/lora`), skills and docs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# The recipes of a checkout, which an editable install finds too; else those in the wheel.
-_FOLDERS = (Path(__file__).parents[2] / "recipes", Path(__file__).parents[1] / "_recipes")
-SHIPPED = next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[0])
+PACKAGE = Path(__file__).parents[1]
+
+
+def shipped_folder(name: str) -> Path:
+    """A folder of the checkout, which an editable install finds too; else `_NAME` in the wheel (setup.py)."""
+    in_wheel = PACKAGE / f"_{name}"
+    return in_wheel if in_wheel.is_dir() else PACKAGE.parent / name
+
+
+SHIPPED = shipped_folder("recipes")
 
 
 def shipped_config(name: Path) -> Path | None:

@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_replay_command(commands)
     _add_estimate_command(commands)
     _add_recipe_commands(commands)
+    _add_skills_commands(commands)
     _add_config_commands(commands)
     _add_data_commands(commands)
     _add_chat_command(commands)
@@ -149,6 +150,19 @@ def _add_recipe_commands(commands: Any) -> None:
         "--dir", metavar="DIR", help="parent folder (default: recipes/ if it exists, else .)"
     )
     new.set_defaults(run="recipe_new")
+
+
+def _add_skills_commands(commands: Any) -> None:
+    skills = _add_group(commands, "skills", "skills for coding agents")
+    install = _add_command(skills, "install", "copy them to .agents/skills and link .claude/skills")
+    install.add_argument(
+        "--dir",
+        default=".",
+        metavar="DIR",
+        help="the project's folder (default: .); ~ for all projects",
+    )
+    install.add_argument("--force", action="store_true", help="replace skills of the same names")
+    install.set_defaults(run="skills_install")
 
 
 def _add_config_commands(commands: Any) -> None:
