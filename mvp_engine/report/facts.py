@@ -221,9 +221,9 @@ def percent(value: float | None) -> str:
 
 
 def metric_texts(metrics: Mapping[str, float | None]) -> dict[str, str]:
-    """Metrics as text: shares in percent."""
+    """Metrics as text: the loss first, shares in percent."""
     shown = {}
-    for name, value in metrics.items():
+    for name, value in sorted(metrics.items(), key=lambda item: item[0] != "loss"):
         shown[name] = percent(value) if is_share(name) else number(value)
     return shown
 

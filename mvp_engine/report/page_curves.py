@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from itertools import cycle
 from typing import Any
 
-from mvp_engine.report.plot import COLOURS, GRID, INK, Curve, Record, draw_curves, new_figure
+from mvp_engine.report.plot import (
+    COLOURS,
+    GRID,
+    INK,
+    Curve,
+    Record,
+    draw_curves,
+    lay_out,
+    new_figure,
+)
 
 # Colours of the plot and their counterparts on a dark page.
 _DARK = {INK: "#dde3ea", GRID: "#39424d"}
@@ -25,22 +35,15 @@ _DARK |= dict(zip(COLOURS, _DARK_COLOURS, strict=True))
 
 
 def curves_svg(records: list[Record], title: str, metrics: Mapping[str, str]) -> str:
-    """Metrics by label over steps, as SVG; empty without values.
-
-    A single metric has a curve of the training and one of the evaluations. Of several, the evaluations are shown; the
-    training where there are none.
-    """
+    """Metrics by label over steps, as SVG, of the training and of the evaluations; empty without values."""
     curves = []
-    for i, (label, metric) in enumerate(metrics.items()):
-        colour = COLOURS[i % len(COLOURS)]
+    for (label, metric), colour in zip(metrics.items(), cycle(COLOURS), strict=False):
+        held_out = Curve.read(records, "eval", metric, label, colour)
+        name = "" if held_out.values else label  # one entry of the legend for both
         if len(metrics) == 1:
-            train = Curve.read(records, "train", metric, "train", COLOURS[0])
-            curves = [train, Curve.read(records, "eval", metric, label, COLOURS[1])]
-            break
-        curve = Curve.read(records, "eval", metric, label, colour)
-        if not curve.values:
-            curve = Curve.read(records, "train", metric, label, colour)
-        curves.append(curve)
+            name = "train"
+            held_out = Curve.read(records, "eval", metric, label, COLOURS[1])
+        curves += [Curve.read(records, "train", metric, name, colour), held_out]
     if not any(curve.values for curve in curves):
         return ""
     figure = new_figure(5, 3.2)
@@ -51,6 +54,7 @@ def curves_svg(records: list[Record], title: str, metrics: Mapping[str, str]) ->
 
 def _svg(figure: Any) -> str:
     out = io.BytesIO()
+    lay_out(figure)
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     head, tag, rest = out.getvalue().decode().partition("<defs>")
     light = ""

@@ -94,7 +94,13 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), dpi=120, layout="constrained")
 
 
+def lay_out(figure: Any) -> None:
+    """Place the axes once before a file is drawn: a smaller axis may get longer tick labels, which need room."""
+    figure.draw_without_rendering()
+
+
 def save_png(figure: Any, out: Path) -> None:
+    lay_out(figure)
     with atomic_path(out) as temporary:
         figure.savefig(temporary, format="png")
 
@@ -156,7 +162,7 @@ def _scale(axes: Any, metric: str, values: list[float]) -> None:
     """Percent for shares; a log scale, with plain numbers, for losses and norms that span much; else linear."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if is_share(metric):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif metric == "learning rate":
