@@ -4,7 +4,7 @@
     PYTHONPATH=. python benchmarks/generation.py --shape tiny --prompts 4 --new 8 --held 64    # tries it on a CPU
     python benchmarks/generation.py --table benchmarks/results/generation.json    # into docs/performance.md
 
-Random weights, and prompts of random tokens with 64 to 512 tokens. Nothing stops early: every completion has `--new`
+Random weights, and prompts of random tokens with 64 to 1,024 tokens. Nothing stops early: every completion has `--new`
 tokens. Our sides run in the model engine of a training: float32 weights, bf16 autocast. transformers has bf16 weights,
 SDPA and prompts padded on the left. `same tokens` is in float32, for all sides alike, on the first prompts.
 
@@ -53,10 +53,10 @@ def config_of(shape: str) -> dict[str, Any]:
 
 
 def make_prompts(count: int, vocabulary: int) -> list[torch.Tensor]:
-    """Random tokens, with 64 to 512 tokens each."""
+    """Random tokens, 64 to 1,024 each."""
     dice = random.Random(0)
     noise = torch.Generator().manual_seed(0)
-    return [torch.randint(1, vocabulary, (dice.randint(64, 512),), generator=noise) for _ in range(count)]
+    return [torch.randint(1, vocabulary, (dice.randint(64, 1024),), generator=noise) for _ in range(count)]
 
 
 def build_engine(shape: str, device: torch.device, precision: str, trains: bool) -> LanguageModelEngine:

@@ -39,6 +39,7 @@ class KVCache:
         # All layers of a forward share these: a copy to the device per layer would cost more than its attention.
         self._places: _Places | None = None
         self._allowed: dict[int | None, Tensor] = {}  # by window
+        self._fixed_length: int | None = None
 
     @property
     def max_length(self) -> int:
@@ -46,12 +47,42 @@ class KVCache:
 
     def advance(self) -> None:
         """Count the tokens of a forward that has finished: all layers have stored them."""
-        added = 1 if self.is_prefilled else 0
-        self.is_prefilled = True
-        self._set_lengths([length + added for length in self.lengths])
+        self._allowed.clear()
+        if self._fixed_length is None:
+            added = 1 if self.is_prefilled else 0
+            self.is_prefilled = True
+            self._set_lengths([length + added for length in self.lengths])
+
+    # ---- Fixed shapes, for CUDA graphs ----------------------------------------------------------------------
+
+    def fix_shapes(self) -> None:
+        """From now on forwards attend to a fixed number of cached tokens, masked, and no forward counts its own.
+
+        The caller counts them with `count_tokens`. The number is a power of two: it changes seldom.
+        """
+        (layer, *_) = self._layers.values()
+        self._fixed_length = min(self._capacity, 1 << self.max_length.bit_length())
+        self._places = self._find_places(layer.keys.device)
+        self._allowed.clear()
+
+    def free_shapes(self) -> None:
+        self._fixed_length = None
+        self._set_lengths(self.lengths)
+
+    @property
+    def fits_fixed_shapes(self) -> bool:
+        """Whether the next tokens still fit into the fixed number."""
+        return self._fixed_length is not None and self.max_length < self._fixed_length
+
+    def count_tokens(self) -> None:
+        """Count the tokens of a forward with fixed shapes; where the next ones go is updated in place."""
+        self.lengths = [length + 1 for length in self.lengths]
+        assert self._places is not None
+        self._places.columns.add_(1)
 
     def select(self, sequences: list[int]) -> None:
         """Keep only these sequences; a sequence may be chosen several times, to continue it in several ways."""
+        self._fixed_length = None
         self._set_lengths([self.lengths[s] for s in sequences])
         index: Tensor | None = None
         for module, layer in self._layers.items():
@@ -76,8 +107,12 @@ class KVCache:
     def append(self, module: nn.Module, k_KSd: Tensor, v_KSe: Tensor) -> _Layer:
         """Store the next token of each sequence; returns all that are cached."""
         self._write(module, k_KSd, v_KSe)
-        length = self.max_length + 1
-        return _Layer(*(part[:, :, :length] for part in self._layers[module]))
+        return _Layer(*(part[:, :, : self._length] for part in self._layers[module]))
+
+    @property
+    def _length(self) -> int:
+        """How many cached tokens the newest ones attend to, masked where a sequence is shorter."""
+        return self._fixed_length or self.max_length + 1
 
     def _write(self, module: nn.Module, k_KTd: Tensor, v_KTe: Tensor) -> None:
         if self._places is None:
@@ -101,7 +136,7 @@ class KVCache:
         if window not in self._allowed:
             assert self._places is not None
             position_S1 = self._places.columns[:, None]
-            index_1L = torch.arange(self.max_length + 1, device=position_S1.device)[None]
+            index_1L = torch.arange(self._length, device=position_S1.device)[None]
             allowed_SL = index_1L <= position_S1
             if window is not None:
                 allowed_SL &= index_1L > position_S1 - window

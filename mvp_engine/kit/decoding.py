@@ -7,7 +7,8 @@ Every sequence draws from a random generator of its own, so what it writes does 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf.kv_cache import KVCache
+from mvp_engine.kit.decode_graph import DecodeGraph, is_supported, try_capture
 from mvp_engine.model_engine import ModelEngine
 
 Finished = Callable[[list[int]], bool]
@@ -92,7 +94,7 @@ def complete(
         members = split.members
     completions: list[Completion] = []
     # Compiled blocks would be compiled again for these shapes.
-    with engine.eval_mode(), torch.compiler.set_stance("force_eager"):
+    with engine.eval_mode(), torch.compiler.set_stance("force_eager"), _cast_weights_once(engine):
         # Ranks that shard one model run the same number of forwards; they start each group together.
         num_groups = (
             engine.world.all_gather(len(groups)) if engine.layout.shard_mesh else [len(groups)]
@@ -101,6 +103,22 @@ def complete(
             group = groups[i] if i < len(groups) else None
             completions += _Group(engine, group, members[i] if group else [], decoding).run()
     return sorted(completions, key=lambda one: one.prompt)
+
+
+@contextmanager
+def _cast_weights_once(engine: ModelEngine) -> Iterator[None]:
+    """A context in which autocast keeps the half-precision weights of a forward for the next ones.
+
+    Not on sharded layouts: a rank could not hold all of them.
+    """
+    if engine.layout.shard_mesh is not None:
+        yield
+        return
+    try:
+        with engine.autocast():
+            yield
+    finally:
+        torch.clear_autocast_cache()  # these have no gradients: no other forward may use them
 
 
 class _Group:
@@ -121,15 +139,17 @@ class _Group:
         self.generators = [
             _generator(decoding.seed, index, sample) for index in members for sample in samples
         ]
-        self.unfinished = list(range(len(self.all)))
-        self.rows = [row for row in range(len(members)) for _ in samples]  # in the prompts
+        self.active = list(range(len(self.all)))  # the completions in each forward
+        self.rows = [row for row in range(len(members)) for _ in samples]  # theirs in the prompts
         # New tokens are text: on every axis their positions continue after the prompt's largest one.
         self.last_positions: list[int] = []
         if prompts is not None:
             of_prompts = prompts.position_ids.split(prompts.lengths.tolist(), dim=-1)
             self.last_positions = [int(positions.max()) for positions in of_prompts]
         model: Any = engine.model
-        self.never_written = model.placeholders
+        device = engine.world.device
+        self.never_written = torch.tensor(model.placeholders, dtype=torch.long, device=device)
+        self.graph: DecodeGraph | None = None
         self.uses_cache = decoding.use_cache and engine.layout.ulysses == 1
         self.cache: KVCache | None = None
 
@@ -148,11 +168,11 @@ class _Group:
 
     def _batch(self) -> PackedBatch | None:
         """The batch of the next forward; None where nothing is left to complete."""
-        if not self.unfinished or self.prompts is None:
+        if not self.active or self.prompts is None:
             return None
         if self.cache is not None:
             return self._next_tokens(self.prompts)
-        tokens = [self.all[s].tokens for s in self.unfinished]
+        tokens = [self.all[s].tokens for s in self.active]
         if not tokens[0]:  # all samples of a prompt begin with the same forward
             return self.prompts
         extended = [
@@ -162,8 +182,8 @@ class _Group:
         return PackedBatch.concat(extended)
 
     def _next_tokens(self, prompts: PackedBatch) -> PackedBatch:
-        """The last token of each unfinished completion."""
-        written = [self.all[s].tokens for s in self.unfinished]
+        """The last token of each active completion."""
+        written = [self.all[s].tokens for s in self.active]
         ids = torch.tensor([tokens[-1] for tokens in written])
         starts = [self.last_positions[row] for row in self.rows]
         positions_S = torch.tensor(starts) + torch.tensor([len(tokens) for tokens in written])
@@ -175,13 +195,19 @@ class _Group:
         return PackedBatch(
             ids,
             torch.full_like(ids, IGNORE),
-            positions_S.expand(*prompts.position_ids.shape[:-1], -1),
+            positions_S.expand(*prompts.position_ids.shape[:-1], -1).contiguous(),
             torch.arange(len(ids) + 1, dtype=torch.int32),
             token_types,
         )
 
     def _forward(self, batch: PackedBatch | None) -> Tensor | None:
         """Logits of the next token of each sequence. Ranks without a batch may run dummy forwards for others."""
+        if batch is not None and self.cache is not None and is_supported(self.engine):
+            if self.graph is None or not self.graph.fits(batch):
+                self.graph = None  # frees its memory
+                self.graph = try_capture(self.engine, batch, self.cache)
+            if self.graph is not None:
+                return self.graph.next_logits(batch)
         if batch is not None and self.cache is None and self.uses_cache:
             self.cache = KVCache(batch.lengths.tolist(), self.decoding.max_new_tokens)
         self._others_continue = False
@@ -204,27 +230,37 @@ class _Group:
         temperature = self.decoding.temperature
         scaled_SV = logits_SV / (temperature or 1.0)
         log_z_S = scaled_SV.logsumexp(-1)  # of all tokens, as in a training's log-probs
-        scaled_SV[:, self.never_written] = float("-inf")
+        scaled_SV.index_fill_(1, self.never_written, float("-inf"))
         if temperature == 0.0:
             tokens_S = scaled_SV.argmax(-1)
         else:
             likely_SV = _most_likely(scaled_SV, self.decoding)
-            tokens_S = _draw(likely_SV, [self.generators[s] for s in self.unfinished])
+            tokens_S = _draw(likely_SV, [self.generators[s] for s in self.active])
         chosen_S = scaled_SV.gather(-1, tokens_S[:, None])[:, 0] - log_z_S
-        drawn = zip(self.unfinished, tokens_S.tolist(), chosen_S.tolist(), strict=True)
-        kept = []
+        drawn = zip(self.active, tokens_S.tolist(), chosen_S.tolist(), strict=True)
+        unfinished = []
         for row, (s, token, log_prob) in enumerate(drawn):
             completion = self.all[s]
+            if completion.is_finished:
+                continue
             completion.tokens.append(token)
             completion.log_probs.append(log_prob)
             completion.is_finished = self._is_finished(completion.tokens)
             if not completion.is_finished:
-                kept.append(row)
-        if len(kept) < len(self.unfinished):
-            self.unfinished = [self.unfinished[row] for row in kept]
-            self.rows = [self.rows[row] for row in kept]
-            if self.cache is not None and kept:
-                self.cache.select(kept)
+                unfinished.append(row)
+        # To copy a cache, and to capture a graph, takes longer than some rows that are not needed.
+        if self.cache is None or len(unfinished) <= len(self.active) // 2:
+            self._keep(unfinished)
+
+    def _keep(self, rows: list[int]) -> None:
+        """Continue only these of the active completions."""
+        if len(rows) == len(self.active):
+            return
+        self.active = [self.active[row] for row in rows]
+        self.rows = [self.rows[row] for row in rows]
+        self.graph = None
+        if self.cache is not None and rows:
+            self.cache.select(rows)
 
     def _is_finished(self, tokens: list[int]) -> bool:
         asked = self.decoding.is_finished

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -174,6 +174,10 @@ class ModelEngine(abc.ABC):
     @abc.abstractmethod
     def eval_mode(self) -> AbstractContextManager[None]:
         """A context for inference: no gradients, no dropout, the model loaded."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """A context that computes in the precision of the training."""
+        return nullcontext()
 
     @abc.abstractmethod
     def optimizer_zero_grad(self) -> None: ...
