@@ -21,6 +21,7 @@ from mvp_engine.errors import EXIT_INTERRUPTED
 from mvp_engine.imports import import_file
 from mvp_engine.kit.data.read import decode_image
 
+HARDWARE: Any = import_file(ROOT / "benchmarks" / "hardware" / "table.py")
 SCRIPT = ROOT / "benchmarks" / "packed_attention.py"
 
 
@@ -232,3 +233,22 @@ def test_measure_rows_after_changes_and_signals_opens_only_what_is_missing(
     assert [one["exit_code"] for one in stopped] == [EXIT_INTERRUPTED, EXIT_INTERRUPTED, -9]
     assert not any(one["orphans"] for one in stopped)
     assert found[9]["exit_code"] == 0
+
+
+@pytest.mark.parametrize("page", ["docs/hardware.md", "README.md"])
+def test_hardware_table_of_the_docs_is_that_of_its_data(page: str) -> None:
+    cells = json.loads(HARDWARE.RESULTS.read_text())["cells"]
+    text = (ROOT / page).read_text()
+    if page != "README.md" or "1 x 24 GB" in text:
+        assert HARDWARE.table(cells) in text
+
+
+def test_hardware_cell_is_what_is_estimated() -> None:
+    first = json.loads(HARDWARE.RESULTS.read_text())["cells"][0]
+    assert HARDWARE.estimate_cell(first["model"], first["gpu"], first["gpus"]) == first
+
+
+@pytest.mark.campaign(only=True)
+def test_hardware_cells_are_all_what_is_estimated() -> None:
+    for cell in json.loads(HARDWARE.RESULTS.read_text())["cells"]:
+        assert HARDWARE.estimate_cell(cell["model"], cell["gpu"], cell["gpus"]) == cell

@@ -53,9 +53,10 @@ def _text(value: Any) -> str:
 def advise(estimator: Estimator, facts: dict[str, Any]) -> dict[str, Any]:
     """Changes that fit, and common GPUs on which the config fits as it is."""
     gpus = facts["gpus"]
-    found = [_cheapest(estimator, gpus)]
+    found = [cheapest(estimator, gpus)]
     if found[0] is None:
-        found = [_cheapest(estimator, gpus, lora) for lora in _lora(estimator.config)]
+        lora = lora_change(estimator.config)
+        found = [] if lora is None else [cheapest(estimator, gpus, lora)]
         found.append(_on_more_gpus(estimator, gpus))
     fits_on = [gpu for gpu in COMMON_GPUS if facts["peak_gib"] < usable_gib(gpu)]
     return {"advice": [option for option in found if option is not None], "fits_on": fits_on}
@@ -64,15 +65,13 @@ def advise(estimator: Estimator, facts: dict[str, Any]) -> dict[str, Any]:
 def _on_more_gpus(estimator: Estimator, gpus: int) -> dict[str, Any] | None:
     while gpus < MOST_GPUS and estimator.config.parallel.replicate == -1:
         gpus *= 2
-        found = _cheapest(estimator, gpus)
+        found = cheapest(estimator, gpus)
         if found is not None:
             return found
     return None
 
 
-def _cheapest(
-    estimator: Estimator, gpus: int, start: Change | None = None
-) -> dict[str, Any] | None:
+def cheapest(estimator: Estimator, gpus: int, start: Change | None = None) -> dict[str, Any] | None:
     """The cheapest change that fits on this number of GPUs, on top of `start`; None if no change does."""
     start = start or Change()
     config = changed(estimator.config, start.values)
@@ -89,10 +88,10 @@ def _cheapest(
         return None
     changes = [reduce(add, parts) for parts in product(*lists)]
     changes.sort(key=lambda change: change.cost)
-    cheapest = next(change for change in changes if _fits(estimator, change, gpus))
-    facts = estimator.estimate(changed(estimator.config, cheapest.values), gpus)
+    found = next(change for change in changes if _fits(estimator, change, gpus))
+    facts = estimator.estimate(changed(estimator.config, found.values), gpus)
     figures = {key: facts[key] for key in ("gpus", "peak_gib", "step_s", "tokens_per_s")}
-    return {"words": cheapest.words, "notes": list(cheapest.notes), **figures}
+    return {"words": found.words, "notes": list(found.notes), **figures}
 
 
 def _fits(estimator: Estimator, change: Change, gpus: int) -> bool:
@@ -100,13 +99,13 @@ def _fits(estimator: Estimator, change: Change, gpus: int) -> bool:
     return estimator.peak_gib(config, gpus) < usable_gib(estimator.gpu)
 
 
-def _lora(config: Any) -> Iterator[Change]:
+def lora_change(config: Any) -> Change | None:
     if getattr(config, "lora", True) is not None:
-        return  # the recipe has no LoRA, or the config has it already
+        return None  # the recipe has no LoRA, or the config has it already
     values: dict[str, Any] = {"lora.rank": 16}
     if config.optim.lr < LORA_LR:
         values["optim.lr"] = LORA_LR
-    yield Change(0, values, ("LoRA: adapters train, the weights are frozen, in bf16",))
+    return Change(0, values, ("LoRA: adapters train, the weights are frozen, in bf16",))
 
 
 def _layouts(estimator: Estimator, config: Any, gpus: int) -> Iterator[Change]:
