@@ -100,9 +100,12 @@ def _run(composed: Composed, world: World) -> int:
     reason: str | None = None
     started = time.time()
     try:
-        engine = composed.engine_class(config, world, start.run, start.checkpoint, start.message)
-        with EarlyMessages(config.log.backends, world.rank), engine:
-            getattr(engine, config.workflow)()
+        with EarlyMessages(config.log.backends, world.rank):
+            engine = composed.engine_class(
+                config, world, start.run, start.checkpoint, start.message
+            )
+            with engine:
+                getattr(engine, config.workflow)()
         status = "finished"
         return 0
     except Interrupted as stop:

@@ -64,17 +64,16 @@ def hub_dataset(path: str) -> HubDataset:
 def pin_dataset(dataset: HubDataset, split: str) -> HubDataset:
     """The dataset at a commit: of the repository, or of the Hub's conversion if the repository has no parquet files."""
     repo = _with_parquet(dataset.repo)
-    pinned = replace(dataset, repo=repo)
-    _choose_files(pinned, split)  # raises if there is no such split
-    return pinned
+    _choose_files(dataset, repo, split)  # raises if there is no such split
+    return replace(dataset, repo=repo)
 
 
 def dataset_files(path: str, split: str = "train") -> list[str]:
     """The local parquet files of a dataset's split, downloaded if needed. `split`: the one to read if none is named."""
     dataset = hub_dataset(path)
-    dataset = replace(dataset, repo=_with_parquet(dataset.repo))
-    names = _choose_files(dataset, split)
-    folder = download(dataset.repo, names, show_progress=True)
+    repo = _with_parquet(dataset.repo)
+    names = _choose_files(dataset, repo, split)
+    folder = download(repo, names, show_progress=True)
     return [str(folder / name) for name in names]
 
 
@@ -117,9 +116,12 @@ def _parquet_files(repo: HubRepo) -> list[str]:
 # ---- Configs and splits ---------------------------------------------------------------------------
 
 
-def _choose_files(dataset: HubDataset, split: str) -> list[str]:
-    """The files of the config and split that a path names, else of the default config and of `split`."""
-    configs = _configs(dataset.repo)
+def _choose_files(dataset: HubDataset, repo: HubRepo, split: str) -> list[str]:
+    """The files of the config and split that a path names, else of the default config and of `split`.
+
+    `repo` is the dataset's repository at a commit.
+    """
+    configs = _configs(repo)
     words = list(dataset.words)
     config = next(iter(configs))
     if words and (len(words) == 2 or words[0] in configs):

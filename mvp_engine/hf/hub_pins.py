@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from mvp_engine.hf.hub import SCHEME, HubRepo, hub_model, local_folder, pin
 from mvp_engine.hf.hub_datasets import HubDataset, dataset_files, hub_dataset, pin_dataset
 from mvp_engine.runs import Run
 
+LOGGER = logging.getLogger("mvp_engine")
 MODEL_KEYS = ("model.path", "processor")
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -65,6 +67,8 @@ def _agree_on_pins(found: list[Reference], world: World, run: Run) -> dict[str, 
         try:
             pins = {one.text: recorded.get(one.text) or one.pinned() for one in found}
             new = {text: pin for text, pin in pins.items() if pin != text}
+            if new:
+                LOGGER.info("revisions of the Hub: %s", ", ".join(dict.fromkeys(new.values())))
             if not new.items() <= run.info.get("hub", {}).items():
                 run.note(hub={**recorded, **new})
             message = pins

@@ -188,13 +188,17 @@ def _add_data_commands(commands: Any) -> None:
     text = "show rows as the model sees them, the tokens with loss, lengths, packing and bad rows"
     inspect = _add_command(data, "inspect", text)
     inspect.add_argument(
-        "what", metavar="FILE|CONFIG", help="a data file of any format, or a recipe's YAML file"
+        "what",
+        metavar="FILE|CONFIG",
+        help="a data file of any format, hf://org/dataset, or a recipe's YAML file",
     )
     inspect.add_argument(
         "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
     )
     inspect.add_argument(
-        "--model", metavar="FOLDER", help="model folder with the processor or tokenizer to use"
+        "--model",
+        metavar="MODEL",
+        help="folder or Hub id (org/name) with the processor or tokenizer",
     )
     inspect.add_argument(
         "--split", default="train", help="split of a config's sources (default: train)"
@@ -220,7 +224,7 @@ def _add_chat_command(commands: Any) -> None:
     text = "talk to a trained model: a run, a Hugging Face folder or a LoRA adapter"
     chat = _add_command(commands, "chat", text)
     chat.add_argument(
-        "target", metavar="RUN|FOLDER|ADAPTER", help="a run's folder or id, or a folder"
+        "target", metavar="RUN|FOLDER|ADAPTER", help="a run's folder or id, a folder, or a Hub id"
     )
     for kind in ("image", "video", "audio"):
         chat.add_argument(
@@ -270,7 +274,7 @@ def _add_merge_command(commands: Any) -> None:
         "--adapter", action="store_true", help="LoRA: write only the adapter, in peft's format"
     )
     merge.add_argument(
-        "--base", metavar="FOLDER", help="LoRA: the base model's folder, if it moved since training"
+        "--base", metavar="MODEL", help="LoRA: folder or Hub id of the base model, if it moved"
     )
     merge.add_argument(
         "--ema", action="store_true", help="write the EMA weights (optim.ema), not the last ones"

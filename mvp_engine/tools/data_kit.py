@@ -32,7 +32,7 @@ def config_data_kit(engine_class: Any, config: Any, model: str | None = None) ->
     folder = model or config.model.path
     if folder is None:
         raise UserError(
-            f"the config has no model.path to load a processor from: {FIX}, or give --model FOLDER"
+            f"the config has no model.path to load a processor from: {FIX}, or give --model MODEL"
         )
     return MLLMDataKit(settings, load_processor(folder), num_workers=config.data.num_workers)
 

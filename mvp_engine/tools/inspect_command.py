@@ -39,7 +39,7 @@ def print_inspection(
         kit = file_data_kit(what, model, pack_tokens)
         facts = inspect_kit(kit, split, 1, limit=limit, row=row, decode=decode)
     elif decode:
-        raise UserError("--decode needs the processor of a model: give --model FOLDER too")
+        raise UserError("--decode needs the processor of a model: give --model MODEL too")
     else:
         from mvp_engine.tools.inspect_file import inspect_file
 

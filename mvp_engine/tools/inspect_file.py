@@ -56,7 +56,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
     return {
         "split": None,
         "decoded": False,
-        "missing": "tokens, loss masks, media sizes and packing need the model's processor: give --model FOLDER",
+        "missing": "tokens, loss masks, media sizes and packing need the model's processor: give --model MODEL",
         "sources": [counts],
         "sample": sample_rows([source], [row_format]),
         "lengths": length_stats(np.array(lengths, np.int64), "characters"),

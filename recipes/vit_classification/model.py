@@ -23,6 +23,7 @@ from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_path, remove
 from mvp_engine.hf.config_source import read_config
+from mvp_engine.hf.hub import local_folder
 from mvp_engine.hf.load import load
 from mvp_engine.hf.lora import merge_adapters
 from mvp_engine.kit import Lora, MLLMModelKit
@@ -36,7 +37,7 @@ def make_processor(path: str | None, size: int) -> Any:
     if path is None:
         return ViTImageProcessor(size={"height": size, "width": size})
     read_config(path, {})  # raises a user error if the folder cannot be read
-    processor = AutoImageProcessor.from_pretrained(path)
+    processor = AutoImageProcessor.from_pretrained(local_folder(path))
     made = processor(Image.new("RGB", (2 * size, size)), return_tensors="pt")["pixel_values"].shape[1:]
     if made != (3, size, size):
         raise UserError(
@@ -67,7 +68,7 @@ def make_model(model: Model, size: int, classes: list[str], lora: Lora | None = 
     config.label2id = {name: i for i, name in enumerate(classes)}
     built: Any = AutoModelForImageClassification.from_config(config, dtype=torch.float32)
     if model.path is not None:
-        _load(built, Path(model.path), has_head=had_classes == classes)
+        _load(built, local_folder(model.path, weights=True), has_head=had_classes == classes)
     return MLLMModelKit(lora).adapt(built)
 
 

@@ -69,14 +69,14 @@ def test_inspect_file_without_a_model_shows_formats_counts_and_bad_rows(folder: 
         "rows.jsonl:6": "bad_json",
         "rows.jsonl:7": "unknown_format",
     }
-    assert "--model FOLDER" in facts["missing"]
+    assert "--model MODEL" in facts["missing"]
     assert facts["plan"] is None
     for width in (80, 120):
         text = printed(facts, width)
         assert max(map(len, text.splitlines())) <= width
         assert "assistant: «1 pictures.»" in text
         assert "user: [image]How many? 1" in text
-        assert "give --model FOLDER" in " ".join(text.split())
+        assert "give --model MODEL" in " ".join(text.split())
 
 
 def test_inspect_file_with_a_model_shows_tokens_loss_and_packing(folder: Path, capsys: Any) -> None:
@@ -196,7 +196,7 @@ def test_inspect_config_shows_its_sources_and_steps(tmp_path: Path, capsys: Any)
     assert facts["plan"]["micro_batch_tokens"] == 99
     (tmp_path / "train.yaml").write_text(YAML.format(tmp_path).replace("model:", "# "))
     assert main(["data", "inspect", str(tmp_path / "train.yaml")]) == 2
-    assert "give --model FOLDER" in capsys.readouterr().err
+    assert "give --model MODEL" in capsys.readouterr().err
     kit = "    @classmethod\n    def data_kit(cls, config):\n        raise SystemExit(7)\n"
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "engine.py").write_text(RECIPE + kit)
