@@ -185,7 +185,7 @@ def _example(example: Example, names: Sequence[str]) -> str:
     texts = (example.question, example.expected, example.written)
     for name, text in zip(names, texts, strict=True):
         collapsed = _EMPTY_LINES.sub("\n\n", text)
-        html += f"<dt>{name}<dd>{escape(collapsed)}"
+        html += f"<dt>{name}<dd>{escape(collapsed)}" if text else f"<dt>{name}<dd class=dim>(empty)"
     html += "</dl>"
     if example.right is None:
         return f"<div class=card>{html}</div>"

@@ -135,12 +135,14 @@ def draw_curves(axes: Any, curves: Sequence[Curve], title: str, metric: str = ""
     axes.spines[["bottom", "left"]].set_color(INK)
     labels = [curve.label for curve in drawn if curve.label]
     if len(labels) > 1:
+        width = axes.get_window_extent().width / axes.figure.dpi
+        column = 0.7 + 0.085 * max(map(len, labels))  # inches: a line and a text of 9 points
         # Below the axes, where no curve is.
         axes.legend(
             frameon=False,
             loc="upper left",
             bbox_to_anchor=(0, -0.16),
-            ncols=1 if max(map(len, labels)) > 24 else 4,
+            ncols=max(1, int(width / column)),
             fontsize=9,
             labelcolor=INK,
         )
@@ -165,6 +167,7 @@ def _scale(axes: Any, metric: str, values: list[float]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if is_share(metric):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     elif metric == "learning rate":
         axes.yaxis.set_major_formatter("{x:g}")
     is_loss = "loss" in metric or "norm" in metric

@@ -12,11 +12,11 @@ from mvp_engine.cli import main
 from mvp_engine.report.plot import Curve, draw_curves, new_figure, plot_overview, smoothed
 
 
-def drawn(metric: str, *curves: list[float]) -> Any:
+def drawn(metric: str, *curves: list[float], label: str = "curve") -> Any:
     axes = new_figure(5, 3).subplots()
     both = []
     for i, values in enumerate(curves):
-        both.append(Curve(f"curve {i}", "#2563eb", list(range(len(values))), values, is_eval=i == 1))
+        both.append(Curve(f"{label} {i}", "#2563eb", list(range(len(values))), values, is_eval=i == 1))
     draw_curves(axes, both, metric)
     axes.figure.draw_without_rendering()
     return axes
@@ -42,6 +42,10 @@ def test_axis_is_percent_for_shares_and_log_only_for_losses_that_span_much(
 def test_legend_is_outside_of_the_axes_and_evaluations_are_joined_points() -> None:
     axes = drawn("loss", [3.0, 2.0, 1.0], [2.5, 2.0, 1.5])
     assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0
+    figure = axes.figure.bbox
+    names = drawn("loss", *[[2.0, 1.0]] * 5, label="a source with a long name")
+    assert names.get_legend().get_window_extent().x1 < figure.x1
+    assert names.get_window_extent().width > 0.8 * figure.width
     train, held_out = axes.get_lines()
     assert (train.get_marker(), held_out.get_marker(), held_out.get_linestyle()) == ("None", "o", "-")
 
