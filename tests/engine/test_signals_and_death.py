@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 from conftest import MAGIC, TINY, read_metrics, run_process, spawn
 from kill_resume import ForkedJob, child_pids, compare, settings_for
 from ranks import free_port
+from rich.console import Console
+from rich.live import Live
 
 from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from mvp_engine.process.signals import StopSignals
@@ -35,6 +38,12 @@ def wait_for(process: subprocess.Popen[str], text: str) -> str:
         if text in line:
             return seen
     raise AssertionError(f"{text!r} was not printed:\n{seen}")
+
+
+def join_signal_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "mvp-signals":
+            thread.join(10)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -76,10 +85,18 @@ def test_stop_signals_ctrl_c_to_a_forked_process_is_not_counted_by_its_parent(mo
         assert os.waitpid(worker, 0)[1] == 0  # nor does it end the worker
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.requested == "SIGINT"
-    for thread in threading.enumerate():
-        if thread.name == "mvp-signals":
-            thread.join(10)
+    join_signal_threads()
     assert not exits
+
+
+def test_stop_signals_message_is_printed_by_a_live_panel_above_itself() -> None:
+    """Written past the panel, it would move the cursor, and two lines of the panel would stay on the screen."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=60)
+    with Live("panel", console=console, auto_refresh=False):
+        with StopSignals("saving"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        join_signal_threads()
+    assert "SIGTERM: saving\n" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(("fault", "nproc"), [("hang", 1), ("busy", 1), ("busy", 2)])
@@ -105,6 +122,8 @@ def test_sigterm_to_mvp_train_on_two_ranks_saves_and_exits_75(tmp_path: Path) ->
     [run] = list_runs(tmp_path)
     assert run.status() == "interrupted"
     assert run.checkpoint_list()
+    assert output.count("finishing this step") == 1
+    assert "[rank 1]" not in output  # it would break the live panel of rank 0
 
 
 def test_exception_on_one_rank_ends_the_job_with_one_traceback(tmp_path: Path) -> None:
