@@ -23,7 +23,8 @@ def main(argv: list[str] | None = None) -> int:
     args, rest = parser.parse_known_args(argv)
     # argparse stops collecting key=value words at the first option after them; here they may stand anywhere.
     if not hasattr(args, "overrides") or any(word.startswith("-") for word in rest):
-        parser.parse_args(argv)  # exits with argparse's own error message
+        if rest:
+            args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     else:
         args.overrides += rest
     try:
@@ -34,14 +35,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(args: argparse.Namespace) -> int:
-    from mvp_engine.tools import launcher
+    from mvp_engine.tools import config, launcher
 
+    config.validate(args.config, args.overrides)
     return launcher.train(args.config, args.overrides, args.nproc)
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    from mvp_engine.tools import launcher
+    from mvp_engine.tools import config, launcher
 
+    config.validate(args.config, args.overrides)
     return launcher.evaluate(args.config, args.overrides, args.nproc)
 
 
@@ -52,8 +55,9 @@ def check(args: argparse.Namespace) -> int:
 
 
 def profile(args: argparse.Namespace) -> int:
-    from mvp_engine.tools import launcher
+    from mvp_engine.tools import config, launcher
 
+    config.validate(args.config, args.overrides)
     return launcher.profile(
         args.config, args.overrides, args.nproc, out=args.out, steps=args.steps, first=args.first
     )

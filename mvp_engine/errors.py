@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
@@ -31,6 +32,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The sentence to append for a misspelt name, with a space before it; empty where no known name is similar."""
     similar = difflib.get_close_matches(name, list(known), 1)
     return f" Did you mean {similar[0]}?" if similar else ""
+
+
+def similar_path(path: str | Path) -> str:
+    """As `did_you_mean`, for a path that does not exist: each missing part becomes the most similar name there."""
+    parts = Path(path).expanduser().parts
+    found = Path(*parts[:1]) if Path(path).is_absolute() else Path()
+    for part in parts:
+        if not (found / part).exists():
+            names = [entry.name for entry in found.iterdir()] if found.is_dir() else []
+            part = next(iter(difflib.get_close_matches(part, names, 1)), "")
+            if not part:
+                return ""
+        found /= part
+    return f" Did you mean {found}?"
 
 
 def count(number: int, noun: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, similar_path
 
 
 def load_spec(spec: str, folder: Path, what: str) -> tuple[ModuleType, str | None]:
@@ -22,7 +22,7 @@ def load_spec(spec: str, folder: Path, what: str) -> tuple[ModuleType, str | Non
     if location.endswith(".py"):
         file = (folder / Path(location).expanduser()).resolve()
         if not file.is_file():
-            raise UserError(f"{what} {spec!r}: there is no file {file}")
+            raise UserError(f"{what} {spec!r}: there is no file {file}.{similar_path(file)}")
         return import_file(file), name or None
     try:
         return importlib.import_module(location), name or None

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.files import atomic_write_text
 
 STEP_PREFIX = "step_"
@@ -235,7 +235,8 @@ def open_run(text: str, root: Path) -> Run:
     if matches:
         raise UserError(f"{text!r} matches several runs: {', '.join(run.id for run in matches)}")
     known = ", ".join(run.id for run in runs[-8:]) or "none"
-    raise UserError(f"no run {text!r} below {root.absolute()}; the newest runs: {known}")
+    hint = did_you_mean(text, [run.id for run in runs])
+    raise UserError(f"no run {text!r} below {root.absolute()}.{hint} The newest runs: {known}")
 
 
 def launcher_id() -> str | None:

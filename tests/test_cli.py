@@ -13,7 +13,7 @@ from conftest import MAGIC, ROOT, TINY
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
-from mvp_engine.runs import list_runs
+from mvp_engine.runs import Run, list_runs
 
 
 @pytest.fixture
@@ -113,6 +113,18 @@ def test_runs_without_a_match_print_a_message(tmp_path: Path, capsys, words: lis
     main([*words, "--dir", str(tmp_path)])
     output = capsys.readouterr()
     assert expected in output.out + output.err
+
+
+def test_misspelt_files_and_runs_get_a_hint(tmp_path: Path, capsys) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text("{}\n")
+    assert main(["data", "inspect", str(tmp_path / "row" / "train.json")]) == EXIT_USER_ERROR
+    assert f"Did you mean {tmp_path}/rows/train.jsonl?" in capsys.readouterr().err
+    Run.create(tmp_path, "tiny", "first")
+    assert main(["runs", "show", "frist", "--dir", str(tmp_path)]) == EXIT_USER_ERROR
+    assert "Did you mean first?" in capsys.readouterr().err
+    assert main(["train", str(TINY), f"resume={tmp_path}/firts", f"project.dir={tmp_path}"]) == EXIT_USER_ERROR
+    assert f"Did you mean {tmp_path}/first?" in capsys.readouterr().err
 
 
 def test_user_errors_are_one_line(capsys) -> None:

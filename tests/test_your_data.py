@@ -65,9 +65,9 @@ def test_your_data_page_commands_give_the_outputs_it_shows(folder: Path, capsys:
     inspect, decode, check, train, evaluate, report, chat, ask = commands
     capsys.readouterr()
     assert run(inspect) == 0
-    assert "train.jsonl:13: wrong_type: messages[1].content is int, wanted a string or a list" in _printed(capsys)
+    assert "wrong_type train.jsonl:13: messages[1].content is int, wanted a string or a list" in _printed(capsys)
     assert run(decode) == 0
-    assert "2 bad rows: 1 missing_file, 1 wrong_type" in _printed(capsys)
+    assert "rows cannot be trained on: 1 missing_file, 1 wrong_type" in _printed(capsys)
     (config,) = blocks("yaml")
     file = folder / "shapes" / "train.yaml"
     file.write_text(config.replace("warmup_steps", "warm_up_steps"))
@@ -76,7 +76,7 @@ def test_your_data_page_commands_give_the_outputs_it_shows(folder: Path, capsys:
     assert re.search(expected, _printed(capsys))
     file.write_text(config)
     assert run(check, *SMALL) == EXIT_USER_ERROR  # two of 35 rows are more than 1 %
-    assert "train.jsonl:8: missing_file" in _printed(capsys)
+    assert "missing_file train.jsonl:8: " in _printed(capsys)
     allowed = [*SMALL, "mllm.max_bad_fraction=0.1", "optim.lr=1e-4"]
     assert run(check, *allowed) == 0
     assert "ready to train" in _printed(capsys)

@@ -21,7 +21,7 @@ from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint.format import META, Shard
 from mvp_engine.config.schema import Checkpoint
 from mvp_engine.distributed import World
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, similar_path
 from mvp_engine.files import atomic_symlink, remove, remove_atomically, temporary_path
 from mvp_engine.runs import (
     DIVERGED_PREFIX,
@@ -192,7 +192,7 @@ def find_checkpoint(path: Path) -> Path:
         if found:
             return found[-1]
     if not path.exists():
-        raise UserError(f"{path} does not exist")
+        raise UserError(f"{path} does not exist.{similar_path(path)}")
     raise UserError(f"{path} is neither a complete checkpoint nor a run folder with one")
 
 

@@ -6,7 +6,6 @@ command line. `explain.py` writes the error messages.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from mvp_engine.config.explain import explain_invalid, explain_uncomposed
 from mvp_engine.config.places import ConfigFile, override_key, place_of, short_path
 from mvp_engine.config.schema import Config
 from mvp_engine.config.shipped import shipped_config, shipped_configs
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, did_you_mean, similar_path
 from mvp_engine.runs import flat_keys
 
 if TYPE_CHECKING:
@@ -106,24 +105,23 @@ def _find_file(file: Path) -> Path:
     if shipped is not None:
         return shipped
     if file.is_dir():
-        raise UserError(f"config {file} is a folder; name a YAML file in it")
-    if file.suffix not in (".yaml", ".yml") and file.with_name(file.name + ".yaml").is_file():
-        raise UserError(f"config file not found: {file}. Did you mean {file}.yaml?")
-    raise UserError(f"config file not found: {file}. {_other_files(file)}")
+        raise UserError(f"config {file} is a folder; name a YAML file. {_yaml_files(file)}")
+    raise UserError(f"config file not found: {file}.{similar_path(file) or _other_files(file)}")
 
 
 def _other_files(file: Path) -> str:
-    folder = file.parent
     shipped = [] if file.is_absolute() else shipped_configs(file.parts[0])
     if shipped:
-        return f"The recipe has: {', '.join(shipped)}"
-    names = sorted(found.name for found in folder.glob("*.yaml")) if folder.is_dir() else []
-    if not names:
+        return f" The recipe has: {', '.join(shipped)}"
+    return did_you_mean(str(file), shipped_configs()) or f" {_yaml_files(file.parent)}"
+
+
+def _yaml_files(folder: Path) -> str:
+    """The YAML files of a folder, or of a recipe's folder, in words."""
+    files = sorted(folder.glob("[!.]*.yaml")) or sorted(folder.glob("configs/*.yaml"))
+    if not files:
         return f"{folder} has no YAML file (paths are relative to {Path.cwd()})"
-    near = difflib.get_close_matches(file.name, names, n=1)
-    if near:
-        return f"Did you mean {file.with_name(near[0])}?"
-    return f"{folder} has: {', '.join(names)}"
+    return f"{folder} has: {', '.join(str(file.relative_to(folder)) for file in files)}"
 
 
 def _search_roots(file: Path) -> list[Path]:

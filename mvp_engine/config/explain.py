@@ -38,6 +38,9 @@ def explain_invalid(
             lines.append(f"{file}: key '{key}' is missing; {fix}")
         else:
             text = problem["msg"].removeprefix("Value error, ")
+            if problem["type"] == "model_type":
+                inner = [one for one in all_keys(schema) if one.startswith(f"{key}.")]
+                text = f"It is a section, so set one of its keys: {', '.join(inner)}"
             if key:
                 text = f"'{key}' is {problem['input']!r}. {text[0].upper()}{text[1:]}"
             lines.append(f"{place}: {text}")  # a check over several sections names the keys itself

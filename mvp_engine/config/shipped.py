@@ -22,6 +22,7 @@ def shipped_config(name: Path) -> Path | None:
     return file if len(name.parts) == 2 and file.is_file() else None
 
 
-def shipped_configs(recipe: str) -> list[str]:
-    """The names of a recipe's configs; empty if there is no such recipe."""
-    return sorted(f"{recipe}/{file.stem}" for file in (SHIPPED / recipe / "configs").glob("*.yaml"))
+def shipped_configs(recipe: str = "*") -> list[str]:
+    """The names of a recipe's configs, or of all; empty if there is no such recipe."""
+    files = SHIPPED.glob(f"{recipe}/configs/*.yaml")
+    return sorted(f"{file.parts[-3]}/{file.stem}" for file in files)

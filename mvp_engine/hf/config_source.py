@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mvp_engine.errors import UserError, did_you_mean
+from mvp_engine.errors import UserError, did_you_mean, similar_path
 from mvp_engine.hf.hub import ADAPTER_CONFIG, local_folder
 
 
@@ -78,7 +78,7 @@ def _no_config(folder: Path) -> str:
     if folder.is_dir():
         return "has no config.json; it must be a Hugging Face folder, or a model of the Hub"
     return (
-        "is not a folder; it must be a Hugging Face folder, or a model of the Hub as org/name "
+        f"is not a folder.{similar_path(folder)} It must be a Hugging Face folder, or a model of the Hub as org/name "
         "(hf://org/name, if org is a folder here)"
     )
 

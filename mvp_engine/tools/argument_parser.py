@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from typing import Any, NoReturn
 
@@ -17,19 +18,25 @@ class HintingParser(argparse.ArgumentParser):
         wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if wrong:
             message += did_you_mean(wrong[1], re.findall(r"[\w-]+", wrong[2]))
-        wrong = re.search(r"unrecognized arguments: .*?(--[\w-]+)", message)
+        wrong = re.search(r"unrecognized arguments: .*?(--[\w.-]+)", message)
         if wrong:
-            message += did_you_mean(wrong[1], self._all_options())
+            message += f".{self._option_hint(wrong[1])}"
         super().error(message)
 
-    def _all_options(self) -> list[str]:
-        """The options of this parser and its commands: argparse reports unknown ones at the outermost parser."""
+    def _option_hint(self, word: str) -> str:
+        """The option that was probably meant, or the config key: people write `--learning_rate 1e-5`."""
         options = list(self._option_string_actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for command in action.choices.values():
-                    options += command._all_options()
-        return options
+        similar = difflib.get_close_matches(word, options, 1, cutoff=0.8)
+        if similar or all(action.dest != "overrides" for action in self._actions):
+            return did_you_mean(word, similar or options)
+        if word == "--config":
+            return " Write the file without --config."
+        from mvp_engine.config.explain import suggest_key
+        from mvp_engine.kit.settings import MLLMConfig
+
+        key = suggest_key(word.lstrip("-").replace("-", "_"), MLLMConfig)
+        fix = "" if key.startswith("Known keys") else f" {key}"
+        return f" Config keys are written as key=value, without dashes.{fix}"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -333,6 +340,7 @@ def _add_group(commands: Any, name: str, text: str) -> Any:
 
 def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(parser=command)  # it reports unknown options
     return command
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mvp_engine.checkpoint.manager import find_checkpoint
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, similar_path
 from mvp_engine.hf.hub import ADAPTER_CONFIG, hub_model, local_folder
 from mvp_engine.hf.merge import merge
 from mvp_engine.kit.chat import ChatModel
@@ -43,7 +43,7 @@ class Conversation:
     def add_media(self, kind: str, file: str) -> None:
         path = Path(file).expanduser()
         if not path.is_file():
-            raise UserError(f"no {kind} file {file}")
+            raise UserError(f"no {kind} file {file}.{similar_path(path)}")
         self.media.append({"type": kind, kind: str(path.resolve())})
 
     def ask(self, text: str) -> None:

@@ -19,6 +19,11 @@ def print_schema(config_file: str, overrides: list[str]) -> None:
     print(json.dumps(json_schema(_read_config(config_file, overrides)), indent=2))
 
 
+def validate(config_file: str, overrides: list[str]) -> None:
+    """Raise the user errors of a config before a command imports torch, on each rank."""
+    _read_config(config_file, overrides)
+
+
 def _read_config(config_file: str, overrides: list[str]) -> Config:
     """The config that `compose` returns, without an import of torch."""
     draft = read_draft(config_file, overrides)

@@ -10,6 +10,7 @@ import __future__
 
 import ast
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -102,6 +103,8 @@ def _parsed_schema(spec: str | None, config_file: Path) -> tuple[type[Config], s
         source = _package_source(location)
     else:
         raise _NotFoundError(location)
+    if re.search(r"\.config_class\b", source.file.read_text(encoding="utf-8")):
+        raise _NotFoundError(location)  # set outside of a class
     name = name or _only_engine(source)
     schema = _execute(*_config_class(source, name))
     if not (isinstance(schema, type) and issubclass(schema, Config)):

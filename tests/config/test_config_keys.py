@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from mvp_engine.cli import main
-from mvp_engine.config.explain import OTHER_TRAINERS, all_keys
+from mvp_engine.config.explain import OTHER_TRAINERS, all_keys, suggest_key
 from mvp_engine.kit import MLLMConfig
 from mvp_engine.tools.config import json_schema
 from mvp_engine.tools.config_keys import config_keys, reference_page
@@ -72,6 +72,29 @@ def test_names_of_other_trainers_are_answered_with_ours(capsys) -> None:
         assert f"Here it is {ours}" in printed, printed
 
 
+@pytest.mark.parametrize(
+    "names",
+    [  # of the Trainer, TRL, LLaMA-Factory, axolotl, ms-swift, and of scripts
+        "learning_rate per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps",
+        "gradient_checkpointing lora_r bf16 fp16 model_name_or_path output_dir save_steps eval_steps logging_steps",
+        "max_length packing completion_only_loss cutoff_len finetuning_type template val_size image_max_pixels",
+        "base_model sequence_len sample_packing val_set_size flash_attention load_in_4bit micro_batch_size num_epochs",
+        "train_type freeze_vit split_dataset_ratio attn_impl vit_lr lr batch_size epochs seed model_name tokenizer",
+    ],
+)
+def test_name_of_another_trainer_is_answered(names: str) -> None:
+    for name in names.split():
+        assert suggest_key(name, MLLMConfig).startswith(("Here it is", "Did you mean")), name
+
+
+def test_section_that_is_given_a_value_names_its_keys(capsys) -> None:
+    config = str(ROOT / "recipes/digits_vlm/configs/train.yaml")
+    assert main(["config", "show", config, "model=org/name", "lora=true"]) == 2
+    printed = capsys.readouterr().err
+    assert "'model' is 'org/name'. It is a section, so set one of its keys: model.type, model.backend, mod" in printed
+    assert "'lora' is True. It is a section, so set one of its keys: lora.rank, " in printed
+
+
 def test_names_that_replace_those_of_other_trainers_exist() -> None:
     known = {key.name for key in config_keys(MLLMConfig)}
     for text in yaml.safe_load(OTHER_TRAINERS.read_text()).values():
@@ -85,6 +108,10 @@ def test_names_that_replace_those_of_other_trainers_exist() -> None:
         (["trian", "x.yaml"], "Did you mean train?"),
         (["train", "x.yaml", "--nprocs", "2"], "Did you mean --nproc?"),
         (["data", "inspct", "x"], "Did you mean inspect?"),
+        (["runs", "show", "--jsn"], "Did you mean --json?"),
+        (["train", "x.yaml", "--learning-rate", "1"], "written as key=value, without dashes. Here it is optim.lr"),
+        (["train", "x.yaml", "--lr=1e-5"], "without dashes. Did you mean 'optim.lr'?"),
+        (["train", "--config", "x.yaml"], "Write the file without --config."),
     ],
 )
 def test_misspelt_command_or_option_gets_a_hint(words: list[str], hint: str, capsys) -> None:

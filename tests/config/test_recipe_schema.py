@@ -41,11 +41,13 @@ from mvp_engine.cli import main
 for file in sys.argv[1:]:
     assert main(["config", "show", file]) == 0
 assert main(["config", "explain", "optim.lr"]) == main(["config", "schema", sys.argv[1]]) == 0
-print({"torch", "transformers", "numpy"} & set(sys.modules), file=sys.stderr)
+assert main(["train", sys.argv[1], "optim.lrr=1"]) == 2  # a typo is an error at once
+print({"torch", "transformers", "numpy"} & set(sys.modules))
 """
     words = [str(file) for file in [*CONFIGS, no_engine(tmp_path)]]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.strip()) == (0, "set()")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "set()"), done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 # Without vit_classification: its import takes seconds.
@@ -74,6 +76,7 @@ def test_inherited_schema_is_that_of_the_package(tmp_path: Path) -> None:
 
 
 UNUSUAL = [
+    "class Other(TinyEngine):\n    pass\n\n\nOther.config_class = TinyConfig\n",
     "TinyEngine.config_class = TinyConfig\nclass Other(TinyEngine):\n    config_class = type('X', (TinyConfig,), {})\n",
     "if True:\n    TinyConfig.model_rebuild(force=True)\n    class Second(TinyEngine):\n        pass\n",
 ]

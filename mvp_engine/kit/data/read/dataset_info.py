@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, similar_path
 from mvp_engine.kit.data.read.row_types import ROLES
 
 _PATH = re.compile(r"(?P<file>.*dataset_info\.json)(:(?P<name>.+))?")
@@ -74,7 +74,7 @@ def _read_entries(file: Path) -> dict[str, dict[str, Any]]:
     try:
         entries = json.loads(file.read_bytes())
     except OSError:
-        raise UserError(f"data: nothing at {file}") from None
+        raise UserError(f"data: nothing at {file}.{similar_path(file)}") from None
     except ValueError as error:
         raise UserError(f"data: {file} is not JSON: {error}") from None
     if not isinstance(entries, dict) or not all(isinstance(one, dict) for one in entries.values()):

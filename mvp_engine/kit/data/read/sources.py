@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, similar_path
 from mvp_engine.kit.data.read.arrow_files import ArrowFile
 from mvp_engine.kit.data.read.json_files import JsonLines, JsonList
 from mvp_engine.kit.data.read.row_files import RowFile, content_hash
@@ -126,7 +126,7 @@ def _find_files(paths: Sequence[str | Path]) -> list[Path]:
     for path in paths:
         names = expand_path(path)
         if not names:
-            raise UserError(f"data: nothing at {path}")
+            raise UserError(f"data: nothing at {path}.{similar_path(path)}")
         found += map(Path, names)
         if len(set(found)) < len(found):
             raise UserError(f"data: files are named twice by {path}")

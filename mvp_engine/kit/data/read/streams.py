@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, similar_path
 from mvp_engine.imports import load_spec
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
@@ -87,7 +87,7 @@ def _open_parts(path: str) -> Sequence[str | RowFunction]:
     if names:
         return names
     if ":" not in path:
-        raise UserError(f"data: nothing at {path}")
+        raise UserError(f"data: nothing at {path}.{similar_path(path)}")
     module, function_name = load_spec(path, Path.cwd(), "data: the stream")
     function = getattr(module, function_name or "", None)
     if not callable(function):
