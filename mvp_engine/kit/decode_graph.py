@@ -23,15 +23,19 @@ _NOT_CAPTURED: WeakSet[nn.Module] = WeakSet()  # models with a forward that cann
 
 
 def is_supported(engine: ModelEngine) -> bool:
-    """Whether the forward of a new token may become a graph: on one GPU, without collectives."""
+    """Whether the forward of a new token may become a graph: on one GPU, without collectives or experts.
+
+    Some layers of experts read on the host how many tokens each of them has.
+    """
     layout = engine.layout
     model: Any = engine.model
     is_whole = layout.shard_mesh is None and layout.tensor_mesh is None and layout.ulysses == 1
-    has_fixed_positions = (
-        model.packed_length_limit is None
-    )  # others compute new ones for long sequences
-    is_cuda = engine.world.device.type == "cuda"
-    return is_cuda and is_whole and has_fixed_positions and model not in _NOT_CAPTURED
+    # Other models compute new rotary positions for long sequences.
+    has_fixed_positions = model.packed_length_limit is None
+    if engine.world.device.type != "cuda" or not is_whole or not has_fixed_positions:
+        return False
+    has_experts = any(name.endswith("experts") for name, _ in model.named_modules())
+    return not has_experts and model not in _NOT_CAPTURED
 
 
 class DecodeGraph:
@@ -43,10 +47,8 @@ class DecodeGraph:
 
         def forward() -> Tensor:
             with engine.autocast():
-                logits: Tensor = engine.model(self.batch, ["next_logits"], kv_cache=cache)[
-                    "next_logits"
-                ]
-            return logits
+                outputs = engine.model(self.batch, ["next_logits"], kv_cache=cache)
+            return outputs["next_logits"]
 
         self._replay = capture(forward)
 
@@ -63,15 +65,22 @@ class DecodeGraph:
 
 
 def capture(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A function that replays `forward` as a CUDA graph and returns its output."""
+    """A function that replays `forward` as a CUDA graph and returns its output.
+
+    Not by `torch.cuda.graph`, which collects garbage and empties the allocator's cache: both take longer than a graph
+    saves in an evaluation. Other threads, such as those of loaders and checkpoints, may call CUDA meanwhile.
+    """
+    graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         forward()  # libraries allocate their workspaces outside of the graph
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            output = forward()
+        finally:
+            graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = forward()
 
     def replay() -> Tensor:
         graph.replay()

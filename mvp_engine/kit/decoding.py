@@ -150,6 +150,7 @@ class _Group:
         device = engine.world.device
         self.never_written = torch.tensor(model.placeholders, dtype=torch.long, device=device)
         self.graph: DecodeGraph | None = None
+        self.can_capture = is_supported(engine)
         self.uses_cache = decoding.use_cache and engine.layout.ulysses == 1
         self.cache: KVCache | None = None
 
@@ -202,10 +203,11 @@ class _Group:
 
     def _forward(self, batch: PackedBatch | None) -> Tensor | None:
         """Logits of the next token of each sequence. Ranks without a batch may run dummy forwards for others."""
-        if batch is not None and self.cache is not None and is_supported(self.engine):
+        if batch is not None and self.cache is not None and self.can_capture:
             if self.graph is None or not self.graph.fits(batch):
                 self.graph = None  # frees its memory
                 self.graph = try_capture(self.engine, batch, self.cache)
+                self.can_capture = self.graph is not None
             if self.graph is not None:
                 return self.graph.next_logits(batch)
         if batch is not None and self.cache is None and self.uses_cache:
