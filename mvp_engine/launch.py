@@ -188,6 +188,8 @@ def _failed(error: BaseException, world: World | None) -> int:
 
     Ranks on other machines say so.
     """
+    if isinstance(error, torch.OutOfMemoryError):
+        error = UserError(f"{error} `mvp estimate CONFIG` prints settings that fit")
     rank = world.rank if world else int(os.environ.get("RANK", "0"))
     code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_BUG
     if world:

@@ -23,6 +23,7 @@ from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.left_out import (
     describe_left_out,
+    no_rows,
     overlong_records,
     refuse_overlong,
     warn_of_missing_columns,
@@ -167,7 +168,7 @@ class MLLMDataKit:
             split, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle
         )
         if not len(dataset):
-            raise UserError(f"data: no row of {split} can be trained on. {self._left_out(split)}")
+            raise no_rows(split, self._left_out(split), self.row_encoder.max_tokens)
         num_rows = sum(len(source) for source in dataset.mixture.sources)
         bad_rows = self._bad_rows_list(split, num_rows, folder)
         bad_rows.add(self.bad_rows(split), list_them=rank == 0)

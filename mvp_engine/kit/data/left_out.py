@@ -39,6 +39,14 @@ def refuse_overlong(mixture: Mixture, costs: list[Costs], max_tokens: int) -> No
         )
 
 
+def no_rows(split: str, left_out: str, max_tokens: int) -> UserError:
+    """The error for a split of which every row is left out."""
+    return UserError(
+        f"data: no row of {split} can be trained on. {left_out}. Over-long rows have more than {max_tokens} tokens: "
+        "raise mllm.micro_batch_tokens or mllm.row_tokens, or set mllm.overlong"
+    )
+
+
 def describe_left_out(mixture: Mixture, costs: list[Costs], overlong: str) -> str:
     """Bad rows by reason, and the number of over-long rows with the first of them."""
     reasons = Counter[str]()

@@ -100,7 +100,8 @@ class Check:
             raise UserError(
                 f"out of memory on {device}, which has {_gib(_total_memory(device))} GiB: "
                 f"{str(error).splitlines()[0]}. Lower data.micro_batch_size (or mllm.micro_batch_tokens), set "
-                "model.activation_checkpointing, or shard the model (parallel.shard)"
+                "model.activation_checkpointing, or shard the model (parallel.shard): `mvp estimate CONFIG` prints "
+                "what fits"
             ) from None
         except TooManyBadRows as error:
             # Without its file, which is in the temporary folder.

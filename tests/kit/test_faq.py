@@ -1,0 +1,102 @@
+"""The messages of docs/faq.md are those that its commands print, in a folder with the fault that the page explains."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from conftest import ROOT
+from tiny_vlm import model_config, qwen3_vl, with_images, write
+
+from mvp_engine.cli import main
+from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.kit import MLLMEngine
+
+CONFIG = """
+engine: mvp_engine.kit:MLLMEngine
+project: {name: digits}
+model: {type: language_model, path: model}
+mllm:
+  micro_batch_tokens: 256
+  sources:
+    photos: {path: photos.jsonl}
+data: {micro_batch_size: 1, num_workers: 0}
+loop: {total_steps: 3}
+log: {backends: [jsonl]}
+"""
+PAGE = (ROOT / "docs" / "faq.md").read_text()
+ENTRIES = re.findall(r"^## (.+?)\n\n```\n\$ mvp (.+?)\n(.+?)```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny Qwen3-VL, rows with images, and a config, as in docs/your_data.md."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write(tmp_path / "photos.jsonl", with_images(tmp_path, 8))
+    hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
+    qwen3_vl().save_pretrained(tmp_path / "model")
+    (tmp_path / "train.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def without_network(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
+
+
+def without_gpu(_: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def out_of_memory(_: Path, patch: pytest.MonkeyPatch) -> None:
+    def forward_step(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.32 GiB.")
+
+    patch.setattr(MLLMEngine, "forward_step", forward_step)
+
+
+def without_an_image(folder: Path, _: pytest.MonkeyPatch) -> None:
+    (folder / "4_0.png").unlink()
+
+
+def without_chat_template(folder: Path, _: pytest.MonkeyPatch) -> None:
+    (folder / "model" / "chat_template.jinja").unlink()
+
+
+def without_wandb(_: Path, patch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    patch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else find_spec(name))
+
+
+SETUPS = {
+    "The Hub cannot be reached": without_network,
+    "There is no GPU": without_gpu,
+    "Out of memory": out_of_memory,
+    "Too many bad rows": without_an_image,
+    "The chat template is missing": without_chat_template,
+    "A package is missing": without_wandb,
+}
+
+
+def test_faq_has_ten_entries() -> None:
+    assert len(ENTRIES) == 10
+    assert SETUPS.keys() <= {title for title, _, _ in ENTRIES}
+
+
+@pytest.mark.parametrize(("title", "command", "message"), ENTRIES, ids=[title for title, _, _ in ENTRIES])
+def test_faq_command_prints_the_message_of_the_page(
+    title: str, command: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    if title in SETUPS:
+        SETUPS[title](folder, monkeypatch)
+    assert main(shlex.split(command)) == EXIT_USER_ERROR
+    printed = " ".join(capsys.readouterr().err.split())
+    parts = [" ".join(part.split()) for part in message.split("[...]")]
+    assert re.search(".*?".join(re.escape(part) for part in parts), printed), printed
