@@ -112,6 +112,7 @@ def test_four_commands_on_hub_ids_work_online_then_offline(
     assert "run `hf download org/vlm`" in run(capsys, "train", "train.yaml", code=EXIT_USER_ERROR)
     assert list_runs(Path("outputs"))[-1].status() == "failed"
     error = run(capsys, "data", "inspect", "hf://org/shapes", code=EXIT_USER_ERROR)
+    assert "hf://org/shapes is not complete in the cache" in error
     assert "run `hf download org/shapes --repo-type dataset`" in error
 
 
@@ -123,6 +124,7 @@ def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(hub: F
     first = list_runs(Path("outputs"))[-1]
     pins = {"org/vlm": f"org/vlm@{commit}", "hf://org/shapes": f"hf://org/shapes@{rows}"}
     assert first.info["hub"] == {**pins, "hf://org/shapes:test": f"hf://org/shapes:test@{rows}"}
+    assert f"org/vlm@{commit} hf://org/shapes@{rows}" in run(capsys, "runs", "show")
     config = yaml.safe_load((first.dir / "config.yaml").read_text())
     assert config["model"]["path"] == f"org/vlm@{commit}"
     assert config["mllm"]["sources"][1]["path"] == f"hf://org/shapes:test@{rows}"
@@ -217,6 +219,9 @@ def test_push_uploads_model_and_card_that_chat_reads_back(
     assert len(set(answers)) == 1
     error = run(capsys, "push", newest.id, "me/adapter", code=EXIT_USER_ERROR)
     assert "exists on the Hub and is public: add --public" in error
+    use_hub("http://127.0.0.1:9", Path("home"), monkeypatch)
+    error = run(capsys, "push", newest.id, "me/reader", code=EXIT_USER_ERROR)
+    assert "me/reader: nothing was uploaded, since the Hub cannot be reached" in error
 
 
 def test_dataset_paths_choose_config_and_split(hub: FakeHub) -> None:

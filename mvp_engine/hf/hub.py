@@ -54,7 +54,8 @@ class HubRepo:
         return " ".join(words)
 
     def __str__(self) -> str:
-        return f"{self.name}@{self.revision}" if self.revision else self.name
+        name = f"{SCHEME}{self.name}" if self.kind == "dataset" else self.name
+        return f"{name}@{self.revision}" if self.revision else name
 
 
 def hub_model(path: str | Path | None) -> HubRepo | None:

@@ -94,7 +94,7 @@ def _with_parquet(repo: HubRepo) -> HubRepo:
                 return converted
     shown = ", ".join([name for name in names if not name.startswith(".")][:5])
     raise UserError(
-        f"{SCHEME}{repo} has no parquet files, and the Hub has not converted it. It has {shown}: run "
+        f"{repo} has no parquet files, and the Hub has not converted it. It has {shown}: run "
         f"`{repo.download_command} --local-dir DIR`, and give a file of DIR as the path"
     )
 

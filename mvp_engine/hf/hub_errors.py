@@ -39,13 +39,17 @@ def hub_errors(repo: HubRepo) -> Iterator[None]:
     except errors.LocalEntryNotFoundError as error:
         raise UserError(_unreachable(repo, error.__cause__)) from None
     except errors.HfHubHTTPError as error:
-        raise UserError(f"{repo}: the Hub answers {_first_line(error)}") from None
-    except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:
+        is_refused = error.response is not None and error.response.status_code == 401
+        hint = (
+            ". The token is not valid: run `hf auth login`, or set HF_TOKEN" if is_refused else ""
+        )
+        raise UserError(f"{repo}: the Hub answers {_first_line(error)}{hint}") from None
+    except (errors.HTTPError, errors.OfflineModeIsEnabled, errors.XetDownloadError) as error:
         raise UserError(_unreachable(repo, error)) from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
             raise UserError(
-                f"{repo} cannot be stored in {_cache()}: {error.strerror}. Set HF_HOME to a folder with more room"
+                f"{repo} cannot be stored in {_cache()}: {error.strerror}. Set HF_HOME to another folder"
             ) from None
         raise
 
@@ -56,18 +60,18 @@ def _unreachable(repo: HubRepo, cause: BaseException | None) -> str:
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
     if cause is not None and not constants.HF_HUB_OFFLINE:
         reason += f" ({_first_line(cause)})"
+    local = "neither a folder here nor" if repo.kind == "model" else "not"
     return (
-        f"{repo} is neither a folder here nor complete in the cache {_cache()}, and {reason}: run "
+        f"{repo} is {local} complete in the cache {_cache()}, and {reason}: run "
         f"`{repo.download_command}` where there is a network, with HF_HOME as here"
     )
 
 
 def _not_found(repo: HubRepo) -> str:
-    what = "model" if repo.kind == "model" else "dataset"
-    local = "a folder here nor " if repo.kind == "model" else ""
+    what = "neither a folder here nor a model" if repo.kind == "model" else "not a dataset"
     return (
-        f"{repo} is {'neither ' if local else 'not '}{local}a {what} of the Hub that you may read."
-        f"{_similar(repo)} For a private one, run `hf auth login` or set HF_TOKEN"
+        f"{repo} is {what} of the Hub that you may read.{_similar(repo)} "
+        "For a private one, run `hf auth login` or set HF_TOKEN"
     )
 
 

@@ -207,6 +207,7 @@ class RunFacts:
             steps["Chat with it"] = f"mvp chat {folder}"
             words = f"{shlex.quote(str(config_file))} workflow=export resume={folder}"
             steps["Export it"] = f"mvp train {words}"
+            steps["Upload it"] = f"mvp push {folder} YOUR_NAME/{self.run.info['name']}"
         loop = config.get("loop", {})
         key = "total_steps" if loop.get("total_steps") else "epochs"
         if self.run.checkpoint_list() and loop.get(key):

@@ -110,7 +110,11 @@ def _upload_errors(name: str) -> Iterator[None]:
     with hub_errors(HubRepo(name)):
         try:
             yield
-        except errors.HfHubHTTPError as error:
+        except (errors.OfflineModeIsEnabled, errors.HTTPError) as error:
+            if not isinstance(error, errors.HfHubHTTPError):
+                raise UserError(
+                    f"{name}: nothing was uploaded, since the Hub cannot be reached ({error})"
+                ) from None
             status = error.response.status_code
             if status not in (401, 403):
                 raise

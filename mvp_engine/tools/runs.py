@@ -64,6 +64,8 @@ def print_run(root: Path, name: str | None, *, as_json: bool) -> None:
     best = summary["best"]
     if best:
         print(f"  best        {best['metric']} {best['value']:.4g} at step {best['step']}")
+    if summary["hub"]:
+        print(f"  hub         {' '.join(dict.fromkeys(summary['hub'].values()))}")
     print(f"  checkpoints {' '.join(summary['checkpoints']) or 'none'}")
     names = [name for name in ("report.html", "loss.png") if (run.dir / name).is_file()]
     print(f"  folder      {run.dir}/" + (f" ({', '.join(names)})" if names else ""))
@@ -168,6 +170,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "error": run.info.get("error") if run.status() == "failed" else None,
         "step": max(*steps, run.info.get("step", 0)),
         "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.info["created"])),
+        "hub": run.info.get("hub", {}),  # commits by what the config named
         "checkpoints": [path.name for path in run.checkpoint_list()],
         "best": json.loads(best.read_text())["best"] if best.is_file() else None,
         **last,
