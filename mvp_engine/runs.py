@@ -1,10 +1,10 @@
 """Run folders: creating one, locking it, finding it again, reading its records. This module imports no torch.
 
 outputs/<run_id>/
-  run.json         name, creation time, status, launch command, git commit
+  run.json         name, creation time, status, launch command, git commit, setup (device, what trains, versions)
   config.yaml      the resolved config; can be launched again
   metrics.jsonl    one record per log interval and evaluation
-  log.txt  loss.png  tensorboard/  checkpoints/  skipped_steps.jsonl
+  log.txt  loss.png  report.html  tensorboard/  checkpoints/  skipped_steps.jsonl
 """
 
 from __future__ import annotations
