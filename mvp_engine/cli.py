@@ -12,6 +12,7 @@ from pathlib import Path
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.tools.argument_parser import build_parser
+from mvp_engine.tools.nodes import nodes_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,20 +39,20 @@ def train(args: argparse.Namespace) -> int:
     from mvp_engine.tools import config, launcher
 
     config.validate(args.config, args.overrides)
-    return launcher.train(args.config, args.overrides, args.nproc)
+    return launcher.train(args.config, args.overrides, nodes_of(args))
 
 
 def evaluate(args: argparse.Namespace) -> int:
     from mvp_engine.tools import config, launcher
 
     config.validate(args.config, args.overrides)
-    return launcher.evaluate(args.config, args.overrides, args.nproc)
+    return launcher.evaluate(args.config, args.overrides, nodes_of(args))
 
 
 def check(args: argparse.Namespace) -> int:
     from mvp_engine.tools import launcher
 
-    return launcher.check(args.config, args.overrides, args.nproc, as_json=args.json)
+    return launcher.check(args.config, args.overrides, nodes_of(args), as_json=args.json)
 
 
 def profile(args: argparse.Namespace) -> int:
@@ -59,14 +60,29 @@ def profile(args: argparse.Namespace) -> int:
 
     config.validate(args.config, args.overrides)
     return launcher.profile(
-        args.config, args.overrides, args.nproc, out=args.out, steps=args.steps, first=args.first
+        args.config,
+        args.overrides,
+        nodes_of(args),
+        out=args.out,
+        steps=args.steps,
+        first=args.first,
     )
+
+
+def launch_slurm(args: argparse.Namespace) -> None:
+    from mvp_engine.tools import slurm
+
+    job = slurm.SlurmJob(args.nodes, args.gpus, args.cpus, args.time, args.grace, args.sbatch)
+    slurm.print_script(args.config, args.overrides, job)
 
 
 def doctor(args: argparse.Namespace) -> int:
     from mvp_engine.tools.doctor import doctor
 
-    return doctor(args.config, args.overrides, folder=args.dir, as_json=args.json)
+    nodes = nodes_of(args)
+    return doctor(
+        args.config, args.overrides, nodes, args.nproc, folder=args.dir, as_json=args.json
+    )
 
 
 def replay(args: argparse.Namespace) -> int:

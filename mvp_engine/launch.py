@@ -49,9 +49,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def leave(code: int) -> int:
-    """Rank 0 writes its exit code for `mvp train --nproc`: torchrun does not pass it on."""
+    """One rank of each node writes its exit code for `mvp train --nproc`: torchrun does not pass it on."""
     file = os.environ.get(EXIT_CODE_FILE)
-    if file and os.environ.get("RANK") == "0":
+    if file and os.environ.get("LOCAL_RANK") == "0":
         Path(file).write_text(str(code))
     return code
 
@@ -150,6 +150,12 @@ def _agree_on_start(config: Config, world: World) -> Start:
     if isinstance(message, UserError):
         raise message
     assert message is not None
+    folder = message.run.dir.absolute()
+    if world.any(not folder.is_dir())[0]:
+        raise UserError(
+            f"the run folder {folder}, which rank 0 created, does not exist on another node: set project.dir to a "
+            "folder that all nodes share"
+        )
     return chosen or message
 
 
@@ -197,13 +203,13 @@ def _failed(error: BaseException, world: World | None) -> int:
     else:  # all ranks found the error in the config: one of each machine prints it
         first = rank if code == EXIT_BUG or os.environ.get("LOCAL_RANK", "0") == "0" else -1
     sys.stdout.flush()  # the error comes last
-    if first != rank:
-        elsewhere = world is not None and first // world.local_size != rank // world.local_size
-        if code == EXIT_BUG and elsewhere:
-            print(f"mvp_engine: rank {rank} stops because rank {first} failed", file=sys.stderr)
-    elif code == EXIT_USER_ERROR:
-        print(f"mvp_engine: error: {error}", file=sys.stderr)
-    else:
+    elsewhere = world is not None and first // world.local_size != rank // world.local_size
+    if code == EXIT_USER_ERROR:
+        if first == rank or (elsewhere and os.environ.get("LOCAL_RANK") == "0"):
+            print(f"mvp_engine: error: {error}", file=sys.stderr)
+    elif elsewhere:
+        print(f"mvp_engine: rank {rank} stops because rank {first} failed", file=sys.stderr)
+    elif first == rank:
         where = f"rank {rank} " if world and world.size > 1 else ""
         print(f"mvp_engine: {where}failed\n{traceback.format_exc()}", end="", file=sys.stderr)
     sys.stderr.flush()

@@ -120,7 +120,12 @@ class Run:
             [f"resume={self.dir}"] if has_checkpoint else ["resume=null", "project.run_id=null"]
         )
         nproc = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        return shlex.join([*words, *overrides, *(["--nproc", nproc] if nproc != "1" else [])])
+        words += [*overrides, *(["--nproc", nproc] if nproc != "1" else [])]
+        nodes = int(os.environ.get("WORLD_SIZE", "1")) // int(nproc)
+        if nodes > 1 and "SLURM_STEP_ID" not in os.environ:
+            words += ["--nnodes", str(nodes), "--node-rank", "0"]
+            words += ["--master-addr", os.environ["MASTER_ADDR"]]
+        return shlex.join(words)
 
     def records(self, split: str | None = None) -> Iterator[dict[str, Any]]:
         """The records of `metrics.jsonl`, without a last line that a crash cut off."""

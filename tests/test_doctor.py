@@ -18,6 +18,7 @@ from conftest import MAGIC, ROOT, run_process
 from mvp_engine.cli import main
 from mvp_engine.tools.doctor import command, gpus, host, kernels, media, probe, ranks, software
 from mvp_engine.tools.doctor.finding import Finding
+from mvp_engine.tools.nodes import Nodes
 
 QWEN3 = ROOT / "recipes" / "qwen3" / "configs" / "sft_gpu1.yaml"
 NO_CUDA = not torch.cuda.is_available()
@@ -33,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor without processes of its own."""
     monkeypatch.setattr(command, "run_probe", in_this_process)
     facts = {"ranks": 2, "hosts": ["a"], "backend": "gloo", "right": True, "bytes_per_s": 1e9}
-    monkeypatch.setattr(ranks, "check_all_reduce", lambda gpus: ranks.describe(facts))
+    monkeypatch.setattr(ranks, "check_all_reduce", lambda nodes, on_gpus: ranks.describe(facts))
 
 
 @pytest.mark.usefixtures("quick")
@@ -204,12 +205,14 @@ def _all_reduce(out: str) -> int:
 def test_ranks_that_hang_or_fail_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "SECONDS", 0.2)
     monkeypatch.setattr(ranks, "run_with_limit", lambda *_: (None, ""))
-    found = ranks.check_all_reduce(gpus=8)
+    found = ranks.check_all_reduce(Nodes(8), on_gpus=True)
     assert found.status == "problem"
     assert "8 ranks did not finish" in found.text
     assert "NCCL_DEBUG=INFO" in (found.fix or "")
     monkeypatch.setattr(ranks, "run_with_limit", lambda *_: (1, "x\nRuntimeError: ncclSystemError"))
-    assert "ncclSystemError" in ranks.check_all_reduce(gpus=2).text
+    found = ranks.check_all_reduce(Nodes(8, count=2), on_gpus=True)
+    assert "16 ranks: RuntimeError: ncclSystemError" in found.text
+    assert "docs/several_nodes.md" in (found.fix or "")
 
 
 def test_run_with_limit_kills_all_processes_after_the_limit() -> None:

@@ -22,9 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from mvp_engine.errors import UserError, reason_of
-from mvp_engine.process.watchdog import RankWatchdog
-
-_FIRST_FAILURE = "first_failure"
+from mvp_engine.process.watchdog import FIRST_FAILURE, RankWatchdog
 
 
 @dataclass
@@ -56,7 +54,9 @@ class World:
             world.watch = RankWatchdog(world.rank)
         if size > 1:
             # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors too.
-            own_gpu = world.device.type == "cuda" and local_size <= torch.cuda.device_count()
+            own_gpu = world.device.type == "cuda" and (
+                local_size <= torch.cuda.device_count() or "SLURM_GPUS_PER_TASK" in os.environ
+            )
             # torchrun may keep its store over a restart: the dead workers' addresses must not be found in it.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             world.store = PrefixStore(f"mvp_engine/{attempt}", next(rendezvous("env://"))[0])
@@ -73,6 +73,8 @@ class World:
             siblings = [pid for node, pid in world.all_gather((here, os.getpid())) if node == here]
             if world.watch:
                 world.watch.siblings = siblings
+                if local_size < size and local_rank == 0:
+                    world.watch.store = world.store
         return world
 
     @property
@@ -163,7 +165,7 @@ class World:
         first = f"{self.rank} {reason_of(error)}"
         if self.store is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone with its host
-                first = self.store.compare_set(_FIRST_FAILURE, "", first).decode()
+                first = self.store.compare_set(FIRST_FAILURE, "", first).decode()
         rank, _, reason = first.partition(" ")
         return int(rank), reason
 

@@ -1,12 +1,16 @@
-"""RankWatchdog: a thread that ends a rank when its launcher or another rank of the machine has died."""
+"""RankWatchdog: a thread that ends a rank when its launcher or another rank of the job has died."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
+from typing import Any
 
 from mvp_engine import PARENT
+
+FIRST_FAILURE = "first_failure"  # key of the store: the rank that failed first, a space, and why
 
 
 class RankWatchdog:
@@ -17,6 +21,9 @@ class RankWatchdog:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.siblings: list[int] = []  # the processes of this machine's ranks
+        self.store: Any = (
+            None  # with several nodes, on one rank of each: where failures are recorded
+        )
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mvp-watch", daemon=True)
         self._thread.start()
@@ -27,16 +34,33 @@ class RankWatchdog:
 
     def _watch(self) -> None:
         while not self._ended.is_set():
-            gone = [pid for pid in self.siblings if not _alive(pid)]
+            who = self._dead()
             # After a rank died, the broken collective usually raises by itself, with a better message.
-            if not self._ended.wait(4.0 if gone else 0.5) and (gone or os.getppid() != PARENT):
-                who = f"process {gone[0]}" if gone else "the launcher"
+            if not self._ended.wait(4.0 if who else 0.5) and (who or os.getppid() != PARENT):
+                who = who or "the launcher"
+                self._record_failure(who)
                 print(
                     f"[rank {self.rank}] {who} of this job died; leaving",
                     file=sys.stderr,
                     flush=True,
                 )
                 os._exit(1)
+
+    def _dead(self) -> str | None:
+        for pid in self.siblings:
+            if not _alive(pid):
+                return f"process {pid}"
+        try:
+            if self.store is not None and self.store.check([FIRST_FAILURE]):
+                return "a rank on another node"
+        except RuntimeError:  # its host is node 0
+            return "node 0"
+        return None
+
+    def _record_failure(self, who: str) -> None:
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):
+                self.store.compare_set(FIRST_FAILURE, "", f"{self.rank} {who} died")
 
 
 def _alive(pid: int) -> bool:

@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mvp_engine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_training_commands(commands)
+    _add_launch_commands(commands)
     _add_doctor_command(commands)
     _add_replay_command(commands)
     _add_estimate_command(commands)
@@ -87,8 +88,35 @@ def _add_training_commands(commands: Any) -> None:
     profile.set_defaults(run="profile")
 
     for command in (train, evaluate, check, profile):
-        text = "processes (ranks) on this machine (default: 1)"
-        command.add_argument("--nproc", type=int, default=1, metavar="N", help=text)
+        _add_node_options(command)
+
+
+def _add_node_options(command: argparse.ArgumentParser) -> None:
+    text = "processes (ranks) on this machine (default: 1; under srun, the GPUs of a node)"
+    command.add_argument("--nproc", type=int, metavar="N", help=text)
+    text = "machines that train together; srun sets this and the next three by itself (default: 1)"
+    command.add_argument("--nnodes", type=int, metavar="N", help=text)
+    command.add_argument("--node-rank", type=int, metavar="N", help="which of them this is, from 0")
+    command.add_argument("--master-addr", metavar="HOST", help="host name of node 0")
+    text = "a free port of node 0 (default: 29500)"
+    command.add_argument("--master-port", type=int, metavar="PORT", help=text)
+
+
+def _add_launch_commands(commands: Any) -> None:
+    launch = _add_group(commands, "launch", "scripts that start a training on a cluster")
+    text = "print an sbatch script, which saves and queues itself again when its time is over"
+    slurm = _add_config_command(launch, "slurm", text)
+    slurm.add_argument("--nodes", type=int, default=1, metavar="N", help="default: 1")
+    slurm.add_argument("--gpus", type=int, default=8, metavar="N", help="per node (default: 8)")
+    slurm.add_argument("--cpus", type=int, metavar="N", help="CPU cores per node")
+    slurm.add_argument(
+        "--time", default="24:00:00", metavar="TIME", help="as for sbatch (default: 24:00:00)"
+    )
+    text = "seconds before the end of the time at which the training saves (default: 600)"
+    slurm.add_argument("--grace", type=int, default=600, metavar="S", help=text)
+    text = "another option of sbatch, such as --sbatch=--partition=gpu; may be repeated"
+    slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=text)
+    slurm.set_defaults(run="launch_slurm")
 
 
 def _add_doctor_command(commands: Any) -> None:
@@ -101,6 +129,7 @@ def _add_doctor_command(commands: Any) -> None:
     )
     text = "folder of the runs (default: outputs, or project.dir of CONFIG)"
     doctor.add_argument("--dir", metavar="DIR", help=text)
+    _add_node_options(doctor)
     _add_json_option(doctor)
     doctor.set_defaults(run="doctor")
 

@@ -12,19 +12,19 @@ from mvp_engine.tools.recipe_schema import find_schema
 
 
 def print_config(config_file: str, overrides: list[str]) -> None:
-    print(_read_config(config_file, overrides).to_yaml(), end="")
+    print(read_config(config_file, overrides).to_yaml(), end="")
 
 
 def print_schema(config_file: str, overrides: list[str]) -> None:
-    print(json.dumps(json_schema(_read_config(config_file, overrides)), indent=2))
+    print(json.dumps(json_schema(read_config(config_file, overrides)), indent=2))
 
 
 def validate(config_file: str, overrides: list[str]) -> None:
     """Raise the user errors of a config before a command imports torch, on each rank."""
-    _read_config(config_file, overrides)
+    read_config(config_file, overrides)
 
 
-def _read_config(config_file: str, overrides: list[str]) -> Config:
+def read_config(config_file: str, overrides: list[str]) -> Config:
     """The config that `compose` returns, without an import of torch."""
     draft = read_draft(config_file, overrides)
     return draft.validated(*find_schema(draft))

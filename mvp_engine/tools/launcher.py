@@ -1,10 +1,11 @@
-"""Commands that run a config on the ranks of this machine: train, evaluate, check, profile.
+"""Commands that run a config on ranks: train, evaluate, check, profile.
 
-One rank runs in this process; several run under torchrun, which is also started from this process.
+One rank runs in this process; several, or several nodes, run under torchrun, which is also started from this process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 
 from mvp_engine.errors import (
@@ -22,30 +24,35 @@ from mvp_engine.errors import (
     UserError,
 )
 from mvp_engine.process.signals import StopSignals
+from mvp_engine.tools.nodes import Nodes, use_interface_to
 
 # Seconds that torchrun waits for its workers after a stop signal: a long step and a large checkpoint.
 SHUTDOWN_SECONDS = 600
+# Seconds that a node waits for the others to start.
+JOIN_SECONDS = 600
+# Where the ranks of the first and only attempt keep their keys (`World.join`).
+STORE_PREFIX = "mvp_engine/0"
 # A rank that ends with one of these exit codes has printed why.
 SAID_WHY = (EXIT_BUG, EXIT_USER_ERROR, EXIT_INTERRUPTED)
 
 
-def train(config: str, overrides: list[str], nproc: int) -> int:
-    return run_module("mvp_engine.launch", nproc, ["--config", config, *overrides])
+def train(config: str, overrides: list[str], nodes: Nodes) -> int:
+    return run_module("mvp_engine.launch", nodes, ["--config", config, *overrides])
 
 
-def evaluate(config: str, overrides: list[str], nproc: int) -> int:
+def evaluate(config: str, overrides: list[str], nodes: Nodes) -> int:
     """Evaluate the newest run's newest checkpoint, unless an override names another one."""
     words = ["workflow=evaluate", "resume=auto", *overrides]
-    return run_module("mvp_engine.launch", nproc, ["--config", config, *words])
+    return run_module("mvp_engine.launch", nodes, ["--config", config, *words])
 
 
-def check(config: str, overrides: list[str], nproc: int, *, as_json: bool) -> int:
+def check(config: str, overrides: list[str], nodes: Nodes, *, as_json: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="mvp-check-") as folder:
         arguments = ["--config", config, "--folder", folder]
         if as_json:
             arguments.append("--quiet")
-        code = run_module("mvp_engine.tools.check", nproc, [*arguments, *overrides])
-        if as_json:
+        code = run_module("mvp_engine.tools.check", nodes, [*arguments, *overrides])
+        if as_json and (Path(folder) / "facts.json").exists():  # only on the node of rank 0
             from mvp_engine.tools.check import read_facts
 
             print(json.dumps(read_facts(Path(folder)), indent=2))
@@ -53,34 +60,38 @@ def check(config: str, overrides: list[str], nproc: int, *, as_json: bool) -> in
 
 
 def profile(
-    config: str, overrides: list[str], nproc: int, *, out: str, steps: int, first: int
+    config: str, overrides: list[str], nodes: Nodes, *, out: str, steps: int, first: int
 ) -> int:
     if steps < 1 or first < 1:
         raise UserError("--steps and --first: at least 1")
     arguments = ["--config", config, "--out", out, "--steps", str(steps), "--first", str(first)]
-    return run_module("mvp_engine.tools.profile", nproc, [*arguments, *overrides])
+    return run_module("mvp_engine.tools.profile", nodes, [*arguments, *overrides])
 
 
-def run_module(module: str, nproc: int, arguments: list[str]) -> int:
-    """Run `module.main(arguments)` on `nproc` ranks; returns its exit code."""
-    if nproc < 1:
-        raise UserError(f"--nproc {nproc}: at least one process is needed")
-    if nproc == 1:
+def run_module(module: str, nodes: Nodes, arguments: list[str]) -> int:
+    """Run `module.main(arguments)` on the ranks of this node; returns its exit code."""
+    if nodes.count == 1 and nodes.nproc == 1:
         return int(importlib.import_module(module).main(arguments))
-    return _torchrun(module, nproc, arguments)
+    return _torchrun(module, nodes, arguments)
 
 
-def _torchrun(module: str, nproc: int, arguments: list[str]) -> int:
-    """Run torchrun in this process; returns the exit code of the rank that failed first."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+def _torchrun(module: str, nodes: Nodes, arguments: list[str]) -> int:
+    """Run torchrun in this process; returns the exit code of this node's rank that failed first."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nodes.nproc)))
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
     _silence_torchrun()
-    words = ["--standalone", f"--nproc_per_node={nproc}", "-m", module, *arguments]
+    words = [*nodes.torchrun_options(JOIN_SECONDS), "-m", module, *arguments]
+    if nodes.count > 1:
+        where = f"{nodes.address}:{nodes.port}"
+        print(f"mvp: {nodes}; the nodes meet at {where}", file=sys.stderr, flush=True)
+        nodes.wait_for_node_0(JOIN_SECONDS)
+        use_interface_to(nodes.address)
     with tempfile.TemporaryDirectory(prefix="mvp-") as folder, StopSignals(leave=_kill_children):
-        # torchrun does not report the exit code of a worker that a signal stopped; rank 0 writes it here.
+        # torchrun does not report the exit code of a worker that a signal stopped; its first rank writes it here.
         exit_code_file = Path(folder) / "exit_code"
         os.environ[EXIT_CODE_FILE] = str(exit_code_file)
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
@@ -88,12 +99,32 @@ def _torchrun(module: str, nproc: int, arguments: list[str]) -> int:
             run(parse_args(words))
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
+            if nodes.rank > 0:
+                _record_failure(nodes, rank)
             if failure.exitcode not in SAID_WHY:
                 print(f"mvp: error: {_how_it_ended(rank, failure.exitcode)}", file=sys.stderr)
             return failure.exitcode or EXIT_BUG
+        except DistError as error:
+            raise UserError(nodes.no_meeting(JOIN_SECONDS, str(error))) from None
         except SignalException:
             return int(exit_code_file.read_text()) if exit_code_file.is_file() else EXIT_BUG
     return 0
+
+
+def _record_failure(nodes: Nodes, rank: int) -> None:
+    """Record a rank that died without a message, so that ranks on other nodes do not wait for it in a collective.
+
+    Node 0 hosts the store, and other nodes notice when it is gone.
+    """
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    from mvp_engine.process.watchdog import FIRST_FAILURE
+
+    wait = timedelta(seconds=10)
+    with contextlib.suppress(DistError):
+        store = TCPStore(nodes.address, nodes.port, is_master=False, timeout=wait)
+        PrefixStore(STORE_PREFIX, store).compare_set(FIRST_FAILURE, "", f"{rank} the rank died")
 
 
 def _silence_torchrun() -> None:

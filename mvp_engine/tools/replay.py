@@ -80,12 +80,15 @@ def replay(
 ) -> int:
     """The command. It returns 0 if it found the rows."""
     from mvp_engine.tools.launcher import run_module
+    from mvp_engine.tools.nodes import Nodes
 
     run = open_run(name, Path(root))
     record = replay_step(run, step)
     with tempfile.TemporaryDirectory(prefix="mvp-replay-") as folder:
         arguments = [*rank_arguments(run, record["step"], Path(folder)), *overrides]
-        code = run_module("mvp_engine.tools.replay", nproc or record.get("ranks", 1), arguments)
+        code = run_module(
+            "mvp_engine.tools.replay", Nodes(nproc or record.get("ranks", 1)), arguments
+        )
         file = Path(folder) / "found.json"
         if not file.is_file():
             return code

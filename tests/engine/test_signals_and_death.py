@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import MAGIC, TINY, read_metrics, run_process, spawn
+from conftest import TINY, read_metrics, run_process, spawn
 from kill_resume import ForkedJob, child_pids, compare, settings_for
-from ranks import free_port
 from rich.console import Console
 from rich.live import Live
 
@@ -217,24 +216,6 @@ def test_launch_without_git_terminal_or_writable_folder_trains(tmp_path: Path) -
     code, output = run_process(*LAUNCH, *words, env=environment, cwd="/proc", fresh=True, stdin=subprocess.DEVNULL)
     assert code == 0, output
     assert list_runs(tmp_path)[0].info["git"] is None
-
-
-def test_torchrun_on_two_nodes_trains_one_run(tmp_path: Path) -> None:
-    port = free_port()
-    words = ["-m", "mvp_engine.launch", "--config", str(MAGIC), "loop.total_steps=2", "log.interval=1"]
-    words += ["log.backends=[jsonl]", "loop.eval_interval=null", f"project.dir={tmp_path}"]
-    words += ["data.micro_batch_size=16", "data.global_batch_size=32", "device=cpu"]
-    nodes = [
-        spawn(
-            "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}", "--nproc_per_node=1",
-            "--master_addr=127.0.0.1", f"--master_port={port}", *words,
-        )
-        for node in (0, 1)
-    ]  # fmt: skip
-    outputs = [node.communicate(timeout=120)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert len(list_runs(tmp_path)) == 1
-    assert len(read_metrics(tmp_path)) == 2
 
 
 def _environment(pid: int) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """One all-reduce over all ranks, started and connected as a training is: NCCL on GPUs, gloo on CPUs.
 
-`--nproc N` starts the ranks; each of them runs this module again, and rank 0 writes the result as JSON.
+`--nodes JSON` starts the ranks of this node; each of them runs this module again, and rank 0 writes the result.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ JOIN_SECONDS = 60.0
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=MODULE)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--nproc", type=int)
+    parser.add_argument("--nodes", help="the fields of Nodes")
     args = parser.parse_args(argv)
-    if args.nproc is not None:
+    if args.nodes is not None:
         from mvp_engine.tools.launcher import run_module
+        from mvp_engine.tools.nodes import Nodes
 
-        return run_module(MODULE, args.nproc, ["--out", args.out])
+        return run_module(MODULE, Nodes(**json.loads(args.nodes)), ["--out", args.out])
     world = World.join("auto", JOIN_SECONDS)
     if world.size == 1:
         # A world of one rank has no process group; this one shows that NCCL loads.

@@ -18,18 +18,29 @@ from mvp_engine import __version__
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.tools.doctor import host, probe, ranks, software
 from mvp_engine.tools.doctor.finding import PROBLEM, Finding, Printer, problem
+from mvp_engine.tools.nodes import Nodes
 
 PROBE = [sys.executable, "-m", probe.__name__]
 PROBE_SECONDS = 300.0
 
 
 def doctor(
-    config: str | None, overrides: list[str], *, folder: str | None = None, as_json: bool = False
+    config: str | None,
+    overrides: list[str],
+    nodes: Nodes,
+    nproc: int | None = None,
+    *,
+    folder: str | None = None,
+    as_json: bool = False,
 ) -> int:
-    """Check this machine and print one line per finding. Exit code 2 if a training would fail."""
+    """Check this machine and print one line per finding. Exit code 2 if a training would fail.
+
+    `nproc`: ranks of the all-reduce on this machine; None: one per GPU, or two without GPUs.
+    """
     printer = Printer(quiet=as_json)
     findings = []
-    for heading, finding in _findings(config, overrides, folder):
+    request = probe.Request(config, overrides, folder)
+    for heading, finding in _findings(request, nodes, nproc):
         if heading:
             printer.heading(heading)
         if finding is not None:
@@ -49,7 +60,7 @@ def doctor(
 
 
 def _findings(
-    config: str | None, overrides: list[str], folder: str | None
+    request: probe.Request, nodes: Nodes, nproc: int | None
 ) -> Iterator[tuple[str | None, Finding | None]]:
     """(a heading or None, a finding or None), in the order of the terminal."""
     yield f"mvp_engine {__version__} on {platform.node()}: versions", None
@@ -59,11 +70,13 @@ def _findings(
     for finding in [*host.check_host(), host.check_hub_cache()]:
         yield None, finding
     gpus = 0
-    for name, found in run_probe(probe.CHECKS, probe.Request(config, overrides, folder)):
+    for name, found in run_probe(probe.CHECKS, request):
         yield probe.HEADINGS.get(name) if found is None else None, found
         gpus += found is not None and found.name.startswith("GPU ")
     yield "Ranks", None
-    yield None, ranks.check_all_reduce(gpus)
+    ranks_here = nproc or gpus or (2 if nodes.count == 1 else nodes.nproc)
+    nodes = dataclasses.replace(nodes, nproc=ranks_here)
+    yield None, ranks.check_all_reduce(nodes, on_gpus=gpus > 0)
 
 
 def run_probe(checks: list[str], request: probe.Request) -> Iterator[tuple[str, Finding | None]]:

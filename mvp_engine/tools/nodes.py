@@ -1,0 +1,202 @@
+"""Nodes: the ranks that a command starts here, and how they find those of other nodes.
+
+The numbers come from the options (`--nnodes 2 --node-rank 0 --master-addr HOST`), from the variables that SLURM's srun
+sets, or are those of one machine. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import re
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mvp_engine.errors import UserError, count
+
+DEFAULT_PORT = 29500
+SIOCGIFADDR = 0x8915  # ioctl: the address of a network interface
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a job, and the place of this one among them."""
+
+    nproc: int = 1  # ranks that this process starts
+    count: int = 1
+    rank: int = 0
+    address: str = "127.0.0.1"  # of node 0, for all others
+    port: int = DEFAULT_PORT
+
+    def __post_init__(self) -> None:
+        if self.nproc < 1:
+            raise UserError(f"--nproc {self.nproc}: at least one process is needed")
+        if self.count < 1:
+            raise UserError(f"--nnodes {self.count}: at least one node is needed")
+        if not 0 <= self.rank < self.count:
+            raise UserError(
+                f"--node-rank {self.rank}: with --nnodes {self.count} it is 0 to {self.count - 1}, "
+                "another one on each node"
+            )
+
+    def __str__(self) -> str:
+        ranks = count(self.nproc, "rank")
+        return f"node rank {self.rank} of {self.count} nodes, {ranks} here"
+
+    def torchrun_options(self, seconds: int) -> list[str]:
+        """`seconds`: how long a node waits for the others."""
+        ranks = f"--nproc_per_node={self.nproc}"
+        if self.count == 1:
+            return ["--standalone", ranks]
+        return [
+            ranks,
+            f"--nnodes={self.count}",
+            f"--node-rank={self.rank}",
+            "--rdzv-backend=static",
+            f"--rdzv-endpoint={self.address}:{self.port}",
+            f"--rdzv-conf=timeout={seconds}",
+        ]
+
+    def wait_for_node_0(self, seconds: float) -> None:
+        """Wait until node 0 accepts connections. torch would print a stack trace for each attempt."""
+        deadline = time.monotonic() + seconds
+        while self.rank > 0:
+            try:
+                socket.create_connection((self.address, self.port), 5.0).close()
+                return
+            except socket.gaierror as error:
+                raise UserError(f"--master-addr {self.address}: {error.strerror}") from None
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise UserError(self.no_meeting(seconds, str(error))) from None
+                time.sleep(0.5)
+
+    def no_meeting(self, seconds: float, error: str) -> str:
+        if self.rank == 0 and "in use" in error:
+            return f"port {self.port} of this node is in use: give all nodes another --master-port"
+        return (
+            f"{self}: the nodes did not meet at {self.address}:{self.port} within {seconds:g} s. Start the command on "
+            f"all {self.count} nodes, each with its --node-rank. {self.address} must be node 0, and the others must "
+            f"reach port {self.port} there ({error.splitlines()[0][:200]})"
+        )
+
+
+def nodes_of(args: argparse.Namespace) -> Nodes:
+    """The nodes that the options of a command, or the variables of SLURM, describe."""
+    if args.nnodes is not None and args.nnodes > 1:
+        return _from_options(args)
+    for name in ("node_rank", "master_addr", "master_port"):
+        if getattr(args, name) is not None and args.nnodes is None:
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} is for several nodes: give --nnodes as well")
+    if "WORLD_SIZE" in os.environ or args.nnodes is not None:
+        return Nodes(_or(args.nproc, 1), _or(args.nnodes, 1))
+    if "SLURM_STEP_NUM_TASKS" in os.environ:
+        return _from_slurm(os.environ, args.nproc)
+    allocated = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    if allocated != "1":
+        print(
+            f"mvp: warning: this SLURM job has {allocated} nodes, but the command was not started by srun and runs "
+            "on one of them. Write: srun mvp ...",
+            file=sys.stderr,
+        )
+    return Nodes(_or(args.nproc, 1))
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _from_options(args: argparse.Namespace) -> Nodes:
+    address = args.master_addr or os.environ.get("MASTER_ADDR")
+    if args.node_rank is None or address is None:
+        raise UserError(
+            f"--nnodes {args.nnodes}: run the command on each node, with --node-rank 0 to {args.nnodes - 1} and the "
+            "same --master-addr, the host name of node 0"
+        )
+    port = args.master_port or int(os.environ.get("MASTER_PORT", DEFAULT_PORT))
+    return Nodes(_or(args.nproc, 1), args.nnodes, args.node_rank, address, port)
+
+
+def _from_slurm(variables: Mapping[str, str], nproc: int | None) -> Nodes:
+    """The nodes of a job step that srun started: one task per node, which starts the ranks, or one task per rank."""
+    tasks = int(variables["SLURM_STEP_NUM_TASKS"])
+    nodes = int(variables["SLURM_STEP_NUM_NODES"])
+    task = int(variables["SLURM_PROCID"])
+    address = variables.get("MASTER_ADDR") or first_host(variables["SLURM_STEP_NODELIST"])
+    port = int(variables.get("MASTER_PORT") or _port(variables))
+    if tasks == nodes:
+        # In an interactive shell (srun --pty) the default is one rank, as on any machine.
+        gpus = "1" if "SLURM_PTY_PORT" in variables else variables.get("SLURM_GPUS_ON_NODE", "1")
+        return Nodes(_or(nproc, int(gpus)), nodes, task, address, port)
+    if nproc is not None:
+        raise UserError(
+            f"--nproc {nproc}: srun already starts {tasks} tasks on {count(nodes, 'node')}, one per rank. Remove "
+            "--nproc, or start one task per node: srun --ntasks-per-node=1"
+        )
+    ranks = {
+        "RANK": str(task),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": variables["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(_tasks_here(variables)),
+        "GROUP_RANK": variables["SLURM_NODEID"],
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+    os.environ.update(ranks)
+    if nodes > 1:
+        use_interface_to(address)
+    return Nodes()
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of SLURM's notation: gpu003 of `gpu[003-005,9],login1`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    assert first is not None, nodelist
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+
+
+def _tasks_here(variables: Mapping[str, str]) -> int:
+    """The tasks on this node: of `8(x2),4` the first two nodes have eight."""
+    tasks = []
+    for entry in variables["SLURM_STEP_TASKS_PER_NODE"].split(","):
+        number, _, times = entry.rstrip(")").partition("(x")
+        tasks += [int(number)] * int(times or 1)
+    return tasks[int(variables["SLURM_NODEID"])]
+
+
+def _port(variables: Mapping[str, str]) -> int:
+    """A port that all tasks of a job step agree on, and other jobs on the nodes most likely do not use."""
+    step = int(variables["SLURM_JOB_ID"]) + int(variables["SLURM_STEP_ID"])
+    return 10_000 + step % 20_000
+
+
+def use_interface_to(address: str) -> None:
+    """Let gloo use the network interface that reaches node 0.
+
+    By default it uses the one of the host name, which on many machines resolves to 127.0.1.1.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, DEFAULT_PORT))  # of a datagram: nothing is sent
+        except OSError:
+            return  # unknown host, or IPv6: the launcher's own connection says so
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            if not own.startswith("127.") and _interface_address(probe, name) == own:
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _interface_address(probe: socket.socket, name: str) -> str | None:
+    request = struct.pack("256s", name.encode()[:15])
+    try:
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
+    except OSError:  # an interface without an IPv4 address
+        return None

@@ -1,0 +1,265 @@
+"""Several nodes: options and SLURM's variables, two launchers on one host, and the sbatch script with a fake SLURM."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import MAGIC, TINY, losses, spawn
+from kill_resume import child_pids
+from ranks import free_port
+
+from mvp_engine.cli import main
+from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from mvp_engine.runs import list_runs
+from mvp_engine.tools import launcher
+from mvp_engine.tools.argument_parser import build_parser
+from mvp_engine.tools.nodes import Nodes, first_host, nodes_of, use_interface_to
+
+LONG = ["loop.total_steps=100000", "tiny.step_seconds=0.02", "log.interval=1"]
+
+
+def slurm(nodes: int, tasks: int, task: int, **others: Any) -> dict[str, str]:
+    """The variables that srun sets for one of its tasks, with equal numbers of tasks on all nodes."""
+    here = tasks // nodes
+    variables = {
+        "SLURM_JOB_ID": 4711,
+        "SLURM_STEP_ID": 0,
+        "SLURM_JOB_NUM_NODES": nodes,
+        "SLURM_STEP_NUM_NODES": nodes,
+        "SLURM_STEP_NUM_TASKS": tasks,
+        "SLURM_STEP_NODELIST": "gpu[07-08]" if nodes > 1 else "gpu07",
+        "SLURM_STEP_TASKS_PER_NODE": f"{here}(x{nodes})" if nodes > 1 else here,
+        "SLURM_PROCID": task,
+        "SLURM_NODEID": task // here,
+        "SLURM_LOCALID": task % here,
+    }
+    return {name: str(value) for name, value in {**variables, **others}.items()}
+
+
+@pytest.fixture
+def resolve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Nodes]:
+    """resolve("--nproc", "2", NAME=value): the nodes of `mvp train` with these options and variables alone."""
+
+    def run(*options: str, **variables: str) -> Nodes:
+        monkeypatch.setattr(os, "environ", variables)
+        return nodes_of(build_parser().parse_args(["train", "x.yaml", *options]))
+
+    return run
+
+
+def test_options_describe_the_node(resolve: Callable[..., Nodes]) -> None:
+    assert resolve() == Nodes(1)
+    assert resolve("--nproc", "4") == Nodes(4)
+    words = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "gpu07"]
+    assert resolve(*words, "--nproc", "8") == Nodes(8, 2, 1, "gpu07", 29500)
+    assert resolve(*words[:4], MASTER_ADDR="a", MASTER_PORT="5") == Nodes(1, 2, 1, "a", 5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--nnodes 2 --node-rank 0", "the same --master-addr, the host name of node 0"),
+        ("--nnodes 2 --master-addr a", "with --node-rank 0 to 1"),
+        ("--nnodes 2 --node-rank 2 --master-addr a", "it is 0 to 1"),
+        ("--node-rank 1", "give --nnodes as well"),
+        ("--nnodes 0", "at least one node"),
+        ("--nproc 0", "at least one process"),
+    ],
+)
+def test_wrong_node_options_are_user_errors(resolve: Callable[..., Nodes], words: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(*words.split())
+
+
+def test_srun_with_a_task_per_node_starts_a_rank_per_gpu(resolve: Callable[..., Nodes]) -> None:
+    port = 10_000 + 4711
+    assert resolve(**slurm(2, 2, 1, SLURM_GPUS_ON_NODE=8)) == Nodes(8, 2, 1, "gpu07", port)
+    assert resolve("--nproc", "4", **slurm(2, 2, 0, SLURM_GPUS_ON_NODE=8)) == Nodes(4, 2, 0, "gpu07", port)
+    assert resolve(**slurm(1, 1, 0, SLURM_GPUS_ON_NODE=8)).nproc == 8
+    assert resolve(**slurm(1, 1, 0, SLURM_GPUS_ON_NODE=8, SLURM_PTY_PORT=1)).nproc == 1
+    assert resolve(**slurm(2, 2, 1)).nproc == 1
+
+
+def test_srun_with_a_task_per_rank_sets_the_variables_of_a_rank(resolve: Callable[..., Nodes]) -> None:
+    assert resolve(**slurm(2, 8, 5)) == Nodes(1)
+    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
+    assert list(found.values()) == ["5", "8", "1", "4", "gpu07"]
+    with pytest.raises(UserError, match="srun already starts 8 tasks on 2 nodes"):
+        resolve("--nproc", "4", **slurm(2, 8, 5))
+
+
+def test_nodes_of_a_job_without_srun_is_one_with_a_warning(resolve: Callable[..., Nodes], capsys) -> None:
+    assert resolve("--nproc", "8", SLURM_JOB_NUM_NODES="2", SLURM_PROCID="0") == Nodes(8)
+    assert "srun mvp" in capsys.readouterr().err
+    assert resolve(WORLD_SIZE="4", **slurm(2, 2, 1)) == Nodes(1)  # torchrun under srun
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [("a1", "a1"), ("gpu[003-005,9],b", "gpu003"), ("b,gpu[1-2]", "b"), ("r[1,3]-n[08-09].x", "r1-n08.x")],
+)
+def test_first_host_of_a_slurm_nodelist(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+def test_interface_of_gloo_is_the_one_that_reaches_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    use_interface_to("127.0.0.1")
+    use_interface_to("no.such.host.invalid")
+    assert os.environ == {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("no network interface")
+    use_interface_to("192.0.2.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] in [name for _, name in socket.if_nameindex()]
+
+
+def test_node_without_the_others_is_a_user_error(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(launcher, "JOIN_SECONDS", 0)
+    words = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    assert main(["train", str(TINY), *words]) == EXIT_USER_ERROR
+    assert "the nodes did not meet at 127.0.0.1" in capsys.readouterr().err
+    words[5] = "no.such.host.invalid"
+    assert main(["train", str(TINY), *words]) == EXIT_USER_ERROR
+    assert "--master-addr no.such.host.invalid: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_launchers_of_two_ranks_train_one_run_and_stop_together(tmp_path: Path, train: Callable[..., int]) -> None:
+    """Node 0 has options, node 1 SLURM's variables. A SIGTERM to node 1 alone stops, saves and ends both with 75."""
+    port = str(free_port())
+    command = ["-m", "mvp_engine.cli", "train", str(TINY), *LONG, f"project.dir={tmp_path / 'nodes'}"]
+    options = ["--nproc", "2", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"]
+    variables = slurm(2, 2, 1, SLURM_GPUS_ON_NODE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    nodes = [spawn(*command, *options, "--master-port", port), spawn(*command, env=variables)]
+    assert nodes[0].stdout is not None
+    seen = ""
+    while "step 3/" not in seen:
+        line = nodes[0].stdout.readline()
+        assert line, seen
+        seen += line
+    nodes[1].send_signal(signal.SIGTERM)
+    outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [EXIT_INTERRUPTED] * 2, outputs
+    [run] = list_runs(tmp_path / "nodes")
+    [checkpoint] = run.checkpoint_list()
+    assert len(list(checkpoint.glob("rank_*.safetensors"))) == 4
+    assert f"resume={run.dir} --nproc 2 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1" in outputs[0]
+    assert train("loop.total_steps=3", "log.interval=1", dir=tmp_path / "one") == 0
+    assert losses(tmp_path / "nodes")[:2] == pytest.approx(losses(tmp_path / "one")[:2], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_srun_tasks_as_ranks_train_one_run(tmp_path: Path) -> None:
+    port = free_port()
+    command = ["-m", "mvp_engine.cli", "train", str(TINY), "loop.total_steps=2", f"project.dir={tmp_path}"]
+    others = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    tasks = [spawn(*command, env=slurm(1, 2, task, **others)) for task in (0, 1)]
+    outputs = [task.communicate(timeout=60)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs
+    [run] = list_runs(tmp_path)
+    assert len(list(run.checkpoint_list()[0].glob("rank_*.safetensors"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.campaign(only=True)
+def test_run_folder_that_nodes_do_not_share_is_a_user_error_on_each(tmp_path: Path) -> None:
+    port = str(free_port())
+    nodes = []
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
+        words = ["--nnodes", "2", "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port]
+        command = ["-m", "mvp_engine.cli", "train", str(TINY), "project.dir=out", *words]
+        nodes.append(spawn(*command, cwd=tmp_path / rank))
+    for node in nodes:
+        output = node.communicate(timeout=60)[0]
+        assert node.returncode == EXIT_USER_ERROR
+        assert "set project.dir to a folder that all nodes share" in output
+
+
+@pytest.mark.slow
+@pytest.mark.campaign(only=True)
+def test_killed_rank_ends_a_hanging_rank_of_another_node(tmp_path: Path) -> None:
+    port = str(free_port())
+    nodes = []
+    for rank in ("0", "1"):
+        words = ["--nnodes", "2", "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port]
+        words += [*LONG, "tiny.fault=hang", f"project.dir={tmp_path}"]
+        nodes.append(spawn("-m", "mvp_engine.cli", "train", str(TINY), *words))
+    assert nodes[0].stdout is not None
+    while "hanging" not in nodes[0].stdout.readline():
+        assert nodes[0].poll() is None
+    [rank1] = child_pids(nodes[1].pid)
+    started = time.monotonic()
+    os.kill(rank1, signal.SIGKILL)
+    output = nodes[0].communicate(timeout=60)[0]
+    assert nodes[0].returncode == 1
+    assert "a rank on another node of this job died" in output
+    assert time.monotonic() - started < 30
+    assert "was killed by SIGKILL" in nodes[1].communicate(timeout=60)[0]
+
+
+def test_slurm_script_is_valid_bash_with_the_command_and_the_options(tmp_path: Path, capsys) -> None:
+    words = ["launch", "slurm", str(MAGIC), "--nodes", "2", "--gpus", "4", "--sbatch=--partition=long gpu"]
+    assert main([*words, "optim.lr=1e-3", "optim.betas=[0.9, 0.95]"]) == 0
+    text = capsys.readouterr().out
+    for line in ("--nodes=2", "--gpus-per-node=4", "--ntasks-per-node=1", "--signal=TERM@600", "--requeue"):
+        assert f"#SBATCH {line}\n" in text
+    assert "#SBATCH --partition=long gpu\n" in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "3", "parallel.shard=4"], "2 nodes with 3 GPUs are 6 ranks"),
+        (["resume=auto"], "the script sets resume=auto itself"),
+        (["optim.lrr=1"], "Did you mean 'optim.lr'?"),
+    ],
+)
+def test_slurm_script_of_a_wrong_config_is_a_user_error(words: list[str], message: str, capsys) -> None:
+    assert main(["launch", "slurm", str(MAGIC), "--nodes", "2", *words]) == EXIT_USER_ERROR
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "requeued"),
+    [(75, "RUNNING", True), (75, "COMPLETING", False), (0, "RUNNING", False), (2, "RUNNING", False)],
+)
+def test_slurm_script_requeues_a_running_job_on_exit_75(
+    tmp_path: Path, capsys, code: int, state: str, requeued: bool
+) -> None:
+    assert main(["launch", "slurm", str(MAGIC), "optim.betas=[0.9, 0.95]"]) == 0
+    text = capsys.readouterr().out
+    for name, body in {
+        "srun": f'printf "%s\\n" "$@" > {tmp_path}/srun.txt; exit {code}',
+        "squeue": f"echo {state}",
+        "scontrol": f'echo "$@" > {tmp_path}/scontrol.txt',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
+    answer = subprocess.run(["bash"], input=text, text=True, env=environment, check=False)
+    assert answer.returncode == code
+    words = (tmp_path / "srun.txt").read_text().splitlines()
+    run_id = f"project.run_id={run_name()}-4711"
+    assert words[3:] == ["mvp_engine.cli", "train", str(MAGIC), "resume=auto", run_id, "optim.betas=[0.9, 0.95]"]
+    assert (tmp_path / "scontrol.txt").exists() == requeued
+    if requeued:
+        assert (tmp_path / "scontrol.txt").read_text() == "requeue 4711\n"
+
+
+def run_name() -> str:
+    line = next(line for line in MAGIC.read_text().splitlines() if line.strip().startswith("name:"))
+    return shlex.split(line, comments=True)[1]
