@@ -117,15 +117,23 @@ def train(tmp_path: Path) -> Callable[..., int]:
 
 
 def spawn(
-    *args: str, env: dict[str, str] | None = None, cwd: Any = ROOT, fresh: bool = False, **options: Any
+    *args: str,
+    env: dict[str, str] | None = None,
+    cwd: Any = ROOT,
+    fresh: bool = False,
+    fresh_workers: bool = False,
+    **options: Any,
 ) -> subprocess.Popen[str]:
     """Start a Python process in its own session and capture its output.
 
-    `-m module` is forked from the fork server, which saves the imports; with `fresh` it starts from nothing.
+    `-m module` is forked from the fork server, which saves the imports; with `fresh` it starts from nothing. So are the
+    workers of torchrun; with `fresh_workers` they are its children, and start from nothing.
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
     if args[0] == "-m" and not fresh:
-        return ForkedModule(args[1], list(args[2:]), environment, str(cwd))  # type: ignore[return-value]
+        return ForkedModule(  # type: ignore[return-value]
+            args[1], list(args[2:]), environment, str(cwd), fresh_workers
+        )
     return subprocess.Popen(
         [sys.executable, *args],
         stdout=subprocess.PIPE,

@@ -2,7 +2,8 @@
 
 Imports are most of the start-up cost of a process: 4 CPU seconds. Multiprocessing's fork server imports once and has no
 threads, so forking it is safe. Forked processes have their own process id, session, signals and exit code, like any
-other; what they do not test is a start from nothing.
+other; what they do not test is a start from nothing. The workers of a forked torchrun are forked, too, unless a test
+needs them to be torchrun's children.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ import sys
 import threading
 import traceback
 import warnings
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from typing import Any
+
+import torch
+
+from mvp_engine.process import watchdog
 
 PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.run", "mvp_engine.launch"]
 PRELOAD += ["mvp_engine.model_engine", "mvp_engine.kit"]
@@ -34,10 +41,14 @@ def fork_context() -> Any:
 class ForkedModule:
     """`python -m module args` in a forked process: the part of `subprocess.Popen` that the tests use."""
 
-    def __init__(self, module: str, args: list[str], environment: dict[str, str], folder: str) -> None:
+    def __init__(
+        self, module: str, args: list[str], environment: dict[str, str], folder: str, fresh_workers: bool
+    ) -> None:
         context = fork_context()
+        forkserver.ensure_running()
+        server = None if fresh_workers else forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
         reader, writer = context.Pipe(duplex=False)
-        target_args = (module, args, environment, folder, writer)
+        target_args = (module, args, environment, folder, writer, server)
         self._process = context.Process(target=_run_module, args=target_args, daemon=False)
         self._process.start()
         writer.close()
@@ -78,7 +89,32 @@ class ForkedModule:
         self.send_signal(signal.SIGKILL)
 
 
-def _run_module(module: str, args: list[str], environment: dict[str, str], folder: str, output: Any) -> None:
+class ForkedWorker(ForkedModule):
+    """A worker of torchrun, which writes to torchrun's own output."""
+
+    def __init__(self, command: tuple[str, ...], environment: dict[str, str]) -> None:
+        module = command.index("-m") + 1
+        output = Connection(os.dup(1), readable=False)
+        target_args = (command[module], list(command[module + 1 :]), environment, os.getcwd(), output, None)
+        self._process = fork_context().Process(target=_run_module, args=target_args, daemon=False)
+        self._process.start()
+        output.close()
+        self.pid = self._process.pid
+
+
+def _fork_workers(server: str) -> None:
+    """Let torchrun in this process fork its workers from the server at this address."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    forkserver._forkserver._forkserver_address = server  # type: ignore[attr-defined]
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    handler: Any = subprocess_handler.SubprocessHandler
+    handler._popen = lambda self, command, environment: ForkedWorker(command, environment)
+
+
+def _run_module(
+    module: str, args: list[str], environment: dict[str, str], folder: str, output: Any, server: str | None
+) -> None:
     os.setsid()
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
@@ -89,6 +125,11 @@ def _run_module(module: str, args: list[str], environment: dict[str, str], folde
     os.environ.update(environment)
     os.chdir(folder)
     sys.path.insert(0, folder)
+    watchdog.PARENT = os.getppid()
+    if threads := environment.get("OMP_NUM_THREADS"):  # OpenMP is loaded already
+        torch.set_num_threads(int(threads))
+    if server is not None:
+        _fork_workers(server)
     sys.argv = [module, *args]
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # the module is imported already
     code = _exit_code(module)

@@ -1,6 +1,6 @@
 """Signals, dying ranks and restarts in real processes: what a whole job does.
 
-`spawn` forks the first process from the tests' fork server; the ranks that torchrun starts are fresh processes."""
+`spawn` forks the processes from the tests' fork server; with `fresh_workers`, the ranks are torchrun's own children."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from mvp_engine.runs import list_runs
 
 pytestmark = pytest.mark.slow
 LAUNCH = ["-m", "mvp_engine.launch", "--config", str(TINY)]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 LONG = ["loop.total_steps=100000", "tiny.step_seconds=0.02", "data.micro_batch_size=4"]
 
 
@@ -101,7 +100,7 @@ def test_stop_signals_message_is_printed_by_a_live_panel_above_itself() -> None:
 @pytest.mark.parametrize(("fault", "nproc"), [("hang", 1), ("busy", 1), ("busy", 2)])
 def test_second_ctrl_c_in_a_hung_step_exits_at_once(tmp_path: Path, fault: str, nproc: int) -> None:
     command = ["-m", "mvp_engine.cli", "train", str(TINY), "--nproc", str(nproc)]
-    process = spawn(*command, f"tiny.fault={fault}", f"project.dir={tmp_path}")
+    process = spawn(*command, f"tiny.fault={fault}", f"project.dir={tmp_path}", fresh_workers=True)
     wait_for(process, "hanging")
     process.send_signal(signal.SIGINT)
     wait_for(process, "finishing this step")
@@ -150,7 +149,7 @@ def test_user_error_on_two_ranks_is_one_last_line(tmp_path: Path) -> None:
 def test_killed_rank_ends_a_rank_that_hangs(tmp_path: Path) -> None:
     """Rank 1 is killed while rank 0 hangs in a call that no exception can interrupt."""
     words = ["tiny.fault=hang", "tiny.fault_rank=0", *LONG, f"project.dir={tmp_path}"]
-    process = spawn("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *words)
+    process = spawn("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *words, fresh_workers=True)
     wait_for(process, "hanging")
     [rank1] = [pid for pid in child_pids(process.pid) if _environment(pid).get("RANK") == "1"]
     started = time.monotonic()
@@ -164,7 +163,11 @@ def test_killed_rank_ends_a_rank_that_hangs(tmp_path: Path) -> None:
 
 def test_killed_launcher_ends_ranks_that_are_starting(tmp_path: Path) -> None:
     """Killed at three moments of the ranks' start, side by side."""
-    waiting = {spawn(*TORCHRUN, *LAUNCH, *LONG, f"project.dir={tmp_path / str(s)}"): s for s in (0.3, 1.5, 3.5)}
+    waiting = {}
+    for seconds, nproc in ((0.3, 1), (1.5, 1), (3.5, 2)):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+        folder = f"project.dir={tmp_path / str(seconds)}"
+        waiting[spawn(*torchrun, *LAUNCH, *LONG, folder, fresh_workers=True)] = seconds
     began: dict[subprocess.Popen[str], float] = {}
     ranks: list[int] = []
     while waiting:
