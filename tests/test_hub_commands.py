@@ -31,6 +31,7 @@ CONFIG = """
 engine: mvp_engine.kit:MLLMEngine
 project: {name: hub}
 model: {type: language_model, path: org/vlm}
+processor: org/vlm
 mllm:
   micro_batch_tokens: 160
   sources:
@@ -108,6 +109,8 @@ def test_four_commands_on_hub_ids_work_online_then_offline(
     assert sorted(files) == sorted(set(files))
     use_hub("http://127.0.0.1:9", Path("home"), monkeypatch)
     assert three_commands() == online
+    error = run(capsys, "data", "inspect", "org/shapes", code=EXIT_USER_ERROR)
+    assert "write hf://org/shapes" in error
     use_hub("http://127.0.0.1:9", Path("other_home"), monkeypatch)
     assert "run `hf download org/vlm`" in run(capsys, "train", "train.yaml", code=EXIT_USER_ERROR)
     assert list_runs(Path("outputs"))[-1].status() == "failed"

@@ -8,6 +8,7 @@ Datasets are in `hub_datasets.py`, the revisions of a run in `hub_pins.py`.
 from __future__ import annotations
 
 import contextlib
+import glob
 import importlib
 import json
 import re
@@ -26,7 +27,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # Everything at the top of a repository but weights: configs, tokenizer, processor, chat template.
 SIDE_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _NAME = r"[A-Za-z0-9_][\w.-]*"
-_MODEL = re.compile(rf"({SCHEME})?(?P<repo>{_NAME}/{_NAME})(@(?P<revision>\S+))?")
+_URL = "https://huggingface.co/"  # people paste the address of a model's page
+_MODEL = re.compile(rf"({SCHEME}|{_URL})?(?P<repo>{_NAME}/{_NAME})(@(?P<revision>\S+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")  # the cache's folder of a repository
 
@@ -67,7 +69,7 @@ def hub_model(path: str | Path | None) -> HubRepo | None:
     if found is None or Path(str(path)).is_dir():
         return None
     repo = HubRepo(found["repo"], found["revision"])
-    is_explicit = str(path).startswith(SCHEME) or repo.revision is not None
+    is_explicit = str(path).startswith((SCHEME, _URL)) or repo.revision is not None
     return repo if is_explicit or not Path(repo.name).parent.is_dir() else None
 
 
@@ -95,7 +97,7 @@ def fetch_weights(folder: Path) -> Path:
     else:
         names = [SINGLE]
     is_new = not all((folder / name).is_file() for name in names)
-    download(repo, [*names, HEADS], show_progress=is_new)
+    download(repo, [*map(glob.escape, names), HEADS], show_progress=is_new)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise UserError(

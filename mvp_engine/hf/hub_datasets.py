@@ -7,6 +7,7 @@ converted the dataset to (the branch `refs/convert/parquet`). The package `datas
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import re
 from dataclasses import dataclass, replace
@@ -73,7 +74,7 @@ def dataset_files(path: str, split: str = "train") -> list[str]:
     dataset = hub_dataset(path)
     repo = _with_parquet(dataset.repo)
     names = _choose_files(dataset, repo, split)
-    folder = download(repo, names, show_progress=True)
+    folder = download(repo, [*map(glob.escape, names)], show_progress=True)
     return [str(folder / name) for name in names]
 
 

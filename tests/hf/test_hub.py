@@ -43,6 +43,7 @@ def test_hub_model_accepts_ids_and_leaves_local_paths_alone(tmp_path: Path, monk
     assert hub_model("Qwen/Qwen3-VL-2B-Instruct") == HubRepo("Qwen/Qwen3-VL-2B-Instruct")
     assert hub_model("Qwen/Qwen3@refs/pr/1") == HubRepo("Qwen/Qwen3", "refs/pr/1")
     assert hub_model("hf://outputs/model") == HubRepo("outputs/model")
+    assert hub_model("https://huggingface.co/Qwen/Qwen3") == HubRepo("Qwen/Qwen3")
     assert hub_model("outputs/model@v1") == HubRepo("outputs/model", "v1")
     local = ["outputs/run", "outputs/missing", "./org/name", "/org/name", "a/b/c", "name", "~/name", "../x", None]
     assert [path for path in local if hub_model(path) is not None] == []

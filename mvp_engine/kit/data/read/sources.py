@@ -11,6 +11,7 @@ import copy
 import glob
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from mvp_engine.kit.data.read.row_files import RowFile, content_hash
 from mvp_engine.kit.data.read.sample_files import MediaFolder, TarShard
 from mvp_engine.kit.data.read.text_files import CsvFile, TextLines
 
+_DATASET_ID = re.compile(r"[\w.-]+/[\w:@-]+")  # without a dot, which file names have
 _COMPRESSED = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".zip")
 _GZIP_MAGIC = b"\x1f\x8b"
 _UTF8_BOM = b"\xef\xbb\xbf"
@@ -126,7 +128,9 @@ def _find_files(paths: Sequence[str | Path]) -> list[Path]:
     for path in paths:
         names = expand_path(path)
         if not names:
-            raise UserError(f"data: nothing at {path}.{similar_path(path)}")
+            is_id = _DATASET_ID.fullmatch(str(path)) and not Path(path).parent.is_dir()
+            hint = f" For a dataset of the Hub, write hf://{path}" if is_id else similar_path(path)
+            raise UserError(f"data: nothing at {path}.{hint}")
         found += map(Path, names)
         if len(set(found)) < len(found):
             raise UserError(f"data: files are named twice by {path}")
