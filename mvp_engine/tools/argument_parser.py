@@ -3,65 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
-from typing import Any, NoReturn
+from typing import Any
 
 from mvp_engine import __version__
-from mvp_engine.errors import did_you_mean
-
-
-class HintingParser(argparse.ArgumentParser):
-    """argparse, with the command or option that was probably meant in its error messages."""
-
-    def error(self, message: str) -> NoReturn:
-        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        if wrong:
-            message += did_you_mean(wrong[1], re.findall(r"[\w-]+", wrong[2]))
-        wrong = re.search(r"unrecognized arguments: .*?(--[\w.-]+)", message)
-        if wrong:
-            message += f".{self._option_hint(wrong[1])}"
-        super().error(message)
-
-    def _option_hint(self, word: str) -> str:
-        """The option that was probably meant, or the config key: people write `--learning_rate 1e-5`."""
-        options = list(self._option_string_actions)
-        similar = difflib.get_close_matches(word, options, 1, cutoff=0.8)
-        if similar or all(action.dest != "overrides" for action in self._actions):
-            return did_you_mean(word, similar or options)
-        if word == "--config":
-            return " Write the file without --config."
-        from mvp_engine.config.explain import suggest_key
-        from mvp_engine.kit.settings import MLLMConfig
-
-        key = suggest_key(word.lstrip("-").replace("-", "_"), MLLMConfig)
-        fix = "" if key.startswith("Known keys") else f" {key}"
-        return f" Config keys are written as key=value, without dashes.{fix}"
+from mvp_engine.tools.hinting_parser import HintingParser
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = HintingParser(prog="mvp", description="Train multimodal models with MVP Engine.")
+    text = "Fine-tune and pre-train models on text, images, video and audio."
+    parser = HintingParser(prog="mvp", description=text)
     parser.add_argument("--version", action="version", version=f"mvp_engine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_training_commands(commands)
     _add_launch_commands(commands)
-    _add_doctor_command(commands)
-    _add_replay_command(commands)
-    _add_estimate_command(commands)
-    _add_recipe_commands(commands)
-    _add_skills_commands(commands)
-    _add_config_commands(commands)
-    _add_data_commands(commands)
     _add_chat_command(commands)
+    _add_data_commands(commands)
+    _add_estimate_command(commands)
+    _add_doctor_command(commands)
+    _add_config_commands(commands)
+    _add_recipe_commands(commands)
+    _add_runs_commands(commands)
     _add_merge_command(commands)
     _add_push_command(commands)
-    _add_runs_commands(commands)
+    _add_replay_command(commands)
+    _add_skills_commands(commands)
     return parser
 
 
 def _add_training_commands(commands: Any) -> None:
     """Commands that run a config on one or more ranks."""
-    train = _add_config_command(commands, "train", "train a recipe")
+    train = _add_config_command(commands, "train", "train the model of a config, or resume its run")
     train.set_defaults(run="train")
 
     text = "evaluate a checkpoint, by default the newest run's (or resume=PATH)"
@@ -376,7 +347,8 @@ def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser
 def _add_config_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     """A command on a config file and its overrides."""
     command = _add_command(commands, name, text)
-    command.add_argument("config", metavar="CONFIG", help="the recipe's YAML file")
+    text = "a YAML file, or the config of a shipped recipe, such as sft/lora"
+    command.add_argument("config", metavar="CONFIG", help=text)
     command.add_argument(
         "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
     )

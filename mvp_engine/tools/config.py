@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
-from mvp_engine.config.compose import read_draft
+from mvp_engine.config.compose import Draft, MissingKeys, read_draft
 from mvp_engine.config.schema import Config
+from mvp_engine.errors import UserError
 from mvp_engine.tools.config_keys import engine_comments, explain_key, reference_page
 from mvp_engine.tools.recipe_schema import find_schema
 
+_NO_VALUE = "__no_value__"
+
 
 def print_config(config_file: str, overrides: list[str]) -> None:
-    print(read_config(config_file, overrides).to_yaml(), end="")
+    """Print the config as YAML; keys that have no value yet are printed as ???, as in the file."""
+    draft, missing = _read_incomplete(config_file, overrides)
+    try:
+        text = draft.validated(*find_schema(draft)).to_yaml()
+    except UserError as error:  # of a key that is a number, a placeholder is no value
+        raise MissingKeys(draft.file, missing) if _NO_VALUE in str(error) else error from None
+    if missing:
+        print(f"mvp: to be set before training: {', '.join(missing)}", file=sys.stderr)
+    print(text.replace(_NO_VALUE, "???"), end="")
+
+
+def _read_incomplete(config_file: str, overrides: list[str]) -> tuple[Draft, list[str]]:
+    """A draft with placeholders for keys that have no value (???), and these keys."""
+    try:
+        return read_draft(config_file, overrides), []
+    except MissingKeys as error:
+        placeholders = [f"{key}={_NO_VALUE}" for key in error.keys]
+        try:
+            return read_draft(config_file, [*overrides, *placeholders]), error.keys
+        except UserError:  # an item of a list cannot be set
+            raise error from None
 
 
 def print_schema(config_file: str, overrides: list[str]) -> None:
@@ -41,7 +65,7 @@ def print_reference(config_file: str | None) -> None:
 def _schema_of(config_file: str | None) -> type[Config]:
     """The schema of a recipe's config; without one, that of the engine and the kits."""
     if config_file is not None:
-        return find_schema(read_draft(config_file, []))[0]
+        return find_schema(_read_incomplete(config_file, [])[0])[0]
     from mvp_engine.kit.settings import MLLMConfig
 
     return MLLMConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import yaml
 from mvp_engine.cli import main
 from mvp_engine.config.explain import OTHER_TRAINERS, all_keys, suggest_key
 from mvp_engine.kit import MLLMConfig
+from mvp_engine.tools.argument_parser import build_parser
 from mvp_engine.tools.config import json_schema
 from mvp_engine.tools.config_keys import config_keys, reference_page
+from mvp_engine.tools.help_examples import EXAMPLES
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,4 +126,35 @@ def test_misspelt_command_or_option_gets_a_hint(words: list[str], hint: str, cap
 
 def test_mvp_without_a_command_prints_its_help(capsys) -> None:
     assert main([]) == 2
-    assert "COMMAND" in capsys.readouterr().out
+    assert "fine-tune a model on your own rows, in four commands:" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exited:
+        main(["runs"])
+    assert exited.value.code == 2
+    assert "show one run" in capsys.readouterr().err
+
+
+def examples() -> list[str]:
+    lines = [line for text in EXAMPLES.values() for line in text.splitlines()]
+    return [line.strip() for line in lines if line.startswith("  mvp ")]
+
+
+@pytest.mark.parametrize("line", examples())
+def test_example_of_a_help_text_is_a_valid_command(line: str) -> None:
+    words = shlex.split(line, comments=True)[1:]
+    args, rest = build_parser().parse_known_args(words)
+    known = {key.name.replace(".NAME", ".rows") for key in config_keys(MLLMConfig)}
+    for word in [*getattr(args, "overrides", []), *rest]:
+        assert word.partition("=")[0] in known
+    assert EXAMPLES.keys() >= {args.parser.prog}
+
+
+def test_config_show_prints_keys_without_a_value(tmp_path: Path, capsys) -> None:
+    assert main(["config", "show", "sft/lora", "optim.lr=0.5"]) == 0
+    printed = capsys.readouterr()
+    values = yaml.safe_load(printed.out)
+    assert (values["model"]["path"], values["optim"]["lr"]) == ("???", 0.5)
+    assert "to be set before training: mllm.sources.rows.path, model.path" in printed.err
+    assert main(["config", "explain", "optim.lr", "sft/lora"]) == 0
+    (tmp_path / "shown.yaml").write_text(printed.out)
+    assert main(["config", "show", str(tmp_path / "shown.yaml")]) == 2
+    assert "has keys without a value (???)" in capsys.readouterr().err
