@@ -22,6 +22,7 @@ import random
 import re
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -176,13 +177,13 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"| {row['side']} | {' | '.join(shown)} |")
     share = result.get("evaluation")
     if share:
-        lines += [
-            "",
+        text = (
             f"Evaluation by generation, `{share['settings']}`: {share['answers']} answers of "
             f"{share['new_tokens']} tokens take {share['generation_s']:.1f} s, the {share['eval_interval']} steps "
             f"before them {share['eval_interval'] * share['step_s']:.0f} s: {100 * share['share']:.2f} % of the "
-            "training.",
-        ]
+            "training."
+        )
+        lines += ["", *textwrap.wrap(text, 120)]
     return "\n".join(lines)
 
 

@@ -215,6 +215,15 @@ def test_generation_benchmark_compares_equal_tokens(tmp_path: Path) -> None:
     assert "old" not in page.read_text()
 
 
+def test_generation_table_in_docs_equals_the_stored_results_which_reach_their_targets() -> None:
+    bench: Any = import_file(ROOT / "benchmarks" / "generation.py")
+    result = json.loads((ROOT / "benchmarks" / "results" / "generation.json").read_text())
+    assert bench.table(result) in (ROOT / "docs" / "performance.md").read_text()
+    seconds = {row["side"]: row["seconds"] for row in result["rows"]}
+    assert seconds["no cache"] > 10 * seconds["KV cache"]
+    assert result["evaluation"]["share"] < 0.05
+
+
 @pytest.mark.slow
 @pytest.mark.campaign(only=True)
 def test_measure_rows_after_changes_and_signals_opens_only_what_is_missing(
