@@ -79,6 +79,10 @@ def launch_slurm(args: argparse.Namespace) -> None:
 def doctor(args: argparse.Namespace) -> int:
     from mvp_engine.tools.doctor import doctor
 
+    if args.config is not None:
+        from mvp_engine.tools import config
+
+        config.validate(args.config, args.overrides)
     nodes = nodes_of(args)
     return doctor(
         args.config, args.overrides, nodes, args.nproc, folder=args.dir, as_json=args.json

@@ -52,12 +52,18 @@ def test_doctor_json_has_a_finding_per_check_with_a_fix_unless_ok(tmp_path: Path
         assert by_name[name]["status"] == "ok", by_name[name]
 
 
-@pytest.mark.usefixtures("quick")
 def test_doctor_with_a_wrong_config_key_prints_the_hint_and_exits_2(capsys) -> None:
     assert main(["doctor", str(MAGIC), "optim.lrr=1"]) == 2
+    assert "Did you mean 'optim.lr'?" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_with_a_model_that_cannot_be_read_prints_why_and_exits_2(tmp_path: Path, capsys) -> None:
+    words = ["mllm.sources.chats.path=x", "mllm.sources.held_chats.path=x", f"model.path={tmp_path}"]
+    assert main(["doctor", str(QWEN3), *words]) == 2
     output = capsys.readouterr().out
-    assert "problem  config" in output
-    assert "Did you mean 'optim.lr'?" in output
+    assert "problem  disk" in output
+    assert "config.json" in output
     assert "this machine cannot train" in output
 
 
@@ -66,7 +72,7 @@ def test_doctor_in_processes_of_its_own_finds_this_machine_ready(tmp_path: Path)
     code, output = run_process("-m", "mvp_engine.cli", "doctor", "--dir", str(tmp_path), fresh=True)
     assert code == 0, output
     assert "2 ranks, gloo" in output or "NCCL" in output
-    assert " 0 problems" in output
+    assert ", 0 problems: " in output
 
 
 def test_probe_process_that_dies_is_a_problem_and_other_checks_run(monkeypatch: pytest.MonkeyPatch) -> None:

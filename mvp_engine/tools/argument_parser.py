@@ -62,8 +62,10 @@ def _add_training_commands(commands: Any) -> None:
         _add_node_options(command)
 
 
-def _add_node_options(command: argparse.ArgumentParser) -> None:
-    text = "processes (ranks) on this machine (default: 1; under srun, the GPUs of a node)"
+def _add_node_options(
+    command: argparse.ArgumentParser, ranks: str = "1; under srun, one per GPU"
+) -> None:
+    text = f"processes (ranks) on this machine (default: {ranks})"
     command.add_argument("--nproc", type=int, metavar="N", help=text)
     text = "machines that train together; srun sets this and the next three by itself (default: 1)"
     command.add_argument("--nnodes", type=int, metavar="N", help=text)
@@ -100,7 +102,7 @@ def _add_doctor_command(commands: Any) -> None:
     )
     text = "folder of the runs (default: outputs, or project.dir of CONFIG)"
     doctor.add_argument("--dir", metavar="DIR", help=text)
-    _add_node_options(doctor)
+    _add_node_options(doctor, "one per GPU")
     _add_json_option(doctor)
     doctor.set_defaults(run="doctor")
 

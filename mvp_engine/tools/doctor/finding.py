@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mvp_engine.errors import count
+
 OK = "ok"
 WARNING = "warning"  # a training runs, but slower or without some kind of data
 PROBLEM = "problem"  # a training fails
@@ -68,7 +70,7 @@ class Printer:
             WARNING: "this machine can train; the fixes above make it faster or more complete",
             PROBLEM: "this machine cannot train as it is; start with the first fix above",
         }[status]
-        numbers = f"{counts[OK]} ok, {counts[WARNING]} warnings, {counts[PROBLEM]} problems: "
+        numbers = f"{counts[OK]} ok, {count(counts[WARNING], WARNING)}, {count(counts[PROBLEM], PROBLEM)}: "
         self._console.print(
             Text.assemble("\n", numbers, (text, self.STYLES[status])), soft_wrap=True
         )

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from mvp_engine.errors import UserError
-from mvp_engine.tools.doctor.finding import Finding, ok, problem
+from mvp_engine.tools.doctor.finding import Finding, problem
 
 Found = Finding | list[Finding] | None
 CHECKS = ["driver", "cuDNN", "GPUs", "attention", "loss", "torch.compile", "FP8"]
-CHECKS += ["image", "video", "audio", "config", "disk"]
+CHECKS += ["image", "video", "audio", "disk"]
 # Where the lines of the terminal belong.
-HEADINGS = {"driver": "GPUs", "attention": "Kernels", "image": "Media", "config": "Disk"}
+HEADINGS = {"driver": "GPUs", "attention": "Kernels", "image": "Media", "disk": "Disk"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ def run_checks(names: Iterable[str], request: Request) -> Iterator[tuple[str, An
 def _run(name: str, request: Request) -> list[Finding]:
     try:
         found = _check(name, request)
+    except UserError as error:  # of the config's model
+        return [problem(name, str(error), "correct the config, or run mvp doctor without one")]
     except Exception as error:  # noqa: BLE001 - one broken check must not end the others
         text = f"the check failed: {type(error).__name__}: {str(error)[:300]}"
         return [problem(name, text, "reinstall the package that the message names")]
@@ -64,8 +66,6 @@ def _run(name: str, request: Request) -> list[Finding]:
 def _check(name: str, request: Request) -> Found:
     from mvp_engine.tools.doctor import gpus, kernels, media
 
-    if name == "config":
-        return _check_config(request)
     if name == "disk":
         return _check_disk(request)
     if name == "attention":
@@ -84,25 +84,10 @@ def _check(name: str, request: Request) -> Found:
 
 
 def _composed(request: Request) -> Any:
-    """The config; None where none was given, or where it is wrong, which `_check_config` reports."""
+    """The config, or None where none was given."""
     from mvp_engine.config import compose
 
-    try:
-        return compose(request.config, request.overrides).config if request.config else None
-    except UserError:
-        return None
-
-
-def _check_config(request: Request) -> Finding | None:
-    from mvp_engine.config import compose
-
-    if request.config is None:
-        return None
-    try:
-        compose(request.config, request.overrides)
-    except UserError as error:
-        return problem("config", str(error), "correct the config, or run mvp doctor without one")
-    return ok("config", request.config)
+    return compose(request.config, request.overrides).config if request.config else None
 
 
 def _head_size(request: Request) -> int:
