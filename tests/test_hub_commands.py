@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from conftest import ROOT
 from fake_hub import FakeHub, use_hub
 from PIL import Image
 from ranks import RankPool
@@ -117,6 +120,28 @@ def test_four_commands_on_hub_ids_work_online_then_offline(
     error = run(capsys, "data", "inspect", "hf://org/shapes", code=EXIT_USER_ERROR)
     assert "hf://org/shapes is not complete in the cache" in error
     assert "run `hf download org/shapes --repo-type dataset`" in error
+
+
+@pytest.mark.slow
+def test_readme_four_commands_fine_tune_a_model_of_the_hub_on_images(
+    hub: FakeHub, model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    page = (ROOT / "README.md").read_text().partition("## Fine-tune a vision-language model on your images")[2]
+    row, text = re.findall(r"```(?:json|bash)\n(.*?)```", page, flags=re.DOTALL)[:2]
+    inspect, check, train, ask = [shlex.split(line)[1:] for line in text.splitlines()]
+    hub.add("Qwen/Qwen3-VL-2B-Instruct", model)
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (20, 16), "red").save(tmp_path / "photos" / "0001.jpg")
+    (tmp_path / "photos.jsonl").write_text(row * 60)
+    small = ["mllm.micro_batch_tokens=256", "data.num_workers=0", "loop.epochs=1", "log.backends=[jsonl]"]
+    assert "60 rows" in run(capsys, *inspect)
+    assert "ready to train" in run(capsys, *check, *small)
+    run(capsys, *train, *small)
+    newest = list_runs(Path("outputs"))[-1]
+    first, *_, last = newest.records("train")
+    assert last["loss"] < first["loss"]
+    assert [record["step"] for record in newest.records("eval")] == [last["step"]]
+    assert run(capsys, *ask, "--max-new-tokens", "4").endswith("\n")
 
 
 @pytest.mark.slow
