@@ -78,6 +78,19 @@ def test_readme_commands_exit_with_0(tmp_path: Path, monkeypatch) -> None:
     assert seen == {"train", "evaluate", "check", ("config", "show"), ("config", "explain"), ("runs", "list")}
 
 
+def test_readme_hardware_table_is_part_of_the_hardware_page() -> None:
+    table = (ROOT / "README.md").read_text().partition("<!-- hardware -->\n")[2].partition("<!-- /hardware -->")[0]
+    page = (ROOT / "docs" / "hardware.md").read_text().splitlines()
+    assert len(table.splitlines()) > 5
+    assert set(table.splitlines()) <= set(page)
+
+
+def test_readme_has_the_words_that_people_search_for() -> None:
+    text = (ROOT / "README.md").read_text().lower()
+    for word in ("pip install", "fine-tune", "sft", "lora", "learning rate", "gradient accumulation", "hub", "fsdp"):
+        assert word in text, word
+
+
 def test_docs_python_blocks_run() -> None:
     for page in PAGES:
         if page.name == "README.md" and page.parent == ROOT:
