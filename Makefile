@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 CONFIG := recipes/digits_vlm/configs/train.yaml
 
-.PHONY: setup demo test test-quick test-gpu test-campaign lint format clean
+.PHONY: setup demo test test-quick test-gpu test-campaign test-versions lint format clean
 
 # Two workers, each with its own rank processes. A file stays on one worker, so that module fixtures are built once;
 # conftest.py puts the longest files first, so that both workers end together.
@@ -48,5 +48,19 @@ test-campaign: setup
 	@.venv/bin/pytest -m campaign --campaign --timeout=3600 --durations=0
 	@$(PY) tests/kill_resume.py --kills 20 && $(PY) tests/kill_resume.py --kills 20 --nproc 2
 
+# The lowest and the newest versions that pyproject.toml allows, each in an environment of its own below .venvs/:
+# make test-versions VERSIONS=lowest TESTS=tests/hf
+VERSIONS := lowest newest
+TESTS := tests
+resolution_lowest := lowest-direct
+resolution_newest := highest
+test-versions: $(VERSIONS:%=test-versions-%)
+test-versions-%: setup
+	@uv=$$(command -v uv || echo "python3 -m uv"); \
+	$$uv venv --quiet --allow-existing .venvs/$* && \
+	$$uv pip install --quiet --upgrade --resolution $(resolution_$*) --python .venvs/$*/bin/python --editable '.[dev]' && \
+	$$uv pip list --python .venvs/$*/bin/python | grep -E '^(torch|transformers|numpy|pydantic) '
+	@.venvs/$*/bin/pytest $(SPLIT) $(TESTS)
+
 clean:
-	rm -rf .venv outputs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venvs outputs .pytest_cache .mypy_cache .ruff_cache

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -139,27 +134,3 @@ def test_recipe_new_user_errors_are_explained(tmp_path: Path, capsys: Any, monke
     assert main(["recipe", "new", "mine", "--from", "taken"]) == EXIT_USER_ERROR
     assert "has a file that cannot be read" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
-
-
-@pytest.mark.slow
-def test_recipe_of_the_wheel_is_copied_to_an_empty_folder_and_trains(tmp_path: Path) -> None:
-    checkout = tmp_path / "checkout"
-    for name in ("mvp_engine", "recipes", "skills"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__", "outputs"))
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, checkout)
-    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, tmp_path], cwd=checkout, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as opened:
-        opened.extractall(tmp_path / "site")
-    shutil.rmtree(checkout)
-    assert (tmp_path / "site/mvp_engine/_skills/recipe/SKILL.md").is_file()
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    small = ["loop.total_steps=1", "loop.eval_interval=null", "log.backends=[jsonl]", "task.train_problems=200"]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    new = ["recipe", "new", "mine", "--from", "magic_transformer"]
-    for words in (new, ["train", "mine/configs/train.yaml", *small]):
-        subprocess.run([sys.executable, "-m", "mvp_engine.cli", *words], cwd=empty, env=env, check=True)
-    assert list(empty.glob("outputs/mine-*/checkpoints/step_00000001"))
