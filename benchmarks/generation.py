@@ -147,7 +147,7 @@ def evaluation_share(engine: LanguageModelEngine, vocabulary: int, held: int, st
         return time.perf_counter() - start
 
     engine.model.train()
-    train(3)  # warms up, compiles
+    train(min(3, steps))  # warms up, compiles
     step_s = train(steps) / steps
     prompts = make_prompts(-(-held // generation["every_n_samples"]), vocabulary)
     ours(engine, prompts, 4, budget=tokens)

@@ -208,7 +208,7 @@ def test_kill_9_at_random_moments_resumes_bit_equal(
     """`tests/kill_resume.py` does the same with fresh processes and torchrun."""
     kills = campaign_size(1, 20)
     settings = [*settings_for(kills), "data.micro_batch_size=4"]
-    report = compare(kills, nproc, settings, tmp_path, seed=nproc, start=ForkedJob)
+    report = compare(kills, nproc, settings, tmp_path, seed=nproc + 1, start=ForkedJob)
     assert report["kills"] == kills
     assert report["bit_equal"]
 

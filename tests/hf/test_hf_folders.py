@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, losses, read_metrics
+from conftest import ROOT
 from families import FAMILIES, VISION, config_of, overrides_of, parallel
 from folders import alone, entries, folder_of, language_model, realigned, same
 from tiny_models import build_model, samples
@@ -115,14 +115,16 @@ def test_load_ranks_read_only_their_slices_and_layouts_start_equal(ranks4, tmp_p
     for family in ("qwen3", "qwen3_moe", "mixtral"):
         folder_of(family, tmp_path / family, max_shard_size="50KB")
     for sizes in ({"shard": 4}, {"shard": 2, "tensor": 2}):
-        for read, total, good in ranks4.run(read_slices, tmp_path, sizes):
-            assert good
+        results = ranks4.run(read_slices, tmp_path, sizes)
+        total = results[0][1]
+        assert results[0][2]
+        for read, _, _ in results:
             # A quarter of the matrices; small tensors, and experts that are split themselves, are read completely.
             assert read < (0.65 if "tensor" in sizes else 0.45) * total, sizes
 
 
 def read_slices(path: Path, sizes: dict[str, int]) -> tuple[int, int, bool]:
-    """The number of elements that this rank read, their total, and whether the models equal those of one rank."""
+    """The number of elements that this rank read; on rank 0 also their total, and whether models equal those of one."""
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
     counted = [0]
@@ -140,12 +142,16 @@ def read_slices(path: Path, sizes: dict[str, int]) -> tuple[int, int, bool]:
     finally:
         WeightFiles.read = real  # type: ignore[method-assign]
     many += [language_model(None, layout, **overrides_of(family)) for family in families]
+    whole = [{name: full_tensor(value) for name, value in one.model.state_dict().items()} for one in many]
+    if not world.is_main:
+        world.close()
+        return counted[0], 0, True
     one = [language_model(path / family) for family in families]
     one += [language_model(None, **overrides_of(family)) for family in families]
     good = True
-    for a, b in zip(many, one, strict=True):
-        state = b.model.state_dict()
-        good &= all(torch.equal(full_tensor(value), state[name]) for name, value in a.model.state_dict().items())
+    for found, engine in zip(whole, one, strict=True):
+        state = engine.model.state_dict()
+        good &= all(torch.equal(value, state[name]) for name, value in found.items())
     world.close()
     return counted[0], sum(p.numel() for engine in one[:3] for p in engine.model.parameters()), good
 
@@ -255,8 +261,8 @@ def export_on_two_ranks(path: Path, fail: bool) -> tuple[list[tuple[str, int, in
 
 
 @pytest.mark.slow
-def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(train, ranks2, ranks4, tmp_path: Path) -> None:
-    """Saved on shard 2 x ulysses 2: parameters and moments are bit-equal on every layout, the next losses close."""
+def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(ranks2, ranks4, tmp_path: Path) -> None:
+    """Saved on shard 2 x ulysses 2: parameters and moments are bit-equal on every layout."""
     from transformers import AutoModelForCausalLM
 
     words = [f"project.dir={tmp_path}", "project.run_id=four", "loop.total_steps=3", "data.micro_batch_size=2"]
@@ -268,22 +274,10 @@ def test_checkpoint_of_four_ranks_loads_on_any_layout_and_merges(train, ranks2, 
     for pool, sizes in ((ranks4, {"shard": 4}), (ranks4, {"shard": 2, "tensor": 2}), (ranks2, {"ulysses": 2})):
         for found in pool.run(state_of, checkpoint, sizes):
             assert same(found, expected), sizes
-    next_losses = {}
-    for name, launch in {
-        "1": lambda *w: [train(*w, config=LM, dir=tmp_path / "1")],
-        "2": lambda *w: ranks2.launch(LM, *w, "parallel.tensor=2", f"project.dir={tmp_path / '2'}"),
-        "4": lambda *w: ranks4.launch(LM, *w, "parallel.shard=4", f"project.dir={tmp_path / '4'}"),
-    }.items():
-        size = "data.micro_batch_size=2"
-        assert set(launch(f"resume={checkpoint}", "loop.total_steps=6", size, "optim.schedule=constant")) == {0}
-        next_losses[name] = losses(tmp_path / name)[-3:]
-    assert next_losses["2"] == pytest.approx(next_losses["1"], rel=1e-5)
-    assert next_losses["4"] == pytest.approx(next_losses["1"], rel=1e-5)
     assert main(["merge", str(checkpoint), str(tmp_path / "out"), "--max-file-gb", "0.00003"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(expected[f"hf.{name}"], value) for name, value in merged.items())
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
-    assert read_metrics(tmp_path / "1")
 
 
 def state_of(checkpoint: Path, sizes: dict[str, int]) -> dict[str, torch.Tensor]:

@@ -98,7 +98,8 @@ FULL, SOME = ({"compile": "aot_eager", "activation_checkpointing": how} for how 
     ("name", "ranks", "sizes", "ways"),
     [
         pytest.param("qwen3", 4, {"shard": 2, "ulysses": 2}, [FULL], marks=pytest.mark.campaign(only=True)),
-        ("qwen3_vl", 2, {"ulysses": 2}, [SOME]),
+        pytest.param("qwen3_vl", 2, {"ulysses": 2}, [SOME], marks=pytest.mark.campaign(only=True)),
+        ("qwen3", 2, {"ulysses": 2}, [SOME]),
     ],
     ids=str,
 )

@@ -142,7 +142,7 @@ def test_packed_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
     both = ["parallel.shard=2", "parallel.ulysses=2"]
     assert ranks4.launch(LM, *cut, *both, "loop.total_steps=3") == [0] * 4
-    assert ranks2.launch(LM, *cut, "parallel.ulysses=2", "loop.total_steps=5") == [0] * 2
+    assert ranks2.launch(LM, *cut, "parallel.tensor=2", "loop.total_steps=5") == [0] * 2
     assert ranks4.launch(LM, *cut, "parallel.shard=4", "data.micro_batch_size=1", "loop.total_steps=6") == [0] * 4
     assert train(*cut, "loop.total_steps=8", config=LM, dir=tmp_path / "cut") == 0
     one, many = read_metrics(tmp_path / "straight"), read_metrics(tmp_path / "cut")
