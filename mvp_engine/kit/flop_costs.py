@@ -112,7 +112,7 @@ def _encoder_row_kind(module: nn.Module, name: str) -> str:
 def _pair_flops(module: Any, text_config: Any) -> float:
     """Forward FLOPs of one pair of tokens that attend: the score, and the weighted value."""
     num_heads = getattr(module, "num_heads", None) or text_config.num_attention_heads
-    head_dim = getattr(module, "head_dim", None)
+    head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     dims = 2 * head_dim if head_dim else module.qk_head_dim + module.v_head_dim
     return 2.0 * num_heads * dims
 

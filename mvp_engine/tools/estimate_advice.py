@@ -55,17 +55,21 @@ def advise(estimator: Estimator, facts: dict[str, Any]) -> dict[str, Any]:
     gpus = facts["gpus"]
     found = [cheapest(estimator, gpus)]
     if found[0] is None:
+        found = [_on_more_gpus(estimator, gpus)]
         lora = lora_change(estimator.config)
-        found = [] if lora is None else [cheapest(estimator, gpus, lora)]
-        found.append(_on_more_gpus(estimator, gpus))
+        if lora is not None:
+            with_lora = cheapest(estimator, gpus, lora) or _on_more_gpus(estimator, gpus, lora)
+            found.insert(0, with_lora)
     fits_on = [gpu for gpu in COMMON_GPUS if facts["peak_gib"] < usable_gib(gpu)]
     return {"advice": [option for option in found if option is not None], "fits_on": fits_on}
 
 
-def _on_more_gpus(estimator: Estimator, gpus: int) -> dict[str, Any] | None:
+def _on_more_gpus(
+    estimator: Estimator, gpus: int, start: Change | None = None
+) -> dict[str, Any] | None:
     while gpus < MOST_GPUS and estimator.config.parallel.replicate == -1:
         gpus *= 2
-        found = cheapest(estimator, gpus)
+        found = cheapest(estimator, gpus, start)
         if found is not None:
             return found
     return None

@@ -23,7 +23,7 @@ from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.tools.data_kit import config_data_kit, data_section
 from mvp_engine.tools.estimate_blocks import BlockCosts
 from mvp_engine.tools.estimate_memory import peak_memory
-from mvp_engine.tools.estimate_packs import MEDIA_SHARE, Packs, assumed_packs, data_packs
+from mvp_engine.tools.estimate_packs import MEDIA_SHARE, DataPacks, Packs, assumed_packs
 from mvp_engine.tools.estimate_settings import GIB, EstimateSettings, gpu_by_name
 from mvp_engine.tools.estimate_step import estimate_step
 
@@ -143,7 +143,7 @@ class Estimator:
                 self._packs[key] = assumed_packs(model_config, data, self.media_share)
             else:
                 kit = config_data_kit(self.engine_class, config)
-                self._packs[key] = data_packs(kit, packs_per_step)
+                self._packs[key] = DataPacks(kit, packs_per_step)
         return self._packs[key]
 
 

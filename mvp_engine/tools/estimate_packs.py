@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 from math import isqrt
 from typing import Any
 
@@ -18,48 +18,47 @@ IMAGE_TOKENS = 1024  # the most tokens of an assumed image, without mllm.limits.
 MEDIA_SHARE = 0.75  # the share of image or audio tokens in assumed packs
 
 
-@dataclass(frozen=True)
 class Packs:
-    largest: list[PackedBatch]  # candidates for the micro-batch that needs most memory
-    sampled: list[PackedBatch]  # micro-batches for the time of a step
-    steps_per_epoch: int | None  # None: the data is not known
-    longest_row: int | None  # tokens; None: not known
-    text: str
+    """Full packs, assumed without data; all are equal."""
+
+    steps_per_epoch: int | None = None  # None: not known
+
+    def __init__(self, batch: PackedBatch, longest_row: int | None, text: str) -> None:
+        self.largest = [batch]  # candidates for the micro-batch that needs most memory
+        self.sampled = [batch]  # micro-batches for the time of a step
+        self.longest_row = longest_row  # tokens; None: not known
+        self.text = text
 
 
-def data_packs(kit: MLLMDataKit, packs_per_step: int) -> Packs:
-    """The largest packs of the data, and some that are spread evenly over the epoch."""
-    # The loader also raises for data and batch sizes that cannot be trained on.
-    dataset: Any = kit.loader("train", global_batch_size=packs_per_step).dataset
-    number = min(SAMPLED_PACKS, len(dataset))
-    places = np.linspace(0, len(dataset) - 1, number).astype(int).tolist()
-    largest, longest_row = _largest_packs(dataset)
-    return Packs(
-        largest=[dataset[index][0] for index in largest],
-        sampled=[dataset[index][0] for index in places],
-        steps_per_epoch=dataset.plan.steps,
-        longest_row=longest_row,
-        text=f"packs of the data, with up to {count(largest_tokens(dataset, largest), 'token')}",
-    )
+class DataPacks(Packs):
+    """The packs of a config's data. They are loaded, with their media, when they are needed."""
 
+    def __init__(self, kit: MLLMDataKit, packs_per_step: int) -> None:
+        # The loader also raises for data and batch sizes that cannot be trained on.
+        self.dataset: Any = kit.loader("train", global_batch_size=packs_per_step).dataset
+        self.steps_per_epoch = self.dataset.plan.steps
+        packs = [self.dataset.plan.pack(index) for index in range(len(self.dataset.plan))]
+        self.tokens = [int(lengths.sum()) for _, lengths in packs]
+        self.longest_row = max(int(lengths.max()) for _, lengths in packs)
+        encoder_costs = np.concatenate([cost.encoder for cost in self.dataset.costs])
+        self.encoder_work = list[int]()
+        for rows, _ in packs:
+            row_numbers = self.dataset.first[rows[:, 0]] + rows[:, 1]
+            self.encoder_work.append(int(encoder_costs[row_numbers].sum()))
+        self.text = f"packs of the data, with up to {count(max(self.tokens), 'token')}"
 
-def largest_tokens(dataset: Any, packs: list[int]) -> int:
-    return max(int(dataset.plan.pack(index)[1].sum()) for index in packs)
+    @cached_property
+    def largest(self) -> list[PackedBatch]:  # type: ignore[override]
+        """The pack with most tokens and the one with most encoder work: the peak is in one of them."""
+        chosen = {int(np.argmax(self.tokens)), int(np.argmax(self.encoder_work))}
+        return [self.dataset[index][0] for index in sorted(chosen)]
 
-
-def _largest_packs(dataset: Any) -> tuple[list[int], int]:
-    """The pack with most tokens and the one with most encoder work, of which one has the peak; and the longest row."""
-    encoder_costs = np.concatenate([cost.encoder for cost in dataset.costs])
-    tokens = list[int]()
-    encoder_work = list[int]()
-    longest = 0
-    for index in range(len(dataset.plan)):
-        rows, lengths = dataset.plan.pack(index)
-        tokens.append(int(lengths.sum()))
-        longest = max(longest, int(lengths.max()))
-        row_numbers = dataset.first[rows[:, 0]] + rows[:, 1]
-        encoder_work.append(int(encoder_costs[row_numbers].sum()))
-    return sorted({int(np.argmax(tokens)), int(np.argmax(encoder_work))}), longest
+    @cached_property
+    def sampled(self) -> list[PackedBatch]:  # type: ignore[override]
+        """Packs that are spread evenly over the epoch."""
+        number = min(SAMPLED_PACKS, len(self.dataset))
+        places = np.linspace(0, len(self.dataset) - 1, number).astype(int).tolist()
+        return [self.dataset[index][0] for index in places]
 
 
 def assumed_packs(model_config: Any, data: MLLMData, media_share: float) -> Packs:
@@ -84,7 +83,7 @@ def assumed_packs(model_config: Any, data: MLLMData, media_share: float) -> Pack
     elif media_share and _has_encoder(model_config):
         text += "; the encoder is not counted"
     batch = PackedBatch.from_sequences(list(ids.split(row_tokens)), media=media)
-    return Packs([batch], [batch], None, data.row_tokens, text)
+    return Packs(batch, data.row_tokens, text)
 
 
 def _has_encoder(config: Any) -> bool:
@@ -129,6 +128,9 @@ def _images(config: Any, vision: Any, tokens: int) -> tuple[str, int, Media]:
     height, width = _pair(vision.image_size)
     patch_height, patch_width = _pair(vision.patch_size)
     item_tokens = (height // patch_height) * (width // patch_width)
+    poolings = [(config, "scale_factor"), (config, "spatial_merge_size")]
+    for part, name in [*poolings, (vision, "pooling_kernel_size")]:
+        item_tokens //= (getattr(part, name, None) or 1) ** 2
     for name in ("mm_tokens_per_image", "image_seq_length"):
         item_tokens = getattr(config, name, None) or item_tokens
     return _items("pixel_values", tokens, item_tokens, (3, height, width))

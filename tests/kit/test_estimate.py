@@ -14,13 +14,14 @@ from test_recipe import recipe  # noqa: F401 - a fixture
 
 from mvp_engine.cli import main
 from mvp_engine.data.batch import Media, PackedBatch
+from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.adapter import cast_frozen_base
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelSource
 from mvp_engine.model_engine.fsdp.parallelize import freeze
-from mvp_engine.tools.estimate_settings import EstimateSettings
+from mvp_engine.tools.estimate_settings import MEMORY, EstimateSettings
 from mvp_engine.tools.estimate_step import FP8_SPEEDUP, estimate_step
 
 data: Any = import_file(ROOT / "benchmarks" / "sft" / "data.py")
@@ -167,6 +168,24 @@ def test_estimate_full_activation_checkpointing_adds_one_forward() -> None:
     assert full["seconds"]["attention"] == pytest.approx(none["seconds"]["attention"] * 4 / 3)
     assert 1.25 < full["seconds"]["GEMM"] / none["seconds"]["GEMM"] < 4 / 3  # but for the head
     assert full["mfu"] < none["mfu"]
+
+
+def test_estimate_with_data_advises_packs_that_hold_its_longest_row(
+    recipe: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    words = ["estimate", str(next(recipe.glob("chat/**/*.yaml"))), "--gpu", "T4", "--json"]
+    assert main(words) == 0
+    peak = json.loads(capsys.readouterr().out)["peak_gib"]
+    monkeypatch.setitem(MEMORY, "T4", (peak, 0.32))
+    assert main(words) == EXIT_USER_ERROR
+    (advice,) = json.loads(capsys.readouterr().out)["advice"]
+    assert advice["words"].startswith("mllm.micro_batch_tokens=")
+    assert main([*words, *advice["words"].split()]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["peak_gib"] == pytest.approx(advice["peak_gib"])
+    assert again["peak_gib"] < 0.95 * peak
 
 
 def test_estimate_command_prints_text_and_json(recipe: Path, capsys: Any) -> None:  # noqa: F811
