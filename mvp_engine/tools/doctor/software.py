@@ -26,15 +26,15 @@ class Package:
 
 
 PACKAGES = {
-    "torch": Package("2.11", "2.13"),
+    "torch": Package("2.11", "2.15"),
     "transformers": Package("5.19", "5.22"),
     "huggingface-hub": Package("1.31", "2.4", module="huggingface_hub"),
     "numpy": Package("2", "2.4"),
     "safetensors": Package("0.8", "0.8"),
     "hydra-core": Package("1.3.2", "1.3.8", module="hydra"),
-    "pydantic": Package("2.10", "2.14"),
+    "pydantic": Package("2.11", "2.14"),
     "pillow": Package("11", "13", module="PIL"),
-    "torchvision": Package("0.26", "0.28"),
+    "torchvision": Package("0.26", "0.29"),
     "pyarrow": Package("17", "26", "parquet and arrow files", "data"),
     "av": Package("14", "19", "video", "data"),
     "soundfile": Package("0.13", "0.14", "audio", "data"),
