@@ -83,6 +83,16 @@ def test_failed_start_keeps_its_reason(train, tmp_path: Path, capsys, words: lis
     assert json.loads(capsys.readouterr().out)["error"] is None
 
 
+def test_runs_show_reads_the_last_record_of_each_split(tmp_path: Path, capsys) -> None:
+    run = Run.create(tmp_path, "tiny", "first")
+    lines = [json.dumps({"step": step, "split": "train", "loss": 1.0 / step}) for step in (1, 2)]
+    lines.insert(1, json.dumps({"step": 1, "split": "eval", "loss": 7.0}))
+    (run.dir / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 3, "split": "train", "lo')
+    assert main(["runs", "show", "--dir", str(tmp_path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["step"], shown["train"]["loss"], shown["eval"]["loss"]) == (2, 0.5, 7.0)
+
+
 def test_runs_diff_prints_config_keys_and_metrics(two_runs: Path, capsys) -> None:
     assert main(["runs", "diff", "first", "second", "--dir", str(two_runs)]) == 0
     assert "optim.lr: 0.02 -> 0.1" in capsys.readouterr().out
