@@ -186,11 +186,10 @@ def _example(example: Example, names: Sequence[str]) -> str:
     for name, text in zip(names, texts, strict=True):
         collapsed = _EMPTY_LINES.sub("\n\n", text)
         html += f"<dt>{name}<dd>{escape(collapsed)}" if text else f"<dt>{name}<dd class=dim>(empty)"
-    html += "</dl>"
     if example.right is None:
-        return f"<div class=card>{html}</div>"
+        return f"<div class=card>{html}</dl></div>"
     mark = "right" if example.right else "wrong"
-    return f'<div class="card {mark}">{html}<span class=mark>{mark}</span></div>'
+    return f'<div class="card {mark}">{html}<dd class=mark>{mark}</dl></div>'
 
 
 def _media_item(data: bytes) -> str:
