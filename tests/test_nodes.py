@@ -196,7 +196,7 @@ def test_killed_rank_ends_a_hanging_rank_of_another_node(tmp_path: Path) -> None
     for rank in ("0", "1"):
         words = ["--nnodes", "2", "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port]
         words += [*LONG, "tiny.fault=hang", f"project.dir={tmp_path}"]
-        nodes.append(spawn("-m", "mvp_engine.cli", "train", str(TINY), *words))
+        nodes.append(spawn("-m", "mvp_engine.cli", "train", str(TINY), *words, fresh_workers=True))
     assert nodes[0].stdout is not None
     while "hanging" not in nodes[0].stdout.readline():
         assert nodes[0].poll() is None
