@@ -68,7 +68,8 @@ class Terminal:
         LOGGER.removeHandler(self.handler)
 
     def _print_line(self, record: dict[str, Any]) -> None:
-        self.console.print(fmt.line(record, self.total_steps), markup=False, soft_wrap=True)
+        in_file = not self.console.is_terminal  # where a record stays on one line
+        self.console.print(fmt.line(record, self.total_steps), markup=False, soft_wrap=in_file)
 
     def _panel(self) -> Panel:
         record = self.latest.get("train")

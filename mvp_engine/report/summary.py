@@ -78,7 +78,7 @@ def summary_text(facts: RunFacts, seconds: float) -> str:
         lines.append(_line("train", f"loss {number(train['loss'])}"))
     if held_out:
         values = _metrics(held_out)
-        lines.append(_line("eval", f"{values} at step {held_out['step']:,}"))
+        lines.append(_line("eval", f"step {held_out['step']:,}  {values}"))
     if best := facts.best:
         value = _value(best["metric"], best["value"])
         lines.append(_line("best", f"{best['metric']} {value} at step {best['step']:,}"))

@@ -19,7 +19,7 @@ def test_summary_has_best_metric_time_speed_left_out_rows_and_next_commands(tmp_
     text = summary_text(RunFacts(run), seconds=3725)
     for part in (
         f"{tmp_path.name}: finished at step 40 of 40, in 1:02:05",
-        "eval        loss 0.75  exact_web 12.5 %  exact_own 90.0 % at step 40",
+        "eval        step 40  loss 0.75  exact_web 12.5 %  exact_own 90.0 %",
         "best        loss 0.25 at step 20",
         "tokens/s 48.2k, MFU 53.5 %, fill of packs 97.0 %, wait for data 1.0 %, peak memory 40.00 GiB",
         "left out    5 rows (web: 4 corrupt, own: 1 too long)",
