@@ -127,7 +127,9 @@ def _add_estimate_command(commands: Any) -> None:
     )
     estimate = _add_command(commands, "estimate", text)
     estimate.add_argument(
-        "what", metavar="CONFIG|MODEL", help="a recipe's YAML file, a model folder or a Hub id"
+        "what",
+        metavar="CONFIG|MODEL",
+        help="a YAML file, a shipped config such as sft/lora, a model folder or a Hub id",
     )
     estimate.add_argument(
         "overrides", nargs="*", metavar="key=value", help="overrides of config keys"

@@ -43,6 +43,11 @@ def _time_lines(facts: dict[str, Any]) -> list[str]:
     throughput = f"{rate(facts['tokens_per_s'])} tokens/s, MFU {facts['mfu']:.1%}"
     step = f"{1e3 * facts['step_s']:8.1f} ms, {facts['tokens_per_step']:,} tokens: {throughput}"
     lines.append(f"  {'step':<22}{step}")
+    if facts["idle_ranks"]:
+        text = (
+            f"{facts['idle_ranks']} data parallel ranks have no pack: raise data.global_batch_size"
+        )
+        lines.append(f"  {'idle':<22}{text}")
     if facts["steps"] is not None:
         training = f"{facts['steps']:8,} steps, about {duration(facts['eta_s'])}"
         lines.append(f"  {'training':<22}{training}")

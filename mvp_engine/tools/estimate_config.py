@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from mvp_engine.config import compose
 from mvp_engine.config.compose import Composed, MissingKeys
 from mvp_engine.config.places import override_key
+from mvp_engine.config.shipped import shipped_configs
 from mvp_engine.data import accumulation_steps
 from mvp_engine.errors import UserError
 from mvp_engine.hf.adapter import cast_frozen_base
@@ -89,6 +90,8 @@ class Estimator:
             **found,
             "tokens_per_step": tokens,
             "tokens_per_s": tokens / found["step_s"],
+            "mfu": found["mfu"] * packs_per_step / (micro_batches * ranks),  # some ranks may wait
+            "idle_ranks": max(0, ranks - packs_per_step),
             "steps": steps,
             "eta_s": steps and steps * found["step_s"],
         }
@@ -171,7 +174,9 @@ def _compose(question: Question) -> tuple[Composed, bool]:
 def _is_model(what: str) -> bool:
     """A folder, or a Hub id such as org/name; everything else is a config, which may be misspelt."""
     path = Path(what).expanduser()
-    return path.is_dir() or (hub_model(what) is not None and path.suffix not in (".yaml", ".yml"))
+    if path.is_dir() or path.suffix in (".yaml", ".yml"):
+        return path.is_dir()
+    return hub_model(what) is not None and not shipped_configs(path.parts[0])
 
 
 def _replica_size(parallel: Any) -> int:

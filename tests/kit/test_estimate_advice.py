@@ -114,6 +114,14 @@ def test_estimate_of_a_config_without_data_assumes_full_packs(models: None, caps
     assert facts["tokens_per_step"] == 8 * 4096
     assert "4,096 tokens, assumed" in facts["packs"]
     assert facts["steps"] is None
+    shipped = ["sft/lora", "model.path=Qwen/Qwen3-0.6B"]  # a config, not a Hub id
+    code, facts = estimated(shipped, capsys)
+    assert code == facts["idle_ranks"] == 0
+    code, on_8 = estimated([*shipped, "--gpus", "8"], capsys)
+    assert on_8["idle_ranks"] == 6  # the global batch has two packs
+    assert on_8["mfu"] == pytest.approx(facts["mfu"] / 4, rel=0.01)
+    assert main(["estimate", "sft/lroa"]) == EXIT_USER_ERROR
+    assert "sft/lora" in capsys.readouterr().err
     assert main(["estimate", SFT]) == EXIT_USER_ERROR
     error = capsys.readouterr().err
     assert "model.path=..." in error
