@@ -12,9 +12,14 @@ from .show import show
 
 
 class Digits(Section):
-    folder: str  # images, rows and processor are built into it, once
-    count: int  # how many of the 1,797 digits; a fifth is held out
-    drawings: int  # drawings of each training digit, in different sizes
+    """The handwritten digits of scikit-learn as rows with images."""
+
+    folder: str
+    """Images, rows and processor are built into it, once."""
+    count: int
+    """How many of the 1,797 digits; a fifth is held out."""
+    drawings: int
+    """Drawings of each training digit, in different sizes."""
 
 
 class DigitsConfig(MLLMConfig):

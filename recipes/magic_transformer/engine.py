@@ -14,15 +14,23 @@ from .model import MagicTransformer
 
 
 class Task(Section):
-    digits: int  # how many to sort
+    """The digits to sort."""
+
+    digits: int
+    """How many to sort."""
     train_problems: int
+    """Problems of an epoch."""
     eval_problems: int
+    """Held-out problems."""
 
 
 class MagicModel(Model):  # these keys, and the engine's own (compile, activation_checkpointing, ...)
     width: int
+    """Hidden size."""
     heads: int
+    """Attention heads."""
     layers: int
+    """Transformer blocks."""
 
 
 class MagicConfig(Config):

@@ -15,9 +15,14 @@ from mvp_engine.kit import MLLMConfig, MLLMEngine, build_once
 
 
 class Made(Section):
-    folder: str  # corpus, tokenizer and chats are built into it, once
-    modules: int  # of Python's standard library; every twentieth is held out
-    chats: int  # for each task, for training
+    """Synthetic texts and chats."""
+
+    folder: str
+    """Corpus, tokenizer and chats are built into it, once."""
+    modules: int
+    """Modules of Python's standard library; every twentieth is held out."""
+    chats: int
+    """Training chats of each task."""
 
 
 class Qwen3Config(MLLMConfig):

@@ -11,8 +11,12 @@ from .data import prepare
 
 
 class Shapes(Section):
-    folder: str  # images, videos, rows and a processor are built into it, once
-    rows: int  # of captions; other files have as many or half as many
+    """Synthetic images and videos of shapes."""
+
+    folder: str
+    """Images, videos, rows and a processor are built into it, once."""
+    rows: int
+    """Rows of captions; other files have as many or half as many."""
 
 
 class VLConfig(MLLMConfig):

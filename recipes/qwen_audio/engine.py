@@ -10,9 +10,14 @@ from .data import edit_distance, prepare, words_of
 
 
 class Speech(Section):
-    folder: str  # audio files, rows and processor are built into it, once
-    sentences: int  # for training
-    held_out: int  # new sentences by training voices, and as many by new voices
+    """Synthetic speech."""
+
+    folder: str
+    """Audio files, rows and processor are built into it, once."""
+    sentences: int
+    """Training sentences."""
+    held_out: int
+    """New sentences by training voices, and as many by new voices."""
 
 
 class AudioConfig(MLLMConfig):

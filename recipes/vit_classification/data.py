@@ -32,14 +32,22 @@ Labelled = tuple[list[Any], list[int], list[str]]  # items, the class index of e
 
 
 class Images(Section):
-    root: str | None  # a folder with one folder of images per class; null: scikit-learn's digits
-    eval_root: str | None = None  # a folder with the same classes for evaluation; null: a part of the first is held out
-    held_out: int = 10  # every n-th image is held out, chosen by its name
-    size: int  # pixels of a side, as the model sees the image
-    # Augmentation of training images.
-    bend: float = 0.0  # rotation, shear, scale and shift, each by up to this share
-    crop: float = 1.0  # random crop of at least this share of the area
-    flip: bool = False  # horizontal flip, half of the time
+    """Image files by class, and how they are augmented."""
+
+    root: str | None
+    """A folder with one folder of images per class; null: scikit-learn's digits."""
+    eval_root: str | None = None
+    """A folder with the same classes for evaluation; null: a part of the first is held out."""
+    held_out: int = 10
+    """Every n-th image is held out, chosen by its name."""
+    size: int
+    """Pixels of a side, as the model sees the image."""
+    bend: float = 0.0
+    """Rotation, shear, scale and shift, each by up to this share."""
+    crop: float = 1.0
+    """Random crop of at least this share of the area."""
+    flip: bool = False
+    """Horizontal flip, half of the time."""
 
 
 class ImageDataset(Dataset[dict[str, Any]]):

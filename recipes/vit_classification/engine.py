@@ -23,6 +23,7 @@ class VitConfig(Config):
     optim: OptimSettings
     lora: Lora | None = None  # null: full fine-tuning
     label_smoothing: float = 0.0
+    """The share of the target that is spread evenly over the classes."""
 
 
 class VitEngine(Engine):

@@ -9,12 +9,14 @@ import pytest
 import yaml
 
 from mvp_engine.cli import main
+from mvp_engine.config.compose import read_draft
 from mvp_engine.config.explain import OTHER_TRAINERS, all_keys, suggest_key
 from mvp_engine.kit import MLLMConfig
 from mvp_engine.tools.argument_parser import build_parser
 from mvp_engine.tools.config import json_schema
 from mvp_engine.tools.config_keys import config_keys, reference_page
 from mvp_engine.tools.help_examples import EXAMPLES
+from mvp_engine.tools.recipe_schema import find_schema
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +26,15 @@ def test_every_key_of_engine_and_kits_has_a_description() -> None:
     assert [key.name for key in keys if not key.description] == []
     names = {key.name.replace(".NAME", "") for key in keys}
     assert set(all_keys(MLLMConfig)) <= names
+
+
+RECIPES = "sft/lora digits_vlm/train magic_transformer/train qwen3/sft_cpu qwen3_vl/instruct qwen_audio/cpu"
+
+
+@pytest.mark.parametrize("name", [*RECIPES.split(), "vit_classification/cpu"])
+def test_every_key_of_a_shipped_recipe_has_a_description(name: str) -> None:
+    schema, _ = find_schema(read_draft(name, ["model.path=a", "mllm.sources.rows.path=b"] if "sft/" in name else []))
+    assert [key.name for key in config_keys(schema) if not key.description] == []
 
 
 def test_reference_page_is_up_to_date() -> None:
