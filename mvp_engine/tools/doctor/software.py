@@ -36,7 +36,7 @@ PACKAGES = {
     "pillow": Package("11", "13", module="PIL"),
     "torchvision": Package("0.26", "0.29"),
     "pyarrow": Package("17", "26", "parquet and arrow files", "data"),
-    "av": Package("14", "19", "video", "data"),
+    "av": Package("18.1", "19", "video", "data"),
     "soundfile": Package("0.13", "0.14", "audio", "data"),
     "soxr": Package("0.5", "1.1", "audio of another sampling rate", "data"),
 }
