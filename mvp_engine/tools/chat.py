@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mvp_engine.checkpoint.format import META
 from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.errors import UserError, similar_path
 from mvp_engine.hf.hub import ADAPTER_CONFIG, hub_model, local_folder
@@ -170,6 +171,11 @@ def model_folders(target: str, root: Path) -> Iterator[tuple[Path, Path | None]]
             print(f"model: {newest}", file=sys.stderr)
             yield newest, None
             return
+        if not checkpoints and not (run / META).is_file():
+            raise UserError(
+                f"{run} has no checkpoint yet, and is neither a Hugging Face folder (config.json) nor a LoRA "
+                f"adapter ({ADAPTER_CONFIG})"
+            )
         with tempfile.TemporaryDirectory(prefix="mvp_chat_") as temporary:
             checkpoint = find_checkpoint(run)
             print(f"model: {checkpoint}", file=sys.stderr)

@@ -162,6 +162,7 @@ def test_chat_ctrl_c_ends_the_answer_and_keeps_what_was_shown(folder: Path, caps
     ("words", "message"),
     [
         (["nowhere", "-p", "x"], "no run 'nowhere'"),
+        (["EMPTY", "-p", "x"], "has no checkpoint yet, and is neither a Hugging Face folder (config.json)"),
         (["FOLDER", "-p", "x", "--image", "none.png"], "no image file none.png"),
         (["FOLDER", "-p", "x", "--audio", "IMAGE"], "audio"),
         (["FOLDER", "-p", "x", "--device", "gpu"], "no device 'gpu': write cpu, cuda"),
@@ -169,6 +170,6 @@ def test_chat_ctrl_c_ends_the_answer_and_keeps_what_was_shown(folder: Path, caps
     ],
 )
 def test_chat_user_errors_are_explained(folder: Path, image: Path, words: list[str], message: str, capsys) -> None:
-    places = {"FOLDER": str(folder), "IMAGE": str(image)}
+    places = {"FOLDER": str(folder), "IMAGE": str(image), "EMPTY": str(image.parent)}
     assert main(["chat", "--device", "cpu", *(places.get(word, word) for word in words)]) == 2
     assert message in capsys.readouterr().err
