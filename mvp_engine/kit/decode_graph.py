@@ -67,8 +67,8 @@ class DecodeGraph:
 def capture(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """A function that replays `forward` as a CUDA graph and returns its output.
 
-    Not by `torch.cuda.graph`, which collects garbage and empties the allocator's cache: both take longer than a graph
-    saves in an evaluation. Other threads, such as those of loaders and checkpoints, may call CUDA meanwhile.
+    Not by `torch.cuda.graph`, which also collects garbage and empties the allocator's cache: a training fills it again.
+    Other threads, such as those of loaders and checkpoints, may call CUDA meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
