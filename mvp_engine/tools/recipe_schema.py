@@ -159,9 +159,21 @@ def _execute(source: _Source, name: str) -> Any:
         if isinstance(node, ast.ImportFrom):
             return _execute(source.origin(node), node.names[0].name)
         return getattr(importlib.import_module(source.name), name)
-    module = ModuleType(f"_schema_of_{source.file.parent.name}.{source.file.stem}")
+    folder = re.sub(r"\W", "_", source.file.parent.name)
+    module = ModuleType(f"{folder}.{source.file.stem}")  # as `import_file` calls it
     module.__file__ = str(source.file)
+    imported = sys.modules.get(module.__name__)
     sys.modules[module.__name__] = module  # pydantic finds annotations and docstrings there
+    try:
+        _execute_statements(source, name, module)
+    finally:
+        del sys.modules[module.__name__]
+        if imported is not None:
+            sys.modules[module.__name__] = imported
+    return vars(module)[name]
+
+
+def _execute_statements(source: _Source, name: str, module: ModuleType) -> None:
     flags = 0
     for node in _needed(source, name):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -171,7 +183,6 @@ def _execute(source: _Source, name: str) -> Any:
         code = compile(ast.Module([node], []), str(source.file), "exec", flags, True)
         flags |= code.co_flags & __future__.annotations.compiler_flag
         exec(code, vars(module))
-    return vars(module)[name]
 
 
 def _needed(source: _Source, name: str) -> Iterator[ast.stmt]:
