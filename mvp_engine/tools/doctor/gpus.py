@@ -132,7 +132,7 @@ def _check_gpu(index: int) -> Finding:
     memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
     text = f"{properties.name}, {memory}, compute capability {capability[0]}.{capability[1]}"
     facts = {
-        "name": properties.name,
+        "gpu": properties.name,
         "free_gib": round(free / GIB, 2),
         "total_gib": round(total / GIB, 2),
         "capability": list(capability),
