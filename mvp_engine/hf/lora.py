@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -77,6 +78,7 @@ def _adapt(linear: Any, settings: Lora) -> None:
         adapter._init_weights(adapter)
     linear.lora_scaling = settings.scaling
     linear.lora_dropout = settings.dropout
+    linear.lora_switch = None
     linear.register_forward_hook(_add_adapter_output)
 
 
@@ -84,7 +86,31 @@ def _add_adapter_output(linear: Any, args: tuple[Tensor, ...], out: Tensor) -> T
     x = args[0]
     if linear.lora_dropout:
         x = F.dropout(x, linear.lora_dropout, linear.training)
-    return out + linear.lora_B(linear.lora_A(x)) * linear.lora_scaling
+    scaling = linear.lora_scaling
+    if linear.lora_switch is not None:
+        scaling = scaling * linear.lora_switch
+    return out + linear.lora_B(linear.lora_A(x)) * scaling
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """A context in which the model computes what it did without its adapters.
+
+    The switch is a number in a tensor, which a compiled forward reads: a flag in Python would compile it again.
+    """
+    layers = [layer for _, layer in adapted_layers(model)]
+    if not layers:
+        raise UserError("adapters_off: the model has no LoRA adapters")
+    if layers[0].lora_switch is None:
+        switch = torch.ones(())
+        for layer in layers:
+            layer.lora_switch = switch
+    switch = layers[0].lora_switch
+    switch.zero_()
+    try:
+        yield
+    finally:
+        switch.fill_(1.0)
 
 
 def _target_layers(

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from mvp_engine.kit.mllm import MLLMEngine
     from mvp_engine.kit.model import MLLMModelKit
     from mvp_engine.kit.optim import OptimKit, OptimSettings
+    from mvp_engine.kit.preference import PreferenceLossKit, StepTerms
+    from mvp_engine.kit.preference_engine import PreferenceEngine
+    from mvp_engine.kit.preference_settings import PreferenceConfig, PreferenceLoss
+    from mvp_engine.kit.reward import RewardEngine, RewardLossKit
+    from mvp_engine.kit.reward_settings import RewardConfig, RewardLoss
     from mvp_engine.kit.row_checks import check_labels, check_rows
     from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, TokenLoss
 else:  # the sections of configs are here too, and `mvp config show` imports no torch
@@ -45,6 +50,15 @@ __all__ = [
     "MLLMModelKit",
     "OptimKit",
     "OptimSettings",
+    "PreferenceConfig",
+    "PreferenceEngine",
+    "PreferenceLoss",
+    "PreferenceLossKit",
+    "RewardConfig",
+    "RewardEngine",
+    "RewardLoss",
+    "RewardLossKit",
+    "StepTerms",
     "TokenLoss",
     "TokenNormedLossKit",
     "build_once",

@@ -107,6 +107,12 @@ class MLLMEngine(Engine):
         if judged:
             ctx.log(f"exact_{name}", sum(answer.right for answer in judged), len(judged))
 
+    def generation_rows(self, micro_batch: PackedBatch) -> Tensor:
+        """Which sequences of an evaluation get a generated answer: a mask. By default every n-th sample."""
+        assert self.config.eval_generation is not None
+        every = self.config.eval_generation.every_n_samples
+        return micro_batch.sequence_fields["sample"] % every == 0
+
     # ---- Hooks --------------------------------------------------------------------------------------------
 
     def prepare_model(self) -> nn.Module:
@@ -148,12 +154,13 @@ class MLLMEngine(Engine):
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         if "side" in micro_batch.sequence_fields:
             raise UserError(
-                "mllm.pairs: this loss would train on rejected answers too. Set it to false, or write forward_step"
+                "mllm.pairs: this loss would train on rejected answers too. Set it to false, or let the engine be a "
+                "PreferenceEngine (docs/preference.md)"
             )
         if "label" in micro_batch.sequence_fields:
             raise UserError(
                 "mllm.fields has label: this loss would train on the answers of all rows, whatever their label. "
-                "Remove it, or write forward_step"
+                "Remove it, or let the engine be a PreferenceEngine (preference.loss=kto)"
             )
         log_sources = partial(self._log_source_losses, ctx, micro_batch)
         return self.loss(ctx, self.model, micro_batch, log_sources)
@@ -186,8 +193,7 @@ class MLLMEngine(Engine):
         settings = self.config.eval_generation
         if settings is None or ctx.is_dummy:
             return
-        is_chosen = micro_batch.sequence_fields["sample"] % settings.every_n_samples == 0
-        chosen = is_chosen.nonzero()[:, 0].tolist()
+        chosen = self.generation_rows(micro_batch).nonzero()[:, 0].tolist()
         if chosen:
             # On the CPU: the device could not hold the images of a whole evaluation.
             self.generation_batches.append(micro_batch.select(chosen).to("cpu"))

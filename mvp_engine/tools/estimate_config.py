@@ -110,6 +110,7 @@ class Estimator:
             gpu=self.gpu,
             state_dtype=getattr(config.optim, "state_dtype", "float32"),
             ema=getattr(config.optim, "ema", None) is not None,
+            reference_copy=getattr(config, "reference", None) == "copy",
             shard=config.parallel.shard,
             ulysses=config.parallel.ulysses,
             tensor=config.parallel.tensor,

@@ -14,6 +14,7 @@ from torch import nn
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.model_engine.base import DTYPES
 from mvp_engine.tools.estimate_blocks import BlockCosts
 from mvp_engine.tools.estimate_settings import EstimateSettings
 
@@ -40,6 +41,11 @@ def _static(costs: BlockCosts) -> dict[str, float]:
         "gradients": 4.0 * trained / ranks,
         "optimizer states": states * trained / ranks,
     }
+    if settings.reference_copy:
+        dtype = DTYPES[settings.precision]
+        size = dtype.itemsize if model.export_dtype == dtype else 4
+        base = sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name)
+        sizes["reference model"] = float(size * base / ranks)
     if settings.fsdp_ranks == 1:
         sizes["bf16 weight copies"] = costs.autocast_bytes() / settings.tensor
     else:

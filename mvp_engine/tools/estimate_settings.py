@@ -69,6 +69,7 @@ class EstimateSettings(Settings):
     gpu: str = "H200"
     state_dtype: str = "float32"
     ema: bool = False
+    reference_copy: bool = False  # a second, frozen model, as preference training has it
     shard: int = 1
     ulysses: int = 1
     tensor: int = 1

@@ -162,3 +162,13 @@ def test_estimate_of_a_model_with_encoder_counts_media(model: str, media: str, m
     _, text = estimated([*words, "--media-share", "0"], capsys)
     assert text["seconds"]["GEMM"] < facts["seconds"]["GEMM"]
     assert text["peak_gib"] < facts["peak_gib"]
+
+
+def test_estimate_of_preference_training_counts_a_copied_reference(models: None, capsys: Any) -> None:
+    config = str(ROOT / "recipes" / "preference" / "configs" / "gpu8.yaml")
+    words = [config, "model.path=Qwen/Qwen3-8B", "--gpu", "H100"]
+    peaks = []
+    for reference in ("copy", "cached"):
+        _, facts = estimated([*words, f"preference.reference={reference}"], capsys)
+        peaks.append(facts["peak_gib"])
+    assert peaks[0] - peaks[1] > 1.5  # 8 B parameters in 16 bit, or more, over 8 ranks

@@ -332,7 +332,7 @@ class _Reader:
             raise BadRow(
                 "label_false",
                 "the column 'label' says that the answer is bad, and it would be learnt as a good "
-                "one. Remove such rows; or read the label in forward_step (mllm.fields: "
+                "one. Remove such rows; or train with KTO (preference.loss=kto, mllm.fields: "
                 "{label: int}); or set columns: {label: null} if it means something else",
             )
 

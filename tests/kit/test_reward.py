@@ -1,0 +1,131 @@
+"""Reward models: the Bradley-Terry loss on any split and layout equals a padded reference; exports score alike."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from families import config_of, overrides_of, parallel
+from folders import alone
+from test_preference_loss import PLAIN, SPLITS, packed, rows
+from torch import Tensor
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.engine import StepContext
+from mvp_engine.hf import ValueModel
+from mvp_engine.kit import RewardLoss, RewardLossKit
+from mvp_engine.kit.reward import last_token_scores
+from mvp_engine.model_engine import ModelSource, Settings, ValueModelEngine
+
+SETTINGS = RewardLoss(margin="gap", centring=0.05)
+
+
+class NoLog(StepContext):
+    def __init__(self) -> None: ...
+
+    def log(self, *_: Any) -> None: ...  # type: ignore[override]
+
+    def count(self, *_: Any) -> None: ...
+
+
+def engine_on(layout: Layout) -> ValueModelEngine:
+    engine = ValueModelEngine(ValueModel.on_meta(None, overrides_of("qwen3")), layout, Settings(seed=5))
+    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
+    return engine
+
+
+def pairs(chosen: list[int]) -> PackedBatch:
+    batch = packed(chosen)
+    batch.sequence_fields["gap"] = 0.1 * batch.sequence_fields["sample"].float()
+    return batch
+
+
+def step(layout: Layout, splits: list[list[list[int]]]) -> Any:
+    engine, kit, found = engine_on(layout), RewardLossKit(SETTINGS), []
+    for split in splits:
+        own = [pairs(chosen) for chosen in split[layout.data_rank :: layout.data_size]]
+        engine.optimizer_zero_grad()
+        totals = engine.forward_backward_batch(own, lambda batch: kit(NoLog(), engine.model, batch))
+        loss, weight = (sum(each) for each in zip(*layout.world.all_gather(totals.tolist()), strict=True))
+        same = layout.model_parallel_size
+        named = engine.model.named_parameters()
+        grads = {n: full_tensor(p.grad).clone() / weight * same for n, p in named if p.grad is not None}
+        found.append((loss / weight, grads))
+    return found
+
+
+def on_ranks(sizes: dict[str, int]) -> Any:
+    world = World.join("cpu")
+    result = step(Layout.of(world, parallel(**sizes)), SPLITS[1:])
+    world.close()
+    return result
+
+
+@cache
+def classifier() -> Any:
+    """transformers' own sequence classifier with the weights of the engine."""
+    config = config_of("qwen3")
+    config.num_labels, config.pad_token_id = 1, 0
+    model = hf.Qwen3ForSequenceClassification._from_config(config, attn_implementation="eager")
+    state = engine_on(alone()).model.state_dict()
+    model.load_state_dict({name.replace("hf.", "model.", 1): value for name, value in state.items()})
+    return model
+
+
+def padded_scores(model: Any, sequences: list[Tensor]) -> Tensor:
+    longest = max(map(len, sequences))
+    ids = torch.stack([torch.nn.functional.pad(one, (0, longest - len(one))) for one in sequences])
+    mask = torch.stack([torch.arange(longest) < len(one) for one in sequences]).long()
+    return model(input_ids=ids, attention_mask=mask).logits[:, 0]
+
+
+@cache
+def expected() -> tuple[float, dict[str, Tensor]]:
+    model, losses = classifier(), []
+    for row, sides in enumerate(rows()):
+        if row != PLAIN:
+            chosen, rejected = padded_scores(model, [ids for ids, _ in sides])
+            losses.append(-torch.sigmoid(chosen - rejected - 0.1 * row).log() + 0.05 * (chosen + rejected) ** 2)
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    grads = {n.replace("model.", "hf.", 1): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), grads
+
+
+def assert_equal(found: Any) -> None:
+    for loss, grads in found:
+        assert loss == pytest.approx(expected()[0], abs=1e-5)
+        for name, grad in grads.items():
+            assert torch.allclose(grad, expected()[1][name], rtol=1e-5, atol=1e-5), name
+
+
+def test_reward_loss_and_gradients_equal_padded_reference_in_any_split() -> None:
+    assert_equal(step(alone(), SPLITS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"ulysses": 2}], ids=str)
+def test_reward_loss_and_gradients_equal_padded_reference_on_two_ranks(ranks2, sizes: dict[str, int]) -> None:
+    for found in ranks2.run(on_ranks, sizes):
+        assert_equal(found)
+
+
+def test_reward_export_scores_alike_and_continued_folder_keeps_the_head(tmp_path: Path) -> None:
+    engine = engine_on(alone())
+    engine.export_hf(tmp_path / "reward")
+    batch = pairs([0, 1, 2])
+    scores = last_token_scores(engine.infer_batch(batch, ["values"])["values"], batch)
+    model: Any = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").eval()
+    model.config.pad_token_id = 0
+    with torch.no_grad():
+        found = padded_scores(model, list(batch.input_ids.split(batch.lengths.tolist())))
+    assert torch.allclose(found, scores, atol=1e-6)
+    again = ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "reward"))), alone())
+    again.initialize()
+    assert torch.equal(again.model.score.weight, engine.model.score.weight)

@@ -1,0 +1,51 @@
+"""The reward_model recipe: it trains, exports a classifier, refuses rows that end with the pad token; learning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, read_metrics
+
+from mvp_engine.cli import main
+from mvp_engine.config import compose
+from mvp_engine.errors import EXIT_USER_ERROR
+
+pytestmark = pytest.mark.slow
+CONFIGS = ROOT / "recipes" / "reward_model" / "configs"
+SHORT = ["made.rows=60", "loop.total_steps=2", "loop.eval_interval=2", "data.num_workers=0", "log.backends=[jsonl]"]
+
+
+def test_reward_model_trains_and_exports_a_classifier_that_continues(tmp_path: Path) -> None:
+    words = [str(CONFIGS / "cpu.yaml"), *SHORT, f"project.dir={tmp_path}", "log.interval=1"]
+    assert main(["train", *words]) == 0
+    first = read_metrics(tmp_path)
+    assert {"accuracy", "margin", "rewards/chosen"} <= read_metrics(tmp_path, "eval")[-1].keys()
+    export = tmp_path / "reward_model"
+    assert "Qwen3ForSequenceClassification" in (export / "config.json").read_text()
+    words = [*words, f"model.path={export.resolve()}", "optim.lr=1e-9", "export=null"]
+    assert main(["train", *words]) == 0
+    assert read_metrics(tmp_path)[0]["loss"] < first[0]["loss"]
+
+
+def test_reward_model_rows_that_end_with_the_pad_token_are_a_user_error(tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "reward_data"
+    config: Any = compose(CONFIGS / "cpu.yaml", [*SHORT, f"project.dir={tmp_path}"])
+    kit = config.engine_class.data_kit(config.config)
+    last = int(next(iter(kit.loader("train", global_batch_size=1))).input_ids[-1])
+    words = [*SHORT, f"project.dir={tmp_path}", f"made.folder={folder}", f"model.config.pad_token_id={last}"]
+    assert main(["train", str(CONFIGS / "cpu.yaml"), *words]) == EXIT_USER_ERROR
+    assert "Set model.config.pad_token_id" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["gpu1", "gpu8"])
+def test_reward_model_gpu_configs_compose(name: str) -> None:
+    config: Any = compose(CONFIGS / f"{name}.yaml", ["model.path=x", "mllm.sources.pairs.path=y.jsonl"]).config
+    assert (config.model.type, config.lora is None) == ("value_model", name == "gpu8")
+
+
+@pytest.mark.campaign(only=True)
+def test_reward_model_readme_command_learns_held_out_pairs(tmp_path: Path) -> None:
+    assert main(["train", str(CONFIGS / "cpu.yaml"), f"project.dir={tmp_path}", "log.backends=[jsonl]"]) == 0
+    assert read_metrics(tmp_path, "eval")[-1]["accuracy"] >= 0.95
