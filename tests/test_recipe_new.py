@@ -44,7 +44,9 @@ def test_recipe_new_all_configs_compose_under_the_new_name(origin: str, tmp_path
         if isinstance(old, str):
             assert isinstance(new, str)
             continue
-        assert new.engine == f"{copy / 'engine.py'}:Mine2Engine"
+        file_and_class = old.engine.removeprefix(str(source))
+        is_main = file_and_class.startswith("/engine.py")  # the class of another file keeps its name
+        assert new.engine == (f"{copy / 'engine.py'}:Mine2Engine" if is_main else f"{copy}{file_and_class}")
         assert old.project.name == "run" or new.project.name == old.project.name.replace(origin, "mine_2")
         theirs = [text for text in _texts(new.model_dump()) if text.startswith(new.project.dir) and "/" in text]
         assert all(text.startswith(f"{new.project.dir}/mine_2/") for text in theirs), theirs
