@@ -98,6 +98,7 @@ def _run(composed: Composed, world: World) -> int:
     engine: Engine | None = None
     status = "failed"
     reason: str | None = None
+    first = 0  # the rank that failed first: it may outlive rank 0
     started = time.time()
     try:
         with EarlyMessages(config.log.backends, world.rank):
@@ -117,10 +118,10 @@ def _run(composed: Composed, world: World) -> int:
         status = "interrupted"
         raise
     except Exception as error:
-        _, reason = world.failed_first(error)
+        first, reason = world.failed_first(error)
         raise
     finally:
-        if world.is_main and start.owned:
+        if start.owned and world.rank in (0, first):
             with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
                 step = engine.step if engine else 0
                 start.run.note(status=status, error=reason, step=step, ended=time.time())

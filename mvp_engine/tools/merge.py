@@ -67,7 +67,8 @@ def _register(model_type: str, spec: str | None, checkpoint: Path) -> None:
     try:
         load_spec(spec, Path.cwd(), "its engine")
     except UserError as error:
-        raise UserError(f"{checkpoint} is of model type {model_type}: {error}. {fix}") from None
+        why = str(error).removesuffix(".")
+        raise UserError(f"{checkpoint} is of model type {model_type}: {why}. {fix}") from None
     if not is_registered(model_type):
         raise UserError(
             f"{checkpoint} is of model type {model_type}, which {spec} does not register. {fix}"

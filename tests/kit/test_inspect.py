@@ -112,7 +112,7 @@ def test_inspect_prints_a_headline_and_one_example_per_reason(tmp_path: Path, ca
     good = chat("Hi", "Hello")
     image = {**chat("<image>?", "A cat"), "images": ["nowhere.png"]}
     write(tmp_path / "rows.jsonl", [good, {"x": 1}, {"x": 2}, "{broken", image])
-    text = printed(inspect(capsys, str(tmp_path / "rows.jsonl")), 160)
+    text = printed(inspect(capsys, str(tmp_path / "rows.jsonl")), 300)
     reasons = "2 unknown_format, 1 bad_json, 1 missing_file"
     assert text.splitlines()[0] == f"{tmp_path}/rows.jsonl: 4 of 5 rows cannot be trained on: {reasons}"
     examples = text.partition("one example of each reason")[2].partition("Rows as they")[0]
