@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import parallel
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from mvp_engine.config.schema import Optim
 from mvp_engine.distributed import Layout, World
@@ -33,6 +34,10 @@ OPTIM = Optim(
     min_lr_ratio=0.0,
 )
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+ranks_may_differ = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason="needs torch 2.13: ranks use other parameters",
+)
 
 
 class Net(nn.Module):
@@ -85,7 +90,7 @@ def test_gradients_are_those_of_the_mean_over_all_micro_batches() -> None:
         assert torch.allclose(gradients(part)[name], gradient, rtol=1e-5, atol=1e-7), name
 
 
-@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize("shard", [1, pytest.param(2, marks=ranks_may_differ)])
 def test_gradients_with_uneven_micro_batches_on_two_ranks_equal_one_rank(ranks2, shard: int) -> None:
     """Only one micro-batch uses `spare`, so on one rank it has no gradient of its own."""
     one = engine()
@@ -179,6 +184,7 @@ def _untouched(shard: int) -> list[str]:
     return names
 
 
+@ranks_may_differ
 def test_rank_with_fewer_micro_batches_runs_dummy_forwards(ranks2) -> None:
     assert ranks2.run(_forwards) == [(3, 0), (1, 2)]
 
