@@ -68,6 +68,14 @@ def test_preference_resumed_run_is_bit_equal_and_keeps_its_reference(base: Path)
     assert other[0]["loss"] == pytest.approx(math.log(2), abs=0.02)  # the policy has dropout, its reference none
 
 
+def test_preference_adapters_off_equals_copy_also_on_sharded_ranks(base: Path, ranks2) -> None:
+    lora = ["lora.rank=4", "loop.eval_interval=null", "preference.reference=copy"]
+    copy = trained(base, "lora_copy", *lora)
+    lora[-1] = "preference.reference=adapters_off"
+    assert_same(trained(base, "lora_off", *lora), copy)
+    assert_same(trained(base, "lora_shard", *lora, "parallel.shard=2", ranks=ranks2), copy)
+
+
 def test_preference_missing_cache_of_a_resumed_run_is_a_user_error(base: Path, capsys: Any) -> None:
     words = ["preference.reference=cached", "loop.eval_interval=null", f"mllm.cache={base}/lost"]
     trained(base, "lost", *words, "loop.total_steps=1", "checkpoint.interval=1")
