@@ -7,6 +7,8 @@ from mvp_engine.kit.build_once import build_once
 
 if TYPE_CHECKING:
     from mvp_engine.hf.lora_settings import Lora
+    from mvp_engine.kit.contrastive import ContrastiveEngine, ContrastiveLossKit
+    from mvp_engine.kit.contrastive_settings import ContrastiveConfig, ContrastiveLoss
     from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
     from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
     from mvp_engine.kit.examples import examples_of
@@ -37,6 +39,10 @@ else:  # the sections of configs are here too, and `mvp config show` imports no 
 __all__ = [
     "Answer",
     "Completion",
+    "ContrastiveConfig",
+    "ContrastiveEngine",
+    "ContrastiveLoss",
+    "ContrastiveLossKit",
     "DataSource",
     "Decoding",
     "EvalGeneration",

@@ -1,0 +1,25 @@
+"""The config of a ContrastiveEngine. It imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mvp_engine.config.schema import Config, Positive, Section
+
+
+class ContrastiveLoss(Section):
+    """The config section of contrastive losses."""
+
+    loss: Literal["infonce", "siglip"] = "infonce"
+    """InfoNCE: softmax over all rows of the step, in both directions. SigLIP: each pair of rows by itself."""
+    temperature: Positive = 0.07
+    """Similarities are divided by it, unless the model learns a `log_scale`. SigLIP starts with 0.1."""
+    bias: float = -10.0
+    """SigLIP: added to scaled similarities, unless the model learns a `bias`."""
+
+
+class ContrastiveConfig(Config):
+    """The config of a ContrastiveEngine."""
+
+    contrastive: ContrastiveLoss = ContrastiveLoss()
+    """The loss on pairs of views."""

@@ -1,0 +1,39 @@
+"""The contrastive skill's check passes on the kit and fails on losses with common errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from torch import Tensor
+
+from mvp_engine.imports import import_file
+from mvp_engine.kit import ContrastiveLoss, ContrastiveLossKit
+
+problems = import_file(ROOT / "skills" / "contrastive" / "check.py").problems
+KIT = ContrastiveLossKit()
+
+
+def mean(views_B2D: Tensor) -> Tensor:
+    return KIT(views_B2D).mean()
+
+
+def no_negatives(views_B2D: Tensor) -> Tensor:
+    return 1 - (views_B2D[:, 0] * views_B2D[:, 1]).sum(-1)
+
+
+def wrong_sign(views_B2D: Tensor) -> Tensor:
+    return -KIT(views_B2D)
+
+
+@pytest.mark.parametrize("loss", ["infonce", "siglip"])
+def test_check_of_the_kit_passes(loss: Any) -> None:
+    assert problems(ContrastiveLossKit(ContrastiveLoss(loss=loss, temperature=0.3, bias=-1.0))) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"), [(mean, "no mean"), (no_negatives, "no negatives"), (wrong_sign, "does not lower the loss")]
+)
+def test_check_of_a_wrong_loss_names_the_error(loss: Any, said: str) -> None:
+    assert any(said in problem for problem in problems(loss))
