@@ -46,7 +46,8 @@ class TwoTowers(nn.Module):
         self.words = Tower(27, DIGITS * LETTERS, settings)
         # As SigLIP and CLIP start: similarities times 10, or times 1 / 0.07.
         self.log_scale = nn.Parameter(torch.tensor(10.0 if loss == "siglip" else 14.3).log())
-        self.bias = nn.Parameter(torch.tensor(-10.0))
+        if loss == "siglip":
+            self.bias = nn.Parameter(torch.tensor(-10.0))
 
     def forward(self, digits: Tensor, letters: Tensor) -> Tensor:
         return torch.stack([self.digits(digits), self.words(letters)], dim=1)
