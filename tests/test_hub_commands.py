@@ -160,6 +160,12 @@ def test_run_records_commits_and_resume_uses_them_when_the_branches_moved(hub: F
     assert "no split test" in run(capsys, "train", "train.yaml", code=EXIT_USER_ERROR)  # a new run: the new commit
 
 
+@pytest.mark.slow
+def test_profile_runs_on_a_model_of_the_hub(hub: FakeHub, capsys: Any) -> None:
+    run(capsys, "profile", "train.yaml", "--out", "out", "--steps", "1", "--first", "1", "loop.total_steps=4")
+    assert Path("out/profile.md").is_file()
+
+
 def error_of_start(config: str, override: str) -> str:
     """The user error of building an engine on this rank."""
     composed = compose(config, [override])

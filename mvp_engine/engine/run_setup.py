@@ -30,8 +30,7 @@ def record_setup(engine: Engine, accumulation: int) -> None:
         "parts": parts,
         "versions": _versions(),
     }
-    # Checks and profiles train in a folder that is no run.
-    if engine.world.is_main and (engine.run.dir / "run.json").is_file():
+    if engine.world.is_main:
         engine.run.note(setup=setup)
     trained = f"{everything['trained']:,}"
     if everything["trained"] != everything["parameters"]:

@@ -67,8 +67,11 @@ def _profile(out: Path, first: int, steps: int, composed: Composed, world: World
                 f"--out {out}: {error.strerror}. Name a folder that can be written to"
             ) from None
     with tempfile.TemporaryDirectory(prefix="mvp-profile-") as folder:
-        # Rank 0's folder; those of the other ranks stay empty.
-        run = Run(Path(world.broadcast(folder)))
+        # In rank 0's folder; those of the other ranks stay empty.
+        place: Path | None = None
+        if world.is_main:
+            place = Run.create(Path(folder), composed.config.project.name, None).dir
+        run = Run(world.broadcast(place))
         with engine_class(composed.config, world, run, None, "a profile") as engine:
             engine.train()
         world.barrier()
