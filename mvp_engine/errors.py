@@ -40,7 +40,10 @@ def similar_path(path: str | Path) -> str:
     found = Path(*parts[:1]) if Path(path).is_absolute() else Path()
     for part in parts:
         if not (found / part).exists():
-            names = [entry.name for entry in found.iterdir()] if found.is_dir() else []
+            try:
+                names = [entry.name for entry in found.iterdir()]
+            except OSError:  # a file, or a folder that may not be listed
+                return ""
             part = next(iter(difflib.get_close_matches(part, names, 1)), "")
             if not part:
                 return ""

@@ -137,6 +137,17 @@ def test_misspelt_files_and_runs_get_a_hint(tmp_path: Path, capsys) -> None:
     assert f"Did you mean {tmp_path}/first?" in capsys.readouterr().err
 
 
+def test_misspelt_file_in_a_folder_that_may_not_be_listed_is_a_user_error(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)  # root may list every folder
+    assert main(["data", "inspect", str(tmp_path / "rows.jsonl")]) == EXIT_USER_ERROR
+    assert "nothing at" in capsys.readouterr().err
+
+
 def test_user_errors_are_one_line(capsys) -> None:
     assert main(["config", "show", "nowhere.yaml"]) == EXIT_USER_ERROR
     assert main(["train", str(TINY), "--nproc", "0"]) == EXIT_USER_ERROR
