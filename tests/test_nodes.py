@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from conftest import MAGIC, TINY, losses, spawn
 from kill_resume import child_pids
-from ranks import free_port
+from ranks import RankPool, free_port
 
 from mvp_engine.cli import main
+from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from mvp_engine.runs import list_runs
 from mvp_engine.tools import launcher
@@ -263,3 +264,20 @@ def test_slurm_script_requeues_a_running_job_on_exit_75(
 def run_name() -> str:
     line = next(line for line in MAGIC.read_text().splitlines() if line.strip().startswith("name:"))
     return shlex.split(line, comments=True)[1]
+
+
+def work_of_uneven_nodes() -> int:
+    """How often this rank did the work of its node: the first has three ranks, the second has one."""
+    rank = int(os.environ["RANK"])
+    is_second = rank == 3
+    place = {"LOCAL_RANK": "0" if is_second else str(rank), "LOCAL_WORLD_SIZE": "1" if is_second else "3"}
+    os.environ.update(place)
+    calls = list[int]()
+    world = World.join("cpu")
+    world.once_per_node(lambda: calls.append(1), "uneven")
+    world.close()
+    return len(calls)
+
+
+def test_work_once_per_node_ends_on_nodes_with_different_numbers_of_ranks(ranks4: RankPool) -> None:
+    assert ranks4.run(work_of_uneven_nodes, timeout=30.0) == [1, 0, 0, 1]

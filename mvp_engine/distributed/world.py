@@ -118,6 +118,8 @@ class World:
         if self.store is None:
             work()
             return
+        # Nodes may have different numbers of ranks.
+        workers = [rank for rank, local in enumerate(self.all_gather(self.local_rank)) if not local]
         if self.local_rank == 0:
             message = ""
             try:
@@ -125,7 +127,7 @@ class World:
             except UserError as error:
                 message = str(error)
             self.store.set(f"{name}/{self.rank}", message)
-        for rank in range(0, self.size, self.local_size):
+        for rank in workers:
             # Not `wait`, which has a time-out and keeps signal handlers from running.
             while not self.store.check([f"{name}/{rank}"]):
                 time.sleep(0.1)
