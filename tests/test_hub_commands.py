@@ -269,6 +269,14 @@ def test_dataset_paths_choose_config_and_split(hub: FakeHub) -> None:
     hub.add("datasets/org/card", {"README.md": readme, **shards})
     assert names("hf://org/card:train_sft") == ["sft-1.parquet", "sft-2.parquet"]
     assert names("hf://org/card:big:gen") == ["1.parquet"]
+    readme = b"---\nconfigs:\n- {config_name: default, data_dir: v2}\n---\n"
+    files = {
+        f"{folder}/{split}-00000-of-00001.parquet": b"PAR1" for folder in ("v1", "v2") for split in ("train", "test")
+    }
+    hub.add("datasets/org/folder", {"README.md": readme, **files})
+    assert dataset_files("hf://org/folder")[0].endswith("v2/train-00000-of-00001.parquet")
+    assert names("hf://org/folder") == ["train-00000-of-00001.parquet"]
+    assert names("hf://org/folder:test") == ["test-00000-of-00001.parquet"]
     hub.add("datasets/org/json", {"rows.jsonl": b"{}"})
     hub.add("datasets/org/json", {"default/train/0000.parquet": b"PAR1"}, branch="refs/convert/parquet")
     assert names("hf://org/json") == ["0000.parquet"]

@@ -183,18 +183,29 @@ def _readme_configs(repo: HubRepo) -> list[dict[str, Any]]:
 
 
 def _readme_splits(entry: dict[str, Any], files: list[str]) -> dict[str, list[str]]:
-    """The files of each split of one entry: `data_files` is a pattern, a list of them, or patterns by split."""
-    given = entry.get("data_files", "**")
+    """The files of each split of one entry: `data_files` is a pattern, a list of them, or patterns by split.
+
+    Without it the splits are those of the file names in `data_dir`, as in the package `datasets`.
+    """
+    folder = PurePosixPath(str(entry.get("data_dir") or "."))
+    given = entry.get("data_files")
+    splits: dict[str, list[str]] = {}
+    if given is None:
+        for file in map(PurePosixPath, files):
+            if file.is_relative_to(folder):
+                *folders, name = file.relative_to(folder).with_suffix("").parts
+                split = _split_by_name([name, *reversed(folders)])
+                splits.setdefault(split, []).append(str(file))
+        return splits
     if isinstance(given, dict):
         given = [{"split": split, "path": path} for split, path in given.items()]
-    splits: dict[str, list[str]] = {}
     for item in given if isinstance(given, list) else [given]:
         split, patterns = (
             (item["split"], item["path"]) if isinstance(item, dict) else ("train", item)
         )
         for pattern in patterns if isinstance(patterns, list) else [patterns]:
-            path = PurePosixPath(str(entry.get("data_dir") or "."), pattern)
-            found = [file for file in files if _glob(str(path)).fullmatch(file)]
+            expression = _glob(str(folder / pattern))
+            found = [file for file in files if expression.fullmatch(file)]
             splits[split] = [*splits.get(split, []), *found]
     return {split: found for split, found in splits.items() if found}
 
