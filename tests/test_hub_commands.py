@@ -221,6 +221,7 @@ def test_push_uploads_model_and_card_that_chat_reads_back(
 ) -> None:
     run(capsys, "train", "train.yaml", "loop.eval_interval=2")
     newest = list_runs(Path("outputs"))[-1]
+    newest.note(setup={**newest.info["setup"], "versions": {"torch": "1.2.3"}})
     shown = run(capsys, "push", newest.id, "me/reader", "--dry-run")
     assert "would upload to me/reader (private)" in shown
     assert "model.safetensors" in shown
@@ -238,11 +239,14 @@ def test_push_uploads_model_and_card_that_chat_reads_back(
     for text in ("| held-out loss |", "| `optim.lr` | 0.001 |", "Qwen3VLForConditionalGeneration.from_pretrained"):
         assert text in card
     assert str(Path.cwd()) not in card
+    assert "| torch | 1.2.3 |" in card  # of the training, not of this machine
     chat = ["-p", "What colour?", "--max-new-tokens", "2", "--json"]
     answers = [json.loads(run(capsys, "chat", model, *chat))["answer"] for model in (str(newest.dir), "me/reader")]
     run(capsys, "push", newest.id, "me/adapter", "--adapter", "--public")
     files = hub.repos["me/adapter"].commits[hub.repos["me/adapter"].branches["main"]]
     assert not hub.repos["me/adapter"].private
+    snippet = 'PeftModel.from_pretrained(Qwen3VLForConditionalGeneration.from_pretrained("org/vlm"), "me/adapter")'
+    assert snippet in files["README.md"].decode()
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/vlm"
     answers.append(json.loads(run(capsys, "chat", "me/adapter", *chat))["answer"])
     assert len(set(answers)) == 1

@@ -6,12 +6,13 @@ It has no paths of this machine: data that is not of the Hub is named by its sou
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from mvp_engine.checkpoint.manager import find_checkpoint
+from mvp_engine.checkpoint.state import HF
 from mvp_engine.hf.hub import ADAPTER_CONFIG, SCHEME, hub_model
 from mvp_engine.hf.hub_datasets import hub_dataset
 from mvp_engine.runs import Run, flat_keys
@@ -23,7 +24,6 @@ SHOWN_KEYS = [
     "mllm.micro_batch_tokens", "mllm.global_batch_tokens", "lora.rank", "lora.alpha", "lora.targets",
     "model.freeze", "seed",
 ]  # fmt: skip
-PACKAGES = ("mvp_engine", "transformers", "torch")
 SNIPPET = """\
 ```python
 from transformers import AutoProcessor, {model_class}
@@ -62,10 +62,10 @@ def model_card(run: Run, folder: Path, name: str, *, license: str | None = None)
         f"---\n{yaml.safe_dump(kept, sort_keys=False)}---\n",
         f"# {name.rpartition('/')[2]}\n",
         _summary(run, config, base, is_adapter),
-        f"## Use\n\n{_snippet(folder, name, base)}\nOr, in a terminal: `mvp chat {name}`\n",
+        f"## Use\n\n{_snippet(run, folder, name, base)}\nOr, in a terminal: `mvp chat {name}`\n",
         _results(run),
         f"## Data\n\n{_sources(config)}",
-        f"## Training\n\n{_settings(config)}",
+        f"## Training\n\n{_settings(run, config)}",
     ]
     own = folder / "README.md"  # of a model with heads that transformers has no class for
     if own.is_file():
@@ -92,11 +92,16 @@ def _summary(run: Run, config: dict[str, Any], base: str | None, is_adapter: boo
     return f"Trained from {origin} by {how}, with MVP Engine (run `{run.id}`).\n"
 
 
-def _snippet(folder: Path, name: str, base: str | None) -> str:
+def _snippet(run: Run, folder: Path, name: str, base: str | None) -> str:
     if (folder / ADAPTER_CONFIG).is_file():
-        return ADAPTER_SNIPPET.format(model_class="AutoModelForCausalLM", name=name, base=base)
-    classes = _config(folder).get("architectures") or ["AutoModel"]
-    return SNIPPET.format(model_class=classes[0], name=name)
+        model_class = _model_class(find_checkpoint(run.dir) / HF)
+        return ADAPTER_SNIPPET.format(model_class=model_class, name=name, base=base or "BASE_MODEL")
+    return SNIPPET.format(model_class=_model_class(folder), name=name)
+
+
+def _model_class(folder: Path) -> str:
+    classes: list[str] = _config(folder).get("architectures") or ["AutoModel"]
+    return classes[0]
 
 
 def _pipeline_tag(folder: Path) -> str:
@@ -128,15 +133,13 @@ def _results(run: Run) -> str:
     return _table("## Results", "metric", "value", rows) if rows else ""
 
 
-def _settings(config: dict[str, Any]) -> str:
+def _settings(run: Run, config: dict[str, Any]) -> str:
+    """Config keys, and the versions of the last launch, which need not be those that are installed here."""
     flat = flat_keys(config)
     shown = {key: flat[key] for key in SHOWN_KEYS if flat.get(key) not in (None, [], {}, "")}
     rows = [f"| `{key}` | {value} |" for key, value in shown.items()]
-    for package in PACKAGES:
-        try:
-            rows.append(f"| {package} | {version(package)} |")
-        except PackageNotFoundError:  # it runs from a checkout
-            continue
+    versions = run.info.get("setup", {}).get("versions", {})
+    rows += [f"| {package} | {version} |" for package, version in versions.items()]
     return _table("", "setting", "value", rows)
 
 
