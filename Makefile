@@ -34,7 +34,7 @@ format: setup
 test: lint
 	@.venv/bin/pytest $(SPLIT) --durations=25
 
-# Every room, without the tests that take longest: about two minutes.
+# Every folder, without the tests that take longest: about three minutes.
 test-quick: setup
 	@.venv/bin/pytest $(SPLIT) -m "not slow" --durations=10
 
