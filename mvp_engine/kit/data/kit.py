@@ -24,6 +24,7 @@ from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.left_out import (
     describe_left_out,
     no_rows,
+    no_source,
     overlong_records,
     refuse_overlong,
     warn_of_missing_columns,
@@ -168,7 +169,8 @@ class MLLMDataKit:
             split, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle
         )
         if not len(dataset):
-            raise no_rows(split, self._left_out(split), self.row_encoder.max_tokens)
+            bad, long = self.bad_rows(split), self.overlong_rows(split)
+            raise no_rows(split, self._left_out(split), bad, long, self.row_encoder.max_tokens)
         num_rows = sum(len(source) for source in dataset.mixture.sources)
         bad_rows = self._bad_rows_list(split, num_rows, folder)
         bad_rows.add(self.bad_rows(split), list_them=rank == 0)
@@ -230,9 +232,7 @@ class MLLMDataKit:
 
     def engine_loader(self, engine: Any, split: str = "train") -> PackLoader | StreamLoader:
         """The loader for `prepare_dataloader`, with the engine's sizes, ranks, workers, seed and precision.
-
-        All ranks must call it.
-        """
+        All ranks must call it."""
         config = engine.config
         packs = self._engine_packs(engine)
         if self.settings.media_dtype == "auto":
@@ -329,7 +329,7 @@ class MLLMDataKit:
     def _sources(self, split: str) -> list[DataSource]:
         found = [source for source in self._all_sources if source.split == split]
         if not found:
-            raise UserError(f"data: no source has split: {split}")
+            raise no_source(split)
         return found
 
     def streams(self, split: str) -> list[Stream]:

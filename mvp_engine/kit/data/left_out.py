@@ -39,12 +39,27 @@ def refuse_overlong(mixture: Mixture, costs: list[Costs], max_tokens: int) -> No
         )
 
 
-def no_rows(split: str, left_out: str, max_tokens: int) -> UserError:
-    """The error for a split of which every row is left out."""
-    return UserError(
-        f"data: no row of {split} can be trained on. {left_out}. Over-long rows have more than {max_tokens} tokens: "
-        "raise mllm.micro_batch_tokens or mllm.row_tokens, or set mllm.overlong"
-    )
+def no_source(split: str) -> UserError:
+    """The error for a split that the config gives no rows."""
+    fix = f"give a source split: {split}"
+    if split == "eval":
+        fix += " or hold_out, a share of its rows; or set loop.eval_interval=null"
+    return UserError(f"data: no source has split: {split}. To fix it, {fix}")
+
+
+def no_rows(
+    split: str, left_out: str, bad: list[BadRecord], long: list[BadRecord], max_tokens: int
+) -> UserError:
+    """The error for a split of which every row is left out: the first bad row, and what to do about over-long ones."""
+    text = f"data: no row of {split} can be trained on. {left_out}"
+    if bad:
+        text += f". Such as {bad[0].where}: {bad[0].reason}: {bad[0].detail}"
+    if long:
+        text += (
+            f". Over-long rows have more than {max_tokens} tokens: raise mllm.micro_batch_tokens or "
+            "mllm.row_tokens, or set mllm.overlong"
+        )
+    return UserError(text)
 
 
 def describe_left_out(mixture: Mixture, costs: list[Costs], overlong: str) -> str:

@@ -103,7 +103,8 @@ def _resolve_file(text: str, limits: Limits, root: Path, what: str) -> Path:
         path = (root / text).resolve()
         folder = root.resolve()
         if not limits.allow_outside and not path.is_relative_to(folder):
-            raise BadRow("path_escape", f"{what}: {text[:200]} is not in {folder}")
+            fix = "set the source's root, or mllm.limits.allow_outside=true"
+            raise BadRow("path_escape", f"{what}: {text[:200]} leads out of {folder}: {fix}")
         mode = path.stat().st_mode
     except (OSError, ValueError, RuntimeError) as error:
         # Missing, too long, with a NUL character, or a loop of symbolic links.
