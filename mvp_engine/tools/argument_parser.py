@@ -8,6 +8,8 @@ from typing import Any
 from mvp_engine import __version__
 from mvp_engine.tools.hinting_parser import HintingParser
 
+_RUN = "a run's folder or id, or latest"
+
 
 def build_parser() -> argparse.ArgumentParser:
     text = "Fine-tune and pre-train models on text, images, video and audio."
@@ -79,8 +81,12 @@ def _add_launch_commands(commands: Any) -> None:
     launch = _add_group(commands, "launch", "scripts that start a training on a cluster")
     text = "print an sbatch script, which saves and queues itself again when its time is over"
     slurm = _add_config_command(launch, "slurm", text)
-    slurm.add_argument("--nodes", type=int, default=1, metavar="N", help="default: 1")
-    slurm.add_argument("--gpus", type=int, default=8, metavar="N", help="per node (default: 8)")
+    slurm.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)"
+    )
+    slurm.add_argument(
+        "--gpus", type=int, default=8, metavar="N", help="GPUs per node (default: 8)"
+    )
     slurm.add_argument("--cpus", type=int, metavar="N", help="CPU cores per node")
     slurm.add_argument(
         "--time", default="24:00:00", metavar="TIME", help="as for sbatch (default: 24:00:00)"
@@ -95,7 +101,7 @@ def _add_launch_commands(commands: Any) -> None:
 def _add_doctor_command(commands: Any) -> None:
     text = "check this machine: versions, GPUs, kernels, media, disk, all-reduce; each line ok or a fix"
     doctor = _add_command(commands, "doctor", text)
-    text = "also check the disk and the kernels for this recipe's YAML file"
+    text = "also check the disk and the kernels for this YAML file or shipped config"
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help=text)
     doctor.add_argument(
         "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
@@ -110,7 +116,7 @@ def _add_doctor_command(commands: Any) -> None:
 def _add_replay_command(commands: Any) -> None:
     text = "find the rows and the parameter that made a step of a run non-finite, or fail"
     replay = _add_command(commands, "replay", text)
-    replay.add_argument("name", metavar="RUN", help="folder or id")
+    replay.add_argument("name", metavar="RUN", help=_RUN)
     replay.add_argument("overrides", nargs="*", metavar="key=value", help="changes to its config")
     text = "the step (default: the last that was skipped or failed; of a streak, its first)"
     replay.add_argument("--step", type=int, metavar="N", help=text)
@@ -165,7 +171,7 @@ def _add_recipe_commands(commands: Any) -> None:
 
 def _add_skills_commands(commands: Any) -> None:
     skills = _add_group(commands, "skills", "skills for coding agents")
-    install = _add_command(skills, "install", "copy them to .agents/skills and link .claude/skills")
+    install = _add_command(skills, "install", "copy skills to .agents/skills, link .claude/skills")
     install.add_argument(
         "--dir",
         default=".",
@@ -188,7 +194,10 @@ def _add_config_commands(commands: Any) -> None:
     reference = _add_command(config, "reference", "print a Markdown page of all keys")
     for command in (explain, reference):
         command.add_argument(
-            "config", nargs="?", metavar="CONFIG", help="a recipe with keys of its own"
+            "config",
+            nargs="?",
+            metavar="CONFIG",
+            help="config of a recipe that defines its own keys",
         )
     explain.set_defaults(run="config_explain")
     reference.set_defaults(run="config_reference")
@@ -232,20 +241,35 @@ def _add_data_commands(commands: Any) -> None:
 
 
 def _add_chat_command(commands: Any) -> None:
-    text = "talk to a trained model: a run, a Hugging Face folder or a LoRA adapter"
+    text = "chat with a trained model: a run, a Hugging Face folder or a LoRA adapter"
     chat = _add_command(commands, "chat", text)
     chat.add_argument(
-        "target", metavar="RUN|FOLDER|ADAPTER", help="a run's folder or id, a folder, or a Hub id"
+        "target",
+        metavar="RUN|FOLDER|ADAPTER",
+        help=f"{_RUN}; the folder of a model or an adapter; or a Hub id",
     )
     for kind in ("image", "video", "audio"):
         chat.add_argument(
-            f"--{kind}", action="append", default=[], metavar="FILE", help="with the first message"
+            f"--{kind}",
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="attached to the first message; may be given several times",
         )
     chat.add_argument(
-        "-p", "--prompt", metavar="TEXT", help="answer this and exit; else read lines"
+        "-p",
+        "--prompt",
+        metavar="TEXT",
+        help="answer this message and exit (default: read messages from the terminal)",
     )
     chat.add_argument("--system", metavar="TEXT", help="the system message")
-    chat.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default: 512")
+    chat.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="most tokens of an answer (default: 512)",
+    )
     chat.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 (default): greedy decoding"
     )
@@ -253,7 +277,9 @@ def _add_chat_command(commands: Any) -> None:
     chat.add_argument("--top-k", type=int, metavar="N", help=text)
     text = "sample from the most likely tokens that have this probability together (default: 1)"
     chat.add_argument("--top-p", type=float, default=1.0, metavar="P", help=text)
-    chat.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling")
+    chat.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)"
+    )
     text = "an answer ends before this text; may be given several times"
     chat.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
     chat.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU if present)")
@@ -296,13 +322,19 @@ def _add_merge_command(commands: Any) -> None:
 def _add_push_command(commands: Any) -> None:
     text = "upload a run's model to the Hugging Face Hub, with a model card; private by default"
     push = _add_command(commands, "push", text)
-    push.add_argument("name", metavar="RUN", help="folder or id")
-    push.add_argument("repository", metavar="ORG/NAME", help="created if it does not exist")
+    push.add_argument("name", metavar="RUN", help=_RUN)
+    push.add_argument(
+        "repository", metavar="ORG/NAME", help="repository on the Hub, created if it does not exist"
+    )
     push.add_argument("--public", action="store_true", help="a public repository")
     push.add_argument(
         "--adapter", action="store_true", help="LoRA: upload only the adapter, in peft's format"
     )
-    push.add_argument("--license", metavar="NAME", help="default: that of the base model")
+    push.add_argument(
+        "--license",
+        metavar="NAME",
+        help="license in the model card (default: that of the base model)",
+    )
     push.add_argument("--dry-run", action="store_true", help="print files and card, upload nothing")
     push.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
     _add_json_option(push)
@@ -319,7 +351,7 @@ def _add_runs_commands(commands: Any) -> None:
     show.set_defaults(run="runs_show")
 
     plot = _add_command(runs, "plot", "plot a metric of one or more runs")
-    plot.add_argument("names", nargs="+", metavar="RUN", help="folder or id")
+    plot.add_argument("names", nargs="+", metavar="RUN", help=_RUN)
     plot.add_argument("--metric", default="loss", help="name of the metric (default: loss)")
     plot.add_argument(
         "--out", metavar="PNG", help="output file (default: <metric>.png in the first run's folder)"
@@ -327,7 +359,7 @@ def _add_runs_commands(commands: Any) -> None:
     plot.set_defaults(run="runs_plot")
 
     diff = _add_command(runs, "diff", "compare the configs and last metrics of two runs")
-    diff.add_argument("names", nargs=2, metavar="RUN", help="folder or id")
+    diff.add_argument("names", nargs=2, metavar="RUN", help=_RUN)
     diff.set_defaults(run="runs_diff")
 
     for command in (listing, show, plot, diff):

@@ -7,7 +7,7 @@ _ROWS = "model.path=Qwen/Qwen3-VL-2B-Instruct mllm.sources.rows.path=photos.json
 EXAMPLES = {
     "mvp": f"""\
 fine-tune a model on your own rows, in four commands:
-  mvp data inspect photos.jsonl
+  mvp data inspect photos.jsonl --model Qwen/Qwen3-VL-2B-Instruct
   mvp check sft/lora {_ROWS}
   mvp train sft/lora {_ROWS}
   mvp chat latest --image photo.jpg -p "What is in this photo?"
@@ -56,6 +56,29 @@ examples:
 examples:
   mvp merge outputs/my-run model                    # the newest checkpoint; LoRA is merged into the base model
   mvp merge outputs/my-run adapter --adapter""",
+    "mvp estimate": """\
+examples:
+  mvp estimate Qwen/Qwen3-VL-8B-Instruct --tokens 4096 --gpu H100 --gpus 8
+  mvp estimate sft/lora model.path=Qwen/Qwen3-8B --gpu "RTX 4090"
+
+If the training does not fit, the last lines are the cheapest changes that make it fit.""",
+    "mvp doctor": """\
+examples:
+  mvp doctor
+  mvp doctor my/configs/train.yaml                  # also whether its checkpoints fit on the disk""",
+    "mvp profile": """\
+example:
+  mvp profile my/configs/train.yaml --out profile   # writes a page, a trace and profile.json""",
+    "mvp launch slurm": """\
+example:
+  mvp launch slurm my/configs/train.yaml --nodes 2 --gpus 8 --sbatch=--partition=gpu > job.sh""",
+    "mvp push": """\
+examples:
+  mvp push latest me/my-model --dry-run
+  mvp push outputs/my-run me/my-adapter --adapter""",
+    "mvp replay": """\
+example:
+  mvp replay latest                                 # the run's last skipped or failed step""",
     "mvp recipe new": """\
 example:
   mvp recipe new mine --from sft""",

@@ -80,8 +80,9 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
         words = f"{_clean(unused)}{sampled}: no reader uses these columns; rename with `columns`"
         _line(console, "unused", Text(words, ERROR))
     if plan is not None:
-        packs = f"{plan['packs']:,} packs of {plan['micro_batch_tokens']:,} tokens"
-        steps = f"{plan['steps']:,} steps of {plan['packs_per_step']} packs per epoch"
+        packs = f"{count(plan['packs'], 'pack')} of {plan['micro_batch_tokens']:,} tokens"
+        per_step = count(plan["packs_per_step"], "pack")
+        steps = f"{count(plan['steps'], 'step')} of {per_step} per epoch"
         _line(console, "plan", f"{packs}, {plan['fill']:.1%} full; {steps}")
     overlong = facts["overlong"]
     if overlong is not None and overlong["rows"]:

@@ -52,10 +52,10 @@ class Printer:
         from rich.text import Text
 
         status = (f"{finding.status:<9}", self.STYLES[finding.status])
-        line = Text.assemble(status, f"{finding.name:<14}", finding.text)
+        line = Text.assemble(status, f"{finding.name:<16}", finding.text)
         self._console.print(line, soft_wrap=True)
         if finding.fix:
-            fix = Text.assemble((f"{'':<9}{'fix':<14}", "dim"), finding.fix)
+            fix = Text.assemble((f"{'':<9}{'fix':<16}", "dim"), finding.fix)
             self._console.print(fix, soft_wrap=True)
 
     def end(self, findings: list[Finding]) -> None:
