@@ -29,12 +29,10 @@ SMALLEST = 1e-6  # of a mean negative log-prob, where the odds of ORPO become in
 class StepTerms:
     """What a micro-batch must know of its whole step, agreed by all ranks before it."""
 
-    nll_scale: float = (
-        0.0  # pairs per token of the NLL term: its own mean, under the divisor of the pairs
-    )
-    kl: Tensor | float = (
-        0.0  # KTO: how far the policy is from its reference, over all rows of the step
-    )
+    # Pairs per token of the NLL term: the engine divides the term by the pairs, and it should be a mean over tokens.
+    nll_scale: float = 0.0
+    # KTO: how far the policy is from its reference, over all rows of the step.
+    kl: Tensor | float = 0.0
 
 
 class PreferenceLossKit:

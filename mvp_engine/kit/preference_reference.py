@@ -50,10 +50,9 @@ class CopyReference:
     def __init__(self, engine: PreferenceEngine, settings: Settings) -> None:
         model = frozen_model(engine)
         dtype = DTYPES[settings.precision]
+        # Half of the memory, and exact: the folder has this dtype.
         if model.export_dtype == dtype and dtype != torch.float32:
-            cast_frozen_weights(
-                model, dtype
-            )  # half of the memory, without a loss: the folder has this dtype
+            cast_frozen_weights(model, dtype)
         frozen = dataclasses.replace(
             settings,
             freeze=(),

@@ -21,9 +21,8 @@ class RankWatchdog:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.siblings: list[int] = []  # the processes of this machine's ranks
-        self.store: Any = (
-            None  # with several nodes, on one rank of each: where failures are recorded
-        )
+        # With several nodes, on one rank of each: where failures are recorded.
+        self.store: Any = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mvp-watch", daemon=True)
         self._thread.start()

@@ -110,9 +110,8 @@ def resolve_source(source: DataSource) -> DataSource:
 
 
 def _local_files(paths: list[str], split: str) -> list[str]:
-    from mvp_engine.hf.hub_datasets import (
-        dataset_files,
-    )  # it imports torch, which a config does not need
+    # Here: it imports torch, which a config does not need.
+    from mvp_engine.hf.hub_datasets import dataset_files
 
     found: list[str] = []
     for path in paths:

@@ -25,8 +25,6 @@ NCCL_FIX = (
 GLOO_FIX = (
     "the host name must resolve (add it to /etc/hosts), or set GLOO_SOCKET_IFNAME=lo on one machine"
 )
-
-
 NODES_FIX = "run mvp doctor on all nodes within three minutes, with the options of the training (docs/several_nodes.md)"
 
 
@@ -39,9 +37,8 @@ def check_all_reduce(nodes: Nodes, on_gpus: bool) -> Finding:
     with tempfile.TemporaryDirectory(prefix="mvp-doctor-") as folder:
         out = Path(folder) / "facts.json"
         command = [sys.executable, "-m", MODULE, "--out", str(out)]
-        if (
-            "WORLD_SIZE" not in os.environ
-        ):  # else this process is one rank of several, as under srun
+        # With it, this process is one rank of several, as under srun.
+        if "WORLD_SIZE" not in os.environ:
             command += ["--nodes", json.dumps(dataclasses.asdict(nodes))]
         code, output = run_with_limit(command, SECONDS)
         if code is None:
