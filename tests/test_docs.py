@@ -85,6 +85,12 @@ def test_readme_hardware_table_is_part_of_the_hardware_page() -> None:
     assert set(table.splitlines()) <= set(page)
 
 
+def test_readme_table_lists_every_recipe() -> None:
+    text = (ROOT / "README.md").read_text()
+    for folder in sorted((ROOT / "recipes").glob("*/configs")):
+        assert f"| [{folder.parent.name}](recipes/{folder.parent.name}) |" in text, folder.parent.name
+
+
 def test_readme_has_the_words_that_people_search_for() -> None:
     text = (ROOT / "README.md").read_text().lower()
     for word in ("pip install", "fine-tune", "sft", "lora", "learning rate", "gradient accumulation", "hub", "fsdp"):
