@@ -97,14 +97,14 @@ class CachedReference:
                         f"preference.reference=cached: {file} is missing, and a checkpoint has other weights than "
                         "the reference. Restore the file, or set preference.reference=copy"
                     )
-                table = compute_table(engine, split)
+                computed = compute_table(engine, split)
                 if engine.world.is_main:
                     file.parent.mkdir(parents=True, exist_ok=True)
                     with atomic_path(file) as path, open(path, "wb") as out:
-                        np.save(out, table)
-                engine.world.barrier()
-            table = np.load(file, allow_pickle=False)
-            self.tables[split] = torch.from_numpy(table).to(engine.device)
+                        np.save(out, computed)
+            # Rank 0 alone reads: other nodes may have a cache folder of their own.
+            table = np.load(file, allow_pickle=False) if engine.world.is_main else None
+            self.tables[split] = torch.from_numpy(engine.world.broadcast(table)).to(engine.device)
 
     def log_probs(self, batch: PackedBatch, split: str) -> Tensor:
         is_rejected_S = batch.sequence_fields["side"] == -1

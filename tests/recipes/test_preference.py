@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,22 @@ def test_preference_copy_cached_and_sharded_ranks_train_alike(base: Path, ranks2
     assert copy[-1]["loss"] == pytest.approx(copy[-1]["preference_loss"] + 0.3 * copy[-1]["nll"], abs=1e-5)
     assert_same(trained(base, "cached", "preference.nll=0.3", "preference.reference=cached"), copy)
     assert_same(trained(base, "sharded", "preference.nll=0.3", "parallel.shard=2", ranks=ranks2), copy)
+
+
+def launch_with_own_cache(config: str, words: list[str], folder: Path) -> int:
+    """Launch a rank with a cache folder of its own, as ranks of several nodes may have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / os.environ["RANK"]))
+        return launch(config, words)
+
+
+def test_preference_cached_reference_needs_no_cache_folder_that_all_nodes_share(base: Path, ranks2) -> None:
+    words = [*SHORT, f"project.dir={base}/nodes", f"made.folder={base}/preference_data/text", "export=null"]
+    words += [f"model.path={base}/preference_text_base", "data.global_batch_size=2", "loop.eval_interval=null"]
+    words += ["preference.reference=cached", "loop.total_steps=1", "mllm.cache=null"]
+    config = str(CONFIGS / "dpo_text.yaml")
+    assert ranks2.run(launch_with_own_cache, config, words, base / "caches") == [0, 0]
+    assert len(list((base / "caches").glob("*/mvp_engine/data/reference_log_probs-*.npy"))) == 1
 
 
 def test_preference_resumed_run_is_bit_equal_and_keeps_its_reference(base: Path) -> None:
