@@ -43,6 +43,8 @@ def grouped_experts(
         hidden_TD = hidden_TD.to(dtype)
     if not experts.has_bias:
         return grouped_mm_experts_forward(view, hidden_TD, index_TK, weights_TK)
+    # Such a norm, of newer transformers, would be computed before the bias is added.
+    assert not getattr(experts, "has_post_expert_norm", False), "experts with a bias and a norm"
     # transformers sorts the rows by expert before its GEMMs; the biases need the same order.
     expert_of_row = torch.sort(index_TK.reshape(-1)).values
     without_bias: Any = _BiasOutOfPlace(view, expert_of_row)
