@@ -20,7 +20,7 @@ from mvp_engine.hf.hub import ADAPTER_CONFIG, hub_model, local_folder
 from mvp_engine.hf.merge import merge
 from mvp_engine.kit.chat import ChatModel
 from mvp_engine.kit.decoding import Decoding
-from mvp_engine.runs import checkpoint_step, complete_checkpoints, open_run
+from mvp_engine.runs import Run, checkpoint_step, complete_checkpoints, list_runs, open_run
 from mvp_engine.tools.merge import build_model
 
 HELP = "/image FILE, /video FILE, /audio FILE: with your next message   /reset: a new conversation   /exit"
@@ -152,6 +152,12 @@ def _answer(
     print(json.dumps(record, ensure_ascii=False))
 
 
+def trained_run(name: str, root: Path) -> Run:
+    """The run that `name` names; `latest` is the newest one with a checkpoint, not one that failed at its start."""
+    trained = [run for run in list_runs(root) if run.checkpoint_list()] if name == "latest" else []
+    return trained[-1] if trained else open_run(name, root)
+
+
 @contextmanager
 def model_folders(target: str, root: Path) -> Iterator[tuple[Path, Path | None]]:
     """The model's folder and an adapter's, if `target` is one. A run without an export is merged into a
@@ -162,7 +168,7 @@ def model_folders(target: str, root: Path) -> Iterator[tuple[Path, Path | None]]
     elif (path / "config.json").is_file():
         yield path, None
     else:
-        run = path if path.is_dir() else open_run(target, root).dir
+        run = path if path.is_dir() else trained_run(target, root).dir
         exports = [found for found in run.glob("hf_step_*") if (found / "config.json").is_file()]
         newest = max(exports, key=_step_of_export, default=None)
         checkpoints = complete_checkpoints(run / "checkpoints")

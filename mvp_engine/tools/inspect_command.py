@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mvp_engine.config.shipped import shipped_config
 from mvp_engine.errors import UserError, count
 
 
@@ -26,7 +27,7 @@ def print_inspection(
 
     With `strict`, rows that cannot be trained on are an error, after everything is printed.
     """
-    if Path(what).suffix in (".yaml", ".yml"):
+    if Path(what).suffix in (".yaml", ".yml") or shipped_config(Path(what)):
         facts = _inspect_config(what, overrides, model, split, limit=limit, row=row, decode=decode)
     elif overrides:
         raise UserError(

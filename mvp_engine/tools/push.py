@@ -19,8 +19,8 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.hub import HubRepo
 from mvp_engine.hf.hub_errors import hub_errors
 from mvp_engine.hf.merge import merge
-from mvp_engine.runs import Run, open_run
-from mvp_engine.tools.chat import model_folders
+from mvp_engine.runs import Run
+from mvp_engine.tools.chat import model_folders, trained_run
 from mvp_engine.tools.merge import build_model
 from mvp_engine.tools.model_card import base_model, model_card
 
@@ -41,7 +41,7 @@ def push(
     """Upload a run's newest export, or its newest checkpoint as a Hugging Face folder, to the repository `name`."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise UserError(f"{name} is not the name of a repository: write org/name or user/name")
-    run = open_run(target, Path(root))
+    run = trained_run(target, Path(root))
     if not dry_run:
         _create(name, public)  # before the merge: an error of the account comes at once
     with _folder(run, adapter) as folder:
