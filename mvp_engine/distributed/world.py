@@ -130,6 +130,8 @@ class World:
         for rank in workers:
             # Not `wait`, which has a time-out and keeps signal handlers from running.
             while not self.store.check([f"{name}/{rank}"]):
+                if self.store.check([FIRST_FAILURE]):
+                    raise RuntimeError(f"another rank failed while this one waited for {name}")
                 time.sleep(0.1)
             if message := self.store.get(f"{name}/{rank}").decode():
                 raise UserError(message)
