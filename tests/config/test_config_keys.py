@@ -151,7 +151,7 @@ def examples() -> list[str]:
 
 @pytest.mark.parametrize("line", examples())
 def test_example_of_a_help_text_is_a_valid_command(line: str) -> None:
-    words = shlex.split(line, comments=True)[1:]
+    words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
     args, rest = build_parser().parse_known_args(words)
     known = {key.name.replace(".NAME", ".rows") for key in config_keys(MLLMConfig)}
     for word in [*getattr(args, "overrides", []), *rest]:
