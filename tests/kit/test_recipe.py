@@ -25,7 +25,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, code in re.findall(r"`(chat/[^`]+)`:\n\n```(?:python|yaml)\n(.*?)```", page, flags=re.DOTALL):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(code)
-    write(tmp_path / "pictures.jsonl", with_images(tmp_path, 24))
+    write(tmp_path / "photos.jsonl", with_images(tmp_path, 24))
     write(tmp_path / "texts.jsonl", [chat(f"Count to {i}", " ".join(map(str, range(i)))) for i in range(1, 20)])
     hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
     qwen3_vl().save_pretrained(tmp_path / "model")
@@ -44,9 +44,9 @@ def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe: Path, capsys
     assert main(["train", *words]) == 0
     lines = records(recipe / "outputs")
     for line in lines:  # the loss is the mean over all tokens, so it lies between those of the sources
-        parts = [line[key] for key in ("loss_pictures", "loss_texts") if line.get(key) is not None]
+        parts = [line[key] for key in ("loss_photos", "loss_texts") if line.get(key) is not None]
         assert min(parts) - 1e-4 <= line["loss"] <= max(parts) + 1e-4
-    assert all(any(line.get(key) is not None for line in lines) for key in ("loss_pictures", "loss_texts"))
+    assert all(any(line.get(key) is not None for line in lines) for key in ("loss_photos", "loss_texts"))
     assert lines[-1]["loss"] < lines[0]["loss"]
     capsys.readouterr()
     assert main(["data", "inspect", "chat/configs/train.yaml", "--json"]) == 0
@@ -62,7 +62,7 @@ def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe: Path, capsys
 @pytest.mark.slow
 def test_docs_recipe_on_streams_resumes_bit_exactly(recipe: Path) -> None:
     config = recipe / "chat" / "configs" / "train.yaml"
-    text = config.read_text().replace("name: pictures", "stream: true").replace("repeats: 2.0", "stream: true")
+    text = config.read_text().replace("name: photos", "stream: true").replace("repeats: 2.0", "stream: true")
     config.write_text(text + "  stream_window: 2\n")
     words = ["train", str(config), "log.interval=1", "loop.epochs=null", "optim.schedule=constant"]
     before = {*active_children()}
