@@ -76,7 +76,10 @@ def shards_of_all_cases() -> list[tuple[Tensor, list[Any], Tensor | None]]:
         full = numbered(*shape)
         tensor = distribute_tensor(full, init_device_mesh("cpu", mesh), placements)
         assert torch.equal(full_tensor(tensor), full)
-        found.append((full, described(tensor), tensor.full_tensor()))
+        is_strided = any(isinstance(placement, _StridedShard) for placement in placements)
+        # torch's own of a strided shard is an error before torch 2.13.
+        has_reference = not is_strided or torch.__version__ >= "2.13"
+        found.append((full, described(tensor), tensor.full_tensor() if has_reference else None))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     for shape, placement in FSDP_CASES:
         full = numbered(*shape)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from conftest import ROOT
 from fake_hub import FakeHub, use_hub
-from families import FAMILIES, SMALL, TOKENS, VISION
+from families import config_of
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -131,25 +131,21 @@ def test_estimate_of_a_config_without_data_assumes_full_packs(models: None, caps
 
 
 TINY = {
-    "gpt_neox": (FAMILIES, "rows of 64"),
-    "qwen3_moe": (FAMILIES, "rows of 64"),
-    "gemma3": (VISION, "12 images of 4 tokens"),
-    "smolvlm": (VISION, "12 images of 4 tokens"),
-    "mistral3": (VISION, "12 images of 4 tokens"),
-    "qwen2_5_omni_thinker": (VISION, "1 image of 36 tokens"),
+    "gpt_neox": "rows of 64",
+    "qwen3_moe": "rows of 64",
+    "gemma3": "12 images of 4 tokens",
+    "smolvlm": "12 images of 4 tokens",
+    "mistral3": "12 images of 4 tokens",
+    "qwen2_5_omni_thinker": "1 image of 36 tokens",
 }
 
 
 @pytest.mark.parametrize("model_type", TINY)
 def test_estimate_of_other_families_counts_their_media(model_type: str, tmp_path: Path, capsys: Any) -> None:
-    from transformers import AutoConfig
-
-    table, packs = TINY[model_type]
-    common = SMALL if table is FAMILIES else TOKENS
-    AutoConfig.for_model(model_type, **common, **table[model_type][1]).save_pretrained(tmp_path)
+    config_of(model_type).save_pretrained(tmp_path)
     code, facts = estimated([str(tmp_path), "--tokens", "64"], capsys)
     assert code == 0
-    assert packs in facts["packs"]
+    assert TINY[model_type] in facts["packs"]
 
 
 @pytest.mark.parametrize(
