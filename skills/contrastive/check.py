@@ -5,15 +5,13 @@ check.py [FILE.py:NAME]        # see SKILL.md
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from mvp_engine.imports import load_spec
 from mvp_engine.kit import ContrastiveLossKit
+from mvp_engine.tools.skill_check import check_loss
 
 ROWS = 6
 
@@ -42,10 +40,4 @@ def problems(loss: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    checked: Any = ContrastiveLossKit()
-    if len(sys.argv) > 1:
-        module, name = load_spec(sys.argv[1], Path.cwd(), "the loss")
-        checked = getattr(module, name or "loss")
-    found = problems(checked)
-    print("\n".join(found) or "ok")
-    sys.exit(bool(found))
+    check_loss(problems, ContrastiveLossKit())

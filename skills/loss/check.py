@@ -5,8 +5,6 @@ check.py [FILE.py:NAME]        # see SKILL.md
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +14,8 @@ from transformers import Qwen3Config
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf import LanguageModel
-from mvp_engine.imports import load_spec
 from mvp_engine.kit import TokenNormedLossKit
-
-
-class NoLog:
-    """A step context that discards metrics."""
-
-    def log(self, *_: Any) -> None: ...
-
-    def count(self, *_: Any) -> None: ...
+from mvp_engine.tools.skill_check import NoLog, check_loss
 
 
 def problems(loss: Any) -> list[str]:
@@ -73,10 +63,4 @@ def problems(loss: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    checked: Any = TokenNormedLossKit()
-    if len(sys.argv) > 1:
-        module, name = load_spec(sys.argv[1], Path.cwd(), "the loss")
-        checked = getattr(module, name or "loss")
-    found = problems(checked)
-    print("\n".join(found) or "ok")
-    sys.exit(bool(found))
+    check_loss(problems, TokenNormedLossKit())

@@ -6,8 +6,6 @@ check.py [FILE.py:NAME]        # see SKILL.md
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,24 +14,16 @@ from transformers import Qwen3Config
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.hf import LanguageModel
-from mvp_engine.imports import load_spec
 from mvp_engine.kit import PreferenceLossKit
 from mvp_engine.kit.preference import sequence_log_probs
+from mvp_engine.tools.skill_check import NoLog, check_loss
 
 PROMPT = 3  # tokens
 LENGTHS = (5, 2, 4, 3, 6, 1)  # of answers
 
 
-class NoLog:
-    """A step context that discards metrics."""
-
-    def log(self, *_: Any) -> None: ...
-
-    def count(self, *_: Any) -> None: ...
-
-
 class Table:
-    """A model whose log-probs are parameters, one per token: its gradients are those of the loss alone."""
+    """A model with log-probs that are parameters, one per token: its gradients are those of the loss alone."""
 
     def __init__(self, log_probs_T: Tensor) -> None:
         self.log_probs_T = log_probs_T.clone().requires_grad_()
@@ -95,10 +85,4 @@ def _mean(loss: Any, log_probs_T: Tensor, batch: PackedBatch, reference: Tensor,
 
 
 if __name__ == "__main__":
-    checked: Any = PreferenceLossKit()
-    if len(sys.argv) > 1:
-        module, name = load_spec(sys.argv[1], Path.cwd(), "the loss")
-        checked = getattr(module, name or "loss")
-    found = problems(checked)
-    print("\n".join(found) or "ok")
-    sys.exit(bool(found))
+    check_loss(problems, PreferenceLossKit())

@@ -5,30 +5,20 @@ check.py [FILE.py:NAME]        # see SKILL.md
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.imports import load_spec
 from mvp_engine.kit import RewardLossKit
+from mvp_engine.tools.skill_check import NoLog, check_loss
 
 LENGTHS = (5, 2, 4, 3, 6, 1)
 
 
-class NoLog:
-    """A step context that discards metrics."""
-
-    def log(self, *_: Any) -> None: ...
-
-    def count(self, *_: Any) -> None: ...
-
-
 class Table:
-    """A model whose values are parameters, one per token: its gradients are those of the loss alone."""
+    """A model with values that are parameters, one per token: its gradients are those of the loss alone."""
 
     def __init__(self, values_T: Tensor) -> None:
         self.values_T = values_T.clone().requires_grad_()
@@ -68,10 +58,4 @@ def problems(loss: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    checked: Any = RewardLossKit()
-    if len(sys.argv) > 1:
-        module, name = load_spec(sys.argv[1], Path.cwd(), "the loss")
-        checked = getattr(module, name or "loss")
-    found = problems(checked)
-    print("\n".join(found) or "ok")
-    sys.exit(bool(found))
+    check_loss(problems, RewardLossKit())
