@@ -21,6 +21,7 @@ import torch
 
 from mvp_engine.config import Composed, Config, compose
 from mvp_engine.distributed import World
+from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.engine import Engine
 from mvp_engine.engine.resume import Start, choose_start
 from mvp_engine.errors import (
@@ -137,27 +138,21 @@ def _run(composed: Composed, world: World) -> int:
 def _agree_on_start(config: Config, world: World) -> Start:
     """Rank 0 chooses the run and the checkpoint and broadcasts them; a user error there is raised on all ranks."""
     chosen: Start | None = None
-    message: Start | UserError | None = None
-    if world.is_main:
-        try:
+    unlocked: Start | None = None  # without the lock of the run folder, which rank 0 keeps
+    with raise_on_all_ranks(world.host_group):
+        if world.is_main:
             for entry in config.log.backends:
                 backend_factory(entry, config.engine)  # raises for a wrong one before data is read
             chosen = choose_start(config)
-            # Without the lock of the run folder, which rank 0 keeps.
-            message = dataclasses.replace(chosen, run=Run(chosen.run.dir))
-        except UserError as error:
-            message = error
-    message = world.broadcast(message)
-    if isinstance(message, UserError):
-        raise message
-    assert message is not None
-    folder = message.run.dir.absolute()
+            unlocked = dataclasses.replace(chosen, run=Run(chosen.run.dir))
+    start: Start = world.broadcast(unlocked)
+    folder = start.run.dir.absolute()
     if world.any(not folder.is_dir())[0]:
         raise UserError(
             f"the run folder {folder}, which rank 0 created, does not exist on another node: set project.dir to a "
             "folder that all nodes share"
         )
-    return chosen or message
+    return chosen or start
 
 
 def workflows(engine_class: type[Engine]) -> list[str]:

@@ -69,7 +69,7 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="estimate anew, and write the JSON file")
+    parser.add_argument("--out", type=Path, help="estimate again, and write the JSON file")
     args = parser.parse_args()
     if args.out:
         cells = [estimate_cell(model, gpu, count) for model in shapes() for count in COUNTS for gpu in GPUS]

@@ -43,7 +43,7 @@ class HubRepo:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the revision is a commit, whose files never change."""
+        """Whether the revision is a commit: its files never change."""
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
 
     @property

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from mvp_engine.config.schema import Config
 from mvp_engine.distributed import World
+from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.hub import SCHEME, HubRepo, hub_model, local_folder, pin
 from mvp_engine.hf.hub_datasets import HubDataset, dataset_files, hub_dataset, pin_dataset
@@ -61,24 +62,18 @@ def pin_config(config: AnyConfig, world: World, run: Run) -> AnyConfig:
 
 def _agree_on_pins(found: list[Reference], world: World, run: Run) -> dict[str, str]:
     """Rank 0 takes the recorded commits, looks the others up, and records them. The key is what the config has."""
-    message: dict[str, str] | UserError | None = None
-    if world.is_main:
-        recorded = recorded_pins(run)
-        try:
+    pins: dict[str, str] = {}
+    with raise_on_all_ranks(world.host_group):
+        if world.is_main:
+            recorded = recorded_pins(run)
             pins = {one.text: recorded.get(one.text) or one.pinned() for one in found}
             new = {text: pin for text, pin in pins.items() if pin != text}
             if new:
                 LOGGER.info("revisions of the Hub: %s", ", ".join(dict.fromkeys(new.values())))
             if not new.items() <= run.info.get("hub", {}).items():
                 run.note(hub={**recorded, **new})
-            message = pins
-        except UserError as error:
-            message = error
-    message = world.broadcast(message)
-    if isinstance(message, UserError):
-        raise message
-    assert message is not None
-    return message
+    agreed: dict[str, str] = world.broadcast(pins)
+    return agreed
 
 
 def recorded_pins(run: Run) -> dict[str, str]:

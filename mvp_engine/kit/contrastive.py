@@ -52,7 +52,7 @@ class CachedRows(NamedTuple):
 
 
 class ContrastiveEngine(Engine):
-    """An engine whose rows are pairs of views. A recipe defines `embed`, and the model and data as usual."""
+    """An engine for rows that are pairs of views. A recipe defines `embed`, and the model and data as usual."""
 
     config_class: type[Config] = ContrastiveConfig
     config: ContrastiveConfig

@@ -26,7 +26,7 @@ COLOURS = [
     "#65a30d",
     "#78716c",
 ]
-LOG_SCALE_SPAN = 8  # losses and norms whose largest value is this many times the smallest
+LOG_SCALE_SPAN = 8  # losses and norms with a largest value this many times the smallest
 MIN_SMOOTHED = 20  # points; a curve with fewer is drawn as it is
 Record = dict[str, Any]
 

@@ -138,7 +138,7 @@ def _layouts(estimator: Estimator, config: Any, gpus: int) -> Iterator[Change]:
 
 
 def _checkpointing(estimator: Estimator, config: Any) -> Iterator[Change]:
-    """More activation checkpointing: of the encoders first, whose second forward is short."""
+    """More activation checkpointing: of the encoders first, where the second forward is short."""
     model = estimator.model(config)
     key = "model.activation_checkpointing"
     setting = by_part(model, config.model.activation_checkpointing, key)

@@ -137,7 +137,7 @@ def _images(config: Any, vision: Any, tokens: int) -> tuple[str, int, Media]:
 
 
 def _clips(audio: Any, tokens: int) -> tuple[str, int, Media]:
-    """Audio clips of one length: Whisper encoders, whose convolution and pooling halve the frames twice."""
+    """Audio clips of one length: the convolution and pooling of Whisper encoders halve the frames twice."""
     item_tokens = audio.max_source_positions // 2
     frames = 2 * audio.max_source_positions
     return _items("input_features", tokens, item_tokens, (audio.num_mel_bins, frames))

@@ -162,7 +162,7 @@ def _check_gpu(index: int) -> Finding:
 
 
 def _matmul_flops(index: int, dtype: torch.dtype) -> float:
-    """FLOP/s of a large matmul of ones, whose result must be exact."""
+    """FLOP/s of a large matmul of ones; its result must be exact."""
     ones = torch.ones(SIZE, SIZE, device=f"cuda:{index}", dtype=dtype)
     for _ in range(5):
         result = ones @ ones
