@@ -253,6 +253,11 @@ def test_push_uploads_model_and_card_that_chat_reads_back(
     assert len(set(answers)) == 1
     error = run(capsys, "push", newest.id, "me/adapter", code=EXIT_USER_ERROR)
     assert "exists on the Hub and is public: add --public" in error
+    config = newest.dir / "config.yaml"
+    config.write_text(config.read_text().replace("path: org/vlm@", "path: /models/vlm@"))
+    error = run(capsys, "push", newest.id, "me/local", "--adapter", code=EXIT_USER_ERROR)
+    assert "started from a local folder, which others cannot load with the adapter" in error
+    assert "me/local" not in hub.repos
     use_hub("http://127.0.0.1:9", Path("home"), monkeypatch)
     error = run(capsys, "push", newest.id, "me/reader", code=EXIT_USER_ERROR)
     assert "me/reader: nothing was uploaded, since the Hub cannot be reached" in error

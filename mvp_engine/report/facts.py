@@ -205,8 +205,9 @@ class RunFacts:
         steps = {}
         if (self.run.dir / "processor").is_dir():
             steps["Chat with it"] = f"mvp chat {folder}"
-            words = f"{shlex.quote(str(config_file))} workflow=export resume={folder}"
-            steps["Export it"] = f"mvp train {words}"
+            if not any(self.run.dir.glob("hf_step_*")):
+                words = f"{shlex.quote(str(config_file))} workflow=export resume={folder}"
+                steps["Export it"] = f"mvp train {words}"
             steps["Upload it"] = f"mvp push {folder} YOUR_NAME/{self.run.info['name']}"
         loop = config.get("loop", {})
         key = "total_steps" if loop.get("total_steps") else "epochs"

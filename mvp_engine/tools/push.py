@@ -42,10 +42,16 @@ def push(
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise UserError(f"{name} is not the name of a repository: write org/name or user/name")
     run = trained_run(target, Path(root))
+    base = _base(run)
+    if adapter and base is None:
+        raise UserError(
+            f"{run.id} started from a local folder, which others cannot load with the adapter: push the merged model "
+            "(without --adapter)"
+        )
     if not dry_run:
         _create(name, public)  # before the merge: an error of the account comes at once
     with _folder(run, adapter) as folder:
-        card = model_card(run, folder, name, license=license or _base_license(run))
+        card = model_card(run, folder, name, license=license or _license(base))
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
         sizes[CARD] = len(card.encode())
@@ -125,13 +131,17 @@ def _upload_errors(name: str) -> Iterator[None]:
             ) from None
 
 
-def _base_license(run: Run) -> str | None:
+def _base(run: Run) -> str | None:
+    """The model of the Hub that the training started from."""
+    file = run.dir / "config.yaml"
+    return base_model(yaml.safe_load(file.read_text())) if file.is_file() else None
+
+
+def _license(base: str | None) -> str | None:
     """The license of the model that the training started from, which the trained one inherits."""
     from huggingface_hub import HfApi
 
     errors: Any = importlib.import_module("huggingface_hub.errors")
-    file = run.dir / "config.yaml"
-    base = base_model(yaml.safe_load(file.read_text())) if file.is_file() else None
     if base is None:
         return None
     with contextlib.suppress(errors.HTTPError, errors.OfflineModeIsEnabled):
