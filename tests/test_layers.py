@@ -25,7 +25,7 @@ LEAVES = {"errors", "files", "imports", "renamed", "runs", "process", "config.sc
 ROOMS = ["cli", "tools", "launch", "config", "worker", "kit", "engine", "model_engine", "hf"]
 ROOMS += ["checkpoint", "log", "ops", "data", "distributed", "report"]
 # All rooms but kits, tools, hf, report and the command line: 65,000 when the rooms were laid out, and growth since.
-CORE_TOKENS = 69_000
+CORE_TOKENS = 70_000
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Words that stood for a term of the field (docs/glossary.md), as regular expressions.

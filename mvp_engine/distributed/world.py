@@ -130,7 +130,7 @@ class World:
         for rank in workers:
             # Not `wait`, which has a time-out and keeps signal handlers from running.
             while not self.store.check([f"{name}/{rank}"]):
-                if self.store.check([FIRST_FAILURE]):
+                if self.has_failed():
                     raise RuntimeError(f"another rank failed while this one waited for {name}")
                 time.sleep(0.1)
             if message := self.store.get(f"{name}/{rank}").decode():
@@ -163,6 +163,10 @@ class World:
         # A later world would find meshes of this one there, with destroyed groups.
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+    def has_failed(self) -> bool:
+        """Whether a rank has failed."""
+        return self.store is not None and self.store.check([FIRST_FAILURE])
 
     def failed_first(self, error: BaseException) -> tuple[int, str]:
         """Called by a rank that fails; returns the rank that failed first, and why. Later failures follow from it."""

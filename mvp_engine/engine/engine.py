@@ -92,7 +92,8 @@ class Engine(EngineHooks):
 
     def train(self) -> None:
         message = "finishing this step, then saving. Ctrl-C once more leaves at once."
-        with StopSignals(message if self.world.is_main else "") as self.signals:
+        stop = StopSignals(message if self.world.is_main else "", failed=self.world.has_failed)
+        with stop as self.signals:
             self.signals.early = True
             self.before_train()
             self.signals.early = False

@@ -30,11 +30,18 @@ SHOW_CURSOR = b"\x1b[?25h"
 class StopSignals:
     """A context in which `requested` is the name of the signal that requested a stop, or None."""
 
-    def __init__(self, message: str = "", leave: Callable[[], None] | None = None) -> None:
-        """`message` is printed at the first signal; `leave` is called before a second Ctrl-C exits."""
+    def __init__(
+        self,
+        message: str = "",
+        leave: Callable[[], None] | None = None,
+        failed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`message` is printed at the first signal, unless torchrun sends it since a rank has `failed`.
+        `leave` is called before a second Ctrl-C exits."""
         self.requested: str | None = None
         self._message = message
         self._leave = leave
+        self._failed = failed
         self.early = False  # True: a signal raises KeyboardInterrupt, as there is no step to finish
         self._handlers_before: dict[int, object] = {}
 
@@ -82,7 +89,7 @@ class StopSignals:
                 if first is None:
                     first = now
                     self._request_stop(number)
-                    if self._message and not self.early:
+                    if self._message and not self.early and not self._failed():
                         # Through sys.stderr, which a live panel redirects: it prints above itself.
                         print(f"{self.requested}: {self._message}", file=sys.stderr, flush=True)
                 elif number == signal.SIGINT and not _is_echo(now - first):

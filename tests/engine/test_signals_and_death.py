@@ -97,6 +97,15 @@ def test_stop_signals_message_is_printed_by_a_live_panel_above_itself() -> None:
     assert "SIGTERM: saving\n" in console.file.getvalue()
 
 
+def test_stop_signals_message_is_not_printed_after_a_rank_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    """torchrun sends SIGTERM to the other ranks; the last line of the job stays the error of the failed one."""
+    with StopSignals("saving", failed=lambda: True) as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+    join_signal_threads()
+    assert signals.requested == "SIGTERM"
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(("fault", "nproc"), [("hang", 1), ("busy", 1), ("busy", 2)])
 def test_second_ctrl_c_in_a_hung_step_exits_at_once(tmp_path: Path, fault: str, nproc: int) -> None:
     command = ["-m", "mvp_engine.cli", "train", str(TINY), "--nproc", str(nproc)]
