@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "mvp_engine"
-NOT_CORE = {"kit", "tools", "hf", "report", "cli.py"}
+NOT_CORE = {"kit", "tools", "hf", "report", "rl", "worker", "cli.py"}
 READING_PATH = ["launch.py", "engine/engine.py", "model_engine/base.py", "model_engine/fsdp/engine.py"]
 _LAYOUT = {
     tokenize.COMMENT,

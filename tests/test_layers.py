@@ -22,10 +22,10 @@ from mvp_engine.imports import import_file
 
 # Who may import whom: a room may use the rooms to its right and itself. `config.schema` and the leaves are for all.
 LEAVES = {"errors", "files", "imports", "renamed", "runs", "process", "config.schema", "log.format"}
-ROOMS = ["cli", "tools", "launch", "config", "worker", "kit", "engine", "model_engine", "hf"]
+ROOMS = ["cli", "tools", "launch", "config", "rl", "worker", "kit", "engine", "model_engine", "hf"]
 ROOMS += ["checkpoint", "log", "ops", "data", "distributed", "report"]
-# All rooms but kits, tools, hf, report and the command line: 65,000 when the rooms were laid out, and growth since.
-CORE_TOKENS = 70_000
+# All rooms but kits, tools, hf, report, rl, worker and the command line: 65,000 when the rooms were laid out, and growth since.
+CORE_TOKENS = 71_000
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Words that stood for a term of the field (docs/glossary.md), as regular expressions.

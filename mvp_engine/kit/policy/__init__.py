@@ -1,0 +1,1 @@
+"""Losses and advantages of policy optimization on packed batches."""

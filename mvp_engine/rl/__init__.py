@@ -1,0 +1,1 @@
+"""Reinforcement learning by one controller: prompts, rollouts, rewards, advantages, updates."""
