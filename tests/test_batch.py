@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvp_engine.data.batch import IGNORE, Media, PackedBatch, best_fit
+from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.data.padded import (
     PROMPT_LENS,
     about_tokens,
@@ -19,6 +19,8 @@ from mvp_engine.data.padded import (
     responses,
     to_padded,
 )
+from mvp_engine.data.split import best_fit
+from mvp_engine.errors import UserError
 
 
 def make(lengths: list[int], seed: int = 0, axes: int = 0) -> PackedBatch:
@@ -82,6 +84,31 @@ def test_split_counts_media_costs_against_the_budget() -> None:
     assert [len(m) for m in batch.split(30, costs=[25, 5, 20]).members] == [2, 1]
     with pytest.raises(ValueError, match="sequence 1 costs 31 tokens, more than the budget of 30"):
         batch.split(30, costs=[1, 31, 1])
+
+
+@given(some_lengths, st.integers(1, 5), st.integers(0, 99))
+@settings(deadline=None)
+def test_split_together_never_cuts_a_group(lengths: list[int], groups: int, seed: int) -> None:
+    batch = make(lengths)
+    ids = torch.randint(groups, (len(lengths),), generator=torch.Generator().manual_seed(seed))
+    totals = torch.zeros(groups, dtype=torch.long).index_add(0, ids, batch.lengths)
+    budget = int(totals.max())
+    split = batch.split(budget, together=ids)
+    assert sorted(s for members in split.members for s in members) == list(range(len(lengths)))
+    assert all(part.num_tokens <= budget for part in split.parts)
+    for group in range(groups):
+        sequences = (ids == group).nonzero()[:, 0].tolist()
+        holders = [members for members in split.members if set(members) & set(sequences)]
+        assert len(holders) <= 1
+        assert all(members == sorted(members) for members in holders)
+
+
+def test_split_together_group_over_the_budget_is_named() -> None:
+    batch = make([10, 10, 10])
+    with pytest.raises(UserError, match=r"sequences \[0, 2\], which stay together, cost 20 tokens"):
+        batch.split(19, together=[7, 8, 7])
+    with pytest.raises(ValueError, match="3 costs and 2 ids were given for 3 sequences"):
+        batch.split(30, together=[0, 1])
 
 
 def test_select_and_concat_keep_media_with_their_sequences() -> None:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.media import Media, concat_media
-from mvp_engine.data.split import Split, best_fit
-from mvp_engine.errors import UserError
+from mvp_engine.data.split import Split, fit_groups
 from mvp_engine.renamed import raise_renamed
 
 __all__ = ["IGNORE", "Media", "PackedBatch", "Split", "tensor_versions"]
@@ -156,22 +155,25 @@ class PackedBatch:
             {kind: joined_media(kind) for kind in first.media},
         )
 
-    def split(self, budget: int, *, costs: list[int] | None = None) -> Split:
+    def split(
+        self,
+        budget: int,
+        *,
+        costs: list[int] | None = None,
+        together: Tensor | list[int] | None = None,
+    ) -> Split:
         """Micro-batches that never cost more than `budget` tokens, as few as best-fit packing finds.
 
         `costs` are the costs of the sequences in tokens, by default their lengths (a caller that counts encoder work
-        gives its own).
+        gives its own). Sequences with equal ids in `together`, such as the sides of a pair, stay in one micro-batch.
         """
         sizes = self.lengths.tolist() if costs is None else costs
-        if len(sizes) != self.num_sequences:
-            raise ValueError(f"{len(sizes)} costs were given for {self.num_sequences} sequences")
-        largest = max(range(len(sizes)), key=sizes.__getitem__)
-        if sizes[largest] > budget:
-            raise UserError(
-                f"sequence {largest} costs {sizes[largest]} tokens, more than the budget of {budget}: raise the budget "
-                "or shorten the sequence"
+        ids = torch.as_tensor(range(len(sizes)) if together is None else together).tolist()
+        if len(sizes) != self.num_sequences or len(ids) != self.num_sequences:
+            raise ValueError(
+                f"{len(sizes)} costs and {len(ids)} ids were given for {self.num_sequences} sequences"
             )
-        members = best_fit(sizes, budget)
+        members = fit_groups(sizes, ids, budget)
         return Split([self.select(sequences) for sequences in members], members)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mvp_engine.errors import UserError
+
 if TYPE_CHECKING:
     from mvp_engine.data.batch import PackedBatch
 
@@ -25,6 +27,25 @@ class Split:
         for members, part, output in zip(self.members, self.parts, outputs, strict=True):
             by_sequence |= zip(members, output.split(part.lengths.tolist()), strict=True)
         return torch.cat([by_sequence[sequence] for sequence in sorted(by_sequence)])
+
+
+def fit_groups(sizes: list[int], ids: list[int], budget: int) -> list[list[int]]:
+    """The sequences of each micro-batch; those with equal ids stay together."""
+    groups: dict[int, list[int]] = {}
+    for sequence, group in enumerate(ids):
+        groups.setdefault(group, []).append(sequence)
+    members = list(groups.values())
+    totals = [sum(sizes[sequence] for sequence in group) for group in members]
+    total, largest = max(zip(totals, members, strict=True), key=lambda one: one[0])
+    if total > budget:
+        what = f"sequence {largest[0]} costs"
+        if len(largest) > 1:
+            what = f"sequences {largest}, which stay together, cost"
+        raise UserError(
+            f"{what} {total} tokens, more than the budget of {budget}: raise the budget or shorten the sequence"
+        )
+    bins = best_fit(totals, budget)
+    return [sorted(sequence for group in part for sequence in members[group]) for part in bins]
 
 
 def best_fit(sizes: list[int], budget: int) -> list[list[int]]:
