@@ -11,6 +11,7 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ class CheckpointManager:
         self.config = config
         self.world = world
         self.extra_folder = extra_folder
+        # Writes more into a checkpoint, given its temporary folder; `save` then waits for it.
+        self.write_more: Callable[[Path], None] | None = None
         # A process group of its own: the writer thread's collectives must not mix with the main thread's.
         self.group = world.new_host_group()
         self.failed = False  # whether the last checkpoint could not be written
@@ -70,7 +73,7 @@ class CheckpointManager:
             target=self._write, args=(step, shards, meta), name="mvp-checkpoint"
         )
         self._thread.start()
-        if not self.config.background:
+        if not self.config.background or self.write_more is not None:
             self.wait()
 
     def _copy_to_host(self, tensors: dict[str, Tensor]) -> list[Shard]:
@@ -138,6 +141,8 @@ class CheckpointManager:
                 if self.extra_folder is not None and self.extra_folder.is_dir():
                     copied = temporary / self.extra_folder.name
                     shutil.copytree(self.extra_folder, copied, dirs_exist_ok=True)
+                if self.write_more is not None:
+                    self.write_more(temporary)
                 # Replaces a checkpoint of the same step; `recover` finishes a rename that a kill interrupts.
                 checkpoint_format.publish(temporary, folder, meta)
                 atomic_symlink(self.folder / "latest", folder.name)

@@ -1,0 +1,221 @@
+"""The config of an RLEngine: algorithm, rollouts, rewards, and where the models run. It imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from mvp_engine.config.schema import Count, Fraction, NonNegative, Parallel, Positive, Section
+from mvp_engine.kit.settings import MLLMConfig
+
+Algorithm = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo"]
+
+
+class RL(Section):
+    """The algorithm and the size of a step."""
+
+    algorithm: Algorithm = "grpo"
+    """How advantages and the policy loss are computed; ppo trains a critic too."""
+    prompts: Count = 32
+    """Prompts of one step."""
+    group: Count = 8
+    """Completions of each prompt."""
+    updates: Count = 1
+    """Optimizer steps over the completions of one step, each on its share of the prompts."""
+    clip: Annotated[list[NonNegative], Field(min_length=2, max_length=2)] | None = None
+    """By how much the probability ratio may fall and rise; null: the algorithm's own. [0.2, 0.28] is clip-higher."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """The largest ratio that counts where the advantage is negative, such as 3; null: no such limit."""
+    kl: NonNegative = 0.0
+    """Weight of the KL divergence from the reference model, which is the model at the start; 0: no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """The estimator of the KL divergence; null: k3 in the loss, k1 in rewards (ppo, reinforce_pp)."""
+    norm: Literal["token", "sequence", "constant"] | None = None
+    """What the policy loss is divided by; null: the algorithm's own."""
+    entropy: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+    importance_cap: Positive | None = None
+    """Truncated importance sampling: the most that a token counts for p(trainer) / p(sampler), such as 2."""
+    behind: Literal[0, 1] = 0
+    """1: the rollouts of the next step are generated with the weights before this step's update, so that both can run
+    at the same time; they are then off-policy by one step, which the ratio and its clipping correct."""
+    dynamic_sampling: Annotated[int, Field(ge=0)] = 0
+    """Prompts whose completions all have the same reward are replaced by new prompts, in at most so many more rounds
+    of generation; 0: they stay, and give no gradient."""
+    gamma: Fraction = 1.0
+    """Discount per token; of ppo and reinforce_pp."""
+    lam: Fraction = 0.95
+    """Lambda of generalized advantage estimation (GAE); of ppo."""
+    value_clip: Positive | None = 0.2
+    """By how much a value may move from the old one in the critic's loss; null: no clipping."""
+    critic_lr: Positive | None = None
+    """The critic's learning rate; null: optim.lr."""
+    critic_warmup: Annotated[int, Field(ge=0)] = 0
+    """Steps at the start in which the critic alone is trained."""
+
+
+class RolloutSettings(Section):
+    """Who generates, and how."""
+
+    backend: Literal["packed", "vllm", "openai"] = "packed"
+    """packed: our own decode in the actor, or in the group `rollout`; vllm, openai: servers at `urls`."""
+    max_new_tokens: Count = 64
+    """The most tokens of a completion."""
+    temperature: Positive = 1.0
+    """Of sampling, and of the log-probs in the loss."""
+    max_gap: Positive | None = 0.05
+    """The mean absolute difference between log-probs of sampler and trainer that stops the run; null: never."""
+    urls: list[str] = Field(default_factory=list)
+    """Servers, such as http://localhost:8000; of vllm and openai."""
+    sync: Literal["file", "ipc", "nccl"] = "file"
+    """How weights reach vLLM servers."""
+
+
+class RewardSettings(Section):
+    """How rewards are computed."""
+
+    timeout: Positive = 30.0
+    """Seconds after which a reward counts as failed."""
+    on_error: Literal["drop", "zero", "raise"] = "drop"
+    """What happens to a completion whose reward failed: it is left out, gets 0, or ends the run."""
+    max_errors: Fraction = 0.05
+    """The share of failed rewards in a step that ends the run."""
+    workers: Annotated[int, Field(ge=0)] = 2
+    """Processes that compute rewards; 0: the controller itself, without a time-out."""
+
+
+class Evaluation(Section):
+    """Completions of held-out prompts in every evaluation."""
+
+    samples: Count = 1
+    """Completions of each prompt; more than 1 give pass@k for k up to this number."""
+    temperature: NonNegative = 0.0
+    """0: greedy decoding, for samples: 1."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Evaluation:
+        if self.samples > 1 and not self.temperature:
+            raise ValueError("samples > 1 would all be the same: set evaluation.temperature, to 1")
+        return self
+
+
+class Workers(Section):
+    where: Literal["local", "spawn", "ray"] = "local"
+    """local: the models are in the controller's process; spawn: in processes of this machine; ray: in Ray actors."""
+
+
+class GroupParallel(Section):
+    """How the ranks of a group share the model; the sizes multiply to its number of ranks."""
+
+    replicate: Literal[-1] | Count = -1
+    """Data parallel replicas of the model; -1: all ranks that the other dimensions leave."""
+    shard: Count = 1
+    """FSDP: ranks that shard parameters, gradients and optimizer states of one replica."""
+    ulysses: Count = 1
+    """Sequence parallel (Ulysses): ranks that shard the tokens of a batch."""
+    tensor: Count = 1
+    """Tensor parallel: ranks that shard each weight matrix."""
+
+    def with_timeout(self, timeout: float) -> Parallel:
+        return Parallel(**self.model_dump(), timeout=timeout)
+
+
+class Group(Section):
+    """The processes and the layout of one model."""
+
+    ranks: Count | None = None
+    """Processes; null: 1, or those of the group that `on` names."""
+    parallel: GroupParallel = GroupParallel()
+    """How they share the model."""
+    on: Literal["actor"] | None = None
+    """The group whose processes this one uses too, with a layout of its own; null: processes of its own."""
+
+    @model_validator(mode="after")
+    def _own_ranks(self) -> Group:
+        if self.on is not None and self.ranks is not None:
+            raise ValueError(f"on: {self.on} has the ranks of that group: leave out ranks")
+        return self
+
+
+class Groups(Section):
+    actor: Group = Group()
+    """The policy that is trained."""
+    critic: Group = Group(on="actor")
+    """The value model of ppo."""
+    reference: Group | None = None
+    """The frozen reference of rl.kl; null: with LoRA the actor without its adapters, else on the actor's processes."""
+    rollout: Group | None = None
+    """A group of its own that generates, for rollout.backend=packed; null: the actor generates."""
+
+
+class RLConfig(MLLMConfig):
+    """The config of an RLEngine."""
+
+    rl: RL = RL()
+    """The algorithm and the size of a step."""
+    rollout: RolloutSettings = RolloutSettings()
+    """Generation of completions."""
+    reward: RewardSettings = RewardSettings()
+    """Computation of rewards."""
+    evaluation: Evaluation = Evaluation()
+    """Generation in evaluations."""
+    workers: Workers = Workers()
+    """Where the models run."""
+    groups: Groups = Groups()
+    """Processes and layouts of the models."""
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> RLConfig:
+        actor = self.groups.actor
+        if actor.on is not None:
+            raise ValueError("groups.actor has processes of its own: leave out on")
+        if self.workers.where == "local":
+            for name, group in self.groups:
+                if group is not None and (group.ranks or 1) > 1:
+                    raise ValueError(
+                        f"groups.{name}.ranks={group.ranks}: workers.where=local is one process. Set "
+                        "workers.where=spawn"
+                    )
+        if self.groups.rollout is not None and self.rollout.backend != "packed":
+            raise ValueError("groups.rollout is for rollout.backend=packed: servers generate")
+        if self.rollout.backend != "packed" and not self.rollout.urls:
+            raise ValueError(f"rollout.backend={self.rollout.backend} needs rollout.urls")
+        return self
+
+    @model_validator(mode="after")
+    def _algorithm_fits(self) -> RLConfig:
+        rl = self.rl
+        needs_groups = ("grpo", "dr_grpo", "rloo", "gspo", "cispo")
+        if rl.algorithm in needs_groups and rl.group == 1:
+            raise ValueError(
+                f"rl.algorithm={rl.algorithm} compares the completions of a prompt: set rl.group to 2 or more"
+            )
+        if rl.updates > rl.prompts:
+            raise ValueError(f"rl.updates={rl.updates} is more than rl.prompts={rl.prompts}")
+        if rl.dynamic_sampling and rl.group == 1:
+            raise ValueError(
+                "rl.dynamic_sampling compares the completions of a prompt: set rl.group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _no_keys_of_sft(self) -> RLConfig:
+        sizes = (self.parallel.shard, self.parallel.ulysses, self.parallel.tensor)
+        if max(sizes) > 1 or self.parallel.replicate > 1:
+            raise ValueError(
+                "parallel: the controller is one process. Set groups.actor.parallel, groups.actor.ranks and "
+                "workers.where=spawn"
+            )
+        if self.eval_generation is not None:
+            raise ValueError("eval_generation is of SFT: an RL run has evaluation.samples")
+        if self.optim.ema is not None:
+            raise ValueError("optim.ema: workers keep no EMA weights. Leave it out")
+        if self.mllm.pairs:
+            raise ValueError("mllm.pairs: RL needs prompts, not pairs. Set it to false")
+        return self
+
+    @property
+    def budget(self) -> int:
+        """The most tokens of a forward."""
+        return self.mllm.micro_batch_tokens
