@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.process.pipes import ignore_broken_pipes
+from mvp_engine.process.signals import EXIT_AT_ONCE
 from mvp_engine.tools.argument_parser import build_parser
 from mvp_engine.tools.nodes import nodes_of
 
@@ -33,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"mvp: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:  # of a command that has nothing to save
+        print("mvp: interrupted", file=sys.stderr)
+        return EXIT_AT_ONCE
 
 
 def train(args: argparse.Namespace) -> int:

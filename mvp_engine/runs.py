@@ -120,7 +120,9 @@ class Run:
             [f"resume={self.dir}"] if has_checkpoint else ["resume=null", "project.run_id=null"]
         )
         nproc = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        words += [*overrides, *(["--nproc", nproc] if nproc != "1" else [])]
+        words += overrides
+        if nproc != "1" and "TORCHELASTIC_RUN_ID" in os.environ:  # else srun starts each rank
+            words += ["--nproc", nproc]
         nodes = int(os.environ.get("WORLD_SIZE", "1")) // int(nproc)
         if nodes > 1 and "SLURM_STEP_ID" not in os.environ:
             words += ["--nnodes", str(nodes), "--node-rank", "0"]

@@ -188,3 +188,12 @@ def test_runs_and_help_import_neither_torch_nor_pydantic() -> None:
     code = "import sys, mvp_engine.cli, mvp_engine.tools.runs; print({'torch', 'pydantic'} & set(sys.modules))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert printed.stdout.strip() == "set()"
+
+
+def test_ctrl_c_in_a_command_without_state_exits_130_without_a_traceback(monkeypatch, capsys) -> None:
+    def interrupted(args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mvp_engine.cli.recipe_list", interrupted)
+    assert main(["recipe", "list"]) == 130
+    assert capsys.readouterr().err == "mvp: interrupted\n"

@@ -136,3 +136,8 @@ def test_recipe_new_user_errors_are_explained(tmp_path: Path, capsys: Any, monke
     assert main(["recipe", "new", "mine", "--from", "taken"]) == EXIT_USER_ERROR
     assert "has a file that cannot be read" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
+
+
+def test_recipe_new_from_a_config_with_open_keys_prints_a_command_that_sets_them(tmp_path: Path, capsys) -> None:
+    assert main(["recipe", "new", "mine", "--from", "sft", "--dir", str(tmp_path)]) == 0
+    assert "mllm.sources.rows.path=... model.path=..." in capsys.readouterr().out

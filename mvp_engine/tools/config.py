@@ -55,20 +55,23 @@ def read_config(config_file: str, overrides: list[str]) -> Config:
 
 
 def print_explanation(key: str, config_file: str | None) -> None:
-    print(explain_key(key, _schema_of(config_file)))
+    print(explain_key(key, *schemas_of(config_file)))
 
 
 def print_reference(config_file: str | None) -> None:
-    print(reference_page(_schema_of(config_file)), end="")
+    print(reference_page(*schemas_of(config_file)), end="")
 
 
-def _schema_of(config_file: str | None) -> type[Config]:
-    """The schema of a recipe's config; without one, that of the engine and the kits."""
+def schemas_of(config_file: str | None = None) -> list[type[Config]]:
+    """The schema of a recipe's config; without one, those of the kits' engines, the most used one first."""
     if config_file is not None:
-        return find_schema(_read_incomplete(config_file, [])[0])[0]
+        return [find_schema(_read_incomplete(config_file, [])[0])[0]]
+    from mvp_engine.kit.contrastive_settings import ContrastiveConfig
+    from mvp_engine.kit.preference_settings import PreferenceConfig
+    from mvp_engine.kit.reward_settings import RewardConfig
     from mvp_engine.kit.settings import MLLMConfig
 
-    return MLLMConfig
+    return [MLLMConfig, PreferenceConfig, RewardConfig, ContrastiveConfig]
 
 
 def json_schema(config: Config) -> dict[str, Any]:

@@ -34,10 +34,15 @@ class ConfigKey:
     is_section: bool
 
 
-def config_keys(schema: type[Config]) -> list[ConfigKey]:
-    """All keys of a schema, each section before its own."""
-    tree = schema.model_json_schema()
-    return list(_walk(tree, tree.get("$defs", {}), "", _engine_defaults(), engine_comments()))
+def config_keys(*schemas: type[Config]) -> list[ConfigKey]:
+    """All keys of the schemas, each section before its own; a key of several is that of the first."""
+    keys: dict[str, ConfigKey] = {}
+    for schema in schemas:
+        tree = schema.model_json_schema()
+        found = _walk(tree, tree.get("$defs", {}), "", _engine_defaults(), engine_comments())
+        for key in found:
+            keys.setdefault(key.name, key)
+    return list(keys.values())
 
 
 def _walk(
@@ -129,13 +134,13 @@ def _as_yaml(value: Any) -> str:
 # ---- What is printed --------------------------------------------------------------------------------
 
 
-def explain_key(name: str, schema: type[Config]) -> str:
+def explain_key(name: str, *schemas: type[Config]) -> str:
     """A key's type, default and description; of a section, all its keys."""
-    keys = config_keys(schema)
+    keys = config_keys(*schemas)
     # A name in a mapping of sections (mllm.sources.mine.path) is anything.
     wanted = [key for key in keys if re.fullmatch(key.name.replace(".NAME", r"(\.\w+)?"), name)]
     if not wanted:
-        raise UserError(f"no config key {name!r}. {suggest_key(name, schema)}")
+        raise UserError(f"no config key {name!r}. {suggest_key(name, schemas[0])}")
     lines = []
     for key in wanted:
         lines.append(f"{key.name}: {key.type}")
@@ -150,9 +155,9 @@ def explain_key(name: str, schema: type[Config]) -> str:
     return "\n".join(lines)
 
 
-def reference_page(schema: type[Config]) -> str:
+def reference_page(*schemas: type[Config]) -> str:
     """All keys as a Markdown page, one table per section."""
-    keys = config_keys(schema)
+    keys = config_keys(*schemas)
     lines = [
         "# Config keys",
         "",

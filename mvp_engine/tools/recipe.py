@@ -15,6 +15,7 @@ from pathlib import Path
 
 import yaml
 
+from mvp_engine.config.compose import MissingKeys, read_draft
 from mvp_engine.config.shipped import SHIPPED
 from mvp_engine.errors import UserError, did_you_mean
 from mvp_engine.files import atomic_path
@@ -39,7 +40,18 @@ def print_recipes(*, as_json: bool) -> None:
 
 def create_recipe(name: str, origin: str, parent: str | None) -> None:
     folder, configs = new_recipe(name, origin, Path(parent) if parent else None)
-    print(f"created {folder}. Next: mvp check {configs[0]}, then mvp train {configs[0]}")
+    words = [str(configs[0]), *(f"{key}=..." for key in _keys_to_set(configs[0]))]
+    command = " ".join(words)
+    print(f"created {folder}. Next: mvp check {command}, then mvp train {command}")
+
+
+def _keys_to_set(config: Path) -> list[str]:
+    """The keys of a config that have no value yet (???)."""
+    try:
+        read_draft(str(config), [])
+    except MissingKeys as error:
+        return error.keys
+    return []
 
 
 def find_recipes() -> dict[str, Path]:

@@ -14,6 +14,7 @@ from mvp_engine.config.explain import OTHER_TRAINERS, all_keys, suggest_key
 from mvp_engine.kit import MLLMConfig
 from mvp_engine.tools.argument_parser import build_parser
 from mvp_engine.tools.config import json_schema
+from mvp_engine.tools.config import schemas_of
 from mvp_engine.tools.config_keys import config_keys, reference_page
 from mvp_engine.tools.help_examples import EXAMPLES
 from mvp_engine.tools.recipe_schema import find_schema
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_key_of_engine_and_kits_has_a_description() -> None:
-    keys = config_keys(MLLMConfig)
+    keys = config_keys(*schemas_of())
     assert [key.name for key in keys if not key.description] == []
     names = {key.name.replace(".NAME", "") for key in keys}
     assert set(all_keys(MLLMConfig)) <= names
@@ -39,7 +40,7 @@ def test_every_key_of_a_shipped_recipe_has_a_description(name: str) -> None:
 
 def test_reference_page_is_up_to_date() -> None:
     page = (ROOT / "docs/config.md").read_text()
-    assert page == reference_page(MLLMConfig), "run: mvp config reference > docs/config.md"
+    assert page == reference_page(*schemas_of()), "run: mvp config reference > docs/config.md"
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,7 @@ def test_reference_page_is_up_to_date() -> None:
         ("optim.lr", ["number >= 0", "learning rate", "default: 0.001"]),
         ("mllm.sources.mine.path", ["mllm.sources.NAME.path", "default: none, it must be set"]),
         ("lora.targets", ["list of string, or null", "default: null"]),
+        ("preference.beta", ["implicit reward", "default: 0.1"]),
         ("guard", ["guard.spike_sigmas", "skipped on all ranks"]),
     ],
 )
