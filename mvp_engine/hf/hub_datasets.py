@@ -211,9 +211,17 @@ def _readme_splits(entry: dict[str, Any], files: list[str]) -> dict[str, list[st
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
-    """A pattern in which `*` stays inside of a folder and `**` does not."""
+    """A pattern in which `*` stays inside of a folder and `**` does not; `[0-9]`, `[!0-9]` and `{a,b}` are choices."""
     text = re.escape(pattern).replace(r"\*\*/", "(.*/)?").replace(r"\*\*", ".*")
+    text = re.sub(r"\\\[(!?)(.+?)\\\]", _character_set, text)
+    text = re.sub(r"\\\{(.+?)\\\}", lambda found: f"({found[1].replace(',', '|')})", text)
     return re.compile(text.replace(r"\*", "[^/]*").replace(r"\?", "[^/]"))
+
+
+def _character_set(found: re.Match[str]) -> str:
+    negation = "^" if found[1] else ""
+    inside = found[2].replace(r"\-", "-")
+    return f"[{negation}{inside}]"
 
 
 def _configs_by_name(files: list[str], repo: HubRepo) -> Configs:

@@ -49,7 +49,9 @@ def gpu_by_name(name: str) -> Gpu:
     name = re.sub(r"^(?:rtx)? ?(\d{4})$", r"RTX \1", name, flags=re.IGNORECASE)  # 4090, rtx4090
     peak = peak_of(name)
     for pattern, (gib, terabytes_per_s) in MEMORY.items():
-        if peak is not None and re.search(rf"(?<![A-Z0-9])(?:{pattern})(?![0-9])", name, re.IGNORECASE):
+        if peak is not None and re.search(
+            rf"(?<![A-Z0-9])(?:{pattern})(?![0-9])", name, re.IGNORECASE
+        ):
             return Gpu(peak, gib * GIB, terabytes_per_s * 1e12)
     known = ", ".join(COMMON_GPUS)
     raise UserError(f"--gpu {name}: unknown. Known are, among others, {known}")

@@ -13,8 +13,7 @@ from mvp_engine.config.compose import read_draft
 from mvp_engine.config.explain import OTHER_TRAINERS, all_keys, suggest_key
 from mvp_engine.kit import MLLMConfig
 from mvp_engine.tools.argument_parser import build_parser
-from mvp_engine.tools.config import json_schema
-from mvp_engine.tools.config import schemas_of
+from mvp_engine.tools.config import json_schema, schemas_of
 from mvp_engine.tools.config_keys import config_keys, reference_page
 from mvp_engine.tools.help_examples import EXAMPLES
 from mvp_engine.tools.recipe_schema import find_schema

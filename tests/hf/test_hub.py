@@ -13,6 +13,7 @@ from folders import folder_of, language_model, same
 from mvp_engine.errors import UserError
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.hub import HubRepo, hub_model, local_folder, pin, portable_name
+from mvp_engine.hf.hub_datasets import _glob
 
 MODEL = "org/model"
 
@@ -114,3 +115,17 @@ def test_refused_repositories_name_the_fix(hub: FakeHub) -> None:
         local_folder("org/pickle", weights=True)
     with pytest.raises(UserError, match="path=org/adapter is a LoRA adapter: give the model that it adapts"):
         read_config("org/adapter", {})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "file", "fits"),
+    [
+        ("data/train-[0-9]*.parquet", "data/train-00.parquet", True),
+        ("data/train-[!0-9]*.parquet", "data/train-00.parquet", False),
+        ("data/{train,test}.parquet", "data/test.parquet", True),
+        ("data/*.parquet", "data/more/train.parquet", False),
+        ("**/train.parquet", "data/more/train.parquet", True),
+    ],
+)
+def test_data_files_pattern_reads_stars_sets_and_choices(pattern: str, file: str, fits: bool) -> None:
+    assert (_glob(pattern).fullmatch(file) is not None) == fits
