@@ -122,6 +122,10 @@ def test_missing_package_names_its_extra() -> None:
     found = software._check_package("no_such_package", software.Package("1", "2", "video", "data"))
     assert (found.status, found.fix) == ("warning", "pip install 'mvp-engine[data]'")
     assert software._check_package("no_such_package", software.Package("1", "2")).status == "problem"
+    package = software.Package("1", "2", extra="ray", only="workers.where=ray")
+    found = software._check_package("no_such_package", package)
+    assert (found.status, found.fix) == ("ok", None)
+    assert "only workers.where=ray needs it (pip install 'mvp-engine[ray]')" in found.text
 
 
 def test_tested_versions_begin_where_pyproject_does_and_include_the_installed_ones() -> None:

@@ -23,6 +23,7 @@ class Package:
     use: str = ""  # what it is needed for, if a training can do without
     extra: str = ""
     module: str = ""  # the name to import, if it is another
+    only: str = ""  # the setting that needs it: it is not missing on other machines
 
 
 PACKAGES = {
@@ -39,6 +40,7 @@ PACKAGES = {
     "av": Package("18.1", "19", "video", "data"),
     "soundfile": Package("0.13", "0.14", "audio", "data"),
     "soxr": Package("0.5", "1.1", "audio of another sampling rate", "data"),
+    "ray": Package("2.44", "2.60", extra="ray", only="workers.where=ray"),
 }
 
 
@@ -57,6 +59,8 @@ def _check_package(name: str, package: Package) -> Finding:
     if package.extra:
         install = f"pip install 'mvp-engine[{package.extra}]'"
     if importlib.util.find_spec(package.module or name) is None:
+        if package.only:
+            return ok(name, f"not installed: only {package.only} needs it ({install})")
         if package.use:
             return warning(name, f"not installed: needed for {package.use}", install)
         return problem(name, "not installed", install)
