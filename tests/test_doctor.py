@@ -100,6 +100,13 @@ def test_probe_process_that_cannot_import_torch_is_one_problem(monkeypatch: pyte
     assert "libcudnn.so.9" in found.text
 
 
+def test_probe_process_that_hangs_is_a_problem_with_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "PROBE", [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(command, "PROBE_SECONDS", 0.2)
+    (found,) = [finding for _, finding in command.run_probe(["driver"], probe.Request()) if finding]
+    assert "did not finish within 0.2 s" in found.text
+
+
 def test_check_that_raises_is_a_problem_and_other_checks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "check_loss", lambda: 1 / 0)
     found = [f for _, f in in_this_process(["loss", "image"], probe.Request()) if f]

@@ -104,7 +104,7 @@ def run_probe(checks: list[str], request: probe.Request) -> Iterator[tuple[str, 
 
 
 class _ProbeProcess:
-    """One process of the probe: its JSON lines, then its exit code in `code`."""
+    """One process of the probe: its JSON lines, then its exit code in `code`, None after the time limit."""
 
     def __init__(self, request: list[Any], errors: int) -> None:
         reader, writer = os.pipe()
@@ -114,20 +114,29 @@ class _ProbeProcess:
         )
         os.close(writer)
         self._reader = reader
-        self.code = 0
+        self.code: int | None = 0
+        self._timed_out = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        timer = threading.Timer(PROBE_SECONDS, self._process.kill)
+        timer = threading.Timer(PROBE_SECONDS, self._time_out)
         timer.daemon = True
         timer.start()
         with os.fdopen(self._reader) as lines:
             for line in lines:
                 yield json.loads(line)
-        self.code = self._process.wait()
+        code = self._process.wait()
+        self.code = None if self._timed_out else code
         timer.cancel()
 
+    def _time_out(self) -> None:
+        self._timed_out = True
+        self._process.kill()
 
-def _ended(name: str, code: int, output: str) -> Finding:
+
+def _ended(name: str, code: int | None, output: str) -> Finding:
+    if code is None:
+        fix = "set CUDA_VISIBLE_DEVICES to leave out a GPU that does not answer, or restart its driver"
+        return problem(name, f"the check did not finish within {PROBE_SECONDS:g} s", fix)
     last = (output.strip().splitlines() or ["no message"])[-1][:300]
     how = f"exit code {code}: {last}"
     if code < 0:
