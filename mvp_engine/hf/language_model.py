@@ -6,6 +6,7 @@ states and the output embedding, in chunks of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,9 @@ class LanguageModel(PackedModel):
     - `next_logits`: logits of the token after each sequence, (S, V), to sample from; asked for alone
     - `loss`: minus the sum of log_probs, one scalar. Asked for alone (or with `losses`, its terms
       without gradient), it is cheaper: the gradients are computed in the forward
+
+    With `temperature` in the call, all are of the distribution that generation samples from: logits
+    divided by it, and no placeholders. Otherwise of all tokens, at the model's own temperature.
     """
 
     model_type = "language_model"
@@ -65,6 +69,7 @@ class LanguageModel(PackedModel):
             )
         super().__init__(causal_lm)
         self.temperature = temperature
+        self._excluded: tuple[int, ...] = ()  # tokens of probability 0 in this forward
         self.chunk = chunk  # tokens per chunk of logits
         config = causal_lm.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -96,6 +101,26 @@ class LanguageModel(PackedModel):
     def check(self, batch: PackedBatch) -> None:
         super().check(batch)
         check_token_range(batch, "labels", self.hf.get_output_embeddings())  # type: ignore[operator]
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        outputs: Iterable[str],
+        kv_cache: KVCache | None = None,
+        temperature: float | None = None,
+    ) -> Outputs:
+        if temperature is None:
+            return super().forward(batch, outputs, kv_cache)
+        if temperature <= 0:
+            raise UserError(f"temperature={temperature}: log-probs need a temperature above 0")
+        own = self.temperature
+        self.temperature = temperature
+        self._excluded = tuple(self.placeholders)
+        try:
+            return super().forward(batch, outputs, kv_cache)
+        finally:
+            self.temperature = own
+            self._excluded = ()
 
     def _compute(
         self, batch: PackedBatch, wanted: tuple[str, ...], kv_cache: KVCache | None = None
@@ -136,36 +161,25 @@ class LanguageModel(PackedModel):
         }
         computed = {"hidden_states": hidden_TD}
         if "next_tokens" in wanted:
-            computed["next_tokens"] = self._next_tokens(hidden_TD, weight_VD, options, vocab_shard)
+            never = _local_rows(self.placeholders, weight_VD, vocab_shard)
+            computed["next_tokens"] = linear_argmax(
+                hidden_TD, weight_VD, **options, **vocab_shard, excluded=never
+            )
         options["temperature"] = self.temperature
+        options["excluded"] = _local_rows(self._excluded, weight_VD, vocab_shard)
         missing = set(wanted) - set(computed)
         if "loss" in missing and missing <= {"loss", "losses"} and not vocab_shard:
             loss, losses_T = linear_loss(hidden_TD, weight_VD, labels_T, **options)
             computed |= {"loss": loss, "losses": losses_T}
         elif missing:
             options["mean"] = "mean_log_probs" in wanted
+            if options["mean"] and self._excluded:
+                raise UserError("mean_log_probs is over all tokens: ask for it without temperature")
             computed |= linear_log_probs(
                 hidden_TD, weight_VD, labels_T, **options, **vocab_shard
             )._asdict()
             computed |= losses_of(computed["log_probs"])
         return {name: computed[name] for name in wanted}
-
-    def _next_tokens(
-        self,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        options: dict[str, Any],
-        vocab_shard: dict[str, Any],
-    ) -> Tensor:
-        """The argmax over the vocabulary without placeholders, which get a bias of minus infinity."""
-        if placeholders := self.placeholders:
-            bias_V = options["bias_V"]
-            bias_V = weight_VD.new_zeros(len(weight_VD)) if bias_V is None else bias_V.clone()
-            start = vocab_shard.get("vocab_start", 0)
-            rows = [token - start for token in placeholders if 0 <= token - start < len(bias_V)]
-            bias_V[rows] = float("-inf")
-            options = {**options, "bias_V": bias_V}
-        return linear_argmax(hidden_TD, weight_VD, **options, **vocab_shard)
 
     def _local_head(self) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
         """Weight and bias of the output embedding, and which slice of the vocabulary they are.
@@ -190,3 +204,11 @@ class LanguageModel(PackedModel):
         log_probs_TV = logits.float().div(self.temperature).log_softmax(-1)
         of_labels = log_probs_TV[:-1].gather(-1, batch.labels[:-1, None])[:, 0]
         return torch.cat([of_labels, of_labels.new_zeros(1)])
+
+
+def _local_rows(
+    tokens: Iterable[int], weight_VD: Tensor, vocab_shard: dict[str, Any]
+) -> tuple[int, ...]:
+    """The rows of these tokens in this rank's slice of the vocabulary."""
+    start = vocab_shard.get("vocab_start", 0)
+    return tuple(token - start for token in tokens if 0 <= token - start < len(weight_VD))

@@ -2,12 +2,13 @@
 
 A forward over the prompts fills the cache; each later forward has one token per unfinished sequence, without padding.
 With `parallel.ulysses` > 1 there is no cache: each forward then holds all prompts and their completions so far.
-Every sequence draws from a random generator of its own, so what it writes does not depend on how prompts are batched.
+Every sequence draws by noise that is a hash (`gumbel_noise.py`), so what it writes depends neither on how prompts are
+batched nor on the layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf.kv_cache import KVCache
 from mvp_engine.kit.decode_graph import DecodeGraph, is_supported, try_capture
+from mvp_engine.kit.gumbel_noise import gumbel_noise, sequence_keys
 from mvp_engine.model_engine import ModelEngine
 
 Finished = Callable[[list[int]], bool]
@@ -56,8 +58,8 @@ class Decoding:
 class Completion:
     """What was written after a prompt.
 
-    Log-probabilities are those of the model at the temperature of the decoding, over all tokens: `top_k` and `top_p`
-    do not change them.
+    Log-probabilities are those of the model at the temperature of the decoding, over all tokens but the placeholders of
+    media, as those of `model(batch, ["log_probs"], temperature=...)`: `top_k` and `top_p` do not change them.
     """
 
     prompt: int  # its index
@@ -79,15 +81,23 @@ def stop_at(tokenizer: Any, strings: Collection[str]) -> Finished:
 
 
 def complete(
-    engine: ModelEngine, prompts: PackedBatch | None, decoding: Decoding
+    engine: ModelEngine,
+    prompts: PackedBatch | None,
+    decoding: Decoding,
+    keys: Sequence[int] | None = None,
 ) -> list[Completion]:
     """Completions in the order of the prompts, the samples of one prompt next to each other.
 
-    On a sharded layout all ranks call it together, each with prompts of its own, or None.
+    On a sharded layout all ranks call it together, each with prompts of its own, or None. `keys` are the numbers that
+    the random choices of each prompt depend on, by default its index: with keys that do not depend on the layout,
+    neither do the completions.
     """
     groups: list[PackedBatch] = []
     members: list[list[int]] = []
     if prompts is not None:
+        keys = range(prompts.num_sequences) if keys is None else keys
+        if len(keys) != prompts.num_sequences:
+            raise ValueError(f"{len(keys)} keys for {prompts.num_sequences} prompts")
         on_cpu = prompts.to("cpu")
         split = on_cpu.split(max(decoding.budget or on_cpu.num_tokens, on_cpu.max_seqlen))
         groups = split.parts
@@ -101,7 +111,9 @@ def complete(
         )
         for i in range(max(num_groups)):
             group = groups[i] if i < len(groups) else None
-            completions += _Group(engine, group, members[i] if group else [], decoding).run()
+            indices = members[i] if group else []
+            group_keys = [keys[index] for index in indices] if keys is not None else []
+            completions += _Group(engine, group, indices, decoding, group_keys).run()
     return sorted(completions, key=lambda one: one.prompt)
 
 
@@ -130,15 +142,13 @@ class _Group:
         prompts: PackedBatch | None,
         members: list[int],
         decoding: Decoding,
+        keys: list[int],
     ) -> None:
         self.engine = engine
         self.decoding = decoding
         self.prompts = prompts
         samples = range(decoding.samples)
         self.all = [Completion(index) for index in members for _ in samples]
-        self.generators = [
-            _generator(decoding.seed, index, sample) for index in members for sample in samples
-        ]
         self.active = list(range(len(self.all)))  # the completions in each forward
         self.rows = [row for row in range(len(members)) for _ in samples]  # theirs in the prompts
         # New tokens are text: on every axis their positions continue after the prompt's largest one.
@@ -149,6 +159,9 @@ class _Group:
         model: Any = engine.model
         device = engine.world.device
         self.never_written = torch.tensor(model.placeholders, dtype=torch.long, device=device)
+        self.keys_S = torch.tensor(
+            sequence_keys(decoding.seed, keys, decoding.samples), dtype=torch.long, device=device
+        )
         self.graph: DecodeGraph | None = None
         self.can_capture = is_supported(engine)
         self.uses_cache = decoding.use_cache and engine.layout.ulysses == 1
@@ -164,7 +177,7 @@ class _Group:
             if step == 0:
                 self._start_samples()
                 logits_SV = logits_SV[self.rows]
-            self._write(logits_SV)
+            self._write(logits_SV, step)
         return self.all
 
     def _batch(self) -> PackedBatch | None:
@@ -228,16 +241,18 @@ class _Group:
         if self.cache is not None and self.decoding.samples > 1:
             self.cache.select(self.rows)
 
-    def _write(self, logits_SV: Tensor) -> None:
+    def _write(self, logits_SV: Tensor, position: int) -> None:
+        """Choose the next token of each active completion, which has `position` tokens."""
         temperature = self.decoding.temperature
         scaled_SV = logits_SV / (temperature or 1.0)
-        log_z_S = scaled_SV.logsumexp(-1)  # of all tokens, as in a training's log-probs
         scaled_SV.index_fill_(1, self.never_written, float("-inf"))
+        log_z_S = scaled_SV.logsumexp(-1)
         if temperature == 0.0:
             tokens_S = scaled_SV.argmax(-1)
         else:
             likely_SV = _most_likely(scaled_SV, self.decoding)
-            tokens_S = _draw(likely_SV, [self.generators[s] for s in self.active])
+            noise_SV = gumbel_noise(self.keys_S, position, scaled_SV.shape[1])
+            tokens_S = noise_SV.add_(likely_SV).argmax(-1)
         chosen_S = scaled_SV.gather(-1, tokens_S[:, None])[:, 0] - log_z_S
         drawn = zip(self.active, tokens_S.tolist(), chosen_S.tolist(), strict=True)
         unfinished = []
@@ -259,6 +274,7 @@ class _Group:
         if len(rows) == len(self.active):
             return
         self.active = [self.active[row] for row in rows]
+        self.keys_S = self.keys_S[rows]
         self.rows = [self.rows[row] for row in rows]
         self.graph = None
         if self.cache is not None and rows:
@@ -267,11 +283,6 @@ class _Group:
     def _is_finished(self, tokens: list[int]) -> bool:
         asked = self.decoding.is_finished
         return tokens[-1] in self.decoding.stop or (asked is not None and asked(tokens))
-
-
-def _generator(seed: int, prompt: int, sample: int) -> torch.Generator:
-    mixed = hash((seed, prompt, sample)) % 2**63
-    return torch.Generator().manual_seed(mixed)
 
 
 def _most_likely(logits_SV: Tensor, decoding: Decoding) -> Tensor:
@@ -286,17 +297,6 @@ def _most_likely(logits_SV: Tensor, decoding: Decoding) -> Tensor:
     is_beyond_SV = probs_SV.cumsum(-1) - probs_SV >= decoding.top_p
     sorted_SV = sorted_SV.masked_fill(is_beyond_SV, float("-inf"))
     return torch.empty_like(logits_SV).scatter_(1, order_SV, sorted_SV)
-
-
-def _draw(logits_SV: Tensor, generators: list[torch.Generator]) -> Tensor:
-    """One token per sequence: where its own random number falls in the cumulative distribution."""
-    uniform_S = torch.stack(
-        [torch.rand((), generator=one, dtype=torch.float64) for one in generators]
-    )
-    cumulative_SV = logits_SV.double().softmax(-1).cumsum(-1)
-    target_S1 = uniform_S.to(logits_SV.device)[:, None] * cumulative_SV[:, -1:]
-    index_S1 = torch.searchsorted(cumulative_SV, target_S1, right=True)
-    return index_S1.clamp(max=logits_SV.shape[1] - 1)[:, 0]
 
 
 def with_completion(prompt: PackedBatch, length: int | None, new: list[int]) -> PackedBatch:

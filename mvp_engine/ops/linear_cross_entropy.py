@@ -65,11 +65,12 @@ def linear_log_probs(
     mean: bool = False,
     group: dist.ProcessGroup | None = None,
     vocab_start: int | None = None,
+    excluded: tuple[int, ...] = (),
 ) -> Scores:
     """The scores of the labels, in chunks of `chunk` tokens.
 
     The logits are `(hidden @ weight.T + bias) * scale`, then soft-capped, then divided by the temperature. Under
-    autocast the matmuls run in its dtype, in backward too.
+    autocast the matmuls run in its dtype, in backward too. `excluded`: rows of `weight` that have probability 0.
 
     With a `group`, `weight` and `bias` are this rank's rows of the vocabulary, at least one, beginning with row
     `vocab_start` of the whole; hidden states and labels (of the whole vocabulary) are the same on all ranks. So are the
@@ -77,7 +78,7 @@ def linear_log_probs(
     those of this rank's rows, that of the hidden states is complete on every rank.
     """
     shard = _vocab_shard(group, vocab_start)
-    spec = _head_spec(hidden_TD, scale, softcap, temperature)
+    spec = _head_spec(hidden_TD, scale, softcap, temperature, excluded)
     with torch.autocast(hidden_TD.device.type, enabled=False):
         scores = _LinearLogProbs.apply(
             hidden_TD, weight_VD, bias_V, labels_T, spec, chunk, mean, shard
@@ -96,9 +97,10 @@ def linear_argmax(
     chunk: int = 2048,
     group: dist.ProcessGroup | None = None,
     vocab_start: int | None = None,
+    excluded: tuple[int, ...] = (),
 ) -> Tensor:
     """The most likely next token of each position, (T,) int64; the lower of two equal ones. Arguments as above."""
-    spec = _head_spec(hidden_TD, scale, softcap, 1.0)
+    spec = _head_spec(hidden_TD, scale, softcap, 1.0, excluded)
     weight_VD = weight_VD.to(spec.dtype)
     values = []
     indices = []
@@ -155,6 +157,7 @@ def linear_loss(
     softcap: float | None = None,
     temperature: float = 1.0,
     chunk: int = 2048,
+    excluded: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """The cross-entropy summed over all labels that are not IGNORE, and that of each token without gradients.
 
@@ -173,17 +176,23 @@ def linear_loss(
             softcap=softcap,
             temperature=temperature,
             chunk=chunk,
+            excluded=excluded,
         )
         return -scores.log_probs.sum(), -scores.log_probs
-    spec = _head_spec(hidden_TD, scale, softcap, temperature)
+    spec = _head_spec(hidden_TD, scale, softcap, temperature, excluded)
     with torch.autocast(hidden_TD.device.type, enabled=False):
         return _LinearLoss.apply(hidden_TD, weight_VD, bias_V, labels_T, spec, chunk)
 
 
 def _head_spec(
-    hidden_TD: Tensor, scale: float, softcap: float | None, temperature: float
+    hidden_TD: Tensor,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    excluded: tuple[int, ...] = (),
 ) -> HeadSpec:
-    return HeadSpec(scale, softcap, temperature, autocast_dtype(hidden_TD) or hidden_TD.dtype)
+    dtype = autocast_dtype(hidden_TD) or hidden_TD.dtype
+    return HeadSpec(scale, softcap, temperature, dtype, excluded)
 
 
 def _vocab_shard(group: dist.ProcessGroup | None, vocab_start: int | None) -> VocabShard | None:

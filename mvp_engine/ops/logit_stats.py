@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100  # the label of tokens without a loss
+# The logit of excluded tokens: of probability 0, but finite, so that 0 times it and its square are finite too.
+EXCLUDED = -1e15
 
 
 class HeadSpec(NamedTuple):
@@ -25,6 +27,7 @@ class HeadSpec(NamedTuple):
     softcap: float | None
     temperature: float
     dtype: torch.dtype  # of the matmuls
+    excluded: tuple[int, ...] = ()  # rows of the weight that are not part of the softmax
 
     @property
     def factor(self) -> float:
@@ -68,7 +71,8 @@ def head_output(
 ) -> Tensor:
     """The output of the head's matmul, before scale, cap and temperature. The weight is already in `spec.dtype`."""
     bias_V = None if bias_V is None else bias_V.to(spec.dtype)
-    return F.linear(hidden_CD.to(spec.dtype), weight_VD, bias_V)
+    raw_CV = F.linear(hidden_CD.to(spec.dtype), weight_VD, bias_V)
+    return _exclude_(raw_CV, spec) if spec.softcap is None else raw_CV
 
 
 def logits_of(raw_CV: Tensor, spec: HeadSpec) -> Tensor:
@@ -80,6 +84,12 @@ def logits_of(raw_CV: Tensor, spec: HeadSpec) -> Tensor:
         logits_CV = spec.softcap * torch.tanh(logits_CV / spec.softcap)
     if spec.temperature != 1.0:
         logits_CV = logits_CV / spec.temperature
+    return logits_CV if spec.softcap is None else _exclude_(logits_CV, spec)
+
+
+def _exclude_(logits_CV: Tensor, spec: HeadSpec) -> Tensor:
+    for row in spec.excluded:  # a tensor of indices would be copied from the host
+        logits_CV[:, row] = max(EXCLUDED, torch.finfo(logits_CV.dtype).min)
     return logits_CV
 
 

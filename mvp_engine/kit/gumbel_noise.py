@@ -1,0 +1,74 @@
+"""Gumbel noise from a hash instead of a random generator, to sample tokens: argmax(logits + noise).
+
+The noise of a vocabulary entry depends on the seed, the key of the prompt, the index of the sample, the position in the
+completion and the entry's index, on nothing else. So the same tokens are drawn on every layout, number of ranks and
+batching, on a CPU and on a GPU, and no generator state has to be saved.
+
+Legend: S sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15  # steps of a counter: 2**64 over the golden ratio, odd
+# (shift, factor) of each round of the hash, and the last shift: splitmix64.
+HASH_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+LAST_SHIFT = 31
+MASK = 2**64 - 1
+BLOCK = 2**22  # elements of the noise that are computed at a time: 32 MiB for each temporary
+
+
+def sequence_keys(seed: int, prompt_keys: Sequence[int], samples: int) -> list[int]:
+    """An int64 per sequence, the samples of a prompt next to each other; they differ in seed, prompt or sample."""
+    keys = []
+    for prompt_key in prompt_keys:
+        of_prompt = _hash_int(_hash_int(seed) + prompt_key)
+        keys += [_signed(_hash_int(of_prompt + sample)) for sample in range(samples)]
+    return keys
+
+
+def gumbel_noise(keys_S: Tensor, position: int, vocab_size: int) -> Tensor:
+    """Noise of the next token, (S, V) float32, where each sequence has written `position` tokens.
+
+    Logarithms are those of float64: float32 ones differ in their last bit between devices, and between the vectorized
+    part of a tensor and its remainder.
+    """
+    of_position_S = _hash_(keys_S + _signed(GOLDEN * (position + 1) & MASK))
+    counter_V = torch.arange(1, vocab_size + 1, device=keys_S.device) * _signed(GOLDEN)
+    noise_SV = torch.empty(len(keys_S), vocab_size, device=keys_S.device)
+    rows = max(1, BLOCK // vocab_size)
+    for start in range(0, len(keys_S), rows):
+        bits_RV = _hash_(of_position_S[start : start + rows, None] + counter_V)
+        # 53 bits, in the middle of their interval: neither 0 nor 1, which have no finite noise.
+        uniform_RV = _logical_shift_right(bits_RV, 11).double().add_(0.5).mul_(2.0**-53)
+        # Close to 0 is where the resolution is: there the noise is largest.
+        noise_SV[start : start + rows] = uniform_RV.neg_().log1p_().neg_().log_().neg_()
+    return noise_SV
+
+
+def _hash_(x: Tensor) -> Tensor:
+    """Hash int64 numbers in place, as `_hash_int` does; products wrap around."""
+    for shift, factor in HASH_ROUNDS:
+        x.bitwise_xor_(_logical_shift_right(x, shift))
+        x.mul_(_signed(factor))
+    return x.bitwise_xor_(_logical_shift_right(x, LAST_SHIFT))
+
+
+def _hash_int(x: int) -> int:
+    x = (x + GOLDEN) & MASK
+    for shift, factor in HASH_ROUNDS:
+        x = (x ^ (x >> shift)) * factor & MASK
+    return x ^ (x >> LAST_SHIFT)
+
+
+def _logical_shift_right(x: Tensor, shift: int) -> Tensor:
+    """Shift zeros in from the left; torch's own shift of int64 repeats the sign bit."""
+    return (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - 2**64 if x >= 2**63 else x
