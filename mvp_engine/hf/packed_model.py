@@ -206,11 +206,16 @@ class PackedModel(nn.Module):
         return out.last_hidden_state[0]
 
     def forward(
-        self, batch: PackedBatch, outputs: Iterable[str], kv_cache: KVCache | None = None
+        self,
+        batch: PackedBatch,
+        outputs: Iterable[str],
+        kv_cache: KVCache | None = None,
+        temperature: float | None = None,
     ) -> Outputs:
         """Outputs by name, for all tokens of the batch, on every rank that shares the batch.
 
         `kv_cache`: for generation. The first batch holds the prompts, later ones a token of each.
+        `temperature`: of the distribution over tokens, in models that have one.
         """
         wanted = tuple(outputs)
         unknown = [name for name in wanted if name not in self.provides]

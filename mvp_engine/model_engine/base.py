@@ -228,9 +228,16 @@ class ModelEngine(abc.ABC):
 
     @abc.abstractmethod
     def infer_batch(
-        self, batch: PackedBatch, outputs: Iterable[str], budget: int | None = None
+        self,
+        batch: PackedBatch,
+        outputs: Iterable[str],
+        budget: int | None = None,
+        temperature: float | None = None,
     ) -> dict[str, Tensor]:
-        """Per-token outputs by name for a packed batch, in its order; at most `budget` tokens in a forward."""
+        """Per-token outputs by name for a packed batch, in its order; at most `budget` tokens in a forward.
+
+        `temperature`: of the sampling whose log-probs are asked for; see `LanguageModel`.
+        """
 
     # ---- State ----------------------------------------------------------------------------------------------------
 

@@ -99,7 +99,11 @@ class FSDPBaseEngine(ModelEngine):
                 yield result
 
     def infer_batch(
-        self, batch: PackedBatch, outputs: Iterable[str], budget: int | None = None
+        self,
+        batch: PackedBatch,
+        outputs: Iterable[str],
+        budget: int | None = None,
+        temperature: float | None = None,
     ) -> dict[str, Tensor]:
         wanted = tuple(outputs)
         if not self._initialized:
@@ -108,7 +112,10 @@ class FSDPBaseEngine(ModelEngine):
         with raise_on_all_ranks(self.world.host_group if self.sharded else None):
             split = batch.split(batch.num_tokens if budget is None else budget)
         with self.eval_mode():
-            results = self.infer_micro_batches(split.parts, lambda one: self.model(one, wanted))
+            options = {} if temperature is None else {"temperature": temperature}
+            results = self.infer_micro_batches(
+                split.parts, lambda one: self.model(one, wanted, **options)
+            )
             parts = list(results)
         if scalars := [name for name in wanted if parts[0][name].ndim == 0]:
             raise UserError(
