@@ -118,7 +118,7 @@ def cache_file(engine: PreferenceEngine, split: str) -> Path:
     source = model.source
     weights = fingerprint(source) if source else f"random {engine.config.seed}"
     facts = [
-        engine.data._data_id(split),
+        engine.data.data_id(split),
         encoder.fingerprint,
         f"{encoder.max_tokens} {encoder.overlong}",
         json.dumps(model.hf.config.to_dict(), default=str, sort_keys=True),

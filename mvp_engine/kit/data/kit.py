@@ -170,16 +170,16 @@ class MLLMDataKit:
         )
         if not len(dataset):
             bad, long = self.bad_rows(split), self.overlong_rows(split)
-            raise no_rows(split, self._left_out(split), bad, long, self.row_encoder.max_tokens)
+            raise no_rows(split, self.left_out(split), bad, long, self.row_encoder.max_tokens)
         num_rows = sum(len(source) for source in dataset.mixture.sources)
-        bad_rows = self._bad_rows_list(split, num_rows, folder)
+        bad_rows = self.bad_rows_list(split, num_rows, folder)
         bad_rows.add(self.bad_rows(split), list_them=rank == 0)
         if rank == 0 and folder is not None and self.settings.overlong == "drop":
             append_new(Path(folder) / OVERLONG_ROWS_FILE, self.overlong_rows(split))
         return PackLoader(
             dataset,
             bad_rows,
-            self._data_id(split),
+            self.data_id(split),
             self.settings.stall_seconds,
             rank=rank,
             world_size=world_size,
@@ -222,7 +222,7 @@ class MLLMDataKit:
         )
         return StreamLoader(
             dataset,
-            self._bad_rows_list(split, 0, folder, MIN_STREAM_ROWS),
+            self.bad_rows_list(split, 0, folder, MIN_STREAM_ROWS),
             global_batch_size=global_batch_size,
             num_workers=workers,
             pin_memory=pin_memory,
@@ -272,7 +272,7 @@ class MLLMDataKit:
         return (
             f"{split}: {sum(counts):,} rows an epoch ({', '.join(sources)}) -> {len(plan.rows):,} rows with "
             f"{int(plan.tokens.sum()):,} tokens in {len(plan):,} packs of {plan.budget:,}, {plan.fill_ratio:.1%} full; "
-            f"{plan.steps:,} steps of {plan.packs_per_step}. {self._left_out(split)}"
+            f"{plan.steps:,} steps of {plan.packs_per_step}. {self.left_out(split)}"
         )
 
     def source_losses(
@@ -374,16 +374,16 @@ class MLLMDataKit:
             refuse_overlong(mixture, costs, self.row_encoder.max_tokens)
         return mixture, costs
 
-    def _bad_rows_list(
+    def bad_rows_list(
         self, split: str, num_rows: int, folder: str | Path | None, min_rows: int = 0
     ) -> BadRows:
         file = None if folder is None else Path(folder) / BAD_ROWS_FILE
         return BadRows(self.settings, num_rows, self.source_names(split), file, min_rows)
 
-    def _left_out(self, split: str) -> str:
+    def left_out(self, split: str) -> str:
         return describe_left_out(*self.measured(split), self.settings.overlong)
 
-    def _data_id(self, split: str) -> str:
+    def data_id(self, split: str) -> str:
         mixture, _ = self.measured(split)
         fingerprints = " ".join(source.fingerprint for source in mixture.sources)
         return hashlib.blake2b(fingerprints.encode(), digest_size=8).hexdigest()

@@ -134,8 +134,9 @@ class MLLMData(Section):
     """What happens to a longer row: dropped, truncated, its images shrunk, or an error."""
     fields: dict[str, FieldType] = Field(default_factory=dict)
     """Columns of numbers, as {score: float, target: int}: each is one of a batch's `sequence_fields`."""
-    prompt_only: bool = False
-    """Also accept rows without an answer, for recipes that need none: they carry no loss."""
+    prompt_only: bool | Literal["always"] = False
+    """Also accept rows without an answer, for recipes that need none: they carry no loss. `always`: leave out the last
+    answer of other rows, too, as prompts of rollouts need it; all columns reach the reward."""
     pairs: bool = False
     """Pack both sides of preference rows next to each other; false: only the chosen side, as an ordinary chat."""
     limits: Limits = Limits()

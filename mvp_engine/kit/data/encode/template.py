@@ -12,7 +12,7 @@ text must be equal to the tokenizer's own, else the row is bad. What carries los
 - Of a `text` row everything. It gets one BOS where the tokenizer itself adds it, and one EOS. The BOS
   of a conversation is the template's; if that writes none, what calling a processor (not a tokenizer)
   would add. A text in segments gets neither.
-- Of a prompt without an answer nothing. It ends with the generation prompt.
+- Of a prompt without an answer nothing. It ends with the generation prompt; a plain text has no EOS.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class ChatTemplate:
                 raise BadRow("nothing_to_learn", "the text is empty")
             if row.text_loss:
                 return Rendered(row.text, row.text_loss)
+            if row.prompt_only:
+                return Rendered(row.text, (), bos=True, prompt_only=True)
             return Rendered(row.text, ((0, len(row.text)),), bos=True, eos=True)
         has_loss = _messages_with_loss(row)
         rendered = self._render_conversation(row, has_loss)

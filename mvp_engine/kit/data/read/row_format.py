@@ -21,7 +21,12 @@ class RowFormat:
     columns: Mapping[str, str | None] = field(default_factory=dict)  # old name -> new; None: drop
     media_tags: bool = True  # <image> in a text stands for an image
     fields: Mapping[str, FieldType] = field(default_factory=dict)  # columns of numbers
-    prompt_only: bool = False  # rows need no answer
+    # True: rows need no answer. "always": the answers that they have are left out.
+    prompt_only: bool | Literal["always"] = False
+
+    @property
+    def drops_answers(self) -> bool:
+        return self.prompt_only == "always"
 
     def read_columns(self, raw: Any) -> Columns:
         """The columns of a raw row under their new names."""

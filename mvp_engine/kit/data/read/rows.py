@@ -88,6 +88,8 @@ def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
     fields = format.take_fields(columns)
     _rename_aliases(columns)
     name = format.name or _detect(columns)
+    if name == "text" and format.name is None and format.drops_answers:
+        name = None if any(key in columns for key in _PROMPTS) else name  # text is for the reward
     if name is None and format.prompt_only and any(key in columns for key in _PROMPTS):
         name = "prompt"
     elif name is None or not _has_format(columns, name):
@@ -162,6 +164,8 @@ class _Reader:
             "text": self._text,
             "prompt": self._prompt,
         }
+        if self.format.drops_answers and FORMATS.get(name, ("",))[0] in _PROMPTS:
+            return self._prompt(FORMATS[name][0])
         if name in readers:
             return readers[name]()
         question, answer = FORMATS[name]
@@ -174,9 +178,9 @@ class _Reader:
         prompt = read_turns(self.columns["prompt"], "prompt")
         return self._conversation(prompt, read_turns(self.columns["completion"], "completion"))
 
-    def _prompt(self) -> Row:
+    def _prompt(self, key: str | None = None) -> Row:
         """A prompt without an answer."""
-        key = next(key for key in _PROMPTS if key in self.columns)
+        key = key or next(key for key in _PROMPTS if key in self.columns)
         if key == "prompt":
             return self._conversation(read_turns(self.columns[key], key), [])
         return self._conversation([], self._question(key))
@@ -227,7 +231,10 @@ class _Reader:
         good = join_prompt_and_answer(prompt, read_turns(chosen, "chosen"), "chosen")
         bad = join_prompt_and_answer(prompt, read_turns(rejected, "rejected"), "rejected")
         shared = num_shared_turns(good, bad)
-        row = self._conversation(good[:shared], good[shared:])
+        answer = [] if self.format.drops_answers else good[shared:]
+        row = self._conversation(good[:shared], answer)
+        if self.format.drops_answers:
+            return row
         rejected_row = self._conversation(bad[:shared], bad[shared:])
         return replace(row, rejected=rejected_row.messages)
 
@@ -242,13 +249,15 @@ class _Reader:
             media += columns.get(kind, [])
         if not media:
             self._check_text_tags(text)
-            return Row(text=text)
+            return Row(text=text, prompt_only=self.format.drops_answers)
         if self.format.media_tags and any(f"<{part.kind}>" in text for part in media):
             raise BadRow(
                 "media_count", f"{key} has placeholders: write interleaved documents as messages"
             )
-        caption = Message("assistant", (Part("text", text),))
-        return Row(messages=(Message("user", tuple(media)), caption))
+        question = Message("user", tuple(media))
+        if self.format.drops_answers:
+            return Row(messages=(question,), prompt_only=True)
+        return Row(messages=(question, Message("assistant", (Part("text", text),))))
 
     def _check_text_tags(self, text: str) -> None:
         """Raise if a tag may stand for media in a column that nothing reads."""
@@ -259,6 +268,8 @@ class _Reader:
 
     def _segments(self) -> Row:
         """Texts with a flag each, joined without a chat template and without BOS and EOS."""
+        if self.format.drops_answers:
+            raise BadRow("no_prompt", "the format segments has no prompt: give prompt, or messages")
         text = ""
         spans = []
         for index, raw in enumerate(check_list(self.columns["segments"], "segments")):
@@ -277,10 +288,16 @@ class _Reader:
 
     def _conversation(self, prompt: Sequence[Message], answer: Sequence[Message]) -> Row:
         """A row with the system and tools columns, and media in their places."""
+        if self.format.drops_answers:
+            prompt = _without_last_answer([*prompt, *answer])
+            answer = []
         prompt_only = self._check_answer(answer)
         if prompt_only:
             answer = [replace(message, loss=False) for message in answer]
-        messages = [replace(message, loss=message.loss or False) for message in prompt]
+        keeps_loss = not self.format.drops_answers
+        messages = [
+            replace(message, loss=keeps_loss and (message.loss or False)) for message in prompt
+        ]
         messages += answer
         if check_text(self.columns.get("system", ""), "system"):
             if messages[0].role == "system":
@@ -290,11 +307,12 @@ class _Reader:
         for index, tool in enumerate(tools):
             where = f"tools[{index}]"
             check_json_serializable(check_object(tool, where), where)
-        self._check_label()
+        if not self.format.drops_answers:
+            self._check_label()
         self._check_object_tags(messages)
         messages = fill_placeholders(messages, self.columns, self.format.media_tags)
         row = Row(messages=tuple(messages), tools=tuple(tools), prompt_only=prompt_only)
-        if "rejected_response" not in self.columns:
+        if "rejected_response" not in self.columns or self.format.drops_answers:
             return row
         return with_rejected_response(row, self.columns["rejected_response"])
 
@@ -351,3 +369,13 @@ class _Reader:
 
 def _has_content(message: Message) -> bool:
     return bool(message.text.strip() or has_actions(message))
+
+
+def _without_last_answer(messages: list[Message]) -> list[Message]:
+    """The conversation up to its last answer: what a policy answers."""
+    end = len(messages)
+    while end and messages[end - 1].role == "assistant":
+        end -= 1
+    if not any(message.role != "system" for message in messages[:end]):
+        raise BadRow("no_prompt", "the row has no message before its answer")
+    return messages[:end]
