@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
@@ -53,29 +53,58 @@ class World:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             world.watch = RankWatchdog(world.rank)
         if size > 1:
-            # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors too.
-            own_gpu = world.device.type == "cuda" and (
-                local_size <= torch.cuda.device_count() or "SLURM_GPUS_PER_TASK" in os.environ
-            )
+            own_gpu = local_size <= torch.cuda.device_count() or "SLURM_GPUS_PER_TASK" in os.environ
             # torchrun may keep its store over a restart: the dead workers' addresses must not be found in it.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            world.store = PrefixStore(f"mvp_engine/{attempt}", next(rendezvous("env://"))[0])
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
-                store=world.store,
-                rank=world.rank,
-                world_size=size,
-                timeout=timedelta(seconds=timeout),
-                device_id=world.device if own_gpu else None,
-            )
-            world.host_group = world.new_host_group()
-            here = _node()
-            siblings = [pid for node, pid in world.all_gather((here, os.getpid())) if node == here]
-            if world.watch:
-                world.watch.siblings = siblings
-                if local_size < size and local_rank == 0:
-                    world.watch.store = world.store
+            store = PrefixStore(f"mvp_engine/{attempt}", next(rendezvous("env://"))[0])
+            world._connect(store, own_gpu, timeout)
         return world
+
+    @classmethod
+    def at(
+        cls,
+        rank: int,
+        size: int,
+        store: Store | None,
+        device: torch.device | str,
+        *,
+        local_rank: int = 0,
+        local_size: int = 1,
+        own_gpu: bool = True,
+        watch: RankWatchdog | None = None,
+        timeout: float = 600.0,
+    ) -> World:
+        """Join a job at an explicit place, whatever the environment variables are. A single process needs no store.
+
+        `own_gpu`: no other rank computes on this rank's GPU.
+        """
+        world = cls(rank, size, local_rank, local_size, torch.device(device), watch=watch)
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)
+        if size > 1:
+            assert store is not None, "several ranks need a store"
+            world._connect(PrefixStore("mvp_engine", store), own_gpu, timeout)
+        return world
+
+    def _connect(self, store: PrefixStore, own_gpu: bool, timeout: float) -> None:
+        # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors too.
+        own_gpu = own_gpu and self.device.type == "cuda"
+        self.store = store
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=timeout),
+            device_id=self.device if own_gpu else None,
+        )
+        self.host_group = self.new_host_group()
+        here = _node()
+        siblings = [pid for node, pid in self.all_gather((here, os.getpid())) if node == here]
+        if self.watch:
+            self.watch.siblings = siblings
+            if self.local_size < self.size and self.local_rank == 0:
+                self.watch.store = store
 
     @property
     def is_main(self) -> bool:

@@ -1,1 +1,17 @@
 """Worker groups: model engines in other processes, driven by one controller; one API for local, spawn and Ray."""
+
+from mvp_engine.worker.errors import WorkerDied, WorkerError, WorkerUserError
+from mvp_engine.worker.group import WorkerGroup
+from mvp_engine.worker.spec import WorkerSpec
+from mvp_engine.worker.worker import Loss, UpdateNumbers, Worker
+
+__all__ = [
+    "Loss",
+    "UpdateNumbers",
+    "Worker",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerGroup",
+    "WorkerSpec",
+    "WorkerUserError",
+]

@@ -1,0 +1,83 @@
+"""Which sequences of a batch go into which optimizer step, and to which data-parallel rank.
+
+Everything here depends on the batch and the number of ranks alone, so the same call gives the same bits again.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from torch import Tensor
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.split import Split
+from mvp_engine.errors import UserError
+
+
+def check_budget(batch: PackedBatch, budget: int) -> None:
+    """Refuse a sequence over the budget here, where its index is that of the caller's batch."""
+    if batch.max_seqlen > budget:
+        sequence = int(batch.lengths.argmax())
+        raise UserError(
+            f"sequence {sequence} has {batch.max_seqlen} tokens, more than the budget of {budget}: raise the budget or "
+            "shorten the sequence"
+        )
+
+
+def balanced(costs: list[int], parts: int) -> list[list[int]]:
+    """The items of each part: from the largest, an item goes to the part with the lowest cost. Parts may be empty."""
+    members: list[list[int]] = [[] for _ in range(parts)]
+    totals = [0] * parts
+    for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        lowest = min(range(parts), key=totals.__getitem__)
+        members[lowest].append(item)
+        totals[lowest] += costs[item]
+    return [sorted(part) for part in members]
+
+
+def by_data_rank(batch: PackedBatch, ranks: int) -> list[list[int]]:
+    """The sequences of each data-parallel rank, with about as many tokens each."""
+    return balanced(batch.lengths.tolist(), ranks)
+
+
+def select(batch: PackedBatch, sequences: list[int]) -> PackedBatch | None:
+    return batch.select(sequences) if sequences else None
+
+
+def merged(
+    batch: PackedBatch, members: list[list[int]], results: list[dict[str, Tensor] | None]
+) -> dict[str, Tensor]:
+    """Per-token results of the data-parallel ranks, in the order of the batch."""
+    pairs = [(part, found) for part, found in zip(members, results, strict=True) if found]
+    split = Split([batch.select(part) for part, _ in pairs], [part for part, _ in pairs])
+    names = pairs[0][1]
+    return {name: split.merge_tokens([found[name] for _, found in pairs]) for name in names}
+
+
+def cut(batch: PackedBatch, cuts: int, together: str | None) -> list[list[int]]:
+    """The sequences of each optimizer step: in the order of the batch, steps with about as many sequences each.
+
+    Sequences with the same value of the per-sequence field `together` are in one step. There are fewer steps than
+    `cuts` if there are fewer such groups.
+    """
+    groups: dict[int, list[int]] = {}
+    own_groups = list(range(batch.num_sequences))
+    keys = own_groups if together is None else _together(batch, together)
+    for sequence, key in enumerate(keys):
+        groups.setdefault(key, []).append(sequence)
+    units = list(groups.values())
+    steps = min(cuts, len(units))
+    members = []
+    for step in range(steps):
+        mine = units[step * len(units) // steps : (step + 1) * len(units) // steps]
+        members.append(sorted(chain.from_iterable(mine)))
+    return members
+
+
+def _together(batch: PackedBatch, name: str) -> list[int]:
+    if name not in batch.sequence_fields:
+        known = ", ".join(sorted(batch.sequence_fields)) or "none"
+        raise UserError(
+            f"together={name!r}: the batch has no such per-sequence field; it has: {known}"
+        )
+    return batch.sequence_fields[name].tolist()

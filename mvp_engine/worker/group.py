@@ -1,0 +1,249 @@
+"""WorkerGroup: one model on a group of ranks, as the controller sees it. The same code for every launcher.
+
+A batch is divided among the data-parallel ranks by tokens; results come back in the order of the batch. Any number of
+sequences works with any number of ranks. A group is named after its role (actor, critic, reference); what a role
+computes is a loss or an output, not a class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any
+
+from torch import Tensor
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.errors import UserError, did_you_mean
+from mvp_engine.worker import dispatch
+from mvp_engine.worker.errors import WorkerDied
+from mvp_engine.worker.host import START, STOP
+from mvp_engine.worker.launchers import Launcher, LocalLauncher, Rank, SpawnLauncher
+from mvp_engine.worker.spec import WorkerSpec
+from mvp_engine.worker.worker import Loss, UpdateNumbers
+
+# After one rank raised, seconds for the others to return: they may wait in a collective that never completes.
+GRACE = 5.0
+
+
+def _ray() -> Launcher:
+    from mvp_engine.worker.ray_launcher import RayLauncher
+
+    return RayLauncher()
+
+
+LAUNCHERS: dict[str, Callable[[], Launcher]] = {
+    "local": LocalLauncher,
+    "spawn": SpawnLauncher,
+    "ray": _ray,
+}
+
+
+class Processes:
+    """The ranks of one job, which several groups may share."""
+
+    def __init__(self, launcher: Launcher, ranks: int, device: str, timeout: float) -> None:
+        self.launcher = launcher
+        self._options = (ranks, device, timeout)
+        self.specs: dict[str, WorkerSpec] = {}  # of the groups on these ranks
+        self.ended: str | None = None  # why there are no processes
+        # Calls of several threads must reach all ranks in the same order, or their collectives would not match.
+        self._lock = threading.Lock()
+        self.ranks: list[Rank] = []
+        self._start()
+
+    def _start(self) -> None:
+        try:
+            self.ranks = self.launcher.start(*self._options)
+        except BaseException:
+            self.launcher.close()
+            raise
+
+    def restart(self) -> None:
+        """New processes with the same groups, which have their first weights again."""
+        self.end("it restarts")
+        self._start()
+        self.ended = None
+        for name, spec in self.specs.items():
+            self.call(name, START, [(spec,)] * len(self.ranks))
+
+    def call(self, name: str, method: str, args: list[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
+        """Call a method on all ranks, each with its own `args`; returns the results in the order of the ranks."""
+        with self._lock:
+            if self.ended is not None:
+                raise WorkerDied(f"group {name} has no processes: {self.ended}")
+            futures = []
+            for rank, own in zip(self.ranks, args, strict=True):
+                futures.append(rank.submit(name, method, *own, **kwargs))
+        wait(futures, return_when=FIRST_EXCEPTION)
+        if any(future.done() and future.exception() for future in futures):
+            self._raise(name, method, futures)
+        return [future.result() for future in futures]
+
+    def _raise(self, name: str, method: str, futures: list[Future[Any]]) -> None:
+        deadline = time.monotonic() + GRACE
+        first = _first_error(futures)
+        while not isinstance(first, WorkerDied) and time.monotonic() < deadline:
+            # A rank that died makes the collectives of the others fail: the death is the cause.
+            if all(future.done() for future in futures):
+                break
+            wait([future for future in futures if not future.done()], timeout=0.05)
+            died = [error for error in _errors(futures) if isinstance(error, WorkerDied)]
+            first = died[0] if died else first
+        assert first is not None
+        # Ranks that all raised are in step with each other; otherwise one may wait for another.
+        if isinstance(first, WorkerDied) or len(_errors(futures)) < len(futures):
+            self.end(str(first).partition("\n")[0])
+        raise first
+
+    def end(self, why: str) -> None:
+        self.ended = why
+        self.launcher.close()
+
+
+def _errors(futures: list[Future[Any]]) -> list[BaseException]:
+    found = [future.exception() for future in futures if future.done()]
+    return [error for error in found if error is not None]
+
+
+def _first_error(futures: list[Future[Any]]) -> BaseException | None:
+    return next(iter(_errors(futures)), None)
+
+
+class WorkerGroup:
+    def __init__(self, spec: WorkerSpec, name: str, processes: Processes, owner: bool) -> None:
+        self.spec = spec
+        self.name = name
+        self.processes = processes
+        self.num_ranks = len(processes.ranks)
+        self.data_size = spec.data_size(self.num_ranks)
+        self._owner = owner  # closing this group ends the processes
+
+    @classmethod
+    def start(
+        cls,
+        spec: WorkerSpec,
+        *,
+        name: str = "actor",
+        ranks: int = 1,
+        where: str | Launcher = "local",
+        on: WorkerGroup | None = None,
+    ) -> WorkerGroup:
+        """Start `ranks` processes and build the model there; `on` shares the processes of another group instead.
+
+        `where` is local (this process, one rank), spawn (processes of this machine), ray, or a launcher.
+        """
+        if on is not None and name in on.processes.specs:
+            raise UserError(f"name={name!r}: the processes have a group of this name already")
+        num_ranks = ranks if on is None else on.num_ranks
+        spec.data_size(num_ranks)
+        processes = on.processes if on else _start_processes(where, num_ranks, spec)
+        group = cls(spec, name, processes, owner=on is None)
+        try:
+            group._call(START, spec)
+        except BaseException:
+            group.close()
+            raise
+        processes.specs[name] = spec
+        return group
+
+    # ---- Inference ------------------------------------------------------------------------------------------------
+
+    def infer(
+        self,
+        batch: PackedBatch,
+        outputs: list[str],
+        *,
+        budget: int,
+        temperature: float = 1.0,
+        adapters: bool = True,
+    ) -> dict[str, Tensor]:
+        """Per-token outputs by name, in the order of the batch and on the CPU; at most `budget` tokens in a forward.
+
+        `adapters=False` computes without the LoRA adapters.
+        """
+        dispatch.check_budget(batch, budget)
+        members = dispatch.by_data_rank(batch, self.data_size)
+        parts = [dispatch.select(batch, part) for part in members]
+        results = self._call_parts("infer", parts, list(outputs), budget, temperature, adapters)
+        return dispatch.merged(batch, members, results)
+
+    # ---- Training -------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        batch: PackedBatch,
+        loss: Loss,
+        *,
+        budget: int,
+        cuts: int = 1,
+        together: str | None = None,
+    ) -> list[UpdateNumbers]:
+        """Train on a batch in `cuts` optimizer steps; at most `budget` tokens in a forward.
+
+        Sequences with the same value of the per-sequence field `together` are in one step. A batch with fewer such
+        groups than `cuts` makes fewer steps.
+        """
+        if self.spec.optim is None:
+            raise UserError(f"group {self.name} is for inference only: its spec has no optim")
+        dispatch.check_budget(batch, budget)
+        steps: list[list[PackedBatch | None]] = [[] for _ in range(self.data_size)]
+        for sequences in dispatch.cut(batch, cuts, together):
+            cut = batch.select(sequences)
+            for rank, part in enumerate(dispatch.by_data_rank(cut, self.data_size)):
+                steps[rank].append(dispatch.select(cut, part))
+        results = self._call_parts("update", steps, loss, budget)
+        return [_over_ranks(list(step)) for step in zip(*results, strict=True)]
+
+    # ---- Processes ------------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Start new processes after a death. All groups on them have their first weights again: `load` a checkpoint."""
+        self.processes.restart()
+
+    def close(self) -> None:
+        """Drop the model; end the processes, unless they belong to another group."""
+        self.processes.specs.pop(self.name, None)
+        if self._owner:
+            self.processes.end("the group was closed")
+        elif self.processes.ended is None:
+            self._call(STOP)
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method on all ranks with the same arguments."""
+        return self.processes.call(self.name, method, [args] * self.num_ranks, **kwargs)
+
+    def _call_parts(self, method: str, parts: list[Any], *args: Any) -> list[Any]:
+        """Call a method with one of `parts` for each data-parallel rank; returns a result for each."""
+        each = self.spec.model_parallel_size
+        own = [(parts[rank // each], *args) for rank in range(self.num_ranks)]
+        return self.processes.call(self.name, method, own)[::each]
+
+
+def _start_processes(where: str | Launcher, ranks: int, spec: WorkerSpec) -> Processes:
+    if isinstance(where, str):
+        if where not in LAUNCHERS:
+            hint = did_you_mean(where, LAUNCHERS)
+            raise UserError(f"where={where!r} is none of {', '.join(LAUNCHERS)}.{hint}")
+        where = LAUNCHERS[where]()
+    return Processes(where, ranks, spec.device, spec.parallel.timeout)
+
+
+def _over_ranks(numbers: list[UpdateNumbers]) -> UpdateNumbers:
+    """The numbers of a step from those of the data-parallel ranks; loss, norm and learning rate are global ones."""
+    metrics: dict[str, tuple[float, float]] = {}
+    for one in numbers:
+        for name, (value, weight) in one.metrics.items():
+            total = metrics.get(name, (0.0, 0.0))
+            metrics[name] = (total[0] + value, total[1] + weight)
+    weight = sum(one.weight for one in numbers)
+    return dataclasses.replace(numbers[0], weight=weight, metrics=metrics)

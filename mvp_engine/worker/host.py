@@ -1,0 +1,94 @@
+"""WorkerHost: the workers of one process by name, and the calls on them. Every launcher runs one in each process."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mvp_engine.distributed import World
+from mvp_engine.errors import UserError, reason_of
+from mvp_engine.process.watchdog import RankWatchdog
+from mvp_engine.worker.errors import WorkerError, WorkerUserError
+from mvp_engine.worker.spec import WorkerSpec
+from mvp_engine.worker.worker import Worker
+
+START = "__start__"  # builds a worker from its spec
+STOP = "__stop__"  # drops a worker
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a rank in a job: explicit, whatever the environment variables of its process are."""
+
+    rank: int
+    size: int
+    device: str  # cpu, or cuda with the index of the GPU that this process sees
+    store: tuple[str, int] | None = None  # host and port of the job's TCPStore
+    local_rank: int = 0
+    local_size: int = 1
+    own_gpu: bool = True  # no other rank computes on the GPU
+    watched: bool = False  # the parent process is the controller: end when it dies
+    timeout: float = 600.0
+
+    def join(self) -> World:
+        """Join the process group of the job. All ranks of the job call it at the same time."""
+        store = None
+        if self.size > 1 and self.store is not None:
+            store = dist.TCPStore(*self.store, is_master=False)  # type: ignore[attr-defined]
+        return World.at(
+            self.rank,
+            self.size,
+            store,
+            self.device,
+            local_rank=self.local_rank,
+            local_size=self.local_size,
+            own_gpu=self.own_gpu,
+            watch=RankWatchdog(self.rank) if self.watched else None,
+            timeout=self.timeout,
+        )
+
+
+class WorkerHost:
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.workers: dict[str, Worker] = {}
+
+    @cached_property
+    def world(self) -> World:
+        return self.place.join()
+
+    def call(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a worker; an exception becomes a WorkerError."""
+        try:
+            if method == START:
+                return self._start(name, *args)
+            if method == STOP:
+                self.workers.pop(name, None)
+                return None
+            return getattr(self.workers[name], method)(*args, **kwargs)
+        except Exception as error:
+            is_user = isinstance(error, UserError)
+            kind = WorkerUserError if is_user else WorkerError
+            remote = "" if is_user else traceback.format_exc()
+            raise kind(name, self.place.rank, shown(method), reason_of(error), remote) from error
+
+    def _start(self, name: str, spec: WorkerSpec) -> None:
+        self.workers[name] = Worker(spec, self.world)
+
+
+def shown(method: str) -> str:
+    """The name of a method in messages."""
+    return method.strip("_")
+
+
+def devices_of_node(device: str, ranks: int) -> list[str]:
+    """The devices of the ranks of one machine, for a `device` of auto, cpu or cuda."""
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if device == "cuda" and not gpus:
+        raise UserError("device=cuda, but torch sees no GPU here. Set device=auto or device=cpu.")
+    return [f"cuda:{rank % gpus}" if gpus else "cpu" for rank in range(ranks)]

@@ -1,0 +1,94 @@
+"""WorkerSpec: all that a rank needs to build its model engine. It pickles: a group sends it to its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from mvp_engine.config.schema import Config, Model, Parallel
+from mvp_engine.errors import UserError, count
+from mvp_engine.hf.lora_settings import Lora
+from mvp_engine.kit.optim.settings import OptimSettings
+from mvp_engine.model_engine import Settings
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    model: Model
+    settings: Settings
+    parallel: Parallel
+    optim: OptimSettings | None = None  # None: for inference only
+    total_steps: int | None = None  # of the learning-rate schedule: optimizer steps
+    lora: Lora | None = None
+    seed: int = 0
+    device: str = "auto"  # auto, cpu, cuda
+    cpu_threads: int | None = None
+    deterministic: bool = False
+    side_files: str | None = None  # a folder with tokenizer and processor, for exports
+
+    @classmethod
+    def from_config(cls, config: Config, precision: str, **changes: Any) -> WorkerSpec:
+        """The spec of a recipe's config, for a precision that is not "auto"; `changes` replace fields."""
+        fields: dict[str, Any] = {
+            "model": config.model,
+            "settings": Settings.from_config(config, precision),
+            "parallel": config.parallel,
+            "optim": config.optim,
+            "total_steps": config.loop.total_steps,
+            "lora": getattr(config, "lora", None),
+            "seed": config.seed,
+            "device": config.device,
+            "cpu_threads": config.cpu_threads,
+            "deterministic": config.deterministic,
+        }
+        return cls(**{**fields, **changes})
+
+    @classmethod
+    def of(
+        cls,
+        path: str | None = None,
+        *,
+        model: dict[str, Any] | None = None,
+        parallel: dict[str, Any] | None = None,
+        optim: dict[str, Any] | None = None,
+        settings: Settings | None = None,
+        **fields: Any,
+    ) -> WorkerSpec:
+        """The spec of a Hugging Face folder, for programs without a config file: config keys with their defaults.
+
+        `optim=None` is for inference only; `optim={}` is the default optimizer.
+        """
+        keys = {**_defaults("model"), "type": "language_model", "path": path, **(model or {})}
+        layout = Parallel(**{**_defaults("parallel"), **(parallel or {})})
+        optimizer = None if optim is None else OptimSettings(**{**_defaults("optim"), **optim})
+        return cls(Model(**keys), settings or Settings(), layout, optimizer, **fields)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that work on the same sequences."""
+        return self.parallel.ulysses * self.parallel.tensor
+
+    def data_size(self, ranks: int) -> int:
+        """The data-parallel size of a group of this many ranks."""
+        each = self.model_parallel_size
+        if ranks % each:
+            raise UserError(
+                f"parallel.ulysses={self.parallel.ulysses} times parallel.tensor={self.parallel.tensor} does not "
+                f"divide the {count(ranks, 'rank')} of the group: use {each * (ranks // each + 1)}, or change them"
+            )
+        return ranks // each
+
+
+@cache
+def _default_yaml() -> dict[str, Any]:
+    text = (files("mvp_engine.config") / "default.yaml").read_text(encoding="utf-8")
+    values: dict[str, Any] = yaml.safe_load(text)
+    return values
+
+
+def _defaults(section: str) -> dict[str, Any]:
+    return dict(_default_yaml()[section])

@@ -1,0 +1,152 @@
+"""Worker: a model engine inside a rank's process. A WorkerGroup calls its methods on all ranks of the group at once.
+
+Methods get the part of a batch that this rank's data-parallel rank works on, or None if there is none. Ranks that work
+on the same part compute the same; the first of them returns results, the others None.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import Layout, World
+from mvp_engine.hf.lora import adapters_off
+from mvp_engine.kit.model import MLLMModelKit
+from mvp_engine.kit.optim import OptimKit
+from mvp_engine.log.metrics import device_scalar
+from mvp_engine.model_engine import engine_class
+from mvp_engine.worker.spec import WorkerSpec
+
+Log = Callable[[str, Tensor, "Tensor | float"], None]
+
+
+class Loss(Protocol):
+    """A loss of a packed batch: a small frozen dataclass, since it is sent to the ranks.
+
+    It returns the summed loss and its weight; the model engine divides. `log(name, sum, weight)` adds to a metric.
+    """
+
+    def __call__(self, model: Any, batch: PackedBatch, log: Log) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class UpdateNumbers:
+    """Results of one optimizer step over all ranks of a group."""
+
+    loss: float | None  # None: the weight was 0
+    weight: float
+    grad_norm: float
+    lr: float  # the highest one, where parts have their own
+    skipped: str | None  # why the weights were not updated
+    metrics: dict[str, tuple[float, float]]  # name -> (sum, weight)
+
+
+class Worker:
+    def __init__(self, spec: WorkerSpec, world: World) -> None:
+        self.spec = spec
+        self.world = world
+        if spec.cpu_threads is not None:
+            torch.set_num_threads(spec.cpu_threads)
+        if spec.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+            torch.use_deterministic_algorithms(True)
+        outside = rng_state()
+        seed_everything(derived_seed(spec.seed, "model"))
+        self.layout = Layout.of(world, spec.parallel)
+        model: Any = MLLMModelKit(spec.lora).build(spec.model)
+        if spec.side_files is not None:
+            model.side_files = Path(spec.side_files)
+        kind = engine_class(spec.model.type, spec.model.backend)
+        self.engine = kind(model, self.layout, spec.settings)
+        if spec.optim is None:
+            self.engine.initialize()
+        else:
+            kit = OptimKit(spec.optim, spec.seed)
+            self.engine.initialize(
+                kit.build_optimizer,
+                lambda optimizer: kit.build_scheduler(optimizer, spec.total_steps),
+            )
+        seed_everything(derived_seed(spec.seed, "rank", self.layout.dropout_rank))
+        self._rng = rng_state()
+        set_rng_state(outside)
+
+    @contextmanager
+    def own_random_state(self) -> Iterator[None]:
+        """A context with this worker's random state: dropout must not depend on what else the process draws."""
+        outside = rng_state()
+        set_rng_state(self._rng)
+        try:
+            yield
+        finally:
+            self._rng = rng_state()
+            set_rng_state(outside)
+
+    # ---- Inference ------------------------------------------------------------------------------------------------
+
+    def infer(
+        self,
+        batch: PackedBatch | None,
+        outputs: list[str],
+        budget: int,
+        temperature: float = 1.0,
+        adapters: bool = True,
+    ) -> dict[str, Tensor] | None:
+        model = self.engine.model
+        split = None if batch is None else batch.split(budget)
+        options = {} if temperature == 1.0 else {"temperature": temperature}
+        with self.engine.eval_mode(), nullcontext() if adapters else adapters_off(model):
+            found = self.engine.infer_micro_batches(
+                [] if split is None else split.parts,
+                lambda one: model(one, outputs, **options),
+            )
+            parts = [{name: part[name].cpu() for name in outputs} for part in found]
+        if split is None or not self.engine.is_mp_src_rank_with_outputs:
+            return None
+        return {name: split.merge_tokens([part[name] for part in parts]) for name in outputs}
+
+    # ---- Training -------------------------------------------------------------------------------------------------
+
+    def update(
+        self, cuts: list[PackedBatch | None], loss: Loss, budget: int
+    ) -> list[UpdateNumbers] | None:
+        """One optimizer step per entry of `cuts`, which is this rank's part of it."""
+        numbers = []
+        with self.own_random_state(), self.engine.train_mode():
+            for cut in cuts:
+                numbers.append(self._step(cut, loss, budget))
+        return numbers if self.engine.is_mp_src_rank_with_outputs else None
+
+    def _step(self, cut: PackedBatch | None, loss: Loss, budget: int) -> UpdateNumbers:
+        engine = self.engine
+        sums: dict[str, list[Tensor]] = {}
+
+        def log(name: str, value: Tensor, weight: Tensor | float) -> None:
+            if engine.is_dummy:
+                return
+            scalars = [device_scalar(one, self.world.device) for one in (value, weight)]
+            sums.setdefault(name, []).append(torch.stack(scalars).detach())
+
+        micro_batches = [] if cut is None else cut.split(budget).parts
+        step = engine.train_batch(micro_batches, lambda one: loss(engine.model, one, log))
+        status = engine.step_status()[-1]
+        metrics = {}
+        for name, pairs in sums.items():
+            total, weight = torch.stack(pairs).sum(0).tolist()
+            metrics[name] = (total, weight)
+        return UpdateNumbers(
+            status.loss,
+            float(step.weight),
+            float(step.grad_norm),
+            max(engine.learning_rates.values()),
+            status.reason,
+            metrics,
+        )

@@ -1,0 +1,50 @@
+"""A tiny model, batches and losses for worker groups; ranks import them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.worker import WorkerSpec
+
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+def spec_of(**changes: Any) -> WorkerSpec:
+    model = {"config": TINY, **changes.pop("model", {})}
+    optim = changes.pop("optim", {"lr": 1e-2, "schedule": "constant"})
+    return WorkerSpec.of(model=model, optim=optim, **{"cpu_threads": 1, "device": "cpu", **changes})
+
+
+def batch_of(*lengths: int, seed: int = 0) -> PackedBatch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(3, 64, (length,), generator=generator) for length in lengths]
+    groups = torch.arange(len(lengths)) // 2
+    return PackedBatch.from_sequences(ids, sequence_fields={"group": groups})
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    fails_on_rank: int | None = None
+
+    def __call__(self, model: Any, batch: PackedBatch, log: Any) -> tuple[Tensor, Tensor]:
+        loss = model(batch, ["loss"])["loss"]
+        log("tokens", batch.num_loss_tokens, 1.0)
+        return loss, batch.num_loss_tokens
