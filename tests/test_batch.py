@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from itertools import pairwise
 
@@ -121,6 +122,35 @@ def test_select_and_concat_keep_media_with_their_sequences() -> None:
     assert torch.equal(images.values, torch.cat([patches[3], patches[1], patches[2]]))
     assert torch.equal(images.fields["grid"], old.fields["grid"][[3, 1, 2]])
     assert batch.select([0, 3]).media["image"].values.shape == (0, 2)
+
+
+def test_concat_and_select_hold_shared_media_once() -> None:
+    image, other = make([4]).select([0]), make([3, 4]).select([1])  # none, and one image
+    pair = PackedBatch.concat([other, image, other, other])
+    media = pair.media["image"]
+    assert media.sequence_ids.tolist() == [0]
+    assert media.shared_with.tolist() == [0, 1, 0, 0]
+    assert torch.equal(media.values, other.media["image"].values)
+    later = pair.select([3, 1, 2]).media["image"]
+    assert later.sequence_ids.tolist() == [0]
+    assert later.shared_with.tolist() == [0, 1, 0]
+    assert pair.select([2]).equals(other)
+    assert other.select([0, 0]).media["image"].shared_with.tolist() == [0, 0]
+    twice = PackedBatch.concat([pair, pair.select([0, 3])]).media["image"]
+    assert twice.sequence_ids.tolist() == [0, 4]
+    assert twice.shared_with.tolist() == [0, 1, 0, 0, 4, 4]
+    assert pickle.loads(pickle.dumps(pair)).equals(pair)
+    assert not pair.equals(PackedBatch.concat([other, image, other.select([0]), other]))
+
+
+def test_media_with_wrong_shared_sequences_raise() -> None:
+    media = make([3, 4]).media["image"]
+    with pytest.raises(ValueError, match="belong to a sequence that uses those of another one"):
+        dataclasses.replace(media, shared_with=torch.tensor([0, 0]))
+    ids = [torch.arange(3), torch.arange(4)]
+    wrong = dataclasses.replace(media, shared_with=torch.tensor([0, 1, 1]))
+    with pytest.raises(ValueError, match="shared_with has 3 entries for 2 sequences"):
+        PackedBatch.from_sequences(ids, media={"image": wrong})
 
 
 @pytest.mark.parametrize("axes", [0, 3])

@@ -226,13 +226,16 @@ class PackedBatch:
             flat[f"{kind}.values"] = media.values
             flat[f"{kind}.row_counts"] = media.row_counts
             flat[f"{kind}.sequence_ids"] = media.sequence_ids
+            if media.shared_with is not None:
+                flat[f"{kind}.shared_with"] = media.shared_with
             flat |= {f"{kind}.{name}": value for name, value in media.fields.items()}
         return flat
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """A copy with `change` applied to every tensor that a model computes with.
 
-        Grids, merge sizes, row counts and sequence ids of media stay on the host, which plans encoder calls by them.
+        Grids, merge sizes, row counts, sequence ids and `shared_with` of media stay on the host, which plans encoder
+        calls by them.
         The copy is not checked again: reading its values would be a host sync.
         """
 
@@ -294,6 +297,10 @@ class PackedBatch:
             if ids.is_cpu and len(ids) and not 0 <= ids[0] <= ids[-1] < count:
                 raise ValueError(
                     f"{kind} belong to sequences {int(ids[0])} to {int(ids[-1])}; there are {count}"
+                )
+            if media.shared_with is not None and len(media.shared_with) != count:
+                raise ValueError(
+                    f"{kind}: shared_with has {len(media.shared_with)} entries for {count} sequences"
                 )
 
 

@@ -17,12 +17,17 @@ RENAMED = {"rows": "row_counts", "owner": "sequence_ids"}
 
 @dataclass(eq=False)
 class Media:
-    """Items of one kind, such as the images of a batch: item i has `row_counts[i]` rows of `values`."""
+    """Items of one kind, such as the images of a batch: item i has `row_counts[i]` rows of `values`.
+
+    Sequences with the same prompt share its items: they are held once, by the first of these sequences.
+    """
 
     values: Tensor  # (sum of row counts, ...), such as flattened patches
     row_counts: Tensor  # (N,) int64
     sequence_ids: Tensor  # (N,) int64: the sequence that each item belongs to, never decreasing
     fields: dict[str, Tensor] = field(default_factory=dict)  # (N, ...) each, such as grids
+    # (S,) int64: the sequence whose items each sequence uses, an earlier one or itself. None: all use their own.
+    shared_with: Tensor | None = None
 
     def __post_init__(self) -> None:
         total = int(self.row_counts.sum())
@@ -38,20 +43,37 @@ class Media:
             )
         if bool((self.sequence_ids.diff() < 0).any()):
             raise ValueError("media items must be in the order of their sequences")
+        shared = self.shared_with
+        if shared is not None and not torch.equal(shared[self.sequence_ids], self.sequence_ids):
+            raise ValueError("media items belong to a sequence that uses those of another one")
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> None:
             raise_renamed(self, name, RENAMED)
 
-    def select(self, sequences: list[int]) -> Media:
-        """The items of these sequences, which are numbered from 0 in the given order."""
+    def items_of(self, sequence: int) -> list[int]:
+        """The items that a sequence uses."""
+        if self.shared_with is not None:
+            sequence = int(self.shared_with[sequence])
+        return (self.sequence_ids == sequence).nonzero()[:, 0].tolist()
+
+    def select(self, sequences: list[int], *, share: bool = True) -> Media:
+        """The items of these sequences, which are numbered from 0 in the given order.
+
+        With `share`, items that several of them use are held once.
+        """
         items: list[int] = []
         sequence_ids: list[int] = []
+        shared_with: list[int] = []
+        first: dict[int, int] = {}  # item -> the first of the sequences that uses it
         for new, old in enumerate(sequences):
-            found = (self.sequence_ids == old).nonzero()[:, 0].tolist()
-            items += found
-            sequence_ids += [new] * len(found)
+            found = self.items_of(old)
+            user = first.setdefault(found[0], new) if share and found else new
+            shared_with.append(user)
+            if user == new:
+                items += found
+                sequence_ids += [new] * len(found)
         index = torch.tensor(items, dtype=torch.long)
         rows = self.values.split(self.row_counts.tolist())
         return Media(
@@ -59,23 +81,43 @@ class Media:
             self.row_counts[index],
             torch.tensor(sequence_ids, dtype=torch.long),
             {name: value[index] for name, value in self.fields.items()},
+            _unless_own(torch.tensor(shared_with)),
         )
 
 
 def concat_media(kind: str, parts: list[Media], num_sequences: list[int]) -> Media:
-    """The items of several batches; `num_sequences` are the numbers of sequences of those batches."""
-    first = parts[0]
+    """The items of several batches; `num_sequences` are the numbers of sequences of those batches.
+
+    Batches that hold the same Media object share its items.
+    """
     names = [sorted(media.fields) for media in parts]
     if any(other != names[0] for other in names):
         raise ValueError(f"cannot concatenate {kind} with different fields: {names}")
-    offsets = torch.tensor([0, *num_sequences]).cumsum(0).tolist()
-    ids = [media.sequence_ids + offset for media, offset in zip(parts, offsets, strict=False)]
+    offset = 0
+    first: dict[int, int] = {}  # id of a Media -> the offset of the first batch with it
+    kept: list[Media] = []
+    sequence_ids: list[Tensor] = []
+    shared_with: list[Tensor] = []
+    for media, count in zip(parts, num_sequences, strict=True):
+        start = first.setdefault(id(media), offset) if len(media.row_counts) else offset
+        own = torch.arange(count) if media.shared_with is None else media.shared_with
+        shared_with.append(own + start)
+        if start == offset:
+            kept.append(media)
+            sequence_ids.append(media.sequence_ids + offset)
+        offset += count
     return Media(
-        _concat_values([media.values for media in parts]),
-        torch.cat([media.row_counts for media in parts]),
-        torch.cat(ids),
-        {name: torch.cat([media.fields[name] for media in parts]) for name in first.fields},
+        _concat_values([media.values for media in kept]),
+        torch.cat([media.row_counts for media in kept]),
+        torch.cat(sequence_ids),
+        {name: torch.cat([media.fields[name] for media in kept]) for name in parts[0].fields},
+        _unless_own(torch.cat(shared_with)),
     )
+
+
+def _unless_own(shared_with: Tensor) -> Tensor | None:
+    own = torch.arange(len(shared_with))
+    return None if torch.equal(shared_with, own) else shared_with
 
 
 def _concat_values(parts: list[Tensor]) -> Tensor:

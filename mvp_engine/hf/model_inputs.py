@@ -9,6 +9,7 @@ from torch import nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import RowError, UserError
+from mvp_engine.hf.shared_media import encoder_inputs
 
 
 def check_token_range(batch: PackedBatch, field: str, layer: Any) -> None:
@@ -44,7 +45,7 @@ def media_inputs(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:
     inputs: dict[str, Any] = {}
     for kind, media in batch.media.items():
         if len(media.row_counts):
-            inputs |= {kind: media.values, **media.fields}
+            inputs |= encoder_inputs(base, kind, media)
     has_media = bool(inputs)
     name = type(base).__name__
     has_mrope = hasattr(base, "get_rope_index")

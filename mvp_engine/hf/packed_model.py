@@ -1,8 +1,8 @@
 """PackedModel: a Hugging Face backbone on packed batches, the base class of models with a head.
 
 transformers' classes are not modified. Attention and experts go through transformers' registries
-and inputs are changed by forward hooks; `vision.py` and `media_features.py` change single layers
-and one method of the *instance*. `batch.media` (images, videos, audio) is passed to the backbone
+and inputs are changed by forward hooks; `vision.py`, `media_features.py` and `shared_media.py`
+change single layers and methods of the *instance*. `batch.media` (images, videos, audio) is passed to the backbone
 under the names of its own forward. Heads are subclasses: `language_model.py`, `value_model.py`.
 Models that cannot be packed are found by `preflight.py`, not by a list.
 """
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
 from mvp_engine.errors import UserError
-from mvp_engine.hf import attention, experts, input_hooks, media_features, vision
+from mvp_engine.hf import attention, experts, input_hooks, media_features, shared_media, vision
 from mvp_engine.hf.config_facts import num_heads, packed_length_limit
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.export_plan import Target
@@ -87,6 +87,7 @@ class PackedModel(nn.Module):
         self._register_hooks()
         vision.apply_sync_free_vision(backbone)
         media_features.apply_sync_free_features(backbone, self.decoder())
+        shared_media.apply_shared_features(self.base())
 
     def _register_hooks(self) -> None:
         base = self.base()

@@ -1,0 +1,96 @@
+"""Encoder features of items that several sequences share: computed once, and given to each sequence.
+
+The sides of a preference pair and the samples of one prompt have the same images (`Media.shared_with`). The encoder
+gets each image once. transformers expects the features of all placeholder tokens in their order, so
+`get_image_features` and `get_video_features` become attributes of the model *instance* that repeat the features of
+shared items. Autograd adds up the gradients of all uses. Items of other kinds, such as audio, are repeated before the
+encoder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mvp_engine.data.batch import Media
+from mvp_engine.errors import UserError
+from mvp_engine.hf.media_features import copy_to_device
+
+# Kinds of media with a method that returns their features by item, or by row of the values.
+_METHODS = {"pixel_values": "get_image_features", "pixel_values_videos": "get_video_features"}
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """The items in the order of the sequences that use them, and the rows of these items."""
+
+    items: list[int]
+    rows: list[int]
+    num_items: int
+    num_rows: int
+
+    @classmethod
+    def of(cls, media: Media) -> _Uses:
+        assert media.shared_with is not None
+        items: list[int] = []
+        for sequence in range(len(media.shared_with)):
+            items += media.items_of(sequence)
+        of_items = torch.arange(len(media.values)).split(media.row_counts.tolist())
+        rows = torch.cat([of_items[item] for item in items]).tolist()
+        return cls(items, rows, len(media.row_counts), len(media.values))
+
+    def repeat(self, features: Any) -> Any:
+        """The features of all uses, from those of each item or of each row."""
+        indices = {self.num_items: self.items, self.num_rows: self.rows}
+        if len(features) not in indices:
+            raise UserError(
+                f"the encoder returned features of {len(features)} items for {self.num_items} items with "
+                f"{self.num_rows} rows, so sequences cannot share them: give each sequence its own media"
+            )
+        index = indices[len(features)]
+        if isinstance(features, Tensor):
+            return features[copy_to_device(torch.tensor(index), features.device)]
+        return [features[i] for i in index]
+
+
+_USES = (
+    WeakTensorKeyDictionary()
+)  # values of shared media -> _Uses, until their features are computed
+
+
+def apply_shared_features(base: nn.Module) -> None:
+    """Change one model instance; its class stays as transformers wrote it."""
+    for method in _METHODS.values():
+        if hasattr(base, method):
+            base.__dict__[method] = partial(_features_of_uses, base, method)
+
+
+def encoder_inputs(base: nn.Module, kind: str, media: Media) -> dict[str, Tensor]:
+    """Values and fields that a model's forward gets: shared items once, where the model supports it."""
+    if media.shared_with is not None:
+        if _METHODS.get(kind, "") in base.__dict__:
+            _USES[media.values] = _Uses.of(media)
+        else:
+            media = media.select(list(range(len(media.shared_with))), share=False)
+    return {kind: media.values, **media.fields}
+
+
+def _features_of_uses(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """transformers' method; the features of shared items are repeated for each use."""
+    uses: _Uses | None = None
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            uses = uses or _USES.pop(
+                value, None
+            )  # some models get videos through the method for images
+    outputs = getattr(type(model), method)(model, *args, **kwargs)
+    if uses is not None:
+        outputs.pooler_output = uses.repeat(outputs.pooler_output)
+        if getattr(outputs, "deepstack_features", None) is not None:
+            outputs.deepstack_features = [uses.repeat(one) for one in outputs.deepstack_features]
+    return outputs

@@ -1,0 +1,88 @@
+"""Items that several sequences share: encoded once, with the outputs and gradients of repeated items, to 1e-5."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from families import VISION
+from tiny_models import close, run, samples, shared_model
+
+from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.errors import UserError
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.model_inputs import media_inputs
+from mvp_engine.kit.decoding import with_completion
+
+AUDIO = "input_features"
+
+
+def answered(prompt: PackedBatch, answer: list[int]) -> PackedBatch:
+    """The prompt, which the result shares its media with, and an answer with labels."""
+    row = with_completion(prompt, None, answer)
+    labels = torch.cat([row.input_ids[1:], torch.tensor([IGNORE])])
+    return dataclasses.replace(row, labels=labels)
+
+
+def group(model: LanguageModel, name: str) -> list[PackedBatch]:
+    """Two answers to a prompt with two items, a row of text, three answers to a prompt with one item."""
+    text, one, two = samples(model, name)
+    rows = [answered(two, [5, 6, 7]), answered(two, [8]), answered(text, [9])]
+    return [*rows, *(answered(one, answer) for answer in ([11, 12], [13], [14, 15, 16]))]
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_shared_media_equal_repeated_media_with_gradients(name: str) -> None:
+    model = shared_model(LanguageModel, name)
+    rows = group(model, name)
+    shared = PackedBatch.concat(rows)
+    repeated = PackedBatch.concat([row.select([0]) for row in rows])
+    for kind, media in shared.media.items():
+        if kind != AUDIO:
+            uses = repeated.media[kind]
+            assert media_inputs(model.base(), shared)[kind] is media.values
+            assert len(media.values) < len(uses.values)
+            assert uses.shared_with is None
+            assert torch.equal(media.select(list(range(6)), share=False).values, uses.values)
+    names = ["log_probs", "entropy"]
+    outputs, grads = run(model, shared, names)
+    expected, expected_grads = run(model, repeated, names)
+    assert all(close(one, other) for one, other in zip(outputs, expected, strict=True))
+    assert grads.keys() == expected_grads.keys()
+    assert all(close(grad, expected_grads[name]) for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_next"])
+def test_shared_media_select_and_split_keep_the_items_of_every_sequence(name: str) -> None:
+    model = shared_model(LanguageModel, name)
+    shared = PackedBatch.concat(group(model, name))
+    (expected,), _ = run(model, shared, ["log_probs"])
+    order = [5, 1, 3, 0, 2]
+    (found,), _ = run(model, shared.select(order), ["log_probs"])
+    by_sequence = expected.split(shared.lengths.tolist())
+    assert close(found, torch.cat([by_sequence[sequence] for sequence in order]))
+    split = shared.split(shared.max_seqlen)
+    assert len(split.parts) > 3
+    parts = [run(model, part, ["log_probs"])[0][0] for part in split.parts]
+    assert close(split.merge_tokens(parts), expected)
+    group_tokens = [int(part.sum()) for part in shared.lengths.split([2, 1, 3])]
+    together = shared.split(max(group_tokens), together=[0, 0, 1, 2, 2, 2])
+    rows = [len(part.media["pixel_values"].values) for part in together.parts]
+    assert sum(rows) == len(shared.media["pixel_values"].values)
+
+
+def test_shared_media_features_by_neither_item_nor_row_raise(monkeypatch) -> None:
+    model = shared_model(LanguageModel, "llava")
+    shared = PackedBatch.concat(group(model, "llava"))
+    kind = type(model.base())
+    original = kind.get_image_features
+
+    def flat(self, *args, **kwargs):
+        outputs = original(self, *args, **kwargs)
+        outputs.pooler_output = torch.cat(outputs.pooler_output)
+        return outputs
+
+    monkeypatch.setattr(kind, "get_image_features", flat)
+    with pytest.raises(UserError, match="give each sequence its own media"):
+        model(shared, ["log_probs"])
