@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mvp_engine.errors import UserError, count
-from mvp_engine.rl.rollout import Buckets, Sample, Sampling
+from mvp_engine.rl.rollout import Buckets, Reason, Sample, Sampling
 from mvp_engine.rl.server import Server, ServerGone
 
 if TYPE_CHECKING:
     from mvp_engine.rl.prompts import Prompt
+    from mvp_engine.rl.rl_settings import RolloutSettings
 
+API_KEY = "ROLLOUT_API_KEY"  # environment variable: the key of servers that want one
 LOGGER = logging.getLogger("mvp_engine")
 BAN = -100.0  # logit bias of a token that is never to be sampled: the least that servers accept
 PROBE = 100.0  # logit bias that makes a token certain
@@ -210,7 +214,7 @@ class ServerRollout(ABC):
         if ends:  # a server that does not know `stop` writes past it
             tokens = tokens[: ends[0] + 1]
             log_probs = log_probs[: ends[0] + 1]
-        reason = "stop" if ends else "length"
+        reason: Reason = "stop" if ends else "length"
         if len(log_probs) != len(tokens) or None in log_probs:
             raise UserError(
                 f"rollout.urls: {server.url} returned {len(log_probs)} log-probs for {count(len(tokens), 'token')}"
@@ -255,3 +259,19 @@ def request_seed(seed: int, prompt: Prompt) -> int:
     """The seed of a request. Servers add the index of the sample to it, so seeds of prompts are far apart."""
     mixed = hashlib.blake2b(f"{seed} {prompt.key}".encode(), digest_size=8).digest()
     return int.from_bytes(mixed, "big") >> 2  # a signed 64-bit number with room for sums
+
+
+def server_rollout(
+    settings: RolloutSettings, *, folder: str | Path, banned: Collection[int] = ()
+) -> ServerRollout:
+    """The rollout of `rollout.backend` vllm or openai. `folder`: of the run, for files that hold weights."""
+    from mvp_engine.rl.openai_rollout import OpenAIRollout
+    from mvp_engine.rl.vllm_rollout import VLLMRollout
+
+    api_key = os.environ.get(API_KEY)
+    if settings.backend == "openai":
+        return OpenAIRollout(settings.urls, banned=banned, api_key=api_key)
+    where = Path(folder) / "rollout_weights"
+    return VLLMRollout(
+        settings.urls, sync=settings.sync, folder=where, banned=banned, api_key=api_key
+    )
