@@ -83,7 +83,8 @@ class MFUKit:
         for name, media in batch.media.items():
             if not len(media.row_counts):
                 continue
-            for kind, amount, pair_cost in self.encoder_work(name, media, batch.input_ids):
+            ids = ids_with_own_media(batch, media)
+            for kind, amount, pair_cost in self.encoder_work(name, media, ids):
                 if pair_cost is None:
                     matmul += amount * costs.rows.get(kind, 0.0)
                 else:
@@ -91,7 +92,7 @@ class MFUKit:
         return matmul, attention
 
     def encoder_work(self, name: str, media: Media, ids: Tensor) -> Iterator[EncoderWork]:
-        """The rows and attention pairs of the encoder that reads `batch.media[name]`."""
+        """The rows and attention pairs of the encoder that reads `batch.media[name]`; see `ids_with_own_media`."""
         pair_costs = {}
         for (kind, window), cost in self.costs.pairs.items():
             if kind == "encoder":
@@ -153,6 +154,17 @@ class MFUKit:
         yield "encoder", num_clips * half, None
         yield "projector", num_clips * (half // 2), None
         yield "pair", num_clips * half**2, pair_cost
+
+
+def ids_with_own_media(batch: PackedBatch, media: Media) -> Tensor:
+    """The token ids, with -1 in sequences that use the items of another one: an encoder reads those once."""
+    if media.shared_with is None:
+        return batch.input_ids
+    owns_S = media.shared_with == torch.arange(batch.num_sequences)
+    owns_T = owns_S.to(batch.input_ids.device).repeat_interleave(
+        batch.lengths, output_size=batch.num_tokens
+    )
+    return torch.where(owns_T, batch.input_ids, -1)
 
 
 def causal_pairs(lengths_S: Tensor, window: int | None) -> Tensor:

@@ -15,7 +15,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part, by_part
 from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
-from mvp_engine.kit.mfu import MFUKit
+from mvp_engine.kit.mfu import MFUKit, ids_with_own_media
 from mvp_engine.ops import fp8
 from mvp_engine.tools.estimate_settings import EstimateSettings
 
@@ -135,7 +135,8 @@ class BlockCosts:
         for name, media in batch.media.items():
             if not len(media.row_counts):
                 continue
-            for kind, count, pair in self.mfu.encoder_work(name, media, batch.input_ids):
+            ids = ids_with_own_media(batch, media)
+            for kind, count, pair in self.mfu.encoder_work(name, media, ids):
                 if pair is None:
                     rows[kind] = rows.get(kind, 0.0) + float(count)
         return rows

@@ -6,14 +6,18 @@ import dataclasses
 
 import pytest
 import torch
-from families import VISION
-from tiny_models import close, run, samples, shared_model
+from families import VISION, parallel
+from tiny_models import build_model, close, run, samples, shared_model
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.model_inputs import media_inputs
+from mvp_engine.kit import MFUKit
 from mvp_engine.kit.decoding import with_completion
+from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 AUDIO = "input_features"
 
@@ -70,6 +74,58 @@ def test_shared_media_select_and_split_keep_the_items_of_every_sequence(name: st
     together = shared.split(max(group_tokens), together=[0, 0, 1, 2, 2, 2])
     rows = [len(part.media["pixel_values"].values) for part in together.parts]
     assert sum(rows) == len(shared.media["pixel_values"].values)
+
+
+def trained(name: str, layout: Layout, is_shared: bool) -> dict[str, torch.Tensor]:
+    """Gradients of one step over two groups of answers and a text, a micro-batch each, and inferred log-probs."""
+    model = build_model(LanguageModel, name)
+    rows = group(model, name)
+    if not is_shared:
+        rows = [row.select([0]) for row in rows]
+    batches = [PackedBatch.concat(part) for part in (rows[:2], rows[2:3], rows[3:])]
+    assert (batches[0].media["pixel_values"].shared_with is not None) == is_shared
+    engine = LanguageModelEngine(model, layout, Settings())
+    engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0))
+
+    def loss(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return -engine.model(batch, ["log_probs"])["log_probs"].sum(), batch.num_loss_tokens
+
+    engine.train_batch(batches[layout.data_rank :: layout.data_size], loss)
+    found = {n: full_tensor(p.grad) for n, p in engine.model.named_parameters() if p.grad is not None}
+    whole = PackedBatch.concat(batches)
+    return found | engine.infer_batch(whole, ["log_probs"], budget=whole.max_seqlen + 20)
+
+
+def on_ranks(name: str, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+    world = World.join("cpu", timeout=30.0)
+    found = trained(name, Layout.of(world, parallel(**sizes)), is_shared=True)
+    world.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("qwen3_vl", {"shard": 2}), ("internvl", {"shard": 2}), ("qwen3_vl", {"ulysses": 2})]
+)
+def test_shared_media_on_ranks_equal_repeated_media_on_one(ranks2, name: str, sizes: dict[str, int]) -> None:
+    """On two shards, one rank has a text and a dummy with images while the other has a group of answers."""
+    results = ranks2.run(on_ranks, name, sizes)
+    expected = trained(name, Layout(World(0, 1, 0, 1, torch.device("cpu"))), is_shared=False)
+    for result in results:
+        assert result.keys() == expected.keys()
+        assert all(close(result[key], value) for key, value in expected.items())
+
+
+def test_shared_media_flops_count_the_encoder_once() -> None:
+    for name in ("qwen3_vl", "llava"):  # by grids, and by rows and placeholder tokens
+        model = shared_model(LanguageModel, name)
+        text, one, _ = samples(model, name)
+        mfu = MFUKit(model)
+        encoder = float(mfu.flops(one)) - float(mfu.flops(dataclasses.replace(one, media={})))
+        shared = PackedBatch.concat([one, text, one, one])
+        repeated = PackedBatch.concat([one, text, one.select([0]), one.select([0])])
+        assert float(mfu.flops(repeated) - mfu.flops(shared)) == pytest.approx(2 * encoder, rel=1e-9)
+        assert encoder > 0
 
 
 def test_shared_media_features_by_neither_item_nor_row_raise(monkeypatch) -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, model_config, qwen3_vl, write, write_image
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.kit.data.encode.media import MediaHandler
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.read.rows import read_row
 
@@ -27,6 +29,11 @@ def sides_by_sample(batches: list[PackedBatch]) -> dict[int, list[tuple[int, Pac
             assert sample not in rows or samples[s - 1] == sample
             rows.setdefault(sample, []).append((side, batch.select([s])))
     return rows
+
+
+def by_sample(batch: PackedBatch) -> dict[int, PackedBatch]:
+    samples = batch.sequence_fields["sample"].tolist()
+    return {sample: batch.select([s]) for s, sample in enumerate(samples)}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -58,15 +65,46 @@ def test_pairs_disabled_trains_on_the_chosen_side_only(tmp_path: Path) -> None:
     assert "No," not in text
 
 
-def test_pairs_images_of_the_prompt_are_in_both_sides_and_cost_twice(tmp_path: Path) -> None:
-    name = write_image(tmp_path / "a.png", 16, 16)
-    row = {**pair(1), "prompt": "<image>Is it?", "images": [name]}
-    file = write(tmp_path / "pairs.jsonl", [row])
-    both, chosen = (made(file, qwen3_vl(), model_config(), pairs=on) for on in (True, False))
-    (batch,) = list(both.loader("train"))
-    assert batch.media["pixel_values"].sequence_ids.tolist() == [0, 1]
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "shrink"])
+def test_pairs_images_of_the_prompt_are_decoded_and_held_once(tmp_path: Path, overlong: str, monkeypatch) -> None:
+    names = [write_image(tmp_path / f"{i}.png", 16, 16) for i in range(2)]
+    rows = [{**pair(i), "prompt": "<image>Is it?", "images": [names[i]]} for i in range(2)]
+    turns = [{"role": "user", "content": "<image>Is it?"}]
+    answers = [[*turns, {"role": "assistant", "content": text}] for text in ("Yes", "No")]
+    rows.append({"chosen": answers[0], "rejected": answers[1], "images": [names[0]]})
+    file = write(tmp_path / "pairs.jsonl", rows)
+    both, chosen = (made(file, qwen3_vl(), model_config(), pairs=on, overlong=overlong) for on in (True, False))
     costs = [kit.measured("train")[1][0].encoder[0] for kit in (both, chosen)]
-    assert costs[0] == 2 * costs[1] > 0
+    assert costs[0] == 2 * costs[1] > 0  # as in the plans of earlier versions
+    calls = []
+    original = MediaHandler.collate
+    monkeypatch.setattr(MediaHandler, "collate", lambda *args: calls.append(args) or original(*args))
+    batches = list(both.loader("train", num_workers=0))
+    assert len(calls) == 3
+    for batch in batches:
+        images = batch.media["pixel_values"]
+        first = [2 * (s // 2) for s in range(batch.num_sequences)]
+        assert images.shared_with.tolist() == first
+        assert images.sequence_ids.tolist() == sorted(set(first))
+    alone = {sample: one for batch in list(chosen.loader("train")) for sample, one in by_sample(batch).items()}
+    for sample, sides in sides_by_sample(batches).items():
+        assert [side for side, _ in sides] == [1, -1]
+        for _, one in sides:
+            assert torch.equal(one.media["pixel_values"].values, alone[sample].media["pixel_values"].values)
+
+
+def test_pairs_sides_with_other_images_do_not_share_them(tmp_path: Path) -> None:
+    names = [write_image(tmp_path / f"{i}.png", 16, 16) for i in range(2)]
+    sides = []
+    for name in names:
+        image = {"type": "image", "image": name}
+        turn = {"role": "user", "content": [image, {"type": "text", "text": "Is it?"}]}
+        sides.append([turn, {"role": "assistant", "content": f"It is {name}"}])
+    file = write(tmp_path / "pairs.jsonl", [{"chosen": sides[0], "rejected": sides[1]}])
+    (batch,) = list(made(file, qwen3_vl(), model_config(), pairs=True).loader("train"))
+    images = batch.media["pixel_values"]
+    assert images.shared_with is None
+    assert images.sequence_ids.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])

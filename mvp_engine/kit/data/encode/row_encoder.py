@@ -27,7 +27,12 @@ from mvp_engine.kit.data.encode.placeholders import (
     expand_placeholders,
 )
 from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
-from mvp_engine.kit.data.encode.sequences import EncodedSequence, FullSequence, total_tokens
+from mvp_engine.kit.data.encode.sequences import (
+    EncodedSequence,
+    FullSequence,
+    same_items,
+    total_tokens,
+)
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.encode.tokenization import Rendered
 from mvp_engine.kit.data.read.limits import Limits
@@ -133,7 +138,7 @@ class RowEncoder:
     def _encode_row(self, row: Row, root: Path, fit: bool, decode: bool) -> list[EncodedSequence]:
         sides = [self._full_sequence(row, root, decode)]
         if self.pairs and row.rejected:
-            sides.append(self._rejected_side(row, root, decode))
+            sides.append(self._rejected_side(row, root, decode, sides[0]))
         total = total_tokens(sides)
         if not fit or total <= self.max_tokens:
             return [side.encoded() for side in sides]
@@ -145,14 +150,23 @@ class RowEncoder:
                 return [side.encoded() for side in sides]
         raise BadRow("overlong", f"{total} tokens; {self.max_tokens} are allowed")
 
-    def _rejected_side(self, row: Row, root: Path, decode: bool) -> FullSequence:
+    def _rejected_side(
+        self, row: Row, root: Path, decode: bool, chosen: FullSequence
+    ) -> FullSequence:
+        rejected = replace(row, messages=row.rejected)
+        same = same_items(row.media(), rejected.media())
         try:
-            return self._full_sequence(replace(row, messages=row.rejected), root, decode)
+            return self._full_sequence(rejected, root, decode, chosen if same else None)
         except BadRow as bad:
             raise BadRow(bad.reason, f"the rejected side: {bad.detail}") from None
 
-    def _full_sequence(self, row: Row, root: Path, decode: bool) -> FullSequence:
+    def _full_sequence(
+        self, row: Row, root: Path, decode: bool, chosen: FullSequence | None = None
+    ) -> FullSequence:
+        """The sequence of one side. `chosen` is the other side, if both have the same media."""
         rendered = self.template.render(row)
+        if chosen is not None and chosen.media_order == [place.index for place in rendered.media]:
+            return self._tokenize(replace(chosen, rendered=rendered))
         row_media = row.media()
         parts = [row_media[place.index] for place in rendered.media]
         if decode and self.overlong in ("truncate", "shrink"):
@@ -246,7 +260,10 @@ class RowEncoder:
         return shrunk
 
     def encoder_cost(self, sides: Sequence[EncodedSequence]) -> int:
-        """Numbers that encoders read."""
+        """Numbers that encoders read, as packing plans count them: for each side.
+
+        The sides of a pair share most items, but a plan with other costs would not fit checkpoints of today's.
+        """
         cost = 0
         for side in sides:
             cost += sum(self.media.cost(info).encoder for info in side.infos)
@@ -262,23 +279,24 @@ class RowEncoder:
         root: Path,
         fields: Mapping[str, float],
     ) -> list[PackedBatch]:
-        """Decode the media: one batch of one sequence for each side.
+        """Decode the media: one batch of one sequence for each side. Sides with the same items hold the same Media.
 
         `sequence_fields` of the batches are `fields`, the numbers of the row, `media_end` (the index
         of the token after the last media item), and with `pairs` the `side`: 1 chosen, -1 rejected, 0 no pair.
         """
         signs = (1, -1) if len(sides) == 2 else (0,)
         batches = []
-        for side, sign in zip(sides, signs, strict=True):
-            batches.append(self._load_side(side, root, self._with_side(fields, sign)))
+        media: dict[str, Media] = {}
+        for index, (side, sign) in enumerate(zip(sides, signs, strict=True)):
+            if index == 0 or not side.shares_media(sides[0]):
+                media = self._load_media(side, root)
+            media_end = max((end for _, end in side.spans), default=0)
+            numbers = {**side.fields, **self._with_side(fields, sign), "media_end": media_end}
+            ids = torch.tensor(side.ids)
+            batches.append(self._batch(ids, torch.tensor(side.loss), media, numbers))
         return batches
 
-    def _load_side(
-        self,
-        side: EncodedSequence,
-        root: Path,
-        fields: Mapping[str, float],
-    ) -> PackedBatch:
+    def _load_media(self, side: EncodedSequence, root: Path) -> dict[str, Media]:
         media = side.media
         if media is None:
             items = []
@@ -290,9 +308,7 @@ class RowEncoder:
                     "changed",
                     "the processor expands the decoded media differently than their sizes alone",
                 )
-        media_end = max((end for _, end in side.spans), default=0)
-        fields = {**side.fields, **fields, "media_end": media_end}
-        return self._batch(torch.tensor(side.ids), torch.tensor(side.loss), media, fields)
+        return {name: self._cast(items) for name, items in media.items()}
 
     def _with_side(self, fields: Mapping[str, float], sign: int) -> Mapping[str, float]:
         return {**fields, "side": sign} if self.pairs else fields
@@ -302,7 +318,8 @@ class RowEncoder:
         ids = torch.tensor([self.media.tokenizer.eos_token_id or 0])
         numbers = {name: 0 if kind == "int" else 0.0 for name, kind in self.fields.items()}
         fields = self._with_side({**numbers, **fields, "media_end": 0}, 0)
-        batch = self._batch(ids, torch.tensor([False]), self.media.empty(), fields)
+        media = {name: self._cast(items) for name, items in self.media.empty().items()}
+        batch = self._batch(ids, torch.tensor([False]), media, fields)
         return replace(batch, labels=torch.full_like(batch.labels, IGNORE))
 
     def _batch(
@@ -313,7 +330,6 @@ class RowEncoder:
         fields: Mapping[str, float],
     ) -> PackedBatch:
         types = self.media.token_types(ids)
-        media = {name: self._cast(items) for name, items in media.items()}
         positions = torch.arange(len(ids))
         if self.positions is not None:
             positions = self.positions(ids, types, media)

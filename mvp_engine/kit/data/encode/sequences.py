@@ -28,6 +28,10 @@ class EncodedSequence:
     media: dict[str, Media] | None = None  # decoded, where `encode` was called with decode=True
     fields: Mapping[str, float] = field(default_factory=dict)  # numbers of the row
 
+    def shares_media(self, other: EncodedSequence) -> bool:
+        """Whether both have the same items, of the same sizes."""
+        return self.infos == other.infos and same_items(self.parts, other.parts)
+
 
 @dataclass(frozen=True)
 class FullSequence:
@@ -43,6 +47,11 @@ class FullSequence:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens.ids)
+
+    @property
+    def media_order(self) -> list[int]:
+        """The items of the row in the order of the text."""
+        return [place.index for place in self.rendered.media]
 
     def encoded(self) -> EncodedSequence:
         return EncodedSequence(
@@ -73,6 +82,18 @@ class FullSequence:
             full.expansions[:kept],
             full.spans[:kept],
         )
+
+
+def same_items(ones: Sequence[Part], others: Sequence[Part]) -> bool:
+    """Whether two lists have the same media: the same objects, or equal paths or bytes."""
+
+    def is_same(one: Part, other: Part) -> bool:
+        same = one.value is other.value
+        if isinstance(one.value, str | bytes):
+            same = one.value == other.value
+        return same and one.kind == other.kind and one.options == other.options
+
+    return len(ones) == len(others) and all(map(is_same, ones, others))
 
 
 def total_tokens(sequences: Sequence[FullSequence]) -> int:
