@@ -53,12 +53,11 @@ class Server:
         self._lock = threading.Lock()
         self._healthy_at = -1e9  # monotonic time of the last sign of life
 
-    def get(self, path: str, *, seconds: float = HEALTH_SECONDS) -> Any:
-        return self._exchange("GET", path, None, seconds)
+    def get(self, path: str) -> Any:
+        return self._exchange("GET", path)
 
-    def post(self, path: str, body: Any = None, *, seconds: float | None = None) -> Any:
-        """The answer to a request. Without `seconds` it may take as long as the server is healthy."""
-        return self._exchange("POST", path, body, seconds)
+    def post(self, path: str, body: Any = None) -> Any:
+        return self._exchange("POST", path, body)
 
     def check(self) -> None:
         """Raise `ServerGone` unless the server is healthy. Threads that wait share one question."""
@@ -66,12 +65,15 @@ class Server:
             if time.monotonic() - self._healthy_at < HEALTH_EVERY:
                 return
             try:
-                self.get(self._health)
+                self._exchange("GET", self._health, seconds=HEALTH_SECONDS)
             except ServerRefused as error:
                 raise ServerGone(f"{self.url} is not healthy: {error}") from None
             self._healthy_at = time.monotonic()
 
-    def _exchange(self, method: str, path: str, body: Any, seconds: float | None) -> Any:
+    def _exchange(
+        self, method: str, path: str, body: Any = None, *, seconds: float | None = None
+    ) -> Any:
+        """The answer to a request. Without `seconds` it may take as long as the server is healthy."""
         kind = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
         connection = kind(
             self._host, self._port, timeout=min(seconds or CONNECT_SECONDS, CONNECT_SECONDS)

@@ -1,0 +1,218 @@
+"""A server with the HTTP API of vLLM 0.32, in a thread of the tests, answered by our own decode.
+
+It has what the rollouts use: generation from token ids, OpenAI's completions, weight versions and the weight-transfer
+routes with the back end of files. Its faults are attributes that a test sets.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from folders import language_model
+from safetensors.torch import load_file, save_file
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.kit.decoding import Decoding, complete
+
+
+class Refused(Exception):
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class FakeVLLM:
+    """`folder`: the model that the server starts with. `restart` starts it again on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processed = True  # --logprobs-mode processed_logprobs
+        self.has_token_ids = True
+        self.configured = True  # --weight-transfer-config
+        self.media_tokens = 1  # for each item of media
+        self.media_token: int | None = None
+        self.hangs = False
+        self.dies_at: str | None = None  # a route at which the server dies
+        self.requests: list[tuple[str, Any]] = []
+        self.lock = threading.Lock()
+        self.http: ThreadingHTTPServer | None = None
+        self.port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.version = "default"
+        self.paused = self.updating = False
+        self.received: dict[str, torch.Tensor] = {}
+        self.engine = language_model(self.folder)
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                fake.serve(self, None)
+
+            def do_POST(self) -> None:
+                data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                fake.serve(self, json.loads(data) if data else {})
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.connections: set[socket.socket] = set()
+        self.http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self.http.daemon_threads = True
+        self.port = self.http.server_address[1]
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def kill(self) -> None:
+        """As SIGKILL: connections are reset, later ones are refused."""
+        if self.http is None:
+            return
+        http = self.http
+        self.http = None
+        threading.Thread(target=http.shutdown, daemon=True).start()
+        http.socket.close()
+        for connection in list(self.connections):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def serve(self, handler: Any, body: Any) -> None:
+        self.connections.add(handler.connection)
+        path = urlsplit(handler.path).path
+        self.requests.append((handler.path, body))
+        if path == self.dies_at:
+            self.dies_at = None
+            self.kill()
+            return
+        while self.hangs:
+            time.sleep(0.01)
+        try:
+            status, answer = 200, self.answer(path, body)
+        except Refused as error:
+            status, answer = error.status, {"error": {"message": str(error), "code": error.status}}
+        if self.http is None:
+            return
+        data = json.dumps(answer).encode()
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+        self.connections.discard(handler.connection)
+
+    def answer(self, path: str, body: Any) -> Any:
+        with self.lock:
+            match path:
+                case "/health":
+                    return {}
+                case "/v1/models":
+                    return {"data": [{"id": "tiny"}]}
+                case "/weight_info":
+                    return {"weight_version": self.version}
+                case "/update_weight_version":
+                    self.version = body["new_version"]
+                case "/pause":
+                    self.paused = True
+                case "/resume":
+                    self.paused = False
+                case "/inference/v1/generate":
+                    return self.generate(body)
+                case "/v1/completions":
+                    return self.completions(body)
+                case _:
+                    self.update(path, body)
+            return {}
+
+    def update(self, path: str, body: Any) -> None:
+        if not self.configured:
+            raise Refused(500, "Weight transfer not configured. Please set weight_transfer_config")
+        match path:
+            case "/init_weight_transfer_engine":
+                assert body == {"init_info": {}}
+            case "/start_weight_update":
+                if self.updating:
+                    raise Refused(500, "start_weight_update called while a weight update is already active")
+                assert self.paused
+                self.updating = True
+                self.received = {}
+            case "/update_weights":
+                assert self.updating
+                self.received |= load_file(body["update_info"]["path"])
+            case "/finish_weight_update":
+                self.updating = False
+                if self.received:
+                    self.load()
+                self.version = body.get("weight_version", self.version)
+            case _:
+                raise Refused(404, "Not Found")
+
+    def load(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(self.folder / "config.json", folder)
+            save_file(self.received, Path(folder) / "model.safetensors", {"format": "pt"})
+            self.engine = language_model(Path(folder))
+
+    def generate(self, body: Any) -> Any:
+        assert not self.paused
+        parameters = body["sampling_params"]
+        assert (parameters["top_p"], parameters["top_k"], parameters["min_p"]) == (1.0, 0, 0.0)
+        ids = self.expanded(body["token_ids"], len(body.get("content_parts", [])))
+        choices = []
+        for index, (tokens, log_probs, reason) in enumerate(self.write(ids, parameters)):
+            span = {"version": self.version, "start": 0, "end": len(tokens)}
+            content = [{"token_id": t, "logprob": p} for t, p in zip(tokens, log_probs, strict=True)]
+            choices.append(
+                {
+                    "index": index,
+                    "token_ids": tokens,
+                    "logprobs": {"content": content},
+                    "finish_reason": reason,
+                    "weight_versions": [span],
+                }
+            )
+        return {"prompt_token_ids": ids, "choices": choices}
+
+    def completions(self, body: Any) -> Any:
+        assert body["model"] == "tiny"
+        choices = []
+        for index, (tokens, log_probs, reason) in enumerate(self.write(body["prompt"], body)):
+            logprobs = {"token_logprobs": log_probs, "tokens": [f"text{t}" for t in tokens]}
+            choice = {"index": index, "text": "...", "logprobs": logprobs, "finish_reason": reason}
+            if self.has_token_ids:
+                choice |= {"token_ids": tokens, "prompt_token_ids": body["prompt"]}
+            choices.append(choice)
+        return {"choices": choices}
+
+    def expanded(self, ids: list[int], items: int) -> list[int]:
+        assert ids.count(self.media_token if self.media_token is not None else -1) == items
+        return [i for one in ids for i in [one] * (self.media_tokens if one == self.media_token else 1)]
+
+    def write(self, ids: list[int], parameters: Any) -> list[tuple[list[int], list[float], str]]:
+        bias = {int(token): value for token, value in (parameters.get("logit_bias") or {}).items()}
+        if certain := [token for token, value in bias.items() if value > 0]:
+            return [(certain, [0.0 if self.processed else -5.0], "length")]
+        prompt = PackedBatch.from_sequences([torch.tensor(ids)])
+        decoding = Decoding(
+            max_new_tokens=parameters["max_tokens"],
+            stop=parameters.get("stop_token_ids", ()),
+            temperature=parameters["temperature"],
+            samples=parameters.get("n", 1),
+            seed=parameters["seed"],
+        )
+        found = complete(self.engine, prompt, decoding)
+        return [(one.tokens, one.log_probs, "stop" if one.is_finished else "length") for one in found]
