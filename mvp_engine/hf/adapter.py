@@ -113,10 +113,11 @@ class HFAdapter:
         hf_export.export(target, folder, fetch, lambda name: _on_meta(tensors[name]), world)
 
     def named_full_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        tensors = self.model.state_dict()
+        # The parameters themselves, whose data may be offloaded and loaded back in between.
+        tensors = self.model.state_dict(keep_vars=True)
         target = self.model.export_target(dtype)
         plan = ExportPlan(target, lambda name: _on_meta(tensors[name]))
-        fetch = merge_adapters(self.model, lambda name: full_tensor(tensors[name]))
+        fetch = merge_adapters(self.model, lambda name: full_tensor(tensors[name].detach()))
         for group in plan.groups:
             yield from plan.entries(group, fetch)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,15 +38,32 @@ class FolderGroup:
     params: dict[str, FolderParameter]
 
 
+class Entries(Protocol):
+    """Tensors by the names of a Hugging Face folder: its weight files, or tensors in memory."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def meta(self, key: str) -> Tensor: ...
+
+    def read(self, key: str, index: Index = ()) -> Tensor: ...
+
+
 def load(model: Any, folder: Path, params: Mapping[str, Tensor]) -> tuple[set[str], list[str]]:
     """Fill `params`, given by their names in the Hugging Face `model`, from a folder; each rank its own shards.
 
     Returns the names that were filled, and the entries of the files that belong to none of them.
     """
+    return load_entries(model, WeightFiles(folder), params, str(folder))
+
+
+def load_entries(
+    model: Any, files: Entries, params: Mapping[str, Tensor], folder: str
+) -> tuple[set[str], list[str]]:
+    """As `load`, from any entries; `folder` names them in errors."""
     loaded: set[str] = set()
     unused: list[str] = []
     first_names: dict[int, str] = {}  # of tied parameters, the name that was filled
-    for group in folder_groups(model, folder):
+    for group in folder_groups(model, files):
         if not group.params.keys() & params.keys():
             unused += group.entries
         for name, source in group.params.items():
@@ -66,14 +83,17 @@ def load(model: Any, folder: Path, params: Mapping[str, Tensor]) -> tuple[set[st
 
 def load_by_name(folder: Path, params: Mapping[str, Tensor]) -> None:
     """Fill `params` from entries of the same names, such as heads that are not part of the Hugging Face model."""
-    files = WeightFiles(folder)
+    load_entries_by_name(WeightFiles(folder), params, str(folder))
+
+
+def load_entries_by_name(files: Entries, params: Mapping[str, Tensor], folder: str) -> None:
     for name, param in params.items():
         source = FolderParameter(files.meta(name).shape, partial(files.read, name))
         _fill(name, param, source, folder)
 
 
-def folder_groups(model: Any, folder: Path, keep_converted: bool = True) -> Iterator[FolderGroup]:
-    """The contents of a folder as parameters of a Hugging Face `model`.
+def folder_groups(model: Any, files: Entries, keep_converted: bool = True) -> Iterator[FolderGroup]:
+    """The entries of a folder as parameters of a Hugging Face `model`.
 
     `keep_converted`: a converted group is kept in memory until it is dropped, for callers that read a parameter in
     several slices.
@@ -81,7 +101,6 @@ def folder_groups(model: Any, folder: Path, keep_converted: bool = True) -> Iter
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    files = WeightFiles(folder)
     mapping = get_model_conversion_mapping(model)
     converters: dict[str, Any] = {}  # by source pattern
     for entry in mapping:
@@ -102,7 +121,7 @@ def folder_groups(model: Any, folder: Path, keep_converted: bool = True) -> Iter
 
 
 def _entries_by_parameter(
-    model: Any, files: WeightFiles, mapping: list[Any]
+    model: Any, files: Entries, mapping: list[Any]
 ) -> dict[str, list[tuple[str, str | None]]]:
     """For each parameter (of a converted group: its first), its entries and the converter pattern that each matched."""
     from transformers.core_model_loading import (
@@ -130,7 +149,7 @@ class _Converted:
 
     def __init__(
         self,
-        files: WeightFiles,
+        files: Entries,
         model: Any,
         converter: Any,
         first_name: str,
@@ -189,7 +208,7 @@ class _Converted:
         return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
 
 
-def _fill(name: str, param: Tensor, source: FolderParameter, folder: Path) -> None:
+def _fill(name: str, param: Tensor, source: FolderParameter, folder: str) -> None:
     if param.shape != source.shape:
         raise UserError(
             f"{folder}: {name} has the shape {tuple(source.shape)} there and {tuple(param.shape)} in the model's config"

@@ -23,6 +23,7 @@ from mvp_engine.hf.lora import add_adapters, merge_adapters
 from mvp_engine.hf.lora_export import export_adapter
 from mvp_engine.hf.model_info import read_model_info
 from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.weight_files import WeightFiles
 
 
 def merge(
@@ -110,7 +111,7 @@ class _SavedTensors:
     def add_base(self, folder: Path) -> None:
         """Read frozen parameters that the checkpoint lacks from a pretrained folder."""
         tensors = self.model.hf.state_dict(keep_vars=True)
-        for group in folder_groups(self.model.hf, folder, keep_converted=False):
+        for group in folder_groups(self.model.hf, WeightFiles(folder), keep_converted=False):
             for name, param in group.params.items():
                 if name in tensors and not tensors[name].requires_grad:
                     first_name = self._first_names[id(tensors[name])]

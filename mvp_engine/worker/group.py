@@ -10,15 +10,19 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError, did_you_mean
+from mvp_engine.kit.decoding import Completion, Decoding
 from mvp_engine.worker import dispatch
+from mvp_engine.worker.buckets import Bucket
 from mvp_engine.worker.errors import WorkerDied
 from mvp_engine.worker.host import START, STOP
 from mvp_engine.worker.launchers import Launcher, LocalLauncher, Rank, SpawnLauncher
@@ -168,8 +172,26 @@ class WorkerGroup:
         dispatch.check_budget(batch, budget)
         members = dispatch.by_data_rank(batch, self.data_size)
         parts = [dispatch.select(batch, part) for part in members]
-        results = self._call_parts("infer", parts, list(outputs), budget, temperature, adapters)
+        options = (list(outputs), budget, temperature, adapters)
+        results = self._call_parts("infer", [(part, *options) for part in parts])
         return dispatch.merged(batch, members, results)
+
+    def generate(
+        self, prompts: PackedBatch, decoding: Decoding, keys: list[int] | None = None
+    ) -> list[Completion]:
+        """Completions in the order of the prompts, the samples of one prompt next to each other.
+
+        `keys` identify the prompts in the random numbers of sampling, by default their indices.
+        """
+        members = dispatch.by_data_rank(prompts, self.data_size)
+        keys = list(range(prompts.num_sequences)) if keys is None else keys
+        parts = [(dispatch.select(prompts, part), [keys[s] for s in part]) for part in members]
+        results = self._call_parts("generate", [(part, decoding, own) for part, own in parts])
+        found: list[Completion] = []
+        for part, completions in zip(members, results, strict=True):
+            for one in completions:
+                found.append(dataclasses.replace(one, prompt=part[one.prompt]))
+        return sorted(found, key=lambda one: one.prompt)
 
     # ---- Training -------------------------------------------------------------------------------------------------
 
@@ -195,8 +217,52 @@ class WorkerGroup:
             cut = batch.select(sequences)
             for rank, part in enumerate(dispatch.by_data_rank(cut, self.data_size)):
                 steps[rank].append(dispatch.select(cut, part))
-        results = self._call_parts("update", steps, loss, budget)
+        results = self._call_parts("update", [(own, loss, budget) for own in steps])
         return [_over_ranks(list(step)) for step in zip(*results, strict=True)]
+
+    # ---- Weights --------------------------------------------------------------------------------------------------
+
+    def weights(
+        self, dtype: torch.dtype | None = None, bucket_bytes: int = 2**28
+    ) -> Iterator[Bucket]:
+        """The weights as (Hugging Face name, full tensor) in host memory, adapters merged; one call per bucket.
+
+        `dtype` is by default that of exports: the folder's. With torch.float32 the stream has the exact weights.
+        """
+        self._call("open_weights", dtype, bucket_bytes)
+        while (bucket := self._call("next_weights")[0]) is not None:
+            yield bucket
+
+    def load_weights(self, buckets: Iterable[Bucket]) -> None:
+        """Load a stream of weights, such as another group's `weights()`; layouts may differ."""
+        self._call("open_receiver")
+        others = [(None,)] * (self.num_ranks - 1)
+        for bucket in buckets:
+            self.processes.call(self.name, "receive_weights", [(bucket,), *others])
+        self._call("close_receiver")
+
+    def checksums(self, dtype: torch.dtype | None = None) -> dict[str, str]:
+        """A hash of each weight by its Hugging Face name; equal ones mean equal bits."""
+        hashes: dict[str, str] = self._call("checksums", dtype)[0]
+        return hashes
+
+    # ---- State ----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Save weights, optimizer, schedule and random state as one checkpoint."""
+        self._call("save", _absolute(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Load a checkpoint of this group, or of a training, from any layout."""
+        self._call("load", _absolute(folder))
+
+    def export_hf(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write a complete Hugging Face folder, adapters merged."""
+        self._call("export_hf", _absolute(folder), dtype)
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        """Offload to host memory ("cpu") or load back ("cuda"): groups on the same GPUs can take turns."""
+        self._call("to", device, model, optimizer)
 
     # ---- Processes ------------------------------------------------------------------------------------------------
 
@@ -222,10 +288,10 @@ class WorkerGroup:
         """Call a method on all ranks with the same arguments."""
         return self.processes.call(self.name, method, [args] * self.num_ranks, **kwargs)
 
-    def _call_parts(self, method: str, parts: list[Any], *args: Any) -> list[Any]:
-        """Call a method with one of `parts` for each data-parallel rank; returns a result for each."""
+    def _call_parts(self, method: str, args: list[tuple[Any, ...]]) -> list[Any]:
+        """Call a method with arguments for each data-parallel rank; returns a result for each."""
         each = self.spec.model_parallel_size
-        own = [(parts[rank // each], *args) for rank in range(self.num_ranks)]
+        own = [args[rank // each] for rank in range(self.num_ranks)]
         return self.processes.call(self.name, method, own)[::each]
 
 
@@ -236,6 +302,11 @@ def _start_processes(where: str | Launcher, ranks: int, spec: WorkerSpec) -> Pro
             raise UserError(f"where={where!r} is none of {', '.join(LAUNCHERS)}.{hint}")
         where = LAUNCHERS[where]()
     return Processes(where, ranks, spec.device, spec.parallel.timeout)
+
+
+def _absolute(folder: str | Path) -> str:
+    """Ranks may have another working directory."""
+    return str(Path(folder).expanduser().resolve())
 
 
 def _over_ranks(numbers: list[UpdateNumbers]) -> UpdateNumbers:

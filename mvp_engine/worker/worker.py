@@ -11,19 +11,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from mvp_engine.checkpoint import state
+from mvp_engine.checkpoint.format import publish_leftover
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf.lora import adapters_off
+from mvp_engine.hf.receive import WeightReceiver
+from mvp_engine.kit.decoding import Completion, Decoding, complete
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit
 from mvp_engine.log.metrics import device_scalar
 from mvp_engine.model_engine import engine_class
+from mvp_engine.worker.buckets import Bucket, broadcast_bucket, checksum, in_buckets
 from mvp_engine.worker.spec import WorkerSpec
 
 Log = Callable[[str, Tensor, "Tensor | float"], None]
@@ -78,6 +83,8 @@ class Worker:
         seed_everything(derived_seed(spec.seed, "rank", self.layout.dropout_rank))
         self._rng = rng_state()
         set_rng_state(outside)
+        self._stream: Iterator[Bucket] | None = None  # of weights that are being read
+        self._receiver: WeightReceiver | None = None
 
     @contextmanager
     def own_random_state(self) -> Iterator[None]:
@@ -112,6 +119,12 @@ class Worker:
         if split is None or not self.engine.is_mp_src_rank_with_outputs:
             return None
         return {name: split.merge_tokens([part[name] for part in parts]) for name in outputs}
+
+    def generate(
+        self, prompts: PackedBatch | None, decoding: Decoding, keys: list[int]
+    ) -> list[Completion] | None:
+        completions = complete(self.engine, prompts, decoding, keys)
+        return completions if self.engine.is_mp_src_rank_with_outputs else None
 
     # ---- Training -------------------------------------------------------------------------------------------------
 
@@ -150,3 +163,61 @@ class Worker:
             status.reason,
             metrics,
         )
+
+    # ---- Weights --------------------------------------------------------------------------------------------------
+
+    def open_weights(self, dtype: torch.dtype | None, bucket_bytes: int) -> None:
+        """Start a stream of the weights; all ranks then call `next_weights` until it returns None."""
+        weights = self.engine.get_per_tensor_param(dtype)
+        self._stream = in_buckets(weights, bucket_bytes, keep=self.world.is_main)
+
+    def next_weights(self) -> Bucket | None:
+        """The next bucket on rank 0, an empty one on the others; None at the end."""
+        assert self._stream is not None, "open_weights() comes first"
+        with self.engine.eval_mode():
+            bucket = next(self._stream, None)
+        if bucket is None:
+            self._stream = None
+        return bucket
+
+    def open_receiver(self) -> None:
+        self._receiver = WeightReceiver(cast(Any, self.engine.model))
+
+    def receive_weights(self, bucket: Bucket | None) -> None:
+        """Load a bucket, which rank 0 alone is given."""
+        assert self._receiver is not None, "open_receiver() comes first"
+        self._receiver.add(broadcast_bucket(bucket, self.world))
+
+    def close_receiver(self) -> None:
+        receiver = self._receiver
+        self._receiver = None
+        assert receiver is not None, "open_receiver() comes first"
+        receiver.finish()
+
+    def checksums(self, dtype: torch.dtype | None) -> dict[str, str]:
+        """A hash of each weight, by its Hugging Face name."""
+        with self.engine.eval_mode():
+            weights = self.engine.get_per_tensor_param(dtype)
+            return {name: checksum(value) for name, value in weights if self.world.is_main}
+
+    # ---- State ----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """A checkpoint of weights, optimizer, schedule and random state; the folder appears when it is complete."""
+        tensors = self.engine.collect({}, {"rng": self._rng})
+        state.save(Path(folder), tensors, self.world, self.engine.describe)
+
+    def load(self, folder: str) -> None:
+        """Load what `save` wrote on any layout; the random state only on as many ranks."""
+        if self.world.is_main:
+            publish_leftover(Path(folder))
+        self.world.barrier()
+        saved = self.engine.restore(Path(folder))
+        if len(saved.ranks) == self.world.size and "rng" in saved.ranks[self.world.rank]:
+            self._rng = saved.ranks[self.world.rank]["rng"]
+
+    def export_hf(self, folder: str, dtype: torch.dtype | None) -> None:
+        self.engine.export_hf(folder, dtype)
+
+    def to(self, device: str, model: bool, optimizer: bool) -> None:
+        self.engine.to(device, model=model, optimizer=optimizer)

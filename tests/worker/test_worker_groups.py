@@ -1,40 +1,107 @@
-"""Worker groups: the same results for every number of ranks, layout and launcher."""
+"""Worker groups: the same results for every number of ranks and layout; batches of any size."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from pool_launcher import PoolLauncher
+from ranks import RankPool
 from worker_cases import TokenLoss, batch_of, spec_of
 
-from mvp_engine.worker import WorkerGroup
+from mvp_engine.errors import UserError
+from mvp_engine.kit.decoding import Decoding
+from mvp_engine.worker import WorkerGroup, WorkerUserError
 
 LENGTHS = (7, 3, 12, 5, 9, 4, 2)
+SAMPLED = Decoding(max_new_tokens=4, temperature=1.0, samples=2, seed=5)
 
 
-def test_group_local_update_lowers_loss_and_infer_keeps_order() -> None:
+def run(group: WorkerGroup) -> dict[str, Any]:
+    batch = batch_of(*LENGTHS)
+    first = group.infer(batch, ["log_probs"], budget=12)["log_probs"]
+    sampled = group.generate(batch, SAMPLED)
+    numbers = group.update(batch, TokenLoss(), budget=16, cuts=3, together="group")
+    # More ranks than sequences: one has no data.
+    one = group.update(batch_of(5), TokenLoss(), budget=5)
+    last = group.infer(batch_of(6), ["log_probs", "entropy"], budget=64)
+    return {
+        "first": first,
+        "sampled": [(c.prompt, c.tokens) for c in sampled],
+        "log_probs": torch.tensor([p for c in sampled for p in c.log_probs]),
+        "losses": torch.tensor([n.loss for n in numbers + one]),
+        "norms": torch.tensor([n.grad_norm for n in numbers + one]),
+        "metrics": [n.metrics for n in numbers + one],
+        "weights": [n.weight for n in numbers + one],
+        **last,
+    }
+
+
+@pytest.fixture(scope="module")
+def local() -> dict[str, Any]:
+    with WorkerGroup.start(spec_of()) as group:
+        return run(group)
+
+
+def test_infer_local_returns_what_each_sequence_gives_alone() -> None:
     batch = batch_of(*LENGTHS)
     with WorkerGroup.start(spec_of()) as group:
-        before = group.infer(batch, ["log_probs"], budget=12)["log_probs"]
+        packed = group.infer(batch, ["log_probs"], budget=12)["log_probs"]
         alone = [group.infer(batch.select([s]), ["log_probs"], budget=12) for s in range(len(LENGTHS))]
-        joined = torch.cat([one["log_probs"] for one in alone])
-        torch.testing.assert_close(before, joined, atol=1e-5, rtol=0)
-        numbers = group.update(batch, TokenLoss(), budget=16, cuts=3)
-        assert [one.metrics["tokens"][0] for one in numbers] == [one.weight for one in numbers]
-        assert sum(one.weight for one in numbers) == int(batch.num_loss_tokens)
-        again = group.update(batch, TokenLoss(), budget=16, cuts=3)
-    assert again[0].loss < numbers[0].loss
+        torch.testing.assert_close(packed, torch.cat([one["log_probs"] for one in alone]), atol=1e-5, rtol=0)
+        warm = group.infer(batch, ["log_probs"], budget=12, temperature=2.0)["log_probs"]
+    assert not torch.allclose(packed, warm, atol=1e-3)
 
 
-@pytest.mark.slow
-def test_group_spawn_gives_what_local_gives() -> None:
-    batch = batch_of(*LENGTHS)
-    results = {}
-    for where, ranks, layout in [("local", 1, {}), ("spawn", 2, {"shard": 2})]:
-        with WorkerGroup.start(spec_of(parallel=layout), ranks=ranks, where=where) as group:
-            numbers = group.update(batch, TokenLoss(), budget=16, cuts=2)
-            results[where] = numbers, group.infer(batch, ["log_probs"], budget=64)["log_probs"]
-    local, spawn = results["local"], results["spawn"]
-    torch.testing.assert_close(local[1], spawn[1], atol=1e-5, rtol=0)
-    for one, two in zip(local[0], spawn[0], strict=True):
-        assert one.loss == pytest.approx(two.loss, abs=1e-5)
-        assert one.metrics == two.metrics
+def test_update_local_counts_every_token_once_and_learns(local: dict[str, Any]) -> None:
+    assert sum(local["weights"][:3]) == int(batch_of(*LENGTHS).num_loss_tokens)
+    assert [m["tokens"][0] for m in local["metrics"]] == local["weights"]
+    with WorkerGroup.start(spec_of()) as group:
+        steps = [group.update(batch_of(*LENGTHS), TokenLoss(), budget=64)[0].loss for _ in range(3)]
+    assert steps == sorted(steps, reverse=True)
+
+
+@pytest.mark.parametrize("layout", [{}, {"shard": 2}, {"ulysses": 2}, {"tensor": 2}], ids=str)
+def test_group_on_two_ranks_gives_what_local_gives(
+    ranks2: RankPool, layout: dict[str, int], local: dict[str, Any]
+) -> None:
+    spec = spec_of(parallel=layout)
+    with WorkerGroup.start(spec, ranks=2, where=PoolLauncher(ranks2)) as group:
+        found = run(group)
+    for name in ("first", "losses", "norms", "log_probs", "entropy"):
+        torch.testing.assert_close(found[name], local[name], atol=2e-5, rtol=1e-5, msg=name)
+    assert found["sampled"] == local["sampled"]
+    assert found["weights"] == local["weights"]
+    # A metric is a sum over the micro-batches, whose number depends on the ranks.
+    assert [m["tokens"][0] for m in found["metrics"]] == [m["tokens"][0] for m in local["metrics"]]
+
+
+def test_update_with_together_keeps_groups_in_one_step() -> None:
+    batch = batch_of(3, 3, 3, 3, 3, 3)
+    batch.sequence_fields["group"] = torch.tensor([4, 7, 4, 9, 7, 7])
+    with WorkerGroup.start(spec_of()) as group:
+        numbers = group.update(batch, TokenLoss(), budget=64, cuts=3, together="group")
+        assert [n.weight for n in numbers] == [4.0, 6.0, 2.0]
+        assert len(group.update(batch, TokenLoss(), budget=64, cuts=9, together="group")) == 3
+        with pytest.raises(UserError, match="no such per-sequence field; it has: group"):
+            group.update(batch, TokenLoss(), budget=64, together="groups")
+
+
+def test_group_user_errors_name_the_fix_and_leave_the_group_usable() -> None:
+    with WorkerGroup.start(spec_of(optim=None)) as group:
+        with pytest.raises(UserError, match="sequence 1 has 9 tokens, more than the budget of 8"):
+            group.infer(batch_of(3, 9), ["log_probs"], budget=8)
+        with pytest.raises(UserError, match="inference only"):
+            group.update(batch_of(3), TokenLoss(), budget=8)
+        with pytest.raises(WorkerUserError, match=r"rank 0 of group actor, in infer: .*does not provide \['values'\]"):
+            group.infer(batch_of(3), ["values"], budget=8)
+        with pytest.raises(UserError, match="of this name already"):
+            WorkerGroup.start(spec_of(), on=group)
+        assert len(group.infer(batch_of(3), ["log_probs"], budget=8)["log_probs"]) == 3
+    with pytest.raises(UserError, match="does not divide the 3 ranks of the group: use 4"):
+        WorkerGroup.start(spec_of(parallel={"tensor": 2}), ranks=3, where="spawn")
+    with pytest.raises(UserError, match=r"set workers\.where=spawn"):
+        WorkerGroup.start(spec_of(), ranks=2)
+    with pytest.raises(UserError, match=r"none of local, spawn, ray\. Did you mean spawn\?"):
+        WorkerGroup.start(spec_of(), where="spwan")

@@ -42,9 +42,16 @@ def batch_of(*lengths: int, seed: int = 0) -> PackedBatch:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    fails_on_rank: int | None = None
-
     def __call__(self, model: Any, batch: PackedBatch, log: Any) -> tuple[Tensor, Tensor]:
         loss = model(batch, ["loss"])["loss"]
         log("tokens", batch.num_loss_tokens, 1.0)
         return loss, batch.num_loss_tokens
+
+
+@dataclass(frozen=True)
+class ValueLossOne:
+    """Values towards 1."""
+
+    def __call__(self, model: Any, batch: PackedBatch, log: Any) -> tuple[Tensor, Tensor]:
+        values_T = model(batch, ["values"])["values"]
+        return (values_T - 1.0).square().sum(), torch.tensor(float(batch.num_tokens))

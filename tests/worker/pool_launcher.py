@@ -1,0 +1,75 @@
+"""Worker groups on the warm ranks of the tests, which need no imports."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from typing import Any
+
+from ranks import RankPool
+
+from mvp_engine.worker.errors import WorkerError
+
+HOST: Any = None  # of this process, if it is a rank
+
+
+class PoolRank:
+    def __init__(self, launcher: PoolLauncher) -> None:
+        self.launcher = launcher
+
+    def submit(self, name: str, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.launcher.submitted.append((future, (name, method, args, kwargs)))
+        if len(self.launcher.submitted) == self.launcher.pool.size:
+            self.launcher.run()
+        return future
+
+    def kill(self) -> None:
+        pass
+
+
+class PoolLauncher:
+    def __init__(self, pool: RankPool) -> None:
+        self.pool = pool
+        self.submitted: list[Any] = []
+
+    def start(self, ranks: int, device: str, timeout: float) -> list[Any]:
+        assert ranks == self.pool.size
+        return [PoolRank(self) for _ in range(ranks)]
+
+    def run(self) -> None:
+        submitted = self.submitted
+        self.submitted = []
+        results = self.pool.run(_call, [call for _, call in submitted])
+        for (future, _), (error, result) in zip(submitted, results, strict=True):
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+    def close(self) -> None:
+        self.pool.run(_end)
+
+
+def _call(calls: list[Any]) -> tuple[WorkerError | None, Any]:
+    from mvp_engine.distributed import World
+    from mvp_engine.worker.host import Place, WorkerHost
+
+    global HOST
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if HOST is None:
+        HOST = WorkerHost(Place(rank, size, "cpu"))
+        HOST.world = World.join("cpu")
+    name, method, args, kwargs = calls[rank]
+    try:
+        return None, HOST.call(name, method, *args, **kwargs)
+    except WorkerError as error:
+        return error, None
+
+
+def _end() -> None:
+    global HOST
+    if HOST is not None:
+        HOST.workers.clear()
+        HOST.world.close()
+    HOST = None

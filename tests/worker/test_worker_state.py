@@ -1,0 +1,140 @@
+"""Weight streams between groups, checkpoints, and several groups on the same processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool_launcher import PoolLauncher
+from ranks import RankPool
+from worker_cases import TINY, TokenLoss, ValueLossOne, batch_of, spec_of
+
+from mvp_engine.errors import UserError
+from mvp_engine.hf.lora_settings import Lora
+from mvp_engine.worker import WorkerGroup
+
+BATCH = batch_of(7, 3, 12, 5)
+MOE = {
+    **TINY,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
+
+
+def log_probs(group: WorkerGroup) -> torch.Tensor:
+    return group.infer(BATCH, ["log_probs"], budget=64)["log_probs"]
+
+
+@pytest.mark.parametrize("layout", [{"shard": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("config", [TINY, MOE], ids=["qwen3", "qwen3_moe"])
+def test_weights_of_one_layout_arrive_on_another_with_equal_checksums(
+    ranks2: RankPool, layout: dict[str, int], config: dict[str, Any]
+) -> None:
+    actor_spec = spec_of(model={"config": config}, parallel=layout)
+    with (
+        WorkerGroup.start(actor_spec, ranks=2, where=PoolLauncher(ranks2)) as actor,
+        WorkerGroup.start(spec_of(model={"config": config}, optim=None, seed=9)) as other,
+    ):
+        actor.update(BATCH, TokenLoss(), budget=64)
+        assert other.checksums() != actor.checksums()
+        buckets = list(actor.weights(bucket_bytes=8000))
+        sizes = [sum(value.nbytes for _, value in bucket) for bucket in buckets]
+        assert len(buckets) > 3
+        assert all(size <= 8000 or len(b) == 1 for size, b in zip(sizes, buckets, strict=True))
+        other.load_weights(buckets)
+        assert other.checksums() == actor.checksums()
+        torch.testing.assert_close(log_probs(other), log_probs(actor), atol=1e-5, rtol=0)
+        # And back, in another order, into the other layout.
+        actor.update(BATCH, TokenLoss(), budget=64)
+        actor.load_weights([bucket[::-1] for bucket in buckets[::-1]])
+        assert actor.checksums() == other.checksums()
+
+
+def test_weights_with_lora_are_merged(ranks2: RankPool) -> None:
+    lora = Lora(rank=4)
+    with (
+        WorkerGroup.start(spec_of(lora=lora, parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)) as actor,
+        WorkerGroup.start(spec_of(optim=None)) as other,
+    ):
+        before = log_probs(actor)
+        actor.update(BATCH, TokenLoss(), budget=64)
+        other.load_weights(actor.weights())
+        assert other.checksums() == actor.checksums()
+        torch.testing.assert_close(log_probs(other), log_probs(actor), atol=1e-5, rtol=0)
+        assert not torch.allclose(log_probs(other), before, atol=1e-3)
+        base = actor.infer(BATCH, ["log_probs"], budget=64, adapters=False)["log_probs"]
+        torch.testing.assert_close(base, before, atol=1e-5, rtol=0)
+        with pytest.raises(UserError, match="a model with LoRA adapters cannot receive weights"):
+            actor.load_weights(other.weights())
+
+
+def test_weights_of_a_value_model_arrive_with_its_head() -> None:
+    critic = spec_of(model={"type": "value_model"})
+    with WorkerGroup.start(critic) as one, WorkerGroup.start(critic) as two:
+        one.update(BATCH, ValueLossOne(), budget=64)
+        two.load_weights(one.weights())
+        assert one.checksums() == two.checksums()
+        assert torch.equal(*(group.infer(BATCH, ["values"], budget=64)["values"] for group in (one, two)))
+
+
+def test_load_weights_refuses_what_is_missing_or_unknown() -> None:
+    with WorkerGroup.start(spec_of()) as group:
+        buckets = list(group.weights())
+        with pytest.raises(UserError, match=r"lacks 1 weight of the model, such as lm_head\.weight"):
+            group.load_weights([[pair for pair in buckets[0] if pair[0] != "lm_head.weight"]])
+        with pytest.raises(UserError, match="the model has no weight other: is it the same"):
+            group.load_weights([[("other", torch.zeros(1))]])
+        with pytest.raises(UserError, match=r"lm_head\.weight has the shape \(1, 2\) there"):
+            group.load_weights([[("lm_head.weight", torch.zeros(1, 2))]])
+
+
+def test_weights_are_copies_that_a_later_update_does_not_change() -> None:
+    with WorkerGroup.start(spec_of()) as group:
+        [bucket] = group.weights()
+        before = {name: value.clone() for name, value in bucket}
+        group.update(BATCH, TokenLoss(), budget=64)
+        assert all(torch.equal(value, before[name]) for name, value in bucket)
+
+
+def test_checkpoint_continues_bit_for_bit_and_loads_on_another_layout(tmp_path: Path, ranks2: RankPool) -> None:
+    dropout = {**TINY, "attention_dropout": 0.0}
+    spec = spec_of(model={"config": dropout}, lora=Lora(rank=4, dropout=0.5), total_steps=8)
+    with WorkerGroup.start(spec) as group:
+        group.update(BATCH, TokenLoss(), budget=64, cuts=2)
+        group.save(tmp_path / "actor")
+        torch.rand(7)  # numbers that the controller draws are no part of a worker's
+        after = group.update(BATCH, TokenLoss(), budget=64, cuts=2)
+        expected = group.checksums(torch.float32)
+    with WorkerGroup.start(spec) as group:
+        group.load(tmp_path / "actor")
+        weights = group.checksums(torch.float32)
+        assert group.update(BATCH, TokenLoss(), budget=64, cuts=2) == after
+        assert group.checksums(torch.float32) == expected
+    sharded = spec_of(model={"config": dropout}, lora=Lora(rank=4), parallel={"shard": 2})
+    with WorkerGroup.start(sharded, ranks=2, where=PoolLauncher(ranks2)) as group:
+        group.load(tmp_path / "actor")
+        assert group.checksums(torch.float32) == weights
+
+
+def test_groups_share_processes_with_other_layouts(ranks2: RankPool, tmp_path: Path) -> None:
+    with WorkerGroup.start(spec_of(parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)) as actor:
+        critic_spec = spec_of(model={"type": "value_model"}, parallel={"ulysses": 2})
+        critic = WorkerGroup.start(critic_spec, name="critic", on=actor)
+        reference = WorkerGroup.start(spec_of(optim=None), name="reference", on=actor)
+        torch.testing.assert_close(log_probs(reference), log_probs(actor), atol=1e-5, rtol=0)
+        critic.update(BATCH, ValueLossOne(), budget=64)
+        actor.update(BATCH, TokenLoss(), budget=64)
+        assert reference.checksums() != actor.checksums()
+        reference.load_weights(actor.weights())
+        assert reference.checksums() == actor.checksums()
+        actor.export_hf(tmp_path / "hf")
+        reference.close()
+        critic.infer(BATCH, ["values"], budget=64)
+    with WorkerGroup.start(spec_of(model={"config": {}, "path": str(tmp_path / "hf")}, optim=None)) as exported:
+        assert len(exported.checksums()) > 3
