@@ -143,6 +143,15 @@ class LanguageModel(PackedModel):
         head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
         return placeholder_tokens(self.hf.config, head.weight.shape[0])
 
+    @property
+    def completion_token_type(self) -> int:
+        """The type of tokens that follow a prompt, in fields such as `token_type_ids`.
+
+        1 where type 0 is the prompt, whose tokens attend to each other (PaliGemma); elsewhere 0, text.
+        """
+        config: Any = self.hf.config
+        return int(getattr(config.get_text_config(), "use_bidirectional_attention", None) is True)
+
     def _next_logits(self, hidden_SD: Tensor) -> Tensor:
         """Logits over the whole vocabulary."""
         weight_VD, bias_V, vocab_shard = self._local_head()

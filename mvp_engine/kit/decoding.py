@@ -157,6 +157,7 @@ class _Group:
             of_prompts = prompts.position_ids.split(prompts.lengths.tolist(), dim=-1)
             self.last_positions = [int(positions.max()) for positions in of_prompts]
         model: Any = engine.model
+        self.token_type = model.completion_token_type
         device = engine.world.device
         self.never_written = torch.tensor(model.placeholders, dtype=torch.long, device=device)
         self.keys_S = torch.tensor(
@@ -190,7 +191,7 @@ class _Group:
         if not tokens[0]:  # all samples of a prompt begin with the same forward
             return self.prompts
         extended = [
-            with_completion(self.prompts.select([row]), None, written)
+            with_completion(self.prompts.select([row]), None, written, self.token_type)
             for row, written in zip(self.rows, tokens, strict=True)
         ]
         return PackedBatch.concat(extended)
@@ -202,7 +203,7 @@ class _Group:
         starts = [self.last_positions[row] for row in self.rows]
         positions_S = torch.tensor(starts) + torch.tensor([len(tokens) for tokens in written])
         token_types = {
-            name: value.new_zeros(len(ids), *value.shape[1:])
+            name: value.new_full((len(ids), *value.shape[1:]), self.token_type)
             for name, value in prompts.token_fields.items()
             if name.endswith("token_type_ids")
         }
@@ -299,10 +300,13 @@ def _most_likely(logits_SV: Tensor, decoding: Decoding) -> Tensor:
     return torch.empty_like(logits_SV).scatter_(1, order_SV, sorted_SV)
 
 
-def with_completion(prompt: PackedBatch, length: int | None, new: list[int]) -> PackedBatch:
+def with_completion(
+    prompt: PackedBatch, length: int | None, new: list[int], token_type: int = 0
+) -> PackedBatch:
     """The first `length` tokens of one sequence, followed by `new` ones, without labels.
 
-    New tokens are text: on every axis their positions continue after the largest one.
+    New tokens are text: on every axis their positions continue after the largest one. `token_type`: theirs in the
+    fields of token types, `LanguageModel.completion_token_type`.
     """
     ids = prompt.input_ids[:length]
     positions = prompt.position_ids[..., :length]
@@ -312,7 +316,8 @@ def with_completion(prompt: PackedBatch, length: int | None, new: list[int]) -> 
     token_types = {}
     for name, value in prompt.token_fields.items():
         if name.endswith("token_type_ids"):
-            token_types[name] = _pad_zeros(value[:length], len(new))
+            new_types = value.new_full((len(new), *value.shape[1:]), token_type)
+            token_types[name] = torch.cat([value[:length], new_types])
     return PackedBatch(
         ids,
         torch.full_like(ids, IGNORE),
@@ -322,7 +327,3 @@ def with_completion(prompt: PackedBatch, length: int | None, new: list[int]) -> 
         {},
         prompt.media,
     )
-
-
-def _pad_zeros(value: Tensor, count: int) -> Tensor:
-    return torch.cat([value, value.new_zeros(count, *value.shape[1:])])

@@ -194,6 +194,72 @@ def test_linear_log_probs_sharded_vocabulary_equals_unsharded(ranks2, cuts: list
             assert bias is None or torch.allclose(d_bias, bias.grad[rows], rtol=1e-5, atol=1e-5)
 
 
+EXCLUDED = (3, 30, 49)
+
+
+def without_excluded(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, **how: Any) -> tuple[Tensor, ...]:
+    """`plain` on the other rows of the vocabulary alone."""
+    kept = torch.tensor([row for row in range(len(weight)) if row not in EXCLUDED])
+    is_label = labels != IGNORE
+    labels = torch.where(is_label, torch.searchsorted(kept, labels.clamp(min=0)), IGNORE)
+    return plain(hidden, weight[kept], labels, None if bias is None else bias[kept], **how)
+
+
+def inputs_without_excluded_labels(bias: bool) -> tuple[Tensor, ...]:
+    hidden, weight, labels, bias_V = inputs(bias=bias)
+    with torch.no_grad():
+        weight[3] *= 30  # would be the most likely in many rows
+    return hidden, weight, labels.masked_fill(torch.isin(labels, torch.tensor(EXCLUDED)), IGNORE), bias_V
+
+
+@pytest.mark.parametrize("how", WAYS, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_excluded_rows_have_neither_probability_nor_gradient(how: dict[str, Any], bias: bool) -> None:
+    for only_loss in (False, True):
+        ours, theirs = inputs_without_excluded_labels(bias), inputs_without_excluded_labels(bias)
+        expected = without_excluded(*theirs, **how)
+        if only_loss:
+            linear_loss(*ours, **how, chunk=5, excluded=EXCLUDED)[0].backward()
+            (-expected[0].sum()).backward()
+        else:
+            found = linear_log_probs(*ours, **how, chunk=5, excluded=EXCLUDED)
+            for x, y in zip(found[:3], expected, strict=False):
+                assert torch.allclose(x, y, rtol=1e-5, atol=1e-6)
+            loss_of(*found[:3], torch.zeros(())).backward()
+            loss_of(*expected[:3], torch.zeros(())).backward()
+        for x, y in zip(ours, theirs, strict=True):
+            if x is not None and x.requires_grad:
+                assert torch.allclose(x.grad, y.grad, rtol=1e-5, atol=1e-6)
+
+
+def of_shard_with_excluded(how: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Log-probs and entropy, and the gradients of hidden states and of this rank's rows."""
+    world = World.join("cpu")
+    start = (0, 49)[world.rank]  # the only row of the last rank is excluded
+    end = (49, 50)[world.rank]
+    hidden, weight, labels, _ = inputs_without_excluded_labels(False)
+    weight = weight.detach()[start:end].requires_grad_()
+    rows = tuple(row - start for row in EXCLUDED if start <= row < end)
+    shard: dict[str, Any] = {"group": dist.group.WORLD, "vocab_start": start}
+    out = linear_log_probs(hidden, weight, labels, **how, chunk=5, excluded=rows, **shard)
+    loss_of(*out[:3], torch.zeros(())).backward()
+    world.close()
+    return out.log_probs.detach(), out.entropy.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("how", [WAYS[0], WAYS[3]], ids=str)
+def test_excluded_rows_of_a_sharded_vocabulary_equal_unsharded(ranks2, how: dict[str, Any]) -> None:
+    hidden, weight, labels, _ = inputs_without_excluded_labels(False)
+    expected = without_excluded(hidden, weight, labels, None, **how)
+    loss_of(*expected[:3], torch.zeros(())).backward()
+    found = ranks2.run(of_shard_with_excluded, how)
+    for log_probs, entropy, d_hidden, _ in found:
+        assert torch.allclose(log_probs, expected[0], rtol=1e-5, atol=1e-6)
+        assert torch.allclose(entropy, expected[1], rtol=1e-5, atol=1e-6)
+        assert torch.allclose(d_hidden, hidden.grad, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(torch.cat([one[3] for one in found]), weight.grad, rtol=1e-5, atol=1e-5)
+
+
 def peak_and_collectives(tokens: int, vocab: int, chunk: int) -> list[int]:
     """The peak of elements; the collectives of forward, of backward, and of backward with frozen hidden states."""
     world = World.join("cpu")
@@ -272,6 +338,12 @@ for upstream in (UpstreamGrads(label, p), UpstreamGrads(label, p, entropy), all_
     theirs = logit_gradients.logit_gradient_(raw.cpu(), labels.cpu(), *(x.cpu() for x in stats), on_host, spec)
     ours = logit_kernels.to_gradient_(raw.clone(), labels, *stats, *upstream, spec.factor)
     torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-2, atol=1e-6)
+raw[:, [1, 9000]] = logit_stats.EXCLUDED
+plain = logit_stats.torch_stats(logit_stats.logits_of(raw, spec), labels, False)
+for ours, theirs in zip(logit_kernels.row_stats(raw, labels, spec.factor)[:3], plain):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+gradient = logit_kernels.to_gradient_(raw, labels, plain.log_z, plain.entropy, label, p, entropy, None, spec.factor)
+assert gradient.isfinite().all() and not gradient[:, [1, 9000]].any(), "excluded rows have no gradient"
 """
 
 
