@@ -109,11 +109,10 @@ class Worker:
     ) -> dict[str, Tensor] | None:
         model = self.engine.model
         split = None if batch is None else batch.split(budget)
-        options = {} if temperature == 1.0 else {"temperature": temperature}
         with self.engine.eval_mode(), nullcontext() if adapters else adapters_off(model):
             found = self.engine.infer_micro_batches(
                 [] if split is None else split.parts,
-                lambda one: model(one, outputs, **options),
+                lambda one: model(one, outputs, temperature=temperature),
             )
             parts = [{name: part[name].cpu() for name in outputs} for part in found]
         if split is None or not self.engine.is_mp_src_rank_with_outputs:

@@ -79,8 +79,8 @@ class PolicyLoss:
     def __call__(self, model: nn.Module, batch: PackedBatch, log: Log) -> tuple[Tensor, Tensor]:
         """`(loss_sum, weight)` of a micro-batch; `log(name, sum, weight)` gets the metrics."""
         fields = batch.token_fields
-        options = {} if self.temperature == 1.0 else {"temperature": self.temperature}
-        outputs = model(batch, ["log_probs", "entropy"], **options)
+        # At temperature 1, too: placeholders of media, which are never sampled, have no probability then.
+        outputs = model(batch, ["log_probs", "entropy"], temperature=self.temperature)
         log_probs_T = outputs["log_probs"]
         old_T = fields.get("old_log_probs", log_probs_T.detach())
         has_loss_T = batch.labels != IGNORE
