@@ -80,7 +80,7 @@ class RewardSettings(Section):
     on_error: Literal["drop", "zero", "raise"] = "drop"
     """What happens to a completion whose reward failed: it is left out, gets 0, or ends the run."""
     max_errors: Fraction = 0.05
-    """The share of failed rewards in a step that ends the run."""
+    """The share of the rewards of a step that may fail, and one in any case unless it is 0: more end the run."""
     workers: Annotated[int, Field(ge=0)] = 2
     """Processes that compute rewards; 0: the controller itself, without a time-out."""
 

@@ -1,0 +1,222 @@
+"""Rewards: order and values do not depend on workers; one that raises, hangs, dies or is no number is named."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.rl.prompts import Prompt
+from mvp_engine.rl.rewards import Answer, RewardFailed, Rewards, reward_metrics
+from mvp_engine.rl.rl_settings import RewardSettings
+from mvp_engine.rl.rollout import Sample
+
+
+class Letters:
+    """A tokenizer: token i is the i-th letter, 26 is special."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(97 + token) for token in tokens if token < 26)
+
+
+def prompts(count: int) -> list[Prompt]:
+    batch = PackedBatch.from_sequences([torch.tensor([0])])
+    return [
+        Prompt(key=i, row={"n": i}, batch=batch, text_ids=[0], media=[], source="toy", where=f"toy.jsonl:{i}", sample=i)
+        for i in range(count)
+    ]
+
+
+def samples(count: int, group: int) -> list[Sample]:
+    return [Sample(i // group, [i // group, i % group, 26], [0.0] * 3, 7, "stop") for i in range(count * group)]
+
+
+def settings(**values: Any) -> RewardSettings:
+    return RewardSettings(**{"timeout": 20, "workers": 2, "max_errors": 0.5, **values})
+
+
+@pytest.fixture
+def made(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """made(function, **settings): Rewards that are closed after the test."""
+    opened = []
+
+    def make(function: Any, **values: Any) -> Rewards:
+        opened.append(Rewards(function, Letters(), settings(**values)))
+        return opened[-1]
+
+    yield make
+    for rewards in opened:
+        rewards.close()
+
+
+def by_place(row: dict[str, Any], answer: Answer) -> float:
+    row["n"] += 100  # which the next answer must not see
+    return (row["n"] - 100) * 10 + ord(answer.text[1]) - 97 + random.random() * np.random.rand()
+
+
+def test_rewards_any_number_of_workers_gives_the_same_values_in_order(made: Any) -> None:
+    found = {}
+    random.seed(5)
+    before = random.getstate()
+    for workers in (0, 1, 3):
+        rewards = made(by_place, workers=workers)(prompts(7), samples(7, 3))
+        found[workers] = [reward.value for reward in rewards]
+    assert random.getstate() == before
+    assert found[0] == found[1] == found[3]
+    assert [int(value) for value in found[0]] == [10 * i + j for i in range(7) for j in range(3)]
+
+
+def test_rewards_answer_has_text_without_special_tokens_and_all_of_the_sample(made: Any) -> None:
+    seen: list[Answer] = []
+    made(lambda row, answer: seen.append(answer) or 1, workers=0)(prompts(1), samples(1, 2))
+    assert seen[1] == Answer("ab", [0, 1, 26], "stop", [0.0, 0.0, 0.0], 7)
+
+
+def test_rewards_several_numbers_are_summed_and_logged_by_name(made: Any) -> None:
+    def reward(row: dict[str, Any], answer: Answer) -> Any:
+        return {"exact": np.float32(row["n"]), "length": torch.tensor(-0.5)}
+
+    found = made(reward)(prompts(2), samples(2, 2))
+    assert [one.value for one in found] == [-0.5, -0.5, 0.5, 0.5]
+    assert found[2].parts == {"exact": 1.0, "length": -0.5}
+    assert reward_metrics(found) == {
+        "reward": (0.0, 4.0),
+        "reward_exact": (2.0, 4.0),
+        "reward_length": (-2.0, 4.0),
+        "reward_errors": (0.0, 4.0),
+    }
+
+
+def fails(row: dict[str, Any], answer: Answer) -> Any:
+    if answer.text != "bb":
+        return 1.0
+    kind = os.environ["REWARD_FAILS"]
+    if kind == "hang":
+        threading.Event().wait()
+    if kind == "regex":  # holds the GIL
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if kind == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "exit":
+        sys.exit("over")
+    if kind == "raise":
+        raise KeyError("solution")
+    return {"nan": float("nan"), "inf": {"a": float("inf")}, "none": None, "text": "1", "list": [1.0], "empty": {}}[
+        kind
+    ]
+
+
+FAILURES = {
+    "hang": "no result after 0.3 s",
+    "regex": "no result after 0.3 s",
+    "die": "its process died (SIGKILL)",
+    "exit": "SystemExit: over",
+    "raise": "KeyError: 'solution'",
+    "nan": "ValueError: the reward is nan",
+    "inf": "ValueError: the reward 'a' is inf",
+    "none": "TypeError: the reward is None of type NoneType",
+    "text": "TypeError: the reward is '1' of type str",
+    "list": "TypeError: the reward is [1.0] of type list",
+    "empty": "ValueError: the reward is an empty dict",
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_rewards_one_that_fails_is_named_and_costs_no_other(
+    made: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REWARD_FAILS", kind)
+    timeout = 0.3 if kind in ("hang", "regex") else 20
+    started = time.monotonic()
+    found = made(fails, timeout=timeout)(prompts(3), samples(3, 3))
+    assert time.monotonic() - started < 10
+    assert [reward.value for reward in found] == [1.0] * 4 + [None] + [1.0] * 4
+    assert found[4].error is not None
+    assert found[4].error.startswith(FAILURES[kind])
+
+
+def test_rewards_on_error_says_what_a_failed_reward_becomes(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_FAILS", "raise")
+    zero = made(fails, on_error="zero")(prompts(3), samples(3, 3))[4]
+    assert (zero.value, zero.error) == (0.0, "KeyError: 'solution'")
+    with pytest.raises(RewardFailed, match=r"toy.jsonl:1 \(source toy\), answer 'bb': KeyError") as error:
+        made(fails, on_error="raise")(prompts(3), samples(3, 3))
+    assert 'raise KeyError("solution")' in str(error.value)  # the traceback
+
+
+def test_rewards_too_many_failures_end_the_run(made: Any) -> None:
+    def reward(row: dict[str, Any], answer: Answer) -> float:
+        return 1 / (row["n"] % 2)
+
+    with pytest.raises(RewardFailed, match=r"8 of 16 rewards of this step failed, and 4 may .*toy.jsonl:0"):
+        made(reward, max_errors=0.25)(prompts(4), samples(4, 4))
+    assert made(reward, max_errors=0.5)(prompts(4), samples(4, 4))[15].value == 1.0
+    with pytest.raises(RewardFailed, match=r"1 of 1 reward of this step failed, and 0 may"):
+        made(reward, max_errors=1.0)(prompts(1), samples(1, 1))
+
+
+def test_rewards_worker_killed_while_idle_is_replaced(made: Any) -> None:
+    rewards = made(by_place)
+    before = rewards(prompts(3), samples(3, 2))
+    for worker in rewards._workers._workers:
+        os.kill(worker.process.pid, signal.SIGKILL)
+        worker.process.join()
+    assert rewards(prompts(3), samples(3, 2)) == before
+
+
+def test_rewards_hung_reward_is_killed_with_the_processes_it_started(made: Any, tmp_path: Path) -> None:
+    def reward(row: dict[str, Any], answer: Answer) -> float:
+        child = subprocess.Popen(["sleep", "600"])
+        (tmp_path / "pid").write_text(str(child.pid))
+        return child.wait()
+
+    with pytest.raises(RewardFailed, match="no result after"):
+        made(reward, timeout=0.5, workers=1)(prompts(1), samples(1, 1))
+    assert is_gone(int((tmp_path / "pid").read_text()))
+
+
+def run_endless_reward(out: Any) -> None:
+    def reward(row: dict[str, Any], answer: Answer) -> float:
+        out.send(os.getpid())
+        while True:
+            pass
+
+    Rewards(reward, Letters(), settings(workers=1))(prompts(1), samples(1, 1))
+
+
+def test_rewards_controller_killed_leaves_no_worker() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    controller = context.Process(target=run_endless_reward, args=(theirs,))
+    controller.start()
+    worker = ours.recv()
+    controller.kill()
+    controller.join()
+    assert is_gone(worker)
+
+
+def is_gone(pid: int) -> bool:
+    """Does the process end within five seconds? A zombie has ended."""
+    for _ in range(500):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state in ("Z", "X"):
+            return True
+        time.sleep(0.01)
+    return False
