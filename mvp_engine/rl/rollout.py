@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
 
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
+from mvp_engine.kit.decoding import Decoding
+
+if TYPE_CHECKING:
+    from mvp_engine.rl.prompts import Prompt
+    from mvp_engine.worker.group import WorkerGroup
 
 Reason = Literal["stop", "length"]
 Buckets = Iterable[list[tuple[str, Tensor]]]  # weights by their Hugging Face names
@@ -41,9 +47,8 @@ class Sampling:
     temperature: float = 1.0
     samples: int = 1  # completions per prompt
     seed: int = 0  # the same prompts get other completions with another seed
-    stop: tuple[
-        int, ...
-    ] = ()  # token ids; a completion ends with the first of these, and includes it
+    # Token ids; a completion ends with the first of these, and includes it.
+    stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.samples < 1:
@@ -60,8 +65,8 @@ class Sampling:
 class Rollout(Protocol):
     """A sampler of completions with weights that the trainer sends."""
 
-    def generate(self, prompts: list[Any], sampling: Sampling) -> list[Sample]:
-        """`sampling.samples` completions of each prompt (`rl.prompts.Prompt`), in the order of the prompts."""
+    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
+        """`sampling.samples` completions of each prompt, in the order of the prompts."""
         ...
 
     def sync(self, weights: Buckets | None, version: int) -> None:
@@ -69,3 +74,49 @@ class Rollout(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class PackedRollout:
+    """Our own decode, by the ranks of a worker group: the actor, or a group with a layout of its own.
+
+    The completions of a prompt depend on the weights, the prompt's key and the seed: not on the layout, nor on which
+    prompts are generated together. `budget`: the most tokens of a forward over prompts.
+    """
+
+    def __init__(self, group: WorkerGroup, *, budget: int) -> None:
+        self.group = group
+        self.budget = budget
+        self.version = 0
+
+    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
+        if not prompts:
+            return []
+        decoding = Decoding(
+            sampling.max_new_tokens,
+            stop=sampling.stop,
+            temperature=sampling.temperature,
+            samples=sampling.samples,
+            seed=sampling.seed,
+            budget=self.budget,
+        )
+        batch = PackedBatch.concat([prompt.batch for prompt in prompts])
+        keys = [prompt.key for prompt in prompts]
+        found = self.group.generate(batch, decoding, keys)
+        return [
+            Sample(
+                one.prompt,
+                one.tokens,
+                one.log_probs,
+                self.version,
+                "stop" if one.is_finished else "length",
+            )
+            for one in found
+        ]
+
+    def sync(self, weights: Buckets | None, version: int) -> None:
+        if weights is not None:
+            self.group.load_weights(weights)
+        self.version = version
+
+    def close(self) -> None:
+        """The group is its owner's to close."""
