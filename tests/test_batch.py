@@ -143,6 +143,19 @@ def test_concat_and_select_hold_shared_media_once() -> None:
     assert not pair.equals(PackedBatch.concat([other, image, other.select([0]), other]))
 
 
+def test_split_sequences_with_shared_media_stay_together_up_to_a_quarter_of_the_budget() -> None:
+    one, two = (make([3, 4, length]).select([2]) for length in (5, 6))  # with two images each
+    batch = PackedBatch.concat([one, two] * 6)
+    assert batch.media_units(11) == [0, 1, 0, 3, 4, 5, 4, 7, 8, 9, 8, 11]
+    split = batch.split(48)
+    assert all(part.num_tokens <= 48 for part in split.parts)
+    assert len(split.parts) == 2
+    ids = batch.media_units(12)
+    for members in split.members:
+        assert all(ids[s] not in [ids[m] for m in members] for s in range(12) if s not in members)
+    assert make([3, 4]).media_units(100) == [0, 1]
+
+
 def test_media_with_wrong_shared_sequences_raise() -> None:
     media = make([3, 4]).media["image"]
     with pytest.raises(ValueError, match="belong to a sequence that uses those of another one"):

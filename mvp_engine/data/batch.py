@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.media import Media, concat_media
-from mvp_engine.data.split import Split, fit_groups
+from mvp_engine.data.split import Split, fit_groups, sharing_units
 from mvp_engine.renamed import raise_renamed
 
 __all__ = ["IGNORE", "Media", "PackedBatch", "Split", "tensor_versions"]
@@ -165,16 +165,25 @@ class PackedBatch:
         """Micro-batches that never cost more than `budget` tokens, as few as best-fit packing finds.
 
         `costs` are the costs of the sequences in tokens, by default their lengths (a caller that counts encoder work
-        gives its own). Sequences with equal ids in `together`, such as the sides of a pair, stay in one micro-batch.
+        gives its own). Sequences with equal ids in `together`, such as the sides of a pair, stay in one micro-batch; by
+        default those that share media, up to a quarter of the budget.
         """
         sizes = self.lengths.tolist() if costs is None else costs
-        ids = torch.as_tensor(range(len(sizes)) if together is None else together).tolist()
+        if together is None:
+            together = self.media_units(budget // 4, sizes)
+        ids = torch.as_tensor(together).tolist()
         if len(sizes) != self.num_sequences or len(ids) != self.num_sequences:
             raise ValueError(
                 f"{len(sizes)} costs and {len(ids)} ids were given for {self.num_sequences} sequences"
             )
         members = fit_groups(sizes, ids, budget)
         return Split([self.select(sequences) for sequences in members], members)
+
+    def media_units(self, limit: int, costs: list[int] | None = None) -> list[int]:
+        """An id for each sequence: those with equal ids share media, and cost at most `limit` tokens together."""
+        sizes = self.lengths.tolist() if costs is None else costs
+        maps = [media.shared_with for media in self.media.values() if media.shared_with is not None]
+        return sharing_units(maps[0].tolist() if maps else list(range(len(sizes))), sizes, limit)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))

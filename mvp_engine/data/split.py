@@ -48,6 +48,19 @@ def fit_groups(sizes: list[int], ids: list[int], budget: int) -> list[list[int]]
     return [sorted(sequence for group in part for sequence in members[group]) for part in bins]
 
 
+def sharing_units(shared_with: list[int], sizes: list[int], limit: int) -> list[int]:
+    """Ids of sequences: equal for those that share media, as long as these cost at most `limit` together."""
+    ids: list[int] = []
+    open_units: dict[int, tuple[int, int]] = {}  # by the sequence with the items: an id, and a cost
+    for sequence, source in enumerate(shared_with):
+        unit, cost = open_units.get(source, (sequence, 0))
+        if cost + sizes[sequence] > limit:
+            unit, cost = sequence, 0
+        open_units[source] = unit, cost + sizes[sequence]
+        ids.append(unit)
+    return ids
+
+
 def best_fit(sizes: list[int], budget: int) -> list[list[int]]:
     """Best-fit decreasing bin packing: each item goes into the fullest bin that has room for it."""
     bins: list[list[int]] = []

@@ -36,8 +36,17 @@ def balanced(costs: list[int], parts: int) -> list[list[int]]:
 
 
 def by_data_rank(batch: PackedBatch, ranks: int) -> list[list[int]]:
-    """The sequences of each data-parallel rank, with about as many tokens each."""
-    return balanced(batch.lengths.tolist(), ranks)
+    """The sequences of each data-parallel rank, with about as many tokens each.
+
+    Sequences that share media are on one rank, up to a quarter of its tokens: it reads the media once.
+    """
+    units: dict[int, list[int]] = {}
+    for sequence, unit in enumerate(batch.media_units(batch.num_tokens // (4 * ranks))):
+        units.setdefault(unit, []).append(sequence)
+    members = list(units.values())
+    lengths = batch.lengths.tolist()
+    parts = balanced([sum(lengths[s] for s in unit) for unit in members], ranks)
+    return [sorted(chain.from_iterable(members[unit] for unit in part)) for part in parts]
 
 
 def select(batch: PackedBatch, sequences: list[int]) -> PackedBatch | None:

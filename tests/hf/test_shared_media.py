@@ -72,8 +72,10 @@ def test_shared_media_select_and_split_keep_the_items_of_every_sequence(name: st
     assert close(split.merge_tokens(parts), expected)
     group_tokens = [int(part.sum()) for part in shared.lengths.split([2, 1, 3])]
     together = shared.split(max(group_tokens), together=[0, 0, 1, 2, 2, 2])
-    rows = [len(part.media["pixel_values"].values) for part in together.parts]
-    assert sum(rows) == len(shared.media["pixel_values"].values)
+    by_default = shared.split(4 * max(group_tokens))
+    for parts in (together.parts, by_default.parts):
+        rows = [len(part.media["pixel_values"].values) for part in parts]
+        assert sum(rows) == len(shared.media["pixel_values"].values)
 
 
 def trained(name: str, layout: Layout, is_shared: bool) -> dict[str, torch.Tensor]:
