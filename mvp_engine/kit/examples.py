@@ -35,15 +35,15 @@ def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer]) -> list
         source = None
         if not kit.is_stream(split):
             messages, source = _prompt_messages(kit, split, answer)
-        media = partial(_media_files, kit, source, messages)
+        media = partial(media_files, kit, source, messages)
         # A row that is a caption has no messages before its answer: the prompt is its media alone.
-        question = _question(messages) if messages else answer.prompt
+        question = conversation_text(messages) if messages else answer.prompt
         right = None if answer.is_continuation else answer.right
         found.append(Example(media, question, answer.expected, answer.written, right))
     return found
 
 
-def _question(messages: Sequence[Message]) -> str:
+def conversation_text(messages: Sequence[Message]) -> str:
     """The text of a single message; the turns of a longer conversation with their roles."""
     if len(messages) == 1:
         return messages[0].text
@@ -61,7 +61,7 @@ def _prompt_messages(kit: MLLMDataKit, split: str, answer: Answer) -> tuple[Sequ
     return messages[:last], source
 
 
-def _media_files(kit: MLLMDataKit, source: Any, messages: Sequence[Message]) -> list[bytes]:
+def media_files(kit: MLLMDataKit, source: Any, messages: Sequence[Message]) -> list[bytes]:
     """Images and some frames of each video as PNG or JPEG files, audio as WAV files; empty for what cannot be read."""
     handler = kit.row_encoder.media
     files = []

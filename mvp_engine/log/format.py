@@ -8,7 +8,19 @@ from typing import Any
 # Keys of a record that are shown first, elsewhere, or not at all.
 _NOT_IN_ORDER = {"loss", "grad_norm", "step", "epoch", "split", "perf", "totals", "lr", "fill"}
 
-_SHARES = {"accuracy", "acc", "exact", "share", "fraction", "fill", "mfu", "wait", "recall", "f1"}
+_SHARES = {
+    "accuracy",
+    "acc",
+    "exact",
+    "share",
+    "fraction",
+    "fill",
+    "mfu",
+    "wait",
+    "recall",
+    "f1",
+    "pass",
+}
 
 
 def number(value: float | None) -> str:
@@ -59,7 +71,7 @@ def shown(record: dict[str, Any]) -> list[tuple[str, str]]:
 
 def is_share(name: str) -> bool:
     """Whether a metric is a part of a whole, such as an accuracy, by the words of its name."""
-    return not _SHARES.isdisjoint(re.split(r"[_/. ]", name))
+    return not _SHARES.isdisjoint(re.split(r"[_/. @]", name))
 
 
 def is_learning_rate(key: str) -> bool:

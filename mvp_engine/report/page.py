@@ -6,28 +6,24 @@ The page is one HTML file without scripts that loads nothing from elsewhere. Eve
 from __future__ import annotations
 
 import base64
-import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from PIL import Image
-
 from mvp_engine.files import atomic_write_text
 from mvp_engine.log.format import is_learning_rate
 from mvp_engine.report.facts import RunFacts, config_text, percent
 from mvp_engine.report.page_curves import curves_svg
+from mvp_engine.report.page_media import media_item
+from mvp_engine.report.page_rollouts import PromptRollouts, rollouts_html
 from mvp_engine.report.page_style import STYLE
 from mvp_engine.runs import Run
 
-# Image formats by the first bytes of a file.
-_IMAGE_KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 _EMPTY_LINES = re.compile(r"\n\s*\n")  # poorly trained models generate many
 # Forbids whatever escaping might miss, and every request to another host.
 _POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
-SMALL_IMAGE = 120  # pixels: smaller ones are enlarged without smoothing
 
 
 @dataclass(frozen=True)
@@ -50,6 +46,7 @@ def write_report(
     figures: Mapping[str, str] | None = None,
     panels: Mapping[str, Mapping[str, str]] | None = None,
     examples: Sequence[Example] = (),
+    rollouts: Mapping[str, Sequence[PromptRollouts]] | None = None,
     config: str | None = None,
     next_steps: Mapping[str, str] | None = None,
     tables: Mapping[str, Sequence[Sequence[str]]] | None = None,
@@ -59,7 +56,8 @@ def write_report(
 
     `figures` are metrics as text. `panels` are metrics to plot, by title and label. `next_steps` are commands, by
     what they do. `tables` are rows of texts by title, the first row with the column names. At most `shown` examples
-    are on the page, in their order; up to half of them are wrong answers.
+    are on the page, in their order; up to half of them are wrong answers. `rollouts` are prompts with several
+    completions and their rewards, by title.
     """
     facts = RunFacts(run)
     figures = facts.figures() if figures is None else figures
@@ -74,6 +72,8 @@ def write_report(
     for name, rows in (tables or {}).items():
         parts += _table(name, rows)
     parts += _examples(examples, shown)
+    for name, prompts in (rollouts or {}).items():
+        parts += rollouts_html(name, prompts)
     parts += _table("Losses by source", facts.source_rows())
     parts += _table("Rows left out", facts.left_out_rows())
     parts += _table("What trains", facts.part_rows())
@@ -179,7 +179,7 @@ def _counts(examples: Sequence[Example], chosen: Sequence[Example]) -> str:
 
 
 def _example(example: Example, names: Sequence[str]) -> str:
-    media = "".join(_media_item(data) for data in example.media())
+    media = "".join(media_item(data) for data in example.media())
     html = f"<div class=media>{media}</div>" if media else ""
     html += "<dl>"
     texts = (example.question, example.expected, example.written)
@@ -190,27 +190,6 @@ def _example(example: Example, names: Sequence[str]) -> str:
         return f"<div class=card>{html}</dl></div>"
     mark = "right" if example.right else "wrong"
     return f'<div class="card {mark}">{html}<dd class=mark>{mark}</dl></div>'
-
-
-def _media_item(data: bytes) -> str:
-    text = base64.b64encode(data).decode()
-    if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
-        return f'<audio controls src="data:audio/wav;base64,{text}"></audio>'
-    for first_bytes, kind in _IMAGE_KINDS.items():
-        if data.startswith(first_bytes):
-            small = " class=small" if _is_small(data) else ""
-            image = f'<img alt=""{small} src="data:image/{kind};base64,{text}">'
-            # Without a script: the state of the checkbox enlarges the image.
-            return f'<label class=zoom><input type=checkbox aria-label="enlarge">{image}</label>'
-    return "[?]"
-
-
-def _is_small(data: bytes) -> bool:
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            return max(image.size) < SMALL_IMAGE
-    except OSError:  # not readable here; the browser shows what it can
-        return False
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:

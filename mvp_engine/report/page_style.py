@@ -41,6 +41,9 @@ td { font-variant-numeric: tabular-nums; }
 .zoom input:focus-visible + img { outline: 2px solid #2563eb; }
 .zoom input:checked + img { position: fixed; inset: 0; z-index: 1; width: 100vw; max-width: none; height: 100vh;
   border: 0; border-radius: 0; background: rgba(0, 0, 0, 0.88); cursor: zoom-out; }
+.rollouts { flex: 1 1 100%; } .rollouts td { padding: 4px 14px 4px 0; }
+.rollouts .text { width: 100%; white-space: pre-wrap; overflow-wrap: anywhere; }
+.reward { font-weight: 600; white-space: nowrap; } .good { color: var(--good); } .bad { color: var(--bad); }
 code { user-select: all; font-size: 13px; }
 pre, .command { display: block; background: var(--box); border-radius: 8px; padding: 10px 14px; margin: 4px 0 12px;
   font-size: 13px; }

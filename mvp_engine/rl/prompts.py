@@ -30,6 +30,7 @@ from mvp_engine.kit.data.read.media_source import open_media
 from mvp_engine.kit.data.read.row_types import BadRow, Part
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.settings import MLLMData
+from mvp_engine.kit.examples import conversation_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,8 @@ class Prompt:
     source: str  # the name of the source
     where: str  # file and line
     sample: int  # the index of the row in its split, as in `MLLMDataKit.row`
+    text: str = ""  # the conversation as text, for people
+    other_columns: tuple[str, ...] = ()  # of the row, which the prompt does not use
 
 
 def prompt_settings(data: MLLMData, max_new_tokens: int) -> MLLMData:
@@ -117,7 +120,8 @@ class PromptDataset(Dataset[Any]):
         (batch,) = self.encoder.load(sides, source.root, {})
         no_labels = torch.full_like(batch.labels, IGNORE)
         limits = self.encoder.media.limits
-        rendered = self.encoder.template.render(read_row(raw, format))
+        parsed = read_row(raw, format)
+        rendered = self.encoder.template.render(parsed)
         return Prompt(
             key=key,
             row=dict(raw),
@@ -127,6 +131,8 @@ class PromptDataset(Dataset[Any]):
             source=self.mixture.names[which],
             where=source.where(row),
             sample=int(self.first[which]) + row,
+            text=conversation_text(parsed.messages) if parsed.text is None else parsed.text,
+            other_columns=tuple(name for name in parsed.unused if name in raw),
         )
 
 

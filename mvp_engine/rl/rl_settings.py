@@ -70,6 +70,8 @@ class RolloutSettings(Section):
     """Servers, such as http://localhost:8000; of vllm and openai."""
     sync: Literal["file", "ipc", "nccl"] = "file"
     """How weights reach vLLM servers."""
+    log_prompts: Annotated[int, Field(ge=0)] = 4
+    """Prompts of each step whose completions are written to rollouts.jsonl and shown in the report; 0: none."""
 
 
 class RewardSettings(Section):
@@ -92,6 +94,8 @@ class Evaluation(Section):
     """Completions of each prompt; more than 1 give pass@k for k up to this number."""
     temperature: NonNegative = 0.0
     """0: greedy decoding, for samples: 1."""
+    right_from: float = 1.0
+    """The reward from which a completion counts as right, for pass@k."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Evaluation:
