@@ -203,10 +203,11 @@ def _serve(place: Place, connection: Connection) -> None:
             message = wire.receive(connection)
         except (EOFError, OSError):
             os._exit(0)  # the controller has ended
-        wire.send(connection, _reply(host, message))
+        wire.send(connection, reply(host, message))
 
 
-def _reply(host: WorkerHost, message: wire.Message) -> wire.Message:
+def reply(host: WorkerHost, message: wire.Message) -> wire.Message:
+    """The reply of a process to a call: (error, result)."""
     call = Call("?", "receive", (), {})
     try:
         call = wire.loads(message)
