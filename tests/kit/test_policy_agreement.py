@@ -65,7 +65,7 @@ class Given(nn.Module):
         self.values = torch.cat(pack(values)).requires_grad_()
         self.masked = torch.where(batch.labels == -100, 0.0, self.values)
 
-    def forward(self, batch: PackedBatch, outputs: list[str]) -> dict[str, Tensor]:
+    def forward(self, batch: PackedBatch, outputs: list[str], temperature: float | None = None) -> dict[str, Tensor]:
         return {"log_probs": self.masked, "values": self.masked, "entropy": torch.zeros_like(self.values)}
 
 
