@@ -85,10 +85,6 @@ class RewardSettings(Section):
     """The share of the rewards of a step that may fail, and one in any case unless it is 0: more end the run."""
     workers: Annotated[int, Field(ge=0)] = 2
     """Processes that compute rewards; 0: the controller itself, without a time-out."""
-    model: str | None = None
-    """The folder of a reward model of the policy's family, whose score is added to the reward."""
-    model_weight: float = 1.0
-    """What the score of the reward model is multiplied by."""
 
 
 class Evaluation(Section):
@@ -111,6 +107,8 @@ class Evaluation(Section):
 class Workers(Section):
     where: Literal["local", "spawn", "ray"] = "local"
     """local: the models are in the controller's process; spawn: in processes of this machine; ray: in Ray actors."""
+    restarts: Annotated[int, Field(ge=0)] = 2
+    """How often a training starts its processes again, from the newest checkpoint, after one of them died."""
 
 
 class GroupParallel(Section):
@@ -153,8 +151,6 @@ class Groups(Section):
     """The value model of ppo."""
     reference: Group | None = None
     """The frozen reference of rl.kl; null: with LoRA the actor without its adapters, else on the actor's processes."""
-    reward: Group = Group(on="actor")
-    """The reward model of reward.model."""
     rollout: Group | None = None
     """A group of its own that generates, for rollout.backend=packed; null: the actor generates."""
 

@@ -1,0 +1,323 @@
+"""RLEngine: an MLLMEngine that learns from rewards. One controller process drives models in worker groups.
+
+One step: prompts, samples by the rollout, rewards, advantages, updates. Run folder, log, guard, signals, checkpoints
+and resume are those of every Engine; the models are in `ModelGroups`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
+from functools import cached_property
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mvp_engine.checkpoint.manager import recover
+from mvp_engine.config.schema import Config
+from mvp_engine.data import derived_seed
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.engine import StepContext
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data import MLLMDataKit
+from mvp_engine.kit.decoding import Decoding
+from mvp_engine.kit.mllm import MLLMEngine
+from mvp_engine.model_engine import StepNumbers, precision_on
+from mvp_engine.report import write_report
+from mvp_engine.report.facts import RunFacts
+from mvp_engine.rl.batches import rollout_batch
+from mvp_engine.rl.collector import Collector
+from mvp_engine.rl.experience import Experience
+from mvp_engine.rl.gap import measure_gap
+from mvp_engine.rl.learner import Learner, Updates
+from mvp_engine.rl.meter import RLMeter
+from mvp_engine.rl.model_groups import ModelGroups
+from mvp_engine.rl.pass_at_k import pass_metrics
+from mvp_engine.rl.prompts import Prompt, PromptLoader, prompt_loader, prompt_settings
+from mvp_engine.rl.report import rl_panels, rollout_sections
+from mvp_engine.rl.rewards import Answer, Rewards, reward_metrics
+from mvp_engine.rl.rl_settings import RLConfig
+from mvp_engine.rl.rollout import PackedRollout, Reason, Rollout, Sample, Sampling
+from mvp_engine.rl.rollout_log import RolloutLog
+from mvp_engine.rl.server_rollout import server_rollout
+from mvp_engine.worker.errors import WorkerDied
+
+
+class RLEngine(MLLMEngine):
+    config_class: type[Config] = RLConfig
+    config: RLConfig
+    title = "What the policy answers"
+    batch_unit = "prompt"
+    model_engine: ModelGroups  # type: ignore[assignment]
+    meter: RLMeter
+
+    def __init__(self, config: RLConfig, world: Any, *args: Any, **kwargs: Any) -> None:
+        if world.size > 1:
+            raise UserError(
+                f"RL has one controller, and {world.size} ranks were started. Leave out --nproc; the ranks of the "
+                f"model are workers.where=spawn groups.actor.ranks={world.size}"
+            )
+        super().__init__(config, world, *args, **kwargs)
+
+    def reward(self, row: dict[str, Any], answer: Answer) -> float | dict[str, float]:
+        """The reward of a completion; `row` is the raw row of its prompt. Of several numbers, the sum is the reward."""
+        raise NotImplementedError(f"{type(self).__name__} must define reward(row, answer)")
+
+    # ---- Parts ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def data_kit(cls, config: RLConfig) -> MLLMDataKit:  # type: ignore[override]
+        mllm = prompt_settings(config.mllm, config.rollout.max_new_tokens)
+        return super().data_kit(config.model_copy(update={"mllm": mllm}))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Prompts in one step."""
+        return self.config.rl.prompts
+
+    def prepare_dataloader(self, split: str) -> PromptLoader:
+        return prompt_loader(
+            self.data,
+            split,
+            prompts=self.config.rl.prompts,
+            seed=self.config.seed,
+            folder=self.run.dir,
+        )
+
+    def prepare_rollout(self) -> Rollout:
+        """The sampler that `rollout.backend` names."""
+        settings = self.config.rollout
+        if settings.backend == "packed":
+            group = self.model_engine.sampler or self.model_engine.actor
+            return PackedRollout(group, budget=self.config.budget)
+        model: Any = self.model
+        return server_rollout(settings, folder=self.run.dir, banned=model.placeholders)
+
+    @cached_property
+    def learner(self) -> Learner:
+        return Learner(self.config, self.model_engine)
+
+    def _build_model_engine(self) -> ModelGroups:  # type: ignore[override]
+        self.model = self.prepare_model()  # on the meta device: its shapes, for logs and reports
+        precision = precision_on(self.device, self.config.loop.precision)
+        side_files = self.run.dir / "processor"
+        groups = ModelGroups(self.config, precision, self.total_steps, side_files)
+        return self._closing.enter_context(closing(groups))
+
+    def _open_rewards(self) -> None:
+        """Before the models: the processes of rewards are forked from this one."""
+        rewards = Rewards(self.reward, self.tokenizer, self.config.reward, self.config.seed)
+        self.rewards = self._closing.enter_context(closing(rewards))
+        log_prompts = self.config.rollout.log_prompts
+        self.rollout_log = RolloutLog(self.run.dir, self.tokenizer, log_prompts)
+
+    def eval_weights(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    # ---- Training -------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train; after the death of a worker with new processes, from the newest checkpoint."""
+        restarts = self.config.workers.restarts
+        for restart in range(restarts + 1):
+            try:
+                super().train()
+                return
+            except WorkerDied as error:
+                if restart == restarts:
+                    raise
+                self._reset(f"{error}. Restart {restart + 1} of {restarts}")
+
+    def _reset(self, why: str) -> None:
+        """Close everything and return to the state of a launch that resumes this run."""
+        self.logger.error("%s", why)
+        self._closing.close()
+        recover(self.run.checkpoints)
+        found = self.run.checkpoint_list()
+        checkpoint = found[-1] if found else self.checkpoint
+        self.__dict__.pop("learner", None)
+        super().__init__(self.config, self.world, self.run, checkpoint, why)
+
+    def before_train(self) -> None:
+        self._open_rewards()
+        super().before_train()
+        self.meter = RLMeter(self.world)
+        self.rollout_log.rewind(self.step)
+        self.rollout = self._closing.enter_context(closing(self.prepare_rollout()))
+        apart = self.model_engine.samples_apart
+        collector = Collector(self.config, self.feed, self._sample, apart=apart)
+        self.collector = self._closing.enter_context(closing(collector))
+        self.collector.load_state_dict(self.model_engine.restored_pending)
+        self.model_engine.pending_state = self.collector.state_dict
+
+    def _open_checkpoints(self) -> None:
+        super()._open_checkpoints()
+        self.checkpoints.write_more = self.model_engine.write_models
+
+    def do_train(self) -> None:
+        while not self.done:
+            is_last = self.total_steps is not None and self.step + 1 >= self.total_steps
+            experience = self.collector.next(self._sync_weights, is_last)
+            if experience is None:
+                self.epoch = self.feed.epoch
+                break
+            self.epoch = experience.epoch
+            ctx = StepContext(self.step + 1, self.epoch, "train", self.metrics)
+            self.guard.watch(ctx.step, experience.place)
+            self.meter.step(len(experience.samples))
+            self.metrics.begin_step()
+            prompts = experience.prompts
+            self.rollout_log.write(
+                ctx.step, "train", prompts, experience.samples, experience.rewards
+            )
+            _log_all(ctx, experience.metrics)
+            with self.meter.timed("update"):
+                updates = self._learn(ctx, experience)
+            self.model_engine.add_status(updates.actor, updates.critic)
+            _log_all(ctx, updates.metrics())
+            ctx.numbers = _step_numbers(updates)
+            self.step = ctx.step
+            self.train_post_step(ctx)
+            self._after_step(ctx, ctx.numbers)
+
+    def _learn(self, ctx: StepContext, experience: Experience) -> Updates:
+        """Prepare the batch of a step, and update the models with it."""
+        chosen = experience.trainable()
+        if not chosen:
+            return Updates([], [])
+        samples = [experience.samples[i] for i in chosen]
+        rewards = [experience.rewards[i].value for i in chosen]
+        on_policy = all(sample.version == self.step for sample in samples)
+        batch = rollout_batch(experience.prompts, samples)
+        rewards_S = torch.tensor(rewards, dtype=torch.float64)
+        batch = self.learner.prepare(batch, rewards_S, on_policy)
+        if on_policy:
+            gap = measure_gap(batch, batch.token_fields["old_log_probs"], experience.prompts)
+            gap.check(self.config.rollout.max_gap, self.tokenizer)
+            _log_all(ctx, gap.metrics())
+        ctx.micro_batches = [batch]
+        ctx.count("tokens", batch.num_tokens)
+        self.train_pre_step(ctx)
+        return self.learner.update(ctx.micro_batches[0], ctx.step)
+
+    def train_pre_step(self, ctx: StepContext) -> None:
+        """Before the updates of a step; `ctx.micro_batches` has one batch, with advantages and old log-probs."""
+
+    # ---- Rollouts -------------------------------------------------------------------------------------------------
+
+    def _sync_weights(self) -> None:
+        """The rollout samples with the weights of this step from now on."""
+        actor = self.model_engine.actor
+        weights = None  # the actor itself generates
+        if self.config.rollout.backend != "packed":
+            weights = actor.weights()
+        elif self.model_engine.sampler is not None:
+            weights = actor.weights(dtype=torch.float32)  # exact
+        with self.meter.timed("sync"):
+            self.rollout.sync(weights, self.step)
+
+    def _sample(self, prompts: list[Prompt]) -> Experience:
+        """Samples of prompts, and their rewards."""
+        settings = self.config.rollout
+        sampling = Sampling(
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            samples=self.config.rl.group,
+            seed=derived_seed(self.config.seed, "rollout"),
+            stop=tuple(self.data.eos_token_ids),
+        )
+        with self.meter.timed("generate"):
+            samples = self.rollout.generate(prompts, sampling)
+        with self.meter.timed("reward"):
+            rewards = self.rewards(prompts, samples)
+        made = Experience(prompts, samples, rewards)
+        made.metrics = reward_metrics(rewards) | _sample_metrics(samples)
+        made.log("with_signal", len(made.prompts_with_signal()), len(prompts))
+        return made
+
+    # ---- Evaluation -----------------------------------------------------------------------------------------------
+
+    def before_evaluate(self) -> None:
+        self._open_rewards()
+        super().before_evaluate()
+
+    def _evaluate(self) -> dict[str, float | None]:
+        """Completions of held-out prompts by the actor, and their rewards."""
+        if self._eval_loader is None:
+            self._eval_loader = self._loader("eval")
+        batches = islice(self._eval_loader, self.config.loop.eval_batches)
+        prompts = list(chain.from_iterable(batches))
+        if not prompts:
+            raise UserError("there are no held-out prompts: give a source split: eval")
+        samples = self._complete(prompts)
+        rewards = self.rewards(prompts, samples)
+        ctx = StepContext(self.step, self.epoch, "eval", self._metric_store(skip_nonfinite=False))
+        _log_all(ctx, reward_metrics(rewards) | _sample_metrics(samples))
+        _log_all(ctx, pass_metrics(samples, rewards, self.config.evaluation.right_from))
+        self.eval_end(ctx)
+        self.rollout_log.write(self.step, "eval", prompts, samples, rewards)
+        means, _ = ctx.metrics.reduce()
+        self.hub.metrics({"step": ctx.step, "epoch": ctx.epoch, "split": "eval", **means})
+        return means
+
+    def _complete(self, prompts: list[Prompt]) -> list[Sample]:
+        """Completions by the actor; unlike rollouts they may be greedy."""
+        settings = self.config.evaluation
+        decoding = Decoding(
+            max_new_tokens=self.config.rollout.max_new_tokens,
+            stop=self.data.eos_token_ids,
+            temperature=settings.temperature,
+            samples=settings.samples,
+            seed=derived_seed(self.config.seed, "evaluation"),
+            budget=self.config.budget,
+        )
+        packed = PackedBatch.concat([prompt.batch for prompt in prompts])
+        keys = [prompt.key for prompt in prompts]
+        samples = []
+        for one in self.model_engine.actor.generate(packed, decoding, keys):
+            reason: Reason = "stop" if one.is_finished else "length"
+            samples.append(Sample(one.prompt, one.tokens, one.log_probs, self.step, reason))
+        return samples
+
+    def eval_end(self, ctx: StepContext) -> None:
+        """After an evaluation: log more metrics here."""
+
+    def write_page(
+        self, figures: Mapping[str, float | None] | None, answers: Any, export: Path | None
+    ) -> None:
+        """Write `report.html` into the run folder: curves of rewards and of the policy, rollouts."""
+        write_report(
+            self.run.dir / "report.html",
+            self.run,
+            title=self.title,
+            subtitle=f"{self.run.id}, step {self.step}",
+            figures=None if figures is None else self.page_figures(figures),
+            panels=rl_panels(RunFacts(self.run)),
+            rollouts=rollout_sections(self.run.dir, self.data),
+            config=self.config.to_yaml(),
+        )
+        self.logger.info("report: %s", self.run.dir / "report.html")
+
+
+def _log_all(ctx: StepContext, metrics: Mapping[str, tuple[float, float]]) -> None:
+    for name, (value, weight) in metrics.items():
+        ctx.log(name, value, weight)
+
+
+def _sample_metrics(samples: list[Sample]) -> dict[str, tuple[float, float]]:
+    """The mean number of tokens, and the share of samples that ended with a stop token, as (sum, weight)."""
+    return {
+        "length": (sum(len(sample.tokens) for sample in samples), len(samples)),
+        "finished": (sum(sample.reason == "stop" for sample in samples), len(samples)),
+    }
+
+
+def _step_numbers(updates: Updates) -> StepNumbers:
+    """The updates of a step as one; a step in which the actor was not updated has the weight 0."""
+    weight = sum(one.weight for one in updates.actor)
+    loss_sum = sum(one.weight * (one.loss or 0.0) for one in updates.actor)
+    norms = [one.grad_norm for one in updates.actor]
+    tensors = [loss_sum, weight, sum(norms) / max(1, len(norms))]
+    return StepNumbers(*(torch.tensor(value, dtype=torch.float64) for value in tensors))

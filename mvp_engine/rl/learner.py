@@ -1,0 +1,142 @@
+"""Learner: what a step does with rollouts and their rewards: log-probs, values, advantages, updates.
+
+Legend: T tokens, S sequences. Tensors of the controller are on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.kit.policy import (
+    ALGORITHMS,
+    PolicyLoss,
+    ValueLoss,
+    advantage_fields,
+    kl_penalty,
+)
+from mvp_engine.rl.batches import with_fields
+from mvp_engine.rl.model_groups import ModelGroups
+from mvp_engine.rl.rl_settings import RLConfig
+from mvp_engine.worker.worker import UpdateNumbers
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What the optimizer steps of one step returned; a model that was not updated has none."""
+
+    actor: list[UpdateNumbers]
+    critic: list[UpdateNumbers]
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        """Sums and weights of all metrics, over the optimizer steps."""
+        sums: dict[str, list[float]] = {}
+        for prefix, updates in (("", self.actor), ("critic/", self.critic)):
+            for numbers in updates:
+                found = dict(numbers.metrics)
+                if prefix and numbers.loss is not None:
+                    found |= {"loss": (numbers.loss * numbers.weight, numbers.weight)}
+                    found |= {"grad_norm": (numbers.grad_norm, 1.0)}
+                for name, (value, weight) in found.items():
+                    total = sums.setdefault(f"{prefix}{name}", [0.0, 0.0])
+                    total[0] += value
+                    total[1] += weight
+        return {name: (value, weight) for name, (value, weight) in sums.items()}
+
+
+class Learner:
+    def __init__(self, config: RLConfig, groups: ModelGroups) -> None:
+        self.config = config
+        self.groups = groups
+        self.algorithm = ALGORITHMS[config.rl.algorithm]
+        self.policy_loss = self._policy_loss()
+        self.value_loss = ValueLoss(clip=config.rl.value_clip)
+
+    def _policy_loss(self) -> PolicyLoss:
+        rl = self.config.rl
+        options: dict[str, Any] = dict(self.algorithm.loss)
+        if rl.clip is not None:
+            options["clip"] = tuple(rl.clip)
+        if rl.norm is not None:
+            options["norm"] = rl.norm
+        if options.get("norm") == "constant":
+            options["length"] = float(self.config.rollout.max_new_tokens)
+        if rl.kl and not self.algorithm.kl_in_reward:
+            options["kl"] = rl.kl
+            options["kl_estimator"] = rl.kl_estimator or "k3"
+        return PolicyLoss(
+            **options,
+            dual_clip=rl.dual_clip,
+            entropy=rl.entropy,
+            temperature=self.config.rollout.temperature,
+            importance_cap=rl.importance_cap,
+        )
+
+    def prepare(self, batch: PackedBatch, rewards_S: Tensor, on_policy: bool) -> PackedBatch:
+        """The batch with all fields that the losses read.
+
+        `on_policy`: the actor still has the weights that sampled. If not, the sampler's own log-probs are the old ones;
+        with `rl.importance_cap` the actor's, and the importance weights correct for the difference.
+        """
+        rl = self.config.rl
+        uses_sampler = not on_policy and rl.importance_cap is None
+        sampler_T = batch.token_fields["sampler_log_probs"]
+        fields = {"old_log_probs": sampler_T if uses_sampler else self._log_probs(batch)}
+        if rl.kl:
+            fields["reference_log_probs"] = self._reference_log_probs(batch)
+        kl_T = None
+        if rl.kl and self.algorithm.kl_in_reward:
+            estimator = rl.kl_estimator or "k1"
+            reference_T = fields["reference_log_probs"]
+            kl_T = kl_penalty(fields["old_log_probs"], reference_T, estimator)
+        values_T = None
+        if self.groups.critic is not None:
+            found = self.groups.critic.infer(batch, ["values"], budget=self.config.budget)
+            values_T = found["values"].float()
+        fields |= advantage_fields(
+            self.algorithm,
+            batch,
+            rewards_S,
+            batch.sequence_fields["group"],
+            values_T=values_T,
+            kl_T=kl_T,
+            kl=rl.kl,
+            gamma=rl.gamma,
+            lam=rl.lam,
+        )
+        return with_fields(batch, fields)
+
+    def _log_probs(self, batch: PackedBatch, adapters: bool = True) -> Tensor:
+        return self.groups.actor.infer(
+            batch,
+            ["log_probs"],
+            budget=self.config.budget,
+            temperature=self.config.rollout.temperature,
+            adapters=adapters,
+        )["log_probs"].float()
+
+    def _reference_log_probs(self, batch: PackedBatch) -> Tensor:
+        if self.groups.reference is None:
+            return self._log_probs(batch, adapters=False)
+        found = self.groups.reference.infer(
+            batch,
+            ["log_probs"],
+            budget=self.config.budget,
+            temperature=self.config.rollout.temperature,
+        )
+        return found["log_probs"].float()
+
+    def update(self, batch: PackedBatch, step: int) -> Updates:
+        """The optimizer steps over a prepared batch; `step` is counted from 1."""
+        rl = self.config.rl
+        options: dict[str, Any] = {"budget": self.config.budget, "cuts": rl.updates}
+        critic: list[UpdateNumbers] = []
+        actor: list[UpdateNumbers] = []
+        if self.groups.critic is not None:
+            critic = self.groups.critic.update(batch, self.value_loss, together="group", **options)
+        if step > rl.critic_warmup or self.groups.critic is None:
+            actor = self.groups.actor.update(batch, self.policy_loss, together="group", **options)
+        return Updates(actor, critic)
