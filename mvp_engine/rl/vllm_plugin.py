@@ -30,6 +30,7 @@ def file_engine() -> Any:
         WeightTransferInitInfo,
         WeightTransferUpdateInfo,
     )
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
@@ -64,6 +65,12 @@ def file_engine() -> Any:
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
+            # On a CPU a head multiplies by a packed copy of its weights. vLLM 0.32 packs again what was loaded by
+            # name, and a head that is tied to the embedding was not: its log-probs would be off by 1 and more.
+            if self.device.type == "cpu":
+                for module in self.model.modules():
+                    if isinstance(module, ParallelLMHead):
+                        module.quant_method.process_weights_after_loading(module)
 
         def shutdown(self) -> None:
             pass

@@ -74,7 +74,8 @@ class FileTransfer(Transfer):
         self.files = []
         for bucket in weights:
             file = target / f"{len(self.files):05d}.safetensors"
-            save_file({name: tensor.contiguous() for name, tensor in bucket}, file)
+            # Copies: safetensors refuses tensors that share memory.
+            save_file({name: tensor.contiguous().clone() for name, tensor in bucket}, file)
             self.files.append(file)
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)

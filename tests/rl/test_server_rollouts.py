@@ -50,8 +50,9 @@ def fake(fakes: list[FakeVLLM]) -> FakeVLLM:
     return fakes[0]
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def quick_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that hang are known sooner than by default."""
     assert server_module.HEALTH_EVERY + server_module.HEALTH_SECONDS < 10
     assert server_module.CONNECT_SECONDS < 10
     monkeypatch.setattr(server_module, "HEALTH_EVERY", 0.05)
@@ -237,12 +238,13 @@ def test_vllm_rollout_server_killed_in_sync_gets_the_weights_when_it_is_back(
 
 @pytest.mark.parametrize("fault", ["killed", "hangs"])
 def test_vllm_rollout_without_any_server_raises_with_url_and_reason(
-    fake: FakeVLLM, folder: Path, tmp_path: Path, fault: str, logged: list[str]
+    fake: FakeVLLM, folder: Path, tmp_path: Path, fault: str, logged: list[str], request: pytest.FixtureRequest
 ) -> None:
     rollout = synced(fake, folder, tmp_path, wait_seconds=0.2)
     if fault == "killed":
         fake.dies_at = "/inference/v1/generate"
     else:
+        request.getfixturevalue("quick_health")
         fake.hangs = True
     start = time.monotonic()
     with pytest.raises(NoServer, match=rf"no server for 0.2 s:\n  {fake.url}: .*(Refused|[Tt]imed? ?out)"):
@@ -252,9 +254,10 @@ def test_vllm_rollout_without_any_server_raises_with_url_and_reason(
 
 
 def test_vllm_rollout_server_that_stops_answering_in_a_long_request_is_noticed(
-    fake: FakeVLLM, folder: Path, tmp_path: Path
+    fake: FakeVLLM, folder: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     rollout = synced(fake, folder, tmp_path, wait_seconds=0.1)
+    request.getfixturevalue("quick_health")
     fake.generate = lambda body: setattr(fake, "hangs", True) or time.sleep(0.5) or {}  # type: ignore[method-assign,assignment]
     with pytest.raises(NoServer, match="TimeoutError"):
         rollout.generate(prompts(1), SAMPLING)
