@@ -68,10 +68,28 @@ class RolloutSettings(Section):
     """The mean absolute difference between log-probs of sampler and trainer that stops the run; null: never."""
     urls: list[str] = Field(default_factory=list)
     """Servers, such as http://localhost:8000; of vllm and openai."""
-    sync: Literal["file", "ipc", "nccl"] = "file"
-    """How weights reach vLLM servers."""
+    sync: Literal["file", "ipc", "nccl", "none"] = "file"
+    """How weights reach vLLM servers: files that both sides see, CUDA IPC on the same GPUs, or NCCL to other GPUs.
+    none: of openai, whose servers take no weights."""
+    sync_folder: str | None = None
+    """Where sync=file writes weights, such as a folder in shared memory; null: in the run folder."""
+    server_wait: Positive = 60.0
+    """Seconds to wait for a server where none answers, before the run ends with an error."""
     log_prompts: Annotated[int, Field(ge=0)] = 4
     """Prompts of each step whose completions are written to rollouts.jsonl and shown in the report; 0: none."""
+
+    @model_validator(mode="after")
+    def _weights_reach_the_sampler(self) -> RolloutSettings:
+        if self.backend == "openai" and self.sync != "none":
+            raise ValueError(
+                "rollout.backend=openai: an OpenAI-compatible server takes no weights, so every completion is from "
+                "the model that it was started with. Set rollout.sync=none if you want that, or rollout.backend=vllm"
+            )
+        if self.backend == "vllm" and self.sync == "none":
+            raise ValueError(
+                "rollout.sync=none is of rollout.backend=openai: set file, ipc or nccl"
+            )
+        return self
 
 
 class RewardSettings(Section):

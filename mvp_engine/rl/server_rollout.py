@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mvp_engine.errors import UserError, count
 from mvp_engine.rl.rollout import Buckets, Reason, Sample, Sampling
@@ -268,10 +268,12 @@ def server_rollout(
     from mvp_engine.rl.openai_rollout import OpenAIRollout
     from mvp_engine.rl.vllm_rollout import VLLMRollout
 
-    api_key = os.environ.get(API_KEY)
+    options: dict[str, Any] = {
+        "banned": banned,
+        "wait_seconds": settings.server_wait,
+        "api_key": os.environ.get(API_KEY),
+    }
     if settings.backend == "openai":
-        return OpenAIRollout(settings.urls, banned=banned, api_key=api_key)
-    where = Path(folder) / "rollout_weights"
-    return VLLMRollout(
-        settings.urls, sync=settings.sync, folder=where, banned=banned, api_key=api_key
-    )
+        return OpenAIRollout(settings.urls, **options)
+    where = settings.sync_folder or Path(folder) / "rollout_weights"
+    return VLLMRollout(settings.urls, sync=settings.sync, folder=where, **options)
