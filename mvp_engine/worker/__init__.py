@@ -1,5 +1,6 @@
 """Worker groups: model engines in other processes, driven by one controller; one API for local, spawn and Ray."""
 
+from mvp_engine.worker import padded
 from mvp_engine.worker.errors import WorkerDied, WorkerError, WorkerUserError
 from mvp_engine.worker.group import WorkerGroup
 from mvp_engine.worker.spec import WorkerSpec
@@ -14,4 +15,5 @@ __all__ = [
     "WorkerGroup",
     "WorkerSpec",
     "WorkerUserError",
+    "padded",
 ]
