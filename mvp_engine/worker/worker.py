@@ -21,6 +21,7 @@ from mvp_engine.checkpoint.format import publish_leftover
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
+from mvp_engine.errors import UserError
 from mvp_engine.hf.lora import adapters_off
 from mvp_engine.hf.receive import WeightReceiver
 from mvp_engine.kit.decoding import Completion, Decoding, complete
@@ -115,6 +116,10 @@ class Worker:
                 lambda one: model(one, outputs, temperature=temperature),
             )
             parts = [{name: part[name].cpu() for name in outputs} for part in found]
+        if scalars := [n for part in parts[:1] for n, value in part.items() if value.ndim == 0]:
+            raise UserError(
+                f"infer returns outputs per token, and {scalars[0]} is one number: ask for log_probs"
+            )
         if split is None or not self.engine.is_mp_src_rank_with_outputs:
             return None
         return {name: split.merge_tokens([part[name] for part in parts]) for name in outputs}

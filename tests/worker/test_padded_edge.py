@@ -51,7 +51,7 @@ def test_padded_infer_and_update_equal_a_padded_reference(tmp_path: Path) -> Non
     loss = (terms * loss_mask).sum() / loss_mask.sum()
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    assert numbers.loss == pytest.approx(float(loss), abs=1e-5)
+    assert numbers.loss == pytest.approx(loss.item(), abs=1e-5)
     assert numbers.grad_norm == pytest.approx(float(norm), rel=1e-4)
     assert numbers.weight == float(loss_mask.sum())
 

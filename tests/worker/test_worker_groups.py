@@ -96,6 +96,8 @@ def test_group_user_errors_name_the_fix_and_leave_the_group_usable() -> None:
             group.update(batch_of(3), TokenLoss(), budget=8)
         with pytest.raises(WorkerUserError, match=r"rank 0 of group actor, in infer: .*does not provide \['values'\]"):
             group.infer(batch_of(3), ["values"], budget=8)
+        with pytest.raises(WorkerUserError, match="outputs per token, and loss is one number"):
+            group.infer(batch_of(3), ["loss"], budget=8)
         with pytest.raises(UserError, match="of this name already"):
             WorkerGroup.start(spec_of(), on=group)
         assert len(group.infer(batch_of(3), ["log_probs"], budget=8)["log_probs"]) == 3
