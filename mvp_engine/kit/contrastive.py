@@ -4,11 +4,16 @@ Legend: B rows of a step or micro-batch, D width of an embedding, 2 the two view
 
 A step embeds all rows without gradients, computes the loss of the whole step and its gradient with respect to each
 embedding, then embeds each micro-batch again and multiplies. By the chain rule these are the gradients of one big
-batch, on any split and any number of ranks. It costs one more forward and no memory.
+batch, on any split and any number of ranks. It costs one more forward and no memory. Both forwards of a micro-batch
+draw the same random numbers, so that dropout has the same masks.
+
+Micro-batches may be PackedBatches, with media and on sharded ranks: a row is then as many adjacent sequences for each
+row of the micro-batch, such as two, one for each view.
 """
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mvp_engine.config.schema import Config
+from mvp_engine.data import derived_seed
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
+from mvp_engine.errors import UserError
 from mvp_engine.kit.contrastive_settings import ContrastiveConfig, ContrastiveLoss
+
+# Per-sequence fields of packed micro-batches, with the values of a row at its first sequence.
+LOSSES = "contrastive_losses"
+GRADS = "contrastive_grads"
 
 
 class ContrastiveLossKit:
@@ -43,12 +55,38 @@ class ContrastiveLossKit:
 
 
 class CachedRows(NamedTuple):
-    """A micro-batch with the losses of its rows, and the gradients with respect to their embeddings."""
+    """The losses of a micro-batch's rows, and the gradients with respect to their embeddings."""
 
-    micro_batch: Any
     losses: Tensor  # (B,)
     grads: Tensor  # (B, 2, D)
-    scalar_grads: dict[str, Tensor]  # this micro-batch's share
+
+    def add_to(self, batch: PackedBatch) -> None:
+        """Put them into the batch itself: the model engine plans forwards by the media of PackedBatches."""
+        rows = len(self.losses)
+        size = batch.num_sequences // rows  # sequences of a row
+        if size * rows != batch.num_sequences:
+            raise UserError(
+                f"embed returned {rows} rows for {batch.num_sequences} packed sequences: each row needs the same "
+                "number of adjacent sequences"
+            )
+        for name, values in ((LOSSES, self.losses), (GRADS, self.grads.flatten(1))):
+            field = values.new_zeros(batch.num_sequences, *values.shape[1:])
+            field[::size] = values
+            batch.sequence_fields[name] = field.to(batch.input_ids.device)
+
+    @staticmethod
+    def of(batch: PackedBatch, rows: int) -> CachedRows:
+        size = batch.num_sequences // rows
+        grads = batch.sequence_fields[GRADS][::size]
+        return CachedRows(batch.sequence_fields[LOSSES][::size], grads.unflatten(1, (2, -1)))
+
+
+class CachedBatch(NamedTuple):
+    """A micro-batch of any other type with its rows."""
+
+    micro_batch: Any
+    rows: CachedRows
+    number: int  # of the micro-batch in its step
 
 
 class ContrastiveEngine(Engine):
@@ -72,30 +110,60 @@ class ContrastiveEngine(Engine):
     # ---- Training -----------------------------------------------------------------------------------------
 
     def train_pre_step(self, ctx: StepContext) -> None:
-        with self.model_engine.eval_mode():
-            own = list(self.model_engine.infer_micro_batches(ctx.micro_batches, self.embed))
+        super().train_pre_step(ctx)
+        own = self._embed_step(ctx)
         views_B2D, start = self.gather(own)
         views_B2D.requires_grad_()
         scalars = {name: value.detach().requires_grad_() for name, value in self.scalars().items()}
         loss_B = self.contrastive(views_B2D, scalars)
         grads = torch.autograd.grad(loss_B.sum(), [views_B2D, *scalars.values()])
+        # A row's share of the gradients of the scalars: the rows of all forwards add up to all of it.
+        self._scalar_grads = dict(
+            zip(scalars, [grad / len(loss_B) for grad in grads[1:]], strict=True)
+        )
         for index, embedded in enumerate(own):
-            rows = slice(start, start + len(embedded))
-            share = len(embedded) / len(loss_B)
-            of_scalars = {n: grad * share for n, grad in zip(scalars, grads[1:], strict=True)}
-            cached = CachedRows(
-                ctx.micro_batches[index], loss_B.detach()[rows], grads[0][rows], of_scalars
-            )
-            ctx.micro_batches[index] = cached
+            places = slice(start, start + len(embedded))
+            rows = CachedRows(loss_B.detach()[places], grads[0][places])
+            micro_batch = ctx.micro_batches[index]
+            if isinstance(micro_batch, PackedBatch):
+                rows.add_to(micro_batch)
+            else:
+                ctx.micro_batches[index] = CachedBatch(micro_batch, rows, index)
             start += len(embedded)
 
-    def forward_step(self, ctx: StepContext, micro_batch: CachedRows) -> tuple[Tensor, int]:
-        along = (self.embed(micro_batch.micro_batch).float() * micro_batch.grads).sum()
+    def _embed_step(self, ctx: StepContext) -> list[Tensor]:
+        """The embeddings of all micro-batches, without gradients but with dropout."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        indices = count()
+        with self.model_engine.eval_mode():
+            for module, training in modes:
+                module.training = training
+            results = self.model_engine.infer_micro_batches(
+                ctx.micro_batches, lambda one: self._embed(ctx, one, next(indices))
+            )
+            return list(results)
+
+    def _embed(self, ctx: StepContext, micro_batch: Any, index: int) -> Tensor:
+        """`embed` with random numbers that depend on the step and the micro-batch alone."""
+        which = micro_batch.num_tokens if isinstance(micro_batch, PackedBatch) else index
+        seed = (self.config.seed, "contrastive", ctx.step, self.layout.data_rank, which)
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(derived_seed(*seed))
+            return self.embed(micro_batch)
+
+    def forward_step(self, ctx: StepContext, micro_batch: Any) -> tuple[Tensor, int]:
+        if isinstance(micro_batch, PackedBatch):
+            views_B2D = self._embed(ctx, micro_batch, 0)
+            rows = CachedRows.of(micro_batch, len(views_B2D))
+        else:
+            views_B2D = self._embed(ctx, micro_batch.micro_batch, micro_batch.number)
+            rows = micro_batch.rows
+        along = (views_B2D.float() * rows.grads).sum()
         for name, value in self.scalars().items():
-            along = along + value * micro_batch.scalar_grads[name]
+            along = along + value * self._scalar_grads[name] * len(rows.losses)
         # The value of the loss, with the gradient of the product.
-        loss_sum = micro_batch.losses.sum() + along - along.detach()
-        return loss_sum, len(micro_batch.losses)
+        loss_sum = rows.losses.sum() + along - along.detach()
+        return loss_sum, len(rows.losses)
 
     def gather(self, own: list[Tensor]) -> tuple[Tensor, int]:
         """The embeddings of all ranks, and the place of this rank's first row among them."""

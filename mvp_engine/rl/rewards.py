@@ -11,7 +11,7 @@ import math
 import numbers
 import pickle
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from mvp_engine.rl.rl_settings import RewardSettings
 from mvp_engine.rl.rollout import Sample
 
 LOGGER = logging.getLogger("mvp_engine")
+Model = Callable[[Sequence[Prompt], Sequence[Sample]], list[float]]
 MAX_WARNINGS = 10  # of a run
 SHOWN_CHARACTERS = 200  # of an answer
 
@@ -56,20 +57,22 @@ class RewardFailed(UserError):
 class Rewards:
     """Computes the rewards of samples with `compute(row, answer)`, in `settings.workers` processes.
 
-    `compute` returns a number, or several by name: their sum is the reward.
+    `compute` returns a number, or several by name: their sum is the reward. `model` scores all samples of a step, and
+    `settings.model_weight` times its score is added. One of both may be None.
     """
 
     def __init__(
-        self, compute: Compute, tokenizer: Any, settings: RewardSettings, seed: int = 0
+        self, compute: Compute | None, tokenizer: Any, settings: RewardSettings, seed: int = 0
     ) -> None:
-        self.compute = _Checked(compute)
+        self.compute = _Checked(compute or (lambda row, answer: 0.0))
+        self.model: Model | None = None
         self.tokenizer = tokenizer
         self.settings = settings
         self.seed = seed
         self._warned = 0
         self._lock = threading.Lock()  # rollouts in a thread and an evaluation share the workers
         self._workers: RewardWorkers | None = None
-        if settings.workers:
+        if settings.workers and compute is not None:
             self._workers = RewardWorkers(self.compute, settings.workers, settings.timeout)
 
     def close(self) -> None:
@@ -84,6 +87,8 @@ class Rewards:
         with self._lock:
             outcomes = dict(self._run(groups))
         found = [outcomes[index] for index in range(len(samples))]
+        if self.model is not None:
+            found = self._with_scores(found, self.model(prompts, samples))
         self._check_failures(prompts, samples, answers, found)
         return [self._reward(outcome) for outcome in found]
 
@@ -96,6 +101,20 @@ class Rewards:
             for task in group.tasks:
                 yield task.index, run_task(self.compute, group.row, task)
         set_rng_state(outside)
+
+    def _with_scores(self, outcomes: list[Outcome], scores: list[float]) -> list[Outcome]:
+        """The outcomes with the scores of the reward model as one more part."""
+        found = []
+        for outcome, score in zip(outcomes, scores, strict=True):
+            if outcome.error is None:
+                value, parts = outcome.value
+                if not math.isfinite(score):
+                    outcome = Outcome(error=f"the reward model's score is {score}")
+                else:
+                    total = value + self.settings.model_weight * score
+                    outcome = Outcome((total, {**parts, "model": score}))
+            found.append(outcome)
+        return found
 
     def answer(self, sample: Sample) -> Answer:
         text = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)

@@ -103,6 +103,10 @@ class RewardSettings(Section):
     """The share of the rewards of a step that may fail, and one in any case unless it is 0: more end the run."""
     workers: Annotated[int, Field(ge=0)] = 2
     """Processes that compute rewards; 0: the controller itself, without a time-out."""
+    model: str | None = None
+    """The folder of a reward model of the policy's family, whose score is added to the reward."""
+    model_weight: float = 1.0
+    """What the score of the reward model is multiplied by."""
 
 
 class Evaluation(Section):
@@ -169,6 +173,8 @@ class Groups(Section):
     """The value model of ppo."""
     reference: Group | None = None
     """The frozen reference of rl.kl; null: with LoRA the actor without its adapters, else on the actor's processes."""
+    reward: Group = Group(on="actor")
+    """The reward model of reward.model."""
     rollout: Group | None = None
     """A group of its own that generates, for rollout.backend=packed; null: the actor generates."""
 

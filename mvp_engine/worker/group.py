@@ -78,29 +78,33 @@ class Processes:
         """Call a method on all ranks, each with its own `args`; returns the results in the order of the ranks."""
         with self._lock:
             if self.ended is not None:
-                raise WorkerDied(f"group {name} has no processes: {self.ended}")
+                raise WorkerDied(
+                    f"group {name} has no processes: {self.ended}. restart() starts new ones"
+                )
             futures = []
             for rank, own in zip(self.ranks, args, strict=True):
                 futures.append(rank.submit(name, method, *own, **kwargs))
         wait(futures, return_when=FIRST_EXCEPTION)
         if any(future.done() and future.exception() for future in futures):
-            self._raise(name, method, futures)
+            self._raise(futures)
         return [future.result() for future in futures]
 
-    def _raise(self, name: str, method: str, futures: list[Future[Any]]) -> None:
+    def _raise(self, futures: list[Future[Any]]) -> None:
+        """Raise what happened first, after the other ranks had time to return."""
         deadline = time.monotonic() + GRACE
-        first = _first_error(futures)
-        while not isinstance(first, WorkerDied) and time.monotonic() < deadline:
-            # A rank that died makes the collectives of the others fail: the death is the cause.
-            if all(future.done() for future in futures):
+        while not _deaths(futures) and time.monotonic() < deadline:
+            waiting = [future for future in futures if not future.done()]
+            if not waiting:
                 break
-            wait([future for future in futures if not future.done()], timeout=0.05)
-            died = [error for error in _errors(futures) if isinstance(error, WorkerDied)]
-            first = died[0] if died else first
-        assert first is not None
+            wait(waiting, timeout=0.05)
+        errors = _errors(futures)
+        # A rank that died makes the collectives of the others fail. Of several errors, the one with the longest
+        # traceback is the cause: the others say that another rank failed.
+        first = next(iter(_deaths(futures)), None) or max(errors, key=lambda error: len(str(error)))
         # Ranks that all raised are in step with each other; otherwise one may wait for another.
-        if isinstance(first, WorkerDied) or len(_errors(futures)) < len(futures):
+        if isinstance(first, WorkerDied) or len(errors) < len(futures):
             self.end(str(first).partition("\n")[0])
+            first.add_note("The processes of its group were ended. restart() starts new ones.")
         raise first
 
     def end(self, why: str) -> None:
@@ -113,8 +117,8 @@ def _errors(futures: list[Future[Any]]) -> list[BaseException]:
     return [error for error in found if error is not None]
 
 
-def _first_error(futures: list[Future[Any]]) -> BaseException | None:
-    return next(iter(_errors(futures)), None)
+def _deaths(futures: list[Future[Any]]) -> list[BaseException]:
+    return [error for error in _errors(futures) if isinstance(error, WorkerDied)]
 
 
 class WorkerGroup:

@@ -12,9 +12,11 @@ import os
 import queue
 import signal
 import threading
+import time
 import traceback
 from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -94,14 +96,11 @@ class LocalLauncher:
 class SpawnRank:
     """A process, and a thread that sends it one call after the other and waits for the results."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, process: BaseProcess, connection: Connection) -> None:
         self.place = place
-        context = multiprocessing.get_context("spawn")  # a fork would hold locks of our threads
-        self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(place, theirs))
-        self.process.start()
-        theirs.close()
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Call, wire.Message]]
+        self.process = process
+        self._connection = connection
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Call, wire.Message] | None]
         self._calls = queue.SimpleQueue()
         self._death: str | None = None
         threading.Thread(target=self._run, name=f"mvp-rank-{place.rank}", daemon=True).start()
@@ -115,10 +114,11 @@ class SpawnRank:
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
+        self._calls.put(None)
 
     def _run(self) -> None:
-        while True:
-            future, call, message = self._calls.get()
+        while (entry := self._calls.get()) is not None:
+            future, call, message = entry
             try:
                 if self._death is None:
                     future.set_result(self._call(message))
@@ -145,10 +145,13 @@ class SpawnRank:
         return result
 
     def _how_it_ended(self) -> str:
-        self.process.join(5.0)
-        code = self.process.exitcode
+        deadline = time.monotonic() + 5.0
+        while (code := self.process.exitcode) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
         if code is None:
             return "its connection broke"
+        if code == -signal.SIGKILL:
+            return "signal SIGKILL (is the host out of memory?)"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
@@ -178,8 +181,17 @@ class SpawnLauncher:
                 watched=True,
                 timeout=timeout,
             )
-            self.ranks.append(SpawnRank(place))
+            ours, theirs = multiprocessing.Pipe()
+            process = self._process(place, theirs)
+            process.start()
+            theirs.close()
+            self.ranks.append(SpawnRank(place, process, ours))
         return [*self.ranks]
+
+    def _process(self, place: Place, connection: Connection) -> BaseProcess:
+        # A fork would copy the locks that threads of the controller hold.
+        context = multiprocessing.get_context("spawn")
+        return context.Process(target=serve, args=(place, connection))
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -191,7 +203,7 @@ class SpawnLauncher:
         self.store = None
 
 
-def _serve(place: Place, connection: Connection) -> None:
+def serve(place: Place, connection: Connection) -> None:
     """The main function of a spawned process: calls from the pipe, until it is closed or the controller dies."""
     faulthandler.enable()
     # Ctrl-C and a scheduler's SIGTERM reach all processes; the controller decides, and still needs its workers.
@@ -203,10 +215,11 @@ def _serve(place: Place, connection: Connection) -> None:
             message = wire.receive(connection)
         except (EOFError, OSError):
             os._exit(0)  # the controller has ended
-        wire.send(connection, _reply(host, message))
+        wire.send(connection, reply(host, message))
 
 
-def _reply(host: WorkerHost, message: wire.Message) -> wire.Message:
+def reply(host: WorkerHost, message: wire.Message) -> wire.Message:
+    """The reply of a process to a call: (error, result)."""
     call = Call("?", "receive", (), {})
     try:
         call = wire.loads(message)

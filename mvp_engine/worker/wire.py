@@ -19,11 +19,16 @@ Message = tuple[bytes, list[Any]]  # a pickle, and the data of its tensors
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor and type(value) is not nn.Parameter:
-            return NotImplemented
-        data = value.detach().cpu().contiguous()
-        raw: Any = data.reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(raw), data.dtype, tuple(data.shape))
+        return reduce_tensor(value)
+
+
+def reduce_tensor(value: Any) -> Any:
+    """What `reducer_override` of a pickler returns for a tensor: its data as a buffer next to the pickle."""
+    if type(value) is not Tensor and type(value) is not nn.Parameter:
+        return NotImplemented
+    data = value.detach().cpu().contiguous()
+    raw: Any = data.reshape(-1).view(torch.uint8).numpy()
+    return _tensor, (pickle.PickleBuffer(raw), data.dtype, tuple(data.shape))
 
 
 def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -32,10 +37,10 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(data, dtype=dtype).reshape(shape)
 
 
-def dumps(value: Any) -> Message:
+def dumps(value: Any, pickler: Any = _Pickler) -> Message:
     buffers: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
-    _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
+    pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
     return out.getvalue(), buffers
 
 

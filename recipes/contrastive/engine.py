@@ -19,6 +19,7 @@ HELD_OUT = 500  # numbers, by chance
 class Towers(Section):
     width: int  # of hidden layers
     embedding: int  # of an embedding
+    dropout: float = 0.0  # of hidden layers
 
 
 class NumbersConfig(ContrastiveConfig):
@@ -32,11 +33,12 @@ class Tower(nn.Module):
         super().__init__()
         self.symbols = nn.Embedding(symbols, 16)
         self.hidden = nn.Linear(16 * places, settings.width)
+        self.dropout = nn.Dropout(settings.dropout)
         self.out = nn.Linear(settings.width, settings.embedding)
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = F.gelu(self.hidden(self.symbols(ids).flatten(1)))
-        return F.normalize(self.out(hidden), dim=-1)
+        return F.normalize(self.out(self.dropout(hidden)), dim=-1)
 
 
 class TwoTowers(nn.Module):

@@ -27,7 +27,7 @@ LOSSES: list[dict[str, Any]] = [
     {"norm": "constant", "length": 9, "kl": 0.2, "kl_estimator": "k1", "dual_clip": 1.3},
     {"norm": "sequence", "ratio": "sequence", "clip": (0.03, 0.04), "importance_cap": 1.1},
     {"norm": "sequence", "cispo": True, "clip": (1.0, 0.3), "kl": 0.1, "kl_estimator": "k2"},
-    {"importance_cap": 1.05, "dual_clip": 1.5, "entropy": -0.05},
+    {"importance_cap": 1.05, "dual_clip": 1.5, "entropy": -0.05, "temperature": 0.7},
 ]
 VALUE_LOSSES: list[dict[str, Any]] = [{}, {"clip": 0.1}]
 READ = ("old_log_probs", "sampler_log_probs", "reference_log_probs", "advantages")

@@ -29,15 +29,17 @@ def trained(folder: Path, *words: str, ranks: Any = None) -> list[dict[str, Any]
     return read_metrics(folder) + read_metrics(folder, "eval")
 
 
-def plain_first_step(loss: str) -> tuple[float, float]:
+def plain_first_step(loss: str, *words: str) -> tuple[float, float]:
     """Loss and gradient norm of the first step in plain PyTorch: one batch, one backward, no cache."""
-    composed = compose(CONFIG, [*SHORT, f"contrastive.loss={loss}", "data.micro_batch_size=96"])
+    composed = compose(CONFIG, [*SHORT, f"contrastive.loss={loss}", "data.micro_batch_size=96", *words])
     engine: Any = object.__new__(composed.engine_class)
     engine.config, engine.device = composed.config, torch.device("cpu")
     engine.layout = SimpleNamespace(data_rank=0, data_size=1)
     seed_everything(derived_seed(engine.config.seed, "model"))
     model: Any = engine.prepare_model()
-    views = model(*next(iter(engine.prepare_dataloader("train"))))
+    rows = next(iter(engine.prepare_dataloader("train")))
+    torch.manual_seed(derived_seed(engine.config.seed, "contrastive", 1, 0, 0))
+    views = model(*rows)
     logits = model.log_scale.exp() * views[:, 0] @ views[:, 1].T
     if loss == "siglip":
         signs = 2 * torch.eye(len(logits)) - 1
@@ -67,6 +69,31 @@ def test_contrastive_any_split_and_ranks_equal_one_big_batch(tmp_path: Path, ran
             assert found["loss"] == pytest.approx(one["loss"], rel=1e-5)
             if one["split"] == "train":
                 assert found["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_contrastive_packed_media_any_split_and_sharded_ranks_equal_one_batch(tmp_path: Path, ranks2) -> None:
+    """In micro-batches of 4 rows, one sharded rank has no images in a forward in which the other one has."""
+    config = ROOT / "tests" / "recipes" / "packed_views" / "train.yaml"
+    found = []
+    for name, words in (("whole", []), ("split", ["data.micro_batch_size=5"])):
+        assert launch(str(config), [f"project.dir={tmp_path / name}", *words]) == 0
+        found.append(read_metrics(tmp_path / name))
+    words = [f"project.dir={tmp_path}/ranks", "data.micro_batch_size=4", "parallel.shard=2"]
+    assert set(ranks2.launch(config, *words)) == {0}
+    for records in (found[1], read_metrics(tmp_path / "ranks")):
+        for one, other in zip(found[0], records, strict=True):
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+            assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    assert found[0][1]["loss"] < found[0][0]["loss"]
+
+
+def test_contrastive_dropout_has_the_same_masks_in_both_forwards(tmp_path: Path) -> None:
+    words = ["towers.dropout=0.5", "loop.total_steps=1"]
+    whole = trained(tmp_path, *words, "data.micro_batch_size=96")
+    wanted, norm = plain_first_step("infonce", *words)
+    assert whole[0]["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert whole[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_contrastive_losses_equal_their_formulas() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,3 +56,22 @@ class ValueLossOne:
     def __call__(self, model: Any, batch: PackedBatch, log: Any) -> tuple[Tensor, Tensor]:
         values_T = model(batch, ["values"])["values"]
         return (values_T - 1.0).square().sum(), torch.tensor(float(batch.num_tokens))
+
+
+@dataclass(frozen=True)
+class FailingLoss:
+    """Raises on one rank, or on all."""
+
+    rank: int | None
+
+    def __call__(self, model: Any, batch: PackedBatch, log: Any) -> tuple[Tensor, Tensor]:
+        if self.rank in (None, torch.distributed.get_rank()):
+            1 / 0  # noqa: B018
+        return TokenLoss()(model, batch, log)
+
+
+@dataclass(frozen=True)
+class EndlessLoss:
+    def __call__(self, model: Any, batch: PackedBatch, log: Any) -> tuple[Tensor, Tensor]:
+        while True:
+            time.sleep(1.0)

@@ -1,0 +1,244 @@
+"""Ranks in actors of a Ray cluster. No other module imports ray.
+
+A placement group reserves one bundle per rank. Each actor gets an explicit place: rank, size, store and device, and
+the ranks of a group are a process group of their own. Messages go through Ray's object store as numpy buffers, which
+the receiver reads without a copy.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from mvp_engine.errors import UserError, count
+from mvp_engine.worker import wire
+from mvp_engine.worker.errors import WorkerDied
+from mvp_engine.worker.host import Place, WorkerHost, shown
+from mvp_engine.worker.launchers import Call, Rank, reply
+
+try:
+    import ray
+    from ray import cloudpickle
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise UserError(
+        "workers.where=ray needs the package ray: pip install 'mvp-engine[ray]'"
+    ) from error
+
+# Tensors of a message are views of Ray's object store. Each message has one reader, so it may write to them.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+
+class Home(NamedTuple):
+    """Where Ray has put an actor."""
+
+    node: str
+    address: str
+    pid: int
+    gpus: tuple[str, ...]
+
+
+class RankActor:
+    """The process of a rank. Its methods run one after the other in the main thread."""
+
+    def __init__(self, paths: list[str]) -> None:
+        sys.path.extend(path for path in paths if path not in sys.path)
+        self.host: WorkerHost | None = None
+        self.store: Any = None
+
+    def home(self) -> Home:
+        context = ray.get_runtime_context()
+        gpus = context.get_accelerator_ids().get("GPU", [])
+        address = ray.util.get_node_ip_address()
+        return Home(context.get_node_id(), address, os.getpid(), tuple(gpus))
+
+    def open_store(self) -> tuple[str, int]:
+        """Serve the job's TCPStore here: the controller may be outside of the cluster's network."""
+        address = ray.util.get_node_ip_address()
+        self.store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, 0, is_master=True, wait_for_workers=False
+        )
+        return address, self.store.port
+
+    def place(self, place: Place) -> None:
+        self.host = WorkerHost(place)
+
+    def call(self, message: wire.Message) -> wire.Message:
+        assert self.host is not None
+        return _numpy(reply(self.host, message))
+
+
+class RayRank:
+    def __init__(self, actor: Any, rank: int, home: Home) -> None:
+        self.actor = actor
+        self.rank = rank
+        self.home = home
+
+    def submit(self, name: str, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        message = _numpy(wire.dumps(Call(name, method, args, kwargs), _Pickler))
+        where = f"rank {self.rank} of group {name}"
+
+        def done(answer: Future[wire.Message]) -> None:
+            try:
+                error, result = wire.loads(answer.result())
+            except ray.exceptions.RayError as death:
+                home = f"process {self.home.pid} on {self.home.address}"
+                text = f"{where} died in {shown(method)}: {home}: {_reason(death)}"
+                error = WorkerDied(text, self.rank)
+            except BaseException as failure:  # noqa: BLE001 - a callback's exception is seen by nobody
+                error = failure
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        self.actor.call.remote(message).future().add_done_callback(done)
+        return future
+
+    def kill(self) -> None:
+        ray.kill(self.actor)
+
+
+class RayLauncher:
+    """Ranks as Ray actors, with `cpus` and, on GPUs, `gpus` of Ray's logical resources each.
+
+    Uses the Ray instance that this process is connected to, else the cluster of `RAY_ADDRESS` or of this machine, else
+    starts Ray on this machine until the last group is closed. `strategy` is that of the placement group. A cluster
+    gets `wait` seconds to have the resources free.
+    """
+
+    users: set[RayLauncher] = set()  # noqa: RUF012 - of the Ray instance that was started here
+
+    def __init__(
+        self, cpus: float = 1, gpus: float = 1, strategy: str = "PACK", wait: float = 60.0
+    ) -> None:
+        self.cpus = cpus
+        self.gpus = gpus
+        self.strategy = strategy
+        self.wait = wait
+        self.actors: list[Any] = []
+        self.bundles: PlacementGroup | None = None
+
+    def start(self, ranks: int, device: str, timeout: float) -> list[Rank]:
+        self._connect()
+        on_gpus = self._on_gpus(device)
+        self.bundles = self._reserve(ranks, on_gpus)
+        actor_class = ray.remote(RankActor)
+        for bundle in range(ranks):
+            options = actor_class.options(
+                num_cpus=self.cpus,
+                num_gpus=self.gpus if on_gpus else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self.bundles, bundle),
+            )
+            self.actors.append(options.remote(sys.path))
+        try:
+            return self._place(on_gpus, timeout)
+        except ray.exceptions.RayError as error:
+            raise WorkerDied(f"an actor died at its start: {_reason(error)}") from error
+
+    def _place(self, on_gpus: bool, timeout: float) -> list[Rank]:
+        """Ranks of one node are adjacent: they are those that tensor and sequence parallel groups are made of."""
+        homes: list[Home] = ray.get([actor.home.remote() for actor in self.actors])
+        nodes = list(dict.fromkeys(home.node for home in homes))
+        order = sorted(range(len(homes)), key=lambda i: nodes.index(homes[i].node))
+        self.actors = [self.actors[i] for i in order]
+        homes = [homes[i] for i in order]
+        own_gpu = len({(home.node, home.gpus) for home in homes}) == len(homes)
+        store = ray.get(self.actors[0].open_store.remote()) if len(homes) > 1 else None
+        placed = []
+        for rank, (actor, home) in enumerate(zip(self.actors, homes, strict=True)):
+            ranks_here = [other for other, one in enumerate(homes) if one.node == home.node]
+            place = Place(
+                rank,
+                len(homes),
+                "cuda:0" if on_gpus else "cpu",  # Ray shows an actor its own GPU only
+                store,
+                local_rank=ranks_here.index(rank),
+                local_size=len(ranks_here),
+                own_gpu=own_gpu,
+                timeout=timeout,
+            )
+            placed.append(actor.place.remote(place))
+        ray.get(placed)
+        pairs = zip(self.actors, homes, strict=True)
+        return [RayRank(actor, rank, home) for rank, (actor, home) in enumerate(pairs)]
+
+    def close(self) -> None:
+        if ray.is_initialized():
+            for actor in self.actors:
+                ray.kill(actor)
+            if self.bundles is not None:
+                remove_placement_group(self.bundles)
+        self.actors = []
+        self.bundles = None
+        if self in self.users:
+            self.users.remove(self)
+            if not self.users:
+                ray.shutdown()
+
+    # ---- Ray and its resources ------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if not ray.is_initialized():
+            # 10 s are too short for a raylet on a busy machine.
+            os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+            try:
+                ray.init("auto", logging_level="WARNING")
+            except ConnectionError:
+                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+                # Ranks may be more than cores, as with other launchers: nobody else uses this instance.
+                cpus = max(os.cpu_count() or 1, 256)
+                options = {"num_cpus": cpus, "include_dashboard": False}
+                ray.init("local", logging_level="WARNING", **options)
+                self.users.add(self)
+        elif self.users:
+            self.users.add(self)
+
+    def _on_gpus(self, device: str) -> bool:
+        gpus = ray.cluster_resources().get("GPU", 0) if device != "cpu" else 0
+        if device == "cuda" and not gpus:
+            raise UserError("device=cuda, but the Ray cluster has no GPU: set device=auto or cpu")
+        return gpus > 0
+
+    def _reserve(self, ranks: int, on_gpus: bool) -> PlacementGroup:
+        each = {"CPU": self.cpus, "GPU": self.gpus if on_gpus else 0}
+        each = {name: amount for name, amount in each.items() if amount}
+        bundles = placement_group([each] * ranks, self.strategy)
+        if not bundles.wait(1.0 if self in self.users else self.wait):
+            remove_placement_group(bundles)
+            free = ray.available_resources()
+            wanted = " and ".join(f"{amount:g} {name}" for name, amount in each.items())
+            have = " and ".join(f"{free.get(name, 0):g} {name}" for name in each)
+            raise UserError(
+                f"the Ray cluster has {have} free, and {count(ranks, 'rank')} need {wanted} each "
+                f"(placement strategy {self.strategy}): start fewer ranks, or add nodes"
+            )
+        return bundles
+
+
+class _Pickler(cloudpickle.CloudPickler):
+    """Pickles by value what an actor cannot import: the classes of the controller's main module."""
+
+    def reducer_override(self, value: Any) -> Any:
+        found = wire.reduce_tensor(value)
+        return super().reducer_override(value) if found is NotImplemented else found
+
+
+def _numpy(message: wire.Message) -> wire.Message:
+    """Buffers as arrays, which Ray stores next to its own pickle instead of copying them into it."""
+    body, buffers = message
+    return body, [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+
+
+def _reason(error: Exception) -> str:
+    """The last line of Ray's message, without its list of common causes."""
+    last = str(error).strip().rpartition("\n")[2]
+    return last.partition(" Some common causes")[0]

@@ -1,0 +1,22 @@
+"""The spawn launcher with processes of the tests' fork server, which have done the imports."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.connection import Connection
+from typing import Any
+
+from forked import fork_context
+
+from mvp_engine.process import watchdog
+from mvp_engine.worker.launchers import SpawnLauncher, serve
+
+
+class ForkedLauncher(SpawnLauncher):
+    def _process(self, place: Any, connection: Connection) -> Any:
+        return fork_context().Process(target=_serve, args=(place, connection))
+
+
+def _serve(place: Any, connection: Connection) -> None:
+    watchdog.PARENT = os.getppid()  # the fork server, not the process that started it
+    serve(place, connection)
