@@ -1,4 +1,4 @@
-"""RewardLossKit: the Bradley-Terry loss of a reward model on packed pairs.
+"""RewardLossKit: the Bradley-Terry loss of a reward model on packed pairs, or regression on a number of each row.
 
 Legend: S sequences. The model is a value model; the score of a sequence is its value at the last token, which has seen
 all of it. An export is a sequence classifier with one label, which reads the same place.
@@ -27,7 +27,10 @@ def last_token_scores(values_T: Tensor, batch: PackedBatch) -> Tensor:
 
 
 class RewardLossKit:
-    """-log sigmoid(chosen - rejected - margin) of each pair, and optionally the centring of scores at 0."""
+    """-log sigmoid(chosen - rejected - margin) of each pair, and optionally the centring of scores at 0.
+
+    With a `target` it is the squared error (or Huber loss) of each row's score instead.
+    """
 
     def __init__(self, settings: RewardLoss | None = None) -> None:
         self.settings = settings or RewardLoss()
@@ -35,9 +38,11 @@ class RewardLossKit:
     def __call__(
         self, ctx: StepContext, model: nn.Module, batch: PackedBatch
     ) -> tuple[Tensor, Tensor]:
-        """`(loss_sum, weight)` of a micro-batch; the weight is its number of pairs."""
+        """`(loss_sum, weight)` of a micro-batch; the weight is its number of pairs, or of rows with a target."""
         ctx.count("tokens", batch.num_tokens)
         scores_S = last_token_scores(model(batch, ["values"])["values"], batch)
+        if self.settings.target is not None:
+            return self._regression(ctx, batch, scores_S, self.settings.target)
         is_chosen_S = batch.sequence_fields["side"] == 1
         other_S = scores_S.roll(-1)  # of a chosen side: its rejected one
         loss_S = -F.logsigmoid(scores_S - other_S - self._margins(batch))
@@ -46,6 +51,23 @@ class RewardLossKit:
         pairs = is_chosen_S.sum()
         self._log(ctx, batch, scores_S.detach(), pairs)
         return torch.where(is_chosen_S, loss_S, 0.0).sum(), pairs
+
+    def _regression(
+        self, ctx: StepContext, batch: PackedBatch, scores_S: Tensor, target: str
+    ) -> tuple[Tensor, Tensor]:
+        targets_S = batch.sequence_fields[target].float()
+        is_row_S = torch.ones_like(targets_S, dtype=torch.bool)
+        if "sample" in batch.sequence_fields:
+            is_row_S = batch.sequence_fields["sample"] >= 0  # none in a pack of bad rows only
+        rows = is_row_S.sum()
+        if self.settings.huber is None:
+            loss_S = (scores_S - targets_S).square()
+        else:
+            loss_S = F.huber_loss(scores_S, targets_S, reduction="none", delta=self.settings.huber)
+        error_S = (scores_S.detach() - targets_S).abs()
+        ctx.log("absolute_error", torch.where(is_row_S, error_S, 0.0).sum(), rows)
+        ctx.log("score", torch.where(is_row_S, scores_S.detach(), 0.0).sum(), rows)
+        return torch.where(is_row_S, loss_S, 0.0).sum(), rows
 
     def _margins(self, batch: PackedBatch) -> Tensor | float:
         if self.settings.margin is None:
@@ -62,7 +84,7 @@ class RewardLossKit:
 
 
 class RewardEngine(MLLMEngine):
-    """An MLLMEngine that trains a value model to score chosen answers above rejected ones."""
+    """An MLLMEngine that trains a value model: chosen answers above rejected ones, or rows with their scores."""
 
     config_class: type[Config] = RewardConfig
     config: RewardConfig
@@ -75,7 +97,8 @@ class RewardEngine(MLLMEngine):
     def train_pre_step(self, ctx: StepContext) -> None:
         super().train_pre_step(ctx)
         for batch in ctx.micro_batches:
-            check_pairs(batch)
+            if self.config.reward.target is None:
+                check_pairs(batch)
             self._check_last_tokens(batch)
 
     def _check_last_tokens(self, batch: PackedBatch) -> None:

@@ -1,29 +1,33 @@
-"""Reward models: the Bradley-Terry loss on any split and layout equals a padded reference; exports score alike."""
+"""Reward models: Bradley-Terry and regression on any split and layout equal a padded reference; exports score alike."""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from conftest import ROOT
 from families import config_of, overrides_of, parallel
 from folders import alone
 from test_preference_loss import PLAIN, SPLITS, packed, rows
 from torch import Tensor
 
+from mvp_engine.config import compose
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.engine import StepContext
+from mvp_engine.errors import UserError
 from mvp_engine.hf import ValueModel
 from mvp_engine.kit import RewardLoss, RewardLossKit
 from mvp_engine.kit.reward import last_token_scores
 from mvp_engine.model_engine import ModelSource, Settings, ValueModelEngine
 
-SETTINGS = RewardLoss(margin="gap", centring=0.05)
+LOSSES = [RewardLoss(margin="gap", centring=0.05), RewardLoss(target="gap"), RewardLoss(target="gap", huber=0.2)]
 
 
 class NoLog(StepContext):
@@ -47,11 +51,12 @@ def pairs(chosen: list[int]) -> PackedBatch:
 
 
 def step(layout: Layout, splits: list[list[list[int]]]) -> Any:
-    engine, kit, found = engine_on(layout), RewardLossKit(SETTINGS), []
-    for split in splits:
+    engine, found = engine_on(layout), []
+    for settings, split in product(LOSSES, splits):
+        forward = partial(RewardLossKit(settings), NoLog(), engine.model)
         own = [pairs(chosen) for chosen in split[layout.data_rank :: layout.data_size]]
         engine.optimizer_zero_grad()
-        totals = engine.forward_backward_batch(own, lambda batch: kit(NoLog(), engine.model, batch))
+        totals = engine.forward_backward_batch(own, forward)
         loss, weight = (sum(each) for each in zip(*layout.world.all_gather(totals.tolist()), strict=True))
         same = layout.model_parallel_size
         named = engine.model.named_parameters()
@@ -85,24 +90,43 @@ def padded_scores(model: Any, sequences: list[Tensor]) -> Tensor:
     return model(input_ids=ids, attention_mask=mask).logits[:, 0]
 
 
-@cache
-def expected() -> tuple[float, dict[str, Tensor]]:
+def padded_loss(settings: RewardLoss) -> Tensor:
     model, losses = classifier(), []
     for row, sides in enumerate(rows()):
-        if row != PLAIN:
-            chosen, rejected = padded_scores(model, [ids for ids, _ in sides])
+        scores = padded_scores(model, [ids for ids, _ in sides])
+        error = (scores - 0.1 * row).abs()
+        if settings.huber is not None:
+            d = settings.huber
+            losses += list(torch.where(error < d, error**2 / 2, d * (error - d / 2)))
+        elif settings.target is not None:
+            losses += list(error**2)
+        elif row != PLAIN:
+            chosen, rejected = scores
             losses.append(-torch.sigmoid(chosen - rejected - 0.1 * row).log() + 0.05 * (chosen + rejected) ** 2)
-    loss = torch.stack(losses).mean()
-    loss.backward()
-    grads = {n.replace("model.", "hf.", 1): p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return float(loss.detach()), grads
+    return torch.stack(losses).mean()
+
+
+@cache
+def expected() -> list[tuple[float, dict[str, Tensor]]]:
+    found = []
+    for settings in LOSSES:
+        model = classifier()
+        model.zero_grad()
+        loss = padded_loss(settings)
+        loss.backward()
+        named = model.named_parameters()
+        grads = {n.replace("model.", "hf.", 1): p.grad.clone() for n, p in named if p.grad is not None}
+        found.append((float(loss.detach()), grads))
+    return found
 
 
 def assert_equal(found: Any) -> None:
-    for loss, grads in found:
-        assert loss == pytest.approx(expected()[0], abs=1e-5)
+    splits = len(found) // len(LOSSES)
+    for place, (loss, grads) in enumerate(found):
+        wanted = expected()[place // splits]
+        assert loss == pytest.approx(wanted[0], abs=1e-5)
         for name, grad in grads.items():
-            assert torch.allclose(grad, expected()[1][name], rtol=1e-5, atol=1e-5), name
+            assert torch.allclose(grad, wanted[1][name], rtol=1e-5, atol=1e-5), name
 
 
 def test_reward_loss_and_gradients_equal_padded_reference_in_any_split() -> None:
@@ -129,3 +153,21 @@ def test_reward_export_scores_alike_and_continued_folder_keeps_the_head(tmp_path
     again = ValueModelEngine(ValueModelEngine.build_model(ModelSource(str(tmp_path / "reward"))), alone())
     again.initialize()
     assert torch.equal(again.model.score.weight, engine.model.score.weight)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reward.target=points"], "reward.target=points is no column of numbers"),
+        (["reward.target=gap", "reward.centring=0.1"], "rows with a score are no pairs"),
+        (["reward.target=null"], "or reward.target to a column of scores"),
+        (["reward.target=null", "mllm.pairs=true", "reward.huber=1.0"], "pairs have no targets"),
+    ],
+    ids=str,
+)
+def test_reward_config_that_does_not_fit_its_rows_raises(words: list[str], message: str) -> None:
+    file = ROOT / "recipes" / "reward_model" / "configs" / "cpu.yaml"
+    valid = ["mllm.pairs=false", "reward.margin=null", "reward.centring=0", "reward.target=gap"]
+    compose(file, valid)
+    with pytest.raises(UserError, match=message):
+        compose(file, [*valid, *words])
