@@ -70,8 +70,9 @@ def schemas_of(config_file: str | None = None) -> list[type[Config]]:
     from mvp_engine.kit.preference_settings import PreferenceConfig
     from mvp_engine.kit.reward_settings import RewardConfig
     from mvp_engine.kit.settings import MLLMConfig
+    from mvp_engine.rl.rl_settings import RLConfig
 
-    return [MLLMConfig, PreferenceConfig, RewardConfig, ContrastiveConfig]
+    return [MLLMConfig, PreferenceConfig, RewardConfig, ContrastiveConfig, RLConfig]
 
 
 def json_schema(config: Config) -> dict[str, Any]:

@@ -1,0 +1,160 @@
+"""The reverse_rl recipe: algorithms, resume, workers, one-step-off and faults; learning in the campaign."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, read_metrics
+from safetensors.torch import load_file
+
+from mvp_engine.cli import main
+from mvp_engine.config import compose
+from mvp_engine.distributed import World
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.launch import launch
+from mvp_engine.runs import list_runs
+
+pytestmark = pytest.mark.slow
+CONFIGS = ROOT / "recipes" / "reverse_rl" / "configs"
+SMALL = ["made.rows=40", "log.interval=1", "log.backends=[jsonl]", "export=null"]
+SHORT = ["loop.total_steps=3", "loop.eval_interval=3", "loop.eval_batches=1", "rl.prompts=4", "rl.group=4"]
+SHORT += ["reward.workers=0", "optim.lr=3e-3"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data and the export of a short SFT."""
+    folder = tmp_path_factory.mktemp("reverse")
+    words = [*SMALL[:-1], f"project.dir={folder}", "loop.total_steps=16", "loop.eval_interval=null"]
+    words += ["mllm.micro_batch_tokens=512", "optim.warmup_steps=0"]
+    assert launch(str(CONFIGS / "sft.yaml"), words) == 0
+    return folder
+
+
+def words_of(base: Path, name: str, *more: str) -> list[str]:
+    words = [*SMALL, *SHORT, f"project.dir={base / name}", f"made.folder={base}/reverse_data"]
+    return [*words, f"model.path={base}/reverse_base", *more]
+
+
+def trained(base: Path, name: str, *more: str, config: str = "grpo") -> list[dict[str, Any]]:
+    """The records of a short training in a folder of its own."""
+    assert launch(str(CONFIGS / f"{config}.yaml"), words_of(base, name, *more)) == 0
+    return read_metrics(base / name) + read_metrics(base / name, "eval")
+
+
+def weights(base: Path, name: str, model: str = "actor") -> dict[str, torch.Tensor]:
+    folder = list_runs(base / name)[-1].checkpoint_list()[-1] / model
+    return {k: v for k, v in load_file(folder / "rank_00000.safetensors").items() if k.startswith("model.")}
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys()
+    assert one
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_rl_grpo_step_logs_rewards_gap_and_rollouts_and_exports(base: Path) -> None:
+    records = trained(base, "grpo", "log.backends=[jsonl,plot]", f"export={base}/model")
+    first = records[0]
+    assert first["gap"] < 2e-5
+    assert first["gap/text"] < 2e-5
+    assert first["loss"] is not None
+    assert first["with_signal"] > 0
+    assert records[-1]["split"] == "eval"
+    assert records[-1]["pass@1"] is not None
+    run = list_runs(base / "grpo")[-1]
+    rollouts = [json.loads(line) for line in (run.dir / "rollouts.jsonl").read_text().splitlines()]
+    assert {one["step"] for one in rollouts if one["split"] == "train"} == {1, 2, 3}
+    assert len(rollouts[0]["completions"]) == 4
+    assert (base / "model" / "tokenizer.json").is_file()
+    assert "rollouts" in (run.dir / "report.html").read_text().lower()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("grpo", ["rl.behind=1", "rl.dynamic_sampling=1", "rl.kl=0.1"]),
+        ("ppo", ["rl.prompts=6", "rl.group=1", "rl.updates=2", "rl.critic_warmup=1"]),
+    ],
+)
+def test_rl_run_resumed_from_a_checkpoint_is_bit_equal(base: Path, config: str, words: list[str]) -> None:
+    words = [*words, "checkpoint.interval=1", "checkpoint.keep_n=null"]
+    name = f"resume_{config}"
+    undisturbed = trained(base, name, *words, config=config)
+    models = ["actor", "critic"] if config == "ppo" else ["actor"]
+    before = [weights(base, name, model) for model in models]
+    run = list_runs(base / name)[-1]
+    rollouts = (run.dir / "rollouts.jsonl").read_text()
+    for later in run.checkpoint_list()[1:]:
+        shutil.rmtree(later)
+    assert trained(base, name, *words, "resume=auto", config=config) == undisturbed
+    assert len(run.checkpoint_list()) == 3
+    for model, tensors in zip(models, before, strict=True):
+        assert_same_bits(weights(base, name, model), tensors)
+    assert (run.dir / "rollouts.jsonl").read_text() == rollouts
+
+
+@pytest.mark.campaign(only=True)
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo"])
+def test_rl_algorithms_train_a_step(base: Path, algorithm: str) -> None:
+    words = ["loop.total_steps=1", "loop.eval_interval=null", "rl.clip=null", "rl.kl=0.01", "rl.updates=1"]
+    (record,) = trained(base, algorithm, *words, f"rl.algorithm={algorithm}")
+    assert record["skipped"] == 0
+    assert record["grad_norm"] > 0
+    assert record["kl"] == pytest.approx(0.0, abs=1e-4)  # before the first update the policy is the reference
+
+
+@pytest.mark.campaign(only=True)
+def test_rl_adapters_off_is_the_reference_of_lora(base: Path) -> None:
+    words = ["lora.rank=4", "lora.targets=[llm]", "rl.kl=0.1", "loop.eval_interval=null", "loop.total_steps=2"]
+    off = trained(base, "lora_off", *words)
+    copy = trained(base, "lora_copy", *words, "groups.reference={on: actor}")
+    assert off[1]["kl"] > 0
+    for one, two in zip(off, copy, strict=True):
+        assert one["kl"] == pytest.approx(two["kl"], abs=1e-6)
+        assert one["loss"] == pytest.approx(two["loss"], abs=1e-6)
+
+
+@pytest.mark.campaign(only=True)
+def test_rl_separate_sampler_group_gives_the_same_training(base: Path) -> None:
+    words = ["loop.eval_interval=null", "rl.behind=1"]
+    shared = trained(base, "shared", *words)
+    assert trained(base, "apart", *words, "groups.rollout={}") == shared
+
+
+def test_rl_under_torchrun_is_refused_with_the_fix() -> None:
+    from mvp_engine.rl import RLEngine
+
+    world = World(0, 2, 0, 2, torch.device("cpu"))
+    with pytest.raises(UserError, match=r"workers.where=spawn groups.actor.ranks=2"):
+        RLEngine(None, world)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("groups.actor.ranks=2", "workers.where=spawn"),
+        ("parallel.shard=2", "groups.actor.parallel"),
+        ("rl.group=1", "rl.group to 2 or more"),
+        ("rollout.backend=vllm", "rollout.urls"),
+        ("eval_generation.max_new_tokens=3", "evaluation.samples"),
+        ("evaluation.samples=2", "evaluation.temperature"),
+        ("rollout.max_new_tokens=5000", "mllm.micro_batch_tokens"),
+    ],
+)
+def test_rl_config_errors_name_the_fix(base: Path, word: str, text: str, capsys: Any) -> None:
+    words = words_of(base, "errors", word)
+    assert main(["train", str(CONFIGS / "grpo.yaml"), *words]) == EXIT_USER_ERROR
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["gpu1", "gpu8"])
+def test_rl_gpu_configs_compose(name: str) -> None:
+    config: Any = compose(CONFIGS / f"{name}.yaml", ["model.path=x"]).config
+    assert config.rl.algorithm == "grpo"
+    assert (config.groups.actor.ranks or 1) == (8 if name == "gpu8" else 1)
