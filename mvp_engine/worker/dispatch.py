@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.split import Split
 from mvp_engine.errors import UserError
 
 
@@ -57,10 +57,14 @@ def merged(
     batch: PackedBatch, members: list[list[int]], results: list[dict[str, Tensor] | None]
 ) -> dict[str, Tensor]:
     """Per-token results of the data-parallel ranks, in the order of the batch."""
-    pairs = [(part, found) for part, found in zip(members, results, strict=True) if found]
-    split = Split([batch.select(part) for part, _ in pairs], [part for part, _ in pairs])
-    names = pairs[0][1]
-    return {name: split.merge_tokens([found[name] for _, found in pairs]) for name in names}
+    lengths = batch.lengths.tolist()
+    by_sequence: dict[str, dict[int, Tensor]] = {}
+    for part, found in zip(members, results, strict=True):
+        for name, value in (found or {}).items():
+            values = value.split([lengths[sequence] for sequence in part])
+            by_sequence.setdefault(name, {}).update(zip(part, values, strict=True))
+    sequences = range(batch.num_sequences)
+    return {name: torch.cat([own[s] for s in sequences]) for name, own in by_sequence.items()}
 
 
 def cut(batch: PackedBatch, cuts: int, together: str | None) -> list[list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import traceback
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,6 +59,8 @@ class WorkerHost:
     def __init__(self, place: Place) -> None:
         self.place = place
         self.workers: dict[str, Worker] = {}
+        if place.rank:  # every rank would repeat a warning
+            logging.getLogger("mvp_engine").setLevel(logging.ERROR)
 
     @cached_property
     def world(self) -> World:
@@ -68,7 +72,7 @@ class WorkerHost:
             if method == START:
                 return self._start(name, *args)
             if method == STOP:
-                self.workers.pop(name, None)
+                self._stop(name)
                 return None
             return getattr(self.workers[name], method)(*args, **kwargs)
         except Exception as error:
@@ -79,6 +83,12 @@ class WorkerHost:
 
     def _start(self, name: str, spec: WorkerSpec) -> None:
         self.workers[name] = Worker(spec, self.world)
+
+    def _stop(self, name: str) -> None:
+        self.workers.pop(name, None)
+        gc.collect()  # models hold reference cycles
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the other groups on this GPU
 
 
 def shown(method: str) -> str:

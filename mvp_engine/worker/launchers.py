@@ -152,7 +152,11 @@ class SpawnRank:
             return "its connection broke"
         if code == -signal.SIGKILL:
             return "signal SIGKILL (is the host out of memory?)"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return (
+            f"signal {signal.Signals(-code).name}"
+            if code < 0
+            else f"exit code {code}, see its output"
+        )
 
 
 class SpawnLauncher:

@@ -25,6 +25,7 @@ def run(group: WorkerGroup) -> dict[str, Any]:
     numbers = group.update(batch, TokenLoss(), budget=16, cuts=3, together="group")
     # More ranks than sequences: one has no data.
     one = group.update(batch_of(5), TokenLoss(), budget=5)
+    sampled += group.generate(batch_of(6), SAMPLED, keys=[11])
     last = group.infer(batch_of(6), ["log_probs", "entropy"], budget=64)
     return {
         "first": first,
