@@ -30,6 +30,9 @@ def merge_command(
 ) -> None:
     """Merge a checkpoint, or the newest one of a run folder, into the folder `out`."""
     folder = find_checkpoint(Path(checkpoint))
+    policy = folder / "actor"  # of reinforcement learning, whose checkpoints hold several models
+    if policy.is_dir():
+        folder = find_checkpoint(policy)
     if not 0 < max_file_gb < float("inf"):
         raise UserError(f"--max-file-gb {max_file_gb}: must be a positive size")
     merge(
