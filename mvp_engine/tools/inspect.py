@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.kit.data.kit import MLLMDataKit
+from mvp_engine.kit.data.pack.plan import Plan
 from mvp_engine.kit.data.read.sources import Source
 from mvp_engine.tools.inspect_rows import encoded_row, find_row
 from mvp_engine.tools.inspect_stats import count_bad, length_stats, sample_rows
 from mvp_engine.tools.inspect_streams import inspect_streams
+
+NO_PLAN = "a packing plan: these are prompts, and rollouts are packed when they are generated"
 
 
 def inspect_kit(
@@ -58,24 +61,17 @@ def inspect_kit(
         facts = encoded_row(kit.row_encoder, mixture.sources[which], index, dataset.formats[which])
         number = int(dataset.first[which]) + index
         shown.append({"row": number, "source": mixture.names[which], **facts})
-    plan = dataset.plan
+    # Rollouts are packed with their completions, when these are known.
+    has_plan = kit.settings.prompt_only != "always"
     lengths = np.concatenate([cost.tokens[cost.tokens > 0] for cost in costs])
     return {
         "split": split,
-        "missing": None,
+        "missing": None if has_plan else NO_PLAN,
         "decoded": decode,
         "sources": sources,
         "sample": sample_rows(mixture.sources, dataset.formats),
         "lengths": length_stats(lengths, "tokens"),
-        "plan": {
-            "rows": len(plan.rows),
-            "tokens": int(plan.tokens.sum()),
-            "micro_batch_tokens": plan.budget,
-            "packs": len(plan),
-            "fill": round(plan.fill_ratio, 4),
-            "packs_per_step": plan.packs_per_step,
-            "steps": plan.steps,
-        },
+        "plan": _plan(dataset.plan) if has_plan else None,
         "overlong": {
             "fate": kit.settings.overlong,
             "rows": sum(len(cost.long) for cost in costs),
@@ -83,6 +79,18 @@ def inspect_kit(
         },
         "bad": count_bad(vars(record) for record in bad),
         "rows": shown,
+    }
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    return {
+        "rows": len(plan.rows),
+        "tokens": int(plan.tokens.sum()),
+        "micro_batch_tokens": plan.budget,
+        "packs": len(plan),
+        "fill": round(plan.fill_ratio, 4),
+        "packs_per_step": plan.packs_per_step,
+        "steps": plan.steps,
     }
 
 

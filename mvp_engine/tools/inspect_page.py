@@ -75,6 +75,9 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
     if sample["media"] and plan and not facts["decoded"]:
         media += "; only their headers were read: mvp data inspect --decode finds corrupt ones"
     _line(console, "media", media)
+    if sample.get("reward_columns"):
+        names = ", ".join(f"{name} {n:,}" for name, n in sample["reward_columns"].items())
+        _line(console, "reward", f"{_clean(names)}{sampled}: columns that only the reward reads")
     if sample["unused_columns"]:
         unused = ", ".join(f"{name} {n:,}" for name, n in sample["unused_columns"].items())
         words = f"{_clean(unused)}{sampled}: no reader uses these columns; rename with `columns`"

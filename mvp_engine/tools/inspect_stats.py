@@ -33,11 +33,15 @@ class Rows(Protocol):
 def sample_rows(
     sources: Sequence[Rows], formats: Sequence[RowFormat | str | None]
 ) -> dict[str, Any]:
-    """Counts of formats, media and unused columns over at most SAMPLE evenly spread rows of each source."""
+    """Counts of formats, media and unused columns over at most SAMPLE evenly spread rows of each source.
+
+    Of prompts for rollouts, the columns that the prompt does not use are those of the reward.
+    """
     rows = 0
     kinds = Counter[str]()
     media = Counter[str]()
     unused = Counter[str]()
+    for_reward = Counter[str]()
     for source, row_format in zip(sources, formats, strict=True):
         for index in _spread(len(source), SAMPLE):
             rows += 1
@@ -45,7 +49,8 @@ def sample_rows(
                 row = read_row(source[index], row_format)
                 kinds[row.format] += 1
                 media.update(part.kind for part in row.media())
-                unused.update(row.unused)
+                is_prompt = isinstance(row_format, RowFormat) and row_format.drops_answers
+                (for_reward if is_prompt else unused).update(row.unused)
             except BadRow:
                 kinds["bad"] += 1
     return {
@@ -53,6 +58,7 @@ def sample_rows(
         "formats": dict(kinds.most_common()),
         "media": dict(media.most_common()),
         "unused_columns": dict(unused.most_common()),
+        "reward_columns": dict(for_reward.most_common()),
     }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from templates.tiny import tokenizer
 from tiny_vlm import chat, made, model_config, qwen3_vl, with_images, write
 
@@ -16,6 +18,8 @@ from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.rl.prompts import Prompt, prompt_loader, prompt_settings
+from mvp_engine.tools.inspect import inspect_kit
+from mvp_engine.tools.inspect_page import show
 
 USER = [("user", "2+2?")]
 ROWS: dict[str, dict[str, Any]] = {
@@ -145,3 +149,19 @@ def test_prompt_loader_stream_is_refused(tmp_path: Path) -> None:
     kit = kit_of(tmp_path, [], sources=[{"path": str(file), "stream": True}])
     with pytest.raises(UserError, match="remove stream: true"):
         prompt_loader(kit, prompts=1)
+
+
+def test_inspect_prompts_shows_them_with_the_columns_of_the_reward(tmp_path: Path) -> None:
+    kit = kit_of(tmp_path, [{"question": f"{i}?", "answer": i, "label": 0} for i in range(3)])
+    facts = inspect_kit(kit, "train", 1, limit=1)
+    assert facts["sample"]["reward_columns"] == {"answer": 3, "label": 3}
+    assert facts["sample"]["unused_columns"] == {}
+    assert facts["plan"] is None
+    (sequence,) = facts["rows"][0]["sequences"]
+    assert (sequence["learnt"], len(sequence["text"])) == (0, 1)
+    assert sequence["text"][0]["text"].endswith("0?<|im_end|>\n<|im_start|>assistant\n")
+    out = Console(record=True, width=120, file=io.StringIO())
+    show(facts, out)
+    text = out.export_text()
+    assert "answer 3, label 3: columns that only the reward reads" in text
+    assert "rollouts are packed when they are generated" in text
