@@ -37,6 +37,7 @@ from mvp_engine.rl.model_groups import ModelGroups
 from mvp_engine.rl.pass_at_k import pass_metrics
 from mvp_engine.rl.prompts import Prompt, PromptLoader, prompt_loader, prompt_settings
 from mvp_engine.rl.report import rl_panels, rollout_sections
+from mvp_engine.rl.reward_model import RewardModel, check_tokenizer
 from mvp_engine.rl.rewards import Answer, Rewards, reward_metrics
 from mvp_engine.rl.rl_settings import RLConfig
 from mvp_engine.rl.rollout import PackedRollout, Reason, Rollout, Sample, Sampling
@@ -62,8 +63,11 @@ class RLEngine(MLLMEngine):
         super().__init__(config, world, *args, **kwargs)
 
     def reward(self, row: dict[str, Any], answer: Answer) -> float | dict[str, float]:
-        """The reward of a completion; `row` is the raw row of its prompt. Of several numbers, the sum is the reward."""
-        raise NotImplementedError(f"{type(self).__name__} must define reward(row, answer)")
+        """The reward of a completion; `row` is the raw row of its prompt. Of several numbers, the sum is the reward.
+
+        An engine that does not define it has the scores of `reward.model` alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define reward(row, answer)")
 
     # ---- Parts ----------------------------------------------------------------------------------------------------
 
@@ -108,10 +112,22 @@ class RLEngine(MLLMEngine):
 
     def _open_rewards(self) -> None:
         """Before the models: the processes of rewards are forked from this one."""
-        rewards = Rewards(self.reward, self.tokenizer, self.config.reward, self.config.seed)
+        settings = self.config.reward
+        compute = None if type(self).reward is RLEngine.reward else self.reward
+        if settings.model is not None:
+            check_tokenizer(settings.model, self.tokenizer)
+        elif compute is None:
+            raise UserError(
+                f"{type(self).__name__} has no reward: define reward(self, row, answer), or set reward.model"
+            )
+        rewards = Rewards(compute, self.tokenizer, settings, self.config.seed)
         self.rewards = self._closing.enter_context(closing(rewards))
         log_prompts = self.config.rollout.log_prompts
         self.rollout_log = RolloutLog(self.run.dir, self.tokenizer, log_prompts)
+
+    def _connect_reward_model(self) -> None:
+        if self.model_engine.reward is not None:
+            self.rewards.model = RewardModel(self.model_engine.reward, self.config.budget)
 
     def eval_weights(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -143,6 +159,7 @@ class RLEngine(MLLMEngine):
     def before_train(self) -> None:
         self._open_rewards()
         super().before_train()
+        self._connect_reward_model()
         self.meter = RLMeter(self.world)
         self.rollout_log.rewind(self.step)
         self.rollout = self._closing.enter_context(closing(self.prepare_rollout()))
@@ -242,6 +259,7 @@ class RLEngine(MLLMEngine):
     def before_evaluate(self) -> None:
         self._open_rewards()
         super().before_evaluate()
+        self._connect_reward_model()
 
     def _evaluate(self) -> dict[str, float | None]:
         """Completions of held-out prompts by the actor, and their rewards."""
@@ -288,6 +306,8 @@ class RLEngine(MLLMEngine):
         self, figures: Mapping[str, float | None] | None, answers: Any, export: Path | None
     ) -> None:
         """Write `report.html` into the run folder: curves of rewards and of the policy, rollouts."""
+        if figures is not None and not figures.get("reward_errors"):
+            figures = {name: value for name, value in figures.items() if name != "reward_errors"}
         write_report(
             self.run.dir / "report.html",
             self.run,

@@ -29,6 +29,7 @@ class ModelGroups:
     critic: WorkerGroup | None = None
     reference: WorkerGroup | None = None
     sampler: WorkerGroup | None = None  # a group of its own that generates
+    reward: WorkerGroup | None = None  # the reward model
 
     def __init__(
         self, config: RLConfig, precision: str, total_steps: int | None, side_files: Path
@@ -49,7 +50,7 @@ class ModelGroups:
     # ---- Processes ------------------------------------------------------------------------------------------------
 
     def initialize(self, optimizer: Any = None, scheduler: Any = None) -> None:
-        """Start the processes and their models; without an optimizer the actor alone, for inference."""
+        """Start the processes and their models; without an optimizer only those of an evaluation."""
         config = self.config
         groups = config.groups
         warmup = config.rl.critic_warmup
@@ -59,6 +60,11 @@ class ModelGroups:
             else:
                 self.actor = self._start("actor", groups.actor, self._trained_spec(warmup))
                 self._start_others()
+            if config.reward.model is not None:
+                changes = {"type": "value_model", "path": config.reward.model, "config": {}}
+                model = config.model.model_copy(update=changes)
+                spec = self._spec(model=model, optim=None, lora=None)
+                self.reward = self._start("reward", groups.reward, spec)
             self._started = self._started.pop_all()
 
     def _start_others(self) -> None:

@@ -15,6 +15,7 @@ from mvp_engine.report.facts import RunFacts
 from mvp_engine.rl.rollout_log import ROLLOUTS_FILE, Record, read_rollouts
 
 MAX_PROMPTS = 12  # of the last evaluation
+MAX_OVER_STEPS = 4  # prompts whose completions are shown over the training
 MAX_STEPS = 8  # of the completions of one prompt over the training
 # Metrics with a plot of their own, where the run has them.
 PANELS = ("length", "kl", "entropy", "ratio", "clip_fraction", "gap", "values", "finished")
@@ -27,7 +28,7 @@ def rl_panels(facts: RunFacts) -> dict[str, dict[str, str]]:
     passes = [name for name in names if name.startswith("pass@")]
     panels = {"reward": {"eval": "reward"}}
     panels["parts of the reward"] = {name.removeprefix("reward_"): name for name in parts}
-    panels["held-out prompts"] = {name: name for name in passes}
+    panels["pass@k of held-out prompts"] = {name: name for name in passes}
     panels |= {name: {"eval": name} for name in PANELS}
     panels["loss"] = {"eval": "loss"}
     return {title: metrics for title, metrics in panels.items() if metrics}
@@ -40,8 +41,11 @@ def rollout_sections(folder: Path, kit: MLLMDataKit) -> dict[str, Sequence[Promp
     trained = [record for record in records if record["split"] == "train"]
     sections: dict[str, Sequence[PromptRollouts]] = {}
     last = _last_step(held_out)
+    # Half of them are those with the lowest rewards.
+    chosen = sorted(last, key=_mean_reward)[: MAX_PROMPTS // 2]
+    chosen += [record for record in last if record not in chosen][: MAX_PROMPTS - len(chosen)]
     sections[f"Held-out prompts at step {_step(last)}"] = [
-        _prompt(record, kit) for record in last[:MAX_PROMPTS]
+        _prompt(record, kit) for record in chosen
     ]
     if _step(held_out[:1]) != _step(last):
         sections["The same prompts over the training"] = _over_steps(held_out)
@@ -52,6 +56,12 @@ def rollout_sections(folder: Path, kit: MLLMDataKit) -> dict[str, Sequence[Promp
 
 def _step(records: Sequence[Record]) -> int:
     return int(records[0]["step"]) if records else 0
+
+
+def _mean_reward(record: Record) -> float:
+    """Of the completions of a prompt; one whose reward failed counts as 0."""
+    rewards = [one["reward"] or 0.0 for one in record["completions"]]
+    return sum(rewards) / len(rewards)
 
 
 def _last_step(records: Sequence[Record]) -> list[Record]:
@@ -77,12 +87,13 @@ def _media(kit: MLLMDataKit, split: str, sample: int) -> list[bytes]:
 
 
 def _over_steps(records: Sequence[Record]) -> list[PromptRollouts]:
-    """The first completion of each prompt at some evaluations, from the first to the last."""
+    """Prompts with low rewards at first: the first completion at some evaluations, from the first to the last."""
     by_prompt: dict[Any, list[Record]] = {}
     for record in records:
         by_prompt.setdefault(record["sample"], []).append(record)
     found = []
-    for of_prompt in list(by_prompt.values())[: MAX_PROMPTS // 3]:
+    prompts = sorted(by_prompt.values(), key=lambda each: _mean_reward(each[0]))
+    for of_prompt in prompts[:MAX_OVER_STEPS]:
         last = len(of_prompt) - 1
         shown = min(MAX_STEPS, len(of_prompt))
         places = sorted({round(i * last / max(1, shown - 1)) for i in range(shown)})

@@ -184,11 +184,12 @@ def reward_metrics(rewards: Sequence[Reward]) -> dict[str, tuple[float, float]]:
         found[name] = (total + value, weight + 1)
 
     for reward in rewards:
-        add("reward_errors", float(reward.error is not None))
         if reward.value is not None:
             add("reward", reward.value)
         for name, value in reward.parts.items():
             add(f"reward_{name}", value)
+    for reward in rewards:
+        add("reward_errors", float(reward.error is not None))
     return found
 
 

@@ -97,7 +97,7 @@ def test_rl_page_shows_prompts_with_media_completions_and_rewards(run: Any, tmp_
             )
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in metrics))
     facts = RunFacts(Run(tmp_path))
-    assert list(rl_panels(facts))[:3] == ["reward", "parts of the reward", "held-out prompts"]
+    assert list(rl_panels(facts))[:3] == ["reward", "parts of the reward", "pass@k of held-out prompts"]
     sections = rollout_sections(tmp_path, kit)
     assert {title: len(found) for title, found in sections.items()} == {
         "Held-out prompts at step 2": 3,
