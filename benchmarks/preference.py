@@ -225,7 +225,7 @@ def about() -> dict[str, Any]:
         except PackageNotFoundError:
             versions[name] = None
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    command = shlex.join(["python", "benchmarks/preference.py", *sys.argv[1:]])
+    command = shlex.join(["python", *sys.argv])
     return {"hardware": hardware, "versions": versions, "command": command}
 
 

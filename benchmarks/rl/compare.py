@@ -1,0 +1,186 @@
+"""GRPO on one GPU: this engine and TRL's GRPOTrainer with Liger's kernels, in one run, each with its own generation.
+
+    PYTHONPATH=. python benchmarks/rl/compare.py --out benchmarks/results/grpo_text.json
+    PYTHONPATH=. python benchmarks/rl/compare.py --shape tiny --prompts 2 --group 4 --new 8 --steps 4    # on a CPU
+
+Each side is a process of its own. Both train all weights of the same random model (bf16 autocast over float32 weights)
+with AdamW, one optimizer step on each batch of `--prompts` x `--group` completions, without a reference model: prompts
+of 32 to 1,024 words, completions of up to `--new` tokens at temperature 1. Random weights stop about nowhere, so
+completions have about `--new` tokens. The reward counts a letter. Ours is `mvp_engine.rl` with
+`rollout.backend=packed`; TRL generates with transformers (no server on either side) and pads `--batch` completions.
+The first half of the steps warms up and does not count. `update_s` is everything of a step but generation and rewards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine import share_of_e
+
+sys.path.append(str(Path(__file__).parents[1]))
+from preference import SHAPES, about, make
+
+HERE = Path(__file__).parent
+SIDES = ("ours", "TRL + Liger")
+
+
+def ours(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The shipped RL engine, by a config file."""
+    config = {
+        "engine": f"{HERE / 'engine.py'}:LetterEngine",
+        "project": {"name": "grpo", "dir": str(folder / "runs")},
+        "model": {
+            "type": "language_model",
+            "path": str(folder / "model"),
+            "compile": args.compile if torch.cuda.is_available() else None,
+        },
+        "rl": {"algorithm": "grpo", "prompts": args.prompts, "group": args.group, "updates": 1},
+        "rollout": {"max_new_tokens": args.new, "temperature": 1.0},
+        "mllm": {
+            "micro_batch_tokens": args.tokens,
+            "sources": {"prompts": {"path": str(folder / "prompts.jsonl")}},
+            "cache": str(folder / "costs"),
+        },
+        "loop": {"total_steps": args.steps, "precision": "auto"},
+        "optim": {"lr": 1e-6, "weight_decay": 0.0, "schedule": "constant"},
+        "log": {"interval": args.steps // 2, "backends": ["jsonl"]},
+        "checkpoint": {"interval": None},
+    }
+    file = folder / "grpo.yaml"
+    file.write_text(json.dumps(config))
+    subprocess.run([sys.executable, "-m", "mvp_engine.launch", "--config", str(file)], check=True)
+    (log,) = (folder / "runs").glob("*/metrics.jsonl")
+    record = [json.loads(line) for line in log.read_text().splitlines()][-1]
+    perf = record["perf"]
+    return {
+        "step_s": perf["step_s"],
+        "generate_s": perf["generate_s"] + perf["sync_s"],
+        "update_s": perf["step_s"] - perf["generate_s"] - perf["sync_s"] - perf["reward_s"],
+        "memory_gib": perf.get("memory_gib"),
+        "length": record["length"],
+        "gap": record["gap"],
+    }
+
+
+def theirs(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """TRL's GRPOTrainer with one optimizer step per batch of completions."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    on_gpu = torch.cuda.is_available()
+    ends: list[float] = []
+    generating: list[float] = []
+    lengths: list[float] = []
+
+    def now() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(now())
+
+    class Timed(GRPOTrainer):
+        def _generate(self, *rest: Any, **more: Any) -> Any:
+            started = now()
+            found = super()._generate(*rest, **more)
+            generating.append(now() - started)
+            lengths.append(sum(map(len, found[1])) / len(found[1]))
+            return found
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        return [share_of_e(one if isinstance(one, str) else one[0]["content"]) for one in completions]
+
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    chats = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    total = args.prompts * args.group
+    arguments = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        max_steps=args.steps,
+        per_device_train_batch_size=args.batch,
+        gradient_accumulation_steps=max(1, total // args.batch),
+        num_generations=args.group,
+        max_completion_length=args.new,
+        temperature=1.0,
+        beta=0.0,
+        loss_type="grpo",
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        use_liger_kernel=on_gpu,
+        gradient_checkpointing=False,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        logging_steps=args.steps,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    trainer = Timed(model, reward, arguments, Dataset.from_list(chats), processing_class=tokenizer)
+    trainer.add_callback(Clock())
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    half = args.steps // 2
+    step = (ends[-1] - ends[half - 1]) / (args.steps - half)
+    generate = sum(generating[half:]) / (args.steps - half)
+    return {
+        "step_s": step,
+        "generate_s": generate,
+        "update_s": step - generate,
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "length": sum(lengths) / len(lengths),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--sides", nargs="*", default=list(SIDES), choices=SIDES)
+    parser.add_argument("--shape", default="qwen3_1_7b", choices=SHAPES)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of our packs")
+    parser.add_argument("--batch", type=int, default=8, help="completions that TRL computes at once")
+    parser.add_argument("--compile", default="auto", help="torch.compile backend of our blocks")
+    parser.add_argument("--inside", nargs=2, metavar=("SIDE", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.inside:
+        side, name = args.inside
+        found = (ours if side == "ours" else theirs)(Path(name), args)
+        (Path(name) / "found.json").write_text(json.dumps(found))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make(folder, args.shape, False, 2 * args.prompts * args.steps)
+        with open(folder / "rows.jsonl") as lines, open(folder / "prompts.jsonl", "w") as prompts:
+            for line in lines:
+                prompts.write(json.dumps({"prompt": json.loads(line)["prompt"]}) + "\n")
+        for side in args.sides:
+            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--inside", side, name], check=True)
+            rows.append({"side": side, **json.loads((folder / "found.json").read_text())})
+            print(rows[-1], flush=True)
+    if len(rows) == 2:
+        for what in ("step_s", "update_s"):
+            print(f"TRL / ours, {what}: {rows[1][what] / rows[0][what]:.2f}")
+    if args.out:
+        args.out.write_text(json.dumps({**about(), "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
