@@ -158,3 +158,25 @@ def test_rl_gpu_configs_compose(name: str) -> None:
     config: Any = compose(CONFIGS / f"{name}.yaml", ["model.path=x"]).config
     assert config.rl.algorithm == "grpo"
     assert (config.groups.actor.ranks or 1) == (8 if name == "gpu8" else 1)
+
+
+def assert_close(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    assert len(found) == len(wanted)
+    for one, two in zip(found, wanted, strict=True):
+        assert one.keys() == two.keys()
+        for name in two:
+            if isinstance(two[name], float) and name != "gap":
+                assert one[name] == pytest.approx(two[name], rel=1e-4, abs=2e-5), (name, two["step"])
+
+
+@pytest.mark.campaign(only=True)
+@pytest.mark.parametrize("config", ["grpo", "ppo"])
+def test_rl_spawned_ranks_train_as_the_local_process(base: Path, config: str) -> None:
+    words = ["rl.prompts=6", "rl.updates=2", "rl.kl=0.05"]
+    words += ["rl.group=1", "rl.critic_warmup=1"] if config == "ppo" else []
+    local = trained(base, f"local_{config}", *words, config=config)
+    spawn = [*words, "workers.where=spawn"]
+    assert trained(base, f"spawn_{config}", *spawn, config=config) == local
+    assert_same_bits(weights(base, f"spawn_{config}"), weights(base, f"local_{config}"))
+    two = [*spawn, "groups.actor={ranks: 2, parallel: {shard: 2}}", "groups.critic={ranks: 1}"]
+    assert_close(trained(base, f"two_{config}", *two, config=config), local)
