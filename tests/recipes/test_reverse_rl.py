@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, read_metrics
+from kill_resume import ForkedJob, compare
 from safetensors.torch import load_file
 
 from mvp_engine.cli import main
@@ -180,3 +184,52 @@ def test_rl_spawned_ranks_train_as_the_local_process(base: Path, config: str) ->
     assert_same_bits(weights(base, f"spawn_{config}"), weights(base, f"local_{config}"))
     two = [*spawn, "groups.actor={ranks: 2, parallel: {shard: 2}}", "groups.critic={ranks: 1}"]
     assert_close(trained(base, f"two_{config}", *two, config=config), local)
+
+
+@pytest.mark.campaign(only=True)
+@pytest.mark.parametrize("words", [["rl.behind=1", "rl.dynamic_sampling=1"], ["rl.algorithm=ppo", "rl.clip=null"]])
+def test_rl_run_killed_at_20_moments_and_resumed_is_bit_equal(base: Path, tmp_path: Path, words: list[str]) -> None:
+    settings = [word for word in words_of(base, "x", *words) if not word.startswith("project.dir")]
+    settings += ["loop.total_steps=70", "loop.eval_interval=20", "checkpoint.interval=1", "reward.workers=2"]
+    settings += ["log.backends=[file,jsonl]", "optim.lr=1e-3"]
+    found = compare(20, 1, settings, tmp_path, config=CONFIGS / "grpo.yaml", start=ForkedJob)
+    print(found)
+    assert found["kills"] == 20
+    ends = []
+    for folder in ("straight", "killed"):
+        (file,) = (tmp_path / folder).glob("*/checkpoints/step_00000070/actor/rank_00000.safetensors")
+        ends.append({k: v for k, v in load_file(file).items() if not k.startswith("rank.")})
+    assert_same_bits(*ends)
+
+
+def kill_a_worker_once(marker: Path) -> None:
+    """Kill the first child process that is a worker of the group."""
+    if marker.exists():
+        return
+    marker.touch()
+    for child in multiprocessing.active_children():
+        os.kill(child.pid or 0, signal.SIGKILL)
+        return
+
+
+@pytest.mark.campaign(only=True)
+def test_rl_training_after_the_death_of_a_worker_restarts_from_the_newest_checkpoint(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mvp_engine.rl import RLEngine
+
+    words = ["workers.where=spawn", "groups.actor.ranks=2", "checkpoint.interval=1", "loop.eval_interval=null"]
+    undisturbed = trained(base, "alive", *words, "log.backends=[file,jsonl]")
+    original = RLEngine.train_pre_step
+
+    def train_pre_step(self: Any, ctx: Any) -> None:
+        original(self, ctx)
+        if ctx.step == 3:
+            kill_a_worker_once(base / "killed_once")
+
+    monkeypatch.setattr(RLEngine, "train_pre_step", train_pre_step)
+    assert trained(base, "died", *words, "log.backends=[file,jsonl]") == undisturbed
+    log = (list_runs(base / "died")[-1].dir / "log.txt").read_text()
+    assert "Restart 1 of 2" in log
+    assert "step_00000002" in log
+    assert not multiprocessing.active_children()
