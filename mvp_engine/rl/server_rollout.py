@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import queue
 import threading
@@ -28,11 +29,12 @@ if TYPE_CHECKING:
 
 API_KEY = "ROLLOUT_API_KEY"  # environment variable: the key of servers that want one
 LOGGER = logging.getLogger("mvp_engine")
+RETRY_SECONDS = 20.0  # between two questions to a server that is gone, while others answer
 BAN = -100.0  # logit bias of a token that is never to be sampled: the least that servers accept
 PROBE = 100.0  # logit bias that makes a token certain
 
 
-class NoServer(RuntimeError):
+class NoServer(UserError):
     """No server of a rollout has answered for a while."""
 
 
@@ -62,6 +64,9 @@ class ServerRollout(ABC):
         self.concurrency = concurrency
         self.wait_seconds = wait_seconds
         self._gone: dict[Server, str] = {}  # servers that do not answer, and why
+        self._asked_at: dict[
+            Server, float
+        ] = {}  # monotonic time of the last question to one that is gone
         self._probed: set[Server] = set()
 
     @abstractmethod
@@ -101,18 +106,24 @@ class ServerRollout(ABC):
     def ready(self) -> list[Server]:
         """The servers that answer and are prepared. Waits for one if there is none."""
         until = time.monotonic() + self.wait_seconds
+        # One that hangs takes seconds to be asked: not in every step, while there are others.
+        asked = [server for server in self.servers if self._may_be_back(server)]
         while True:
-            self.for_each(self.servers, self._prepare)
+            self.for_each(asked, self._prepare)
             ready = [server for server in self.servers if server not in self._gone]
             if ready:
                 return ready
+            asked = self.servers
             if time.monotonic() > until:
                 raise NoServer(self._reasons(f"no server for {self.wait_seconds:g} s"))
             time.sleep(0.2)
 
+    def _may_be_back(self, server: Server) -> bool:
+        return time.monotonic() - self._asked_at.get(server, -1e9) > RETRY_SECONDS
+
     def for_each(self, servers: list[Server], function: Callable[[Server], None]) -> None:
         """Call a function for each server at the same time; a server that is gone is marked so."""
-        with ThreadPoolExecutor(len(servers)) as pool:
+        with ThreadPoolExecutor(max(1, len(servers))) as pool:
             for future in [pool.submit(self._guarded, function, server) for server in servers]:
                 future.result()
 
@@ -125,6 +136,7 @@ class ServerRollout(ABC):
     def _prepare(self, server: Server) -> None:
         server.check()
         self.prepare(server)
+        self._asked_at.pop(server, None)
         if self._gone.pop(server, None) is not None:
             LOGGER.warning("rollout server %s is back", server.url)
 
@@ -132,6 +144,7 @@ class ServerRollout(ABC):
         if server not in self._gone:
             LOGGER.warning("rollout server %s is gone: %s", server.url, error)
         self._gone[server] = str(error)
+        self._asked_at[server] = time.monotonic()
 
     def _reasons(self, what: str) -> str:
         lines = [f"  {server.url}: {self._gone.get(server, '')}" for server in self.servers]
@@ -172,9 +185,9 @@ class ServerRollout(ABC):
                     failed.set()
                     raise
 
-        threads = min(self.concurrency, waiting.qsize())
+        threads = min(self.concurrency, math.ceil(waiting.qsize() / len(servers)))
         with ThreadPoolExecutor(len(servers) * threads) as pool:
-            futures = [pool.submit(work, server) for server in servers for _ in range(threads)]
+            futures = [pool.submit(work, server) for _ in range(threads) for server in servers]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]

@@ -19,6 +19,7 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.rl import server as server_module
+from mvp_engine.rl import server_rollout
 from mvp_engine.rl.openai_rollout import OpenAIRollout
 from mvp_engine.rl.prompts import Prompt
 from mvp_engine.rl.rollout import Sample, Sampling
@@ -209,7 +210,7 @@ def test_vllm_rollout_other_trainer_changes_weights_during_generation_is_generat
 
 
 def test_vllm_rollout_server_killed_in_generation_others_complete_every_prompt_once(
-    fakes: list[FakeVLLM], folder: Path, tmp_path: Path, logged: list[str]
+    fakes: list[FakeVLLM], folder: Path, tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollout = VLLMRollout([fake.url for fake in fakes], folder=tmp_path, concurrency=2)
     rollout.sync(buckets(trainer(folder, 1)), 1)
@@ -218,6 +219,7 @@ def test_vllm_rollout_server_killed_in_generation_others_complete_every_prompt_o
     assert rollout.generate(prompts(12), SAMPLING) == before
     assert f"rollout server {fakes[0].url} is gone" in "\n".join(logged)
     fakes[0].restart()
+    monkeypatch.setattr(server_rollout, "RETRY_SECONDS", 0.0)
     assert rollout.generate(prompts(12), SAMPLING) == before
     assert f"rollout server {fakes[0].url} is back" in "\n".join(logged)
 
