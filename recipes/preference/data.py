@@ -12,13 +12,12 @@ from random import Random
 from typing import Any
 
 from mvp_engine.kit import build_once
-from mvp_engine.kit.data.read.media_source import require_package
+from mvp_engine.kit.digits import is_held_out, write_digits
 from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor, train_tokenizer
 
 SENTENCE = "The next number is {}."
 DIGIT = "Which digit is this?"
 VOCABULARY = 320
-SIDE = 24  # of an image, in pixels
 
 
 def prepare(made: Any) -> None:
@@ -61,19 +60,12 @@ def _numbers(rows: int) -> dict[str, list[dict[str, Any]]]:
 
 def _digits(folder: Path, rows: int) -> dict[str, list[dict[str, Any]]]:
     """Each digit with its name, and with a wrong one."""
-    from PIL import Image
-
     random = Random(0)
-    digits = require_package("sklearn.datasets", "this recipe's images", "demo").load_digits()
-    (folder / "pictures").mkdir()
     made: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
-    for i, (image, label) in enumerate(zip(digits.images[:rows], digits.target[:rows], strict=True)):
-        name = f"pictures/{i:04d}.png"
-        ink = Image.fromarray((255 - image * 255 / 16).astype("uint8")).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-        ink.convert("RGB").save(folder / name)
+    for i, (name, label) in enumerate(write_digits(folder, rows)):
         wrong = random.choice([digit for digit in range(10) if digit != label])
         row = {"prompt": f"<image>{DIGIT}", "chosen": str(label), "rejected": str(wrong), "images": [name]}
-        made["eval" if i % 5 == 4 else "train"].append(row)
+        made["eval" if is_held_out(i) else "train"].append(row)
     return made
 
 

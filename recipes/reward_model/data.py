@@ -1,7 +1,8 @@
-"""The data of the CPU config, built once into a folder: reviews of a meal, of which the kinder one is chosen.
+"""The data of the CPU configs, built once into a folder: reviews of a meal, or names of handwritten digits.
 
-A review is a list of words; its score is the number of good words minus the number of bad ones. Held-out pairs are
-lists of words that no training row has.
+A review is a list of words; its score is the number of good words minus the number of bad ones, and the kinder one is
+chosen. Held-out pairs are lists of words that no training row has. Of a digit, the right name is chosen and a wrong one
+rejected; every fifth digit is held out.
 """
 
 import json
@@ -11,21 +12,24 @@ from random import Random
 from typing import Any
 
 from mvp_engine.kit import build_once
-from mvp_engine.kit.tiny_processors import train_tokenizer
+from mvp_engine.kit.digits import is_held_out, write_digits
+from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor, train_tokenizer
 
 GOOD = ("fresh", "warm", "tasty", "kind", "quick", "lovely")
 BAD = ("stale", "cold", "bland", "rude", "slow", "awful")
 OTHER = ("soup", "bread", "table", "waiter", "salad", "tea")
 QUESTION = "How was the meal?"
+DIGIT = "Which digit is this?"
 
 
 def prepare(made: Any) -> None:
     """Build the folder of the config section `made`, unless it exists."""
-    parameters = {"rows": made.rows, "version": 1}
-    build_once(Path(made.folder), parameters, partial(build, rows=made.rows), "made.folder")
+    sizes = {"rows": made.rows} if made.kind == "text" else {"kind": made.kind, "rows": made.rows}
+    build = build_reviews if made.kind == "text" else build_digits
+    build_once(Path(made.folder), {**sizes, "version": 1}, partial(build, rows=made.rows), "made.folder")
 
 
-def build(folder: Path, rows: int) -> None:
+def build_reviews(folder: Path, rows: int) -> None:
     random = Random(0)
     seen: set[str] = set()
     for split, count in (("train", rows), ("eval", 400)):
@@ -39,9 +43,26 @@ def build(folder: Path, rows: int) -> None:
             better = scores.index(max(scores))
             row = {"prompt": QUESTION, "chosen": texts[better], "rejected": texts[1 - better]}
             pairs.append({**row, "gap": abs(scores[0] - scores[1])})
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+        _write(folder / f"{split}.jsonl", pairs)
     words = " ".join(GOOD + BAD + OTHER)
     train_tokenizer([f"user\n{QUESTION} assistant\n{words}"] * 2, 340).save_pretrained(folder / "processor")
+
+
+def build_digits(folder: Path, rows: int) -> None:
+    random = Random(0)
+    pairs: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
+    for i, (name, digit) in enumerate(write_digits(folder, rows)):
+        wrong = random.choice([other for other in range(10) if other != digit])
+        row = {"prompt": f"<image>{DIGIT}", "chosen": str(digit), "rejected": str(wrong), "images": [name]}
+        pairs["eval" if is_held_out(i) else "train"].append(row)
+    for split, made in pairs.items():
+        _write(folder / f"{split}.jsonl", made)
+    processor = make_qwen3_vl_processor([f"user\n{DIGIT} assistant\n0 1 2 3 4 5 6 7 8 9"] * 2, 320)
+    processor.save_pretrained(folder / "processor")
+
+
+def _write(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def score(text: str) -> int:

@@ -1,6 +1,6 @@
 """A reward model: chosen answers get higher scores than rejected ones."""
 
-from typing import Any
+from typing import Any, Literal
 
 from mvp_engine.config import Section
 from mvp_engine.kit import RewardConfig, RewardEngine
@@ -9,8 +9,9 @@ from .data import prepare
 
 
 class Made(Section):
+    kind: Literal["text", "images"] = "text"
     folder: str  # rows and processor are built into it, once
-    rows: int  # pairs for training
+    rows: int  # pairs for training; of images: how many of the 1,797 digits
 
 
 class ReviewsConfig(RewardConfig):
