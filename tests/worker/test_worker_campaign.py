@@ -18,7 +18,7 @@ from worker_cases import TokenLoss, batch_of, spec_of
 from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.worker import WorkerDied, WorkerGroup
 
-STEPS = 6
+STEPS = 9
 SPEC = spec_of(parallel={"shard": 2}, lora=Lora(rank=4, dropout=0.2), total_steps=STEPS)
 
 
@@ -34,10 +34,11 @@ def step(group: WorkerGroup, number: int, folder: Path) -> None:
 @pytest.mark.campaign(only=True)
 def test_ranks_killed_at_random_moments_end_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
     with WorkerGroup.start(SPEC, ranks=2, where=ForkedLauncher()) as group:
-        begin = time.monotonic()
+        seconds: list[float] = []
         for number in range(STEPS):
+            begin = time.monotonic()
             step(group, number, tmp_path / "calm")
-        seconds = (time.monotonic() - begin) / STEPS
+            seconds.append(time.monotonic() - begin)
         expected = group.checksums()
     draws = random.Random(0)
     deaths: list[str] = []
@@ -46,7 +47,7 @@ def test_ranks_killed_at_random_moments_end_with_the_bits_of_an_undisturbed_run(
         while number < STEPS:
             ranks: list[Any] = group.processes.ranks
             victim = draws.choice(ranks).process.pid
-            killer = threading.Timer(draws.uniform(0.0, 2 * seconds), os.kill, (victim, signal.SIGKILL))
+            killer = threading.Timer(draws.uniform(0.0, 1.3 * min(seconds)), os.kill, (victim, signal.SIGKILL))
             if len(deaths) < 20:
                 killer.start()
             begin = time.monotonic()
@@ -63,5 +64,5 @@ def test_ranks_killed_at_random_moments_end_with_the_bits_of_an_undisturbed_run(
                 if saved:
                     group.load(tmp_path / "killed" / str(max(saved)))
         assert group.checksums() == expected
-    assert len(deaths) >= 10
+    assert len(deaths) >= 5
     assert all("signal SIGKILL" in death for death in deaths if death != "None")

@@ -70,7 +70,11 @@ def _stop_before_bucket(group: WorkerGroup) -> Iterator[Any]:
     yield [("lm_head.weight", torch.zeros(64, 32))]
 
 
-@pytest.mark.parametrize("method", CALLS)
+IN_CAMPAIGN = pytest.mark.campaign(only=True)  # each restarts two processes
+METHODS = [pytest.param(name, marks=() if name in ("update", "receive_weights") else IN_CAMPAIGN) for name in CALLS]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_rank_killed_in_a_call_is_named_and_the_group_restarts_from_its_checkpoint(
     running: WorkerGroup, tmp_path: Path, method: str
 ) -> None:
