@@ -46,11 +46,26 @@ def import_file(file: Path) -> ModuleType:
         name in sys.modules or importlib.util.find_spec(name) is not None
     ):
         name = f"{name}_{hashlib.blake2b(folder.encode(), digest_size=4).hexdigest()}"  # the name is somebody else's
-    if name not in sys.modules:
-        package = ModuleType(name)
-        package.__path__ = [folder]
-        sys.modules[name] = package
+    add_packages({name: folder})
     return importlib.import_module(f"{name}.{file.stem}")
+
+
+_packages: dict[str, str] = {}  # of `add_packages`
+
+
+def add_packages(folders: dict[str, str]) -> None:
+    """Make packages that stand for folders, by their names."""
+    for name, folder in folders.items():
+        if name not in sys.modules:
+            package = ModuleType(name)
+            package.__path__ = [folder]
+            sys.modules[name] = package
+            _packages[name] = folder
+
+
+def added_packages() -> dict[str, str]:
+    """The packages of `import_file`, which another process must add before it can load a pickle of their classes."""
+    return dict(_packages)
 
 
 def _stands_for(name: str, folder: str) -> bool:

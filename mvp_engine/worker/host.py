@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError, reason_of
+from mvp_engine.imports import add_packages, added_packages
 from mvp_engine.process.watchdog import RankWatchdog
 from mvp_engine.worker.errors import WorkerError, WorkerUserError
 from mvp_engine.worker.spec import WorkerSpec
@@ -36,6 +37,7 @@ class Place:
     own_gpu: bool = True  # no other rank computes on the GPU
     watched: bool = False  # the parent process is the controller: end when it dies
     timeout: float = 600.0
+    packages: dict[str, str] = field(default_factory=added_packages)  # of recipes, for their losses
 
     def join(self) -> World:
         """Join the process group of the job. All ranks of the job call it at the same time."""
@@ -57,6 +59,7 @@ class Place:
 
 class WorkerHost:
     def __init__(self, place: Place) -> None:
+        add_packages(place.packages)
         self.place = place
         self.workers: dict[str, Worker] = {}
         if place.rank:  # every rank would repeat a warning

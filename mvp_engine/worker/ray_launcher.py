@@ -145,30 +145,17 @@ class RayLauncher:
             raise WorkerDied(f"an actor died at its start: {_reason(error)}") from error
 
     def _place(self, on_gpus: bool, timeout: float) -> list[Rank]:
-        """Ranks of one node are adjacent: they are those that tensor and sequence parallel groups are made of."""
-        homes: list[Home] = ray.get([actor.home.remote() for actor in self.actors])
-        nodes = list(dict.fromkeys(home.node for home in homes))
-        order = sorted(range(len(homes)), key=lambda i: nodes.index(homes[i].node))
-        self.actors = [self.actors[i] for i in order]
-        homes = [homes[i] for i in order]
-        own_gpu = len({(home.node, home.gpus) for home in homes}) == len(homes)
-        store = ray.get(self.actors[0].open_store.remote()) if len(homes) > 1 else None
-        placed = []
-        for rank, (actor, home) in enumerate(zip(self.actors, homes, strict=True)):
-            ranks_here = [other for other, one in enumerate(homes) if one.node == home.node]
-            place = Place(
-                rank,
-                len(homes),
-                "cuda:0" if on_gpus else "cpu",  # Ray shows an actor its own GPU only
-                store,
-                local_rank=ranks_here.index(rank),
-                local_size=len(ranks_here),
-                own_gpu=own_gpu,
-                timeout=timeout,
-            )
-            placed.append(actor.place.remote(place))
-        ray.get(placed)
-        pairs = zip(self.actors, homes, strict=True)
+        homes: list[Home] = ray.get([actor.home.remote() for actor in self.actors], timeout=timeout)
+        pairs = by_node(list(zip(self.actors, homes, strict=True)))
+        self.actors = [actor for actor, _ in pairs]
+        homes = [home for _, home in pairs]
+        store = ray.get(self.actors[0].open_store.remote(), timeout=timeout)
+        device = "cuda:0" if on_gpus else "cpu"  # Ray shows an actor its own GPU only
+        places = places_of(homes, device, store, timeout)
+        placed = [
+            actor.place.remote(place) for actor, place in zip(self.actors, places, strict=True)
+        ]
+        ray.get(placed, timeout=timeout)
         return [RayRank(actor, rank, home) for rank, (actor, home) in enumerate(pairs)]
 
     def close(self) -> None:
@@ -222,6 +209,34 @@ class RayLauncher:
                 f"(placement strategy {self.strategy}): start fewer ranks, or add nodes"
             )
         return bundles
+
+
+def by_node(actors: list[tuple[Any, Home]]) -> list[tuple[Any, Home]]:
+    """Actors in the order of their ranks. Those of one node are adjacent: tensor and sequence parallel ranks are."""
+    nodes = list(dict.fromkeys(home.node for _, home in actors))
+    return sorted(actors, key=lambda pair: nodes.index(pair[1].node))
+
+
+def places_of(
+    homes: list[Home], device: str, store: tuple[str, int], timeout: float
+) -> list[Place]:
+    """The places of the ranks of a job."""
+    own_gpu = len({(home.node, home.gpus) for home in homes}) == len(homes)
+    places = []
+    for rank, home in enumerate(homes):
+        ranks_here = [other for other, one in enumerate(homes) if one.node == home.node]
+        place = Place(
+            rank,
+            len(homes),
+            device,
+            store,
+            local_rank=ranks_here.index(rank),
+            local_size=len(ranks_here),
+            own_gpu=own_gpu,
+            timeout=timeout,
+        )
+        places.append(place)
+    return places
 
 
 class _Pickler(cloudpickle.CloudPickler):

@@ -1,15 +1,16 @@
-"""A controller with two spawned ranks: prints a loss and the ranks' process ids, then its ranks never return."""
+"""A controller with two ranks: prints a loss and the ranks' process ids, then its ranks never return."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from fault_cases import pids
 from worker_cases import EndlessLoss, TokenLoss, batch_of, spec_of
 
 from mvp_engine.worker import WorkerGroup
 
 if __name__ == "__main__":
-    with WorkerGroup.start(spec_of(), ranks=2, where="spawn") as group:
+    with WorkerGroup.start(spec_of(), ranks=2, where=sys.argv[1]) as group:
         print("loss", group.update(batch_of(5, 3), TokenLoss(), budget=8)[0].loss, flush=True)
-        print("ranks", *(rank.process.pid for rank in group.processes.ranks), flush=True)  # type: ignore[attr-defined]
+        print("ranks", *pids(group), flush=True)
         group.update(batch_of(5, 3), EndlessLoss(), budget=8)

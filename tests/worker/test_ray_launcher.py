@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
-from conftest import run_process
+from conftest import run_process, spawn
+from fault_cases import BATCH, CALLS, check_rank_killed_in_call, pids, wait_until_gone
 from ten_updates import train_by_groups
-from worker_cases import TokenLoss, batch_of, spec_of
+from worker_cases import FailingLoss, TokenLoss, batch_of, spec_of
 
+from mvp_engine.errors import UserError
 from mvp_engine.worker import WorkerError, WorkerGroup
 
 ray = pytest.importorskip("ray")
+from mvp_engine.worker.ray_launcher import Home, RayLauncher, by_node, places_of  # noqa: E402
 
 HERE = Path(__file__).parent
 
@@ -48,3 +55,99 @@ def test_ten_updates_of_actor_and_critic_are_bit_equal_on_every_launcher(tmp_pat
     launchers = ["local", "spawn", "ray"] if ranks == 1 else ["spawn", "ray"]
     for where in launchers:
         assert train_by_groups(where, ranks) == expected, where
+
+
+def test_places_on_two_nodes_have_adjacent_ranks_and_count_those_of_each_node() -> None:
+    nodes = ["a", "b", "a", "b", "b"]
+    homes = [(i, Home(node, node, i, (str(i),))) for i, node in enumerate(nodes)]
+    actors = by_node(homes)
+    assert [actor for actor, _ in actors] == [0, 2, 1, 3, 4]
+    places = places_of([home for _, home in actors], "cuda:0", ("a", 1), 9.0)
+    assert [place.rank for place in places] == [0, 1, 2, 3, 4]
+    assert [(place.local_rank, place.local_size) for place in places] == [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]
+    assert all(place.own_gpu and place.size == 5 and place.store == ("a", 1) for place in places)
+    shared = [Home("a", "a", 1, ("0",)), Home("a", "a", 2, ("0",))]
+    assert not any(place.own_gpu for place in places_of(shared, "cuda:0", ("a", 1), 9.0))
+
+
+# ---- Faults, in an instance that the controller is connected to -----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def instance() -> Iterator[None]:
+    """Three CPUs and two GPUs by name: nothing here computes on them."""
+    ray.init("local", num_cpus=3, num_gpus=2, include_dashboard=False, logging_level="WARNING")
+    yield
+    assert ray.is_initialized(), "groups must not end an instance of somebody else"
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def group(instance: None) -> Iterator[WorkerGroup]:
+    with WorkerGroup.start(spec_of(parallel={"shard": 2}), ranks=2, where="ray") as started:
+        yield started
+
+
+@pytest.fixture
+def running(group: WorkerGroup) -> WorkerGroup:
+    if group.processes.ended is not None:
+        group.restart()
+    return group
+
+
+@pytest.mark.campaign(only=True)
+@pytest.mark.parametrize("method", CALLS)
+def test_ray_rank_killed_in_a_call_is_named_and_the_group_restarts_from_its_checkpoint(
+    running: WorkerGroup, tmp_path: Path, method: str
+) -> None:
+    check_rank_killed_in_call(running, tmp_path, method, r"process \d+ on [\d.]+: The actor is dead")
+
+
+@pytest.mark.campaign(only=True)
+def test_ray_error_on_one_rank_is_named_with_its_traceback_and_ends_the_group(running: WorkerGroup) -> None:
+    started = pids(running)
+    with pytest.raises(WorkerError) as caught:
+        running.update(BATCH, FailingLoss(rank=1), budget=64)
+    error = caught.value
+    assert (error.group, error.rank, error.method) == ("actor", 1, "update")
+    assert "ZeroDivisionError" in error.reason
+    assert "worker_cases.py" in error.remote
+    wait_until_gone(started)
+
+
+@pytest.mark.campaign(only=True)
+def test_ray_without_free_resources_is_a_user_error_and_leaves_the_group_usable(running: WorkerGroup) -> None:
+    begin = time.monotonic()
+    with pytest.raises(UserError, match="the Ray cluster has 1 CPU free, and 2 ranks need 1 CPU each"):
+        WorkerGroup.start(spec_of(), ranks=2, where=RayLauncher(wait=1.0))
+    assert time.monotonic() - begin < 10
+    assert running.update(BATCH, TokenLoss(), budget=64)[0].skipped is None
+
+
+@pytest.mark.campaign(only=True)
+def test_ray_actors_see_one_gpu_each(running: WorkerGroup) -> None:
+    launcher = RayLauncher(cpus=0.5)
+    try:
+        ranks: list[Any] = launcher.start(2, "auto", 60.0)
+        assert sorted(rank.home.gpus for rank in ranks) == [("0",), ("1",)]
+        assert len({rank.home.pid for rank in ranks}) == 2
+    finally:
+        launcher.close()
+    wait_until_gone([rank.home.pid for rank in ranks])
+    assert running.update(BATCH, TokenLoss(), budget=64)[0].skipped is None
+
+
+@pytest.mark.campaign(only=True)
+def test_ray_controller_killed_leaves_no_process() -> None:
+    controller = spawn(str(HERE / "controller.py"), "ray")
+    assert controller.stdout is not None
+    lines = []
+    while not lines or not lines[-1].startswith("ranks "):
+        lines.append(controller.stdout.readline())
+        assert lines[-1], lines
+    ranks = [int(pid) for pid in lines[-1].split()[1:]]
+    children = [child.pid for child in psutil.Process(controller.pid).children(recursive=True)]
+    assert set(ranks) < set(children)
+    controller.kill()
+    controller.wait()
+    wait_until_gone(children, seconds=30.0)

@@ -1,0 +1,78 @@
+"""Deaths of ranks in each call, for every launcher that has processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from worker_cases import TokenLoss, batch_of
+
+from mvp_engine.worker import WorkerDied, WorkerGroup
+
+BATCH = batch_of(7, 3, 12, 5)
+
+
+def pids(group: WorkerGroup) -> list[int]:
+    ranks: list[Any] = group.processes.ranks
+    return [rank.process.pid if hasattr(rank, "process") else rank.home.pid for rank in ranks]
+
+
+def is_gone(pid: int) -> bool:
+    """Ended, or a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until_gone(gone: list[int], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not all(map(is_gone, gone)):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.05)
+
+
+CALLS: dict[str, Callable[[WorkerGroup, Path], Any]] = {
+    "infer": lambda group, _: group.infer(BATCH, ["log_probs"], budget=64),
+    "update": lambda group, _: group.update(BATCH, TokenLoss(), budget=64),
+    "save": lambda group, folder: group.save(folder / "second"),
+    "open_weights": lambda group, _: list(group.weights()),
+    "receive_weights": lambda group, _: group.load_weights(_stop_before_bucket(group)),
+}
+
+
+def _stop_before_bucket(group: WorkerGroup) -> Iterator[Any]:
+    """A stream whose receiving rank 1 stops before the first bucket arrives."""
+    os.kill(pids(group)[1], signal.SIGSTOP)
+    yield [("lm_head.weight", torch.zeros(64, 32))]
+
+
+def check_rank_killed_in_call(group: WorkerGroup, folder: Path, method: str, how: str) -> None:
+    """The death is named with `how` in seconds, and the group restarts from its checkpoint."""
+    group.update(BATCH, TokenLoss(), budget=64)
+    group.save(folder / "actor")
+    before = group.checksums()
+    expected = group.update(BATCH, TokenLoss(), budget=64)
+    started = pids(group)
+    if method != "receive_weights":
+        os.kill(started[1], signal.SIGSTOP)  # so that the call is under way when the rank dies
+    threading.Timer(0.3, os.kill, (started[1], signal.SIGKILL)).start()
+    begin = time.monotonic()
+    with pytest.raises(WorkerDied, match=rf"rank 1 of group actor died in {method}: {how}"):
+        CALLS[method](group, folder)
+    assert time.monotonic() - begin < 10
+    wait_until_gone(started)
+    with pytest.raises(WorkerDied, match=r"has no processes: .* died in .*restart\(\) starts new ones"):
+        group.checksums()
+    group.restart()
+    group.load(folder / "actor")
+    assert group.checksums() == before
+    assert group.update(BATCH, TokenLoss(), budget=64) == expected
+    assert not (folder / "second").exists()
