@@ -6,7 +6,7 @@ states and the output embedding, in chunks of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +46,7 @@ class LanguageModel(PackedModel):
     """
 
     model_type = "language_model"
-    provides = (
+    provides: tuple[str, ...] = (
         "log_probs",
         "entropy",
         "log_z",
@@ -71,6 +71,7 @@ class LanguageModel(PackedModel):
         self.temperature = temperature
         self._excluded: tuple[int, ...] = ()  # tokens of probability 0 in this forward
         self.chunk = chunk  # tokens per chunk of logits
+        self._added: dict[str, Callable[[Tensor, dict[str, Any]], Tensor]] = {}
         config = causal_lm.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.
@@ -94,6 +95,15 @@ class LanguageModel(PackedModel):
         is_multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
         auto_class = AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
         return cls(from_auto(auto_class, config), **options)
+
+    def add_output(self, name: str, compute: Callable[[Tensor, dict[str, Any]], Tensor]) -> None:
+        """Provide one more output per token: `compute(hidden_TD, head)`, inside of the forward.
+
+        `head` has the arguments of `linear_log_probs` for the output embedding, without labels. With
+        sequence parallel the hidden states are those of this rank's tokens.
+        """
+        self._added[name] = compute
+        self.provides = (*self.provides, name)
 
     def base(self) -> nn.Module:
         return self.hf.base_model  # type: ignore[return-value]
@@ -174,6 +184,9 @@ class LanguageModel(PackedModel):
             computed["next_tokens"] = linear_argmax(
                 hidden_TD, weight_VD, **options, **vocab_shard, excluded=never
             )
+        for name in self._added.keys() & set(wanted):
+            head = {"weight_VD": weight_VD, **options, **vocab_shard}
+            computed[name] = self._added[name](hidden_TD, head)
         options["temperature"] = self.temperature
         options["excluded"] = _local_rows(self._excluded, weight_VD, vocab_shard)
         missing = set(wanted) - set(computed)

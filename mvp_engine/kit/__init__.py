@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from mvp_engine.kit.contrastive_settings import ContrastiveConfig, ContrastiveLoss
     from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
     from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
+    from mvp_engine.kit.distil import DistilEngine, DistilLossKit
+    from mvp_engine.kit.distil_settings import Distil, DistilConfig
     from mvp_engine.kit.examples import examples_of
     from mvp_engine.kit.generation import Answer, generate, generate_answers
     from mvp_engine.kit.loss import TokenNormedLossKit
@@ -45,6 +47,10 @@ __all__ = [
     "ContrastiveLossKit",
     "DataSource",
     "Decoding",
+    "Distil",
+    "DistilConfig",
+    "DistilEngine",
+    "DistilLossKit",
     "EvalGeneration",
     "Limits",
     "Lora",

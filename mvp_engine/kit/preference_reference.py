@@ -30,6 +30,7 @@ from mvp_engine.model_engine import ModelEngine, Settings, engine_class
 from mvp_engine.model_engine.base import DTYPES
 
 if TYPE_CHECKING:
+    from mvp_engine.kit.mllm import MLLMEngine
     from mvp_engine.kit.preference_engine import PreferenceEngine
 
 
@@ -44,26 +45,31 @@ def frozen_model(engine: PreferenceEngine) -> Any:
     return model.requires_grad_(False)
 
 
+def frozen_engine(engine: MLLMEngine, model: Any, settings: Settings) -> ModelEngine:
+    """A second model engine on the layout of the first: in a forward step both run the same micro-batch."""
+    dtype = DTYPES[settings.precision]
+    # Half of the memory, and exact: the folder has this dtype.
+    if model.export_dtype == dtype and dtype != torch.float32:
+        cast_frozen_weights(model, dtype)
+    frozen = dataclasses.replace(
+        settings,
+        freeze=(),
+        activation_checkpointing="none",
+        clip_grad_norm=None,
+        spike_sigmas=None,
+        offload="none",
+    )
+    kind = engine_class(engine.config.model.type, engine.config.model.backend)
+    second: ModelEngine = kind(model, engine.layout, frozen)
+    second.initialize()
+    return second
+
+
 class CopyReference:
-    """A second model engine on the layout of the policy: in a forward step both run the same micro-batch."""
+    """A second model engine with the weights that the policy starts from."""
 
     def __init__(self, engine: PreferenceEngine, settings: Settings) -> None:
-        model = frozen_model(engine)
-        dtype = DTYPES[settings.precision]
-        # Half of the memory, and exact: the folder has this dtype.
-        if model.export_dtype == dtype and dtype != torch.float32:
-            cast_frozen_weights(model, dtype)
-        frozen = dataclasses.replace(
-            settings,
-            freeze=(),
-            activation_checkpointing="none",
-            clip_grad_norm=None,
-            spike_sigmas=None,
-            offload="none",
-        )
-        kind = engine_class(engine.config.model.type, engine.config.model.backend)
-        self.engine: ModelEngine = kind(model, engine.layout, frozen)
-        self.engine.initialize()
+        self.engine = frozen_engine(engine, frozen_model(engine), settings)
 
     def log_probs(self, batch: PackedBatch, split: str) -> Tensor:
         with self.engine.eval_mode():
