@@ -67,12 +67,13 @@ def schemas_of(config_file: str | None = None) -> list[type[Config]]:
     if config_file is not None:
         return [find_schema(_read_incomplete(config_file, [])[0])[0]]
     from mvp_engine.kit.contrastive_settings import ContrastiveConfig
+    from mvp_engine.kit.distil_settings import DistilConfig
     from mvp_engine.kit.preference_settings import PreferenceConfig
     from mvp_engine.kit.reward_settings import RewardConfig
     from mvp_engine.kit.settings import MLLMConfig
     from mvp_engine.rl.rl_settings import RLConfig
 
-    return [MLLMConfig, PreferenceConfig, RewardConfig, ContrastiveConfig, RLConfig]
+    return [MLLMConfig, PreferenceConfig, RewardConfig, ContrastiveConfig, DistilConfig, RLConfig]
 
 
 def json_schema(config: Config) -> dict[str, Any]:
