@@ -6,6 +6,7 @@ routes with the back end of files. Its faults are attributes that a test sets.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -87,7 +88,8 @@ class FakeVLLM:
         threading.Thread(target=http.shutdown, daemon=True).start()
         http.socket.close()
         for connection in list(self.connections):
-            connection.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # closed by its own thread meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
 
     def restart(self) -> None:
         self.kill()
