@@ -6,7 +6,6 @@ routes with the back end of files. Its faults are attributes that a test sets.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import socket
@@ -88,7 +87,7 @@ class FakeVLLM:
         threading.Thread(target=http.shutdown, daemon=True).start()
         http.socket.close()
         for connection in list(self.connections):
-            with contextlib.suppress(OSError):  # closed by its own thread meanwhile
+            with suppress(OSError):  # closed by its own thread meanwhile
                 connection.shutdown(socket.SHUT_RDWR)
 
     def restart(self) -> None:
