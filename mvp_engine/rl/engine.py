@@ -6,6 +6,7 @@ and resume are those of every Engine; the models are in `ModelGroups`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import cached_property
@@ -60,6 +61,10 @@ class RLEngine(MLLMEngine):
                 f"RL has one controller, and {world.size} ranks were started. Leave out --nproc; the ranks of the "
                 f"model are workers.where=spawn groups.actor.ranks={world.size}"
             )
+        # What "auto" means for the models. The controller itself computes on a GPU only if the models are with it.
+        self.precision = precision_on(world.device, config.loop.precision)
+        if config.workers.where != "local":
+            world = dataclasses.replace(world, device=torch.device("cpu"))
         super().__init__(config, world, *args, **kwargs)
 
     def reward(self, row: dict[str, Any], answer: Answer) -> float | dict[str, float]:
@@ -105,9 +110,8 @@ class RLEngine(MLLMEngine):
 
     def _build_model_engine(self) -> ModelGroups:  # type: ignore[override]
         self.model = self.prepare_model()  # on the meta device: its shapes, for logs and reports
-        precision = precision_on(self.device, self.config.loop.precision)
         side_files = self.run.dir / "processor"
-        groups = ModelGroups(self.config, precision, self.total_steps, side_files)
+        groups = ModelGroups(self.config, self.precision, self.total_steps, side_files)
         return self._closing.enter_context(closing(groups))
 
     def _open_rewards(self) -> None:
@@ -154,7 +158,7 @@ class RLEngine(MLLMEngine):
         found = self.run.checkpoint_list()
         checkpoint = found[-1] if found else self.checkpoint
         self.__dict__.pop("learner", None)
-        super().__init__(self.config, self.world, self.run, checkpoint, why)
+        MLLMEngine.__init__(self, self.config, self.world, self.run, checkpoint, why)
 
     def before_train(self) -> None:
         self._open_rewards()
@@ -163,7 +167,7 @@ class RLEngine(MLLMEngine):
         self.meter = RLMeter(self.world)
         self.rollout_log.rewind(self.step)
         self.rollout = self._closing.enter_context(closing(self.prepare_rollout()))
-        apart = self.model_engine.samples_apart
+        apart = self.config.rollout.backend != "packed" or self.model_engine.samples_apart
         collector = Collector(self.config, self.feed, self._sample, apart=apart)
         self.collector = self._closing.enter_context(closing(collector))
         self.collector.load_state_dict(self.model_engine.restored_pending)
@@ -275,7 +279,8 @@ class RLEngine(MLLMEngine):
         _log_all(ctx, reward_metrics(rewards) | _sample_metrics(samples))
         _log_all(ctx, pass_metrics(samples, rewards, self.config.evaluation.right_from))
         self.eval_end(ctx)
-        self.rollout_log.write(self.step, "eval", prompts, samples, rewards)
+        if self._training or not self.rollout_log.has(self.step, "eval"):
+            self.rollout_log.write(self.step, "eval", prompts, samples, rewards)
         means, _ = ctx.metrics.reduce()
         self.hub.metrics({"step": ctx.step, "epoch": ctx.epoch, "split": "eval", **means})
         return means

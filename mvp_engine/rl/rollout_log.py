@@ -33,6 +33,11 @@ class RolloutLog:
         kept = [one for one in read_rollouts(self.file) if one["step"] <= step]
         atomic_write_text(self.file, "".join(map(_line, kept)))
 
+    def has(self, step: int, split: str) -> bool:
+        """Are there records of this step already?"""
+        records = read_rollouts(self.file)
+        return any((one["step"], one["split"]) == (step, split) for one in records)
+
     def write(
         self,
         step: int,

@@ -24,6 +24,7 @@ from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.launch import launch, leave
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.process.signals import StopSignals
+from mvp_engine.rl import RLEngine
 from mvp_engine.runs import DIVERGED_PREFIX, Run, checkpoint_step, open_run
 from mvp_engine.tools.replay_search import StepSearch
 
@@ -123,6 +124,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _replay(run: Run, step: int, folder: Path, composed: Composed, world: World) -> int:
+    if issubclass(composed.engine_class, RLEngine):
+        raise UserError(
+            f"mvp replay: {run.dir} is an RL run, whose models are in other processes. The prompts of step {step} "
+            "are in skipped_steps.jsonl, some of its completions in rollouts.jsonl"
+        )
     checkpoint = nearest_checkpoint(run, step)
     place: Path | None = None
     if world.is_main:
