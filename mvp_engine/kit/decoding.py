@@ -20,7 +20,7 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf.kv_cache import KVCache
 from mvp_engine.kit.decode_graph import DecodeGraph, is_supported, try_capture
-from mvp_engine.kit.gumbel_noise import gumbel_noise, sequence_keys
+from mvp_engine.kit.gumbel_noise import sample_tokens, sequence_keys
 from mvp_engine.model_engine import ModelEngine
 
 Finished = Callable[[list[int]], bool]
@@ -252,8 +252,7 @@ class _Group:
             tokens_S = scaled_SV.argmax(-1)
         else:
             likely_SV = _most_likely(scaled_SV, self.decoding)
-            noise_SV = gumbel_noise(self.keys_S, position, scaled_SV.shape[1])
-            tokens_S = noise_SV.add_(likely_SV).argmax(-1)
+            tokens_S = sample_tokens(likely_SV, self.keys_S, position)
         chosen_S = scaled_SV.gather(-1, tokens_S[:, None])[:, 0] - log_z_S
         drawn = zip(self.active, tokens_S.tolist(), chosen_S.tolist(), strict=True)
         unfinished = []

@@ -19,7 +19,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # steps of a counter: 2**64 over the golden ratio, 
 HASH_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST_SHIFT = 31
 MASK = 2**64 - 1
-BLOCK = 2**22  # elements of the noise that are computed at a time: 32 MiB for each temporary
+BLOCK = 2**22  # logits that get their noise at a time: 32 MiB for each temporary
 
 
 def sequence_keys(seed: int, prompt_keys: Sequence[int], samples: int) -> list[int]:
@@ -31,23 +31,40 @@ def sequence_keys(seed: int, prompt_keys: Sequence[int], samples: int) -> list[i
     return keys
 
 
+def sample_tokens(logits_SV: Tensor, keys_S: Tensor, position: int) -> Tensor:
+    """The next token of each sequence, drawn from its float32 logits, where each has written `position` tokens."""
+    of_position_S = _keys_of_position(keys_S, position)
+    if logits_SV.is_cuda:
+        from mvp_engine.kit import gumbel_kernel
+
+        return gumbel_kernel.sample_tokens(logits_SV, of_position_S)
+    rows = max(1, BLOCK // logits_SV.shape[1])
+    chosen = []
+    for logits_RV, keys_R in zip(logits_SV.split(rows), of_position_S.split(rows), strict=True):
+        chosen.append(_noise(keys_R, logits_SV.shape[1]).add_(logits_RV).argmax(-1))
+    return torch.cat(chosen)
+
+
 def gumbel_noise(keys_S: Tensor, position: int, vocab_size: int) -> Tensor:
-    """Noise of the next token, (S, V) float32, where each sequence has written `position` tokens.
+    """The noise that `sample_tokens` adds to logits, (S, V) float32."""
+    return _noise(_keys_of_position(keys_S, position), vocab_size)
+
+
+def _keys_of_position(keys_S: Tensor, position: int) -> Tensor:
+    return _hash_(keys_S + _signed(GOLDEN * (position + 1) & MASK))
+
+
+def _noise(keys_S: Tensor, vocab_size: int) -> Tensor:
+    """Noise from the keys of one position.
 
     Logarithms are those of float64: float32 ones differ in their last bit between devices, and between the vectorized
     part of a tensor and its remainder.
     """
-    of_position_S = _hash_(keys_S + _signed(GOLDEN * (position + 1) & MASK))
     counter_V = torch.arange(1, vocab_size + 1, device=keys_S.device) * _signed(GOLDEN)
-    noise_SV = torch.empty(len(keys_S), vocab_size, device=keys_S.device)
-    rows = max(1, BLOCK // vocab_size)
-    for start in range(0, len(keys_S), rows):
-        bits_RV = _hash_(of_position_S[start : start + rows, None] + counter_V)
-        # 53 bits, in the middle of their interval: neither 0 nor 1, which have no finite noise.
-        uniform_RV = _logical_shift_right(bits_RV, 11).double().add_(0.5).mul_(2.0**-53)
-        # Close to 0 is where the resolution is: there the noise is largest.
-        noise_SV[start : start + rows] = uniform_RV.neg_().log1p_().neg_().log_().neg_()
-    return noise_SV
+    bits_SV = _hash_(keys_S[:, None] + counter_V)
+    # 52 bits, in the middle of their interval: neither 0 nor 1, which have no finite noise.
+    uniform_SV = _logical_shift_right(bits_SV, 12).double().add_(0.5).mul_(2.0**-52)
+    return uniform_SV.log_().neg_().log_().neg_().float()
 
 
 def _hash_(x: Tensor) -> Tensor:

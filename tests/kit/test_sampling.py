@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +19,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.kit import gumbel_noise as noise
 from mvp_engine.kit.decoding import Completion, Decoding, complete, with_completion
-from mvp_engine.kit.gumbel_noise import gumbel_noise, sequence_keys
+from mvp_engine.kit.gumbel_noise import gumbel_noise, sample_tokens, sequence_keys
 from mvp_engine.model_engine import LanguageModelEngine
 
 DRAWS = 20_000
@@ -40,9 +43,12 @@ def p_value(drawn: Tensor, probs: Tensor) -> float:
 def test_gumbel_noise_depends_on_its_key_alone(monkeypatch) -> None:
     keys = keys_of(7, [5, -1, 2**70], samples=2)
     together = gumbel_noise(keys, 3, 1001)
-    monkeypatch.setattr(noise, "BLOCK", 1)
     for row in range(6):
         assert torch.equal(gumbel_noise(keys[row : row + 1], 3, 1001)[0], together[row])
+    logits = torch.randn(6, 1001, generator=torch.Generator().manual_seed(0))
+    for block in (1, 2002, 10_000):
+        monkeypatch.setattr(noise, "BLOCK", block)
+        assert torch.equal(sample_tokens(logits, keys, 3), (logits + together).argmax(-1))
     assert torch.equal(gumbel_noise(keys, 3, 77), together[:, :77])
     others = [keys_of(8, [5, -1, 2**70], 2), keys_of(7, [6, -2, 2**70 + 1], 2)]
     all_noise = torch.cat([together, gumbel_noise(keys, 4, 1001), *(gumbel_noise(one, 3, 1001) for one in others)])
@@ -57,7 +63,33 @@ def test_gumbel_noise_bits_never_change() -> None:
 
 
 KEYS = [-1833405127366507680, 937349279089814987]
-NOISE = [0.89023346, 4.01877308, 0.27552307, -0.30832294, 1.44647717, 2.09871531]
+NOISE = [-0.08480055, -1.39320719, 0.46011606, 1.21668899, -0.44588286, -0.7698285]
+
+
+KERNEL = """
+import torch
+from mvp_engine.kit import gumbel_kernel, gumbel_noise
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+keys = torch.tensor(gumbel_noise.sequence_keys(3, list(range(40)), 1))
+logits = torch.randn(40, 9001, generator=torch.Generator().manual_seed(0))
+logits[:, 5] = float("-inf")
+logits[3, :] = float("-inf")
+logits[3, 9000] = 0.0
+of_position = gumbel_noise._keys_of_position(keys, 7)
+found = gumbel_kernel.sample_tokens(logits.to(device), of_position.to(device))
+assert found.cpu().tolist() == gumbel_noise.sample_tokens(logits, keys, 7).tolist()
+assert found[3] == 9000
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(required=False)
+def test_triton_kernel_samples_the_tokens_of_plain_pytorch() -> None:
+    """In a separate process: without a GPU Triton interprets the kernel, which must be set before it is imported."""
+    environment = {**os.environ, **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
+    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("varied", ["seed", "prompt", "sample", "position"])
