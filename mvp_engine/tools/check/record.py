@@ -16,7 +16,17 @@ from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
 from mvp_engine.tools.check.show import Printer
 
-RESULTS = ("data", "eval_data", "parts", "step", "split", "memory", "training", "evaluation")
+RESULTS = (
+    "data",
+    "eval_data",
+    "parts",
+    "step",
+    "split",
+    "rollouts",
+    "memory",
+    "training",
+    "evaluation",
+)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

@@ -40,7 +40,9 @@ class Printer:
                 self._figure(part["part"], f"{part['parameters']:,} frozen")
                 continue
             rates = ", ".join(f"{value:g}" for value in part["rates"])
-            text = f"{part['trained']:,} of {part['parameters']:,} train, learning rate {rates}"
+            text = f"{part['trained']:,} of {part['parameters']:,} train"
+            if rates:
+                text += f", learning rate {rates}"
             if part["adapters"]:
                 text += f", LoRA on {part['adapters']} layers"
             self._figure(part["part"], text)
@@ -49,6 +51,8 @@ class Printer:
         self.console.print()
         if facts["step"]:
             self._step(facts["step"])
+        if facts["rollouts"]:
+            self._rollouts(facts["rollouts"])
         if facts["memory"]:
             self._memory(facts["memory"])
         if facts["training"]:
@@ -77,6 +81,17 @@ class Printer:
             text += f", MFU {step['mfu']:.1%}"
         self._figure("", f"{text}; {step['data_wait']:.0%} of the time waiting for data")
         self._figure("losses", " ".join(number(loss) for loss in step["losses"]))
+
+    def _rollouts(self, rollouts: dict[str, Any]) -> None:
+        self._figure("rewards", " ".join(number(value) for value in rollouts["reward"]))
+        if rollouts["own_answers"] is not None:
+            self._figure("", f"{number(rollouts['own_answers'])} for the rows' own answers")
+        seconds = [f"{name} {number(value)} s" for name, value in rollouts["seconds"].items()]
+        length = number(rollouts["length"][-1])
+        self._figure("rollouts", f"{length} tokens each; {', '.join(seconds)}")
+        gaps = [gap for gap in rollouts["gap"] if gap is not None]
+        if gaps:
+            self._figure("gap", f"{number(max(gaps))} between sampler and trainer at most")
 
     def _memory(self, memory: dict[str, Any]) -> None:
         total = f"{memory['total_gib']:.1f} GiB"

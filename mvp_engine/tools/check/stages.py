@@ -53,6 +53,7 @@ DIVERGING = 2.0  # the last loss of the steps, relative to the first
 LONG_WAIT = 0.2  # of the step time; with less, three steps say little
 LONG_WAIT_SECONDS = 0.01  # steps of milliseconds always wait
 FEW_STEPS = 10  # of a training on rows: that few hardly train a model
+RL_ENGINE = "mvp_engine.rl.engine.RLEngine"
 LONG_RUN = 3600.0  # seconds; a longer training should save checkpoints
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -134,7 +135,11 @@ class Check:
             engine._read_status()
             check_rare_media(engine)
             self._step_stage(engine, config, recorder.records)
-            if not engine.world.broadcast(bool(record["problems"])):
+            if is_rl(engine):
+                from mvp_engine.tools.check.rl_checks import rollout_stage
+
+                rollout_stage(record, engine, recorder.records)  # type: ignore[arg-type]
+            elif not engine.world.broadcast(bool(record["problems"])):
                 split_stage(record, engine)
             if config.loop.eval_interval or (kit is not None and _has_eval(kit)):
                 record.begin_stage("evaluation")
@@ -163,8 +168,11 @@ class Check:
         plan = record["data"]["plan"]
         if plan:
             record.end_stage(f"{plan['rows']:,} rows, packs {plan['fill']:.1%} full")
-        else:
+        elif kit.is_stream():
             record.end_stage("streams, which have no packing plan")
+        else:
+            rows = sum(source["good"] for source in record["data"]["sources"])
+            record.end_stage(f"{rows:,} prompts")
         return kit
 
     def _check_split(self, kit: MLLMDataKit, split: str, key: str, packs: int) -> None:
@@ -224,7 +232,8 @@ class Check:
         for messages in engine.world.all_gather(engine.nonfinite_losses):
             nonfinite += messages
         record["problems"] += nonfinite or skipped_steps(engine.run.dir)
-        report_unused_parameters(record, engine)
+        if not is_rl(engine):  # its gradients are in workers
+            report_unused_parameters(record, engine)
         if engine.guard.overflows == engine.step:
             record.warning(f"all {engine.step} steps overflowed in fp16: try loop.precision=bf16")
         if not engine.world.is_main:
@@ -241,7 +250,7 @@ class Check:
             "tokens": round(total * mean(tokens)) if total and tokens else None,
         }
         finite = [loss for loss in step["losses"] if loss is not None]
-        if finite and finite[-1] > DIVERGING * finite[0] > 0:
+        if not is_rl(engine) and finite and finite[-1] > DIVERGING * finite[0] > 0:
             record.warning(
                 f"the loss rises from {finite[0]:.4g} to {finite[-1]:.4g} in {engine.step} steps: lower optim.lr, or "
                 "lengthen the warm-up"
@@ -270,6 +279,8 @@ class Check:
         if data:
             plan = data["plan"]
             samples = round(plan["rows"] / plan["steps"], 1) if plan else None
+            if is_rl(engine):
+                samples = engine.global_batch_size
         return {
             "seconds": seconds,
             "first_seconds": records[0]["perf"]["step_s"],
@@ -329,6 +340,11 @@ def is_known_metric(name: str, metrics: list[str], sources: list[str]) -> bool:
                 if name in [prefix + other for other in sources]:
                     return True
     return False
+
+
+def is_rl(engine: CheckedEngine) -> bool:
+    """Whether the engine is the controller of an RL training; without importing what only these need."""
+    return any(f"{base.__module__}.{base.__name__}" == RL_ENGINE for base in type(engine).__mro__)
 
 
 def _has_eval(kit: MLLMDataKit) -> bool:
