@@ -198,7 +198,7 @@ def test_rl_run_killed_at_20_moments_and_resumed_is_bit_equal(base: Path, tmp_pa
     ends = []
     for folder in ("straight", "killed"):
         (file,) = (tmp_path / folder).glob("*/checkpoints/step_00000070/actor/rank_00000.safetensors")
-        ends.append({k: v for k, v in load_file(file).items() if not k.startswith("rank.")})
+        ends.append({k: v for k, v in load_file(file).items() if k.startswith(("model.", "optim."))})
     assert_same_bits(*ends)
 
 
