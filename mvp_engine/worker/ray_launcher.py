@@ -8,9 +8,13 @@ the receiver reads without a copy.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,9 +178,13 @@ class RayLauncher:
     # ---- Ray and its resources ------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        if not ray.is_initialized():
-            # 10 s are too short for a raylet on a busy machine.
-            os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+        if ray.is_initialized():
+            if self.users:
+                self.users.add(self)
+            return
+        # 10 s are too short for a raylet on a busy machine.
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+        with _own_signal_handlers():
             try:
                 ray.init("auto", logging_level="WARNING")
             except ConnectionError:
@@ -186,8 +194,6 @@ class RayLauncher:
                 options = {"num_cpus": cpus, "include_dashboard": False}
                 ray.init("local", logging_level="WARNING", **options)
                 self.users.add(self)
-        elif self.users:
-            self.users.add(self)
 
     def _on_gpus(self, device: str) -> bool:
         gpus = ray.cluster_resources().get("GPU", 0) if device != "cpu" else 0
@@ -209,6 +215,15 @@ class RayLauncher:
                 f"(placement strategy {self.strategy}): start fewer ranks, or add nodes"
             )
         return bundles
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Keep the handler of SIGTERM, which ray.init replaces: a training stops after its step and saves."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if before is not signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 def by_node(actors: list[tuple[Any, Home]]) -> list[tuple[Any, Home]]:

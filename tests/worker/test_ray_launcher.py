@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,13 +26,19 @@ from mvp_engine.worker.ray_launcher import Home, RayLauncher, by_node, places_of
 HERE = Path(__file__).parent
 
 
+def _on_sigterm(*_: object) -> None:
+    """The handler of a training, which ray.init must not replace."""
+
+
 @pytest.mark.slow
 def test_ray_group_updates_and_names_the_rank_of_an_error() -> None:
     batch = batch_of(7, 3, 12, 5)
     with WorkerGroup.start(spec_of()) as local:
         expected = local.update(batch, TokenLoss(), budget=16)
         log_probs_T = local.infer(batch, ["log_probs"], budget=64)["log_probs"]
+    before = signal.signal(signal.SIGTERM, _on_sigterm)
     with WorkerGroup.start(spec_of(parallel={"shard": 2}), ranks=2, where="ray") as group:
+        assert signal.signal(signal.SIGTERM, before) is _on_sigterm
         numbers = group.update(batch, TokenLoss(), budget=16)
         assert numbers[0].loss == pytest.approx(expected[0].loss, abs=1e-5)
         found_T = group.infer(batch, ["log_probs"], budget=64)["log_probs"]
