@@ -184,16 +184,15 @@ class RayLauncher:
             return
         # 10 s are too short for a raylet on a busy machine.
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         with _own_signal_handlers():
             try:
-                ray.init("auto", logging_level="WARNING")
-            except ConnectionError:
-                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-                # Ranks may be more than cores, as with other launchers: nobody else uses this instance.
+                # Ranks may be more than cores, as with other launchers: nobody else uses an instance of our own.
                 cpus = max(os.cpu_count() or 1, 256)
-                options = {"num_cpus": cpus, "include_dashboard": False}
-                ray.init("local", logging_level="WARNING", **options)
+                ray.init(num_cpus=cpus, include_dashboard=False, logging_level="WARNING")
                 self.users.add(self)
+            except ValueError:  # a cluster has its own number of CPUs
+                ray.init(logging_level="WARNING")
 
     def _on_gpus(self, device: str) -> bool:
         gpus = ray.cluster_resources().get("GPU", 0) if device != "cpu" else 0
