@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -99,9 +100,18 @@ def shown(method: str) -> str:
     return method.strip("_")
 
 
-def devices_of_node(device: str, ranks: int) -> list[str]:
-    """The devices of the ranks of one machine, for a `device` of auto, cpu or cuda."""
+def devices_of_node(device: str, ranks: int, users: Counter[str] | None = None) -> list[str]:
+    """Devices of this machine for so many ranks, for a `device` of auto, cpu or cuda.
+
+    `users` counts the ranks of other groups by device: those with fewest are taken.
+    """
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and not gpus:
         raise UserError("device=cuda, but torch sees no GPU here. Set device=auto or device=cpu.")
-    return [f"cuda:{rank % gpus}" if gpus else "cpu" for rank in range(ranks)]
+    known = [f"cuda:{gpu}" for gpu in range(gpus)] or ["cpu"]
+    users = Counter(users)
+    chosen = []
+    for _ in range(ranks):
+        chosen.append(min(known, key=users.__getitem__))
+        users[chosen[-1]] += 1
+    return chosen

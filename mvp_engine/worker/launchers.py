@@ -14,10 +14,11 @@ import signal
 import threading
 import time
 import traceback
+from collections import Counter
 from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -160,12 +161,19 @@ class SpawnRank:
 
 
 class SpawnLauncher:
+    users: ClassVar[Counter[str]] = (
+        Counter()
+    )  # ranks of all groups by device: groups apart get GPUs apart
+
     def __init__(self) -> None:
         self.ranks: list[SpawnRank] = []
+        self.devices: list[str] = []
         self.store: Any = None  # the job's TCPStore
 
     def start(self, ranks: int, device: str, timeout: float) -> list[Rank]:
-        devices = devices_of_node(device, ranks)
+        devices = devices_of_node(device, ranks, self.users)
+        self.devices = devices
+        self.users.update(devices)
         host = "127.0.0.1"
         if ranks > 1:
             self.store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -203,6 +211,8 @@ class SpawnLauncher:
             rank.process.kill()
         for rank in self.ranks:
             rank.kill()
+        self.users.subtract(self.devices)
+        self.devices = []
         self.ranks = []
         self.store = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from worker_cases import TokenLoss, batch_of, spec_of
 from mvp_engine.errors import UserError
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.worker import WorkerGroup, WorkerUserError
+from mvp_engine.worker.host import devices_of_node
 
 LENGTHS = (7, 3, 12, 5, 9, 4, 2)
 SAMPLED = Decoding(max_new_tokens=4, temperature=1.0, samples=2, seed=5)
@@ -108,3 +110,16 @@ def test_group_user_errors_name_the_fix_and_leave_the_group_usable() -> None:
         WorkerGroup.start(spec_of(), ranks=2)
     with pytest.raises(UserError, match=r"none of local, spawn, ray\. Did you mean spawn\?"):
         WorkerGroup.start(spec_of(), where="spwan")
+
+
+def test_devices_of_groups_with_processes_of_their_own_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    actor = devices_of_node("auto", 2)
+    assert actor == ["cuda:0", "cuda:1"]
+    assert devices_of_node("auto", 2, Counter(actor)) == ["cuda:2", "cuda:3"]
+    assert devices_of_node("auto", 3, Counter(actor)) == ["cuda:2", "cuda:3", "cuda:0"]
+    assert devices_of_node("cpu", 2) == ["cpu", "cpu"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert devices_of_node("auto", 1) == ["cpu"]
+    with pytest.raises(UserError, match="torch sees no GPU here"):
+        devices_of_node("cuda", 1)
