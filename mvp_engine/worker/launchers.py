@@ -161,9 +161,8 @@ class SpawnRank:
 
 
 class SpawnLauncher:
-    users: ClassVar[Counter[str]] = (
-        Counter()
-    )  # ranks of all groups by device: groups apart get GPUs apart
+    # Ranks of all groups by device: groups with processes of their own get GPUs apart.
+    users: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
         self.ranks: list[SpawnRank] = []
