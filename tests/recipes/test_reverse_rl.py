@@ -79,6 +79,20 @@ def test_rl_grpo_step_logs_rewards_gap_and_rollouts_and_exports(base: Path) -> N
     assert "rollouts" in (run.dir / "report.html").read_text().lower()
 
 
+@pytest.mark.campaign(only=True)
+def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(base: Path) -> None:
+    words = ["evaluation={samples: 2, temperature: 1.0}", "loop.eval_interval=3"]
+    before = trained(base, "report", *words)
+    run = list_runs(base / "report")[-1]
+    rollouts = (run.dir / "rollouts.jsonl").read_text()
+    after = trained(base, "report", *words, "workflow=report", "resume=auto")
+    assert after == [*before, before[-1]]
+    assert (run.dir / "rollouts.jsonl").read_text() == rollouts
+    assert (run.dir / "report.html").is_file()
+    assert (run.dir / "hf_step_3" / "model.safetensors").is_file()
+    assert main(["replay", str(run.dir), "--step", "2"]) == EXIT_USER_ERROR
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
