@@ -194,3 +194,12 @@ def test_collector_at_the_end_of_the_last_epoch_returns_none() -> None:
     assert [keys for keys, _ in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     behind = steps(collector(policy, size=2, epochs=2, behind=1), policy, 0, 9)
     assert [keys for keys, _ in behind] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_experience_samples_without_a_reward_or_a_token_are_not_trained() -> None:
+    samples = [Sample(0, [5], [-0.1], 0, "stop"), Sample(0, [], [], 0, "stop"), Sample(0, [6], [-0.2], 0, "length")]
+    made = Experience([prompt(0)], samples, [Reward(1.0), Reward(0.0), Reward(None, error="ValueError")])
+    assert made.trainable() == [0]
+    assert made.prompts_with_signal() == [0]
+    made.rewards[1] = Reward(1.0)
+    assert made.prompts_with_signal() == []
