@@ -1,101 +1,159 @@
-"""Check a reward and the batches of an RL recipe: right answers win, labels are the sampled tokens, as they were drawn.
+"""Check an RL recipe by one step: the sign of its reward, the tokens and the mask that it trains on, and its update.
 
-check.py [FILE.py:NAME]        # see SKILL.md
+check.py CONFIG [key=value ...] [--answer COLUMN]    # see SKILL.md
 """
 
 from __future__ import annotations
 
-import inspect
-import math
+import argparse
+import tempfile
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from mvp_engine.config import compose
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.kit.tiny_processors import train_tokenizer
-from mvp_engine.rl import Answer, RLEngine, Sample
-from mvp_engine.rl.batches import rollout_batch
-from mvp_engine.rl.prompts import Prompt
-from mvp_engine.tools.skill_check import check_loss
+from mvp_engine.distributed import World
+from mvp_engine.engine.resume import choose_start
+from mvp_engine.rl import Answer, Prompt, Sample
 
-TOKENIZER = train_tokenizer(["abab baba"] * 4, 300)
-ROWS = [{"prompt": f"Say {word}", "answer": word} for word in ("one", "two", "three")]
-
-
-def problems(checked: Any) -> list[str]:
-    """The problems of an engine, a reward or a function that makes batches, one sentence each."""
-    if isinstance(checked, type):
-        rows = getattr(checked, "check_rows", ROWS)
-        return reward_problems(lambda row, answer: checked.reward(None, row, answer), rows)
-    if len(inspect.signature(checked).parameters) == 2 and "samples" in inspect.signature(checked).parameters:
-        return batch_problems(checked)
-    return reward_problems(checked, ROWS)
+COLUMNS = ("answer", "solution", "completion")
+MAX_GAP = 0.05
+OVERRIDES = ["log.backends=[jsonl]", "log.interval=1", "loop.total_steps=1", "loop.epochs=null", "loop.precision=fp32"]
+OVERRIDES += ["device=cpu", "resume=null", "workflow=train", "checkpoint.interval=null", "checkpoint.best_metric=null"]
+OVERRIDES += ["loop.eval_interval=null", "export=null", "rl.updates=1", "rl.behind=0", "optim.warmup_steps=0"]
+OVERRIDES += ["optim.lr=1e-4", "optim.schedule=constant", "optim.weight_decay=0", "model.compile=null"]
 
 
-def reward_problems(reward: Any, rows: list[dict[str, Any]]) -> list[str]:
-    found = []
-    for row, other in zip(rows, [*rows[1:], rows[0]], strict=True):
-        right = _reward(reward, row, str(row["answer"]))
-        for wrong in (str(other["answer"]), ""):
-            value = _reward(reward, row, wrong)
-            if not (math.isfinite(right) and math.isfinite(value)):
-                found.append(f"a reward is not finite: {right} or {value}")
-            elif right <= value:
-                found.append(
-                    f"the answer {row['answer']!r} has the reward {right:g}, and {wrong!r} has {value:g}, which is not "
-                    "lower: is the sign wrong, or does it read another column?"
-                )
-    return found[:3]
+def problems(config: str, overrides: list[str], answer: str | None = None) -> list[str]:
+    """The problems of an RL recipe, one sentence each."""
+    composed = compose(config, [*overrides, *OVERRIDES])
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(0, 1, 0, 1, torch.device("cpu"))
+        # Not as an override: other keys may depend on project.dir.
+        project = composed.config.project.model_copy(update={"dir": folder, "run_id": None})
+        settings = composed.config.model_copy(update={"project": project})
+        engine: Any = composed.engine_class(settings, world, choose_start(settings).run)
+        step = OneStep(engine)
+        with engine:
+            engine.train()
+        if step.trained is None:
+            return ["no completion was trained on: all rewards failed, or all completions are empty"]
+        columns = COLUMNS if answer is None else (answer,)
+        return [*reward_problems(engine, step.prompts, columns), *batch_problems(step), *step.update_problems()]
 
 
-def _reward(reward: Any, row: dict[str, Any], text: str) -> float:
-    tokens = TOKENIZER(text).input_ids
-    returned = reward(row, Answer(text, tokens, "stop", [-0.1] * len(tokens), 0))
-    return float(sum(returned.values()) if isinstance(returned, dict) else returned)
+class OneStep:
+    """Records what a step of an engine samples, trains on, and changes."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.prompts: list[Prompt] = []
+        self.samples: list[Sample] = []
+        self.rewards: list[float] = []
+        self.trained: PackedBatch | None = None
+        self._learn = engine._learn
+        engine._learn = self._recorded
+
+    def _recorded(self, ctx: Any, experience: Any) -> Any:
+        chosen = experience.trainable()
+        self.prompts = experience.prompts
+        self.samples = [experience.samples[i] for i in chosen]
+        self.rewards = [experience.rewards[i].value for i in chosen]
+        update = self.engine.learner.update
+
+        def recorded(batch: PackedBatch, step: int) -> Any:
+            self.trained = batch
+            self.before = self._log_probs(batch)
+            found = update(batch, step)
+            self.after = self._log_probs(batch)
+            return found
+
+        self.engine.learner.update = recorded
+        return self._learn(ctx, experience)
+
+    def _log_probs(self, batch: PackedBatch) -> Tensor:
+        """The log-prob of each sequence's tokens with a label."""
+        log_probs_T: Tensor = self.engine.learner._log_probs(batch)
+        return torch.stack([one.sum() for one in log_probs_T.split(batch.lengths.tolist())])
+
+    def update_problems(self) -> list[str]:
+        """The log-probs of answers with a reward above their group's mean rise more than those of the others."""
+        rewards_S = torch.tensor(self.rewards)
+        groups_S = torch.tensor([sample.prompt for sample in self.samples])
+        centred_S = torch.empty_like(rewards_S)
+        for group in groups_S.unique():
+            own = groups_S == group
+            centred_S[own] = rewards_S[own] - rewards_S[own].mean()
+        if not bool((centred_S != 0).any()):
+            return ["all completions of each prompt have the same reward: there is nothing to learn from this step"]
+        if float((centred_S * (self.after - self.before)).sum()) <= 0:
+            return [
+                "the update lowers the log-probs of answers with a higher reward: a wrong sign, or a wrong advantage"
+            ]
+        return []
 
 
-def batch_problems(make: Any) -> list[str]:
-    """`make(prompts, samples)` must train on the tokens that were drawn, wherever a tokenizer would cut the text."""
-    letters = TOKENIZER.convert_tokens_to_ids(["a", "b"])
-    prompts = [_prompt(0, TOKENIZER("baba").input_ids), _prompt(1, TOKENIZER("ab ab").input_ids)]
-    drawn = [letters * 2, [*letters, TOKENIZER.eos_token_id]]  # "abab" and "ab", letter by letter
-    samples = [Sample(i, tokens, [-0.5] * len(tokens), 0, "stop") for i, tokens in enumerate(drawn)]
-    batch: PackedBatch = make(prompts, samples)
-    found = []
+def reward_problems(engine: Any, prompts: list[Prompt], columns: tuple[str, ...]) -> list[str]:
+    """The row's own answer has a higher reward than the answer of another row, and than none."""
+    found = next((name for name in columns if all(isinstance(one.row.get(name), str) for one in prompts)), None)
+    if found is None:
+        if columns == COLUMNS:
+            return []  # nothing to compare with
+        return [f"the rows have no column {columns[0]} of text"]
+    right = wrong = 0.0
+    for i, prompt in enumerate(prompts):
+        others = {one.row[found] for one in prompts[i + 1 :] + prompts[:i]} - {prompt.row[found]}
+        right += _total(engine, prompt.row, prompt.row[found])
+        wrong += max(_total(engine, prompt.row, text) for text in ["", *sorted(others)[:3]])
+    if right <= wrong:
+        means = f"{right / len(prompts):.3f} and {wrong / len(prompts):.3f}"
+        return [f"the reward does not prefer a row's own {found} to another answer: the means are {means}"]
+    return []
+
+
+def _total(engine: Any, row: dict[str, Any], text: str) -> float:
+    tokens = engine.tokenizer.encode(text)
+    value = engine.reward(row, Answer(text, tokens, "stop", [0.0] * len(tokens), 0))
+    return float(sum(value.values()) if isinstance(value, dict) else value)
+
+
+def batch_problems(step: OneStep) -> list[str]:
+    """The batch of the update has the tokens that were sampled, loss on them alone, and the sampler's log-probs."""
+    batch = step.trained
+    assert batch is not None
+    if batch.num_sequences != len(step.samples):
+        return [f"the update has {batch.num_sequences} sequences for {len(step.samples)} completions"]
+    found: dict[str, None] = {}
     lengths = batch.lengths.tolist()
-    for i, (ids, labels) in enumerate(zip(batch.input_ids.split(lengths), batch.labels.split(lengths), strict=True)):
-        wanted = prompts[i].batch.input_ids.tolist() + drawn[i]
-        if ids.tolist() != wanted:
-            found.append(f"sample {i} was drawn as {drawn[i]}, and the batch has other tokens: was it tokenized again?")
+    parts = zip(batch.input_ids.split(lengths), batch.labels.split(lengths), strict=True)
+    old = batch.token_fields["old_log_probs"].split(lengths)
+    for sample, (ids, labels), old_T in zip(step.samples, parts, old, strict=True):
+        start = step.prompts[sample.prompt].batch.num_tokens
+        if ids[start:].tolist() != sample.tokens:
+            found["the tokens of a completion are not those that were sampled: it was tokenized again"] = None
             continue
-        first = len(wanted) - len(drawn[i]) - 1
-        expected = [IGNORE] * first + drawn[i] + [IGNORE]
-        if labels.tolist() != expected:
-            found.append(
-                f"sample {i}: labels[t] must be the token after t, for the sampled tokens alone; the mask is wrong"
-            )
-    return found
+        has_loss = (labels != IGNORE).nonzero()[:, 0].tolist()
+        if has_loss and has_loss[0] < start - 1:
+            found["the loss covers tokens of the prompt"] = None
+        elif has_loss != list(range(start - 1, len(ids) - 1)):
+            found["the loss leaves out tokens of a completion"] = None
+        elif float((old_T[has_loss] - torch.tensor(sample.log_probs)).abs().max()) > MAX_GAP:
+            found["old log-probs are not those of the sampler: another temperature, or another alignment"] = None
+    return list(found)
 
 
-def _prompt(key: int, ids: list[int]) -> Prompt:
-    batch = PackedBatch.from_sequences([torch.tensor(ids)])
-    batch.labels.fill_(IGNORE)
-    return Prompt(key, {}, batch, ids, [], "rows", f"row {key}", key)
-
-
-def of_kit(prompts: list[Prompt], samples: list[Sample]) -> PackedBatch:
-    return rollout_batch(prompts, samples)
-
-
-class Example(RLEngine):
-    def reward(self, row: dict[str, Any], answer: Answer) -> float:
-        return float(answer.text == row["answer"])
-
-
-def kit_problems(checked: Any) -> list[str]:
-    """Of the kit: its batches, and the example's reward."""
-    return problems(of_kit) + problems(Example) if checked is None else problems(checked)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--answer", metavar="COLUMN", help="the column with the right answer")
+    args = parser.parse_intermixed_args()
+    found = problems(args.config, args.overrides, args.answer)
+    print("\n".join(found) or "ok")
+    return bool(found)
 
 
 if __name__ == "__main__":
-    check_loss(kit_problems, None)
+    raise SystemExit(main())

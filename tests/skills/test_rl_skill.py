@@ -1,68 +1,93 @@
-"""The rl skill's check passes on the kit and the recipe, and fails on rewards and batches with common errors."""
+"""The check of the rl skill passes on a correct recipe and fails on common errors."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import yaml
 from conftest import ROOT
 
-from mvp_engine.data.batch import IGNORE
 from mvp_engine.imports import import_file
-from mvp_engine.rl import Sample
-from mvp_engine.rl.batches import rollout_batch
 
-check = import_file(ROOT / "skills" / "rl" / "check.py")
+CHECK: Any = import_file(ROOT / "skills" / "rl" / "check.py")
+CONFIGS = ROOT / "recipes" / "reverse_rl" / "configs"
+ENGINES = """
+import torch
 
-
-def test_check_of_the_kit_and_of_the_recipe_passes() -> None:
-    assert check.kit_problems(None) == []
-    recipe = import_file(ROOT / "recipes" / "reverse_rl" / "engine.py")
-    assert check.problems(recipe.ReverseEngine) == []
+from mvp_engine.data.batch import PackedBatch
+from reverse_rl.engine import ReverseEngine
 
 
-def wrong_sign(row: dict[str, Any], answer: Any) -> float:
-    return -float(answer.text == row["answer"])
+class Right(ReverseEngine):
+    def reward(self, row, answer):  # random weights have some of it
+        return len(set(answer.text) & set(row["answer"])) / len(set(row["answer"]))
 
 
-def other_column(row: dict[str, Any], answer: Any) -> float:
-    return float(answer.text == row["prompt"])
+class WrongSign(Right):
+    def reward(self, row, answer):
+        return -super().reward(row, answer)
 
 
-def not_a_number(row: dict[str, Any], answer: Any) -> dict[str, float]:
-    return {"exact": float("nan")}
+class WrongMask(Right):
+    def train_pre_step(self, ctx):
+        batch = ctx.micro_batches[0]
+        batch.labels[:-1] = batch.input_ids[1:]
 
 
-def tokenized_again(prompts: Any, samples: Any) -> Any:
-    texts = [check.TOKENIZER.decode(sample.tokens) for sample in samples]
-    new = [check.TOKENIZER(text).input_ids for text in texts]
-    return rollout_batch(prompts, [Sample(i, ids, [0.0] * len(ids), 0, "stop") for i, ids in enumerate(new)])
+class TokenizedAgain(Right):
+    def train_pre_step(self, ctx):
+        batch = ctx.micro_batches[0]
+        has_loss = batch.labels != -100
+        old = batch.labels[has_loss].tolist()
+        new = self.tokenizer.encode(self.tokenizer.decode(old), add_special_tokens=False)
+        new = torch.tensor((new + old)[: len(old)])
+        batch.input_ids[1:][has_loss[:-1]] = new
+        batch.labels[has_loss] = new
 
 
-def labels_not_shifted(prompts: Any, samples: Any) -> Any:
-    batch = rollout_batch(prompts, samples)
-    return replace(batch, labels=torch.where(batch.labels == IGNORE, IGNORE, batch.input_ids))
+class WrongAdvantages(Right):
+    def train_pre_step(self, ctx):
+        ctx.micro_batches[0].token_fields["advantages"].neg_()
 
 
-def labels_of_prompts_too(prompts: Any, samples: Any) -> Any:
-    batch = rollout_batch(prompts, samples)
-    labels = batch.labels.clone()
-    labels[0] = batch.input_ids[1]
-    return replace(batch, labels=labels)
+class Shifted(Right):
+    def train_pre_step(self, ctx):
+        fields = ctx.micro_batches[0].token_fields
+        fields["old_log_probs"] = fields["old_log_probs"].roll(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("rl_skill")
+    (folder / "engines.py").write_text(ENGINES)
+    import_file(ROOT / "recipes" / "reverse_rl" / "engine.py")  # as the package reverse_rl
+    config = yaml.safe_load((CONFIGS / "sft.yaml").read_text())["model"]["config"]
+    small = [f"model.config.{key}={value}" for key, value in config.items()]
+    return [*small, "model.path=null", f"project.dir={folder}", "made.rows=40", "reward.workers=0", "rl.prompts=4"]
+
+
+def test_rl_check_of_a_correct_recipe_passes(words: list[str]) -> None:
+    assert CHECK.problems(str(CONFIGS / "grpo.yaml"), [*words, engine(words, "Right")]) == []
 
 
 @pytest.mark.parametrize(
-    ("checked", "said"),
+    ("name", "said"),
     [
-        (wrong_sign, "sign wrong"),
-        (other_column, "another column"),
-        (not_a_number, "not finite"),
-        (tokenized_again, "tokenized again"),
-        (labels_not_shifted, "mask is wrong"),
-        (labels_of_prompts_too, "mask is wrong"),
+        ("WrongSign", "the reward does not prefer a row's own answer"),
+        ("WrongMask", "the loss covers tokens of the prompt"),
+        ("TokenizedAgain", "it was tokenized again"),
+        ("WrongAdvantages", "lowers the log-probs of answers with a higher reward"),
+        ("Shifted", "old log-probs are not those of the sampler"),
     ],
 )
-def test_check_of_a_wrong_reward_or_batch_names_the_error(checked: Any, said: str) -> None:
-    assert any(said in problem for problem in check.problems(checked))
+def test_rl_check_of_a_recipe_with_an_error_names_it(name: str, said: str, words: list[str]) -> None:
+    found = CHECK.problems(str(CONFIGS / "grpo.yaml"), [*words, engine(words, name)])
+    assert any(said in problem for problem in found), found
+
+
+def engine(words: list[str], name: str) -> str:
+    folder = next(word for word in words if word.startswith("project.dir="))
+    return f"engine={Path(folder.removeprefix('project.dir=')) / 'engines.py'}:{name}"
