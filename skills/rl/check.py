@@ -79,9 +79,11 @@ class OneStep:
         return torch.stack([one.sum() for one in log_probs_T.split(batch.lengths.tolist())])
 
     def update_problems(self) -> list[str]:
-        """The log-probs of answers with a reward above their group's mean rise more than those of the others."""
+        """The log-probs of answers with a reward above the mean of their prompt rise more than those of the others."""
         rewards_S = torch.tensor(self.rewards)
         groups_S = torch.tensor([sample.prompt for sample in self.samples])
+        if len(groups_S.unique()) == len(groups_S):  # one completion per prompt: compared over the step
+            groups_S = torch.zeros_like(groups_S)
         centred_S = torch.empty_like(rewards_S)
         for group in groups_S.unique():
             own = groups_S == group
@@ -89,9 +91,7 @@ class OneStep:
         if not bool((centred_S != 0).any()):
             return ["all completions of each prompt have the same reward: there is nothing to learn from this step"]
         if float((centred_S * (self.after - self.before)).sum()) <= 0:
-            return [
-                "the update lowers the log-probs of answers with a higher reward: a wrong sign, or a wrong advantage"
-            ]
+            return ["the update lowers the log-probs of answers with a higher reward: are the advantages right?"]
         return []
 
 
@@ -107,7 +107,7 @@ def reward_problems(engine: Any, prompts: list[Prompt], columns: tuple[str, ...]
         others = {one.row[found] for one in prompts[i + 1 :] + prompts[:i]} - {prompt.row[found]}
         right += _total(engine, prompt.row, prompt.row[found])
         wrong += max(_total(engine, prompt.row, text) for text in ["", *sorted(others)[:3]])
-    if right <= wrong:
+    if not right > wrong:  # or one is NaN
         means = f"{right / len(prompts):.3f} and {wrong / len(prompts):.3f}"
         return [f"the reward does not prefer a row's own {found} to another answer: the means are {means}"]
     return []
