@@ -33,6 +33,7 @@ from mvp_engine.kit.tiny_processors import train_tokenizer
 from mvp_engine.rl.openai_rollout import OpenAIRollout
 from mvp_engine.rl.prompts import Prompt
 from mvp_engine.rl.rollout import Sample, Sampling
+from mvp_engine.rl.server import Server, ServerGone
 from mvp_engine.rl.vllm_plugin import BACKEND
 from mvp_engine.rl.vllm_rollout import VLLMRollout
 from mvp_engine.worker.group import WorkerGroup
@@ -101,9 +102,9 @@ class VLLMServer:
             )
         while True:
             try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                Server(self.url).check()
                 return time.monotonic() - started
-            except OSError:
+            except ServerGone:
                 if self.process.poll() is not None:
                     raise SystemExit(self.log.read_text()[-3000:]) from None
                 time.sleep(0.5)
