@@ -129,6 +129,8 @@ class FakeVLLM:
                     return {"weight_version": self.version}
                 case "/update_weight_version":
                     self.version = body["new_version"]
+                case "/is_paused":
+                    return {"is_paused": self.paused}
                 case "/pause":
                     self.paused = True
                 case "/resume":

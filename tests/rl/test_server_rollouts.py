@@ -271,6 +271,7 @@ def test_vllm_rollout_after_a_trainer_killed_in_an_update_replaces_its_weights(
     fake.paused = fake.updating = True
     fake.version = "mvp-0123-incomplete"
     rollout = synced(fake, folder, tmp_path)
+    assert "/pause?mode=abort" in paths(fake)  # requests that wait in it would never finish
     assert worst_gap(trainer(folder, 1), prompts(2), rollout.generate(prompts(2), SAMPLING)) < 1e-5
 
 
