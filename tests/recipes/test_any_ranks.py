@@ -39,8 +39,10 @@ SIZES = {
     "preference/sft_images": ["made.rows=60"],
     "preference/dpo_images": ["made.rows=60", *FEW_TOKENS],
     "reward_model/cpu": ["made.rows=60"],
+    "reward_model/cpu_images": ["made.rows=60"],
     "contrastive/train": [],
     "reverse_rl/sft": ["made.rows=60", *FEW_TOKENS],
+    "digits_rl/sft": ["made.digits=60", *FEW_TOKENS],
     "qwen_audio/cpu": ["speech.sentences=60", "speech.held_out=10", *FEW_TOKENS],
 }
 SHARDED = "2, sharded"
@@ -66,6 +68,7 @@ def test_any_ranks_table_holds_every_config_for_a_cpu() -> None:
     on_cpu = {name for name in found if "gpu" not in name and name.partition("/")[2] not in shared}
     without = {"sft/lora", "sft/full"}  # these need a pretrained model
     without |= {"reverse_rl/grpo", "reverse_rl/ppo"}  # one controller starts their ranks: test_reverse_rl.py
+    without |= {"digits_rl/grpo"}
     assert on_cpu - without == SIZES.keys()
 
 

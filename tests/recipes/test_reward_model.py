@@ -30,7 +30,7 @@ def test_reward_model_trains_and_exports_a_classifier_that_continues(tmp_path: P
 
 
 def test_reward_model_on_images_trains_and_loads_its_export(tmp_path: Path) -> None:
-    words = [str(CONFIGS / "images.yaml"), *SHORT, f"project.dir={tmp_path}", "log.interval=1"]
+    words = [str(CONFIGS / "cpu_images.yaml"), *SHORT, f"project.dir={tmp_path}", "log.interval=1"]
     assert main(["train", *words]) == 0
     first = read_metrics(tmp_path)
     assert "accuracy" in read_metrics(tmp_path, "eval")[-1]
@@ -56,7 +56,7 @@ def test_reward_model_gpu_configs_compose(name: str) -> None:
 
 
 @pytest.mark.campaign(only=True)
-@pytest.mark.parametrize(("name", "bound"), [("cpu", 0.95), ("images", 0.9)])
+@pytest.mark.parametrize(("name", "bound"), [("cpu", 0.95), ("cpu_images", 0.9)])
 def test_reward_model_readme_command_learns_held_out_pairs(tmp_path: Path, name: str, bound: float) -> None:
     assert main(["train", str(CONFIGS / f"{name}.yaml"), f"project.dir={tmp_path}", "log.backends=[jsonl]"]) == 0
     assert read_metrics(tmp_path, "eval")[-1]["accuracy"] >= bound
