@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,13 @@ from mvp_engine.distributed import World
 Bucket = list[tuple[str, Tensor]]
 
 
-def in_buckets(weights: Iterable[tuple[str, Tensor]], limit: int, keep: bool) -> Iterator[Bucket]:
-    """Lists with at most `limit` bytes, or with one larger tensor; copies in host memory, so that an update of the
-    model does not change them. Without `keep` the lists are empty: every rank of a model runs the same collectives."""
+def in_buckets(
+    weights: Iterable[tuple[str, Tensor]], limit: int, keep: Callable[[Tensor], Tensor] | None
+) -> Iterator[Bucket]:
+    """Lists with at most `limit` bytes, or with one larger tensor; `keep` makes the entry of a tensor.
+
+    Without `keep` the lists are empty: every rank of a model runs the same collectives.
+    """
     bucket: Bucket = []
     num_bytes = 0
     for name, value in weights:
@@ -24,11 +28,16 @@ def in_buckets(weights: Iterable[tuple[str, Tensor]], limit: int, keep: bool) ->
             yield bucket
             bucket = []
             num_bytes = 0
-        if keep:
-            bucket.append((name, value.detach().to("cpu", copy=True)))
+        if keep is not None:
+            bucket.append((name, keep(value.detach())))
         num_bytes += value.nbytes
     if num_bytes:
         yield bucket
+
+
+def host_copy(value: Tensor) -> Tensor:
+    """A copy in host memory, which an update of the model does not change."""
+    return value.to("cpu", copy=True)
 
 
 def broadcast_bucket(bucket: Bucket | None, world: World) -> Bucket:

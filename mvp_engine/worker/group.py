@@ -24,7 +24,7 @@ from mvp_engine.kit.decoding import Completion, Decoding
 from mvp_engine.worker import dispatch
 from mvp_engine.worker.buckets import Bucket
 from mvp_engine.worker.errors import WorkerDied
-from mvp_engine.worker.host import START, STOP
+from mvp_engine.worker.host import COPY, START, STOP
 from mvp_engine.worker.launchers import Launcher, LocalLauncher, Rank, SpawnLauncher
 from mvp_engine.worker.spec import WorkerSpec
 from mvp_engine.worker.worker import Loss, UpdateNumbers
@@ -226,19 +226,21 @@ class WorkerGroup:
 
     # ---- Weights --------------------------------------------------------------------------------------------------
 
-    def weights(
-        self, dtype: torch.dtype | None = None, bucket_bytes: int = 2**28
-    ) -> Iterator[Bucket]:
+    def weights(self, dtype: torch.dtype | None = None, bucket_bytes: int = 2**28) -> WeightStream:
         """The weights as (Hugging Face name, full tensor) in host memory, adapters merged; one call per bucket.
 
         `dtype` is by default that of exports: the folder's. With torch.float32 the stream has the exact weights.
         """
-        self._call("open_weights", dtype, bucket_bytes)
-        while (bucket := self._call("next_weights")[0]) is not None:
-            yield bucket
+        return WeightStream(self, dtype, bucket_bytes)
 
     def load_weights(self, buckets: Iterable[Bucket]) -> None:
-        """Load a stream of weights, such as another group's `weights()`; layouts may differ."""
+        """Load a stream of weights, such as another group's `weights()`; layouts may differ.
+
+        Those of a group on the same processes are copied there, not through the controller.
+        """
+        if isinstance(buckets, WeightStream) and buckets.group.processes is self.processes:
+            self._call(COPY, buckets.group.name, buckets.dtype)
+            return
         self._call("open_receiver")
         others = [(None,)] * (self.num_ranks - 1)
         for bucket in buckets:
@@ -297,6 +299,25 @@ class WorkerGroup:
         each = self.spec.model_parallel_size
         own = [args[rank // each] for rank in range(self.num_ranks)]
         return self.processes.call(self.name, method, own)[::each]
+
+
+class WeightStream(Iterator[Bucket]):
+    """The weights of a group, read once. The first bucket is read when it is asked for."""
+
+    def __init__(self, group: WorkerGroup, dtype: torch.dtype | None, bucket_bytes: int) -> None:
+        self.group = group
+        self.dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._is_open = False
+
+    def __next__(self) -> Bucket:
+        if not self._is_open:
+            self.group._call("open_weights", self.dtype, self._bucket_bytes)
+            self._is_open = True
+        bucket: Bucket | None = self.group._call("next_weights")[0]
+        if bucket is None:
+            raise StopIteration
+        return bucket
 
 
 def _start_processes(where: str | Launcher, ranks: int, spec: WorkerSpec) -> Processes:

@@ -23,6 +23,7 @@ from mvp_engine.worker.worker import Worker
 
 START = "__start__"  # builds a worker from its spec
 STOP = "__stop__"  # drops a worker
+COPY = "__copy__"  # loads the weights of another worker of the same processes
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,9 @@ class WorkerHost:
             if method == STOP:
                 self._stop(name)
                 return None
+            if method == COPY:
+                self._copy(name, *args)
+                return None
             return getattr(self.workers[name], method)(*args, **kwargs)
         except Exception as error:
             is_user = isinstance(error, UserError)
@@ -87,6 +91,12 @@ class WorkerHost:
 
     def _start(self, name: str, spec: WorkerSpec) -> None:
         self.workers[name] = Worker(spec, self.world)
+
+    def _copy(self, name: str, source: str, dtype: torch.dtype | None) -> None:
+        worker = self.workers[name]
+        worker.open_receiver()
+        worker.copy_weights(self.workers[source], dtype)
+        worker.close_receiver()
 
     def _stop(self, name: str) -> None:
         self.workers.pop(name, None)

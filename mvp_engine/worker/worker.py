@@ -29,9 +29,16 @@ from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit
 from mvp_engine.log.metrics import device_scalar
 from mvp_engine.model_engine import engine_class
-from mvp_engine.worker.buckets import Bucket, broadcast_bucket, checksum, in_buckets
+from mvp_engine.worker.buckets import (
+    Bucket,
+    broadcast_bucket,
+    checksum,
+    host_copy,
+    in_buckets,
+)
 from mvp_engine.worker.spec import WorkerSpec
 
+COPY_BYTES = 2**28  # of full tensors that a rank holds while it copies weights
 Log = Callable[[str, Tensor, "Tensor | float"], None]
 
 
@@ -173,7 +180,7 @@ class Worker:
     def open_weights(self, dtype: torch.dtype | None, bucket_bytes: int) -> None:
         """Start a stream of the weights; all ranks then call `next_weights` until it returns None."""
         weights = self.engine.get_per_tensor_param(dtype)
-        self._stream = in_buckets(weights, bucket_bytes, keep=self.world.is_main)
+        self._stream = in_buckets(weights, bucket_bytes, host_copy if self.world.is_main else None)
 
     def next_weights(self) -> Bucket | None:
         """The next bucket on rank 0, an empty one on the others; None at the end."""
@@ -191,6 +198,14 @@ class Worker:
         """Load a bucket, which rank 0 alone is given."""
         assert self._receiver is not None, "open_receiver() comes first"
         self._receiver.add(broadcast_bucket(bucket, self.world))
+
+    def copy_weights(self, source: Worker, dtype: torch.dtype | None) -> None:
+        """Load the weights of another worker of this process."""
+        assert self._receiver is not None, "open_receiver() comes first"
+        with source.engine.eval_mode():
+            weights = source.engine.get_per_tensor_param(dtype)
+            for bucket in in_buckets(weights, COPY_BYTES, keep=lambda value: value):
+                self._receiver.add(bucket)
 
     def close_receiver(self) -> None:
         receiver = self._receiver

@@ -130,8 +130,13 @@ def test_groups_share_processes_with_other_layouts(ranks2: RankPool, tmp_path: P
         critic.update(BATCH, ValueLossOne(), budget=64)
         actor.update(BATCH, TokenLoss(), budget=64)
         assert reference.checksums() != actor.checksums()
-        reference.load_weights(actor.weights())
+        reference.load_weights(actor.weights())  # copied by the ranks
         assert reference.checksums() == actor.checksums()
+        actor.update(BATCH, TokenLoss(), budget=64)
+        reference.load_weights(iter(list(actor.weights())))  # through the controller
+        assert reference.checksums() == actor.checksums()
+        with pytest.raises(UserError, match="the model has no weight"):
+            critic.load_weights(actor.weights())
         actor.export_hf(tmp_path / "hf")
         reference.close()
         critic.infer(BATCH, ["values"], budget=64)
