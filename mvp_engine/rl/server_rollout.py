@@ -288,5 +288,7 @@ def server_rollout(
     }
     if settings.backend == "openai":
         return OpenAIRollout(settings.urls, **options)
-    where = settings.sync_folder or Path(folder) / "rollout_weights"
+    run = Path(folder)
+    shared = settings.sync_folder
+    where = run / "rollout_weights" if shared is None else Path(shared) / run.name
     return VLLMRollout(settings.urls, sync=settings.sync, folder=where, **options)

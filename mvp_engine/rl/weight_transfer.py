@@ -11,6 +11,7 @@ import pickle
 import shutil
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -53,7 +54,10 @@ class Transfer(ABC):
 
 
 class FileTransfer(Transfer):
-    """Weights in safetensors files, in a folder that trainer and servers share. Only the last version is kept."""
+    """Weights in safetensors files, in a folder that trainer and servers share and that no other trainer uses.
+
+    Only the last version is kept.
+    """
 
     backend = BACKEND
     hint = "with this package in the server's environment (pip install --no-deps mvp-engine)"
@@ -65,20 +69,19 @@ class FileTransfer(Transfer):
     def keep(self, weights: Buckets, version: int) -> None:
         from safetensors.torch import save_file
 
-        old = self.files[0].parent if self.files else None
-        target = self.folder / f"version-{version}"
-        if target == old:  # the servers may be sent it again: never half a file
-            target = self.folder / f"version-{version}-{time.time_ns()}"
-        shutil.rmtree(target, ignore_errors=True)  # of an earlier run
+        # Of this run, or of one that was killed; removed when the new files are complete.
+        old = list(self.folder.glob("version-*"))
+        target = self.folder / f"version-{version}-{uuid.uuid4().hex[:8]}"
         target.mkdir(parents=True)
-        self.files = []
+        files: list[Path] = []
         for bucket in weights:
-            file = target / f"{len(self.files):05d}.safetensors"
+            file = target / f"{len(files):05d}.safetensors"
             # Copies: safetensors refuses tensors that share memory.
             save_file({name: tensor.contiguous().clone() for name, tensor in bucket}, file)
-            self.files.append(file)
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
+            files.append(file)
+        self.files = files
+        for folder in old:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def send(self, server: Server) -> None:
         for file in self.files:

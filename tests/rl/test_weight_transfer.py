@@ -143,6 +143,9 @@ def test_server_rollout_of_config_has_its_backend_and_options(tmp_path: Path) ->
     assert [server.url for server in rollout.servers] == urls
     assert (rollout.banned, rollout.wait_seconds) == ([3, 7], 5)
     assert rollout.transfer.folder == tmp_path / "rollout_weights"  # type: ignore[attr-defined]
+    shared = RolloutSettings(backend="vllm", urls=urls, sync_folder="/shared")
+    found = server_rollout(shared, folder=tmp_path)
+    assert found.transfer.folder == Path("/shared") / tmp_path.name  # type: ignore[attr-defined]
     fixed = RolloutSettings(backend="openai", urls=urls, sync="none")
     assert isinstance(server_rollout(fixed, folder=tmp_path), OpenAIRollout)
 
