@@ -9,6 +9,7 @@ import atexit
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import threading
@@ -109,7 +110,14 @@ class SpawnRank:
     def submit(self, name: str, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         call = Call(name, method, args, kwargs)
-        self._calls.put((future, call._replace(args=(), kwargs={}), wire.dumps(call)))
+        try:
+            message = wire.dumps(call)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"the arguments of {method} cannot be sent to the ranks of group {name}: {error}. A loss is a frozen "
+                "dataclass at the top of a module"
+            ) from error
+        self._calls.put((future, call._replace(args=(), kwargs={}), message))
         return future
 
     def kill(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -56,16 +57,25 @@ class WorkerSpec:
         parallel: dict[str, Any] | None = None,
         optim: dict[str, Any] | None = None,
         settings: Settings | None = None,
+        precision: str = "fp32",
+        seed: int = 0,
         **fields: Any,
     ) -> WorkerSpec:
         """The spec of a Hugging Face folder, for programs without a config file: config keys with their defaults.
 
-        `optim=None` is for inference only; `optim={}` is the default optimizer.
+        `optim=None` is for inference only; `optim={}` is the default optimizer. `settings` replace those of `model`,
+        `precision` and `seed`.
         """
         keys = {**_defaults("model"), "type": "language_model", "path": path, **(model or {})}
+        section = Model(**keys)
+        if settings is None:
+            names = {field.name for field in dataclasses.fields(Settings)}
+            of_model = {name: value for name, value in section if name in names}
+            of_model["freeze"] = tuple(section.freeze)
+            settings = Settings(**of_model, precision=precision, seed=seed)
         layout = Parallel(**{**_defaults("parallel"), **(parallel or {})})
         optimizer = None if optim is None else OptimSettings(**{**_defaults("optim"), **optim})
-        return cls(Model(**keys), settings or Settings(), layout, optimizer, **fields)
+        return cls(section, settings, layout, optimizer, seed=seed, **fields)
 
     @property
     def model_parallel_size(self) -> int:

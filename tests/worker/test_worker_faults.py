@@ -11,6 +11,7 @@ from fault_cases import BATCH, CALLS, check_rank_killed_in_call, is_gone, pids, 
 from forked_launcher import ForkedLauncher
 from worker_cases import FailingLoss, TokenLoss, spec_of
 
+from mvp_engine.errors import UserError
 from mvp_engine.imports import import_file
 from mvp_engine.worker import WorkerError, WorkerGroup, WorkerUserError
 from mvp_engine.worker import group as group_module
@@ -66,7 +67,7 @@ def test_error_on_all_ranks_leaves_the_group_usable(running: WorkerGroup, tmp_pa
 
 
 def test_calls_that_do_not_pickle_are_refused_before_they_are_sent(running: WorkerGroup) -> None:
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(UserError, match="arguments of update cannot be sent to the ranks of group actor"):
         running.update(BATCH, lambda *_: None, budget=64)  # type: ignore[arg-type, return-value]
     assert running.update(BATCH, TokenLoss(), budget=64)[0].skipped is None
 

@@ -123,3 +123,9 @@ def test_devices_of_groups_with_processes_of_their_own_are_apart(monkeypatch: py
     assert devices_of_node("auto", 1) == ["cpu"]
     with pytest.raises(UserError, match="torch sees no GPU here"):
         devices_of_node("cuda", 1)
+
+
+def test_spec_of_a_folder_has_the_settings_of_its_model_keys() -> None:
+    spec = spec_of(model={"freeze": ["*.embed_tokens.*"]}, precision="bf16", seed=4)
+    assert (spec.settings.freeze, spec.settings.precision) == (("*.embed_tokens.*",), "bf16")
+    assert (spec.settings.seed, spec.seed) == (4, 4)
