@@ -111,6 +111,7 @@ class Estimator:
             state_dtype=getattr(config.optim, "state_dtype", "float32"),
             ema=getattr(config.optim, "ema", None) is not None,
             reference_copy=getattr(config, "reference", None) == "copy",
+            teacher=config.distil.teacher if hasattr(config, "distil") else None,
             shard=config.parallel.shard,
             ulysses=config.parallel.ulysses,
             tensor=config.parallel.tensor,

@@ -7,12 +7,14 @@ the buffers of the loss, and the batch itself.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.fsdp import blocks
+from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.model_engine.base import DTYPES
 from mvp_engine.tools.estimate_blocks import BlockCosts
@@ -46,11 +48,23 @@ def _static(costs: BlockCosts) -> dict[str, float]:
         size = dtype.itemsize if model.export_dtype == dtype else 4
         base = sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name)
         sizes["reference model"] = float(size * base / ranks)
+    if settings.teacher is not None:
+        sizes["teacher"] = _teacher(settings.teacher, settings.precision, ranks)
     if settings.fsdp_ranks == 1:
         sizes["bf16 weight copies"] = costs.autocast_bytes() / settings.tensor
     else:
         sizes["all-gathered weights"] = _gathered(model, settings) / settings.tensor
     return sizes
+
+
+@cache
+def _teacher(path: str, precision: str, ranks: int) -> float:
+    """Bytes of a teacher's share of the weights, and of its output embedding, which every rank gathers."""
+    model: Any = LanguageModel.on_meta(path)
+    dtype = DTYPES[precision]
+    size = dtype.itemsize if model.export_dtype == dtype else 4
+    head = model.hf.get_output_embeddings().weight.numel() if ranks > 1 else 0
+    return float(size * (sum(p.numel() for p in model.parameters()) / ranks + head))
 
 
 def _gathered(model: PackedModel, settings: EstimateSettings) -> float:

@@ -72,6 +72,7 @@ class EstimateSettings(Settings):
     state_dtype: str = "float32"
     ema: bool = False
     reference_copy: bool = False  # a second, frozen model, as preference training has it
+    teacher: str | None = None  # a frozen model of another size, as distillation has it
     shard: int = 1
     ulysses: int = 1
     tensor: int = 1

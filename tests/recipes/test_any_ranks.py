@@ -40,6 +40,8 @@ SIZES = {
     "preference/dpo_images": ["made.rows=60", *FEW_TOKENS],
     "reward_model/cpu": ["made.rows=60"],
     "reward_model/cpu_images": ["made.rows=60"],
+    "distil/teacher_cpu": ["made.rows=60", *FEW_TOKENS],
+    "distil/cpu": ["made.rows=60", *FEW_TOKENS],
     "contrastive/train": [],
     "reverse_rl/sft": ["made.rows=60", *FEW_TOKENS],
     "digits_rl/sft": ["made.digits=60", *FEW_TOKENS],

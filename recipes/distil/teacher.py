@@ -1,0 +1,22 @@
+"""The SFT of the CPU config's teacher."""
+
+from typing import Any
+
+from mvp_engine.kit import MLLMConfig, MLLMEngine
+
+from .data import prepare
+from .engine import Made
+
+
+class TeacherConfig(MLLMConfig):
+    made: Made
+
+
+class TeacherEngine(MLLMEngine):
+    config_class = TeacherConfig
+    config: TeacherConfig
+
+    @classmethod
+    def data_kit(cls, config: Any) -> Any:
+        prepare(config.made)
+        return super().data_kit(config)
