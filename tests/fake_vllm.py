@@ -56,7 +56,7 @@ class FakeVLLM:
 
     def start(self) -> None:
         self.version = "default"
-        self.paused = self.updating = False
+        self.paused = self.updating = self.engine_died = False
         self.received: dict[str, torch.Tensor] = {}
         self.engine = language_model(self.folder)
         fake = self
@@ -120,7 +120,11 @@ class FakeVLLM:
 
     def answer(self, path: str, body: Any) -> Any:
         if path == "/health":
+            if self.engine_died:
+                raise Refused(503, "EngineCore encountered an issue")
             return {}
+        if self.engine_died:
+            raise Refused(500, "EngineCore encountered an issue")
         with self.lock:
             match path:
                 case "/v1/models":

@@ -233,7 +233,8 @@ class RLEngine(MLLMEngine):
         actor = self.model_engine.actor
         weights = None  # the actor itself generates
         if self.config.rollout.backend != "packed":
-            weights = actor.weights()
+            between_gpus = self.config.rollout.sync in ("ipc", "nccl")
+            weights = actor.weights(on_device=between_gpus)
         elif self.model_engine.sampler is not None:
             weights = actor.weights(dtype=torch.float32)  # exact
         with self.meter.timed("sync"):

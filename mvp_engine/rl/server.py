@@ -96,6 +96,9 @@ class Server:
             raise ServerGone(f"{where}: {reason}") from None
         finally:
             connection.close()
+        if status >= 500 and path != self._health:  # of one request, or of an engine that died?
+            self._healthy_at = -1e9
+            self.check()
         return _answer(where, status, text)
 
     def _wait(self, connection: http.client.HTTPConnection) -> None:

@@ -63,6 +63,7 @@ class ServerRollout(ABC):
         self.banned = sorted(banned)
         self.concurrency = concurrency
         self.wait_seconds = wait_seconds
+        self._lock = threading.Lock()
         self._gone: dict[Server, str] = {}  # servers that do not answer, and why
         self._asked_at: dict[
             Server, float
@@ -141,9 +142,10 @@ class ServerRollout(ABC):
             LOGGER.warning("rollout server %s is back", server.url)
 
     def _mark_gone(self, server: Server, error: Exception) -> None:
-        if server not in self._gone:
-            LOGGER.warning("rollout server %s is gone: %s", server.url, error)
-        self._gone[server] = str(error)
+        with self._lock:
+            if server not in self._gone:
+                LOGGER.warning("rollout server %s is gone: %s", server.url, error)
+            self._gone[server] = str(error)
         self._asked_at[server] = time.monotonic()
 
     def _reasons(self, what: str) -> str:

@@ -226,12 +226,19 @@ class WorkerGroup:
 
     # ---- Weights --------------------------------------------------------------------------------------------------
 
-    def weights(self, dtype: torch.dtype | None = None, bucket_bytes: int = 2**28) -> WeightStream:
+    def weights(
+        self,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 2**28,
+        on_device: bool = False,
+    ) -> WeightStream:
         """The weights as (Hugging Face name, full tensor) in host memory, adapters merged; one call per bucket.
 
         `dtype` is by default that of exports: the folder's. With torch.float32 the stream has the exact weights.
+        `on_device`: a group in the controller's process leaves them on its device.
         """
-        return WeightStream(self, dtype, bucket_bytes)
+        is_local = isinstance(self.processes.launcher, LocalLauncher)
+        return WeightStream(self, dtype, bucket_bytes, on_device and is_local)
 
     def load_weights(self, buckets: Iterable[Bucket]) -> None:
         """Load a stream of weights, such as another group's `weights()`; layouts may differ.
@@ -304,15 +311,18 @@ class WorkerGroup:
 class WeightStream(Iterator[Bucket]):
     """The weights of a group, read once. The first bucket is read when it is asked for."""
 
-    def __init__(self, group: WorkerGroup, dtype: torch.dtype | None, bucket_bytes: int) -> None:
+    def __init__(
+        self, group: WorkerGroup, dtype: torch.dtype | None, bucket_bytes: int, on_device: bool
+    ) -> None:
         self.group = group
         self.dtype = dtype
         self._bucket_bytes = bucket_bytes
+        self._on_device = on_device
         self._is_open = False
 
     def __next__(self) -> Bucket:
         if not self._is_open:
-            self.group._call("open_weights", self.dtype, self._bucket_bytes)
+            self.group._call("open_weights", self.dtype, self._bucket_bytes, self._on_device)
             self._is_open = True
         bucket: Bucket | None = self.group._call("next_weights")[0]
         if bucket is None:

@@ -177,10 +177,13 @@ class Worker:
 
     # ---- Weights --------------------------------------------------------------------------------------------------
 
-    def open_weights(self, dtype: torch.dtype | None, bucket_bytes: int) -> None:
+    def open_weights(
+        self, dtype: torch.dtype | None, bucket_bytes: int, on_device: bool = False
+    ) -> None:
         """Start a stream of the weights; all ranks then call `next_weights` until it returns None."""
         weights = self.engine.get_per_tensor_param(dtype)
-        self._stream = in_buckets(weights, bucket_bytes, host_copy if self.world.is_main else None)
+        copy = torch.clone if on_device else host_copy
+        self._stream = in_buckets(weights, bucket_bytes, copy if self.world.is_main else None)
 
     def next_weights(self) -> Bucket | None:
         """The next bucket on rank 0, an empty one on the others; None at the end."""

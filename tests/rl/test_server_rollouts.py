@@ -240,6 +240,18 @@ def test_vllm_rollout_server_killed_in_sync_gets_the_weights_when_it_is_back(
     assert worst_gap(model, prompts(2), samples) < 1e-5
 
 
+def test_vllm_rollout_server_whose_engine_died_in_a_request_is_gone_not_a_user_error(
+    fakes: list[FakeVLLM], folder: Path, tmp_path: Path, logged: list[str]
+) -> None:
+    rollout = VLLMRollout([fake.url for fake in fakes], folder=tmp_path)
+    rollout.sync(buckets(trainer(folder, 1)), 1)
+    before = rollout.generate(prompts(4), SAMPLING)
+    fakes[0].generate = lambda body: setattr(fakes[0], "engine_died", True) or fakes[0].answer("/", None)  # type: ignore[method-assign]
+    fakes[0].lock = threading.RLock()  # type: ignore[assignment]
+    assert rollout.generate(prompts(4), SAMPLING) == before
+    assert [line for line in logged if "is gone" in line and "HTTP 503: EngineCore" in line]
+
+
 @pytest.mark.parametrize("fault", ["killed", "hangs"])
 def test_vllm_rollout_without_any_server_raises_with_url_and_reason(
     fake: FakeVLLM, folder: Path, tmp_path: Path, fault: str, logged: list[str], request: pytest.FixtureRequest

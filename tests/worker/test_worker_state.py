@@ -93,9 +93,10 @@ def test_load_weights_refuses_what_is_missing_or_unknown() -> None:
             group.load_weights([[("lm_head.weight", torch.zeros(1, 2))]])
 
 
-def test_weights_are_copies_that_a_later_update_does_not_change() -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_weights_are_copies_that_a_later_update_does_not_change(on_device: bool) -> None:
     with WorkerGroup.start(spec_of()) as group:
-        [bucket] = group.weights()
+        [bucket] = group.weights(on_device=on_device)
         before = {name: value.clone() for name, value in bucket}
         group.update(BATCH, TokenLoss(), budget=64)
         assert all(torch.equal(value, before[name]) for name, value in bucket)
