@@ -15,6 +15,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,8 @@ class FileTransfer(Transfer):
     def close(self) -> None:
         if self.files:
             shutil.rmtree(self.files[0].parent, ignore_errors=True)
+            with suppress(OSError):  # others wrote into it
+                self.folder.rmdir()
         self.files = []
 
 

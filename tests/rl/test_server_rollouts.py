@@ -147,7 +147,7 @@ def test_vllm_rollout_after_sync_has_log_probs_of_the_sent_weights(
     (kept,) = tmp_path.iterdir()  # older weights are removed, also those of a run that was killed
     assert kept.name.startswith("version-5-")
     rollout.close()
-    assert not list(tmp_path.iterdir())
+    assert not tmp_path.exists()
 
 
 def test_vllm_rollout_with_temperature_has_log_probs_at_that_temperature(
