@@ -30,7 +30,7 @@ class RL(Section):
     kl: NonNegative = 0.0
     """Weight of the KL divergence from the reference model, which is the model at the start; 0: no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """The estimator of the KL divergence; null: k3 in the loss, k1 in rewards (ppo, reinforce_pp)."""
+    """The estimator of the KL divergence; null: k3 in the loss, k1 in rewards (ppo, reinforce_pp, rloo)."""
     norm: Literal["token", "sequence", "constant"] | None = None
     """What the policy loss is divided by; null: the algorithm's own."""
     entropy: NonNegative = 0.0
