@@ -7,17 +7,28 @@ from typing import Any
 
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.log.format import duration, rate
+from mvp_engine.rl.rl_settings import RLConfig
 from mvp_engine.tools.estimate_advice import advise
-from mvp_engine.tools.estimate_config import Estimator, Question
+from mvp_engine.tools.estimate_config import Estimator, Question, compose_question
 
 
 def print_estimate(question: Question, *, as_json: bool) -> int:
     """Print the estimate with advice; the exit code is 2 if the training does not fit."""
-    estimator = Estimator(question)
+    estimator = make_estimator(question)
     facts = estimator.estimate(estimator.config, estimator.gpus)
     advice = {} if facts["fits"] else advise(estimator, facts)
     print(json.dumps({**facts, **advice}, indent=2) if as_json else page({**facts, **advice}))
     return 0 if facts["fits"] else EXIT_USER_ERROR
+
+
+def make_estimator(question: Question) -> Estimator:
+    """An estimator of the kind that the config needs."""
+    composed = compose_question(question)
+    if not isinstance(composed[0].config, RLConfig):
+        return Estimator(question, composed)
+    from mvp_engine.tools.estimate_rl import RLEstimator
+
+    return RLEstimator(question, composed)
 
 
 def page(facts: dict[str, Any]) -> str:
@@ -60,7 +71,9 @@ def _advice_lines(facts: dict[str, Any]) -> list[str]:
     for option in facts["advice"]:
         where = ""
         if option["gpus"] != facts["gpus"]:
-            where = f" on {option['gpus']} GPUs (--gpus here, --nproc of mvp train)"
+            where = f" on {option['gpus']} GPUs"
+            if "groups.actor.ranks" not in option["words"]:
+                where += " (--gpus here, --nproc of mvp train)"
         lines.append(f"It fits{where} with these words on the command line:")
         lines += ["", f"  {option['words']}", ""]
         step = f"{option['peak_gib']:.1f} GiB per GPU, {1e3 * option['step_s']:,.0f} ms per step"

@@ -67,7 +67,7 @@ def advise(estimator: Estimator, facts: dict[str, Any]) -> dict[str, Any]:
 def _on_more_gpus(
     estimator: Estimator, gpus: int, start: Change | None = None
 ) -> dict[str, Any] | None:
-    while gpus < MOST_GPUS and estimator.config.parallel.replicate == -1:
+    while gpus < MOST_GPUS and estimator.parallel(estimator.config).replicate == -1:
         gpus *= 2
         found = cheapest(estimator, gpus, start)
         if found is not None:
@@ -77,14 +77,14 @@ def _on_more_gpus(
 
 def cheapest(estimator: Estimator, gpus: int, start: Change | None = None) -> dict[str, Any] | None:
     """The cheapest change that fits on this number of GPUs, on top of `start`; None if no change does."""
-    start = start or Change()
+    start = (start or Change()) + Change(0, estimator.rank_values(gpus))
     config = changed(estimator.config, start.values)
     # The last change of each list saves most memory.
     lists = [
         [start],
         [Change(), *_layouts(estimator, config, gpus)],
         [Change(), *_checkpointing(estimator, config)],
-        [Change(), *_state_dtypes(config)],
+        [Change(), *_state_dtypes(estimator, config)],
         [Change(), *_pack_sizes(estimator, config, gpus)],
     ]
     smallest = reduce(add, [changes[-1] for changes in lists])
@@ -114,7 +114,7 @@ def lora_change(config: Any) -> Change | None:
 
 def _layouts(estimator: Estimator, config: Any, gpus: int) -> Iterator[Change]:
     """FSDP over a node or all GPUs, then sequence parallel (Ulysses) in place of a part of it."""
-    now = config.parallel
+    now = estimator.parallel(config)
     if now.replicate != -1:
         return  # the layout of the config is for one number of GPUs
     hf: Any = estimator.model(config).hf
@@ -126,9 +126,9 @@ def _layouts(estimator: Estimator, config: Any, gpus: int) -> Iterator[Change]:
         for shard in sorted({min(every, of_node) or 1, every}):
             values = dict[str, Any]()
             if shard != now.shard:
-                values["parallel.shard"] = shard
+                values[f"{estimator.layout}.shard"] = shard
             if ulysses != now.ulysses:
-                values["parallel.ulysses"] = ulysses
+                values[f"{estimator.layout}.ulysses"] = ulysses
             is_more = shard * ulysses > now.shard * now.ulysses or ulysses > now.ulysses
             if is_more and every % shard == 0:
                 between_nodes = shard > of_node
@@ -161,12 +161,12 @@ def _checkpointing(estimator: Estimator, config: Any) -> Iterator[Change]:
             )
 
 
-def _state_dtypes(config: Any) -> Iterator[Change]:
+def _state_dtypes(estimator: Estimator, config: Any) -> Iterator[Change]:
     now = getattr(config.optim, "state_dtype", None)
     note = "AdamW's moments are rounded stochastically: docs/optim.md"
     if now == "float32":
         yield Change(2.5, {"optim.state_dtype": "bfloat16"}, (note,))
-    if now in ("float32", "bfloat16") and config.parallel.tensor == 1:
+    if now in ("float32", "bfloat16") and estimator.parallel(config).tensor == 1:
         yield Change(3.0, {"optim.state_dtype": "int8"}, (note,))
 
 
@@ -181,7 +181,7 @@ def _pack_sizes(estimator: Estimator, config: Any, gpus: int) -> Iterator[Change
         if tokens < (longest or SMALLEST_PACK):
             return
         values = {f"{section}.micro_batch_tokens": tokens}
-        if data.global_batch_tokens is None:
+        if data.global_batch_tokens is None and not estimator.is_rl:
             values["data.global_batch_size"] = packs << halvings
         notes = () if longest else (f"rows of more than {tokens:,} tokens are left out",)
         yield Change(0.5 * halvings if longest else 6.0 + halvings, values, notes)

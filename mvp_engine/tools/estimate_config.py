@@ -46,16 +46,19 @@ class Question:
 class Estimator:
     """A config with its model and packs, which changes of the config share as far as they can."""
 
-    def __init__(self, question: Question) -> None:
+    layout = "parallel"  # the config section of the parallel layout
+    is_rl = False
+
+    def __init__(self, question: Question, composed: tuple[Composed, bool] | None = None) -> None:
         if not 0 <= question.media_share <= 1:
             raise UserError(f"--media-share {question.media_share}: it is a share, from 0 to 1")
         self.what = question.what
         self.media_share = question.media_share
         self.gpu = question.gpu or _gpu_of_machine()
         gpu_by_name(self.gpu)  # an unknown GPU is an error before the data is read
-        composed, self.is_assumed = _compose(question)
-        self.engine_class = composed.engine_class
-        self.config: Any = composed.config
+        found, self.is_assumed = composed or compose_question(question)
+        self.engine_class = found.engine_class
+        self.config: Any = found.config
         if self.config.model.type == "module":
             raise UserError(
                 "mvp estimate supports Hugging Face models: model.type=language_model or value_model"
@@ -66,11 +69,21 @@ class Estimator:
         if question.tokens is not None and not is_given:
             self.config = changed(self.config, {tokens_key: question.tokens})
         self.is_assumed |= any(s.stream and s.split == "train" for s in data.sources)
-        smallest = _replica_size(self.config.parallel)
-        self.gpus = smallest if question.gpus is None else question.gpus
-        _check_gpus(self.gpus, self.config.parallel)
+        self.gpus = self.default_gpus if question.gpus is None else question.gpus
+        _check_gpus(self.gpus, self.parallel(self.config))
         self._models = dict[str, PackedModel]()
         self._packs = dict[tuple[int, int], Packs]()
+
+    @property
+    def default_gpus(self) -> int:
+        return _replica_size(self.parallel(self.config))
+
+    def parallel(self, config: Any) -> Any:
+        return config.parallel
+
+    def rank_values(self, gpus: int) -> dict[str, Any]:
+        """Config keys that set the number of GPUs; of most configs the command line does."""
+        return {}
 
     def estimate(self, config: Any, gpus: int) -> dict[str, Any]:
         """The estimate of one step (`estimate_step`) and of the whole training run."""
@@ -98,9 +111,14 @@ class Estimator:
 
     def peak_gib(self, config: Any, gpus: int) -> float:
         """Peak memory alone, which is what a search for a fitting config needs."""
+        return sum(self._training_memory(config, gpus).values())
+
+    def _training_memory(self, config: Any, gpus: int) -> dict[str, float]:
+        """GiB by kind at the peak of an update."""
         packs = self.packs(config, self.packs_per_step(config, gpus))
         costs = BlockCosts(self.model(config), self.settings(config))
-        return sum(peak_memory(costs, packs.largest).values()) / GIB
+        found = peak_memory(costs, packs.largest)
+        return {name: size / GIB for name, size in found.items()}
 
     def settings(self, config: Any) -> EstimateSettings:
         precision = config.loop.precision
@@ -112,9 +130,9 @@ class Estimator:
             ema=getattr(config.optim, "ema", None) is not None,
             reference_copy=getattr(config, "reference", None) == "copy",
             teacher=config.distil.teacher if hasattr(config, "distil") else None,
-            shard=config.parallel.shard,
-            ulysses=config.parallel.ulysses,
-            tensor=config.parallel.tensor,
+            shard=self.parallel(config).shard,
+            ulysses=self.parallel(config).ulysses,
+            tensor=self.parallel(config).tensor,
         )
 
     def model(self, config: Any) -> PackedModel:
@@ -156,7 +174,7 @@ def _gpu_of_machine() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "H200"
 
 
-def _compose(question: Question) -> tuple[Composed, bool]:
+def compose_question(question: Question) -> tuple[Composed, bool]:
     """The config, and whether its packs are assumed: it names no data, or the user gives the tokens."""
     file: str | Path = question.what
     words = list(question.overrides)
