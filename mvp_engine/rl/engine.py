@@ -31,7 +31,7 @@ from mvp_engine.report.facts import RunFacts
 from mvp_engine.rl.batches import rollout_batch
 from mvp_engine.rl.collector import Collector
 from mvp_engine.rl.experience import Experience
-from mvp_engine.rl.gap import measure_gap
+from mvp_engine.rl.gap import check_mean_gap, measure_gap
 from mvp_engine.rl.learner import Learner, Updates
 from mvp_engine.rl.meter import RLMeter
 from mvp_engine.rl.model_groups import ModelGroups
@@ -213,15 +213,18 @@ class RLEngine(MLLMEngine):
         on_policy = all(sample.version == self.step for sample in samples)
         batch = rollout_batch(experience.prompts, samples)
         rewards_S = torch.tensor(rewards, dtype=torch.float64)
-        batch = self.learner.prepare(batch, rewards_S, on_policy)
-        if on_policy:
+        batch = self.learner.prepare(batch, rewards_S, on_policy, ctx.step)
+        if self.learner.measures_gap(ctx.step, on_policy):
             gap = measure_gap(batch, batch.token_fields["old_log_probs"], experience.prompts)
             gap.check(self.config.rollout.max_gap, self.tokenizer)
             _log_all(ctx, gap.metrics())
         ctx.micro_batches = [batch]
         ctx.count("tokens", batch.num_tokens)
         self.train_pre_step(ctx)
-        return self.learner.update(ctx.micro_batches[0], ctx.step)
+        updates = self.learner.update(ctx.micro_batches[0], ctx.step)
+        if on_policy and "old_log_probs" not in batch.token_fields:
+            check_mean_gap(updates.metrics().get("gap"), self.config.rollout.max_gap)
+        return updates
 
     def train_pre_step(self, ctx: StepContext) -> None:
         """Before the updates of a step; `ctx.micro_batches` has one batch, with advantages and old log-probs."""

@@ -96,6 +96,19 @@ class Gap:
         raise GapTooLarge("\n".join(lines))
 
 
+def check_mean_gap(gap: tuple[float, float] | None, max_gap: float | None) -> None:
+    """Raise if the mean gap of an update, as (sum, weight), is larger than `max_gap`; None: never."""
+    if gap is None or max_gap is None:
+        return
+    mean = gap[0] / max(gap[1], 1.0)
+    if not mean <= max_gap:
+        raise GapTooLarge(
+            f"rollout.max_gap={max_gap}: log-probs of sampler and trainer differ by {mean:.4f} on average. With "
+            "rollout.gap_interval=1 the worst tokens are shown. rl.importance_cap corrects for a small gap; "
+            "rollout.max_gap=null trains with any"
+        )
+
+
 def modality(prompt: Prompt) -> str:
     """The kinds of media in a prompt: image, audio+image, ...; text if it has none."""
     return "+".join(sorted({str(item["type"]) for item in prompt.media})) or "text"

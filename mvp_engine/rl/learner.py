@@ -75,16 +75,31 @@ class Learner:
             importance_cap=rl.importance_cap,
         )
 
-    def prepare(self, batch: PackedBatch, rewards_S: Tensor, on_policy: bool) -> PackedBatch:
-        """The batch with all fields that the losses read.
+    def measures_gap(self, step: int, on_policy: bool) -> bool:
+        """Whether step `step` needs old log-probs of the actor, which also give the gap.
+
+        A single update is made by the policy that sampled: it has the old log-probs itself.
+        """
+        rl = self.config.rl
+        single = rl.updates == 1 and rl.importance_cap is None
+        in_reward = bool(rl.kl) and self.algorithm.kl_in_reward
+        is_due = step == 1 or step % self.config.rollout.gap_interval == 0
+        return on_policy and (is_due or in_reward or not single)
+
+    def prepare(
+        self, batch: PackedBatch, rewards_S: Tensor, on_policy: bool, step: int = 1
+    ) -> PackedBatch:
+        """The batch with all fields that the losses read; `step` is counted from 1.
 
         `on_policy`: the actor still has the weights that sampled. If not, the sampler's own log-probs are the old ones;
         with `rl.importance_cap` the actor's, and the importance weights correct for the difference.
         """
         rl = self.config.rl
-        uses_sampler = not on_policy and rl.importance_cap is None
-        sampler_T = batch.token_fields["sampler_log_probs"]
-        fields = {"old_log_probs": sampler_T if uses_sampler else self._log_probs(batch)}
+        fields: dict[str, Tensor] = {}
+        if self.measures_gap(step, on_policy) or (not on_policy and rl.importance_cap is not None):
+            fields["old_log_probs"] = self._log_probs(batch)
+        elif not on_policy:
+            fields["old_log_probs"] = batch.token_fields["sampler_log_probs"]
         if rl.kl:
             fields["reference_log_probs"] = self._reference_log_probs(batch)
         kl_T = None

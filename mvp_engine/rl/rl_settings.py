@@ -66,6 +66,10 @@ class RolloutSettings(Section):
     """Of sampling, and of the log-probs in the loss."""
     max_gap: Positive | None = 0.05
     """The mean absolute difference between log-probs of sampler and trainer that stops the run; null: never."""
+    gap_interval: Count = 10
+    """With rl.updates=1, steps from one measurement of the gap by modality, before the update, to the next one; step 1
+    has one. The steps between need no forward for old log-probs: their update gives the mean gap. With more updates
+    every step measures it."""
     urls: list[str] = Field(default_factory=list)
     """Servers, such as http://localhost:8000; of vllm and openai."""
     sync: Literal["file", "ipc", "nccl", "none"] = "file"

@@ -79,6 +79,18 @@ def test_rl_grpo_step_logs_rewards_gap_and_rollouts_and_exports(base: Path) -> N
     assert "rollouts" in (run.dir / "report.html").read_text().lower()
 
 
+def test_rl_single_update_between_gap_steps_equals_one_with_old_log_probs(base: Path) -> None:
+    words = ["rl.updates=1", "loop.eval_interval=null"]
+    skipped = trained(base, "single", *words)
+    measured = trained(base, "measured", *words, "rollout.gap_interval=1")
+    assert "gap/text" in skipped[0]
+    assert "gap/text" not in skipped[1]
+    assert skipped[1]["gap"] < 2e-5
+    for one, two in zip(skipped, measured, strict=True):
+        for name in ("loss", "grad_norm", "ratio", "reward"):
+            assert one[name] == pytest.approx(two[name], abs=1e-5)
+
+
 @pytest.mark.campaign(only=True)
 def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(base: Path) -> None:
     words = ["evaluation={samples: 2, temperature: 1.0}", "loop.eval_interval=3"]

@@ -18,7 +18,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit.decoding import with_completion
 from mvp_engine.model_engine import Settings
-from mvp_engine.rl.gap import GapTooLarge, measure_gap
+from mvp_engine.rl.gap import GapTooLarge, check_mean_gap, measure_gap
 from mvp_engine.rl.prompts import Prompt
 from mvp_engine.rl.rollout import PackedRollout, Sample, Sampling
 from mvp_engine.worker import WorkerGroup, WorkerSpec
@@ -180,3 +180,12 @@ def test_gap_of_a_sampler_with_other_weights_stops(text_group: WorkerGroup) -> N
     log_probs = text_group.infer(batch, ["log_probs"], budget=64)["log_probs"]
     with pytest.raises(GapTooLarge):
         measure_gap(batch, log_probs, prompts).check(0.05, Letters())
+
+
+def test_check_mean_gap_above_the_limit_raises_and_names_the_key_that_shows_tokens() -> None:
+    check_mean_gap((0.5, 10.0), 0.05)
+    check_mean_gap((5.0, 10.0), None)
+    with pytest.raises(GapTooLarge, match=r"differ by 0\.5000 on average.*rollout\.gap_interval=1"):
+        check_mean_gap((5.0, 10.0), 0.05)
+    with pytest.raises(GapTooLarge):
+        check_mean_gap((float("nan"), 10.0), 0.05)
