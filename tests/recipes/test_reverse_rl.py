@@ -183,6 +183,15 @@ def test_rl_config_errors_name_the_fix(base: Path, word: str, text: str, capsys:
     assert text in capsys.readouterr().err
 
 
+def test_rl_gap_above_the_limit_stops_before_the_first_update(base: Path, capsys: Any) -> None:
+    words = words_of(base, "gap", "rollout.max_gap=1e-12", "rl.importance_cap=2")
+    assert main(["train", str(CONFIGS / "grpo.yaml"), *words]) == EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert "rollout.max_gap=1e-12: log-probs of sampler and trainer differ by 0.0000 on average" in error
+    assert "backwards, digits only" in error  # the text before the worst tokens
+    assert read_metrics(base / "gap") == []
+
+
 @pytest.mark.parametrize("name", ["gpu1", "gpu8"])
 def test_rl_gpu_configs_compose(name: str) -> None:
     config: Any = compose(CONFIGS / f"{name}.yaml", ["model.path=x"]).config
