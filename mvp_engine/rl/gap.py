@@ -76,12 +76,12 @@ class Gap:
         if not over:
             return
         found = [
-            f"{gap.mean:.4f} on average and {gap.largest:.4f} at most over {count(gap.tokens, 'token')} of "
+            f"{gap.mean:.3g} on average and {gap.largest:.3g} at most over {count(gap.tokens, 'token')} of "
             f"answers to prompts with {name}"
             for name, gap in over.items()
         ]
         others = [
-            f"{gap.mean:.4f} with {name}"
+            f"{gap.mean:.3g} with {name}"
             for name, gap in self.by_modality.items()
             if name not in over
         ]

@@ -187,8 +187,8 @@ def test_rl_gap_above_the_limit_stops_before_the_first_update(base: Path, capsys
     words = words_of(base, "gap", "rollout.max_gap=1e-12", "rl.importance_cap=2")
     assert main(["train", str(CONFIGS / "grpo.yaml"), *words]) == EXIT_USER_ERROR
     error = capsys.readouterr().err
-    assert "rollout.max_gap=1e-12: log-probs of sampler and trainer differ by 0.0000 on average" in error
-    assert "backwards, digits only" in error  # the text before the worst tokens
+    assert "rollout.max_gap=1e-12: log-probs of sampler and trainer differ by " in error
+    assert "assistant" in error  # the text before the worst tokens
     assert read_metrics(base / "gap") == []
 
 

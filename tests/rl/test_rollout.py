@@ -157,8 +157,8 @@ def test_gap_over_the_limit_names_the_modality_and_shows_the_worst_tokens() -> N
         gap.check(0.1, Letters())
     lines = str(raised.value).splitlines()
     assert "rollout.max_gap=0.1" in lines[0]
-    assert "0.2000 on average and 0.6000 at most over 3 tokens of answers to prompts with audio+image" in lines[0]
-    assert "but by 0.0000 with text" in lines[0]
+    assert "0.2 on average and 0.6 at most over 3 tokens of answers to prompts with audio+image" in lines[0]
+    assert "but by 0 with text" in lines[0]
     worst = "  sampler -1.5000, trainer -2.1000: token 5 '<5>' after '<30> <31> <32> <4>' (audio+image, rows.jsonl:1)"
     assert lines[1] == worst
     assert "rl.importance_cap" in lines[-1]
