@@ -145,6 +145,9 @@ class RayLauncher:
             self.actors.append(options.remote(sys.path))
         try:
             return self._place(on_gpus, timeout)
+        except ray.exceptions.GetTimeoutError as error:
+            late = f"the actors of {count(ranks, 'rank')} did not start within {timeout:g} seconds"
+            raise WorkerDied(f"{late} (parallel.timeout)") from error
         except ray.exceptions.RayError as error:
             raise WorkerDied(f"an actor died at its start: {_reason(error)}") from error
 

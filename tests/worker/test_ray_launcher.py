@@ -18,7 +18,7 @@ from ten_updates import train_by_groups
 from worker_cases import FailingLoss, TokenLoss, batch_of, spec_of
 
 from mvp_engine.errors import UserError
-from mvp_engine.worker import WorkerError, WorkerGroup
+from mvp_engine.worker import WorkerDied, WorkerError, WorkerGroup
 
 ray = pytest.importorskip("ray")
 from mvp_engine.worker.ray_launcher import Home, RayLauncher, by_node, places_of  # noqa: E402
@@ -135,11 +135,13 @@ def test_ray_without_free_resources_is_a_user_error_and_leaves_the_group_usable(
 def test_ray_actors_see_one_gpu_each(running: WorkerGroup) -> None:
     launcher = RayLauncher(cpus=0.5)
     try:
-        ranks: list[Any] = launcher.start(2, "auto", 60.0)
+        ranks: list[Any] = launcher.start(2, "auto", 300.0)
         assert sorted(rank.home.gpus for rank in ranks) == [("0",), ("1",)]
         assert len({rank.home.pid for rank in ranks}) == 2
     finally:
         launcher.close()
+    with pytest.raises(WorkerDied, match=r"actors of 1 rank did not start within 0\.001 seconds"):
+        WorkerGroup.start(spec_of(parallel={"timeout": 0.001}), where=RayLauncher(cpus=0.5))
     wait_until_gone([rank.home.pid for rank in ranks])
     assert running.update(BATCH, TokenLoss(), budget=64)[0].skipped is None
 
