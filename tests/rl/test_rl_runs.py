@@ -116,3 +116,4 @@ def test_check_of_an_rl_config_warns_of_rewards_that_teach_nothing(
     assert any(warning in text for text in about_rewards) if warning else not about_rewards
     assert len(found["rollouts"]["reward"]) == 4
     assert max(found["rollouts"]["gap"]) < 1e-5
+    assert found["rollouts"]["gap_by_modality"]["text"] < 1e-5

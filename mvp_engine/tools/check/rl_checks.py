@@ -26,6 +26,7 @@ def rollout_stage(record: CheckRecord, engine: RLEngine, records: list[dict[str,
     """Rewards and completions of the steps, and the rewards of the rows' own answers."""
     record.begin_stage("rollouts")
     facts: dict[str, Any] = {name: [one.get(name) for one in records] for name in METRICS}
+    facts["gap_by_modality"] = _largest_gaps(records)
     facts["own_answers"] = _own_answer_reward(engine)
     facts["seconds"] = {
         name: records[-1]["perf"].get(f"{name}_s") for name in ("generate", "reward", "update")
@@ -33,6 +34,17 @@ def rollout_stage(record: CheckRecord, engine: RLEngine, records: list[dict[str,
     record["rollouts"] = facts
     _warn(record, engine, facts)
     record.end_stage(f"rewards {' '.join(number(value) for value in facts['reward'])}")
+
+
+def _largest_gaps(records: list[dict[str, Any]]) -> dict[str, float]:
+    """The largest mean gap between sampler and trainer of each modality, as text or image."""
+    largest: dict[str, float] = {}
+    for one in records:
+        for name, value in one.items():
+            if name.startswith("gap/") and value is not None:
+                kind = name.removeprefix("gap/")
+                largest[kind] = max(value, largest.get(kind, 0.0))
+    return largest
 
 
 def _warn(record: CheckRecord, engine: RLEngine, facts: dict[str, Any]) -> None:

@@ -89,9 +89,9 @@ class Printer:
         seconds = [f"{name} {number(value)} s" for name, value in rollouts["seconds"].items()]
         length = number(rollouts["length"][-1])
         self._figure("rollouts", f"{length} tokens each; {', '.join(seconds)}")
-        gaps = [gap for gap in rollouts["gap"] if gap is not None]
+        gaps = [f"{kind} {number(gap)}" for kind, gap in rollouts["gap_by_modality"].items()]
         if gaps:
-            self._figure("gap", f"{number(max(gaps))} between sampler and trainer at most")
+            self._figure("gap", f"{', '.join(gaps)} between sampler and trainer at most")
 
     def _memory(self, memory: dict[str, Any]) -> None:
         total = f"{memory['total_gib']:.1f} GiB"
