@@ -87,4 +87,4 @@ def test_digits_rl_readme_commands_learn_to_name_held_out_digits(tmp_path: Path)
             if "sft" in words[1]:
                 assert last["exact_held_out"] <= 0.7
             else:
-                assert last["reward"] >= 0.88
+                assert last["reward"] >= 0.8
