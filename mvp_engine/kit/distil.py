@@ -72,6 +72,10 @@ class DistilLossKit:
             loss_sum = loss_sum + self.settings.nll * nll_sum
         return loss_sum, tokens
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistilLossKit:
+        """Itself: copies of the student, as exports make them, need no second teacher (FSDP cannot copy one)."""
+        return self
+
     def _divergence(self, hidden_TD: Tensor, head: dict[str, Any]) -> Tensor:
         """Called inside of the student's forward, where its head has all of its weights."""
         assert self._hidden_TD is not None
