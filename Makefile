@@ -29,7 +29,7 @@ demo: setup
 rl-demo: setup
 	@$(PY) -m mvp_engine.cli train $(RL)/sft.yaml
 	@$(PY) -m mvp_engine.cli train $(RL)/grpo.yaml
-	@echo; echo "The report: $$(ls -td outputs/reverse_grpo-*/report.html | head -1)"
+	@echo; echo "The report: $$(ls -td outputs/reverse_rl_grpo-*/report.html | head -1)"
 
 lint: setup
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy

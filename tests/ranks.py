@@ -49,15 +49,26 @@ class RankPool:
                 for process in self.processes:  # each rank prints its stack
                     os.kill(process.pid or 0, signal.SIGUSR1)
                 time.sleep(1.0)
-                self.close()
-                self._start()  # for the tests that follow
+                self._restart(rank)
                 errors = "\n".join(error for error, _ in answers if error)
                 raise TimeoutError(f"rank {rank} of {self.size} returned nothing in {timeout} s\n{errors}")
-            answers.append(pickle.loads(pipe.recv_bytes()))  # `recv` would open a socket for each tensor
+            try:
+                answers.append(pickle.loads(pipe.recv_bytes()))  # `recv` would open a socket for each tensor
+            except EOFError:
+                code = self._restart(rank)
+                raise AssertionError(f"rank {rank} of {self.size} died with exit code {code}") from None
         for rank, (error, _) in enumerate(answers):
             if error:
                 raise AssertionError(f"rank {rank} failed:\n{error}")
         return [value for _, value in answers]
+
+    def _restart(self, rank: int) -> int | None:
+        """New processes, for the tests that follow; returns the exit code of a rank."""
+        self.processes[rank].join(1.0)
+        code = self.processes[rank].exitcode
+        self.close()
+        self._start()
+        return code
 
     def launch(self, config: Any, *overrides: str) -> list[int]:
         return self.run(_launch, str(config), list(overrides))

@@ -180,3 +180,9 @@ def test_renamed_module_import_names_the_new_module() -> None:
         importlib.import_module("mvp_engine.batch")
     for module in renamed.MODULES.values():
         importlib.import_module(f"mvp_engine.{module}")
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports them as top-level modules, and ranks find functions by module name."""
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert [name for name in set(names) if names.count(name) > 1] == []
