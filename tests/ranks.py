@@ -56,7 +56,7 @@ class RankPool:
                 answers.append(pickle.loads(pipe.recv_bytes()))  # `recv` would open a socket for each tensor
             except EOFError:
                 code = self._restart(rank)
-                raise AssertionError(f"rank {rank} of {self.size} died with exit code {code}") from None
+                raise EOFError(f"rank {rank} of {self.size} died with exit code {code}") from None
         for rank, (error, _) in enumerate(answers):
             if error:
                 raise AssertionError(f"rank {rank} failed:\n{error}")

@@ -97,6 +97,7 @@ class RecipeLoss:
     return file
 
 
+@pytest.mark.campaign(only=True)
 def test_controller_killed_leaves_no_process(tmp_path: Path) -> None:
     """With processes that start from nothing, as in a training."""
     controller = spawn(str(Path(__file__).parent / "controller.py"), "spawn")
