@@ -49,10 +49,12 @@ class PackedBatch:
     sequence_fields: dict[str, Tensor] = field(default_factory=dict)  # (S, ...) each: rewards, ...
     media: dict[str, Media] = field(default_factory=dict)
     max_seqlen: int = field(init=False)
+    host_lengths: list[int] = field(init=False, repr=False)  # of the sequences, in host memory
     _host_copy: _HostCopy | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.max_seqlen = int(self.cu_seqlens.diff().max()) if len(self.cu_seqlens) > 1 else 0
+        self.host_lengths = self.cu_seqlens.diff().tolist()
+        self.max_seqlen = max(self.host_lengths, default=0)
         self._check_boundaries()
         self._check_tokens()
         self._check_sequences()

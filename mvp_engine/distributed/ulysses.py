@@ -50,6 +50,10 @@ class UlyssesShard:
         """All-gather along dimension 0, with gradients."""
         return _Gather.apply(value_t, self)
 
+    def gather_shared(self, value_t: Tensor) -> Tensor:
+        """All-gather along dimension 0. The gradient is a reduce-scatter: ranks use the result differently."""
+        return _GatherShared.apply(value_t, self)
+
     def total(self, value: Tensor) -> Tensor:
         """All-reduce (sum), with gradients."""
         return _Total.apply(value, self)
@@ -116,6 +120,23 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # Every rank has the gradient of the same loss over all tokens: its own slice is all it needs.
         return ctx.shard.cut(grad).contiguous(), None
+
+
+class _GatherShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: UlyssesShard) -> Tensor:
+        ctx.shard = shard
+        shapes: list[Shapes] = [[(size, *x.shape[1:])] for size in shard.sizes]
+        from_ranks = _all_to_all([[x]] * len(shapes), shapes, shard.group)
+        return torch.cat([parts[0] for parts in from_ranks])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        shard = ctx.shard
+        to_ranks = [[part] for part in grad.split(list(shard.sizes))]
+        shape = (shard.sizes[shard.rank], *grad.shape[1:])
+        from_ranks = _all_to_all(to_ranks, [[shape]] * len(shard.sizes), shard.group)
+        return torch.stack([parts[0] for parts in from_ranks]).sum(0), None
 
 
 class _Total(torch.autograd.Function):

@@ -73,7 +73,10 @@ class LanguageModel(PackedModel):
         self.chunk = chunk  # tokens per chunk of logits
         self._added: dict[str, Callable[[Tensor, dict[str, Any]], Tensor]] = {}
         config = causal_lm.config.get_text_config()
-        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        # Gemma, RecurrentGemma and xLSTM each have a name of their own for it.
+        caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+        found = [getattr(config, name, None) for name in caps]
+        self.softcap: float | None = next((cap for cap in found if cap is not None), None)
         # Cohere multiplies its logits, Granite divides them.
         multiplier = float(getattr(config, "logit_scale", None) or 1.0)
         divisor = float(getattr(config, "logits_scaling", None) or 1.0)

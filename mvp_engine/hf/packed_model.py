@@ -27,6 +27,7 @@ from mvp_engine.hf.config_facts import num_heads, packed_length_limit
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.export_plan import Target
 from mvp_engine.hf.hub import local_folder
+from mvp_engine.hf.mixers import PackedMixers
 from mvp_engine.hf.model_inputs import check_token_range, media_inputs
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class PackedModel(nn.Module):
         attention.use(backbone.config)
         experts.use(backbone.config)
         self._register_hooks()
+        self.mixers = PackedMixers(self.decoder())
         vision.apply_sync_free_vision(backbone)
         media_features.apply_sync_free_features(backbone, self.decoder())
         shared_media.apply_shared_features(self.base())
@@ -195,13 +197,14 @@ class PackedModel(nn.Module):
         input_ids_1T = input_ids[None]
         if batch.media:
             media_features.register_host_ids(input_ids_1T, batch.host_input_ids)
-        out = self.base()(
-            input_ids=input_ids_1T,
-            position_ids=position_ids.unsqueeze(-2),
-            use_cache=False,
-            **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
-            **inputs,
-        )
+        with self.mixers.packing(batch, shard, kv_cache):
+            out = self.base()(
+                input_ids=input_ids_1T,
+                position_ids=position_ids.unsqueeze(-2),
+                use_cache=False,
+                **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
+                **inputs,
+            )
         if kv_cache is not None:
             kv_cache.advance()
         return out.last_hidden_state[0]

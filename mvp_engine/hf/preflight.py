@@ -38,6 +38,7 @@ class Differences:
     packing: float  # of packed sequences from the same ones alone; mean
     reference: float  # of log-probs from those of transformers' own forward; mean
     noise: float  # bound for rounding errors of this model; 0 in float32
+    causal: float  # of the first half of a sequence when the second half is replaced; mean; 0 in float32
 
     @classmethod
     def measure(cls, model: PackedModel, seed: int, *, exact: bool, reference: bool) -> Differences:
@@ -46,6 +47,7 @@ class Differences:
         split = LENGTHS[0]
         packed = _hidden(model, first, second)
         noise = 0.0 if exact else 4 * _rounding_noise(model, first)
+        causal = 0.0 if exact else _later_tokens(model, first, other_first)
         neighbour = max(
             _max_difference(packed[split:], _hidden(model, other_first, second)[split:]),
             _max_difference(packed[:split], _hidden(model, first, other_second)[:split]),
@@ -53,7 +55,7 @@ class Differences:
         alone = torch.cat([_hidden(model, first), _hidden(model, second)])
         packing = _difference(packed, alone)
         from_reference = _reference_difference(model, [first, second]) if reference else 0.0
-        return cls(neighbour, packing, from_reference, noise)
+        return cls(neighbour, packing, from_reference, noise, causal)
 
     def max_over_ranks(self, group: dist.ProcessGroup | None) -> Differences:
         """The largest of all ranks, so that all ranks decide alike. NaN counts as infinite."""
@@ -64,6 +66,10 @@ class Differences:
 
     def neighbour_ok(self) -> bool:
         return self.neighbour <= max(EXACT, min(0.1, self.noise))
+
+    def causal_ok(self) -> bool:
+        # The bound is not the noise alone: a model that is not causal has much of that.
+        return self.causal <= max(EXACT, min(1e-2, self.noise))
 
     def packing_ok(self, exact: bool) -> bool:
         return self.packing <= (EXACT if exact else min(0.1, max(1e-4, self.noise)))
@@ -84,20 +90,18 @@ def check_packing(
 
     Most of all, a sequence must not change with its neighbour in the pack: shapes are equal
     there, so the results are bit-equal, and a leak in one layer of many shows. The probe rejects
-    state-space and linear-attention mixers, position schemes that ignore `position_ids`, heads
+    mixers that `mixers/detect.py` does not find, position schemes that ignore `position_ids`, heads
     with unknown steps, and layers that need attention features that packed attention lacks.
 
     `exact`: the model computes in float32. In half precision the bound is the model's own
     rounding noise: a causal model's first tokens do not depend on later ones, so whatever changes
     when those are cut off is rounding. A model outside of transformers' attention interface may
-    not be causal without a mask, so in half precision it is rejected by its class.
+    not be causal without a mask: later tokens are replaced, which must change no more than rounding.
     `reference`: compare with transformers' forward, which does not know tensor-parallel weights.
     `group`: all ranks.
     """
     model_type = model.hf.config.model_type  # type: ignore[union-attr]
     rejected = f"{model_type} cannot be trained on packed sequences"
-    if not exact and not _uses_attention_interface(model):
-        raise UserError(f"{rejected}: it does not use transformers' attention interface")
     try:
         with _eager_eval(model), warnings.catch_warnings():
             # The probe runs once, uncompiled on purpose.
@@ -107,7 +111,7 @@ def check_packing(
                 found = found.max_over_ranks(group)
                 packing_ok = found.packing_ok(exact)
                 reference_ok = found.reference_ok(exact)
-                if found.neighbour_ok() and packing_ok and reference_ok:
+                if found.neighbour_ok() and packing_ok and reference_ok and found.causal_ok():
                     return
     except Exception as error:
         is_ours = isinstance(error, NotImplementedError | UserError)
@@ -116,6 +120,11 @@ def check_packing(
     if found.packing == float("inf"):
         raise UserError(
             f"{model_type} returns non-finite outputs: check its weights for NaN and infinity"
+        )
+    if not found.causal_ok():
+        raise UserError(
+            f"{rejected}: later tokens of a sequence change earlier ones by {found.causal:.1e}. Its layers build "
+            "their causal mask outside of transformers' attention interface"
         )
     if packing_ok and not reference_ok:
         raise UserError(
@@ -126,7 +135,7 @@ def check_packing(
     raise UserError(
         f"{rejected}: two sequences in one batch change each other by {found.neighbour:.1e} and "
         f"differ from the same two alone by {found.packing:.1e}. Its layers look across sequence "
-        "boundaries (state-space or linear-attention mixers do)."
+        "boundaries."
     )
 
 
@@ -188,19 +197,19 @@ def _eager_eval(model: PackedModel) -> Iterator[None]:
             module.training = mode
 
 
-def _uses_attention_interface(model: PackedModel) -> bool:
-    text_config = type(model.hf.config.get_text_config())  # type: ignore[union-attr, operator]
-    return any(
-        getattr(module, "_supports_attention_backend", False) and type(module.config) is text_config
-        for module in model.hf.modules()
-    )
-
-
 def _rounding_noise(model: PackedModel, sequence: PackedBatch) -> float:
     """How much the first half of a sequence changes when the second half is cut off."""
     half_ids = sequence.input_ids[: sequence.num_tokens // 2].cpu()
     half = PackedBatch.from_sequences([half_ids]).to(sequence.input_ids.device)
     return _difference(_hidden(model, sequence)[: half.num_tokens], _hidden(model, half))
+
+
+def _later_tokens(model: PackedModel, sequence: PackedBatch, other: PackedBatch) -> float:
+    """How much the first half of a sequence changes when the second half is that of another sequence."""
+    half = sequence.num_tokens // 2
+    ids = torch.cat([sequence.input_ids[:half], other.input_ids[half:]])
+    mixed = PackedBatch.from_sequences([ids.cpu()]).to(ids.device)
+    return _difference(_hidden(model, sequence)[:half], _hidden(model, mixed)[:half])
 
 
 def _reference_difference(model: PackedModel, sequences: list[PackedBatch]) -> float:

@@ -73,11 +73,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Layers of these look across sequence boundaries, or ignore them: preflight must reject them.
-STATE = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
-REFUSED: dict[str, dict[str, Any]] = {
-    "falcon_h1": STATE,
-    **{name: {} for name in ("mamba", "jamba", "bloom", "minimax", "stablelm")},
-}
+REFUSED: dict[str, dict[str, Any]] = {name: {} for name in ("bloom", "stablelm")}
 
 
 # Ids of the placeholder tokens for images, videos and audio, in each model of VISION.
@@ -246,7 +242,6 @@ REFUSED_VISION: dict[str, tuple[str, dict[str, Any]]] = {
         "does not separate its backbone from its head",
         sub_configs(vit(vision_output_dim=16), num_local_experts=2),
     ),
-    "lfm2_vl": ("look across sequence boundaries", sub_configs(vit(), layer_types=["conv", "full_attention"])),
     "aya_vision": (
         "log-probs differ from those of transformers' own forward",
         {**sub_configs(vit("siglip_vision_model"), model_type="cohere2", **WINDOW), "downsample_factor": 2},

@@ -1,0 +1,85 @@
+"""Linear-attention, state-space and convolution mixers: packed equals alone, equals transformers' own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mixer_families import MIXERS, mixer_model
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.errors import UserError
+from mvp_engine.hf import LanguageModel, ValueModel, attention, preflight
+from mvp_engine.hf.mixers.packing import Packing
+
+LENGTHS = (13, 1, 6, 20, 6)
+
+
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 90, (length,), generator=generator) for length in LENGTHS]
+
+
+def transformers_log_probs(model: LanguageModel, ids: torch.Tensor) -> torch.Tensor:
+    """From transformers' own forward of one sequence, with gradients; 0 at the end."""
+    with attention.eager_attention(model.hf.config):
+        logits = model.hf(ids[None], use_cache=False).logits[0]
+    log_probs = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+    return torch.cat([log_probs, log_probs.new_zeros(1)])
+
+
+def gradients(model: LanguageModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def check_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max().clamp(min=1.0), name
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixers_packed_equals_alone_and_transformers(name: str) -> None:
+    model = mixer_model(name)
+    assert model.mixers.modules
+    ids = sequences()
+    packed = model(PackedBatch.from_sequences(ids), ["log_probs"])["log_probs"]
+    alone = torch.cat([model(PackedBatch.from_sequences([i]), ["log_probs"])["log_probs"] for i in ids])
+    theirs = torch.cat([transformers_log_probs(model, i) for i in ids])
+    assert torch.allclose(packed, alone, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(packed, theirs, rtol=1e-5, atol=1e-5)
+    weights = torch.linspace(-0.1, 0.1, len(packed))
+    of_packed = gradients(model, (packed * weights).sum())
+    check_close(of_packed, gradients(model, (theirs * weights).sum()))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2_moe", "mamba2", "mamba"])
+def test_mixers_state_that_is_not_reset_fails_preflight(name: str, monkeypatch) -> None:
+    model = mixer_model(name)
+    preflight.check_packing(model)
+
+    def one_sequence(batch: PackedBatch, *rest: Any) -> Packing:
+        return Packing([batch.num_tokens], batch.cu_seqlens[[0, -1]], *rest)
+
+    monkeypatch.setattr(Packing, "of", one_sequence)
+    with pytest.raises(UserError, match="two sequences in one batch change each other"):
+        preflight.check_packing(model)
+
+
+def test_mixers_of_value_model_packed_equals_alone() -> None:
+    model = mixer_model("qwen3_5_text", ValueModel)
+    ids = sequences()
+    values = model(PackedBatch.from_sequences(ids), ["values"])["values"]
+    alone = torch.cat([model(PackedBatch.from_sequences([i]), ["values"])["values"] for i in ids])
+    assert torch.allclose(values, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_model_without_mixers_is_unchanged() -> None:
+    from families import config_of
+
+    model = LanguageModel.from_config(config_of("llama"))
+    assert model.mixers.modules == {}
+    assert "forward" not in model.decoder().layers[0].__dict__
