@@ -21,7 +21,7 @@ import numpy as np
 import torch.distributed as dist
 
 from mvp_engine.errors import UserError, count
-from mvp_engine.worker import wire
+from mvp_engine.worker import ray_guard, wire
 from mvp_engine.worker.errors import WorkerDied
 from mvp_engine.worker.host import Place, WorkerHost, shown
 from mvp_engine.worker.launchers import Call, Rank, reply
@@ -120,6 +120,7 @@ class RayLauncher:
     """
 
     users: set[RayLauncher] = set()  # noqa: RUF012 - of the Ray instance that was started here
+    guard: Any = None  # the process that ends this instance if the controller is killed
 
     def __init__(
         self, cpus: float = 1, gpus: float = 1, strategy: str = "PACK", wait: float = 60.0
@@ -177,6 +178,10 @@ class RayLauncher:
             self.users.remove(self)
             if not self.users:
                 ray.shutdown()
+                if RayLauncher.guard is not None:
+                    RayLauncher.guard.kill()
+                    RayLauncher.guard.wait()
+                    RayLauncher.guard = None
 
     # ---- Ray and its resources ------------------------------------------------------------------------------------
 
@@ -192,8 +197,11 @@ class RayLauncher:
             try:
                 # Ranks may be more than cores, as with other launchers: nobody else uses an instance of our own.
                 cpus = max(os.cpu_count() or 1, 256)
-                ray.init(num_cpus=cpus, include_dashboard=False, logging_level="WARNING")
+                started: Any = ray.init(
+                    num_cpus=cpus, include_dashboard=False, logging_level="WARNING"
+                )
                 self.users.add(self)
+                RayLauncher.guard = ray_guard.start(started.address_info["session_dir"])
             except ValueError:  # a cluster has its own number of CPUs
                 ray.init(logging_level="WARNING")
 
