@@ -80,6 +80,7 @@ class World:
         """
         world = cls(rank, size, local_rank, local_size, torch.device(device), watch=watch)
         if world.device.type == "cuda":
+            _expandable_segments()
             torch.cuda.set_device(world.device)
         if size > 1:
             assert store is not None, "several ranks need a store"
@@ -216,9 +217,13 @@ def _pick_device(wanted: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError("device=cuda, but torch sees no GPU here. Set device=auto or device=cpu.")
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        # Packs differ in size: fixed segments fragment, which cost a fifth of a GPU's memory in our benchmarks.
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    _expandable_segments()
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def _expandable_segments() -> None:
+    """Packs differ in size: fixed segments fragment, which cost a fifth of a GPU's memory in our benchmarks."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -214,14 +214,15 @@ class RLEngine(MLLMEngine):
         batch = rollout_batch(experience.prompts, samples)
         rewards_S = torch.tensor(rewards, dtype=torch.float64)
         batch = self.learner.prepare(batch, rewards_S, on_policy, ctx.step)
-        if self.learner.measures_gap(ctx.step, on_policy):
+        if "old_log_probs" in batch.token_fields:
             gap = measure_gap(batch, batch.token_fields["old_log_probs"], experience.prompts)
-            gap.check(self.config.rollout.max_gap, self.tokenizer)
+            # The policy has moved since older weights sampled: no limit says what is too far.
+            gap.check(self.config.rollout.max_gap if on_policy else None, self.tokenizer)
             _log_all(ctx, gap.metrics())
         ctx.micro_batches = [batch]
         ctx.count("tokens", batch.num_tokens)
         self.train_pre_step(ctx)
-        updates = self.learner.update(ctx.micro_batches[0], ctx.step)
+        updates = self.learner.update(ctx.micro_batches[0], on_policy, ctx.step)
         if on_policy and "old_log_probs" not in batch.token_fields:
             check_mean_gap(updates.metrics().get("gap"), self.config.rollout.max_gap)
         return updates

@@ -5,7 +5,7 @@ Legend: T tokens, S sequences. Tensors of the controller are on the CPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -91,22 +91,20 @@ class Learner:
     ) -> PackedBatch:
         """The batch with all fields that the losses read; `step` is counted from 1.
 
-        `on_policy`: the actor still has the weights that sampled. If not, the sampler's own log-probs are the old ones;
-        with `rl.importance_cap` the actor's, and the importance weights correct for the difference.
+        `on_policy`: the actor still has the weights that sampled. If not, the ratio is to the sampler's log-probs; with
+        `rl.importance_cap` to the actor's, and the importance weights correct for the difference.
         """
         rl = self.config.rl
         fields: dict[str, Tensor] = {}
         if self.measures_gap(step, on_policy) or (not on_policy and rl.importance_cap is not None):
             fields["old_log_probs"] = self._log_probs(batch)
-        elif not on_policy:
-            fields["old_log_probs"] = batch.token_fields["sampler_log_probs"]
         if rl.kl:
             fields["reference_log_probs"] = self._reference_log_probs(batch)
         kl_T = None
         if rl.kl and self.algorithm.kl_in_reward:
             estimator = rl.kl_estimator or "k1"
-            reference_T = fields["reference_log_probs"]
-            kl_T = kl_penalty(fields["old_log_probs"], reference_T, estimator)
+            old_T = fields.get("old_log_probs", batch.token_fields["sampler_log_probs"])
+            kl_T = kl_penalty(old_T, fields["reference_log_probs"], estimator)
         values_T = None
         if self.groups.critic is not None:
             found = self.groups.critic.infer(batch, ["values"], budget=self.config.budget)
@@ -144,14 +142,19 @@ class Learner:
         )
         return found["log_probs"].float()
 
-    def update(self, batch: PackedBatch, step: int) -> Updates:
+    def update(self, batch: PackedBatch, on_policy: bool, step: int) -> Updates:
         """The optimizer steps over a prepared batch; `step` is counted from 1."""
         rl = self.config.rl
+        to_sampler = not on_policy and rl.importance_cap is None
+        loss = replace(self.policy_loss, ratio_to="sampler") if to_sampler else self.policy_loss
         options: dict[str, Any] = {"budget": self.config.budget, "cuts": rl.updates}
         critic: list[UpdateNumbers] = []
         actor: list[UpdateNumbers] = []
         if self.groups.critic is not None:
             critic = self.groups.critic.update(batch, self.value_loss, together="group", **options)
         if step > rl.critic_warmup or self.groups.critic is None:
-            actor = self.groups.actor.update(batch, self.policy_loss, together="group", **options)
+            actor = self.groups.actor.update(batch, loss, together="group", **options)
+        if to_sampler:
+            for numbers in actor[1:]:  # the first one alone has the policy before the step
+                numbers.metrics.pop("gap", None)
         return Updates(actor, critic)

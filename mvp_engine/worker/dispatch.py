@@ -5,6 +5,7 @@ Everything here depends on the batch and the number of ranks alone, so the same 
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
+from mvp_engine.kit.data.pack.plan import ENCODER_VALUES_PER_TOKEN
 
 
 def check_budget(batch: PackedBatch, budget: int) -> None:
@@ -36,7 +38,7 @@ def balanced(costs: list[int], parts: int) -> list[list[int]]:
 
 
 def by_data_rank(batch: PackedBatch, ranks: int) -> list[list[int]]:
-    """The sequences of each data-parallel rank, with about as many tokens each.
+    """The sequences of each data-parallel rank, with about as much work each: tokens, and values that encoders read.
 
     Sequences that share media are on one rank, up to a quarter of its tokens: it reads the media once.
     """
@@ -45,8 +47,27 @@ def by_data_rank(batch: PackedBatch, ranks: int) -> list[list[int]]:
         units.setdefault(unit, []).append(sequence)
     members = list(units.values())
     lengths = batch.lengths.tolist()
-    parts = balanced([sum(lengths[s] for s in unit) for unit in members], ranks)
+    encoded = encoder_work(batch, members)
+    work = [sum(lengths[s] for s in unit) + own for unit, own in zip(members, encoded, strict=True)]
+    parts = balanced(work, ranks)
     return [sorted(chain.from_iterable(members[unit] for unit in part)) for part in parts]
+
+
+def encoder_work(batch: PackedBatch, units: list[list[int]]) -> list[int]:
+    """The work of encoders for each unit of sequences, in tokens of the language model as packs count it.
+
+    Media that sequences of a unit share count once.
+    """
+    values = [0] * len(units)
+    for media in batch.media.values():
+        each = math.prod(media.values.shape[1:])
+        of_sequence = torch.zeros(batch.num_sequences, dtype=torch.long)
+        of_sequence.index_add_(0, media.sequence_ids, media.row_counts * each)
+        owner = media.shared_with
+        own = list(range(batch.num_sequences)) if owner is None else owner.tolist()
+        for unit, sequences in enumerate(units):
+            values[unit] += sum(int(of_sequence[s]) for s in {own[s] for s in sequences})
+    return [value // ENCODER_VALUES_PER_TOKEN for value in values]
 
 
 def select(batch: PackedBatch, sequences: list[int]) -> PackedBatch | None:

@@ -1,6 +1,6 @@
 """WorkerGroup: one model on a group of ranks, as the controller sees it. The same code for every launcher.
 
-A batch is divided among the data-parallel ranks by tokens; results come back in the order of the batch. Any number of
+A batch is divided among the data-parallel ranks by work; results come back in the order of the batch. Any number of
 sequences works with any number of ranks. A group is named after its role (actor, critic, reference); what a role
 computes is a loss or an output, not a class.
 """

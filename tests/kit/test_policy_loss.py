@@ -270,6 +270,24 @@ def test_policy_loss_without_old_log_probs_is_on_policy() -> None:
     assert found[2]["clip_fraction"] == 0
 
 
+def test_policy_loss_ratio_to_the_sampler_has_its_log_probs_as_old_ones_and_the_gap_of_now() -> None:
+    policy, _ = engines_on(alone())
+    batch = packed([0, 1, 2], fields())
+    sampler_T = batch.token_fields["sampler_log_probs"]
+    batch.token_fields["old_log_probs"] = sampler_T
+    wanted = step(policy, PolicyLoss(), [batch])
+    del batch.token_fields["old_log_probs"]
+    found = step(policy, PolicyLoss(ratio_to="sampler"), [batch])
+    assert_equal(found, wanted, "")
+    assert found[2].keys() == wanted[2].keys()
+    with torch.no_grad():
+        own_T = policy.model(batch, ["log_probs"])["log_probs"]
+    has_label_T = batch.labels != -100
+    gap = float((own_T - sampler_T)[has_label_T].abs().mean())
+    assert (wanted[2]["gap"], found[2]["gap"]) == (0, pytest.approx(gap, abs=1e-5))
+    assert gap > 0.1
+
+
 def test_policy_loss_ratio_beyond_float32_keeps_gradients_finite() -> None:
     policy, _ = engines_on(alone())
     batch = packed([0, 1], fields())
@@ -288,6 +306,7 @@ def test_policy_loss_ratio_beyond_float32_keeps_gradients_finite() -> None:
         ({"norm": "token", "length": 4}, "with norm=constant alone"),
         ({"norm": "tokens"}, "token, sequence or constant"),
         ({"cispo": True, "dual_clip": 3.0}, "None with cispo"),
+        ({"ratio_to": "sampler", "importance_cap": 2.0}, "None with ratio_to=sampler"),
     ],
     ids=str,
 )
@@ -296,8 +315,8 @@ def test_policy_loss_wrong_option_raises(options: dict[str, Any], message: str) 
         PolicyLoss(**options)
 
 
-@pytest.mark.parametrize("option", [{"kl": 0.1}, {"importance_cap": 2.0}], ids=str)
-def test_policy_loss_missing_field_raises(option: dict[str, float]) -> None:
+@pytest.mark.parametrize("option", [{"kl": 0.1}, {"importance_cap": 2.0}, {"ratio_to": "sampler"}], ids=str)
+def test_policy_loss_missing_field_raises(option: dict[str, Any]) -> None:
     policy, _ = engines_on(alone())
     batch = packed([0, 1], fields())
     del batch.token_fields["reference_log_probs"], batch.token_fields["sampler_log_probs"]

@@ -31,12 +31,14 @@ class PolicyLoss:
     """The clipped policy gradient: PPO, GRPO, GSPO, CISPO and relatives, by their options.
 
     It reads the token fields `advantages` and `old_log_probs` (without them the policy is the one that sampled, and the
-    ratio is 1), `reference_log_probs` for the KL term, `sampler_log_probs` for the gap and the importance correction.
+    ratio is 1), `reference_log_probs` for the KL term, `sampler_log_probs` for the gap, the importance correction and
+    `ratio_to="sampler"`.
     """
 
     clip: tuple[float, float] = (0.2, 0.2)  # below and above 1
     dual_clip: float | None = None  # the largest ratio that counts where the advantage is negative
     ratio: Literal["token", "sequence"] = "token"  # sequence: its geometric mean (GSPO)
+    ratio_to: Literal["old", "sampler"] = "old"  # sampler: samples by older weights, as they are
     cispo: bool = False  # the clipped ratio as a weight without gradient: no token loses its own
     kl: float = 0.0  # the weight of the KL divergence from the reference
     kl_estimator: Estimator = "k3"
@@ -71,6 +73,11 @@ class PolicyLoss:
         self._check("temperature", self.temperature > 0, "above 0")
         is_cap = self.importance_cap is None or self.importance_cap > 0
         self._check("importance_cap", is_cap, "above 0, or None")
+        self._check("ratio_to", self.ratio_to in ("old", "sampler"), "old or sampler")
+        both = self.ratio_to == "sampler" and self.importance_cap is not None
+        self._check(
+            "importance_cap", not both, "None with ratio_to=sampler, which corrects already"
+        )
 
     def _check(self, name: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:
@@ -82,7 +89,11 @@ class PolicyLoss:
         # At temperature 1, too: placeholders of media, which are never sampled, have no probability then.
         outputs = model(batch, ["log_probs", "entropy"], temperature=self.temperature)
         log_probs_T = outputs["log_probs"]
-        old_T = fields.get("old_log_probs", log_probs_T.detach())
+        # The policy before the step; with ratio_to=sampler, that of this optimizer step.
+        trainer_T = fields.get("old_log_probs", log_probs_T.detach())
+        old_T = trainer_T
+        if self.ratio_to == "sampler":
+            old_T = self._field(batch, "sampler_log_probs")
         has_loss_T = batch.labels != IGNORE
         tokens = has_loss_T.sum()
 
@@ -96,7 +107,7 @@ class PolicyLoss:
         log_mean("approx_kl", kl_penalty(old_T, log_probs_T.detach(), "k3"))
         log_mean("entropy", outputs["entropy"])
         if "sampler_log_probs" in fields:
-            log_mean("gap", (old_T - fields["sampler_log_probs"]).abs())
+            log_mean("gap", (trainer_T - fields["sampler_log_probs"]).abs())
         if self.importance_cap is not None:
             weight_T = clamp_log_ratio(old_T - self._field(batch, "sampler_log_probs")).exp()
             loss_T = loss_T * weight_T.clamp(max=self.importance_cap)
@@ -153,6 +164,8 @@ class PolicyLoss:
     def _field(self, batch: PackedBatch, name: str) -> Tensor:
         if name not in batch.token_fields:
             option = "kl" if name == "reference_log_probs" else "importance_cap"
+            if self.ratio_to == "sampler" and option != "kl":
+                option = "ratio_to"
             value = getattr(self, option)
             raise UserError(
                 f"PolicyLoss: {option}={value} needs the token field {name} in the batch"
