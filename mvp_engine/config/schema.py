@@ -101,6 +101,7 @@ class Model(Section):
     activation_checkpointing: ActivationCheckpointing | dict[Part, ActivationCheckpointing]
     compile: str | dict[Part, str | None] | None
     fp8: bool | dict[Part, bool]
+    quantize: dict[Part, Literal["nf4"]]
     offload: Literal["none", "optimizer", "all"]
 
 

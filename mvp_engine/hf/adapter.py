@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.preflight import check_gradients, check_packing
 from mvp_engine.hf.preflight_media import MediaPreflight
 from mvp_engine.hf.pretrained import load_pretrained
+from mvp_engine.hf.quantize import dequantized, quantize_layers, unquantized_shape
 from mvp_engine.hf.tp_plan import apply_tensor_parallel
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -49,6 +50,9 @@ class HFAdapter:
 
     def set_export_dtype(self, dtype: torch.dtype) -> None:
         self.model.export_dtype = dtype
+
+    def quantize(self, setting: Mapping[Any, str], dtype: torch.dtype) -> None:
+        quantize_layers(self.model, setting, dtype)
 
     def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
         if self.model.lora is not None:
@@ -109,15 +113,18 @@ class HFAdapter:
     def export(self, folder: Path, dtype: torch.dtype | None, world: World) -> None:
         target = self.model.export_target(dtype)
         tensors = self.model.state_dict()
-        fetch = merge_adapters(self.model, lambda name: full_tensor(tensors[name]))
-        hf_export.export(target, folder, fetch, lambda name: _on_meta(tensors[name]), world)
+        fetch = dequantized(self.model, lambda name: full_tensor(tensors[name]))
+        like = unquantized_shape(self.model, lambda name: _on_meta(tensors[name]))
+        hf_export.export(target, folder, merge_adapters(self.model, fetch), like, world)
 
     def named_full_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         # The parameters themselves, whose data may be offloaded and loaded back in between.
         tensors = self.model.state_dict(keep_vars=True)
         target = self.model.export_target(dtype)
-        plan = ExportPlan(target, lambda name: _on_meta(tensors[name]))
-        fetch = merge_adapters(self.model, lambda name: full_tensor(tensors[name].detach()))
+        like = unquantized_shape(self.model, lambda name: _on_meta(tensors[name]))
+        plan = ExportPlan(target, like)
+        fetch = dequantized(self.model, lambda name: full_tensor(tensors[name].detach()))
+        fetch = merge_adapters(self.model, fetch)
         for group in plan.groups:
             yield from plan.entries(group, fetch)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from mvp_engine.distributed.dtensor import local_shards, shard_slices
 from mvp_engine.errors import UserError
 from mvp_engine.hf.weight_files import Index, WeightFiles
+from mvp_engine.ops.nf4 import Nf4Linear
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,26 @@ class Entries(Protocol):
     def read(self, key: str, index: Index = ()) -> Tensor: ...
 
 
-def load(model: Any, folder: Path, params: Mapping[str, Tensor]) -> tuple[set[str], list[str]]:
+def load(
+    model: Any,
+    folder: Path,
+    params: Mapping[str, Tensor],
+    quantized: Mapping[str, Nf4Linear] | None = None,
+) -> tuple[set[str], list[str]]:
     """Fill `params`, given by their names in the Hugging Face `model`, from a folder; each rank its own shards.
 
-    Returns the names that were filled, and the entries of the files that belong to none of them.
+    `quantized` are layers by the names of their weights. Returns the names that were filled, and the entries of the
+    files that belong to none of them.
     """
-    return load_entries(model, WeightFiles(folder), params, str(folder))
+    return load_entries(model, WeightFiles(folder), params, str(folder), quantized)
 
 
 def load_entries(
-    model: Any, files: Entries, params: Mapping[str, Tensor], folder: str
+    model: Any,
+    files: Entries,
+    params: Mapping[str, Tensor],
+    folder: str,
+    quantized: Mapping[str, Nf4Linear] | None = None,
 ) -> tuple[set[str], list[str]]:
     """As `load`, from any entries; `folder` names them in errors."""
     loaded: set[str] = set()
@@ -71,7 +82,8 @@ def load_entries(
                 continue
             first_name = first_names.setdefault(id(params[name]), name)
             if first_name == name:
-                _fill(name, params[name], source, folder)
+                layer = (quantized or {}).get(name)
+                _fill(name, params[name] if layer is None else layer, source, folder)
             elif not _is_equal(params[name], source):
                 raise UserError(
                     f"{folder}: its config ties {name} to {first_name}, but its files have both, and they differ. "
@@ -208,20 +220,32 @@ class _Converted:
         return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
 
 
-def _fill(name: str, param: Tensor, source: FolderParameter, folder: str) -> None:
-    if param.shape != source.shape:
+def _fill(name: str, target: Tensor | Nf4Linear, source: FolderParameter, folder: str) -> None:
+    """Fill a parameter, or the weight of a quantized layer."""
+    if isinstance(target, Nf4Linear):
+        shape: tuple[int, ...] = (target.out_features, target.in_features)
+    else:
+        shape = tuple(target.shape)
+    if shape != tuple(source.shape):
         raise UserError(
-            f"{folder}: {name} has the shape {tuple(source.shape)} there and {tuple(param.shape)} in the model's config"
+            f"{folder}: {name} has the shape {tuple(source.shape)} there and {shape} in the model's config"
         )
+
+    def read(index: Index, wants_floats: bool = True) -> Tensor:
+        value = source.read(index)
+        is_quantized = not value.is_floating_point() or value.itemsize < 2
+        if wants_floats and is_quantized:
+            raise UserError(
+                f"{folder}: {name} is quantized ({value.dtype}), which cannot be trained; use the original weights"
+            )
+        return value
+
     with torch.no_grad():
-        for offset, shard in local_shards(param):
-            value = source.read(shard_slices(offset, shard))
-            is_quantized = not value.is_floating_point() or value.itemsize < 2
-            if shard.is_floating_point() and is_quantized:
-                raise UserError(
-                    f"{folder}: {name} is quantized ({value.dtype}), which cannot be trained; use the original weights"
-                )
-            shard.copy_(value)
+        if isinstance(target, Nf4Linear):
+            target.fill(read)
+            return
+        for offset, shard in local_shards(target):
+            shard.copy_(read(shard_slices(offset, shard), shard.is_floating_point()))
 
 
 def _is_equal(param: Tensor, source: FolderParameter) -> bool:

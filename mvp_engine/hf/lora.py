@@ -118,7 +118,7 @@ def _target_layers(
 ) -> dict[str, nn.Linear]:
     """The linear layers that the targets name; the output head of a language model is never one of them."""
     parts = parts_of(model)
-    linears = _linear_layers(model)
+    linears = linear_layers(model)
     class_name = type(model.hf if isinstance(model, PackedModel) else model).__name__
     if not linears:
         raise UserError(
@@ -143,7 +143,8 @@ def _target_layers(
     return found
 
 
-def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The plain linear layers of a model by name, without its head."""
     prefix = ""
     head = None
     if isinstance(model, PackedModel):

@@ -24,6 +24,7 @@ from mvp_engine.hf.lora_export import export_adapter
 from mvp_engine.hf.model_info import read_model_info
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.weight_files import WeightFiles
+from mvp_engine.ops import nf4
 
 
 def merge(
@@ -46,7 +47,7 @@ def merge(
     info = read_model_info(checkpoint)
     if info.lora is not None:
         add_adapters(model, info.lora)
-    saved = _SavedTensors(checkpoint, model, ema)
+    saved = _SavedTensors(checkpoint, model, ema, info.quantized)
     base_folder = None
     if info.base is not None:
         if adapter_only or saved.missing():
@@ -72,7 +73,10 @@ def merge(
 class _SavedTensors:
     """The tensors of a model by name, read from its checkpoint or from the folder that the training started from."""
 
-    def __init__(self, checkpoint: Path, model: PackedModel, ema: bool) -> None:
+    def __init__(
+        self, checkpoint: Path, model: PackedModel, ema: bool, quantized: frozenset[str]
+    ) -> None:
+        """`quantized`: names of weights that the training had in NF4, whatever the base folder holds."""
         self.checkpoint = checkpoint
         self.model = model
         self._reader = Reader(checkpoint)
@@ -82,6 +86,7 @@ class _SavedTensors:
         self._first_names: dict[int, str] = {}
         for name, value in self._tensors.items():
             self._first_names.setdefault(id(value), name)
+        self._quantized = quantized
         self._from_base: dict[str, Callable[[], Tensor]] = {}  # by the checkpoint's names
         self._averaged: set[str] = set()
         if ema:
@@ -95,13 +100,19 @@ class _SavedTensors:
     def fetch(self, name: str) -> Tensor:
         entry = self._entry_name(name)
         if entry in self.entries:
-            return self._reader.read(entry)
-        return self._from_base[entry]().float()
+            value = self._reader.read(entry)
+        else:
+            value = self._from_base[entry]().float()
+            if name in self._quantized:
+                value = nf4.quantize(value, torch.float32)
+        if name in self._quantized:
+            return nf4.dequantize(value, nf4.in_features_of(value), torch.float32)
+        return value
 
     def like(self, name: str) -> Tensor:
         """An empty tensor on the meta device with the shape and the dtype that `fetch` returns."""
         entry = self.entries.get(self._entry_name(name))
-        dtype = torch.float32 if entry is None else entry.dtype
+        dtype = torch.float32 if entry is None or name in self._quantized else entry.dtype
         return torch.empty(self._tensors[name].shape, dtype=dtype, device="meta")
 
     def missing(self) -> bool:
@@ -123,6 +134,8 @@ class _SavedTensors:
         for name, value in self._needed().items():
             if name in self.entries or name not in self._from_base:
                 here[name] = value
+            if name in self.entries and name.removeprefix("model.") in self._quantized:
+                here[name] = torch.empty(self.entries[name].shape, device="meta")
         state.check_fit(self.checkpoint, here, self.entries)
 
     def _needed(self) -> dict[str, Tensor]:

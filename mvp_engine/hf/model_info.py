@@ -20,6 +20,7 @@ from mvp_engine.hf.hub import portable_name
 from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.weight_files import fingerprint
+from mvp_engine.ops.nf4 import quantized_layers
 
 NAME = "mvp.json"
 
@@ -52,6 +53,8 @@ class ModelInfo:
     engine: str | None  # the module or file that registers the model type; None: this package does
     lora: Lora | None
     base: BaseFolder | None
+    quantize: dict[str, str] | None = None  # model.quantize of the training
+    quantized: frozenset[str] = frozenset()  # the names of the weights that it had in NF4
 
 
 def write_model_info(
@@ -70,6 +73,9 @@ def write_model_info(
     }
     if model.lora is not None:
         info["lora"] = model.lora.model_dump()
+    if model.quantize:
+        info["quantize"] = model.quantize
+        info["quantized"] = sorted(quantized_layers(model))
     if model.source is not None and (trainable_only or model.lora is not None):
         weights = fingerprint(model.source)
         info["base"] = {"path": portable_name(model.source), "weights": weights}
@@ -93,6 +99,8 @@ def read_model_info(checkpoint: Path) -> ModelInfo:
             engine=info.get("engine"),
             lora=None if lora is None else Lora.model_validate(lora),
             base=None if base is None else BaseFolder(base["path"], base["weights"]),
+            quantize=info.get("quantize"),
+            quantized=frozenset(info.get("quantized", ())),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged: {type(error).__name__}: {error}") from None
@@ -108,7 +116,14 @@ def check_base(checkpoint: Path, model: PackedModel) -> None:
     """Raise `UserError` if `model` was built on other weights than those that a checkpoint's adapters belong to."""
     if not (checkpoint / HF / NAME).is_file() or model.source is None:
         return
-    base = read_model_info(checkpoint).base
+    info = read_model_info(checkpoint)
+    base = info.base
+    if info.quantize != model.quantize:
+        there = json.dumps(info.quantize or {}).replace('"', "")
+        raise UserError(
+            f"the adapters of {checkpoint} were trained with model.quantize={there}, and this model has other base "
+            f"weights. Set model.quantize={there}; to change it, merge the checkpoint and start from that folder"
+        )
     if base is not None:
         base.check(model.source, "Set model.path to the folder that the training started from")
 

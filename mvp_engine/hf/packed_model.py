@@ -76,6 +76,7 @@ class PackedModel(nn.Module):
     side_files: Path | None = None  # the folder of tokenizer and processor files, if not `source`
     export_dtype = torch.float32  # dtype of exported weights: that of the source folder
     lora: Lora | None = None  # settings of its adapters; None without adapters
+    quantize: dict[str, str] | None = None  # formats of quantized weights by part
     from_folder: frozenset[str] = frozenset()  # names of tensors that were loaded from `source`
 
     def __init__(self, backbone: nn.Module) -> None:

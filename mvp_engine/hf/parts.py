@@ -21,6 +21,7 @@ from mvp_engine.config.schema import Part
 from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.ops.nf4 import num_parameters
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -167,12 +168,13 @@ def trained_parts(
     parts = parts_of(model)
     named = dict(model.named_parameters())
     learning_rates = _learning_rates(optimizer)
+    sizes = num_parameters(model)
     facts = []
     for part in PARTS:
         members = {name: param for name, param in named.items() if parts.get(name) == part}
         if members:
-            facts.append(_summary(part, members, learning_rates))
-    return [*facts, _summary("all", named, learning_rates)]
+            facts.append(_summary(part, members, sizes, learning_rates))
+    return [*facts, _summary("all", named, sizes, learning_rates)]
 
 
 def _learning_rates(optimizer: torch.optim.Optimizer | None) -> dict[nn.Parameter, float]:
@@ -184,14 +186,17 @@ def _learning_rates(optimizer: torch.optim.Optimizer | None) -> dict[nn.Paramete
 
 
 def _summary(
-    part: str, params: dict[str, nn.Parameter], learning_rates: dict[nn.Parameter, float]
+    part: str,
+    params: dict[str, nn.Parameter],
+    sizes: dict[str, int],
+    learning_rates: dict[nn.Parameter, float],
 ) -> dict[str, Any]:
     trained = {name: param for name, param in params.items() if param.requires_grad}
     rates = {learning_rates[param] for param in trained.values() if param in learning_rates}
     return {
         "part": part,
-        "parameters": sum(param.numel() for param in params.values()),
-        "trained": sum(param.numel() for param in trained.values()),
+        "parameters": sum(sizes[name] for name in params),
+        "trained": sum(sizes[name] for name in trained),
         "rates": sorted(rates),
         "adapters": sum(".lora_A." in name for name in trained),
     }

@@ -13,6 +13,7 @@ from mvp_engine.errors import UserError, count
 from mvp_engine.hf import load
 from mvp_engine.hf.hub import fetch_weights
 from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.ops.nf4 import quantized_layers
 
 LOGGER = logging.getLogger("mvp_engine")
 PREFIX = "hf."  # of the names of the transformers model inside a PackedModel
@@ -29,7 +30,8 @@ def load_pretrained(model: PackedModel, skeleton: nn.Module) -> set[str]:
     state = model.state_dict(keep_vars=True)
     own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     wrapped = {n.removeprefix(PREFIX): value for n, value in own.items() if n.startswith(PREFIX)}
-    found, unused = load.load(skeleton.hf, model.source, wrapped)
+    quantized = {n.removeprefix(PREFIX): layer for n, layer in quantized_layers(model).items()}
+    found, unused = load.load(skeleton.hf, model.source, wrapped, quantized)
     filled = {own[PREFIX + name] for name in found}  # tied tensors count with each other
     loaded = {name for name, value in own.items() if value in filled}
     heads = [name for name in own if not name.startswith(PREFIX) and name in unused]

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mvp_engine.ops.nf4 import Nf4Linear
+
 _PROJECTOR = re.compile(r"merger|projector|connector|multi_modal|mm_|embed_vision|embed_audio")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -76,6 +78,8 @@ def matmul_flops(module: nn.Module, label: str, weight: Tensor, text_config: Any
     """
     if isinstance(module, nn.Embedding) or "bias" in label:
         return 0.0
+    if isinstance(module, Nf4Linear):
+        return 2.0 * module.in_features * module.out_features
     if isinstance(module, _CONVOLUTIONS) or weight.ndim == 2:
         return 2.0 * weight.numel()
     num_experts = _num_experts(text_config)

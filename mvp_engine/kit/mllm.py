@@ -37,6 +37,7 @@ from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit
 from mvp_engine.kit.row_checks import check_rows, row_groups
 from mvp_engine.kit.settings import MLLMConfig
+from mvp_engine.ops.nf4 import num_parameters
 from mvp_engine.report import write_report
 from mvp_engine.report.facts import metric_texts
 
@@ -295,8 +296,8 @@ class MLLMEngine(Engine):
 
     def page_figures(self, figures: Mapping[str, float | None]) -> dict[str, str]:
         """Metrics as text for the report page, shares in percent, and the size of the model."""
-        num_parameters = sum(p.numel() for p in self.model.parameters())
-        return {**metric_texts(figures), "parameters": f"{num_parameters:,}"}
+        size = sum(num_parameters(self.model).values())
+        return {**metric_texts(figures), "parameters": f"{size:,}"}
 
     # ---- Inside -------------------------------------------------------------------------------------------
 

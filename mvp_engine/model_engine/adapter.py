@@ -7,7 +7,7 @@ never test for the class of a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf.frozen_weights import FrozenWeights
+from mvp_engine.hf.quantize import quantize_layers
 
 
 class ModelAdapter:
@@ -37,6 +38,10 @@ class ModelAdapter:
 
     def set_export_dtype(self, dtype: torch.dtype) -> None:
         """Note the dtype of the weights that the model was given with."""
+
+    def quantize(self, setting: Mapping[Any, str], dtype: torch.dtype) -> None:
+        """Quantize frozen weights of parts (`model.quantize`)."""
+        quantize_layers(self.model, setting, dtype)
 
     def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
         raise self._needs_packed_model()

@@ -8,7 +8,7 @@ more than one unsharded unit at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from mvp_engine.distributed.dtensor import local_shards, shard_slices
 from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine.adapter import ModelAdapter
+from mvp_engine.ops.nf4 import Nf4Linear, quantized_layers
 
 Modules = dict[str, nn.Module]  # by full name in the model
 
@@ -38,7 +39,7 @@ def materialize_weights(
     owners = _init_owners(skeleton)
     for name, modules in _units(skeleton):
         unit_seed = derived_seed(seed, "weights", name)
-        initialize_random(modules, owners, tensors, loaded, unit_seed)
+        initialize_random(modules, owners, tensors, loaded, unit_seed, quantized_layers(model))
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
@@ -84,10 +85,11 @@ def initialize_random(
     tensors: dict[str, Tensor],
     loaded: set[str],
     seed: int,
+    quantized: Mapping[str, Nf4Linear],
 ) -> None:
     """Initialize those tensors of one unit that were not loaded, and copy this rank's shards into the model.
 
-    `tensors` are those of the model, by name.
+    `tensors` are those of the model, by name; `quantized` are layers by the names of their weights.
     """
     unsharded, cpu_of_meta = _attach_cpu_tensors(modules, loaded)
     if not unsharded:
@@ -102,6 +104,9 @@ def initialize_random(
     for name, value in unsharded.items():
         _check_initialized(name, value, versions[name])
         with torch.no_grad():
+            if name in quantized:
+                quantized[name].fill(value.__getitem__)
+                continue
             for offset, shard in local_shards(tensors[name]):
                 shard.copy_(value[shard_slices(offset, shard)])
     _restore_meta_tensors(modules, cpu_of_meta)

@@ -1,7 +1,7 @@
 """parallelize_model: a model is put on its layout, in the order that FSDP2 needs.
 
 1. freeze parameters                 4. FP8 linear layers, activation checkpointing and torch.compile, block by block
-2. tensor parallel                   5. FSDP2
+2. quantize or tensor parallel       5. FSDP2
 3. Ulysses sequence parallel         6. weights
 
 What changes the forward of a block comes before FSDP. A model on the meta device gets its weights last, each rank its
@@ -48,6 +48,9 @@ def parallelize_model(
         _to_master_precision(model, adapter, settings)
         model.to(world.device)
         world.broadcast_from_rank0_([*model.parameters(), *model.buffers()])
+    if settings.quantize:
+        _check_quantize(settings, layout, fp8_parts)
+        adapter.quantize(settings.quantize, dtype)
     if layout.tensor_mesh is not None:
         adapter.apply_tensor_parallel(layout.tensor_mesh)
     if layout.ulysses_group is not None:
@@ -104,6 +107,18 @@ def _fp8_parts(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[
             )
         fp8.check(layout.world.device)
     return parts
+
+
+def _check_quantize(settings: Settings, layout: Layout, fp8_parts: Mapping[str, bool]) -> None:
+    if layout.tensor_mesh is not None:
+        raise UserError(
+            "model.quantize does not support parallel.tensor > 1: set parallel.shard instead"
+        )
+    both = [part for part in settings.quantize if fp8_parts.get(part, False)]
+    if both:
+        raise UserError(
+            f"model.quantize and model.fp8 both name {both[0]}: a layer is one or the other. Remove one of them"
+        )
 
 
 def _to_master_precision(model: nn.Module, adapter: ModelAdapter, settings: Settings) -> None:
