@@ -29,7 +29,7 @@ from mvp_engine.hf.attention_mask import (
     packed_mask,
     without_mask,
 )
-from mvp_engine.hf.kv_cache import KVCache, attend_to_cache
+from mvp_engine.hf.kv_cache import KVCache
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
 from mvp_engine.ops.autocast import autocast_dtype
 
@@ -195,7 +195,7 @@ def packed_attention(
         mask_function=attention_mask.mask_function if isinstance(attention_mask, Overlay) else None,
     )
     if kv_cache is not None and kv_cache.is_prefilled:
-        out_HTd = _attend_to_cache(module, q_HTd, k_KTd, v_KTd, spec, kv_cache)
+        out_HTd = kv_cache.attend(module, q_HTd, k_KTd, v_KTd, spec)
     else:
         out_HTd = varlen_attention(q_HTd, k_KTd, v_KTd, spec)
         if kv_cache is not None:
@@ -204,21 +204,6 @@ def packed_attention(
         out_HTd = ulysses_shard.to_tokens(out_HTd)
     # Contiguous, since some models call view on it.
     return out_HTd.transpose(0, 1)[None].contiguous(), None
-
-
-def _attend_to_cache(
-    module: nn.Module, q_HSd: Tensor, k_KSd: Tensor, v_KSd: Tensor, spec: AttnSpec, cache: KVCache
-) -> Tensor:
-    """Attention of the next token of each sequence. It is text, so of a mask only the window matters."""
-    cached = cache.append(module, k_KSd, v_KSd)
-    return attend_to_cache(
-        q_HSd,
-        *cached,
-        cache.allowed(spec.window),
-        scale=spec.scale,
-        softcap=spec.softcap,
-        sinks_H=spec.sinks,
-    )
 
 
 def encoder_attention(

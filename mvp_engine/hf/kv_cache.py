@@ -5,7 +5,8 @@ H query heads, K key/value heads, G query heads per key/value head, d head size,
 
 transformers' own cache is not used: it has one row per padded sequence. Packed attention gets this object as a keyword
 argument of the model's forward. In the first forward (the prompts) it stores what the layers compute; every later
-forward has one token per sequence, which attends to all cached tokens of its own sequence.
+forward has one token per sequence, which attends to all cached tokens of its own sequence: on a GPU by the kernel of
+`ops/decode_attention.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from mvp_engine.ops.attn_spec import AttnSpec
 
 
 class _Layer(NamedTuple):
@@ -39,7 +42,7 @@ class KVCache:
         # All layers of a forward share these: a copy to the device per layer would cost more than its attention.
         self._places: _Places | None = None
         self._allowed: dict[int | None, Tensor] = {}  # by window
-        self._fixed_length: int | None = None
+        self.has_fixed_shapes = False
 
     @property
     def max_length(self) -> int:
@@ -48,7 +51,7 @@ class KVCache:
     def advance(self) -> None:
         """Count the tokens of a forward that has finished: all layers have stored them."""
         self._allowed.clear()
-        if self._fixed_length is None:
+        if not self.has_fixed_shapes:
             added = 1 if self.is_prefilled else 0
             self.is_prefilled = True
             self._set_lengths([length + added for length in self.lengths])
@@ -56,33 +59,34 @@ class KVCache:
     # ---- Fixed shapes, for CUDA graphs ----------------------------------------------------------------------
 
     def fix_shapes(self) -> None:
-        """From now on forwards attend to a fixed number of cached tokens, masked, and no forward counts its own.
+        """From now on forwards read the whole cache, masked, and none of them counts its tokens.
 
-        The caller counts them with `count_tokens`. The number is a power of two: it changes seldom.
+        The caller does: on the device with `advance_on_device` after each forward, on the host with `count_tokens`.
         """
         (layer, *_) = self._layers.values()
-        self._fixed_length = min(self._capacity, 1 << self.max_length.bit_length())
+        self.has_fixed_shapes = True
         self._places = self._find_places(layer.keys.device)
         self._allowed.clear()
 
     def free_shapes(self) -> None:
-        self._fixed_length = None
+        self.has_fixed_shapes = False
         self._set_lengths(self.lengths)
 
     @property
-    def fits_fixed_shapes(self) -> bool:
-        """Whether the next tokens still fit into the fixed number."""
-        return self._fixed_length is not None and self.max_length < self._fixed_length
-
-    def count_tokens(self) -> None:
-        """Count the tokens of a forward with fixed shapes; where the next ones go is updated in place."""
-        self.lengths = [length + 1 for length in self.lengths]
+    def newest(self) -> Tensor:
+        """Where the tokens of the next forward go: the index of each in its sequence, on the device."""
         assert self._places is not None
-        self._places.columns.add_(1)
+        return self._places.columns
+
+    def advance_on_device(self) -> None:
+        self.newest.add_(1)
+
+    def count_tokens(self, forwards: int) -> None:
+        self.lengths = [length + forwards for length in self.lengths]
 
     def select(self, sequences: list[int]) -> None:
         """Keep only these sequences; a sequence may be chosen several times, to continue it in several ways."""
-        self._fixed_length = None
+        self.has_fixed_shapes = False
         self._set_lengths([self.lengths[s] for s in sequences])
         index: Tensor | None = None
         for module, layer in self._layers.items():
@@ -104,15 +108,41 @@ class KVCache:
         self._layers[module] = _Layer(*empty)
         self._write(module, k_KTd, v_KTe)
 
-    def append(self, module: nn.Module, k_KSd: Tensor, v_KSe: Tensor) -> _Layer:
-        """Store the next token of each sequence; returns all that are cached."""
+    def attend(
+        self, module: nn.Module, q_HSd: Tensor, k_KSd: Tensor, v_KSe: Tensor, spec: AttnSpec
+    ) -> Tensor:
+        """Store the next token of each sequence; its attention to all cached ones, (H, S, e).
+
+        It is text, so of a mask only the window matters.
+        """
         self._write(module, k_KSd, v_KSe)
-        return _Layer(*(part[:, :, : self._length] for part in self._layers[module]))
+        layer = self._layers[module]
+        if q_HSd.is_cuda:
+            from mvp_engine.ops.decode_attention import decode_attention
+
+            return decode_attention(
+                q_HSd,
+                *layer,
+                self.newest,
+                scale=spec.scale,
+                window=spec.window,
+                softcap=spec.softcap,
+                sinks_H=spec.sinks,
+            )
+        return attend_to_cache(
+            q_HSd,
+            layer.keys[:, :, : self._length],
+            layer.values[:, :, : self._length],
+            self._allowed_tokens(spec.window),
+            scale=spec.scale,
+            softcap=spec.softcap,
+            sinks_H=spec.sinks,
+        )
 
     @property
     def _length(self) -> int:
         """How many cached tokens the newest ones attend to, masked where a sequence is shorter."""
-        return self._fixed_length or self.max_length + 1
+        return self._capacity if self.has_fixed_shapes else self.max_length + 1
 
     def _write(self, module: nn.Module, k_KTd: Tensor, v_KTe: Tensor) -> None:
         if self._places is None:
@@ -131,8 +161,8 @@ class KVCache:
         columns_T = torch.arange(len(rows_T)) - starts_S[rows_T]
         return _Places(rows_T.to(device), columns_T.to(device))
 
-    def allowed(self, window: int | None) -> Tensor:
-        """Which cached tokens the newest token of each sequence attends to, (S, L); after `append`."""
+    def _allowed_tokens(self, window: int | None) -> Tensor:
+        """Which cached tokens the newest token of each sequence attends to, (S, L)."""
         if window not in self._allowed:
             assert self._places is not None
             position_S1 = self._places.columns[:, None]
@@ -154,7 +184,7 @@ def attend_to_cache(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Attention of one query per sequence to its cached tokens, (H, S, e)."""
+    """Attention of one query per sequence to its cached tokens, (H, S, e), in plain PyTorch."""
     heads, sequences, size = q_HSd.shape
     kv_heads = k_SKLd.shape[1]
     q_SKGd = q_HSd.transpose(0, 1).reshape(sequences, kv_heads, heads // kv_heads, size)

@@ -24,6 +24,9 @@ from mvp_engine.kit.gumbel_noise import sample_tokens, sequence_keys
 from mvp_engine.model_engine import ModelEngine
 
 Finished = Callable[[list[int]], bool]
+REPLAYS = (
+    8  # of a CUDA graph between two waits for the device; a finished batch may run as many in vain
+)
 
 
 @dataclass(frozen=True)
@@ -169,16 +172,28 @@ class _Group:
         self.cache: KVCache | None = None
 
     def run(self) -> list[Completion]:
-        for step in range(self.decoding.max_new_tokens):
+        written = 0  # tokens of each active completion
+        while written < self.decoding.max_new_tokens:
+            graph = self._graph(written)
+            if graph is not None:
+                steps = min(REPLAYS, self.decoding.max_new_tokens - written)
+                for tokens, log_probs in graph.write(steps):
+                    self._record(tokens, log_probs)
+                self._drop_finished()
+                written += steps
+                continue
             logits_SV = self._forward(self._batch())
             if logits_SV is None:
                 if not self._others_continue:
                     break
-                continue
-            if step == 0:
-                self._start_samples()
-                logits_SV = logits_SV[self.rows]
-            self._write(logits_SV, step)
+            else:
+                if written == 0:
+                    self._start_samples()
+                    logits_SV = logits_SV[self.rows]
+                tokens_S, log_probs_S = self._choose(logits_SV, written)
+                self._record(tokens_S.tolist(), log_probs_S.tolist())
+                self._drop_finished()
+            written += 1
         return self.all
 
     def _batch(self) -> PackedBatch | None:
@@ -215,15 +230,17 @@ class _Group:
             token_types,
         )
 
+    def _graph(self, written: int) -> DecodeGraph | None:
+        """The CUDA graph of the next forwards; None where they run eagerly."""
+        if self.graph is None and self.cache is not None and self.can_capture and self.active:
+            assert self.prompts is not None
+            batch = self._next_tokens(self.prompts)
+            self.graph = try_capture(self.engine, batch, self.cache, self._choose, written)
+            self.can_capture = self.graph is not None
+        return self.graph
+
     def _forward(self, batch: PackedBatch | None) -> Tensor | None:
         """Logits of the next token of each sequence. Ranks without a batch may run dummy forwards for others."""
-        if batch is not None and self.cache is not None and self.can_capture:
-            if self.graph is None or not self.graph.fits(batch):
-                self.graph = None  # frees its memory
-                self.graph = try_capture(self.engine, batch, self.cache)
-                self.can_capture = self.graph is not None
-            if self.graph is not None:
-                return self.graph.next_logits(batch)
         if batch is not None and self.cache is None and self.uses_cache:
             self.cache = KVCache(batch.lengths.tolist(), self.decoding.max_new_tokens)
         self._others_continue = False
@@ -242,8 +259,8 @@ class _Group:
         if self.cache is not None and self.decoding.samples > 1:
             self.cache.select(self.rows)
 
-    def _write(self, logits_SV: Tensor, position: int) -> None:
-        """Choose the next token of each active completion, which has `position` tokens."""
+    def _choose(self, logits_SV: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
+        """The next token of each active completion, which has `position` tokens, and its log-prob."""
         temperature = self.decoding.temperature
         scaled_SV = logits_SV / (temperature or 1.0)
         scaled_SV.index_fill_(1, self.never_written, float("-inf"))
@@ -253,18 +270,19 @@ class _Group:
         else:
             likely_SV = _most_likely(scaled_SV, self.decoding)
             tokens_S = sample_tokens(likely_SV, self.keys_S, position)
-        chosen_S = scaled_SV.gather(-1, tokens_S[:, None])[:, 0] - log_z_S
-        drawn = zip(self.active, tokens_S.tolist(), chosen_S.tolist(), strict=True)
-        unfinished = []
-        for row, (s, token, log_prob) in enumerate(drawn):
+        return tokens_S, scaled_SV.gather(-1, tokens_S[:, None])[:, 0] - log_z_S
+
+    def _record(self, tokens: list[int], log_probs: list[float]) -> None:
+        """Append a token to each active completion that is not finished."""
+        for s, token, log_prob in zip(self.active, tokens, log_probs, strict=True):
             completion = self.all[s]
-            if completion.is_finished:
-                continue
-            completion.tokens.append(token)
-            completion.log_probs.append(log_prob)
-            completion.is_finished = self._is_finished(completion.tokens)
             if not completion.is_finished:
-                unfinished.append(row)
+                completion.tokens.append(token)
+                completion.log_probs.append(log_prob)
+                completion.is_finished = self._is_finished(completion.tokens)
+
+    def _drop_finished(self) -> None:
+        unfinished = [row for row, s in enumerate(self.active) if not self.all[s].is_finished]
         # To copy a cache, and to capture a graph, takes longer than some rows that are not needed.
         if self.cache is None or len(unfinished) <= len(self.active) // 2:
             self._keep(unfinished)

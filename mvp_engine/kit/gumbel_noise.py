@@ -31,8 +31,11 @@ def sequence_keys(seed: int, prompt_keys: Sequence[int], samples: int) -> list[i
     return keys
 
 
-def sample_tokens(logits_SV: Tensor, keys_S: Tensor, position: int) -> Tensor:
-    """The next token of each sequence, drawn from its float32 logits, where each has written `position` tokens."""
+def sample_tokens(logits_SV: Tensor, keys_S: Tensor, position: int | Tensor) -> Tensor:
+    """The next token of each sequence, drawn from its float32 logits, where each has written `position` tokens.
+
+    In a CUDA graph `position` is an int64 scalar on the device.
+    """
     of_position_S = _keys_of_position(keys_S, position)
     if logits_SV.is_cuda:
         from mvp_engine.kit import gumbel_kernel
@@ -50,7 +53,9 @@ def gumbel_noise(keys_S: Tensor, position: int, vocab_size: int) -> Tensor:
     return _noise(_keys_of_position(keys_S, position), vocab_size)
 
 
-def _keys_of_position(keys_S: Tensor, position: int) -> Tensor:
+def _keys_of_position(keys_S: Tensor, position: int | Tensor) -> Tensor:
+    if isinstance(position, Tensor):
+        return _hash_(keys_S + (position + 1) * _signed(GOLDEN))
     return _hash_(keys_S + _signed(GOLDEN * (position + 1) & MASK))
 
 
