@@ -16,6 +16,7 @@ from typing import Any
 
 from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.parts import blocks_by_part, by_part
+from mvp_engine.ops import nf4
 from mvp_engine.tools.estimate_config import Estimator, changed
 from mvp_engine.tools.estimate_settings import COMMON_GPUS, usable_gib
 
@@ -57,9 +58,13 @@ def advise(estimator: Estimator, facts: dict[str, Any]) -> dict[str, Any]:
     if found[0] is None:
         found = [_on_more_gpus(estimator, gpus)]
         lora = lora_change(estimator.config)
-        if lora is not None:
-            with_lora = cheapest(estimator, gpus, lora) or _on_more_gpus(estimator, gpus, lora)
+        qlora = qlora_change(estimator, lora)
+        if lora is not None and (with_lora := cheapest(estimator, gpus, lora)):
             found.insert(0, with_lora)
+        elif qlora is not None and (with_qlora := cheapest(estimator, gpus, qlora)):
+            found.insert(0, with_qlora)
+        elif lora is not None:
+            found.insert(0, _on_more_gpus(estimator, gpus, lora))
     fits_on = [gpu for gpu in COMMON_GPUS if facts["peak_gib"] < usable_gib(gpu)]
     return {"advice": [option for option in found if option is not None], "fits_on": fits_on}
 
@@ -110,6 +115,18 @@ def lora_change(config: Any) -> Change | None:
     if config.optim.lr < LORA_LR:
         values["optim.lr"] = LORA_LR
     return Change(0, values, ("LoRA: adapters train, the weights are frozen, in bf16",))
+
+
+def qlora_change(estimator: Estimator, lora: Change | None) -> Change | None:
+    """LoRA, unless the config has it, on weights of the language model in 4 bits."""
+    config = estimator.config
+    has_lora = getattr(config, "lora", None) is not None
+    is_used = config.model.quantize or config.model.fp8 or estimator.parallel(config).tensor > 1
+    decoder = estimator.model(config).decoder()
+    if is_used or not (has_lora or lora) or not any(nf4.fits(one) for one in decoder.modules()):
+        return None
+    values = {**(lora.values if lora else {}), "model.quantize": {"llm": "nf4"}}
+    return Change(0, values, ("QLoRA: adapters train, the weights are frozen, in 4 bits",))
 
 
 def _layouts(estimator: Estimator, config: Any, gpus: int) -> Iterator[Change]:

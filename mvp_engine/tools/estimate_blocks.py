@@ -17,6 +17,7 @@ from mvp_engine.hf.parts import blocks_by_part, by_part
 from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
 from mvp_engine.kit.mfu import MFUKit, ids_with_own_media
 from mvp_engine.ops import fp8
+from mvp_engine.ops.nf4 import quantized_layers
 from mvp_engine.tools.estimate_settings import EstimateSettings
 
 # Uncompiled blocks save this many times more: each operation keeps its own inputs.
@@ -112,6 +113,17 @@ class BlockCosts:
             weights = _fp8_weights(block.module)
             amount.add(block, 2.0 * (1 + backward) * weights * rows.get(block.rows, 0.0))
         return amount
+
+    def dequantized_bytes(self) -> float:
+        """Bytes that dequantizing the weights of blocks moves in a forward and backward: 4.5 bits in, a number out."""
+        moved = 0.0
+        for block in self.blocks:
+            passes = 1 + block.in_backward
+            passes += block.in_backward and self.checkpointing.get(block.part) == "full"
+            layers = quantized_layers(block.module).values()
+            weights = sum(layer.in_features * layer.out_features for layer in layers)
+            moved += passes * weights * (9 / 16 + self.settings.compute_bytes)
+        return moved
 
     def autocast_bytes(self) -> float:
         """Bytes of the low-precision weight copies that autocast saves for backward.

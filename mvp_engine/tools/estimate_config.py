@@ -18,6 +18,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.adapter import cast_frozen_base
 from mvp_engine.hf.hub import hub_model
 from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.quantize import quantize_layers
 from mvp_engine.kit import MLLMData, MLLMModelKit
 from mvp_engine.model_engine.base import DTYPES
 from mvp_engine.model_engine.fsdp.parallelize import freeze
@@ -137,15 +138,18 @@ class Estimator:
 
     def model(self, config: Any) -> PackedModel:
         lora = getattr(config, "lora", None)
-        if repr(lora) not in self._models:
+        key = f"{lora!r} {config.model.quantize}"
+        if key not in self._models:
             model: Any = MLLMModelKit(lora).build(config.model)
             assert isinstance(model, PackedModel)
             freeze(model, config.model.freeze)
             settings = self.settings(config)
             if settings.half_precision:
                 cast_frozen_base(model, DTYPES[settings.precision])
-            self._models[repr(lora)] = model
-        return self._models[repr(lora)]
+            if settings.quantize:
+                quantize_layers(model, settings.quantize, DTYPES[settings.precision])
+            self._models[key] = model
+        return self._models[key]
 
     def data(self, config: Any) -> MLLMData:
         return getattr(config, self.section)

@@ -17,6 +17,7 @@ from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.model_engine.base import DTYPES
+from mvp_engine.ops.nf4 import quantized_layers
 from mvp_engine.tools.estimate_blocks import BlockCosts
 from mvp_engine.tools.estimate_settings import EstimateSettings
 
@@ -50,6 +51,10 @@ def _static(costs: BlockCosts) -> dict[str, float]:
         sizes["reference model"] = float(size * base / ranks)
     if settings.teacher is not None:
         sizes["teacher"] = _teacher(settings.teacher, settings.precision, ranks)
+    quantized = quantized_layers(model).values()
+    if quantized:  # at most two at a time, each as long as its GEMM takes
+        largest = max(layer.in_features * layer.out_features for layer in quantized)
+        sizes["dequantized weights"] = 2 * settings.compute_bytes * largest
     if settings.fsdp_ranks == 1:
         sizes["bf16 weight copies"] = costs.autocast_bytes() / settings.tensor
     else:

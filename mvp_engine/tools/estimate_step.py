@@ -65,6 +65,8 @@ def _step_seconds(costs: BlockCosts, step: Sequence[PackedBatch], gpu: Gpu) -> d
     for batch in step:
         for name, value in _batch_seconds(costs, batch, gpu).items():
             seconds[name] += value
+    dequantized = len(step) * costs.dequantized_bytes()
+    seconds["memory traffic"] += dequantized / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s)
     trained = sum(p.numel() for p in costs.model.parameters() if p.requires_grad)
     size = trained / settings.weight_ranks * (OPTIMIZER_BYTES + STATE_BYTES[settings.state_dtype])
     seconds["optimizer"] = size / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s)

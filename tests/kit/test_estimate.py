@@ -17,6 +17,7 @@ from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.adapter import cast_frozen_base
+from mvp_engine.hf.quantize import quantize_layers
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelSource
@@ -209,3 +210,22 @@ def test_estimate_command_prints_text_and_json(recipe: Path, capsys: Any) -> Non
         sizes.append(json.loads(capsys.readouterr().out))
     assert sizes[0]["step_s"] == pytest.approx(sizes[1]["step_s"], rel=0.1)  # one of the three has two packs, too
     assert sizes[0]["tokens_per_step"] == sizes[1]["tokens_per_step"]
+
+
+def test_estimate_of_qlora_counts_4_bit_weights_and_their_dequantization() -> None:
+    shape = {**data.shape("qwen3_8b"), "dtype": "bfloat16"}
+    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
+    found = []
+    for quantize in ({}, {"llm": "nf4"}):
+        model: Any = MLLMModelKit(Lora(rank=16)).build(ModelSource(None, shape))
+        cast_frozen_base(model, torch.bfloat16)
+        if quantize:
+            quantize_layers(model, quantize, torch.bfloat16)
+        found.append(estimate_step(model, [batch], [batch], EstimateSettings(quantize=quantize)))
+    lora, qlora = found
+    blocks = 36 * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 12288)
+    saved = (lora["memory_gib"]["weights"] - qlora["memory_gib"]["weights"]) * 2**30
+    assert saved == pytest.approx(blocks * (2 - 9 / 16))
+    assert lora["memory_gib"]["activations"] == qlora["memory_gib"]["activations"]
+    assert lora["seconds"]["GEMM"] == qlora["seconds"]["GEMM"]
+    assert lora["step_s"] < qlora["step_s"] < 1.5 * lora["step_s"]
