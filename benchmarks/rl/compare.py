@@ -8,17 +8,20 @@ with AdamW, one optimizer step on each batch of `--prompts` x `--group` completi
 of 32 to 1,024 words, completions of up to `--new` tokens at temperature 1. Random weights stop about nowhere, so
 completions have about `--new` tokens. The reward counts a letter. Ours is `mvp_engine.rl` with
 `rollout.backend=packed`; TRL generates with transformers (no server on either side) and pads `--batch` completions.
-The first half of the steps warms up and does not count. `update_s` is everything of a step but generation and rewards.
+Figures are medians over the second half of the steps; `steps_s` are all of them. `update_s` is everything of a step but
+generation and rewards.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +54,33 @@ def ours(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         },
         "loop": {"total_steps": args.steps, "precision": "auto"},
         "optim": {"lr": 1e-6, "weight_decay": 0.0, "schedule": "constant"},
-        "log": {"interval": args.steps // 2, "backends": ["jsonl"]},
+        "log": {"interval": 1, "backends": ["jsonl"]},
         "checkpoint": {"interval": None},
     }
     file = folder / "grpo.yaml"
     file.write_text(json.dumps(config))
     subprocess.run([sys.executable, "-m", "mvp_engine.launch", "--config", str(file)], check=True)
     (log,) = (folder / "runs").glob("*/metrics.jsonl")
-    record = [json.loads(line) for line in log.read_text().splitlines()][-1]
-    perf = record["perf"]
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    perf = [record["perf"] for record in records]
+    generate = [one["generate_s"] + one["sync_s"] for one in perf]
     return {
-        "step_s": perf["step_s"],
-        "generate_s": perf["generate_s"] + perf["sync_s"],
-        "update_s": perf["step_s"] - perf["generate_s"] - perf["sync_s"] - perf["reward_s"],
-        "memory_gib": perf.get("memory_gib"),
-        "length": record["length"],
-        "gap": record["gap"],
+        **medians(
+            [one["step_s"] for one in perf],
+            generate,
+            [one["step_s"] - g - one["reward_s"] for one, g in zip(perf, generate, strict=True)],
+        ),
+        "memory_gib": perf[-1].get("memory_gib"),
+        "length": records[-1]["length"],
+        "gap": records[-1]["gap"],
     }
+
+
+def medians(steps: list[float], generate: list[float], update: list[float]) -> dict[str, Any]:
+    half = len(steps) // 2
+    found = {"step_s": steps, "generate_s": generate, "update_s": update}
+    by_name: dict[str, Any] = {name: statistics.median(values[half:]) for name, values in found.items()}
+    return by_name | {"steps_s": [round(value, 3) for value in steps]}
 
 
 def theirs(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -106,7 +119,7 @@ def theirs(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     total = args.prompts * args.group
     arguments = GRPOConfig(
         output_dir=str(folder / "trl"),
-        max_steps=args.steps,
+        max_steps=args.peer_steps,
         per_device_train_batch_size=args.batch,
         gradient_accumulation_steps=max(1, total // args.batch),
         num_generations=args.group,
@@ -121,7 +134,7 @@ def theirs(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         learning_rate=1e-6,
         lr_scheduler_type="constant",
         optim="adamw_torch_fused",
-        logging_steps=args.steps,
+        logging_steps=args.peer_steps,
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
@@ -133,13 +146,10 @@ def theirs(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    half = args.steps // 2
-    step = (ends[-1] - ends[half - 1]) / (args.steps - half)
-    generate = sum(generating[half:]) / (args.steps - half)
+    steps = [end - start for start, end in pairwise(ends)]
+    generating = generating[-len(steps) :]
     return {
-        "step_s": step,
-        "generate_s": generate,
-        "update_s": step - generate,
+        **medians(steps, generating, [step - g for step, g in zip(steps, generating, strict=True)]),
         "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         "length": sum(lengths) / len(lengths),
     }
@@ -150,7 +160,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--sides", nargs="*", default=list(SIDES), choices=SIDES)
     parser.add_argument("--shape", default="qwen3_1_7b", choices=SHAPES)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--peer-steps", type=int, default=5, help="TRL's, which has nothing to compile")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--new", type=int, default=256)

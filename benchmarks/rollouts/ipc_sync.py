@@ -15,7 +15,7 @@ import multiprocessing
 import pickle
 import sys
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def receive(port: Any, hashes: Any) -> None:
                 weights.setdefault(name, torch.empty_like(value)).copy_(value)
             torch.cuda.synchronize()
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     torch.cuda.init()
     port.put(server.server_port)
     server.serve_forever()
