@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.hf.attention_mask import NoMask, Overlay, Window
 from mvp_engine.hf.mixers.packing import Group, Packing, map_token_tensors
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Keyword arguments about the pack, which is no longer one when the mixer's own forward runs.
 _OF_THE_PACK = {
@@ -26,37 +28,19 @@ _OF_THE_PACK = {
 }
 
 
-def run_packed(
-    mixer: nn.Module,
+def run_by_sequence(
     forward: Callable[..., Any],
-    packing: Packing,
+    packing: Packing | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The output of a mixer for a packed batch; with sequence parallel, for this rank's tokens of it."""
-    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_PACK}
-    args, kwargs = _without_masks((args, kwargs))
-    shard = packing.shard
-    if shard is None:
-        return run_by_sequence(forward, packing, args, kwargs)
-    own_tokens = shard.sizes[shard.rank]
-    args, kwargs = map_token_tensors(
-        lambda value: gather_tokens(value, shard), (args, kwargs), own_tokens
-    )
-    out = run_by_sequence(forward, packing, args, kwargs)
-    return map_token_tensors(lambda value: shard.cut(value, dim=1), out, packing.num_tokens)
-
-
-def run_by_sequence(
-    forward: Callable[..., Any], packing: Packing, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    tokens = packing.num_tokens
-    if len(packing.lengths) == 1:
+    """The output of a causal function over tokens, for every sequence of the pack by itself."""
+    if packing is None or len(packing.lengths) == 1:
         return forward(*args, **kwargs)
     groups, pack_order = packing.groups()
     outputs = []
     for group in groups:
-        group_args, group_kwargs = map_token_tensors(group.cut, (args, kwargs), tokens)
+        group_args, group_kwargs = map_token_tensors(group.cut, (args, kwargs), packing.num_tokens)
         outputs.append(forward(*group_args, **group_kwargs))
     return _join(outputs, groups, pack_order)
 
@@ -69,26 +53,33 @@ def _join(outputs: list[Any], groups: list[Group], pack_order: Tensor) -> Any:
         return type(first)(_join(list(entry), groups, pack_order) for entry in entries)
     parts = []
     for out, group in zip(outputs, groups, strict=True):
-        if not isinstance(out, Tensor) or out.shape[:2] != group.places_SL.shape:
+        if not isinstance(out, Tensor) or out.shape[:2] != group.places.shape:
             return None  # a final state, which training does not use
         parts.append(out.flatten(0, 1)[group.kept])
     return torch.cat(parts)[pack_order][None]
 
 
-def _without_masks(inputs: Any) -> Any:
-    """Without the values that stand for attention masks of packed batches: a mixer reads padding masks only."""
-    if isinstance(inputs, NoMask | Overlay | Window):
-        return None
-    if isinstance(inputs, tuple):
-        return tuple(_without_masks(value) for value in inputs)
-    if isinstance(inputs, dict):
-        return {name: _without_masks(value) for name, value in inputs.items()}
-    return inputs
+def without_pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    """Inputs without masks and boundaries of attention: a mixer reads padding masks only, and there is no padding."""
+    args = tuple(None if _is_mask(value) else value for value in args)
+    kept = {name: value for name, value in kwargs.items() if name not in _OF_THE_PACK}
+    return args, {name: None if _is_mask(value) else value for name, value in kept.items()}
 
 
-def gather_tokens(value_1t: Tensor, shard: UlyssesShard) -> Tensor:
-    """All-gather of (1, t, ...) along the tokens. Its gradient is a reduce-scatter.
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, NoMask | Overlay | Window)
+
+
+def gather_tokens(args: tuple[Any, ...], kwargs: dict[str, Any], shard: UlyssesShard) -> Inputs:
+    """All-gather of inputs (1, t, ...) along the tokens. Its gradient is a reduce-scatter.
 
     Every rank computes the mixer on all tokens, and the gradient of its own output tokens only.
     """
-    return shard.gather_shared(value_1t[0])[None]
+    tokens = shard.sizes[shard.rank]
+    return map_token_tensors(
+        lambda value: shard.gather_shared(value[0])[None], (args, kwargs), tokens
+    )
+
+
+def cut_tokens(outputs: Any, shard: UlyssesShard) -> Any:
+    return map_token_tensors(lambda value: shard.cut(value, dim=1), outputs, sum(shard.sizes))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -24,12 +25,12 @@ class Group:
     """Sequences of about one length. Padding repeats the last token: it cannot change the tokens before it."""
 
     sequences: list[int]
-    places_SL: Tensor  # the token in the pack of each place
+    places: Tensor  # (S, L), the token in the pack of each place
     kept: Tensor  # places that are no padding, in flat (S * L) order
 
     def cut(self, value_1T: Tensor) -> Tensor:
         """(1, T, ...) -> (S, L, ...)"""
-        return value_1T[0][self.places_SL]
+        return value_1T[0][self.places]
 
 
 @dataclass(eq=False)
@@ -48,9 +49,22 @@ class Packing:
     ) -> Packing:
         return cls(batch.host_lengths, batch.cu_seqlens, shard, cache)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
+    def __post_init__(self) -> None:
+        # All that layers use is made here: in a compiled layer it would be made again in every one.
+        device = self.cu_seqlens.device
+        lengths_S = torch.tensor(self.lengths)
+        ends_S = lengths_S.cumsum(0)
+        self.num_tokens = int(ends_S[-1])
+        ids_T = torch.arange(len(self.lengths)).repeat_interleave(lengths_S)
+        steps_T = torch.arange(self.num_tokens) - (ends_S - lengths_S)[ids_T]
+        self.steps = _to(steps_T, device)  # (T,), the index of each token in its sequence
+        self.sequence_ids = _to(ids_T[None].int(), device)  # (1, T)
+        self._host_boundaries = F.pad(ends_S, (1, 0))
+        self._boundaries = self.cu_seqlens.long()
+
+    def fla_boundaries(self) -> dict[str, Tensor]:
+        """Keyword arguments of flash-linear-attention; with those on the host it needs no host sync."""
+        return {"cu_seqlens": self._boundaries, "cu_seqlens_cpu": self._host_boundaries}
 
     def groups(self, padded: bool = True) -> tuple[list[Group], Tensor]:
         """Groups of sequences, and the index that brings their tokens, one group after the other, into pack order.

@@ -1,0 +1,91 @@
+"""Kernels for mixers: which of the optional packages are installed, and what each of them is for.
+
+`flash-linear-attention` needs Triton only, so it runs wherever torch does on a GPU. `causal-conv1d` and `mamba-ssm` are
+compiled against one torch and CUDA; where installed they are used for what they are faster at.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+INSTALL = "pip install 'mvp-engine[linear]'"
+
+
+class Kernel(NamedTuple):
+    package: str  # the distribution that has it
+    module: str
+    function: str
+
+
+# What a mixer computes -> kernels that restart at sequence boundaries, best first.
+KERNELS: dict[str, tuple[Kernel, ...]] = {
+    "short convolution": (
+        Kernel("causal-conv1d", "causal_conv1d", "causal_conv1d_fn"),
+        Kernel("flash-linear-attention", "fla.modules.causal_conv1d", "causal_conv1d"),
+    ),
+    "gated delta rule": (
+        Kernel("flash-linear-attention", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    ),
+    "Kimi delta attention": (Kernel("flash-linear-attention", "fla.ops.kda", "chunk_kda"),),
+    "Mamba 2 scan": (
+        Kernel("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
+        Kernel("flash-linear-attention", "fla.ops.simple_gla", "chunk_simple_gla"),
+    ),
+}
+
+
+class Loaded(NamedTuple):
+    kernel: Kernel
+    call: Callable[..., Any]  # ignores keyword arguments that the installed version does not know
+
+
+@functools.cache
+def load(operation: str) -> Loaded | None:
+    """The best installed kernel for an operation of `KERNELS`; None without one."""
+    for kernel in KERNELS[operation]:
+        try:
+            function = getattr(importlib.import_module(kernel.module), kernel.function)
+        except (ImportError, OSError, AttributeError, RuntimeError):
+            continue  # not installed, or built for another torch: then the next one
+        return Loaded(kernel, _with_known_arguments(function))
+    return None
+
+
+def _with_known_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    known = inspect.signature(inspect.unwrap(function)).parameters
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {name: value for name, value in kwargs.items() if name in known}
+        return function(*args, **given)
+
+    return call
+
+
+def kernel_for(operation: str, tensor: Tensor) -> Loaded | None:
+    """The kernel for tensors like this one. All kernels are for GPUs."""
+    return load(operation) if tensor.is_cuda else None
+
+
+def describe(operation: str, device: torch.device) -> str:
+    """What computes an operation on this device, and what would be faster."""
+    if device.type != "cuda":
+        return "torch (reference)"
+    loaded = load(operation)
+    if loaded is not None:
+        return f"{loaded.kernel.package} {_version(loaded.kernel.package)}"
+    return f"torch (reference, slow): {INSTALL}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # on PYTHONPATH, without metadata
+        return ""
