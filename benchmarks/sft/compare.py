@@ -63,6 +63,7 @@ def ours(args: argparse.Namespace, mix: str, folder: Path, side: str) -> dict[st
 
 def figures(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Of a log: what was really trained in the intervals that count, and how long it took."""
+    records = [record for record in records if record["step"] % INTERVAL == 0]  # the first step has a line, too
     counted = records[1:]
     seconds = [record["perf"]["step_s"] * INTERVAL for record in counted]
     waited = sum(record["perf"]["data_wait"] * time for record, time in zip(counted, seconds, strict=True))

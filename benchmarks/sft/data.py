@@ -26,6 +26,13 @@ TEXT = {
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": KNOWN + 16},
 }
 HEADS = {"qwen3_1_7b": (16, 8, 128), "qwen3_8b": (32, 8, 128), "small": (16, 8, 64), "tiny": (4, 2, 16)}
+HYBRID = {  # Qwen3.5: every fourth layer has attention, the others a gated delta net
+    "qwen3_5_2b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "vocab_size": 248320}
+    | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_value_heads": 16},
+    "tiny_hybrid": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": KNOWN + 16}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_num_value_heads": 4}
+    | {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
 VISION: dict[str, tuple[str, dict[str, Any], list[int]]] = {  # the text, the encoder, the axes of rotary positions
     "qwen3_vl_2b": (
         "qwen3_1_7b",
@@ -48,7 +55,9 @@ class Row:
 
 
 def shape(name: str) -> dict[str, Any]:
-    """A config of transformers: Qwen3, or Qwen3-VL."""
+    """A config of transformers: Qwen3, Qwen3.5 (text), or Qwen3-VL."""
+    if name in HYBRID:
+        return {"model_type": "qwen3_5_text", "tie_word_embeddings": True, "pad_token_id": PAD, **HYBRID[name]}
     if name not in VISION:
         heads, kv_heads, size = HEADS[name]
         how = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size, "pad_token_id": PAD}

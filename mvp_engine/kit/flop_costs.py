@@ -1,8 +1,8 @@
 """FLOPs of a model per row of each kind and per attention pair, found by one walk over its modules.
 
 A row is a token of the language model, a patch or frame of an encoder, or an output of a projector. A matmul costs 2
-FLOPs for each weight and row. Backward costs the same again for each gradient that is needed: of the weight if it
-trains, of the input if a module before it trains.
+FLOPs for each weight and row; a mixer with a recurrent state writes and reads it with every token. Backward costs the
+same again for each gradient that is needed: of the weight if it trains, of the input if a module before it trains.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mvp_engine.hf.mixers import mixers_of, state_flops
 from mvp_engine.ops.nf4 import Nf4Linear
 
 _PROJECTOR = re.compile(r"merger|projector|connector|multi_modal|mm_|embed_vision|embed_audio")
@@ -40,6 +41,7 @@ def flop_costs(hf: Any) -> FlopCosts:
     """The costs of a Hugging Face model, with its parameters frozen as they are now."""
     text_config = hf.config.get_text_config()
     costs = FlopCosts()
+    mixers = {*mixers_of(hf.get_decoder()).values()}
     input_has_grad = False  # a module before this one trains
     for module, name, is_text in modules_in_forward_order(hf):
         gets_grad = is_text or _block_index(name) < _num_blocks_with_grad(hf.config)
@@ -50,6 +52,9 @@ def flop_costs(hf: Any) -> FlopCosts:
             has_backward = gets_grad and (input_has_grad or _trains(module.parameters()))
             flops = _pair_flops(module, text_config) * (1 + 2 * has_backward)
             costs.add_pair("text" if is_text else "encoder", window, flops)
+        elif module in mixers:
+            has_backward = input_has_grad or _trains(module.parameters())
+            costs.add_row("text", state_flops(module) * (1 + 2 * has_backward))
         for label, weight in module.named_parameters(recurse=False):
             forward = matmul_flops(module, label, weight, text_config if is_text else None)
             if not forward:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from types import CodeType
 from typing import Any
 
@@ -19,6 +20,16 @@ _CACHE_METHODS = {
 }
 _STATE_ATTRIBUTES = {"conv1d_state"}
 _STATE_ARGUMENT = "state"
+
+# Attributes whose product is the size of the recurrent state: gated delta nets, Mamba 2, Mamba 1, and linear attention
+# with square heads (Kimi, MiniMax). A mixer without any of them has a short convolution, or one number per channel.
+_STATE_SIZES = (
+    ("num_v_heads", "head_k_dim", "head_v_dim"),
+    ("num_heads", "head_dim", "ssm_state_size"),
+    ("intermediate_size", "ssm_state_size"),
+    ("num_heads", "head_dim", "head_dim"),
+    ("num_attention_heads", "head_dim", "head_dim"),
+)
 
 
 def mixers_of(decoder: nn.Module) -> dict[str, nn.Module]:
@@ -44,3 +55,16 @@ def is_mixer(module: nn.Module) -> bool:
     if _STATE_ARGUMENT in code.co_varnames[: code.co_argcount]:
         return True
     return not {*_CACHE_METHODS, *_STATE_ATTRIBUTES}.isdisjoint(code.co_names)
+
+
+def state_flops(mixer: nn.Module) -> float:
+    """Forward FLOPs per token of writing the recurrent state and reading it; with a delta rule it is read twice."""
+    names = inspect.unwrap(type(mixer).forward).__code__.co_names  # type: ignore[attr-defined]
+    has_delta_rule = any("delta" in name for name in names)
+    has_matrix = has_delta_rule or "get_linear_cache" in names
+    for attributes in _STATE_SIZES:
+        sizes = [getattr(mixer, name, None) for name in attributes]
+        is_square = attributes[-1] == "head_dim"
+        if all(isinstance(size, int) for size in sizes) and (has_matrix or not is_square):
+            return 2.0 * (3 if has_delta_rule else 2) * math.prod(sizes)
+    return 0.0

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -69,9 +70,23 @@ def _with_known_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_reference_only = False
+
+
+@contextmanager
+def reference_only() -> Iterator[None]:
+    """Without kernels, to compare them with."""
+    global _reference_only
+    before, _reference_only = _reference_only, True
+    try:
+        yield
+    finally:
+        _reference_only = before
+
+
 def kernel_for(operation: str, tensor: Tensor) -> Loaded | None:
     """The kernel for tensors like this one. All kernels are for GPUs."""
-    return load(operation) if tensor.is_cuda else None
+    return load(operation) if tensor.is_cuda and not _reference_only else None
 
 
 def describe(operation: str, device: torch.device) -> str:
