@@ -59,11 +59,12 @@ def is_mixer(module: nn.Module) -> bool:
 
 def state_flops(mixer: nn.Module) -> float:
     """Forward FLOPs per token of writing the recurrent state and reading it; with a delta rule it is read twice."""
-    names = inspect.unwrap(type(mixer).forward).__code__.co_names  # type: ignore[attr-defined]
+    forward: Any = inspect.unwrap(type(mixer).forward)
+    names = forward.__code__.co_names
     has_delta_rule = any("delta" in name for name in names)
     has_matrix = has_delta_rule or "get_linear_cache" in names
     for attributes in _STATE_SIZES:
-        sizes = [getattr(mixer, name, None) for name in attributes]
+        sizes: list[Any] = [getattr(mixer, name, None) for name in attributes]
         is_square = attributes[-1] == "head_dim"
         if all(isinstance(size, int) for size in sizes) and (has_matrix or not is_square):
             return 2.0 * (3 if has_delta_rule else 2) * math.prod(sizes)
