@@ -109,6 +109,12 @@ def estimate(args: argparse.Namespace) -> int:
     return estimate.print_estimate(question, as_json=args.json)
 
 
+def models(args: argparse.Namespace) -> None:
+    from mvp_engine.tools import models
+
+    models.print_models(args.name, as_json=args.json)
+
+
 def recipe_list(args: argparse.Namespace) -> None:
     from mvp_engine.tools import recipe
 

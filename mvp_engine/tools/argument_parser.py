@@ -21,6 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat_command(commands)
     _add_data_commands(commands)
     _add_estimate_command(commands)
+    _add_models_command(commands)
     _add_doctor_command(commands)
     _add_config_commands(commands)
     _add_recipe_commands(commands)
@@ -113,6 +114,15 @@ def _add_doctor_command(commands: Any) -> None:
     doctor.set_defaults(run="doctor")
 
 
+def _add_models_command(commands: Any) -> None:
+    text = "list the model types of transformers: what each supports, or why not"
+    models = _add_command(commands, "models", text)
+    text = "one model type, such as qwen3 (model_type in its config.json): prints the reasons"
+    models.add_argument("name", nargs="?", metavar="NAME", help=text)
+    _add_json_option(models)
+    models.set_defaults(run="models")
+
+
 def _add_replay_command(commands: Any) -> None:
     text = "find the rows and the parameter that made a step of a run non-finite, or fail"
     replay = _add_command(commands, "replay", text)
@@ -163,9 +173,8 @@ def _add_recipe_commands(commands: Any) -> None:
     new.add_argument(
         "--from", dest="origin", required=True, metavar="RECIPE", help="name or folder of a recipe"
     )
-    new.add_argument(
-        "--dir", metavar="DIR", help="parent folder (default: recipes/ if it exists, else .)"
-    )
+    text = "parent folder (default: recipes/ if it exists, else .)"
+    new.add_argument("--dir", metavar="DIR", help=text)
     new.set_defaults(run="recipe_new")
 
 
@@ -223,17 +232,15 @@ def _add_data_commands(commands: Any) -> None:
     inspect.add_argument(
         "--split", default="train", help="split of a config's sources (default: train)"
     )
-    inspect.add_argument(
-        "--row", metavar="N", help="show only this row, in full: its index from 0, or FILE:LINE"
-    )
+    text = "show only this row, in full: its index from 0, or FILE:LINE"
+    inspect.add_argument("--row", metavar="N", help=text)
     inspect.add_argument(
         "--limit", type=int, default=3, metavar="N", help="number of rows to show (default: 3)"
     )
     text = "tokens per pack, where a data file is inspected (default: 8192)"
     inspect.add_argument("--tokens", type=int, default=8192, metavar="N", help=text)
-    inspect.add_argument(
-        "--decode", action="store_true", help="decode all media, which finds corrupt files"
-    )
+    text = "decode all media, which finds corrupt files"
+    inspect.add_argument("--decode", action="store_true", help=text)
     text = "exit with 2 if a row is bad or dropped, as a check before a training"
     inspect.add_argument("--strict", action="store_true", help=text)
     _add_json_option(inspect)
@@ -291,9 +298,8 @@ def _add_chat_command(commands: Any) -> None:
 def _add_merge_command(commands: Any) -> None:
     text = "convert a checkpoint to a Hugging Face folder, on a CPU, one weight file at a time"
     merge = _add_command(commands, "merge", text)
-    merge.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run folder (its newest one)"
-    )
+    text = "a checkpoint, or a run folder (its newest one)"
+    merge.add_argument("checkpoint", metavar="CHECKPOINT", help=text)
     merge.add_argument("out", metavar="OUT", help="the folder to write")
     merge.add_argument(
         "--dtype",
@@ -307,15 +313,12 @@ def _add_merge_command(commands: Any) -> None:
         metavar="FILE",
         help="file or module that registers a custom model type, if it moved since training",
     )
-    merge.add_argument(
-        "--adapter", action="store_true", help="LoRA: write only the adapter, in peft's format"
-    )
-    merge.add_argument(
-        "--base", metavar="MODEL", help="LoRA: folder or Hub id of the base model, if it moved"
-    )
-    merge.add_argument(
-        "--ema", action="store_true", help="write the EMA weights (optim.ema), not the last ones"
-    )
+    text = "LoRA: write only the adapter, in peft's format"
+    merge.add_argument("--adapter", action="store_true", help=text)
+    text = "LoRA: folder or Hub id of the base model, if it moved"
+    merge.add_argument("--base", metavar="MODEL", help=text)
+    text = "write the EMA weights (optim.ema), not the last ones"
+    merge.add_argument("--ema", action="store_true", help=text)
     merge.set_defaults(run="merge")
 
 
@@ -323,13 +326,11 @@ def _add_push_command(commands: Any) -> None:
     text = "upload a run's model to the Hugging Face Hub, with a model card; private by default"
     push = _add_command(commands, "push", text)
     push.add_argument("name", metavar="RUN", help=_RUN)
-    push.add_argument(
-        "repository", metavar="ORG/NAME", help="repository on the Hub, created if it does not exist"
-    )
+    text = "repository on the Hub, created if it does not exist"
+    push.add_argument("repository", metavar="ORG/NAME", help=text)
     push.add_argument("--public", action="store_true", help="a public repository")
-    push.add_argument(
-        "--adapter", action="store_true", help="LoRA: upload only the adapter, in peft's format"
-    )
+    text = "LoRA: upload only the adapter, in peft's format"
+    push.add_argument("--adapter", action="store_true", help=text)
     push.add_argument(
         "--license",
         metavar="NAME",
@@ -353,9 +354,8 @@ def _add_runs_commands(commands: Any) -> None:
     plot = _add_command(runs, "plot", "plot a metric of one or more runs")
     plot.add_argument("names", nargs="+", metavar="RUN", help=_RUN)
     plot.add_argument("--metric", default="loss", help="name of the metric (default: loss)")
-    plot.add_argument(
-        "--out", metavar="PNG", help="output file (default: <metric>.png in the first run's folder)"
-    )
+    text = "output file (default: <metric>.png in the first run's folder)"
+    plot.add_argument("--out", metavar="PNG", help=text)
     plot.set_defaults(run="runs_plot")
 
     diff = _add_command(runs, "diff", "compare the configs and last metrics of two runs")

@@ -1,0 +1,95 @@
+"""Writes `mvp_engine/tools/models_text.json`, the data of `mvp models`, and the table in docs/models.md.
+
+    python scripts/model_matrix.py             # sweep all text model types (about three minutes on one core)
+    python scripts/model_matrix.py qwen3 bloom # only these; others keep their entries
+    python scripts/model_matrix.py --page      # only write the page from the JSON files
+
+The sweep itself is tests/hf/model_sweep.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "hf")]
+
+FILE = ROOT / "mvp_engine" / "tools" / "models_text.json"
+PAGE = ROOT / "docs" / "models.md"
+BEGIN = "<!-- matrix -->\n"
+END = "\n<!-- /matrix -->"
+ENCODER = "an encoder: its tokens see later ones, so it has no next-token loss"
+
+
+def main(words: list[str]) -> None:
+    if words != ["--page"]:
+        write_entries(words)
+    write_page()
+
+
+def write_entries(names: list[str]) -> None:
+    import transformers
+    from model_sweep import causal_types
+    from ranks import RankPool
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    known = json.loads(FILE.read_text())["models"] if FILE.exists() and names else []
+    entries = {entry["name"]: entry for entry in known}
+    pool = RankPool(2)
+    for name in names or causal_types():
+        entries[name] = measure_entry(name, pool)
+        print(json.dumps(entries[name]), flush=True)
+    pool.close()
+    counts = Counter((entry["kind"], entry["packed"] is True) for entry in entries.values())
+    print({f"{kind}, {'exact' if packed else 'refused'}": count for (kind, packed), count in sorted(counts.items())})
+    models = [entries[name] for name in sorted(entries)]
+    lines = ",\n".join(json.dumps(entry) for entry in models)
+    FILE.write_text(f'{{"transformers": "{transformers.__version__}", "models": [\n{lines}\n]}}\n')
+
+
+def measure_entry(name: str, pool: Any) -> dict[str, Any]:
+    import sweep_columns
+    from families import FAMILIES
+    from model_sweep import kind_of, measure
+
+    kind = kind_of(name)
+    entry: dict[str, Any] = {"name": name, "kind": kind}
+    result = measure(name)
+    assert result.verdict != "wrong", f"{name} passes the preflight and is not exact: {result.reason}"
+    if result.verdict == "refused":
+        reason = ENCODER if kind == "encoder" else short(name, result.reason)
+        return entry | dict.fromkeys(("packed", "data_kit", "lora", "ulysses", "tensor", "export"), reason)
+    entry |= {"packed": True, "data_kit": True}
+    entry["lora"] = short(name, sweep_columns.lora(name))
+    for column in ("ulysses", "tensor"):
+        entry[column] = short(name, sweep_columns.on_two_ranks(name, pool, **{column: 2}))
+    entry["export"] = short(name, sweep_columns.export(name))
+    note = FAMILIES[name][0] if name in FAMILIES else ""
+    return entry | ({"note": note} if note else {})
+
+
+def short(name: str, reason: bool | str) -> bool | str:
+    """A reason without the name of the type, so that types with the same one share it."""
+    if isinstance(reason, bool):
+        return reason
+    reason = re.sub(rf"^{re.escape(name)} (cannot be trained on packed sequences: )?", "", reason)
+    return reason.replace(f"{name}: ", "")
+
+
+def write_page() -> None:
+    from mvp_engine.tools.models import markdown_table, read_models
+
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(before + BEGIN + markdown_table(read_models()) + END + after)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,109 @@
+"""The columns of the model matrix besides `packed`: LoRA, export, and two ranks with Ulysses or tensor parallel.
+
+Each check returns True, or the reason why the model type does not support it. `on_two_ranks` needs a
+`RankPool` of two.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import parallel
+from model_sweep import EXACT, build, sequences, worst_difference
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.errors import UserError
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.lora import add_adapters
+from mvp_engine.hf.lora_settings import Lora
+from mvp_engine.hf.preflight import check_packing
+from mvp_engine.model_engine import LanguageModelEngine, Settings
+
+
+def lora(name: str) -> bool | str:
+    """Adapters on every linear layer of the text layers: the model stays exact, and the adapters get gradients."""
+    model = build(name)
+    try:
+        add_adapters(model, Lora(rank=2))
+        check_packing(model)
+    except UserError as error:
+        return str(error)
+    adapters = {key: param for key, param in model.named_parameters() if ".lora_" in key}
+    with torch.no_grad():
+        for param in adapters.values():
+            param += 0.1 * torch.randn_like(param)
+    model(PackedBatch.from_sequences(sequences(model)), ["loss"])["loss"].backward()
+    if not any(param.grad is not None and param.grad.abs().max() > 0 for param in adapters.values()):
+        return "the adapters get no gradients"
+    return True
+
+
+def export(name: str) -> bool | str:
+    """A folder that transformers reads, with the log-probs of this model."""
+    from transformers import AutoModelForCausalLM
+
+    model = build(name)
+    ids = sequences(model)[2]
+    with tempfile.TemporaryDirectory() as parent, torch.no_grad():
+        folder = Path(parent) / "exported"
+        try:
+            model.engine_adapter().export(folder, None, World.join("cpu"))
+        except UserError as error:
+            return str(error)
+        read: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        logits = read(ids[None], use_cache=False).logits[0]
+        own = model(PackedBatch.from_sequences([ids]), ["log_probs"])["log_probs"][:-1]
+    expected = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+    difference = float((own - expected).abs().max())
+    return True if difference <= EXACT else f"log-probs of the exported folder differ by {difference:.1e}"
+
+
+def gradients(model: LanguageModel, layout: Layout) -> dict[str, Tensor]:
+    """Those of the summed loss of one batch, on this layout."""
+    engine = LanguageModelEngine(model, layout, Settings())
+    engine.initialize(lambda module: torch.optim.SGD(module.parameters(), 0.0), lambda sgd: LambdaLR(sgd, _constant))
+    engine.model.eval()
+
+    def loss(micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        log_probs = engine.model(micro_batch, ["log_probs"])["log_probs"]
+        return log_probs.sum(), micro_batch.num_loss_tokens
+
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch([PackedBatch.from_sequences(sequences(model))], loss)
+    grads = {key: param.grad for key, param in engine.model.named_parameters() if param.grad is not None}
+    return {key: full_tensor(grad) / layout.data_size for key, grad in grads.items()}
+
+
+def on_two_ranks(name: str, pool: Any, **sizes: int) -> bool | str:
+    """Whether a layout of the two ranks of `pool` gives the gradients of one."""
+    answers = pool.run(gradients_on_layout, name, sizes, timeout=60.0)
+    expected = gradients(build(name), Layout(World.join("cpu")))
+    for found in answers:
+        if isinstance(found, str):
+            return found
+        difference = worst_difference(found, expected)
+        if difference > EXACT:
+            return f"gradients differ from those of one rank by {difference:.1e}"
+    return True
+
+
+def gradients_on_layout(name: str, sizes: dict[str, int]) -> dict[str, Tensor] | str:
+    """On each rank: the gradients, or the error of an engine that refuses the layout."""
+    world = World.join("cpu")
+    try:
+        return gradients(build(name), Layout.of(world, parallel(**sizes)))
+    except UserError as error:
+        return str(error)
+    finally:
+        world.close()
+
+
+def _constant(_: int) -> float:
+    return 1.0

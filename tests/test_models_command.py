@@ -1,0 +1,56 @@
+"""`mvp models`: what each model type supports, from the shipped files, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from mvp_engine import cli
+from mvp_engine.tools.models import COLUMNS, KINDS, markdown_table, read_models
+
+BARE_EXCEPTIONS = ("Error:", "Exception:", "object has no attribute", "Traceback")
+
+
+def test_models_entries_have_all_columns_and_readable_reasons() -> None:
+    models = read_models()
+    assert models["llama"]["packed"] is True
+    for name, entry in models.items():
+        assert entry["kind"] in KINDS, name
+        assert set(entry) - {"note"} == {"name", "kind", *COLUMNS}, name
+        for column in COLUMNS:
+            reason = entry[column]
+            assert reason is True or (isinstance(reason, str) and reason and "\n" not in reason), (name, column)
+            assert reason is True or not any(word in reason for word in BARE_EXCEPTIONS), (name, reason)
+
+
+def test_models_command_prints_table_entry_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models"]) == 0
+    assert "llama" in capsys.readouterr().out
+    assert cli.main(["models", "llama"]) == 0
+    printed = capsys.readouterr().out
+    assert "llama (text)" in printed
+    assert "tensor parallel  yes" in printed
+    assert cli.main(["models", "bert", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry == read_models()["bert"]
+
+
+def test_models_command_unknown_name_suggests_a_similar_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models", "lama"]) == 2
+    assert "no model type 'lama'" in (printed := capsys.readouterr().err)
+    assert "Did you mean llama?" in printed
+
+
+def test_models_command_imports_no_torch() -> None:
+    code = "import sys; from mvp_engine import cli; cli.main(['models', 'llama']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
+
+
+def test_docs_matrix_equals_the_shipped_files() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    expected = f"<!-- matrix -->\n{markdown_table(read_models())}\n<!-- /matrix -->"
+    assert expected in page, "run python scripts/model_matrix.py --page"
