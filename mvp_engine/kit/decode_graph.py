@@ -74,6 +74,7 @@ class DecodeGraph:
 
         state = (batch.input_ids, batch.position_ids, position_now, cache.newest)
         self._replay = capture(forward, state)
+        self._inputs = (batch, position_now)  # a graph has the addresses of its inputs and does not keep them alive
 
     def write(self, steps: int) -> list[tuple[list[int], list[float]]]:
         """The next `steps` tokens of each sequence and their log-probs, by step; one wait for the device."""
