@@ -32,10 +32,10 @@ RENAMED = {
 
 
 class _HostCopy(NamedTuple):
-    """The token ids on the host of a batch that was moved to a GPU; valid while both tensors are unchanged."""
+    """A tensor of a batch that was moved to a GPU, and its copy on the host; valid while both are unchanged."""
 
-    device_ids: Tensor
-    host_ids: Tensor
+    on_device: Tensor
+    on_host: Tensor
     versions: list[int]
 
 
@@ -50,7 +50,7 @@ class PackedBatch:
     media: dict[str, Media] = field(default_factory=dict)
     max_seqlen: int = field(init=False)
     host_lengths: list[int] = field(init=False, repr=False)  # of the sequences, in host memory
-    _host_copy: _HostCopy | None = field(init=False, default=None, repr=False)
+    _host_copies: dict[str, _HostCopy] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.host_lengths = self.cu_seqlens.diff().tolist()
@@ -189,10 +189,10 @@ class PackedBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-        host_ids = self.host_input_ids
-        if host_ids is not None:
-            tensors = (moved.input_ids, host_ids)
-            moved._host_copy = _HostCopy(*tensors, tensor_versions(*tensors))
+        for name, host in (("input_ids", self.host_input_ids), ("labels", self.host_labels)):
+            if host is not None:
+                tensors = (getattr(moved, name), host)
+                moved._host_copies[name] = _HostCopy(*tensors, tensor_versions(*tensors))
         return moved
 
     @property
@@ -201,13 +201,22 @@ class PackedBatch:
 
         A batch that was moved to a GPU has them as long as its token ids are the tensor that was copied.
         """
-        if self.input_ids.is_cpu:
-            return self.input_ids
-        copy = self._host_copy
-        if copy is None or copy.device_ids is not self.input_ids:
+        return self._on_host("input_ids")
+
+    @property
+    def host_labels(self) -> Tensor | None:
+        """The labels in host memory, as `host_input_ids`."""
+        return self._on_host("labels")
+
+    def _on_host(self, name: str) -> Tensor | None:
+        tensor = getattr(self, name)
+        if tensor.is_cpu:
+            return tensor
+        copy = self._host_copies.get(name)
+        if copy is None or copy.on_device is not tensor:
             return None
-        unchanged = tensor_versions(copy.device_ids, copy.host_ids) == copy.versions
-        return copy.host_ids if unchanged else None
+        unchanged = tensor_versions(copy.on_device, copy.on_host) == copy.versions
+        return copy.on_host if unchanged else None
 
     def pin_memory(self) -> Self:
         """A copy in pinned host memory, from where `to(device, non_blocking=True)` is asynchronous."""
@@ -267,7 +276,7 @@ class PackedBatch:
             token_fields={name: change(value) for name, value in self.token_fields.items()},
             sequence_fields={name: change(value) for name, value in self.sequence_fields.items()},
             media={kind: change_media(media) for kind, media in self.media.items()},
-            _host_copy=None,
+            _host_copies={},
         )
         return new
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import attention
 from mvp_engine.hf.config_facts import placeholder_tokens
@@ -29,17 +29,26 @@ from mvp_engine.ops.linear_cross_entropy import (
 if TYPE_CHECKING:
     from mvp_engine.hf.kv_cache import KVCache
 
+OF_LABELS = frozenset(("log_probs", "label_entropy", "loss", "losses"))  # 0 without a label
+MOST_LABELS = (
+    0.9  # the share of tokens with a label up to which selecting them costs less than their logits
+)
+
 
 class LanguageModel(PackedModel):
     """A language model; its outputs are per token and float32.
 
     - `log_probs`: of the labels; 0 where the label is ignored
     - `entropy`, `log_z`, `mean_log_probs`: of the distribution over the vocabulary
+    - `label_entropy`: the entropy where there is a label; 0 elsewhere
     - `next_tokens`: the argmax, which is what greedy decoding writes after each position; never a
       placeholder of media, since no features would follow it
     - `next_logits`: logits of the token after each sequence, (S, V), to sample from; asked for alone
     - `loss`: minus the sum of log_probs, one scalar. Asked for alone (or with `losses`, its terms
       without gradient), it is cheaper: the gradients are computed in the forward
+
+    Where all that is asked for concerns labels, the head runs on the tokens with a label alone: of a prompt it computes
+    no logits.
 
     With `temperature` in the call, all are of the distribution that generation samples from: logits
     divided by it, and no placeholders. Otherwise of all tokens, at the model's own temperature.
@@ -49,6 +58,7 @@ class LanguageModel(PackedModel):
     provides: tuple[str, ...] = (
         "log_probs",
         "entropy",
+        "label_entropy",
         "log_z",
         "mean_log_probs",
         "next_tokens",
@@ -70,6 +80,7 @@ class LanguageModel(PackedModel):
         super().__init__(causal_lm)
         self.temperature = temperature
         self._excluded: tuple[int, ...] = ()  # tokens of probability 0 in this forward
+        self._num_labels: int | None = None  # in this forward; None: not known on the host
         self.chunk = chunk  # tokens per chunk of logits
         self._added: dict[str, Callable[[Tensor, dict[str, Any]], Tensor]] = {}
         config = causal_lm.config.get_text_config()
@@ -139,7 +150,13 @@ class LanguageModel(PackedModel):
         self, batch: PackedBatch, wanted: tuple[str, ...], kv_cache: KVCache | None = None
     ) -> Outputs:
         if "next_logits" not in wanted:
-            return super()._compute(batch, wanted, kv_cache)
+            if self.ulysses_group is None and OF_LABELS.issuperset(wanted):
+                labels_T = batch.host_labels
+                self._num_labels = None if labels_T is None else int((labels_T != IGNORE).sum())
+            try:
+                return super()._compute(batch, wanted, kv_cache)
+            finally:
+                self._num_labels = None
         if len(wanted) > 1:
             raise UserError(
                 "next_logits is per sequence, other outputs are per token: ask for it alone"
@@ -174,6 +191,22 @@ class LanguageModel(PackedModel):
         return logits_SV[:, : head.weight.shape[0]]
 
     def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
+        # At least one: a dummy batch has no labels, and its loss needs a gradient.
+        if self._num_labels and self._num_labels < MOST_LABELS * len(labels_T):
+            has_label_T = labels_T != IGNORE
+            rows_N = torch.nonzero_static(has_label_T, size=self._num_labels)[:, 0]
+            of_rows = self._head_outputs(hidden_TD[rows_N], labels_T[rows_N], wanted)
+            return {
+                name: value.new_zeros(len(labels_T)).index_copy(0, rows_N, value)
+                if value.ndim
+                else value
+                for name, value in of_rows.items()
+            }
+        return self._head_outputs(hidden_TD, labels_T, wanted)
+
+    def _head_outputs(
+        self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]
+    ) -> Outputs:
         weight_VD, bias_V, vocab_shard = self._local_head()
         options: dict[str, Any] = {
             "bias_V": bias_V,
@@ -204,6 +237,7 @@ class LanguageModel(PackedModel):
                 hidden_TD, weight_VD, labels_T, **options, **vocab_shard
             )._asdict()
             computed |= losses_of(computed["log_probs"])
+            computed["label_entropy"] = torch.where(labels_T == IGNORE, 0.0, computed["entropy"])
         return {name: computed[name] for name in wanted}
 
     def _local_head(self) -> tuple[Tensor, Tensor | None, dict[str, Any]]:

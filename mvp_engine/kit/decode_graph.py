@@ -74,7 +74,8 @@ class DecodeGraph:
 
         state = (batch.input_ids, batch.position_ids, position_now, cache.newest)
         self._replay = capture(forward, state)
-        self._inputs = (batch, position_now)  # a graph has the addresses of its inputs and does not keep them alive
+        # A graph has the addresses of its inputs and does not keep them alive.
+        self._inputs = (batch, position_now)
 
     def write(self, steps: int) -> list[tuple[list[int], list[float]]]:
         """The next `steps` tokens of each sequence and their log-probs, by step; one wait for the device."""

@@ -1,8 +1,9 @@
 """FLOPs of a model per row of each kind and per attention pair, found by one walk over its modules.
 
-A row is a token of the language model, a patch or frame of an encoder, or an output of a projector. A matmul costs 2
-FLOPs for each weight and row; a mixer with a recurrent state writes and reads it with every token. Backward costs the
-same again for each gradient that is needed: of the weight if it trains, of the input if a module before it trains.
+A row is a token of the language model (for its head, one with a label), a patch or frame of an encoder, or an output of
+a projector. A matmul costs 2 FLOPs for each weight and row; a mixer with a recurrent state writes and reads it with
+every token. Backward costs the same again for each gradient that is needed: of the weight if it trains, of the input if
+a module before it trains.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def flop_costs(hf: Any) -> FlopCosts:
     text_config = hf.config.get_text_config()
     costs = FlopCosts()
     mixers = {*mixers_of(hf.get_decoder()).values()}
+    head = hf.get_output_embeddings()
     input_has_grad = False  # a module before this one trains
     for module, name, is_text in modules_in_forward_order(hf):
         gets_grad = is_text or _block_index(name) < _num_blocks_with_grad(hf.config)
@@ -61,6 +63,7 @@ def flop_costs(hf: Any) -> FlopCosts:
                 continue
             num_grads = (weight.requires_grad + input_has_grad) * gets_grad
             kind = "text" if is_text else _encoder_row_kind(module, name)
+            kind = "head" if module is head else kind
             costs.add_row(kind, forward * (1 + num_grads))
         input_has_grad = input_has_grad or _trains(module.parameters(recurse=False))
     return costs

@@ -5,9 +5,10 @@ Legend: S sequences, N images, 3 the axes (time, height, width) of a grid of pat
     self.mfu = MFUKit(self.model)        # after super().before_train()
     self.mfu.count(ctx)                  # in train_pre_step; MFU is then in every line of the log
 
-The formula counts what a step must compute, once: matmuls, attention pairs that the mask allows (causal, windows,
-packed sequences), and the experts that a token visits. Frozen parts and adapters count with the gradients that they
-need. Activation checkpointing, norms, activations and the optimizer do not count. Nothing here syncs with the GPU.
+The formula counts what a step must compute, once: matmuls, the head at tokens with a label, attention pairs that the
+mask allows (causal, windows, packed sequences), and the experts that a token visits. Frozen parts and adapters count
+with the gradients that they need. Activation checkpointing, norms, activations and the optimizer do not count. Nothing
+here syncs with the GPU.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class MFUKit:
     def flops(self, batch: PackedBatch, *, masked: bool = True) -> Tensor:
         """FLOPs of forward and backward, as a float64 scalar on the batch's device.
 
-        With `masked=False` every token of a sequence attends to every other, as torch's FLOP counter assumes.
+        With `masked=False` every token has logits and attends to every other of its sequence, as torch's FLOP counter
+        assumes.
         """
         matmul, attention = self.flops_by_kind(batch, masked=masked)
         return matmul + attention
@@ -73,8 +75,10 @@ class MFUKit:
         """The FLOPs of matmuls and of attention."""
         costs = self.costs
         lengths_S = batch.cu_seqlens.diff().double()
-        text_flops = costs.rows["text"] * batch.num_tokens
-        matmul = torch.full((), text_flops, dtype=torch.float64, device=lengths_S.device)
+        # The head computes logits where there is a label.
+        num_logits = batch.num_loss_tokens if masked else batch.num_tokens
+        matmul = lengths_S.new_zeros(()) + costs.rows["text"] * batch.num_tokens
+        matmul += costs.rows.get("head", 0.0) * num_logits
         attention = torch.zeros_like(matmul)
         for (kind, window), cost in costs.pairs.items():
             if kind == "text":

@@ -52,17 +52,18 @@ def problems(kit: Any = MFUKit) -> list[str]:
     ids = torch.randint(200, (120,), generator=torch.Generator().manual_seed(0))
     batch = PackedBatch.from_sequences([ids])
     packed = PackedBatch.from_sequences([ids[:60], ids[60:]])
-    unmasked = {}
     for num_frozen in (0, 2):
         model = build_model(num_frozen)
-        unmasked[num_frozen] = float(kit(model).flops(batch, masked=False))
-        error = unmasked[num_frozen] / counted_flops(model, ids) - 1
+        error = float(kit(model).flops(batch, masked=False)) / counted_flops(model, ids) - 1
         if abs(error) > TOLERANCE:
             found.append(f"{100 * error:+.1f} % off torch's counter with {num_frozen} of 4 blocks frozen")
     window = {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 0}
-    causal = float(kit(build_model()).flops(batch))
-    windowed = float(kit(build_model(**window)).flops(batch))
-    if not float(kit(build_model()).flops(packed)) < causal < unmasked[0]:
+    full, causal, split = (
+        float(kit(build_model()).flops_by_kind(one, masked=masked)[1])
+        for one, masked in ((batch, False), (batch, True), (packed, True))
+    )
+    windowed = float(kit(build_model(**window)).flops_by_kind(batch)[1])
+    if not split < causal < full:
         found.append(
             "two packed sequences must cost less than one of their total length, and causal attention less than full"
         )

@@ -185,7 +185,15 @@ def test_mfu_flops_windows_and_packing_reduce_attention_only() -> None:
     per_pair = 3 * 4 * 4 * 48  # forward and backward, 4 operations for each of 4 heads of 48
     layers = [120 * 121 / 2 if kind == "full_attention" else 16 * 17 / 2 + 104 * 16 for kind in kit.config.layer_types]
     saved = sum(120**2 - pairs for pairs in layers) * per_pair
-    assert float(kit.flops(long, masked=False) - kit.flops(long)) == pytest.approx(saved)
+    head = 6 * kit.model.hf.lm_head.weight.numel()  # the last token has no label
+    assert float(kit.flops(long, masked=False) - kit.flops(long)) == pytest.approx(saved + head)
+
+
+def test_mfu_flops_of_the_head_count_tokens_with_a_label_alone() -> None:
+    kit = MFUKit(model_of("Gemma 3: windows"))
+    ids = torch.randint(3, 90, (20,))
+    few, many = (PackedBatch.from_sequences([ids], [torch.arange(20) > first]) for first in (15, 5))
+    assert float(kit.flops(many) - kit.flops(few)) == 10 * 6 * kit.model.hf.lm_head.weight.numel()
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ class PolicyLoss:
         """`(loss_sum, weight)` of a micro-batch; `log(name, sum, weight)` gets the metrics."""
         fields = batch.token_fields
         # At temperature 1, too: placeholders of media, which are never sampled, have no probability then.
-        outputs = model(batch, ["log_probs", "entropy"], temperature=self.temperature)
+        outputs = model(batch, ["log_probs", "label_entropy"], temperature=self.temperature)
         log_probs_T = outputs["log_probs"]
         # The policy before the step; with ratio_to=sampler, that of this optimizer step.
         trainer_T = fields.get("old_log_probs", log_probs_T.detach())
@@ -105,7 +105,7 @@ class PolicyLoss:
         log_mean("ratio", ratio_T)
         log_mean("clip_fraction", is_clipped_T.float())
         log_mean("approx_kl", kl_penalty(old_T, log_probs_T.detach(), "k3"))
-        log_mean("entropy", outputs["entropy"])
+        log_mean("entropy", outputs["label_entropy"])
         if "sampler_log_probs" in fields:
             log_mean("gap", (trainer_T - fields["sampler_log_probs"]).abs())
         if self.importance_cap is not None:
@@ -117,7 +117,7 @@ class PolicyLoss:
             log_mean("kl", kl_T)
             loss_T = loss_T + self.kl * kl_T
         if self.entropy:
-            loss_T = loss_T - self.entropy * outputs["entropy"]
+            loss_T = loss_T - self.entropy * outputs["label_entropy"]
         return self._normed(torch.where(has_loss_T, loss_T, 0.0), batch)
 
     # ---- Inside -------------------------------------------------------------------------------------------

@@ -1,0 +1,67 @@
+"""The head runs on the tokens with a label where nothing else is asked for, with the results of all tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import shared_model
+
+from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.hf import LanguageModel, language_model
+
+
+def batch_with(share: float) -> PackedBatch:
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(99, (length,), generator=generator) for length in (9, 1, 14)]
+    masks = [torch.rand(len(one), generator=generator) < share for one in ids]
+    return PackedBatch.from_sequences(ids, masks)
+
+
+def computed(
+    model: LanguageModel, batch: PackedBatch, names: list[str], temperature: float | None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Outputs and gradients."""
+    model.zero_grad()
+    outputs = model(batch, names, temperature=temperature)
+    sum((value * (1 + torch.arange(value.numel()).view_as(value))).sum() for value in outputs.values()).backward()
+    return outputs, {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize(("names", "temperature"), [(["loss"], None), (["log_probs", "label_entropy"], 0.7)])
+def test_head_on_labelled_tokens_equals_head_on_all(
+    names: list[str], temperature: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shared_model(LanguageModel, "qwen3")
+    batch = batch_with(0.4)
+    sizes = []
+    head = model._head_outputs
+
+    def spy(hidden: torch.Tensor, *rest: object) -> dict[str, torch.Tensor]:
+        sizes.append(len(hidden))
+        return head(hidden, *rest)
+
+    monkeypatch.setattr(model, "_head_outputs", spy)
+    few, few_grads = computed(model, batch, names, temperature)
+    monkeypatch.setattr(language_model, "MOST_LABELS", 0.0)
+    full, full_grads = computed(model, batch, names, temperature)
+    assert sizes == [int((batch.labels != IGNORE).sum()), batch.num_tokens]
+    for name, value in full.items():
+        assert torch.allclose(few[name], value, rtol=1e-5, atol=1e-6), name
+    assert few_grads.keys() == full_grads.keys()
+    for name, value in full_grads.items():
+        assert torch.allclose(few_grads[name], value, rtol=1e-5, atol=1e-6), name
+
+
+def test_batch_without_labels_has_a_loss_with_gradient() -> None:
+    model = shared_model(LanguageModel, "qwen3")
+    loss = model(batch_with(0.0), ["loss"])["loss"]
+    loss.backward()
+    assert loss.item() == 0
+
+
+def test_labels_changed_on_the_device_are_not_read_on_the_host() -> None:
+    batch = batch_with(0.4)
+    moved = batch.to("meta")
+    assert moved.host_labels is batch.labels
+    moved.labels = moved.labels.clone()
+    assert moved.host_labels is None
