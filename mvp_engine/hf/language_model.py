@@ -106,6 +106,11 @@ class LanguageModel(PackedModel):
                 f"{config.model_type} is an encoder-decoder model; "
                 "only decoder-only language models are supported"
             )
+        if config.model_type.endswith("_assistant") and hasattr(config, "backbone_hidden_size"):
+            raise UserError(
+                f"{config.model_type} drafts tokens for another model and reads that model's keys and values; "
+                "only models that run by themselves are supported"
+            )
         is_multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
         auto_class = AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
         return cls(from_auto(auto_class, config), **options)

@@ -29,6 +29,8 @@ from mvp_engine.hf.export_plan import Target
 from mvp_engine.hf.hub import local_folder
 from mvp_engine.hf.mixers import PackedMixers
 from mvp_engine.hf.model_inputs import check_token_range, media_inputs
+from mvp_engine.hf.padded_rows import hidden_of_rows, own_attention, use_own_attention
+from mvp_engine.hf.sparse_attention import run_sparse_attention_by_sequence, sparse_attention_of
 
 if TYPE_CHECKING:
     from mvp_engine.hf.adapter import HFAdapter
@@ -51,12 +53,18 @@ def from_auto(auto_class: Any, config: Any) -> Any:
         return auto_class.from_config(config)
     except Exception as error:
         if isinstance(error, KeyError) and attention.NAME in error.args:
-            raise UserError(
-                f"{model_type} has its own attention code, which does not support packed sequences"
-            ) from None
+            return _with_own_attention(auto_class, config)
         raise UserError(
             f"{model_type} cannot be built from this config: {type(error).__name__}: {error}"
         ) from error
+
+
+def _with_own_attention(auto_class: Any, config: Any) -> Any:
+    """A model whose attention classes are chosen by name, and are not those of transformers' interface."""
+    config._attn_implementation = own_attention(auto_class._model_mapping[type(config)])
+    model = auto_class.from_config(config)
+    model.needs_padded_rows = "it has attention code of its own"
+    return model
 
 
 class PackedModel(nn.Module):
@@ -84,10 +92,15 @@ class PackedModel(nn.Module):
         self.hf = backbone
         self.ulysses_group: dist.ProcessGroup | None = None
         self.packed_length_limit = packed_length_limit(backbone.config)
-        attention.use(backbone.config)
+        # Why each sequence runs in a padded row of its own; empty: sequences are packed.
+        self.padded_rows = str(getattr(backbone, "needs_padded_rows", ""))
+        if not self.padded_rows:
+            attention.use(backbone.config)
         experts.use(backbone.config)
         self._register_hooks()
-        self.mixers = PackedMixers(self.decoder())
+        sparse = sparse_attention_of(self.decoder())
+        self.mixers = PackedMixers(self.decoder(), sparse)
+        run_sparse_attention_by_sequence(sparse, self.mixers, own_attention(type(backbone)))
         vision.apply_sync_free_vision(backbone)
         media_features.apply_sync_free_features(backbone, self.decoder())
         shared_media.apply_shared_features(self.base())
@@ -144,6 +157,19 @@ class PackedModel(nn.Module):
         if decoder is not self.base():
             decoder.register_forward_pre_hook(input_hooks.slice_decoder_inputs, with_kwargs=True)
 
+    def use_padded_rows(self, reason: str) -> None:
+        """Run each sequence in a padded row with transformers' own attention; "" packs them again."""
+        self.padded_rows = reason
+        if reason:
+            use_own_attention(self.hf)
+        else:
+            attention.use(self.hf.config)
+
+    @property
+    def can_cache(self) -> bool:
+        """Whether generation can keep what layers computed; otherwise each forward holds all tokens."""
+        return not self.padded_rows and not self.mixers.is_used
+
     def decoder(self) -> nn.Module:
         """The text layers, which process text and media as one sequence of embeddings."""
         base: Any = self.base()
@@ -185,6 +211,9 @@ class PackedModel(nn.Module):
                 f"for the whole batch when one sequence is longer than {limit}, so the other "
                 "packed sequences would change too. Shorten the sequences"
             )
+        if self.padded_rows:
+            self._check_padded_rows(kv_cache)
+            return hidden_of_rows(self.base(), batch)
         input_ids = batch.input_ids
         position_ids = batch.position_ids  # (T,), or (3, T) for three axes
         inputs = media_inputs(self.base(), batch)
@@ -209,6 +238,18 @@ class PackedModel(nn.Module):
         if kv_cache is not None:
             kv_cache.advance()
         return out.last_hidden_state[0]
+
+    def _check_padded_rows(self, kv_cache: KVCache | None) -> None:
+        model_type = self.hf.config.model_type  # type: ignore[union-attr]
+        if self.ulysses_group is not None:
+            raise UserError(
+                f"parallel.ulysses > 1: {model_type} runs on padded rows ({self.padded_rows}), which have no tokens "
+                "to share between ranks. Set parallel.ulysses=1"
+            )
+        if kv_cache is not None:
+            raise UserError(
+                f"{model_type} runs on padded rows, which have no KV cache: call without it"
+            )
 
     def forward(
         self,

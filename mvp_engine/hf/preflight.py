@@ -7,6 +7,7 @@ them; results are reduced over ranks, so that all of them raise or none.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import attention
 from mvp_engine.hf.packed_model import PackedModel
 
+LOGGER = logging.getLogger("mvp_engine")
 TRIALS = 3  # one may fail by chance: rounding can switch an expert router between two experts
 LENGTHS = (9, 6)  # of the two sequences
 EXACT = 1e-5  # the largest relative difference that float32 rounding explains
@@ -78,8 +80,61 @@ class Differences:
         return self.reference <= (EXACT if exact else 3e-2)
 
 
-@torch.no_grad()
 def check_packing(
+    model: PackedModel,
+    *,
+    exact: bool = True,
+    reference: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Raise unless the model is exact on packed sequences, or else on padded rows, which it then uses.
+
+    The arguments are those of `probe`.
+    """
+    options: dict[str, Any] = {"exact": exact, "reference": reference, "group": group}
+    if not model.padded_rows:
+        try:
+            return probe(model, **options)
+        except UserError as error:
+            if model.ulysses_group is not None and model.decoder() is model.base():
+                hint = "Set parallel.ulysses=1: it then runs on padded rows, if they are exact"
+                raise UserError(f"{error} {hint}") from error
+            if not _may_use_padded_rows(model, error):
+                raise
+            packing_error = error
+        model.use_padded_rows(_short_reason(packing_error))
+        try:
+            probe(model, **options)
+        except UserError:
+            model.use_padded_rows("")
+            raise packing_error from None
+    else:
+        probe(model, **options)
+    LOGGER.warning(
+        "%s: each sequence runs in a padded row of its own with transformers' own attention, because packing is not "
+        "exact: %s. Rows are as long as the longest sequence of a micro-batch, so steps are slower and need more "
+        "memory than packed ones.",
+        model.hf.config.model_type,  # type: ignore[union-attr]
+        model.padded_rows,
+    )
+    return None
+
+
+def _may_use_padded_rows(model: PackedModel, error: UserError) -> bool:
+    """Text models; not where memory ran out."""
+    if isinstance(error.__cause__, torch.OutOfMemoryError):
+        return False
+    return model.decoder() is model.base()
+
+
+def _short_reason(error: UserError) -> str:
+    """The first sentence, without the name of the model."""
+    reason = str(error).partition(" cannot be trained on packed sequences: ")[2] or str(error)
+    return reason.partition(". ")[0].rstrip(".")
+
+
+@torch.no_grad()
+def probe(
     model: PackedModel,
     *,
     exact: bool = True,
@@ -115,7 +170,9 @@ def check_packing(
                     return
     except Exception as error:
         is_ours = isinstance(error, NotImplementedError | UserError)
-        reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        reason = (
+            str(error) if is_ours else f"its code fails on them ({type(error).__name__}: {error})"
+        )
         raise UserError(f"{rejected}: {reason}") from error
     if found.packing == float("inf"):
         raise UserError(

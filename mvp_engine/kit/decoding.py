@@ -168,7 +168,7 @@ class _Group:
         )
         self.graph: DecodeGraph | None = None
         self.can_capture = is_supported(engine)
-        self.uses_cache = decoding.use_cache and engine.layout.ulysses == 1
+        self.uses_cache = decoding.use_cache and engine.layout.ulysses == 1 and model.can_cache
         self.cache: KVCache | None = None
 
     def run(self) -> list[Completion]:

@@ -72,10 +72,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("learned positions", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
 }
 
-# Layers of these look across sequence boundaries, or ignore them: preflight must reject them.
-REFUSED: dict[str, dict[str, Any]] = {name: {} for name in ("bloom", "stablelm")}
-
-
 # Ids of the placeholder tokens for images, videos and audio, in each model of VISION.
 TOKENS = {"image_token_id": 90, "video_token_id": 91, "audio_token_id": 92, "vision_start_token_id": 93}
 
@@ -293,7 +289,7 @@ def config_of(name: str) -> Any:
     if name in VISION or name in REFUSED_VISION:
         special = (VISION if name in VISION else REFUSED_VISION)[name][1]
         return AutoConfig.for_model(name, **copy.deepcopy({**TOKENS, **special}))
-    extra = FAMILIES[name][1] if name in FAMILIES else REFUSED.get(name, {})
+    extra = FAMILIES[name][1] if name in FAMILIES else {}
     return AutoConfig.for_model(name, **{**SMALL, **extra})
 
 

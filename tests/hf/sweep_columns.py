@@ -65,9 +65,9 @@ def export(name: str) -> bool | str:
     return True if difference <= EXACT else f"log-probs of the exported folder differ by {difference:.1e}"
 
 
-def gradients(model: LanguageModel, layout: Layout) -> dict[str, Tensor]:
+def gradients(model: LanguageModel, layout: Layout, **settings: Any) -> dict[str, Tensor]:
     """Those of the summed loss of one batch, on this layout."""
-    engine = LanguageModelEngine(model, layout, Settings())
+    engine = LanguageModelEngine(model, layout, Settings(**settings))
     engine.initialize(lambda module: torch.optim.SGD(module.parameters(), 0.0), lambda sgd: LambdaLR(sgd, _constant))
     engine.model.eval()
 

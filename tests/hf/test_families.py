@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import ROOT
-from families import FAMILIES, REFUSED, config_of, table
+from families import FAMILIES, config_of, table
 from tiny_models import shared_model
 
 from mvp_engine.data.batch import PackedBatch
@@ -48,14 +48,6 @@ def test_language_model_packed_equals_single(name: str, monkeypatch) -> None:
     assert gradients(model).keys() == expected.keys()
     for key, value in gradients(model).items():
         assert torch.allclose(value, expected[key], rtol=1e-5, atol=1e-5), key
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_preflight_family_that_ignores_boundaries_is_rejected_by_name(name: str) -> None:
-    torch.manual_seed(0)
-    model = LanguageModel.from_config(config_of(name))
-    with pytest.raises(UserError, match=f"{name} cannot be trained on packed sequences"):
-        check_packing(model)
 
 
 def test_preflight_unknown_step_before_logits_is_rejected() -> None:

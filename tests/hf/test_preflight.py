@@ -1,4 +1,4 @@
-"""Preflight probes: models that cannot be packed are rejected when an engine starts, on every layout."""
+"""Preflight probes: models that cannot be packed are found when an engine starts, on every layout."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def start(family: str, world: World, settings: Settings | None = None, **sizes: 
 
 @pytest.mark.parametrize("family", ["bloom", "jamba"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_engine_start_unsupported_family_is_rejected(family: str, precision: str, monkeypatch) -> None:
+def test_engine_start_family_that_cannot_be_packed_uses_padded_rows(family: str, precision: str, monkeypatch) -> None:
     monkeypatch.setattr(detect, "is_mixer", lambda module: False)
-    assert f"{family} cannot be trained on packed sequences" in start(
-        family, World.join("cpu"), Settings(precision=precision)
-    )
+    model = LanguageModel.on_meta(None, overrides_of(family))
+    LanguageModelEngine(model, Layout(World.join("cpu")), Settings(precision=precision)).initialize()
+    assert model.padded_rows
+    assert not model.can_cache
 
 
 def test_engine_start_supported_family_in_bf16_passes_preflight() -> None:
@@ -39,8 +40,12 @@ def test_engine_start_supported_family_in_bf16_passes_preflight() -> None:
 
 def test_engine_start_on_two_ranks_rejects_unsupported_family_only(ranks2) -> None:
     for answers in ranks2.run(start_on_layouts):
-        for unsupported, *supported in answers.values():
-            assert "jamba cannot be trained on packed sequences" in unsupported
+        for layout, (unsupported, *supported) in answers.items():
+            if "ulysses" in layout:
+                assert "jamba cannot be trained on packed sequences" in unsupported
+                assert "Set parallel.ulysses=1" in unsupported
+            else:  # it runs on padded rows
+                assert unsupported == ""
             assert supported == ["", ""]
 
 
@@ -74,13 +79,13 @@ def test_engine_start_non_finite_weights_are_reported() -> None:
         FSDPEngine(model, Layout(World.join("cpu"))).initialize()
 
 
-def test_engine_start_single_layer_that_mixes_sequences_is_rejected(monkeypatch) -> None:
+def test_engine_start_single_layer_that_mixes_sequences_is_found(monkeypatch) -> None:
     monkeypatch.setattr(detect, "is_mixer", lambda module: False)
     more = {"model_type": "lfm2", "layer_types": ["full_attention", "conv", "full_attention"], "num_hidden_layers": 3}
     for precision in ("fp32", "bf16"):
         model = LanguageModel.on_meta(None, {k: v for k, v in SMALL.items() if k != "head_dim"} | more)
-        with pytest.raises(UserError, match="two sequences in one batch change each other"):
-            LanguageModelEngine(model, Layout(World.join("cpu")), Settings(precision=precision)).initialize()
+        LanguageModelEngine(model, Layout(World.join("cpu")), Settings(precision=precision)).initialize()
+        assert "two sequences in one batch change each other" in model.padded_rows
 
 
 def test_preflight_failed_trial_on_one_rank_is_repeated_on_all(ranks2) -> None:

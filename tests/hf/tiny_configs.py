@@ -20,7 +20,7 @@ RULES: list[tuple[str, Any]] = [
     ("pad_token_id", 0),
     ("bos_token_id", 1),
     ("eos_token_id", 2),
-    ("hidden_size|d_model|n_embd|emb_dim|embedding_dim|embedding_size|word_embed_proj_dim", 32),
+    ("hidden_size(_global)?|d_model|n_embd|emb_dim|embedding_dim|embedding_size|word_embed_proj_dim", 32),
     ("(in|out)put_embedding_size|lru_width|attention_hidden_size", 32),
     ("num_hidden_layers|n_layers?|num_layers|decoder_layers|num_blocks|num_layers_per_stack", LAYERS),
     ("(num_|n_|decoder_|swa_num_|linear_num_|num_)?(attention_)?heads?", 4),
@@ -46,7 +46,7 @@ RULES: list[tuple[str, Any]] = [
     ("qk_nope_head_dim|v_head_dim|qk_head_dim", 8),
     ("(kv|q|o)_lora_rank|laurel_rank|gated_norm_rank|adapter_rank|hc_lowrank", 8),
     ("index_head_dim", 8),
-    ("index_n_heads", 2),
+    ("index_n_heads|indexer_n_heads", 16),  # with few heads, scores of exactly 0 tie, and ties depend on the shape
     ("index_topk", 3),
     ("index_block_size", 2),
     ("index_topk_blocks", 2),
@@ -63,7 +63,7 @@ RULES: list[tuple[str, Any]] = [
 OPEN = {"head_dim", "num_key_value_heads", "n_routed_experts", "n_group", "topk_group", "num_experts_per_tok"}
 
 LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
-SPARSE = {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2}
+SPARSE = {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 # Values that have to fit to each other, or that the default config does not use, by model type.
@@ -79,8 +79,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "dots1": {"n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {"intermediate_size": 24},
     "gemma4_text": {"head_dim": 8, "global_head_dim": 8},
     "gemma4_unified_text": {"head_dim": 8, "global_head_dim": 8},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": LINEAR,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -95,13 +97,19 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"use_sliding_window": True, "layer_types": None},
     "qwen3": {"use_sliding_window": True, "layer_types": None},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
+        "indexer_n_heads": 16,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
         "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
-    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "hidden_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": 0.0,
+        "lsh_attention_probs_dropout_prob": 0.0,
+    },
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_head_dim": 16, "attention_hidden_size": 64},
     "zaya": {"num_experts_per_tok": 1},

@@ -56,7 +56,17 @@ def _join(outputs: list[Any], groups: list[Group], pack_order: Tensor) -> Any:
         if not isinstance(out, Tensor) or out.shape[:2] != group.places.shape:
             return None  # a final state, which training does not use
         parts.append(out.flatten(0, 1)[group.kept])
-    return torch.cat(parts)[pack_order][None]
+    return torch.cat(_same_width(parts))[pack_order][None]
+
+
+def _same_width(parts: list[Tensor]) -> list[Tensor]:
+    """Indices of chosen tokens: longer sequences choose more of them. Shorter lists repeat their last entry."""
+    width = max(part.shape[-1] for part in parts)
+    filled = []
+    for part in parts:
+        repeated = part[..., -1:].expand(*part.shape[:-1], width - part.shape[-1])
+        filled.append(torch.cat([part, repeated], -1) if repeated.numel() else part)
+    return filled
 
 
 def without_pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,10 +39,12 @@ _KEY = "mixer_packing"  # keyword argument of blocks
 class PackedMixers:
     """What the mixers of a model share: the boundaries of the forward that runs. None: no packed forward runs."""
 
-    def __init__(self, decoder: nn.Module) -> None:
+    def __init__(self, decoder: nn.Module, others: Iterable[nn.Module] = ()) -> None:
+        """`others`: modules that read `current`, too."""
         self.current: Packing | None = None
         self.modules = mixers_of(decoder)
-        inside = {part for mixer in self.modules.values() for part in mixer.modules()}
+        inside = {part for module in (*self.modules.values(), *others) for part in module.modules()}
+        self.is_used = bool(inside)
         self._forwards = _Forwards(self)
         self.operations: set[str] = set()  # what the mixers compute by kernels, where installed
         for mixer in self.modules.values():
@@ -64,7 +66,7 @@ class PackedMixers:
         self, batch: PackedBatch, shard: UlyssesShard | None, cache: KVCache | None
     ) -> Iterator[None]:
         """While a packed batch runs."""
-        if not self.modules:
+        if not self.is_used:
             yield
             return
         self.current = Packing.of(batch, shard, cache)
