@@ -72,7 +72,7 @@ class Learner:
             dual_clip=rl.dual_clip,
             entropy=rl.entropy,
             temperature=self.config.rollout.temperature,
-            importance_cap=rl.importance_cap,
+            importance_cap=rl.max_importance,
         )
 
     def measures_gap(self, step: int, on_policy: bool) -> bool:
@@ -81,7 +81,7 @@ class Learner:
         A single update is made by the policy that sampled: it has the old log-probs itself.
         """
         rl = self.config.rl
-        single = rl.updates == 1 and rl.importance_cap is None
+        single = rl.updates == 1 and rl.max_importance is None
         in_reward = bool(rl.kl) and self.algorithm.kl_in_reward
         is_due = step == 1 or step % self.config.rollout.gap_interval == 0
         return on_policy and (is_due or in_reward or not single)
@@ -92,11 +92,11 @@ class Learner:
         """The batch with all fields that the losses read; `step` is counted from 1.
 
         `on_policy`: the actor still has the weights that sampled. If not, the ratio is to the sampler's log-probs; with
-        `rl.importance_cap` to the actor's, and the importance weights correct for the difference.
+        importance weights to the actor's, and they correct for the difference.
         """
         rl = self.config.rl
         fields: dict[str, Tensor] = {}
-        if self.measures_gap(step, on_policy) or (not on_policy and rl.importance_cap is not None):
+        if self.measures_gap(step, on_policy) or (not on_policy and rl.max_importance is not None):
             fields["old_log_probs"] = self._log_probs(batch)
         if rl.kl:
             fields["reference_log_probs"] = self._reference_log_probs(batch)
@@ -145,7 +145,7 @@ class Learner:
     def update(self, batch: PackedBatch, on_policy: bool, step: int) -> Updates:
         """The optimizer steps over a prepared batch; `step` is counted from 1."""
         rl = self.config.rl
-        to_sampler = not on_policy and rl.importance_cap is None
+        to_sampler = not on_policy and rl.max_importance is None
         loss = replace(self.policy_loss, ratio_to="sampler") if to_sampler else self.policy_loss
         options: dict[str, Any] = {"budget": self.config.budget, "cuts": rl.updates}
         critic: list[UpdateNumbers] = []

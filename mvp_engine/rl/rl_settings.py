@@ -36,10 +36,11 @@ class RL(Section):
     entropy: NonNegative = 0.0
     """Weight of the entropy bonus."""
     importance_cap: Positive | None = None
-    """Truncated importance sampling: the most that a token counts for p(trainer) / p(sampler), such as 2."""
+    """Truncated importance sampling: the most that a token counts for p(trainer) / p(sampler); null: 2 with behind=1,
+    else no such correction."""
     behind: Literal[0, 1] = 0
     """1: the rollouts of the next step are generated with the weights before this step's update, so that both can run
-    at the same time; they are then off-policy by one step, which the ratio and its clipping correct."""
+    at the same time; they are then off-policy by one step, which importance_cap corrects."""
     dynamic_sampling: Annotated[int, Field(ge=0)] = 0
     """Prompts whose completions all have the same reward are replaced by new prompts, in at most so many more rounds
     of generation; 0: they stay, and give no gradient."""
@@ -53,6 +54,13 @@ class RL(Section):
     """The critic's learning rate; null: optim.lr."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """Steps at the start in which the critic alone is trained."""
+
+    @property
+    def max_importance(self) -> float | None:
+        """The largest importance weight of a token; None: there are no such weights."""
+        if self.importance_cap is None and self.behind:
+            return 2.0
+        return self.importance_cap
 
 
 class RolloutSettings(Section):

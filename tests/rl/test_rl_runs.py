@@ -54,6 +54,25 @@ def test_rl_run_with_a_reward_that_fails_continues_and_names_the_row(tmp_path: P
     assert [one["reward"] for one in completions if "error" in one] == [None, None]
 
 
+@IN_CAMPAIGN
+@pytest.mark.parametrize("where", ["spawn", "ray"])
+def test_rl_run_on_more_ranks_than_prompts_trains_every_prompt_that_fits_once(tmp_path: Path, where: str) -> None:
+    """One prompt per step on two ranks, and a prompt over the budget."""
+    if where == "ray":
+        pytest.importorskip("ray")
+    config = write_recipe(tmp_path, LENGTH)
+    with open(tmp_path / "rows.jsonl", "a") as file:
+        file.write(json.dumps({"prompt": "long " * 300, "answer": "long"}) + "\n")
+    words = ["rl.prompts=1", "loop.total_steps=8", "rollout.log_prompts=1"]
+    words += [f"workers.where={where}", "groups.actor={ranks: 2, parallel: {shard: 2}}", "mllm.overlong=drop"]
+    folder = trained(config, *words)
+    rollouts = [one for one in read_rollouts(folder / "rollouts.jsonl") if one["split"] == "train"]
+    assert sorted(one["columns"]["answer"] for one in rollouts) == [str(i) for i in range(8)]
+    assert all(len(one["completions"]) == 2 for one in rollouts)
+    assert sum(record["skipped"] for record in records(folder)) == 0
+    assert "rows.jsonl:9" in (folder / "overlong_rows.jsonl").read_text()
+
+
 def test_rl_run_reward_error_that_may_not_happen_exits_with_the_traceback(tmp_path: Path, capfd: Any) -> None:
     config = write_recipe(tmp_path, f"{FAILING['raises']}\n{LENGTH}")
     trained(config, "reward.on_error=raise", code=EXIT_USER_ERROR)

@@ -113,8 +113,11 @@ def test_ray_rank_killed_in_a_call_is_named_and_the_group_restarts_from_its_chec
 @pytest.mark.campaign(only=True)
 def test_ray_error_on_one_rank_is_named_with_its_traceback_and_ends_the_group(running: WorkerGroup) -> None:
     started = pids(running)
+    begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         running.update(BATCH, FailingLoss(rank=1), budget=64)
+    print(f"raised in update: named after {time.monotonic() - begin:.1f} s")
+    assert time.monotonic() - begin < 10
     error = caught.value
     assert (error.group, error.rank, error.method) == ("actor", 1, "update")
     assert "ZeroDivisionError" in error.reason
@@ -159,4 +162,8 @@ def test_ray_controller_killed_leaves_no_process() -> None:
     assert set(ranks) < set(children)
     controller.kill()
     controller.wait()
+    begin = time.monotonic()
+    wait_until_gone(ranks)
+    print(f"controller killed: ranks gone after {time.monotonic() - begin:.1f} s")
     wait_until_gone(children)  # with those of Ray: two of its agents would wait 60 s for its dead control service
+    print(f"all processes gone after {time.monotonic() - begin:.1f} s")

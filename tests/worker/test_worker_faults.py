@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,4 +110,6 @@ def test_controller_killed_leaves_no_process(tmp_path: Path) -> None:
     assert not any(map(is_gone, ranks))
     controller.kill()
     controller.wait()
+    begin = time.monotonic()
     wait_until_gone(ranks)
+    print(f"controller killed: all gone after {time.monotonic() - begin:.1f} s")
