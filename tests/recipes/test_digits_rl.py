@@ -78,13 +78,14 @@ def test_digits_rl_gpu_configs_compose(name: str) -> None:
 
 
 @pytest.mark.campaign(only=True)
-def test_digits_rl_readme_commands_learn_to_name_held_out_digits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_digits_rl_readme_commands_learn_to_name_held_out_digits(tmp_path: Path, seed: int) -> None:
     """On two idle cores in under 10 minutes."""
     for _, *words in readme_commands("digits_rl"):
         if words[0] == "train" and "gpu" not in words[1]:
-            assert main([*words, f"project.dir={tmp_path}", "log.backends=[jsonl]"]) == 0, words
+            assert main([*words, f"project.dir={tmp_path}", f"seed={seed}", "log.backends=[jsonl]"]) == 0, words
             last = read_metrics(tmp_path, "eval")[-1]
             if "sft" in words[1]:
                 assert last["exact_held_out"] <= 0.7
             else:
-                assert last["reward"] >= 0.8
+                assert last["reward"] >= 0.88
