@@ -11,12 +11,15 @@ forward has one token per sequence, which attends to all cached tokens of its ow
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mvp_engine.ops.attn_spec import AttnSpec
+
+if TYPE_CHECKING:
+    from mvp_engine.hf.mixers.states import MixerStates
 
 
 class _Layer(NamedTuple):
@@ -39,6 +42,9 @@ class KVCache:
         self.is_prefilled = False
         self._capacity = max(self.lengths) + max_new_tokens
         self._layers: dict[nn.Module, _Layer] = {}
+        self.mixer_states: dict[
+            nn.Module, MixerStates
+        ] = {}  # of linear attention and state-space layers
         # All layers of a forward share these: a copy to the device per layer would cost more than its attention.
         self._places: _Places | None = None
         self._allowed: dict[int | None, Tensor] = {}  # by window
@@ -88,10 +94,11 @@ class KVCache:
         """Keep only these sequences; a sequence may be chosen several times, to continue it in several ways."""
         self.has_fixed_shapes = False
         self._set_lengths([self.lengths[s] for s in sequences])
-        index: Tensor | None = None
+        index = torch.tensor(sequences)
+        for states in self.mixer_states.values():
+            states.select(index)
         for module, layer in self._layers.items():
-            if index is None:
-                index = torch.tensor(sequences, device=layer.keys.device)
+            index = index.to(layer.keys.device)
             self._layers[module] = _Layer(*(part.index_select(0, index) for part in layer))
 
     def _set_lengths(self, lengths: list[int]) -> None:

@@ -168,7 +168,7 @@ class PackedModel(nn.Module):
     @property
     def can_cache(self) -> bool:
         """Whether generation can keep what layers computed; otherwise each forward holds all tokens."""
-        return not self.padded_rows and not self.mixers.is_used
+        return not self.padded_rows and self.mixers.can_cache
 
     def decoder(self) -> nn.Module:
         """The text layers, which process text and media as one sequence of embeddings."""
@@ -214,6 +214,10 @@ class PackedModel(nn.Module):
         if self.padded_rows:
             self._check_padded_rows(kv_cache)
             return hidden_of_rows(self.base(), batch)
+        if kv_cache is not None and not self.can_cache:
+            raise UserError(
+                "this model has mixers whose state is not cached: call it without a KV cache"
+            )
         input_ids = batch.input_ids
         position_ids = batch.position_ids  # (T,), or (3, T) for three axes
         inputs = media_inputs(self.base(), batch)

@@ -42,15 +42,15 @@ def run_by_sequence(
     for group in groups:
         group_args, group_kwargs = map_token_tensors(group.cut, (args, kwargs), packing.num_tokens)
         outputs.append(forward(*group_args, **group_kwargs))
-    return _join(outputs, groups, pack_order)
+    return join_groups(outputs, groups, pack_order)
 
 
-def _join(outputs: list[Any], groups: list[Group], pack_order: Tensor) -> Any:
+def join_groups(outputs: list[Any], groups: list[Group], pack_order: Tensor) -> Any:
     """Outputs (S, L, ...) of all groups as (1, T, ...); in tuples entry by entry, None for what is not per token."""
     first = outputs[0]
     if isinstance(first, tuple | list):
         entries = zip(*outputs, strict=True)
-        return type(first)(_join(list(entry), groups, pack_order) for entry in entries)
+        return type(first)(join_groups(list(entry), groups, pack_order) for entry in entries)
     parts = []
     for out, group in zip(outputs, groups, strict=True):
         if not isinstance(out, Tensor) or out.shape[:2] != group.places.shape:

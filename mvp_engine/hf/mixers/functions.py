@@ -158,20 +158,21 @@ def mamba2_scan(
     return out_1THP.to(x_1THP.dtype)
 
 
-def not_fused(packing: Packing, torch_function: Callable[..., Any], *_: Any, **__: Any) -> None:
+def not_fused(*_: Any, **__: Any) -> None:
     """No fused kernel: it would take the weights of linear layers past their adapters."""
 
 
+# Functions that may return None: then the mixer calls its layers one by one.
+FUSED = {"mamba2_split_conv1d_scan_combined", "mamba_inner_fn"}
 # Names in the files of transformers' models -> what computes them, and the function with boundaries.
 REPLACEMENTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "causal_conv1d_fn": ("short convolution", short_convolution),
     "torch_chunk_gated_delta_rule": ("gated delta rule", delta_rule("gated delta rule")),
     "chunk_kimi_delta_attention": ("Kimi delta attention", delta_rule("Kimi delta attention")),
     "mamba2_chunk_scan": ("Mamba 2 scan", mamba2_scan),
-    "mamba2_split_conv1d_scan_combined": ("", not_fused),
 }
 # Functions over tokens without a variable-length kernel: mixers that call them run by sequence as a whole.
-_BY_SEQUENCE = {"mamba_selective_scan", "mamba_inner_fn"}
+_BY_SEQUENCE = {"mamba_selective_scan"}
 
 
 def operations_of(mixer: Any) -> tuple[str, ...] | None:
@@ -181,4 +182,11 @@ def operations_of(mixer: Any) -> tuple[str, ...] | None:
     used = [name for name in REPLACEMENTS if name in names and name in forward.__globals__]
     if not used or names & _BY_SEQUENCE:
         return None
-    return tuple(REPLACEMENTS[name][0] for name in used if REPLACEMENTS[name][0])
+    return tuple(REPLACEMENTS[name][0] for name in used)
+
+
+def has_kernel(function: Any) -> bool:
+    """Whether this is a torch function that transformers replaces by a kernel where one is installed."""
+    code = getattr(function, "__code__", None)
+    is_wrapper = code is not None and "hub_kernels" in code.co_filename
+    return is_wrapper and hasattr(function, "__wrapped__")

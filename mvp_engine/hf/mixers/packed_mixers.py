@@ -29,9 +29,10 @@ from mvp_engine.hf.mixers.by_sequence import (
     without_pack_arguments,
 )
 from mvp_engine.hf.mixers.detect import mixers_of
-from mvp_engine.hf.mixers.functions import REPLACEMENTS, operations_of
+from mvp_engine.hf.mixers.functions import FUSED, REPLACEMENTS, has_kernel, not_fused, operations_of
 from mvp_engine.hf.mixers.namespace import forward_with
 from mvp_engine.hf.mixers.packing import Packing
+from mvp_engine.hf.mixers.states import keeps_states, run_with_states
 
 _KEY = "mixer_packing"  # keyword argument of blocks
 
@@ -45,21 +46,28 @@ class PackedMixers:
         self.modules = mixers_of(decoder)
         inside = {part for module in (*self.modules.values(), *others) for part in module.modules()}
         self.is_used = bool(inside)
+        self._has_others = any(True for _ in others)
         self._forwards = _Forwards(self)
         self.operations: set[str] = set()  # what the mixers compute by kernels, where installed
         for mixer in self.modules.values():
             operations = operations_of(mixer)
+            self._forwards.add(type(mixer))
+            forward = functools.partial(self._forwards.run, type(mixer), mixer)
             if operations is None:
-                mixer.forward = functools.partial(self._run_by_sequence, mixer.forward)
+                mixer.forward = functools.partial(self._run_by_sequence, mixer, forward)
             else:
                 self.operations |= {*operations}
-                self._forwards.add(type(mixer))
-                on_pack = functools.partial(self._forwards.run, type(mixer), mixer)
-                mixer.forward = functools.partial(self._run, on_pack)
+                mixer.forward = functools.partial(self._run, mixer, forward, forward)
         for block in blocks(decoder):
             if not inside.isdisjoint(block.modules()):
                 block.register_forward_pre_hook(self._pass_packing, with_kwargs=True)
                 block.forward = functools.partial(self._run_block, block.forward)
+
+    @property
+    def can_cache(self) -> bool:
+        """Whether generation can keep the states of all mixers."""
+        kept = all(keeps_states(mixer) for mixer in self.modules.values())
+        return kept and not self._has_others
 
     @contextmanager
     def packing(
@@ -88,20 +96,49 @@ class PackedMixers:
             self.current = before
 
     @torch.compiler.disable
-    def _run_by_sequence(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._run(functools.partial(run_by_sequence, forward), *args, **kwargs)
+    def _run_by_sequence(
+        self, mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        def run(*inputs: Any, **options: Any) -> Any:
+            packing = self.current
+            with self._without_packing():
+                return run_by_sequence(forward, packing, inputs, options)
 
-    def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`run` a mixer on a pack; with sequence parallel on all tokens, for those of this rank."""
+        return self._run(mixer, forward, run, *args, **kwargs)
+
+    def _run(
+        self,
+        mixer: nn.Module,
+        forward: Callable[..., Any],
+        on_pack: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a mixer: as transformers does without boundaries, in generation with its states, else on the pack.
+
+        With sequence parallel it runs on the tokens of all ranks, for the output tokens of this rank.
+        """
         packing = self.current
         if packing is None:
-            return run(None, args, kwargs)
+            return forward(*args, **kwargs)
         args, kwargs = without_pack_arguments(args, kwargs)
+        if packing.cache is not None:
+            with self._without_packing():
+                return run_with_states(mixer, forward, packing, args, kwargs)
         shard = packing.shard
         if shard is None:
-            return run(packing, args, kwargs)
+            return on_pack(*args, **kwargs)
         args, kwargs = gather_tokens(args, kwargs, shard)
-        return cut_tokens(run(packing, args, kwargs), shard)
+        return cut_tokens(on_pack(*args, **kwargs), shard)
+
+    @contextmanager
+    def _without_packing(self) -> Iterator[None]:
+        packing = self.current
+        self.current = None
+        try:
+            yield
+        finally:
+            self.current = packing
 
 
 class _Forwards:
@@ -119,34 +156,31 @@ class _Forwards:
         return new
 
     def add(self, mixer_class: type) -> None:
-        known = inspect.unwrap(mixer_class.forward).__globals__  # type: ignore[attr-defined]
+        forward: Any = inspect.unwrap(mixer_class.forward)  # type: ignore[attr-defined]
         replaced = {}
-        for name, (_, function) in REPLACEMENTS.items():
-            if name in known:
-                calls = (function, known[name], inspect.unwrap(known[name]))
+        for name in forward.__code__.co_names:
+            original = forward.__globals__.get(name)
+            _, function = REPLACEMENTS.get(name, (None, None))
+            if name in FUSED:
+                replaced[name] = not_fused
+            elif function is not None or has_kernel(original):
+                calls = (function, original, inspect.unwrap(original))
                 replaced[name] = functools.partial(self._call, *calls)
         self._forwards[mixer_class] = forward_with(mixer_class, replaced)
 
-    def run(
-        self,
-        mixer_class: type,
-        mixer: nn.Module,
-        packing: Packing | None,
-        args: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run(self, mixer_class: type, mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._forwards[mixer_class](mixer, *args, **kwargs)
 
     def _call(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | None,
         original: Callable[..., Any],
         torch_function: Callable[..., Any],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         packing = self.mixers.current
-        if packing is not None:
+        if packing is not None and function is not None:
             return function(packing, torch_function, *args, **kwargs)
         # Where kernels are installed, transformers calls them for tensors on a CPU, too.
         return (original if args[0].is_cuda else torch_function)(*args, **kwargs)

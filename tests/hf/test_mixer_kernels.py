@@ -1,0 +1,133 @@
+"""Kernels of mixers: what they are called with. In their place stand plain loops with the same arguments."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mixer_families import mixer_model
+from test_mixers import sequences
+from torch import Tensor
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.hf.mixers import functions, kernels
+from mvp_engine.hf.mixers.kernels import KERNELS, Loaded
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor,
+) -> tuple[Tensor, None]:
+    """flash-linear-attention's functions with a decay `g` per head or per channel; with `beta` by the delta rule."""
+    assert torch.equal(cu_seqlens, cu_seqlens_cpu)
+    if use_qk_l2norm_in_kernel:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    g = g if g.ndim == 4 else g[..., None]
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    out = []
+    for t in range(q.shape[1]):
+        if t in cu_seqlens.tolist():
+            state = torch.zeros(v.shape[2], k.shape[-1], v.shape[-1])
+        state = state * g[0, t].exp()[..., None]
+        value = v[0, t]
+        if beta is not None:
+            value = beta[0, t, :, None] * (value - torch.einsum("hk,hkv->hv", k[0, t], state))
+        state = state + k[0, t, :, :, None] * value[:, None]
+        out.append(torch.einsum("hk,hkv->hv", q[0, t] * scale, state))
+    return torch.stack(out)[None], None
+
+
+def fla_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor,
+) -> tuple[Tensor, None]:
+    parts = [part.transpose(1, 2) for part in x.split(cu_seqlens.diff().tolist(), dim=1)]
+    return torch.cat([convolution(part, weight, bias, activation) for part in parts], dim=-1).transpose(1, 2), None
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    padded = F.pad(x, (weight.shape[-1] - 1, 0))
+    out = F.conv1d(padded, weight[:, None], bias, groups=len(weight))
+    return out if activation is None else F.silu(out)
+
+
+def package_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    assert seq_idx is not None
+    assert (seq_idx.dtype, x.stride(1)) == (torch.int32, 1)
+    sizes = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+    return torch.cat([convolution(part, weight, bias, activation) for part in x.split(sizes, dim=-1)], dim=-1)
+
+
+def mamba_package(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, seq_idx: Tensor, **options: Any
+) -> Tensor:
+    from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+    sizes = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+    parts = zip(*(value.split(sizes, dim=1) for value in (x, dt, B, C)), strict=True)
+    return torch.cat([mamba2_chunk_scan(px, pdt, A, pB, pC, chunk_size, **options) for px, pdt, pB, pC in parts], 1)
+
+
+FLA = dict.fromkeys(KERNELS, linear_attention) | {"short convolution": fla_convolution}
+PACKAGES = {"short convolution": package_convolution, "Mamba 2 scan": mamba_package}
+
+
+@pytest.mark.parametrize(
+    ("name", "doubles"),
+    [("qwen3_5_text", FLA), ("kimi_linear", FLA), ("mamba2", FLA), ("mamba2", PACKAGES), ("lfm2_moe", PACKAGES)],
+)
+def test_kernels_give_what_the_reference_gives(name: str, doubles: dict[str, Any], monkeypatch) -> None:
+    model = mixer_model(name)
+    batch = PackedBatch.from_sequences(sequences())
+    expected = model(batch, ["log_probs"])["log_probs"]
+    called = set()
+
+    def kernel_for(operation: str, tensor: Tensor) -> Loaded | None:
+        called.add(operation)
+        place = 0 if doubles is PACKAGES else -1  # flash-linear-attention is the last of each line
+        return Loaded(KERNELS[operation][place], doubles[operation]) if operation in doubles else None
+
+    monkeypatch.setattr(functions, "kernel_for", kernel_for)
+    monkeypatch.setattr(functions, "SMALLEST_HEAD", 1)
+    found = model(batch, ["log_probs"])["log_probs"]
+    assert called == model.mixers.operations
+    assert not torch.equal(found, expected)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_load_without_packages_returns_none_and_describe_says_what_to_install() -> None:
+    assert kernels.load("gated delta rule") is None  # the tests run without it
+    assert kernels.kernel_for("gated delta rule", torch.zeros(1)) is None
+    assert "mvp-engine[linear]" in kernels.describe("gated delta rule", torch.device("cuda"))
+
+
+def test_copy_of_a_model_has_boundaries_of_its_own() -> None:
+    model = mixer_model("qwen3_5_text")
+    other = copy.deepcopy(model)
+    batch = PackedBatch.from_sequences(sequences())
+    expected = model(batch, ["log_probs"])["log_probs"]
+    model.mixers = None  # whatever the copy uses is its own
+    assert torch.equal(other(batch, ["log_probs"])["log_probs"], expected)
