@@ -257,7 +257,8 @@ def test_checkpoint_size_counts_weights_and_optimizer_states() -> None:
 
 @pytest.mark.gpu
 def test_kernels_on_a_gpu_agree_with_plain_torch() -> None:
-    for check in (kernels.check_attention, kernels.check_loss, kernels.check_compile, kernels.check_fp8):
+    checks = (kernels.check_attention, kernels.check_loss, kernels.check_compile, kernels.check_fp8)
+    for check in (*checks, kernels.check_mixers):
         found = check()
         assert found is not None
         assert found.status in ("ok", "warning"), found

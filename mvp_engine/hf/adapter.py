@@ -71,6 +71,8 @@ class HFAdapter:
 
     def preflight(self, layout: Layout, exact: bool) -> None:
         group = layout.world.host_group
+        if layout.world.rank == 0:
+            self.model.mixers.log_kernels(layout.world.device)
         with raise_on_all_ranks(group):
             # transformers' own forward does not know tensor-parallel parameters.
             reference = layout.tensor_mesh is None

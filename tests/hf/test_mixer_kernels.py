@@ -13,8 +13,10 @@ from test_mixers import sequences
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf.mixers import functions, kernels
+from mvp_engine.hf.mixers import check_kernels, functions, kernels
+from mvp_engine.hf.mixers.check_kernels import mixer_error
 from mvp_engine.hf.mixers.kernels import KERNELS, Loaded
+from mvp_engine.hf.mixers.packing import Packing
 
 
 def linear_attention(
@@ -122,6 +124,20 @@ def test_load_without_packages_returns_none_and_describe_says_what_to_install() 
     assert kernels.load("gated delta rule") is None  # the tests run without it
     assert kernels.kernel_for("gated delta rule", torch.zeros(1)) is None
     assert "mvp-engine[linear]" in kernels.describe("gated delta rule", torch.device("cuda"))
+
+
+@pytest.mark.parametrize("operation", KERNELS)
+def test_mixer_error_of_torch_is_rounding_and_of_a_leak_is_not(operation: str, monkeypatch) -> None:
+    assert mixer_error(operation, "cpu") < 2e-2
+
+    def leaks(function: Any, packing: Packing, original: Any, args: Any, kwargs: Any) -> Any:
+        is_half = args[0].dtype == torch.bfloat16
+        one = Packing([packing.num_tokens], packing.cu_seqlens[[0, -1]]) if is_half else packing
+        return run(function, one, original, args, kwargs)
+
+    run = check_kernels._with_gradients
+    monkeypatch.setattr(check_kernels, "_with_gradients", leaks)
+    assert mixer_error(operation, "cpu") > 2e-2
 
 
 def test_copy_of_a_model_has_boundaries_of_its_own() -> None:

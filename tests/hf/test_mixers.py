@@ -66,7 +66,7 @@ def test_mixers_state_that_is_not_reset_fails_preflight(name: str, monkeypatch) 
 
     monkeypatch.setattr(Packing, "of", one_sequence)
     with pytest.raises(UserError, match="two sequences in one batch change each other"):
-        preflight.check_packing(model)
+        preflight.probe(model)
 
 
 def test_mixers_of_value_model_packed_equals_alone() -> None:

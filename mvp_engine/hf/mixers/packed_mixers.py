@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.hf.kv_cache import KVCache
+from mvp_engine.hf.mixers import kernels
 from mvp_engine.hf.mixers.by_sequence import (
     cut_tokens,
     gather_tokens,
@@ -34,6 +36,7 @@ from mvp_engine.hf.mixers.namespace import forward_with
 from mvp_engine.hf.mixers.packing import Packing
 from mvp_engine.hf.mixers.states import keeps_states, run_with_states
 
+LOGGER = logging.getLogger("mvp_engine")
 _KEY = "mixer_packing"  # keyword argument of blocks
 
 
@@ -68,6 +71,18 @@ class PackedMixers:
         """Whether generation can keep the states of all mixers."""
         kept = all(keeps_states(mixer) for mixer in self.modules.values())
         return kept and not self._has_others
+
+    def log_kernels(self, device: torch.device) -> None:
+        """Say what computes the mixers: at start, since the difference in speed is large."""
+        if not self.modules:
+            return
+        parts = [f"{name} by {kernels.describe(name, device)}" for name in sorted(self.operations)]
+        rest = sorted({type(m).__name__ for m in self.modules.values() if operations_of(m) is None})
+        parts += [f"{name} by torch, one batch per sequence length" for name in rest]
+        is_slow = device.type == "cuda" and any(
+            kernels.load(name) is None for name in self.operations
+        )
+        LOGGER.log(logging.WARNING if is_slow else logging.INFO, "mixers: %s", "; ".join(parts))
 
     @contextmanager
     def packing(

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mvp_engine.hf.mixers import kernels as mixer_kernels
+from mvp_engine.hf.mixers.check_kernels import mixer_error
+from mvp_engine.hf.mixers.kernels import KERNELS
 from mvp_engine.ops import cudnn_attention, fp8
 from mvp_engine.ops.attention import AttnSpec
 from mvp_engine.ops.linear_cross_entropy import linear_loss
@@ -181,3 +184,29 @@ def check_fp8() -> Finding | None:
 def _summary(error: BaseException) -> str:
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"{type(error).__name__}: {text}"[:300]
+
+
+def check_mixers() -> Finding | None:
+    """Kernels of linear-attention and state-space layers, which few models have; each is run once."""
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda")
+    used = {operation: mixer_kernels.describe(operation, device) for operation in KERNELS}
+    facts = {"kernels": used}
+    missing = [operation for operation in KERNELS if mixer_kernels.load(operation) is None]
+    listed = "; ".join(f"{operation}: {name}" for operation, name in used.items())
+    if missing:
+        text = f"for models with linear attention or state-space layers. {listed}"
+        return ok("mixers", text, **facts)
+    try:
+        errors = {operation: mixer_error(operation) for operation in KERNELS}
+    except Exception as error:  # noqa: BLE001 - any failure of a kernel is a finding
+        text = f"a kernel fails: {_summary(error)}"
+        return problem("mixers", text, "pip install -U flash-linear-attention", **facts)
+    worst = max(errors, key=lambda operation: errors[operation])
+    if not errors[worst] < TOLERANCE:
+        text = (
+            f"{used[worst]} computes wrong values for {worst}: relative error {errors[worst]:.1e}"
+        )
+        return problem("mixers", text, "pip install -U flash-linear-attention", **facts)
+    return ok("mixers", listed, relative_errors=errors, **facts)
