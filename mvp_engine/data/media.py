@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -110,7 +111,7 @@ def concat_media(kind: str, parts: list[Media], num_sequences: list[int]) -> Med
         _concat_values([media.values for media in kept]),
         torch.cat([media.row_counts for media in kept]),
         torch.cat(sequence_ids),
-        {name: torch.cat([media.fields[name] for media in kept]) for name in parts[0].fields},
+        {name: cat_padded([media.fields[name] for media in kept]) for name in parts[0].fields},
         _unless_own(torch.cat(shared_with)),
     )
 
@@ -120,10 +121,34 @@ def _unless_own(shared_with: Tensor) -> Tensor | None:
     return None if torch.equal(shared_with, own) else shared_with
 
 
+def cat_padded(
+    parts: list[Tensor], out: Callable[[tuple[int, ...]], Tensor] | None = None
+) -> Tensor:
+    """`torch.cat` of items; where their sizes differ, zeros follow the smaller ones, as in image processors.
+
+    `out` returns an empty tensor of a shape, for the result.
+    """
+    filled = [part for part in parts if len(part)] or parts[:1]
+    row = tuple(max(sizes) for sizes in zip(*(part.shape[1:] for part in filled), strict=True))
+    padded = []
+    for part in filled:
+        if part.shape[1:] != row:
+            larger = part.new_zeros((len(part), *row))
+            larger[(slice(None), *map(slice, part.shape[1:]))] = part
+            part = larger
+        padded.append(part)
+    if out is None:
+        return torch.cat(padded)
+    return torch.cat(padded, out=out((sum(map(len, padded)), *row)))
+
+
 def _concat_values(parts: list[Tensor]) -> Tensor:
     """In a DataLoader worker, concatenate into shared memory: torch would copy the result there anyway."""
     if get_worker_info() is None:
-        return torch.cat(parts)
-    shape = (sum(map(len, parts)), *parts[0].shape[1:])
-    storage = parts[0]._typed_storage()._new_shared(math.prod(shape), device=parts[0].device)
-    return torch.cat(parts, out=parts[0].new(storage).resize_(shape))
+        return cat_padded(parts)
+
+    def shared(shape: tuple[int, ...]) -> Tensor:
+        storage = parts[0]._typed_storage()._new_shared(math.prod(shape), device=parts[0].device)
+        return parts[0].new(storage).resize_(shape)
+
+    return cat_padded(parts, shared)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.hf.attention_mask import (
     NAME,
+    Chunks,
     NoMask,
     Overlay,
     UnsupportedAttention,
@@ -39,6 +40,7 @@ __all__ = [
     "Overlay",
     "UnsupportedAttention",
     "boundaries",
+    "build_encoders_eagerly",
     "config_tree",
     "eager_attention",
     "encoder_attention",
@@ -66,6 +68,8 @@ _IGNORED = {
     "return_dict",
     "layer_idx",
     "logits_to_keep",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
     "kv_cache",  # of text layers; an encoder runs with the prompts only
 }
 
@@ -94,6 +98,16 @@ def use(config: Any) -> None:
             use(sub_config)
         else:
             sub_config._attn_implementation = ENCODER
+
+
+def build_encoders_eagerly(config: Any) -> None:
+    """Before a model is built: packed attention in its text backbone, transformers' eager code in all other parts."""
+    text = config.get_text_config()
+    for sub_config in _sub_configs(config):
+        if any(part is text for part in config_tree(sub_config)):
+            build_encoders_eagerly(sub_config)
+        else:
+            sub_config._attn_implementation = "eager"
 
 
 @contextmanager
@@ -140,7 +154,7 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Overlay | Window | NoMask | None,
+    attention_mask: Tensor | Overlay | Window | Chunks | NoMask | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -164,6 +178,11 @@ def packed_attention(
     if cu_seq_lens_q is None or max_length_q is None:
         raise UnsupportedAttention(
             f"{layer} received no sequence boundaries: its model drops keyword arguments of forward"
+        )
+    if isinstance(attention_mask, Chunks) and max_length_q > attention_mask.size:
+        raise UnsupportedAttention(
+            f"{layer} attends in chunks of {attention_mask.size} tokens, and a sequence has {max_length_q}: "
+            "packed attention supports shorter sequences. Set mllm.max_tokens"
         )
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise UnsupportedAttention(

@@ -48,6 +48,13 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """A causal mask in which a token sees its own chunk of the sequence only, such as in Llama 4."""
+
+    size: int
+
+
+@dataclass(frozen=True)
 class NoMask:
     """A placeholder for the mask of a decoder, with the shape of one.
 
@@ -69,7 +76,11 @@ def without_mask(
     if not is_packed or inputs is None or kwargs.get("attention_mask") is not None:
         return None
     tokens = inputs.shape[1]
-    return args, {**kwargs, "attention_mask": NoMask((1, 1, tokens, tokens))}
+    mask: Any = NoMask((1, 1, tokens, tokens))
+    chunk = getattr(decoder.config, "attention_chunk_size", None)
+    if chunk is not None:  # by kind of layer: transformers looks for padding before it makes chunks
+        mask = {"full_attention": mask, "chunked_attention": Chunks(chunk)}
+    return args, {**kwargs, "attention_mask": mask}
 
 
 def packed_mask(

@@ -17,7 +17,13 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import attention
 from mvp_engine.hf.config_facts import placeholder_tokens
-from mvp_engine.hf.model_inputs import check_token_range
+from mvp_engine.hf.head_probe import (
+    config_logit_steps,
+    measure_logit_steps,
+    open_head,
+    own_head,
+)
+from mvp_engine.hf.model_inputs import check_inputs, check_token_range
 from mvp_engine.hf.packed_model import Outputs, PackedModel, from_auto, losses_of
 from mvp_engine.ops.linear_cross_entropy import (
     linear_argmax,
@@ -69,29 +75,20 @@ class LanguageModel(PackedModel):
     )
 
     def __init__(self, causal_lm: Any, temperature: float = 1.0, chunk: int = 2048) -> None:
-        import transformers
-
-        if causal_lm.base_model is causal_lm:
-            raise UserError(
-                f"{type(causal_lm).__name__} does not separate its backbone from its head, which a language "
-                f"model needs, in transformers {transformers.__version__}. Install a newer one, or choose "
-                "another model"
-            )
+        check_inputs(causal_lm)
+        has_backbone = causal_lm.base_model is not causal_lm
+        if not has_backbone:
+            open_head(causal_lm)
         super().__init__(causal_lm)
+        self.has_backbone = has_backbone
         self.temperature = temperature
         self._excluded: tuple[int, ...] = ()  # tokens of probability 0 in this forward
         self._num_labels: int | None = None  # in this forward; None: not known on the host
         self.chunk = chunk  # tokens per chunk of logits
         self._added: dict[str, Callable[[Tensor, dict[str, Any]], Tensor]] = {}
-        config = causal_lm.config.get_text_config()
-        # Gemma, RecurrentGemma and xLSTM each have a name of their own for it.
-        caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-        found = [getattr(config, name, None) for name in caps]
-        self.softcap: float | None = next((cap for cap in found if cap is not None), None)
-        # Cohere multiplies its logits, Granite divides them.
-        multiplier = float(getattr(config, "logit_scale", None) or 1.0)
-        divisor = float(getattr(config, "logits_scaling", None) or 1.0)
-        self.scale = multiplier / divisor
+        steps = measure_logit_steps(causal_lm) or config_logit_steps(causal_lm.config)
+        self.scale = steps.scale
+        self.softcap = steps.softcap
 
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> LanguageModel:
@@ -126,6 +123,9 @@ class LanguageModel(PackedModel):
 
     def base(self) -> nn.Module:
         return self.hf.base_model  # type: ignore[return-value]
+
+    def _hidden_of(self, out: Any) -> Tensor:
+        return out.last_hidden_state if self.has_backbone else out.logits
 
     def check(self, batch: PackedBatch) -> None:
         super().check(batch)
@@ -263,7 +263,7 @@ class LanguageModel(PackedModel):
         return weight.to_local(), None if bias is None else bias.to_local(), vocab_shard
 
     def reference_log_probs(self, batch: PackedBatch) -> Tensor | None:
-        with attention.eager_attention(self.hf.config):
+        with attention.eager_attention(self.hf.config), own_head(self.hf):
             logits = self.hf(batch.input_ids[None], use_cache=False).logits[0]
         log_probs_TV = logits.float().div(self.temperature).log_softmax(-1)
         of_labels = log_probs_TV[:-1].gather(-1, batch.labels[:-1, None])[:, 0]

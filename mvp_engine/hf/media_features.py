@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 
 
@@ -45,6 +46,11 @@ def copy_to_device(host: Tensor, device: torch.device) -> Tensor:
 # ---- Placeholder masks from the token ids on the host ------------------------------------------
 
 _HOST_IDS = WeakTensorKeyDictionary()  # input_ids on the device -> the same values on the host
+_IS_VIDEO = (
+    WeakTensorKeyDictionary()
+)  # input_ids on the device -> which tokens are videos, on the host
+NO_TOKEN = -1
+VIDEO = 2  # in mm_token_type_ids
 
 
 def register_host_ids(input_ids: Tensor, host_input_ids: Tensor | None) -> None:
@@ -54,6 +60,18 @@ def register_host_ids(input_ids: Tensor, host_input_ids: Tensor | None) -> None:
     """
     if host_input_ids is not None and host_input_ids.numel() == input_ids.numel():
         _HOST_IDS[input_ids] = host_input_ids.view(input_ids.shape)
+
+
+def register_video_tokens(input_ids: Tensor, batch: PackedBatch, config: Any) -> None:
+    """Remember which tokens are videos where images and videos have one placeholder, such as in GLM-4V."""
+    types = batch.token_fields.get("mm_token_type_ids")
+    host_ids = _HOST_IDS.get(input_ids)
+    num_kinds = sum(len(media.row_counts) > 0 for media in batch.media.values())
+    if types is None or host_ids is None or num_kinds < 2:
+        return
+    video_token = getattr(config, "video_token_id", None)
+    if video_token is not None and not bool((host_ids == video_token).any()):
+        _IS_VIDEO[input_ids] = types.cpu().view(input_ids.shape) == VIDEO
 
 
 def _placeholder_mask(
@@ -75,6 +93,13 @@ def _placeholder_mask(
     if host_ids is None or inputs_embeds is None:
         return original(input_ids, inputs_embeds, *args, **kwargs)
 
+    is_video = _IS_VIDEO.get(input_ids)
+    one_kind = {
+        name for name in ("image_features", "video_features") if kwargs.get(name) is not None
+    }
+    if is_video is not None and len(one_kind) == 1:
+        other_kind = is_video if one_kind == {"image_features"} else ~is_video
+        host_ids = host_ids.masked_fill(other_kind, NO_TOKEN)
     host_args = [_shape_only(value) for value in (inputs_embeds, *args)]
     host_kwargs = {name: _shape_only(value) for name, value in kwargs.items()}
     masks = original(host_ids, *host_args, **host_kwargs)

@@ -36,6 +36,31 @@ def check_token_range(batch: PackedBatch, field: str, layer: Any) -> None:
     )
 
 
+# Arguments of forward for images that are no tokens of the sequence, so sequence boundaries do not separate them.
+_CROSS_ATTENTION = {"cross_attention_states", "perceiver_embeddings"}
+
+
+def check_inputs(causal_lm: nn.Module) -> None:
+    """Raise for a model that takes its media in another way than as features of placeholder tokens."""
+    name = type(causal_lm).__name__
+    base: Any = causal_lm.base_model
+    parameters = inspect.signature(base.forward).parameters
+    if _CROSS_ATTENTION & parameters.keys():
+        raise UserError(
+            f"{name} sees images by cross-attention, not as tokens of its sequence: packed sequences do not support it"
+        )
+    required = [
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind == parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if set(required) - {"input_ids"}:
+        raise UserError(
+            f"{name} cannot run without {' and '.join(required)}: rows without media cannot be trained"
+        )
+
+
 def media_inputs(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:
     """Keyword arguments for media: values and fields of each kind with items, and token types.
 
@@ -55,7 +80,9 @@ def media_inputs(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:
             "build the batch's position_ids with its get_rope_index"
         )
     # With get_rope_index, mm_token_type_ids only serve to compute position_ids.
-    token_types = ["token_type_ids"] if has_mrope else ["token_type_ids", "mm_token_type_ids"]
+    token_types = ["token_type_ids", "moe_mm_token_type_ids"]
+    if not has_mrope:
+        token_types.append("mm_token_type_ids")
     for field in token_types:
         given = field in batch.token_fields
         if not (has_media or given) or not _takes(base, field):

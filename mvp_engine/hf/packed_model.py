@@ -50,7 +50,14 @@ def from_auto(auto_class: Any, config: Any) -> Any:
         )
     config._attn_implementation = attention.register()
     try:
-        return auto_class.from_config(config)
+        try:
+            return auto_class.from_config(config)
+        except KeyError as error:
+            if attention.NAME not in error.args:
+                raise
+            # Encoders with attention code of their own, such as SAM, take one item per row and need no boundaries.
+            attention.build_encoders_eagerly(config)
+            return auto_class.from_config(config)
     except Exception as error:
         if isinstance(error, KeyError) and attention.NAME in error.args:
             return _with_own_attention(auto_class, config)
@@ -231,6 +238,7 @@ class PackedModel(nn.Module):
         input_ids_1T = input_ids[None]
         if batch.media:
             media_features.register_host_ids(input_ids_1T, batch.host_input_ids)
+            media_features.register_video_tokens(input_ids_1T, batch, self.hf.config)
         with self.mixers.packing(batch, shard, kv_cache):
             out = self.base()(
                 input_ids=input_ids_1T,
@@ -241,7 +249,11 @@ class PackedModel(nn.Module):
             )
         if kv_cache is not None:
             kv_cache.advance()
-        return out.last_hidden_state[0]
+        return self._hidden_of(out)[0]
+
+    def _hidden_of(self, out: Any) -> Tensor:
+        """The last hidden states in an output of `base()`."""
+        return out.last_hidden_state
 
     def _check_padded_rows(self, kv_cache: KVCache | None) -> None:
         model_type = self.hf.config.model_type  # type: ignore[union-attr]
@@ -320,10 +332,12 @@ class PackedModel(nn.Module):
             out = self.base()(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.position_ids.unsqueeze(-2),
+                # Without it, transformers would take repeated positions for the start of another sequence.
+                attention_mask=torch.ones_like(batch.input_ids)[None],
                 use_cache=False,
                 **media_inputs(self.base(), batch),
             )
-        return out.last_hidden_state[0]
+        return self._hidden_of(out)[0]
 
     def reference_log_probs(self, batch: PackedBatch) -> Tensor | None:
         """Log-probs of the labels from transformers' own forward, for `preflight`; None without."""

@@ -23,6 +23,15 @@ from mvp_engine.hf.media_features import copy_to_device
 
 # Kinds of media with a method that returns their features by item, or by row of the values.
 _METHODS = {"pixel_values": "get_image_features", "pixel_values_videos": "get_video_features"}
+# Keyword arguments of text layers, which some models pass on to their encoders.
+_OF_TEXT = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "ulysses_shard",
+    "kv_cache",
+)
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,14 @@ _USES = (
 
 def apply_shared_features(base: nn.Module) -> None:
     """Change one model instance; its class stays as transformers wrote it."""
-    for method in _METHODS.values():
+    for method in (*_METHODS.values(), "get_audio_features"):
         if hasattr(base, method):
             base.__dict__[method] = partial(_features_of_uses, base, method)
+
+
+_FRAMES = (
+    WeakTensorKeyDictionary()
+)  # frames of videos, as rows -> frames of each video, until their features are computed
 
 
 def encoder_inputs(base: nn.Module, kind: str, media: Media) -> dict[str, Tensor]:
@@ -77,20 +91,51 @@ def encoder_inputs(base: nn.Module, kind: str, media: Media) -> dict[str, Tensor
             _USES[media.values] = _Uses.of(media)
         else:
             media = media.select(list(range(len(media.shared_with))), share=False)
+    # A grid comes with patches of any shape.
+    is_frames = kind == "pixel_values_videos" and media.values.ndim == 4 and not media.fields
+    if is_frames and _METHODS[kind] in base.__dict__:
+        _FRAMES[media.values] = media.row_counts.tolist()
     return {kind: media.values, **media.fields}
 
 
 def _features_of_uses(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     """transformers' method; the features of shared items are repeated for each use."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_TEXT}
     uses: _Uses | None = None
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             uses = uses or _USES.pop(
                 value, None
             )  # some models get videos through the method for images
-    outputs = getattr(type(model), method)(model, *args, **kwargs)
+    outputs = _features_of_videos(model, method, args, kwargs)
     if uses is not None:
         outputs.pooler_output = uses.repeat(outputs.pooler_output)
         if getattr(outputs, "deepstack_features", None) is not None:
             outputs.deepstack_features = [uses.repeat(one) for one in outputs.deepstack_features]
     return outputs
+
+
+def _features_of_videos(model: Any, method: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """transformers' method, once for each video where it takes (videos, frames, ...): frames differ in number."""
+    compute = partial(getattr(type(model), method), model)
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    name = next((key for key, value in given.items() if _is_frames(value)), None)
+    if name is None:
+        return compute(*args, **kwargs)
+    outputs = []
+    for frames in given[name].split(_FRAMES.pop(given[name])):
+        one = {**given, name: frames[None]}
+        positional = [one.pop(index) for index in range(len(args))]
+        outputs.append(compute(*positional, **one))
+    features = [output.pooler_output for output in outputs]
+    if not all(isinstance(one, Tensor) and one.ndim == 3 for one in features):
+        raise UserError(
+            f"{type(model).__name__}.{method} returns features that cannot be joined over videos: "
+            "train without videos"
+        )
+    outputs[0].pooler_output = torch.cat([one.flatten(0, 1) for one in features])[None]
+    return outputs[0]
+
+
+def _is_frames(value: Any) -> bool:
+    return isinstance(value, Tensor) and value in _FRAMES

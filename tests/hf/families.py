@@ -234,13 +234,9 @@ TYPES = {"gemma3": "token_type_ids", "paligemma": "token_type_ids", "gemma4": "m
 
 # Models with encoders that must be rejected, and a part of the error message.
 REFUSED_VISION: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama4": (
-        "does not separate its backbone from its head",
-        sub_configs(vit(vision_output_dim=16), num_local_experts=2),
-    ),
-    "aya_vision": (
-        "log-probs differ from those of transformers' own forward",
-        {**sub_configs(vit("siglip_vision_model"), model_type="cohere2", **WINDOW), "downsample_factor": 2},
+    "mllama": (
+        "sees images by cross-attention",
+        sub_configs(vit(), num_hidden_layers=2, cross_attention_layers=[1]),
     ),
 }
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from PIL import Image
 from processors import FAMILIES, SQUARE, processor_of, tokenizer
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
@@ -65,13 +66,20 @@ def processor_outputs(processor: Any, text: str, infos: list[MediaInfo], items: 
     if metadata:
         rate = (
             {"fps": video_infos[0].num_frames / video_infos[0].seconds}
-            if type(processor) is hf.Qwen2_5OmniProcessor
+            if isinstance(processor, hf.Qwen2_5OmniProcessor | hf.Qwen3OmniMoeProcessor)
             else {}
         )
-        given["videos_kwargs"] = {"video_metadata": [metadata], "do_sample_frames": False, **rate}
+        given["videos_kwargs"] = {
+            "video_metadata": [metadata],
+            "do_sample_frames": False,
+            "return_metadata": True,
+            **rate,
+        }
     if "audio" in given:
         given["audio_kwargs"] = {"sampling_rate": 16000}
-    return dict(processor(text=[text], **given, return_tensors="pt"))
+    outputs = dict(processor(text=[text], **given, return_tensors="pt"))
+    outputs.pop("video_metadata", None)
+    return outputs
 
 
 TEMPLATE = """{% for m in messages %}{{ '<|im_end|>' if m.role == 'user' else '' }}{% for p in m.content %}
@@ -332,18 +340,29 @@ def test_media_junk_values_are_bad_rows(kind: str) -> None:
 
 
 def test_media_handler_unsupported_family_is_a_user_error() -> None:
-    images = hf.PixtralImageProcessor(patch_size={"height": 4, "width": 4}, size={"longest_edge": 32})
-    pixtral = hf.PixtralProcessor(images, tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]"), patch_size=4)
-    with pytest.raises(UserError, match="PixtralProcessor gives images of different sizes shapes that cannot"):
-        MediaHandler(pixtral)
     odd = copy.copy(processor_of("llava"))
-    odd.replace_image_token = lambda images, image_idx, **options: "<image>" * (2 + image_idx)
-    with pytest.raises(UserError, match="LlavaProcessor expands two images differently than each"):
+    odd.replace_image_token = lambda images, image_idx, **options: "<image>" * len(images["pixel_values"])
+    with pytest.raises(UserError, match="LlavaProcessor cannot be called for one image at a time: it expands two"):
         MediaHandler(odd)
     siglip = hf.SiglipImageProcessor(size=SQUARE)
     siglip.image_seq_length = 4
-    with pytest.raises(UserError, match="PaliGemmaProcessor cannot be called for one item at a time"):
-        MediaHandler(hf.PaliGemmaProcessor(siglip, tokenizer("<image>")))
+    with pytest.raises(UserError, match="PaliGemmaProcessor cannot be called for one image at a time: it expands two"):
+        MediaHandler(hf.PaliGemmaProcessor(siglip, tokenizer("<image>", bos_token="<s>")))
+
+
+def test_media_handler_images_of_several_sizes_are_padded_as_by_processor() -> None:
+    sizes = {"patch_size": {"height": 4, "width": 4}, "size": {"longest_edge": 32}}
+    pixtral = hf.PixtralProcessor(
+        hf.PixtralImageProcessor(**sizes), tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]"), patch_size=4
+    )
+    media = MediaHandler(pixtral)
+    infos = [MediaInfo("image", width=32, height=16), MediaInfo("image", width=16, height=32)]
+    items = [Image.effect_noise((info.width, info.height), 90).convert("RGB") for info in infos]
+    texts, found = media.collate(infos, items)
+    own = pixtral(text="[IMG][IMG]", images=items, return_tensors="pt")
+    assert found["pixel_values"].values.equal(own["pixel_values"])
+    assert found["pixel_values"].fields["image_sizes"].tolist() == own["image_sizes"].tolist()
+    assert "".join(texts) == pixtral.tokenizer.decode(own["input_ids"][0])
 
 
 def test_media_handler_tokenizer_only_supports_no_media() -> None:

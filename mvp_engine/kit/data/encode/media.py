@@ -8,6 +8,7 @@ found in the processor's outputs.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
@@ -21,9 +22,9 @@ from torch import Tensor
 
 from mvp_engine.data.batch import Media
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.encode.processor_calls import TOKEN_TYPE_NAMES
 from mvp_engine.kit.data.encode.processor_limits import (
     SUB_PROCESSORS,
+    audio_extractor,
     limited_processor,
     limits_with_defaults,
     pixel_budget,
@@ -44,6 +45,7 @@ from mvp_engine.kit.data.read.row_types import BadRow, Part
 from mvp_engine.kit.data.read.size_cache import SizeCache, file_of
 from mvp_engine.kit.data.read.timeout import run_in_thread, run_with_timeout
 
+LOGGER = logging.getLogger("mvp_engine")
 MAX_CACHED = 512  # expansions in memory; the text of one may have 100 kB
 PARALLEL_READS = 16  # files that are opened at a time for their sizes
 SHRINK_STEPS = 80  # each divides the pixels by 2 ** (1 / 4)
@@ -73,7 +75,7 @@ class MediaHandler:
         self.limits = limits_with_defaults(self.processor, limits)
         self.sampling_rate = 0
         if "audio" in self.kinds:
-            self.sampling_rate = int(self.processor.feature_extractor.sampling_rate)
+            self.sampling_rate = int(audio_extractor(self.processor).sampling_rate)
         self.runner = ProcessorRunner(self.processor, self.kinds, self.sampling_rate)
         self._measured: dict[MediaInfo, tuple[str, int]] = {}  # expansion, encoder cost
         self._can_batch_images = True
@@ -84,19 +86,14 @@ class MediaHandler:
             self._try_processor(processor)
 
     def _try_processor(self, processor: Any) -> None:
-        try:
-            outputs = self.processor(text=["x"])
-            token_types = [name for name in TOKEN_TYPE_NAMES if name in outputs]
-            self._empty = self.runner.find_empty_media()
-        except (TypeError, LookupError, AttributeError, ValueError, RuntimeError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(
-                f"{type(processor).__name__} cannot be called for one item at a time: {error}"
-            ) from error
+        self._empty = self.runner.find_empty_media()
+        for kind, reason in self.runner.refused.items():
+            LOGGER.warning("rows with %s are not supported by this model: %s", kind, reason)
+        self.kinds = [kind for kind in self.kinds if kind not in self.runner.refused]
+        names = self.runner.token_type_names()
         # The tokenizer's own token types are not about media.
         of_tokenizer = self.tokenizer(["x"])
-        self._token_types = [name for name in token_types if name not in of_tokenizer]
+        self._token_types = [name for name in names if name not in of_tokenizer]
 
     def probe(self, part: Part, root: Path) -> MediaInfo:
         """The item's size and length, if the processor supports it."""
@@ -158,7 +155,7 @@ class MediaHandler:
         if part.kind != "audio":
             return info
         # The extractor would truncate longer audio silently.
-        longest = getattr(self.processor.feature_extractor, "n_samples", math.inf)
+        longest = getattr(audio_extractor(self.processor), "n_samples", math.inf)
         if info.num_samples_at(self.sampling_rate) > longest:
             raise BadRow(
                 "too_long",
@@ -171,11 +168,27 @@ class MediaHandler:
     def _check_kind(self, part: Part) -> None:
         if part.kind not in self.kinds:
             name = type(self.processor).__name__
-            raise BadRow("unsupported", f"{name} does not support {part.kind}")
+            reason = self.runner.refused.get(part.kind, f"{name} does not support {part.kind}")
+            raise BadRow("unsupported", reason)
 
     def expansion(self, info: MediaInfo) -> str:
         """The text that replaces the item's placeholder."""
         return self._measure(info)[0]
+
+    def expansions(self, infos: Sequence[MediaInfo]) -> list[str]:
+        """The texts that replace the placeholders of all items of one sequence."""
+        return self._numbered(infos, [self.expansion(info) for info in infos])
+
+    def _numbered(self, infos: Sequence[MediaInfo], texts: list[str]) -> list[str]:
+        """The expansions with the numbers of the items in their sequence, where the processor writes these."""
+        texts = list(texts)
+        for kind in self.runner.numbered:
+            places = [place for place, info in enumerate(infos) if info.kind == kind]
+            if len(places) > 1:
+                blanks = self.runner.expansions_together([infos[place] for place in places])
+                for place, text in zip(places, blanks, strict=True):
+                    texts[place] = text
+        return texts
 
     def cost(self, info: MediaInfo) -> MediaCost:
         """The item's cost by its size alone; the item is not decoded."""
@@ -224,6 +237,7 @@ class MediaHandler:
             name, media = to_media(outputs)
             texts += expansions
             found[name].append(media)
+        texts = self._numbered(infos, texts)
         return texts, {name: concat_media(media) for name, media in found.items()}
 
     def _collate_batched(
@@ -250,8 +264,21 @@ class MediaHandler:
         """Further per-token inputs of this family's forward, for a PackedBatch's `token_fields`."""
         if not self._token_types:
             return {}
+        found = {}
+        for name in self._token_types:
+            # token_type_ids are another name of mm_token_type_ids.
+            create = getattr(
+                self.processor, f"create_{name}", self.processor.create_mm_token_type_ids
+            )
+            found[name] = torch.tensor(create([input_ids.tolist()])[0], dtype=torch.long)
+        return found
+
+    def mm_types(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """Which tokens are images, videos or audio, for the positions of models that read it."""
+        if not self.kinds:
+            return {}
         types = self.processor.create_mm_token_type_ids([input_ids.tolist()])[0]
-        return {name: torch.tensor(types, dtype=torch.long) for name in self._token_types}
+        return {"mm_token_type_ids": torch.tensor(types, dtype=torch.long)}
 
     def empty(self) -> dict[str, Media]:
         """The media of a sequence that has none."""
@@ -269,7 +296,7 @@ class MediaHandler:
 
     def _rounded_to_hops(self, info: MediaInfo) -> MediaInfo:
         """Audio as a whole number of hops: lengths in between have equal costs, and hit the cache."""
-        hop_length = getattr(self.processor.feature_extractor, "hop_length", 1)
+        hop_length = getattr(audio_extractor(self.processor), "hop_length", 1)
         hops = -(-info.num_samples_at(self.sampling_rate) // hop_length)
         return MediaInfo("audio", num_samples=hops * hop_length, sampling_rate=self.sampling_rate)
 
@@ -292,5 +319,6 @@ class MediaHandler:
 
 
 def _supports(processor: Any, kind: str) -> bool:
-    has_part = getattr(processor, SUB_PROCESSORS[kind], None) is not None
+    part = getattr(processor, SUB_PROCESSORS[kind], None)
+    has_part = (audio_extractor(processor) if kind == "audio" else part) is not None
     return has_part and getattr(processor, f"{kind}_token", None) is not None

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
+from mvp_engine.kit.data.encode.processor_limits import audio_extractor
 from mvp_engine.kit.data.encode.tokenization import fast_encode
 from mvp_engine.kit.data.read.media_info import MediaInfo
 
-TOKEN_TYPE_NAMES = ("token_type_ids", "mm_token_type_ids")
+TOKEN_TYPE_NAMES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 ITEM_SEPARATOR = "\ufdd3"  # between two placeholders; a noncharacter, which no text may hold
 
 # Items with the same number of tokens have the same expansion, so most calls are repeated.
@@ -59,13 +61,32 @@ def call_processor(
     copied = copy.copy(processor)
     recorder = _RecordingTokenizer(processor.tokenizer)
     copied.tokenizer = recorder
+    arguments = _arguments(processor, items, placeholder, sampling_rate, short_audio)
+    arguments["text_kwargs"]["return_mm_token_type_ids"] = False  # would be computed for nothing
+    outputs = dict(copied(**arguments))
+    for name in ("input_ids", "attention_mask", "video_metadata", *TOKEN_TYPE_NAMES):
+        outputs.pop(name, None)
+    return recorder.text.split(ITEM_SEPARATOR), outputs
+
+
+def default_outputs(
+    processor: Any, items: Sequence[tuple[MediaInfo, Any]], placeholder: str, sampling_rate: int
+) -> dict[str, Any]:
+    """All outputs of a processor for some items, with its own defaults for the text."""
+    return dict(processor(**_arguments(processor, items, placeholder, sampling_rate, True)))
+
+
+def _arguments(
+    processor: Any,
+    items: Sequence[tuple[MediaInfo, Any]],
+    placeholder: str,
+    sampling_rate: int,
+    short_audio: bool,
+) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "text": [ITEM_SEPARATOR.join([placeholder] * len(items))],
         "return_tensors": "pt",
-        "text_kwargs": {
-            "add_special_tokens": False,
-            "return_mm_token_type_ids": False,  # would be computed for nothing
-        },
+        "text_kwargs": {"add_special_tokens": False},
     }
     infos = [info for info, _ in items]
     values = [value for _, value in items]
@@ -75,10 +96,7 @@ def call_processor(
         arguments |= _video_arguments(infos, values)
     else:
         arguments |= _audio_arguments(processor, values, sampling_rate, short_audio)
-    outputs = dict(copied(**arguments))
-    for name in ("input_ids", "attention_mask", *TOKEN_TYPE_NAMES):
-        outputs.pop(name, None)
-    return recorder.text.split(ITEM_SEPARATOR), outputs
+    return arguments
 
 
 def _video_arguments(infos: Sequence[MediaInfo], values: Sequence[Any]) -> dict[str, Any]:
@@ -95,6 +113,7 @@ def _video_arguments(infos: Sequence[MediaInfo], values: Sequence[Any]) -> dict[
     options = {
         "video_metadata": [metadata],
         "do_sample_frames": False,
+        "return_metadata": True,  # most need it for the times in their expansions
         # Qwen2.5-Omni takes this for the frame rate of the given frames.
         "fps": infos[0].num_frames / infos[0].seconds,
     }
@@ -116,16 +135,20 @@ def _audio_arguments(
     short_audio: bool,
 ) -> dict[str, Any]:
     options: dict[str, Any] = {"sampling_rate": sampling_rate, "padding": "max_length"}
-    hop_length = getattr(processor.feature_extractor, "hop_length", None)
-    if short_audio and hop_length is not None:
+    if getattr(audio_extractor(processor), "n_samples", None) is None:
+        options["padding"] = True  # to the longest: it has no length of its own
+    hop_length = getattr(audio_extractor(processor), "hop_length", None)
+    if short_audio and hop_length is not None and options["padding"] == "max_length":
         options["max_length"] = max(map(len, values)) + 8 * hop_length
     return {"audio": values, "audio_kwargs": options}
 
 
 def blank_item(info: MediaInfo, device: str) -> Any:
-    """An item of zeros with the size of `info`; on the meta device it has no data."""
+    """An item of zeros with the size of `info`; on the meta device it has no data, on "pil" it is a PIL image."""
     if info.kind == "audio":
         return np.zeros(info.num_samples, dtype=np.float32)
+    if device == "pil":
+        return Image.new("RGB", (info.width, info.height))
     shape = [3, info.height, info.width]
     if info.kind == "video":
         shape = [info.num_frames, *shape]

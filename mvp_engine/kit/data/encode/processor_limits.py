@@ -23,6 +23,13 @@ SUB_PROCESSORS = {
 DEFAULT_MAX_FRAMES = 64
 
 
+def audio_extractor(processor: Any) -> Any:
+    """The part of a processor that handles audio; it has two names in transformers."""
+    return getattr(processor, "feature_extractor", None) or getattr(
+        processor, "audio_processor", None
+    )
+
+
 def limits_with_defaults(processor: Any, limits: Limits) -> Limits:
     """The limits, with the processor's own frame budgets where they set none."""
     video = getattr(processor, "video_processor", None)
@@ -38,12 +45,12 @@ def limits_with_defaults(processor: Any, limits: Limits) -> Limits:
 def limited_processor(processor: Any, limits: Limits) -> Any:
     """A copy of the processor with the budgets, as far as its family has fields for them."""
     limited = copy.copy(processor)
-    for name in SUB_PROCESSORS.values():
+    for name in (*SUB_PROCESSORS.values(), "audio_processor"):
         if hasattr(processor, name):
             setattr(limited, name, copy.deepcopy(getattr(processor, name)))
     image = getattr(limited, "image_processor", None)
     video = getattr(limited, "video_processor", None)
-    audio = getattr(limited, "feature_extractor", None)
+    audio = audio_extractor(limited)
     if image is not None:
         _limit_pixels(image, limits.min_pixels, limits.max_pixels)
     if video is not None:

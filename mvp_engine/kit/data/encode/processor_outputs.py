@@ -9,10 +9,19 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import Media
+from mvp_engine.data.media import cat_padded
 from mvp_engine.errors import UserError
 
 # Names that model forwards use for the values of items.
-VALUE_NAMES = ("pixel_values", "pixel_values_videos", "input_features")
+VALUE_NAMES = (
+    "pixel_values",
+    "pixel_values_videos",
+    "input_features",
+    "input_values",
+    "pixel_values_images",
+    "image_pixel_values",
+    "audio_input_features",
+)
 
 
 def to_media(outputs: dict[str, Any]) -> tuple[str, Media]:
@@ -21,7 +30,13 @@ def to_media(outputs: dict[str, Any]) -> tuple[str, Media]:
     fields = dict(outputs)
     values = fields.pop(name)
     if values.ndim != 5:
-        return name, _single_sequence(values, [len(values)], fields)
+        if (
+            len(values) > 1
+            and all(len(value) == len(values) for value in fields.values())
+            and fields
+        ):
+            return name, _single_sequence(values, [1] * len(values), fields)  # an item per tile
+        return name, _single_sequence(values, [len(values)], _fields_of_one(fields))
     # (batch of one, tiles, channels, height, width)
     has_tile_fields = bool(fields)
     for value in fields.values():
@@ -31,7 +46,17 @@ def to_media(outputs: dict[str, Any]) -> tuple[str, Media]:
         tile_fields = {key: value.transpose(0, 1) for key, value in fields.items()}
         return name, _single_sequence(tiles, [1] * len(tiles), tile_fields)
     tiles = values.flatten(0, 1)
-    return name, _single_sequence(tiles, [len(tiles)], fields)
+    return name, _single_sequence(tiles, [len(tiles)], _fields_of_one(fields))
+
+
+def _fields_of_one(fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The fields of one item, each with one entry."""
+    lengths = {name: len(value) for name, value in fields.items() if len(value) != 1}
+    if lengths:
+        raise UserError(
+            f"this processor returns {lengths} entries for one item: supported is one entry per item"
+        )
+    return fields
 
 
 def to_media_of_items(outputs: dict[str, Any], num_items: int) -> tuple[str, Media] | None:
@@ -58,8 +83,9 @@ def _value_name(outputs: dict[str, Any]) -> str:
     """The name of the values among the outputs, which must all be tensors."""
     names = [name for name in VALUE_NAMES if name in outputs]
     if len(names) != 1 or not all(isinstance(value, Tensor) for value in outputs.values()):
+        kinds = {name: type(value).__name__ for name, value in sorted(outputs.items())}
         raise UserError(
-            f"this processor returns {sorted(outputs)}: supported are tensors, one of them "
+            f"this processor returns {kinds} for one item: supported are tensors, one of them "
             f"{' or '.join(VALUE_NAMES)}"
         )
     return names[0]
@@ -81,9 +107,9 @@ def concat_media(items: Sequence[Media]) -> Media:
         return filled[0]
     fields = {}
     for name in filled[0].fields:
-        fields[name] = torch.cat([item.fields[name] for item in filled])
+        fields[name] = cat_padded([item.fields[name] for item in filled])
     return Media(
-        torch.cat([item.values for item in filled]),
+        cat_padded([item.values for item in filled]),
         torch.cat([item.row_counts for item in filled]),
         torch.cat([item.sequence_ids for item in filled]),
         fields,

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from mvp_engine.data.batch import Media
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode import processor_calls
@@ -17,11 +19,13 @@ from mvp_engine.kit.data.encode.processor_limits import (
     pixel_budget,
     set_pixel_budget,
 )
-from mvp_engine.kit.data.encode.processor_outputs import to_media
+from mvp_engine.kit.data.encode.processor_outputs import concat_media, to_media
 from mvp_engine.kit.data.read.media_info import MediaInfo
 
 MAX_CACHED = 512  # processors of single items in memory
 BILINEAR = 2  # PIL's number
+# What a processor raises for inputs that it does not support; OSError: a file that it needs, such as a font.
+TRIAL_ERRORS = (TypeError, LookupError, AttributeError, ValueError, RuntimeError, OSError)
 Items = Sequence[tuple[MediaInfo, Any]]
 Outputs = dict[str, Any]
 
@@ -36,12 +40,21 @@ class ProcessorRunner:
         # Whether a kind can be measured with meta tensors, which have no data: an image of 2000x1500
         # then takes 4 ms instead of 24 ms.
         self._uses_meta = dict.fromkeys(kinds, False)
+        self._blank_device = dict.fromkeys(kinds, "cpu")  # "pil" where tensors are not accepted
+        self.refused: dict[
+            str, str
+        ] = {}  # kinds that this processor names and that cannot be used, and why
+        self.numbered: set[str] = (
+            set()
+        )  # kinds whose expansions hold the number of the item in its sequence
         self.value_names: dict[str, str] = {}  # keys of PackedBatch.media, by media kind
         self._item_processors: dict[tuple[str, int | None, int | None], Any] = {}
 
     def placeholder(self, kind: str) -> str:
         """The token that stands for one item in a rendered conversation."""
-        return getattr(self.processor, f"{kind}_token")
+        # Some processors have another token in rendered conversations than in their expansions.
+        other = getattr(self.processor, f"{kind}_placeholder_token", None)
+        return other or getattr(self.processor, f"{kind}_token")
 
     def call(self, items: Items) -> tuple[list[str], Outputs]:
         """The expansion of each item, and the model's inputs. All items have one pixel budget."""
@@ -62,7 +75,8 @@ class ProcessorRunner:
             # The filter does not change sizes, and not all filters work on meta tensors.
             part.resample = BILINEAR
             setattr(processor, name, part)
-        blank = blank_item(info, "meta" if self._uses_meta[info.kind] else "cpu")
+        device = "meta" if self._uses_meta[info.kind] else self._blank_device[info.kind]
+        blank = blank_item(info, device)
         return processor_calls.call_processor(
             processor,
             [(info, blank)],
@@ -71,12 +85,17 @@ class ProcessorRunner:
             short_audio=True,
         )
 
+    def expansions_together(self, infos: Sequence[MediaInfo]) -> list[str]:
+        """The expansions of several items of one kind in one sequence."""
+        blanks = [(info, blank_item(info, self._blank_device[info.kind])) for info in infos]
+        return self.call(blanks)[0]
+
     def trial_expansion(self, kind: str, text: str) -> str:
         """The processor's expansion of a text with one placeholder, for a small item."""
         info = _small_info(kind, self.sampling_rate)
         expansions, _ = processor_calls.call_processor(
             self.processor,
-            [(info, blank_item(info, "cpu"))],
+            [(info, blank_item(info, self._blank_device[kind]))],
             text,
             self.sampling_rate,
         )
@@ -108,26 +127,88 @@ class ProcessorRunner:
     def find_empty_media(self) -> dict[str, Media]:
         """Media without items, in the shapes of this family, by the name of their values.
 
-        Raises a UserError for a family that cannot be packed: items of different shapes, or items that
-        change with others in the same call.
+        Kinds that cannot be packed go to `refused`: items of different shapes, or items that change with others in
+        the same call. Raises a UserError if no kind is left.
         """
         empty: dict[str, Media] = {}
         for kind in self.kinds:
-            small = _small_info(kind, self.sampling_rate)
-            tall = replace(small, width=96, height=200, num_samples=self.sampling_rate)
-            trials = [(info, blank_item(info, "cpu")) for info in (small, tall)]
-            first_text, first_outputs = self.call(trials[:1])
-            second_text, second_outputs = self.call(trials[1:])
-            both_texts, _ = self.call(trials)
-            if first_text + second_text != both_texts:
-                raise UserError(
-                    f"{type(self.processor).__name__} expands two {kind}s differently than each "
-                    "alone: it is not supported"
+            try:
+                found = self._empty_media_of(kind)
+            except TRIAL_ERRORS as error:
+                is_ours = isinstance(error, UserError)
+                problem = str(error) if is_ours else f"{type(error).__name__}: {error}"
+                self.refused[kind] = (
+                    f"{type(self.processor).__name__} cannot be called for one {kind} at a time: {problem}"
                 )
-            self._uses_meta[kind] = self._can_use_meta(small, first_text)
-            for outputs in (first_outputs, second_outputs):
-                self._add_empty(kind, outputs, empty)
+                continue
+            for name, media in found.items():
+                if name in empty and _shapes(empty[name]) != _shapes(media):
+                    self.refused[kind] = f"its {name} have other shapes than those of other media"
+                else:
+                    empty[name] = media
+        if len(self.refused) == len(self.kinds):
+            raise UserError("; ".join(self.refused.values()))
         return empty
+
+    def _empty_media_of(self, kind: str) -> dict[str, Media]:
+        """The media of one kind without items, under the name of their values."""
+        small = _small_info(kind, self.sampling_rate)
+        tall = replace(small, width=96, height=200, num_samples=self.sampling_rate)
+        self._find_blank_device(small)
+        device = self._blank_device[kind]
+        trials = [(info, blank_item(info, device)) for info in (small, tall)]
+        first_text, first_outputs = self.call(trials[:1])
+        second_text, second_outputs = self.call(trials[1:])
+        both_outputs: Outputs | None = None
+        try:
+            both_texts, both_outputs = self.call(trials)
+        except ValueError:
+            if kind != "audio":  # some processors take one audio clip per text
+                raise
+            both_texts = first_text + second_text
+        if first_text + second_text != both_texts:
+            # An expansion may hold the number of its item, and depend on nothing else around it.
+            if (
+                both_texts[:1] != first_text
+                or self.expansions_together([tall, small])[:1] != second_text
+            ):
+                raise UserError("it expands two items differently than each alone")
+            self.numbered.add(kind)
+        self._uses_meta[kind] = self._can_use_meta(small, first_text)
+        name, first = to_media(first_outputs)
+        other_name, second = to_media(second_outputs)
+        self.value_names[kind] = name
+        if name != other_name:
+            raise UserError(f"it returns {name} for one item and {other_name} for another one")
+        if _shapes(first) != _shapes(second):
+            _check_padding(name, first, second, both_outputs)
+        none = first.select([])
+        # Not a view of the item's values, which would be pickled with it.
+        return {name: replace(none, values=none.values.clone())}
+
+    def _find_blank_device(self, info: MediaInfo) -> None:
+        """Use PIL images for trials where the processor accepts no tensors."""
+        if info.kind != "image":
+            return
+        try:
+            self.call([(info, blank_item(info, "cpu"))])
+        except (ValueError, TypeError, AttributeError):
+            self._blank_device[info.kind] = "pil"
+
+    def token_type_names(self) -> list[str]:
+        """The per-token types that the processor returns by default, for a text or, where it needs one, an item."""
+        try:
+            outputs = self.processor(text=["x"], return_tensors="pt")
+        except TRIAL_ERRORS:
+            kind = next(kind for kind in self.kinds if kind not in self.refused)
+            info = _small_info(kind, self.sampling_rate)
+            outputs = processor_calls.default_outputs(
+                self.processor,
+                [(info, blank_item(info, self._blank_device[kind]))],
+                self.placeholder(kind),
+                self.sampling_rate,
+            )
+        return [name for name in processor_calls.TOKEN_TYPE_NAMES if name in outputs]
 
     def _can_use_meta(self, info: MediaInfo, expected: list[str]) -> bool:
         self._uses_meta[info.kind] = info.kind != "audio"
@@ -136,32 +217,29 @@ class ProcessorRunner:
         except (RuntimeError, TypeError, ValueError):  # the processor reads the data
             return False
 
-    def _add_empty(
-        self,
-        kind: str,
-        outputs: Outputs,
-        empty: dict[str, Media],
-    ) -> None:
-        """Add the outputs' media without items, or compare their shapes with those found before."""
-        name, media = to_media(outputs)
-        self.value_names[kind] = name
-        none = media.select([])
-        # Not a view of the item's values, which would be pickled with it.
-        none = replace(none, values=none.values.clone())
-        other = empty.setdefault(name, none)
-        shapes = _shapes(none)
-        other_shapes = _shapes(other)
-        if shapes != other_shapes:
-            differing = [list(shapes.values()), list(other_shapes.values())]
-            raise UserError(
-                f"{type(self.processor).__name__} gives {kind}s of different sizes shapes that "
-                f"cannot be packed: {differing}"
-            )
-
 
 def _shapes(media: Media) -> dict[str, tuple[int, ...]]:
-    shapes = {name: tuple(value.shape) for name, value in media.fields.items()}
-    return {**shapes, "": tuple(media.values.shape)}
+    """The shapes of rows and of the fields of items."""
+    shapes = {name: tuple(value.shape[1:]) for name, value in media.fields.items()}
+    return {**shapes, "": tuple(media.values.shape[1:])}
+
+
+def _check_padding(name: str, first: Media, second: Media, both: Outputs | None) -> None:
+    """Raise unless the processor itself pads the smaller of two items with zeros when it gets both."""
+    together = {**(both or {})}
+    together[""] = together.pop(name, None)
+    padded = concat_media([first, first, second])
+    expected = {**padded.fields, "": padded.values}
+    if not all(_equal(value, together.get(field)) for field, value in expected.items()):
+        shapes = [list(_shapes(media).values()) for media in (first, second)]
+        raise UserError(f"items of different sizes have shapes that cannot be packed: {shapes}")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two tensors hold the same values; the processor may return them with a batch dimension."""
+    if not isinstance(other, Tensor):
+        return False
+    return one.numel() == other.numel() and bool((one.flatten() == other.flatten()).all())
 
 
 def _small_info(kind: str, sampling_rate: int) -> MediaInfo:

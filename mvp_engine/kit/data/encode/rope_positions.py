@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import Media
+from mvp_engine.kit.data.read.row_types import BadRow
 
 
 class RopePositions:
@@ -64,7 +65,12 @@ class RopePositions:
             fields[name] = value[None]
         parameters = inspect.signature(self._model.get_rope_index).parameters
         arguments = {name: value for name, value in fields.items() if name in parameters}
-        positions = self._model.get_rope_index(
-            ids[None], attention_mask=torch.ones_like(ids)[None], **arguments
-        )[0]
+        try:
+            positions = self._model.get_rope_index(
+                ids[None], attention_mask=torch.ones_like(ids)[None], **arguments
+            )[0]
+        except (RuntimeError, LookupError, ValueError, StopIteration) as error:
+            # Such as two images without a token between them.
+            name = type(self._model).__name__
+            raise BadRow("positions", f"{name} finds no positions for the media: {error}") from None
         return positions[:, 0].long()

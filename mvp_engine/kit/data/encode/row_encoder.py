@@ -193,7 +193,7 @@ class RowEncoder:
         rendered = sequence.rendered
         expansions = sequence.expansions
         if not expansions:
-            expansions = [self.media.expansion(info) for info in sequence.infos]
+            expansions = self.media.expansions(sequence.infos)
         if not expansions:
             return replace(sequence, tokens=self.template.tokenize(rendered))
         expanded = self._expand(rendered, expansions)
@@ -332,7 +332,7 @@ class RowEncoder:
         types = self.media.token_types(ids)
         positions = torch.arange(len(ids))
         if self.positions is not None:
-            positions = self.positions(ids, types, media)
+            positions = self.positions(ids, {**self.media.mm_types(ids), **types}, media)
         return PackedBatch.from_sequences(
             [ids],
             [loss],
@@ -355,13 +355,14 @@ def _expands_outer(runner: ProcessorRunner, kind: str, written: PlaceholderToken
     both texts are tried.
     """
     name = type(runner.processor).__name__
-    if written.token != runner.placeholder(kind):
-        raise UserError(
-            f"the chat template writes {written.token!r} for {kind}, "
-            f"but {name} looks for {runner.placeholder(kind)!r}"
-        )
     around = written.before + written.token + written.after
     alone = runner.trial_expansion(kind, written.token)
+    own = runner.placeholder(kind)
+    # Some templates write another token, which the processor replaces first.
+    if written.token != own and alone != runner.trial_expansion(kind, own):
+        raise UserError(
+            f"the chat template writes {written.token!r} for {kind}, but {name} looks for {own!r}"
+        )
     inside = runner.trial_expansion(kind, around)
     if inside not in (written.before + alone + written.after, alone):
         raise UserError(

@@ -1,0 +1,70 @@
+"""Image-text and audio-text types of transformers from rows to gradients: exact, or refused with a reason.
+
+A few types with different processors and encoders in each run of the tests, all of them in a campaign.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import ROOT
+from families import is_supported
+from vlm_sweep import try_type, types
+
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.head_probe import LogitSteps
+
+# Type -> what its trial covers beyond the families of test_families_kit.py.
+QUICK = {
+    "cohere2_vision": "a text config with a factor that the head does not apply",
+    "hyperclovax_vision_v2": "a head that multiplies its logits by what others divide by",
+    "cosmos3_edge": "positions that repeat, token types that the processor does not return",
+    "deepseek_vl_hybrid": "a SAM encoder with attention code of its own, two encoders",
+    "ernie4_5_vl_moe": "token types for its experts",
+    "glm46v": "one placeholder for images and videos",
+    "kimi_k25": "an encoder that gets the keyword arguments of the text layers",
+    "lfm2_vl": "tiles with fields of their own, short convolutions",
+    "llama4": "a forward that ends in logits, attention in chunks",
+    "llava_next_video": "videos of several frames in one tensor",
+    "mistral3": "images padded to the largest one",
+    "ovis2": "placeholders that are no tokens of the tokenizer's template",
+    "qwen3_5": "gated delta net",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_data_kit_and_model_of_unlisted_type_equal_transformers(name: str) -> None:
+    if name not in types():
+        pytest.skip("a type of a newer transformers")
+    trial = try_type(name)
+    assert trial.outcome == "exact", trial
+
+
+@pytest.mark.campaign(only=True)
+@pytest.mark.parametrize("name", types())
+def test_media_type_is_exact_or_refused_as_listed(name: str) -> None:
+    trial = try_type(name)
+    assert trial.outcome in ("exact", "refused"), trial
+    listed = json.loads((ROOT / "mvp_engine" / "tools" / "models_media.json").read_text())["models"]
+    (entry,) = [one for one in listed if one["name"] == name]
+    assert (entry["data_kit"] is True) == (trial.outcome == "exact"), (trial, entry)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("cohere2", LogitSteps(0.0625, None)),
+        ("granite", LogitSteps(0.5, None)),
+        ("gemma2", LogitSteps(1.0, 30.0)),
+        ("llama", LogitSteps(1.0, None)),
+    ],
+)
+def test_logit_steps_are_those_of_the_models_own_forward(name: str, steps: LogitSteps) -> None:
+    from families import config_of
+
+    if not is_supported(name):
+        pytest.skip("needs a newer transformers")
+    model = LanguageModel.from_config(config_of(name))
+    assert (model.scale, model.softcap) == steps

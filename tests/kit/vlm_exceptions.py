@@ -1,0 +1,248 @@
+"""What the tiny configs and processors of single types need beyond the rules of `vlm_tiny.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Special:
+    """Exceptions of one type."""
+
+    parts: dict[str, Any] = field(default_factory=dict)  # arguments of the config, before it is made small
+    config: dict[str, Any] = field(default_factory=dict)  # changes of the small config
+    processor_of: str = ""  # another type with the same processor
+    processor: str = ""  # classes that the auto classes do not name
+    image_processor: str = ""
+    video_processor: str = ""
+    feature_extractor: str = ""
+    images: dict[str, Any] = field(default_factory=dict)  # arguments of the image processor
+    videos: dict[str, Any] = field(default_factory=dict)
+    audio: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of the processor
+    more: dict[str, Any] = field(default_factory=dict)  # other parts of the processor
+    named: dict[str, str] = field(default_factory=dict)  # tokens that the tokenizer names
+    tokens: tuple[str, ...] = ()  # further special tokens
+    aliases: dict[str, str] = field(default_factory=dict)  # config key without _token_id -> token
+    places: dict[str, str] = field(default_factory=dict)  # what the chat template writes for an item
+    template: str = ""
+
+
+DROP = "drop this key"
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+QWEN = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
+GLM = {kind: f"<|begin_of_{kind}|><|{kind}|><|end_of_{kind}|>" for kind in ("image", "video")}
+GLM_TOKENS = tuple(f"<|{side}_of_{kind}|>" for kind in ("image", "video") for side in ("begin", "end"))
+GLM_ALIASES = {
+    f"{kind}_{end}": f"<|{side}_of_{kind}|>"
+    for kind in ("image", "video")
+    for end, side in (("start", "begin"), ("end", "end"))
+}
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>")
+QWEN_VIDEO = "Qwen2VLVideoProcessor"
+SIGLIP = {"options": {"vision_feature_select_strategy": "full", "num_additional_image_tokens": 0}}
+
+
+def qwen_like(**changes: Any) -> Special:
+    found: dict[str, Any] = {
+        "config": {"text_config": MROPE},
+        "places": QWEN,
+        "tokens": VISION_TOKENS,
+        "aliases": {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"},
+    }
+    return Special(**{**found, **changes})
+
+
+def glm_like(**changes: Any) -> Special:
+    config = {"text_config": {**MROPE, "partial_rotary_factor": 1.0}}
+    return Special(**{"config": config, "places": GLM, "tokens": GLM_TOKENS, "aliases": GLM_ALIASES, **changes})
+
+
+NAMED_VISION = {
+    "places": {kind: f"<|vision_bos_token|><|{kind}_token|><|vision_eos_token|>" for kind in ("image", "video")}
+    | {"audio": "<|audio_bos_token|><|audio_token|><|audio_eos_token|>"},
+    "aliases": {
+        "vision_start": "<|vision_bos_token|>",
+        "vision_end": "<|vision_eos_token|>",
+        "audio_start": "<|audio_bos_token|>",
+        "audio_end": "<|audio_eos_token|>",
+    },
+}
+GEMMA3 = {
+    "config": {"mm_tokens_per_image": 4},
+    "options": {"image_seq_length": 4},
+    "aliases": {"image": "<|image_token|>"},
+}
+GEMMA4_AUDIO = {f"{name}_token": f"<|{name}_token|>" for name in ("audio", "boa", "eoa")}
+START = {"vision_start_token_id": 3, "vision_end_token_id": 4}
+SAM = {"image_size": 64, "output_channels": 16, "window_size": 4, "global_attn_indexes": [1], "num_pos_feats": 8}
+FOUR_HEADS = {"num_key_value_heads": 4}
+OMNI_PATCH = {"patch_size": 14}  # the code of its processor fixes videos to 100,000 pixels
+
+EXCEPTIONS: dict[str, Special] = {
+    "aria": Special(  # its processor fixes the size of images to 980
+        options={"size_conversion": {980: 4}},
+        config={
+            "projector_patch_to_query_dict": {49: 4},
+            "vision_config": {"image_size": 980, "patch_size": 140},
+            "text_config": {"moe_num_experts": 4, "moe_topk": 2},
+        },
+    ),
+    "aya_vision": Special(
+        options={"img_size": 16, "patch_size": 4, "downsample_factor": 2},
+        config={"downsample_factor": 2, "text_config": {"sliding_window_pattern": 2}},
+    ),
+    "cohere2_vision": Special(images={"patch_size": 2}),
+    "cohere_compass": qwen_like(
+        config={
+            "text_config": {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+                }
+            }
+        },
+        places={kind: f"<|VISION_START|><|{kind.upper()}_PAD|><|VISION_END|>" for kind in ("image", "video")},
+        tokens=(),
+        aliases={},
+    ),
+    "cosmos3_edge": qwen_like(),
+    "cosmos3_omni": qwen_like(processor_of="qwen3_vl"),
+    "deepseek_ocr2": Special(
+        images={"size": {"height": 64, "width": 64}, "tile_size": 48},
+        options={"patch_size": 4},
+        config={
+            "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
+            "vision_config": {"sam_config": {**SAM, "downsample_channels": [24, 32]}},
+        },
+    ),
+    "unlimited_ocr": Special(
+        images={"size": {"height": 64, "width": 64}, "tile_size": 48},
+        config={"vision_config": {"sam_config": {**SAM, "downsample_channels": [24, 32]}}},
+    ),
+    "deepseek_vl_hybrid": Special(
+        config={"high_res_vision_config": SAM}, images={"high_res_size": {"height": 64, "width": 64}}
+    ),
+    "diffusion_gemma": Special(
+        image_processor="Gemma4ImageProcessor",
+        video_processor="Gemma4VideoProcessor",
+        feature_extractor="Gemma4AudioFeatureExtractor",
+        config={"text_config": {"per_layer_config": DROP}},
+        named=GEMMA4_AUDIO,
+    ),
+    "ernie4_5_vl_moe": Special(
+        videos={"draw_on_frames": False},
+        places={kind: f"<|{kind}_start_token|><|{kind}_token|><|{kind}_end_token|>" for kind in ("image", "video")},
+        config={"text_config": {**MROPE, "moe_intermediate_size": [16, 16], "moe_num_shared_experts": 1}},
+    ),
+    "evolla": Special(),
+    "exaone4_5": qwen_like(config={}),
+    "fast_vlm": Special(processor_of="llava"),
+    "gemma3": Special(**GEMMA3),
+    "shieldgemma2": Special(processor_of="gemma3", **GEMMA3),
+    "gemma4": Special(
+        parts={"vision_config": {}, "audio_config": {}},
+        config={"text_config": {"per_layer_config": DROP}},
+        named=GEMMA4_AUDIO,
+    ),
+    "gemma4_unified": Special(
+        parts={"vision_config": {}, "audio_config": {}},
+        config={"text_config": {"per_layer_config": DROP}},
+        named=GEMMA4_AUDIO,
+    ),
+    "glm4v": glm_like(),
+    "glm4v_moe": glm_like(
+        image_processor="Glm4vImageProcessor",
+        video_processor="Glm4vVideoProcessor",
+        config={"text_config": {"rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}},
+    ),
+    "glm46v": glm_like(),
+    "glmga": glm_like(processor_of="glm46v", image_processor="GlmgaImageProcessor"),
+    "glm_ocr": glm_like(processor_of="glm46v"),
+    "glm5_next": glm_like(
+        config={"text_config": {**MROPE, **FOUR_HEADS, "index_kpool": 2, "qk_rope_head_dim": 0, "qk_head_dim": 8}}
+    ),
+    "got_ocr2": Special(  # its processor fixes the tokens of an image to 256
+        images={"size": {"height": 256, "width": 256}},
+        config={"vision_config": {"image_size": 256, "output_channels": 16, "global_attn_indexes": []}},
+    ),
+    "hunyuan_vl": Special(
+        named={"image_token": "<image>", "image_start_token": "<start>", "image_end_token": "<end>"},
+        places={"image": "<start><image><end>"},
+        config={
+            "text_config": {
+                "head_dim": 8,
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "rope_theta": 1e4,
+                    "alpha": 1000.0,
+                    "factor": 1.0,
+                    "mrope_section": [1, 1, 1, 1],
+                },
+            }
+        },
+    ),
+    "internvl": Special(options={"image_seq_length": 4}),
+    "qianfan_ocr": Special(options={"image_seq_length": 4}, places={"image": "<image>"}),
+    "chameleon": Special(),
+    "granite4_vision": Special(
+        parts={"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
+        config={"vision_config": {"hidden_size": 64}},
+    ),
+    "molmo2": Special(config={"adapter_config": {"vision_feature_layer": [1, 0]}}),
+    "nemotron_h_omni": Special(
+        feature_extractor="WhisperFeatureExtractor", video_processor="NemotronH_Omni_Reasoning_V3VideoProcessor"
+    ),
+    "step3p7": Special(config={"text_config": {"sliding_window": 48}}),
+    "kimi_k25": Special(config={"text_config": FOUR_HEADS}),
+    "lfm2_vl": Special(
+        images={"encoder_patch_size": 4, "tile_size": 32, "max_image_tokens": 16, "min_image_tokens": 4},
+        config={"text_config": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": DROP}},
+    ),
+    "llama4": Special(aliases={"image": "<|patch|>"}, config={"vision_config": {"intermediate_size": 128}}),
+    "llava_onevision": Special(**SIGLIP),
+    "minimax_m3_vl": Special(
+        tokens=("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["),
+    ),
+    "mistral3": Special(options={"spatial_merge_size": 2}),
+    "mistral_large4": Special(config={"text_config": FOUR_HEADS}),
+    "muse_spark": Special(config={"audio_config": {"num_hidden_layers": 4}}),
+    "ovis2": Special(
+        aliases={"image": "<IMG_ATOM>"},
+        tokens=tuple(f"<IMG_{n}>" for n in ("START", "ATOM", "GRID", "COL", "ROW", "END")),
+    ),
+    "paddleocr_vl": qwen_like(
+        places={"image": "<|IMAGE_START|><|image_token|><|IMAGE_END|>"},
+        tokens=("<|IMAGE_START|>", "<|IMAGE_END|>"),
+        aliases={"vision_start": "<|IMAGE_START|>"},
+    ),
+    "qwen2_vl": qwen_like(),
+    "qwen2_5_vl": qwen_like(),
+    "qwen2_5_omni_thinker": qwen_like(
+        processor_of="qwen2_5_omni",
+        images=OMNI_PATCH,
+        videos=OMNI_PATCH,
+        config={
+            "text_config": MROPE,
+            "vision_config": {"patch_size": 14, "window_size": 56},
+            "audio_config": {"n_window": 4},
+            **START,
+        },
+        **NAMED_VISION,
+    ),
+    "qwen3_omni_moe_thinker": qwen_like(
+        processor_of="qwen3_omni_moe",
+        images=OMNI_PATCH,
+        videos=OMNI_PATCH,
+        config={"text_config": MROPE, "vision_config": {"patch_size": 14}, **START},
+        **NAMED_VISION,
+    ),
+    "qwen3_vl": qwen_like(),
+    "qwen3_vl_moe": qwen_like(image_processor="Qwen2VLImageProcessor", video_processor="Qwen3VLVideoProcessor"),
+    "qwen3_5": qwen_like(),
+    "qwen3_5_moe": qwen_like(),
+    "qwen4_exp": qwen_like(),
+    "hyperclovax_vision_v2": qwen_like(config={}),
+    "video_llama_3": Special(),
+    "video_llava": Special(),
+}

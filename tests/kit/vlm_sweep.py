@@ -1,0 +1,259 @@
+"""One trial of a model type from rows to gradients: the data kit, packed batches, and transformers' own forward."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from test_families_kit import file_of, opened
+from test_media import processor_outputs
+from vlm_tiny import tiny_config, tiny_processor
+
+from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.errors import UserError
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.preflight import check_packing
+from mvp_engine.hf.preflight_media import MediaPreflight
+from mvp_engine.kit import MLLMData, MLLMDataKit
+
+TOLERANCE = 1e-5
+VERBOSE = bool(os.environ.get("VERBOSE"))
+
+
+@dataclass
+class Trial:
+    """What a type did: exact, refused (a user error), wrong (differences that no check found) or crashed."""
+
+    name: str
+    outcome: str
+    kinds: str = ""
+    reason: str = ""
+
+
+def types() -> list[str]:
+    """All image-text types of the installed transformers, and those for audio."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+
+    return sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
+
+
+def try_type(name: str) -> Trial:
+    kinds: list[str] = []
+    try:
+        processor = tiny_processor(name)
+        config = tiny_config(name, processor)
+    except Exception:  # noqa: BLE001 - any error is the result of a trial
+        if VERBOSE:
+            traceback.print_exc()
+        return Trial(name, "no tiny model", reason=_last_line())
+    try:
+        kinds = check_type(config, processor)
+    except UserError as error:
+        if VERBOSE:
+            traceback.print_exc()
+        return Trial(name, "refused", reason=str(error))
+    except AssertionError as error:
+        return Trial(name, "wrong", reason=str(error))
+    except Exception:  # noqa: BLE001 - any error is the result of a trial
+        if VERBOSE:
+            traceback.print_exc()
+        return Trial(name, "crashed", reason=_last_line())
+    return Trial(name, "exact", ", ".join(kinds))
+
+
+def _last_line() -> str:
+    kind, error, trace = sys.exc_info()
+    frames = traceback.extract_tb(trace)
+    places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:]]
+    return f"{kind.__name__ if kind else ''}: {error} ({' '.join(places)})"
+
+
+def check_type(config: Any, processor: Any) -> list[str]:
+    """Raise unless rows with media are exact through the data kit; returns the kinds of media."""
+    model = random_model(config)
+    check_packing(model)
+    with tempfile.TemporaryDirectory() as folder:
+        return _check_rows(model, processor, Path(folder))
+
+
+def random_model(config: Any) -> LanguageModel:
+    """No weight is zero, and all media change the outputs by far more than the tolerance."""
+    with torch.device("meta"):
+        size = sum(param.numel() for param in LanguageModel.from_config(copy.deepcopy(config)).parameters())
+    assert size < 3_000_000, f"{size} parameters are not tiny"
+    torch.manual_seed(0)
+    model = LanguageModel.from_config(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 0.1 * torch.randn_like(param)
+    return model.eval()
+
+
+def _check_rows(model: LanguageModel, processor: Any, folder: Path) -> list[str]:
+    settings: dict[str, Any] = {"sources": [{"path": str(folder / "rows.jsonl")}], "micro_batch_tokens": 32768}
+    settings |= {"global_batch_tokens": 32768, "cache": str(folder / "cache"), "max_bad_fraction": 0.0}
+    (folder / "rows.jsonl").write_text(json.dumps(_row([], "Hello.", "Hi.")) + "\n")
+    kit = MLLMDataKit(MLLMData.model_validate(settings), processor, model_config=model.hf.config)
+    kinds = kit.row_encoder.media.kinds
+    if not kinds:
+        raise UserError("the data kit finds no media in this processor")
+    items: list[list[tuple[str, int]]] = [[]]
+    for kind in kinds:
+        items += [[(kind, 0)], [(kind, 1), (kind, 0)]]
+    if len(kinds) > 1:
+        items.append([(kind, 2) for kind in kinds])
+    rows, media = [], []
+    for i, of_row in enumerate(items):
+        blocks: list[Any] = [{"type": kind, kind: file_of(folder, kind, n), "fps": 2.0} for kind, n in of_row]
+        media.append([opened(folder, block["type"], block[block["type"]]) for block in blocks])
+        rows.append(_row(blocks, f"What is {i}?", f"It is {i}."))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kit = MLLMDataKit(MLLMData.model_validate(settings), processor, model_config=model.hf.config)
+    (pack,) = kit.loader("train")
+    order = pack.sequence_fields["sample"].tolist()
+    assert sorted(order) == list(range(len(rows))), f"{kit.loader('train')}: rows are missing"
+    ones = [pack.select([order.index(i)]) for i in range(len(rows))]
+    kinds, kept = _kinds_of_model(model, kinds, items, ones)
+    ones, rows, media = ([values[i] for i in kept] for values in (ones, rows, media))
+    given = [own_inputs(processor, row, of_row) for row, of_row in zip(rows, media, strict=True)]
+    for one, inputs in zip(ones, given, strict=True):
+        assert one.input_ids.tolist() == inputs["input_ids"][0].tolist(), "tokens differ from the processor's"
+    compare(model, ones, given)
+    return kinds
+
+
+def _kinds_of_model(
+    model: LanguageModel, kinds: list[str], items: list[list[tuple[str, int]]], ones: list[PackedBatch]
+) -> tuple[list[str], list[int]]:
+    """The kinds of media that pass the preflight, and the rows without others."""
+    problems: dict[str, str] = {}
+    for kind in kinds:
+        chosen = [one for one, of_row in zip(ones, items, strict=True) if {name for name, _ in of_row} == {kind}]
+        preflight = MediaPreflight(model)
+        try:
+            preflight.check(preflight.unchecked(chosen), exact=True, reference=True)
+        except UserError as error:
+            problems[kind] = str(error)
+    if len(problems) == len(kinds):
+        raise UserError("; ".join(problems.values()))
+    kept = [i for i, of_row in enumerate(items) if not {name for name, _ in of_row} & problems.keys()]
+    return [kind for kind in kinds if kind not in problems], kept
+
+
+def _row(blocks: list[Any], question: str, answer: str) -> dict[str, Any]:
+    content: Any = [*blocks, {"type": "text", "text": question}] if blocks else question
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
+
+
+def own_inputs(processor: Any, row: dict[str, Any], media: list[Any]) -> dict[str, Any]:
+    """The outputs of the processor for a whole row."""
+    shown = []
+    for message in row["messages"]:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [block if block["type"] == "text" else {"type": block["type"]} for block in content]
+        shown.append({**message, "content": content})
+    text = processor.apply_chat_template(shown, chat_template=processor.chat_template, tokenize=False)
+    if not media:  # some processors need an image
+        return dict(processor.tokenizer([text], add_special_tokens=False, return_tensors="pt"))
+    outputs = processor_outputs(processor, text, [info for info, _ in media], [item for _, item in media])
+    for name, value in outputs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            outputs[name] = value.float()  # some return bf16
+    if "mm_token_type_ids" in processor.model_input_names and "mm_token_type_ids" not in outputs:
+        types = processor.create_mm_token_type_ids(outputs["input_ids"].tolist())
+        outputs["mm_token_type_ids"] = torch.tensor(types)
+    return outputs
+
+
+def compare(model: LanguageModel, ones: list[PackedBatch], given: list[dict[str, Any]]) -> None:
+    """Log-probs and gradients: packed, alone, and by transformers' own model with its own attention code."""
+    own, own_grads, known = _transformers(model, ones, given)
+    _assert_close(
+        "packed and alone: log-probs of all", _ours(model, [PackedBatch.concat(ones)])[0], _ours(model, ones)[0]
+    )
+    ones = [ones[i] for i in known]
+    alone, alone_grads = _ours(model, ones)
+    packed, packed_grads = _ours(model, [PackedBatch.concat(ones)])
+    _assert_close("packed and alone: log-probs", packed, alone)
+    _assert_close("packed and transformers: log-probs", packed, own)
+    assert packed_grads.keys() == own_grads.keys(), sorted(packed_grads.keys() ^ own_grads.keys())[:5]
+    for name, grad in own_grads.items():
+        _assert_close(f"packed and alone: gradient of {name}", packed_grads[name], alone_grads[name])
+        _assert_close(f"packed and transformers: gradient of {name}", packed_grads[name], grad)
+    encoders = [name for name in own_grads if not name.startswith(("model.language_model", "lm_head"))]
+    assert encoders, "no encoder has a gradient"
+
+
+def _assert_close(what: str, computed: torch.Tensor, expected: torch.Tensor) -> None:
+    difference = float((computed - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+    assert difference <= TOLERANCE, f"{what} differ by {difference:.1e}"
+
+
+def _ours(model: LanguageModel, batches: list[PackedBatch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    found = []
+    for batch in batches:
+        log_probs = model(batch, ["log_probs"])["log_probs"]
+        (log_probs.sum() / 100).backward()
+        found.append(log_probs.detach())
+    return torch.cat(found), _grads(model.hf)
+
+
+def _transformers(
+    model: LanguageModel, ones: list[PackedBatch], given: list[dict[str, Any]]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[int]]:
+    """The same from a plain model of transformers, with the outputs of its processor; and the rows that it can run."""
+    config = copy.deepcopy(model.hf.config)
+    config._attn_implementation = "eager"
+    plain: Any = type(model.hf)(config).eval()
+    plain.load_state_dict(model.hf.state_dict())
+    found, known = [], []
+    for i, (one, inputs) in enumerate(zip(ones, given, strict=True)):
+        try:
+            logits = plain(**inputs, use_cache=False).logits[0]
+        except ValueError:
+            if i < len(ones) - 1:  # the last row has media of several kinds
+                raise
+            continue  # transformers itself cannot run this model on media of several kinds
+        labels = one.labels
+        picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+        log_probs = torch.where(labels == IGNORE, 0.0, picked)
+        (log_probs.sum() / 100).backward()
+        found.append(log_probs.detach())
+        known.append(i)
+    return torch.cat(found), _grads(plain), known
+
+
+def _grads(model: Any) -> dict[str, torch.Tensor]:
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return {name: grad.clone() for name, grad in grads.items() if bool(grad.any())}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    hf.logging.set_verbosity_error()
+    counts: dict[str, int] = {}
+    for name in sys.argv[1:] or types():
+        start = time.time()
+        trial = try_type(name)
+        counts[trial.outcome] = counts.get(trial.outcome, 0) + 1
+        print(
+            f"{trial.name:28s} {trial.outcome:13s} {time.time() - start:4.1f} {trial.kinds} {trial.reason[:400]!r}",
+            flush=True,
+        )
+    print(counts)
