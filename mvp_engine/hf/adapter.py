@@ -16,10 +16,10 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.errors import UserError
 from mvp_engine.hf import export as hf_export
 from mvp_engine.hf.export_plan import ExportPlan
 from mvp_engine.hf.lora import merge_adapters
+from mvp_engine.hf.lora_tensor_parallel import shard_adapters
 from mvp_engine.hf.model_info import check_base, write_model_info
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.preflight import check_gradients, check_packing
@@ -55,9 +55,9 @@ class HFAdapter:
         quantize_layers(self.model, setting, dtype)
 
     def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
+        plan = apply_tensor_parallel(self.model, mesh)
         if self.model.lora is not None:
-            raise UserError("LoRA does not support parallel.tensor > 1: set parallel.shard instead")
-        apply_tensor_parallel(self.model, mesh)
+            shard_adapters(self.model, mesh, plan)
 
     def enable_sequence_parallel(self, group: dist.ProcessGroup, tensor: int) -> None:
         self.model.enable_sequence_parallel(group, tensor)

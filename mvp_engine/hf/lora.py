@@ -79,6 +79,7 @@ def _adapt(linear: Any, settings: Lora) -> None:
     linear.lora_scaling = settings.scaling
     linear.lora_dropout = settings.dropout
     linear.lora_switch = None
+    linear.lora_product = None
     linear.register_forward_hook(_add_adapter_output)
 
 
@@ -89,6 +90,8 @@ def _add_adapter_output(linear: Any, args: tuple[Tensor, ...], out: Tensor) -> T
     scaling = linear.lora_scaling
     if linear.lora_switch is not None:
         scaling = scaling * linear.lora_switch
+    if linear.lora_product is not None:  # adapters of a tensor-parallel layer
+        return out + linear.lora_product(linear, x) * scaling
     return out + linear.lora_B(linear.lora_A(x)) * scaling
 
 

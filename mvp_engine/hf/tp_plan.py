@@ -24,8 +24,11 @@ from mvp_engine.hf.packed_model import PackedModel
 _ALL_REDUCED_GRAD = "mvp_replicated_with_grad_allreduce"
 
 
-def apply_tensor_parallel(model: PackedModel, mesh: DeviceMesh) -> None:
-    """Shard the matrices that the plan names over the ranks of `mesh`, which must be given the same batches."""
+def apply_tensor_parallel(model: PackedModel, mesh: DeviceMesh) -> dict[str, str]:
+    """Shard the matrices that the plan names over the ranks of `mesh`, which must be given the same batches.
+
+    Returns the plan: styles by the names of modules, with `*` for numbers.
+    """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     hf: Any = model.hf
@@ -41,6 +44,7 @@ def apply_tensor_parallel(model: PackedModel, mesh: DeviceMesh) -> None:
     plan = dict.fromkeys(_head_norms(hf, plan), _ALL_REDUCED_GRAD) | plan
     apply_tensor_parallelism(hf, mesh, plan)
     hf.tie_weights()  # sharding made two parameters of a tied one
+    return plan
 
 
 def _check(config: Any, plan: dict[str, str], ranks: int) -> None:
@@ -95,7 +99,7 @@ def _register_style() -> None:
             group = mesh.get_group()
             for name, param in own.items():
                 if param is not None:
-                    module._parameters[name] = _AllReduceGrad.apply(param, group)
+                    module._parameters[name] = SummedGrad.apply(param, group)
             try:
                 yield
             finally:
@@ -105,7 +109,7 @@ def _register_style() -> None:
     untyped.ALL_PARALLEL_STYLES.register(_ALL_REDUCED_GRAD, AllReducedGrad())
 
 
-class _AllReduceGrad(Function):
+class SummedGrad(Function):
     """The identity; its backward sums the gradient over a group."""
 
     @staticmethod

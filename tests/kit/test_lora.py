@@ -186,15 +186,7 @@ def test_lora_base_with_random_weights_is_stored_in_the_checkpoint(tmp_path: Pat
             assert torch.equal(engine.infer_batch(BATCH, ["log_probs"])["log_probs"], expected)
 
 
-def refused_on_tensor_parallel_ranks(base: Path) -> str:
-    world = World.join("cpu")
-    with pytest.raises(UserError) as caught:
-        engine_of(base, Lora(), Layout.of(world, parallel(tensor=2)))
-    world.close()
-    return str(caught.value)
-
-
-def test_lora_unknown_or_conflicting_targets_are_refused(ranks2, base: Path, vision_base: Path) -> None:
+def test_lora_unknown_or_conflicting_targets_are_refused(base: Path, vision_base: Path) -> None:
     for lora, words in (
         (Lora(targets=["q_prj"]), "no linear layers 'q_prj' apart from its head.* such as llm, .*q_proj"),
         (Lora(targets=["lm_head"]), "no linear layers 'lm_head' apart from its head"),
@@ -208,10 +200,6 @@ def test_lora_unknown_or_conflicting_targets_are_refused(ranks2, base: Path, vis
         MLLMModelKit(Lora()).adapt(torch.nn.Linear(2, 2))
     with pytest.raises(UserError, match="has no adapters to export"):
         MLLMModelKit.export_adapter(engine_of(base, None, train=False), "nowhere")
-    assert all(
-        "LoRA does not support parallel.tensor > 1" in said
-        for said in ranks2.run(refused_on_tensor_parallel_ranks, base)
-    )
 
 
 def test_lora_dropout_acts_in_training_only_and_a_frozen_part_trains_its_adapters(base: Path) -> None:

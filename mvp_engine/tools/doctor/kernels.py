@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mvp_engine.hf.mixers import kernels as mixer_kernels
 from mvp_engine.hf.mixers.check_kernels import mixer_error
 from mvp_engine.hf.mixers.kernels import KERNELS
-from mvp_engine.ops import cudnn_attention, fp8
+from mvp_engine.ops import cudnn_attention, fp8, nf4
 from mvp_engine.ops.attention import AttnSpec
 from mvp_engine.ops.linear_cross_entropy import linear_loss
 from mvp_engine.ops.reference_attention import reference_attention
@@ -179,6 +179,20 @@ def check_fp8() -> Finding | None:
         text = f"wrong values: relative error {error:.1e}"
         return problem("FP8", text, "leave model.fp8 off")
     return ok("FP8", "supported: model.fp8=true", relative_error=error)
+
+
+def check_nf4() -> Finding | None:
+    """The kernel that dequantizes 4-bit weights, which are used with `model.quantize`."""
+    if not torch.cuda.is_available():
+        return None
+    stored = nf4.quantize(torch.randn(64, 256), torch.bfloat16)
+    try:
+        found = nf4.dequantize(stored.cuda(), 256, torch.bfloat16).cpu()
+    except Exception as error:  # noqa: BLE001 - any failure of the compiler is a finding
+        return problem("NF4", f"fails: {_summary(error)}", "leave model.quantize out")
+    if not torch.equal(found, nf4.dequantize(stored, 256, torch.bfloat16)):
+        return problem("NF4", "wrong values", "leave model.quantize out")
+    return ok("NF4", "supported: model.quantize={llm: nf4}, with LoRA")
 
 
 def _summary(error: BaseException) -> str:

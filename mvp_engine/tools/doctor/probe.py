@@ -19,7 +19,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.tools.doctor.finding import Finding, problem
 
 Found = Finding | list[Finding] | None
-CHECKS = ["driver", "cuDNN", "GPUs", "attention", "loss", "torch.compile", "FP8", "mixers"]
+CHECKS = ["driver", "cuDNN", "GPUs", "attention", "loss", "torch.compile", "FP8", "NF4", "mixers"]
 CHECKS += ["image", "video", "audio", "disk"]
 # Where the lines of the terminal belong.
 HEADINGS = {"driver": "GPUs", "attention": "Kernels", "image": "Media", "disk": "Disk"}
@@ -79,6 +79,7 @@ def _check(name: str, request: Request) -> Found:
         "loss": kernels.check_loss,
         "torch.compile": kernels.check_compile,
         "FP8": kernels.check_fp8,
+        "NF4": kernels.check_nf4,
         "mixers": kernels.check_mixers,
     }
     return checks[name]()
