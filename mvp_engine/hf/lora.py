@@ -24,6 +24,9 @@ from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import PARTS, matching, parts_of
 
+# Step sizes of selective scans: the mixer multiplies with the weight itself, so the layer's forward never runs.
+_READ_DIRECTLY = {"dt_proj"}
+
 Fetch = Callable[[str], Tensor]  # returns the full tensor of a parameter name
 
 
@@ -147,7 +150,7 @@ def _target_layers(
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """The plain linear layers of a model by name, without its head."""
+    """The plain linear layers of a model by name that its forward calls, without its head."""
     prefix = ""
     head = None
     if isinstance(model, PackedModel):
@@ -157,6 +160,8 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     linears: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
         is_linear = type(module) is nn.Linear and module is not head
+        if name.rpartition(".")[2] in _READ_DIRECTLY:
+            continue
         if is_linear and name.startswith(prefix) and f"{name}.weight" in params:
             linears[name] = module
     return linears

@@ -8,7 +8,7 @@ more than one unsharded unit at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -37,9 +37,14 @@ def materialize_weights(
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= model.named_buffers(remove_duplicate=False)
     owners = _init_owners(skeleton)
+    quantized = quantized_layers(model)
+    waiting: dict[str, Tensor] = {}
     for name, modules in _units(skeleton):
         unit_seed = derived_seed(seed, "weights", name)
-        initialize_random(modules, owners, tensors, loaded, unit_seed, quantized_layers(model))
+        unset = initialize_random(modules, owners, tensors, loaded, unit_seed, quantized, waiting)
+        # A rule outside of the blocks may set buffers inside of them (Falcon-H1), and that unit is the last one.
+        waiting = {n: v for n, v in unset.items() if name and not isinstance(v, nn.Parameter)}
+        _raise_unset(unset.keys() - waiting.keys())
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
@@ -86,15 +91,19 @@ def initialize_random(
     loaded: set[str],
     seed: int,
     quantized: Mapping[str, Nf4Linear],
-) -> None:
+    waiting: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
     """Initialize those tensors of one unit that were not loaded, and copy this rank's shards into the model.
 
-    `tensors` are those of the model, by name; `quantized` are layers by the names of their weights.
+    `tensors` are those of the model, by name; `quantized` are layers by the names of their weights; `waiting` are
+    tensors of earlier units that their rules did not set. Returns those that are still not set.
     """
     unsharded, cpu_of_meta = _attach_cpu_tensors(modules, loaded)
+    unsharded |= waiting
     if not unsharded:
-        return
-    versions = {name: value._version for name, value in unsharded.items()}  # see _check_initialized
+        return {}
+    versions = {name: value._version for name, value in unsharded.items()}  # see _is_unset
+    unset: dict[str, Tensor] = {}
     with torch.random.fork_rng([]), torch.no_grad():  # []: the CPU generator only
         torch.default_generator.manual_seed(seed)
         # Children before parents, so that the rule of a parent may overwrite theirs. Loaded tensors are still on the
@@ -102,14 +111,18 @@ def initialize_random(
         for module in reversed(list(modules.values())):
             _init_module(module, owners[module])
     for name, value in unsharded.items():
-        _check_initialized(name, value, versions[name])
+        if _is_unset(value, versions[name]):
+            unset[name] = value
+            continue
         with torch.no_grad():
             if name in quantized:
                 quantized[name].fill(value.__getitem__)
                 continue
             for offset, shard in local_shards(tensors[name]):
                 shard.copy_(value[shard_slices(offset, shard)])
-    _restore_meta_tensors(modules, cpu_of_meta)
+    freed = {old: new for old, new in cpu_of_meta.items() if new not in {*unset.values()}}
+    _restore_meta_tensors(modules, freed)
+    return unset
 
 
 def _attach_cpu_tensors(
@@ -129,7 +142,7 @@ def _attach_cpu_tensors(
             if tensor not in cpu_of_meta:
                 cpu_of_meta[tensor] = _empty_like(tensor, "cpu")
                 if tensor.is_floating_point():
-                    # _check_initialized finds what no rule has written.
+                    # _is_unset finds what no rule has written.
                     cpu_of_meta[tensor].data.fill_(float("nan"))
             registry[name] = cpu_of_meta[tensor]
             unsharded[full_name] = cpu_of_meta[tensor]
@@ -145,11 +158,15 @@ def _restore_meta_tensors(modules: Modules, cpu_of_meta: dict[Tensor, Tensor]) -
                 registry[name] = meta_of_cpu[tensor]
 
 
-def _check_initialized(name: str, value: Tensor, version: int) -> None:
+def _is_unset(value: Tensor, version: int) -> bool:
     # Integers have no NaN, but in-place writes raise autograd's version counter.
-    unwritten = value._version == version
-    is_unset = bool(value.isnan().any()) if value.is_floating_point() else unwritten
-    if value.numel() and is_unset:
+    if value.is_floating_point():
+        return bool(value.isnan().any())
+    return value.numel() > 0 and value._version == version
+
+
+def _raise_unset(names: Set[str]) -> None:
+    for name in sorted(names):
         raise UserError(
             f"{name} has no value: its model's _init_weights does not set it. Set it there, or load it from a "
             "folder that has it (model.path)"
