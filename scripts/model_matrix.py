@@ -26,6 +26,9 @@ BEGIN = "<!-- matrix -->\n"
 END = "\n<!-- /matrix -->"
 ENCODER = "an encoder: its tokens see later ones, so it has no next-token loss"
 
+PADDED = "on padded rows, one sequence per row: slower than packed ones"
+NO_ULYSSES = "parallel.ulysses > 1: it runs on padded rows, which have no tokens to share between ranks"
+
 
 def main(words: list[str]) -> None:
     if words != ["--page"]:
@@ -69,9 +72,14 @@ def measure_entry(name: str, pool: Any) -> dict[str, Any]:
     entry |= {"packed": True, "data_kit": True}
     entry["lora"] = short(name, sweep_columns.lora(name))
     for column in ("ulysses", "tensor"):
-        entry[column] = short(name, sweep_columns.on_two_ranks(name, pool, **{column: 2}))
+        answer = sweep_columns.on_two_ranks(name, pool, **{column: 2})
+        if result.padded_rows and column == "ulysses":
+            assert answer is not True, name
+            answer = NO_ULYSSES
+        entry[column] = short(name, answer)
     entry["export"] = short(name, sweep_columns.export(name))
     note = FAMILIES[name][0] if name in FAMILIES else ""
+    note = PADDED if result.padded_rows else note
     return entry | ({"note": note} if note else {})
 
 
@@ -80,7 +88,8 @@ def short(name: str, reason: bool | str) -> bool | str:
     if isinstance(reason, bool):
         return reason
     reason = re.sub(rf"^{re.escape(name)} (cannot be trained on packed sequences: )?", "", reason)
-    return reason.replace(f"{name}: ", "")
+    reason = re.sub(r"^parallel\.(\w+)=2", r"parallel.\1 > 1", reason)
+    return re.sub(rf"\b{re.escape(name)}:? (has|runs|log-probs)", r"it \1", reason)
 
 
 def write_page() -> None:

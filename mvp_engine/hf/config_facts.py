@@ -8,14 +8,18 @@ from mvp_engine.hf.attention import config_tree
 
 
 def num_heads(config: Any) -> tuple[int, int]:
-    """Numbers of query heads and of key/value heads of a text config; minima if layers differ."""
+    """Numbers of query heads and of key/value heads of a text config; minima if layers differ.
+
+    Both are 0 for a model without attention (Mamba, RWKV).
+    """
     layers = [config]
     per_layer = getattr(config, "per_layer_config", None)
     if per_layer is not None:
         layers = [per_layer[index] for index in range(config.num_hidden_layers)]
+    layers = [layer for layer in layers if getattr(layer, "num_attention_heads", None)]
     query_heads = [layer.num_attention_heads for layer in layers]
     kv_heads = [_num_kv_heads(layer) for layer in layers]
-    return min(query_heads), min(kv_heads)
+    return min(query_heads, default=0), min(kv_heads, default=0)
 
 
 def _num_kv_heads(layer: Any) -> int:

@@ -6,6 +6,7 @@ states and the output embedding, in chunks of tokens.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from mvp_engine.ops.linear_cross_entropy import (
 )
 
 if TYPE_CHECKING:
+    from mvp_engine.distributed.ulysses import UlyssesShard
     from mvp_engine.hf.kv_cache import KVCache
 
 OF_LABELS = frozenset(("log_probs", "label_entropy", "loss", "losses"))  # 0 without a label
@@ -126,6 +128,27 @@ class LanguageModel(PackedModel):
 
     def _hidden_of(self, out: Any) -> Tensor:
         return out.last_hidden_state if self.has_backbone else out.logits
+
+    def hidden(
+        self,
+        batch: PackedBatch,
+        shard: UlyssesShard | None = None,
+        kv_cache: KVCache | None = None,
+    ) -> Tensor:
+        """The inputs of the output embedding."""
+        hidden_TD = super().hidden(batch, shard, kv_cache)
+        step = self._step_before_head()
+        return hidden_TD if step is None else step(hidden_TD)
+
+    def _step_before_head(self) -> nn.Module | None:
+        """The module that a text model has between its backbone and its output embedding (ModernBERT: dense, norm)."""
+        if self.decoder() is not self.base() or not self.has_backbone:
+            return None
+        known = {self.base(), self.hf.get_output_embeddings()}  # type: ignore[operator]
+        others = [child for child in self.hf.children() if child not in known]
+        if len(others) != 1 or not any(True for _ in others[0].parameters()):
+            return None
+        return others[0] if len(inspect.signature(others[0].forward).parameters) == 1 else None
 
     def check(self, batch: PackedBatch) -> None:
         super().check(batch)

@@ -158,7 +158,8 @@ class PackedModel(nn.Module):
         """
         config: Any = self.hf.config.get_text_config()  # type: ignore[union-attr, operator]
         heads, kv_heads = num_heads(config)
-        check_heads(heads // tensor, kv_heads // tensor, dist.get_world_size(group))
+        if heads:
+            check_heads(heads // tensor, kv_heads // tensor, dist.get_world_size(group))
         self.ulysses_group = group
         decoder = self.decoder()
         if decoder is not self.base():
@@ -220,7 +221,7 @@ class PackedModel(nn.Module):
             )
         if self.padded_rows:
             self._check_padded_rows(kv_cache)
-            return hidden_of_rows(self.base(), batch)
+            return hidden_of_rows(self.base(), self._hidden_of, batch)
         if kv_cache is not None and not self.can_cache:
             raise UserError(
                 "this model has mixers whose state is not cached: call it without a KV cache"

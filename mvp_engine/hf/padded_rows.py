@@ -12,6 +12,7 @@ Legend: S sequences, L tokens of the longest, T tokens of all.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +31,13 @@ def own_attention(model_class: Any) -> str:
     return "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
 
 
-def hidden_of_rows(base: nn.Module, batch: PackedBatch) -> Tensor:
-    """The last hidden states (T, D) of a packed batch, computed on padded rows."""
+def hidden_of_rows(
+    base: nn.Module, hidden_of: Callable[[Any], Tensor], batch: PackedBatch
+) -> Tensor:
+    """The last hidden states (T, D) of a packed batch, computed on padded rows.
+
+    `hidden_of`: those (S, L, D) in an output of `base`.
+    """
     places_SL, tokens_T = _rows(batch)
     inputs: dict[str, Any] = {
         "input_ids": batch.input_ids[places_SL],
@@ -46,7 +52,7 @@ def hidden_of_rows(base: nn.Module, batch: PackedBatch) -> Tensor:
         starts_S1 = batch.cu_seqlens[:-1, None].long()
         padding_SL = (starts_S1 + steps_1L - last_S1).clamp(min=0)
         inputs["position_ids"] = batch.position_ids[places_SL] + padding_SL
-    hidden_SLD = base(**inputs).last_hidden_state
+    hidden_SLD = hidden_of(base(**inputs))
     return hidden_SLD.flatten(0, 1)[tokens_T]
 
 

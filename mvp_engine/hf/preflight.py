@@ -105,9 +105,10 @@ def check_packing(
         model.use_padded_rows(_short_reason(packing_error))
         try:
             probe(model, **options)
-        except UserError:
+        except UserError as error:
             model.use_padded_rows("")
-            raise packing_error from None
+            also = f"On padded rows it is not exact either: {_short_reason(error)}."
+            raise UserError(f"{str(packing_error).rstrip('.')}. {also}") from None
     else:
         probe(model, **options)
     LOGGER.warning(

@@ -18,6 +18,7 @@ from torch import Tensor
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, attention
+from mvp_engine.hf.head_probe import own_head
 from mvp_engine.hf.preflight import check_packing
 
 EXACT = 1e-5
@@ -38,6 +39,7 @@ class Result:
     name: str
     verdict: str  # exact, refused, or wrong: a model that passes the preflight and is not exact
     reason: str = ""
+    padded_rows: str = ""  # why it runs on padded rows; empty where it is packed
 
 
 def causal_types() -> list[str]:
@@ -92,7 +94,7 @@ def measure(name: str) -> Result:
         return Result(name, "refused", str(error))
     worst = differences(model)
     if max(worst.values()) <= EXACT:
-        return Result(name, "exact")
+        return Result(name, "exact", padded_rows=model.padded_rows)
     found = ", ".join(f"{what} {value:.1e}" for what, value in worst.items())
     return Result(name, "wrong", found)
 
@@ -122,7 +124,7 @@ def sequences(model: LanguageModel) -> list[Tensor]:
 
 
 def _transformers_log_probs(model: LanguageModel, ids: Tensor) -> Tensor:
-    with attention.eager_attention(model.hf.config):
+    with attention.eager_attention(model.hf.config), own_head(model.hf):
         logits = model.hf(ids[None], use_cache=False).logits[0]
     log_probs = logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
     return torch.cat([log_probs, log_probs.new_zeros(1)])

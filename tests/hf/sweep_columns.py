@@ -50,6 +50,7 @@ def export(name: str) -> bool | str:
     from transformers import AutoModelForCausalLM
 
     model = build(name)
+    check_packing(model)
     ids = sequences(model)[2]
     with tempfile.TemporaryDirectory() as parent, torch.no_grad():
         folder = Path(parent) / "exported"

@@ -66,6 +66,10 @@ LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 SPARSE = {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
+# Values without which the default config of a type is not valid.
+NO_LAYER_INPUTS = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+NEEDED = {"gemma4_assistant": {"text_config": NO_LAYER_INPUTS}}
+
 # Values that have to fit to each other, or that the default config does not use, by model type.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -80,6 +84,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"intermediate_size": 24},
+    "gemma4_assistant": {"text_config": {**NO_LAYER_INPUTS, "num_hidden_layers": 2}},
     "gemma4_text": {"head_dim": 8, "global_head_dim": 8},
     "gemma4_unified_text": {"head_dim": 8, "global_head_dim": 8},
     "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
@@ -120,7 +125,7 @@ def tiny_config(name: str, **more: Any) -> Any:
     """A small config of this model type, with every kind of layer that the default config has."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    default = CONFIG_MAPPING[name]()
+    default = CONFIG_MAPPING[name](**NEEDED.get(name, {}))
     return AutoConfig.for_model(name, **{**small_values(default), **EXCEPTIONS.get(name, {}), **more})
 
 
