@@ -37,10 +37,13 @@ def old(tmp_path: Path) -> Path:
 
 
 def check_losses(found: list[float], recipe: str) -> None:
-    """Bit-equal to the older version; kernels of another CPU or torch may round differently."""
+    """Bit-equal to the older version, but for language models: their head sums over tokens with a label alone since.
+
+    Kernels of another CPU or torch may round differently, too.
+    """
     expected = EXPECTED["steps_5_to_9"][recipe]
     here = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
-    if here == EXPECTED["made_with"]:
+    if here == EXPECTED["made_with"] and recipe != "packed_lm":
         assert found == expected
     else:
         assert found == pytest.approx(expected, rel=1e-6)
