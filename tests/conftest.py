@@ -126,13 +126,14 @@ def spawn(
 ) -> subprocess.Popen[str]:
     """Start a Python process in its own session and capture its output.
 
-    `-m module` is forked from the fork server, which saves the imports; with `fresh` it starts from nothing. So are the
-    workers of torchrun; with `fresh_workers` they are its children, and start from nothing.
+    `-m module` or a file is forked from the fork server, which saves the imports; with `fresh` it starts from nothing.
+    So are the workers of torchrun; with `fresh_workers` they are its children, and start from nothing.
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
-    if args[0] == "-m" and not fresh:
+    if not fresh and (args[0] == "-m" or args[0].endswith(".py")):
+        module = args[args[0] == "-m" :]
         return ForkedModule(  # type: ignore[return-value]
-            args[1], list(args[2:]), environment, str(cwd), fresh_workers
+            module[0], list(module[1:]), environment, str(cwd), fresh_workers
         )
     return subprocess.Popen(
         [sys.executable, *args],

@@ -39,7 +39,7 @@ def fork_context() -> Any:
 
 
 class ForkedModule:
-    """`python -m module args` in a forked process: the part of `subprocess.Popen` that the tests use."""
+    """`python -m module args` or `python file.py args`, forked: the part of `subprocess.Popen` that the tests use."""
 
     def __init__(
         self, module: str, args: list[str], environment: dict[str, str], folder: str, fresh_workers: bool
@@ -141,7 +141,10 @@ def _run_module(
 
 def _exit_code(module: str) -> int:
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module.endswith(".py"):
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)

@@ -50,7 +50,7 @@ SIZES = {
 SHARDED = "2, sharded"
 # Ranks. The default suite has uneven parts of a step: samples of one micro-batch, packs, and fewer packs than ranks.
 CAMPAIGN = {name: ["2", "3", "4", SHARDED] for name in SIZES}
-DEFAULT_SUITE = {"magic_transformer/train": ["2", "3"], "digits_vlm/train": ["4", SHARDED]}
+DEFAULT_SUITE = {"magic_transformer/train": ["3"], "digits_vlm/train": ["4"]}
 
 
 @pytest.fixture(scope="module")

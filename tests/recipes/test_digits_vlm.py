@@ -21,7 +21,7 @@ CONFIG = ROOT / "recipes" / "digits_vlm" / "configs" / "train.yaml"
 SMALL = ["text_config.num_hidden_layers=2", "vision_config.depth=2", "vision_config.deepstack_visual_indexes=[0]"]
 SMALL = [f"model.config.{key}" for key in SMALL]
 QUICK = ["data.num_workers=0", "log.interval=1", "loop.eval_interval=null", "digits.drawings=1", "digits.count=60"]
-QUICK += ["mllm.micro_batch_tokens=256", "loop.total_steps=6", "loop.epochs=null"]
+QUICK += ["mllm.micro_batch_tokens=256", "loop.total_steps=6", "loop.epochs=null", "log.backends=[terminal,file,jsonl]"]
 
 
 def run(folder: Path, *more: str) -> int:

@@ -20,7 +20,7 @@ from mvp_engine.runs import list_runs
 pytestmark = pytest.mark.slow
 FOLDER = ROOT / "recipes" / "qwen3"
 TASKS = ("count", "largest", "next", "reverse")
-SMALL = ["made.modules=20", "made.chats=60", "log.interval=1"]
+SMALL = ["made.modules=20", "made.chats=60", "log.interval=1", "log.backends=[terminal,file,jsonl]"]
 QUICK = {
     "pretrain_cpu": ["loop.total_steps=8", "eval_generation.every_n_samples=20", "eval_generation.max_new_tokens=4"],
     "sft_cpu": ["eval_generation.every_n_samples=10"],

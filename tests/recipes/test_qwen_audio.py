@@ -33,7 +33,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def words(folder: Path, *more: str) -> list[str]:
-    return [f"project.dir={folder}", *FEW, *SMALL, "loop.total_steps=6", "loop.eval_interval=null", *more]
+    few = [*FEW, *SMALL, "log.backends=[terminal,file,jsonl]"]
+    return [f"project.dir={folder}", *few, "loop.total_steps=6", "loop.eval_interval=null", *more]
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "vit_classification" / "configs"
 SMALL = ["model.config.num_hidden_layers=1", "model.config.hidden_size=16", "model.config.intermediate_size=16"]
 QUICK = ["data.num_workers=0", "log.interval=1", "loop.eval_interval=null", "optim.warmup_steps=0"]
+QUICK += ["log.backends=[terminal,file,jsonl]"]  # a plot takes half a second
 
 
 def run(folder: Path, *more: str) -> int:

@@ -151,7 +151,7 @@ def test_ray_actors_see_one_gpu_each(running: WorkerGroup) -> None:
 
 @pytest.mark.campaign(only=True)
 def test_ray_controller_killed_leaves_no_process() -> None:
-    controller = spawn(str(HERE / "controller.py"), "ray")
+    controller = spawn(str(HERE / "controller.py"), "ray", fresh=True)
     assert controller.stdout is not None
     lines = []
     while not lines or not lines[-1].startswith("ranks "):

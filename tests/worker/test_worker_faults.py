@@ -101,7 +101,7 @@ class RecipeLoss:
 @pytest.mark.campaign(only=True)
 def test_controller_killed_leaves_no_process(tmp_path: Path) -> None:
     """With processes that start from nothing, as in a training."""
-    controller = spawn(str(Path(__file__).parent / "controller.py"), "spawn")
+    controller = spawn(str(Path(__file__).parent / "controller.py"), "spawn", fresh=True)
     assert controller.stdout is not None
     lines = [controller.stdout.readline() for _ in range(2)]
     assert lines[0].startswith("loss "), lines[0] + controller.stdout.read()
