@@ -1,0 +1,97 @@
+"""Models with mixers on shards, sequence parallel, with activation checkpointing and compiled: gradients to 1e-5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import parallel
+from mixer_families import MIXERS, mixer_model
+from torch.optim.lr_scheduler import LambdaLR
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.model_engine import LanguageModelEngine, Settings
+
+QUICK = ["qwen3_5_text", "lfm2_moe", "mamba"]  # by a kernel's function, by a convolution alone, by sequence
+OTHERS = [name for name in MIXERS if name not in QUICK]
+# With experts, compiled blocks have graph breaks on a CPU, which take long to compile.
+HOW: dict[str, dict[str, Any]] = {
+    "full": {"activation_checkpointing": "full"},
+    "selective": {"activation_checkpointing": "selective"},
+    "compiled": {"compile": "aot_eager"},
+    "compiled, full": {"compile": "aot_eager", "activation_checkpointing": "full"},
+}
+
+
+def batches() -> list[PackedBatch]:
+    """Two of the same size with other boundaries: those of the first must not be used for the second."""
+    g = torch.Generator().manual_seed(3)
+    return [
+        PackedBatch.from_sequences([torch.randint(3, 99, (n,), generator=g) for n in lengths])
+        for lengths in ((7, 3, 11, 2), (2, 9, 12))
+    ]
+
+
+def gradients(name: str, layout: Layout, **how: Any) -> dict[str, torch.Tensor]:
+    """Of both batches, whose forwards come before both backwards: so a forward that is repeated comes late."""
+    engine = LanguageModelEngine(mixer_model(name), layout, Settings(seed=5, **how))
+    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0), lambda sgd: LambdaLR(sgd, lambda _: 1.0))
+    engine.model.eval()
+
+    def loss(_: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        found = [engine.model(batch, ["log_probs"])["log_probs"] for batch in batches()]
+        weights = torch.linspace(0.5, 1.5, len(found[0]))
+        return sum((weights * one).sum() for one in found), batches()[0].num_loss_tokens  # type: ignore[return-value]
+
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch([batches()[0]], loss)
+    grads = {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
+    return {key: full_tensor(grad).clone() / layout.data_size for key, grad in grads.items()}
+
+
+def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert (found[key] - value).abs().max() <= 1e-5 * value.abs().max().clamp(min=1.0), key
+
+
+def on_two_ranks(names: list[str]) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
+    world = World.join("cpu")
+    layouts = {kind: Layout.of(world, parallel(**{kind: 2})) for kind in ("shard", "ulysses")}
+    found = {kind: {name: gradients(name, layout) for name in names} for kind, layout in layouts.items()}
+    world.close()
+    return found
+
+
+def check_two_ranks(ranks: Any, names: list[str]) -> None:
+    expected = {name: gradients(name, Layout(World.join("cpu"))) for name in names}
+    for found in ranks.run(on_two_ranks, names):
+        for of_layout in found.values():
+            for name in names:
+                check(of_layout[name], expected[name])
+
+
+def test_mixers_on_two_shards_and_sequence_parallel_have_the_gradients_of_one_rank(ranks2) -> None:
+    check_two_ranks(ranks2, QUICK)
+
+
+@pytest.mark.campaign(only=True)
+def test_all_mixers_on_two_shards_and_sequence_parallel_have_the_gradients_of_one_rank(ranks2) -> None:
+    check_two_ranks(ranks2, OTHERS)
+
+
+CASES = [(name, how) for name in MIXERS for how in HOW]
+QUICK_CASES = [("qwen3_5_text", "full"), ("qwen3_5_text", "selective"), ("mamba", "full"), ("mamba2", "compiled")]
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [pytest.param(*case, marks=[] if case in QUICK_CASES else pytest.mark.campaign(only=True)) for case in CASES],
+)
+def test_mixers_with_activation_checkpointing_or_compiled_have_the_same_gradients(name: str, how: str) -> None:
+    layout = Layout(World.join("cpu"))
+    torch._dynamo.reset()
+    check(gradients(name, layout, **HOW[how]), gradients(name, layout))
