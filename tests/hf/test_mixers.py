@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from mixer_families import MIXERS, mixer_model
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel, attention, preflight
 from mvp_engine.hf.mixers.packing import Packing
+from mvp_engine.model_engine import LanguageModelEngine
 
 LENGTHS = (13, 1, 6, 20, 6)
 
@@ -83,3 +86,19 @@ def test_model_without_mixers_is_unchanged() -> None:
     model = LanguageModel.from_config(config_of("llama"))
     assert model.mixers.modules == {}
     assert "forward" not in model.decoder().layers[0].__dict__
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h", "lfm2_moe", "falcon_h1"])
+def test_mixers_folder_to_engine_to_folder_keeps_weights_and_log_probs(name: str, tmp_path: Path) -> None:
+    model = mixer_model(name)
+    model.hf.save_pretrained(tmp_path / "base")
+    engine = LanguageModelEngine(LanguageModel.on_meta(tmp_path / "base"), Layout(World.join("cpu")))
+    engine.initialize()
+    batch = PackedBatch.from_sequences(sequences())
+    expected = model(batch, ["log_probs"])["log_probs"]
+    assert torch.equal(engine.model(batch, ["log_probs"])["log_probs"], expected)
+    engine.export_hf(tmp_path / "exported")
+    again = type(model.hf).from_pretrained(tmp_path / "exported").state_dict()
+    before = model.hf.state_dict()
+    assert again.keys() == before.keys()
+    assert all(torch.equal(again[key], value) for key, value in before.items())
