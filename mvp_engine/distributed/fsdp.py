@@ -23,11 +23,24 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.fl
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     scalars = {param for param in model.parameters() if param.ndim == 0}
-    for part in [*blocks(model), model]:
+    for part in [*_sharing(blocks(model)), model]:
         fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=scalars)
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _sharing(found: list[nn.Module]) -> list[nn.Module | list[nn.Module]]:
+    """Blocks; those that share parameters, as in Zamba, in one list, which FSDP2 gathers and shards together."""
+    groups: list[list[nn.Module]] = []
+    group_of: dict[nn.Parameter, list[nn.Module]] = {}
+    for block in found:
+        group = next((group_of[param] for param in block.parameters() if param in group_of), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(block)
+        group_of |= dict.fromkeys(block.parameters(), group)
+    return [group if len(group) > 1 else group[0] for group in groups]
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
