@@ -159,7 +159,11 @@ def _quantize_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return codes[:, ::2] << 4 | codes[:, 1::2], scales
 
 
-@torch.library.custom_op("mvp::nf4_dequantize", mutates_args=())
+@torch.library.custom_op(
+    "mvp::nf4_dequantize",
+    mutates_args=(),
+    schema="(Tensor stored, int in_features, ScalarType dtype) -> Tensor",
+)
 def dequantize(stored: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
     """The weight (N, K) of `dtype` that these bytes stand for."""
     stored = stored.contiguous().view(torch.uint8)

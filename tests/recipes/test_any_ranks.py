@@ -26,6 +26,8 @@ SIZES = {
     "magic_transformer/train": ["task.train_problems=1000", "task.eval_problems=50"],
     "vit_classification/cpu": [],
     "digits_vlm/train": ["digits.count=60", "digits.drawings=1", *FEW_TOKENS],
+    "digits_vlm/qlora_base": ["digits.count=60", "digits.drawings=1", *FEW_TOKENS],
+    "digits_vlm/qlora": ["digits.count=60", "digits.drawings=1", *FEW_TOKENS],
     "qwen3/pretrain_cpu": ["made.modules=20", "made.chats=20", *FEW_TOKENS],
     "qwen3/sft_cpu": ["made.modules=20", "made.chats=20", *FEW_TOKENS],
     "qwen3_vl/words": ["shapes.rows=60", *FEW_TOKENS],

@@ -143,6 +143,7 @@ REAL = {  # the sizes of Qwen3-VL-2B
         ("pretrain_gpu8", ["captions", "interleaved", "videos", "texts", "held"]),
         ("instruct_gpu1", ["chats", "held_chats"]),
         ("instruct_gpu1_lora", ["chats", "held_chats"]),
+        ("instruct_gpu1_qlora", ["chats", "held_chats"]),
         ("instruct_gpu8", ["chats", "held_chats"]),
     ],
 )
