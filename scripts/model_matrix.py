@@ -24,10 +24,15 @@ FILE = ROOT / "mvp_engine" / "tools" / "models_text.json"
 PAGE = ROOT / "docs" / "models.md"
 BEGIN = "<!-- matrix -->\n"
 END = "\n<!-- /matrix -->"
-ENCODER = "an encoder: its tokens see later ones, so it has no next-token loss"
+REASONS = {
+    "encoder": "an encoder: its tokens see later ones, so it has no next-token loss",
+    "encoder-decoder": "the decoder of an encoder-decoder model; only decoder-only language models are supported",
+}
 
 PADDED = "on padded rows, one sequence per row: slower than packed ones"
 NO_ULYSSES = "parallel.ulysses > 1: it runs on padded rows, which have no tokens to share between ranks"
+
+NO_PLAN = "parallel.tensor > 1: its code fails with the tensor-parallel plan of transformers"
 
 
 def main(words: list[str]) -> None:
@@ -67,7 +72,7 @@ def measure_entry(name: str, pool: Any) -> dict[str, Any]:
     result = measure(name)
     assert result.verdict != "wrong", f"{name} passes the preflight and is not exact: {result.reason}"
     if result.verdict == "refused":
-        reason = ENCODER if kind == "encoder" else short(name, result.reason)
+        reason = REASONS.get(kind) or short(name, result.reason)
         return entry | dict.fromkeys(("packed", "data_kit", "lora", "ulysses", "tensor", "export"), reason)
     entry |= {"packed": True, "data_kit": True}
     entry["lora"] = short(name, sweep_columns.lora(name))
@@ -76,6 +81,8 @@ def measure_entry(name: str, pool: Any) -> dict[str, Any]:
         if result.padded_rows and column == "ulysses":
             assert answer is not True, name
             answer = NO_ULYSSES
+        if isinstance(answer, str) and "its code fails" in answer:
+            answer = NO_PLAN if column == "tensor" else answer
         entry[column] = short(name, answer)
     entry["export"] = short(name, sweep_columns.export(name))
     note = FAMILIES[name][0] if name in FAMILIES else ""
@@ -89,7 +96,7 @@ def short(name: str, reason: bool | str) -> bool | str:
         return reason
     reason = re.sub(rf"^{re.escape(name)} (cannot be trained on packed sequences: )?", "", reason)
     reason = re.sub(r"^parallel\.(\w+)=2", r"parallel.\1 > 1", reason)
-    return re.sub(rf"\b{re.escape(name)}:? (has|runs|log-probs)", r"it \1", reason)
+    return re.sub(rf"\b({re.escape(name)}|gpt2):? (has|runs|log-probs|keeps)", r"it \2", reason)
 
 
 def write_page() -> None:

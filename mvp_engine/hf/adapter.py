@@ -16,6 +16,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.errors import UserError
 from mvp_engine.hf import export as hf_export
 from mvp_engine.hf.export_plan import ExportPlan
 from mvp_engine.hf.lora import merge_adapters
@@ -76,7 +77,14 @@ class HFAdapter:
         with raise_on_all_ranks(group):
             # transformers' own forward does not know tensor-parallel parameters.
             reference = layout.tensor_mesh is None
-            check_packing(self.model, exact=exact, reference=reference, group=group)
+            try:
+                check_packing(self.model, exact=exact, reference=reference, group=group)
+            except UserError as error:
+                if reference:
+                    raise
+                size = layout.tensor_mesh.size()  # type: ignore[union-attr]
+                message = f"parallel.tensor={size}, by transformers' tensor-parallel plan: {error}"
+                raise UserError(f"{message} Set parallel.tensor=1, or another model") from error
 
     def preflight_gradients(self, layout: Layout) -> None:
         if layout.tensor_mesh is not None:

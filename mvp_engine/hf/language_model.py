@@ -144,8 +144,12 @@ class LanguageModel(PackedModel):
         """The module that a text model has between its backbone and its output embedding (ModernBERT: dense, norm)."""
         if self.decoder() is not self.base() or not self.has_backbone:
             return None
-        known = {self.base(), self.hf.get_output_embeddings()}  # type: ignore[operator]
-        others = [child for child in self.hf.children() if child not in known]
+        head: Any = self.hf.get_output_embeddings()  # type: ignore[operator]
+        others = [
+            child
+            for child in self.hf.children()
+            if child is not self.base() and head not in child.modules()
+        ]
         if len(others) != 1 or not any(True for _ in others[0].parameters()):
             return None
         return others[0] if len(inspect.signature(others[0].forward).parameters) == 1 else None

@@ -204,13 +204,20 @@ def check_gradients(model: PackedModel, mesh: DeviceMesh, group: dist.ProcessGro
     tensor-parallel plan does not sum the parts, training continues with wrong gradients and no
     error. `group`: all ranks of the world.
     """
-    with _eager_eval(model):
-        hidden_TD = _hidden(model, *_sequences(model, (15, 9), seed=0)).float()
-        if not hidden_TD.requires_grad:  # all parameters are frozen
-            return
-        generator = torch.Generator().manual_seed(1)
-        direction_TD = torch.randn(hidden_TD.shape, generator=generator).to(hidden_TD.device)
-        (hidden_TD * direction_TD).sum().backward()
+    try:
+        with _eager_eval(model):
+            hidden_TD = _hidden(model, *_sequences(model, (15, 9), seed=0)).float()
+            if not hidden_TD.requires_grad:  # all parameters are frozen
+                return
+            generator = torch.Generator().manual_seed(1)
+            direction_TD = torch.randn(hidden_TD.shape, generator=generator).to(hidden_TD.device)
+            (hidden_TD * direction_TD).sum().backward()
+    except RuntimeError as error:
+        model_type = model.hf.config.model_type  # type: ignore[union-attr]
+        raise UserError(
+            f"parallel.tensor={mesh.size()}: {model_type} cannot be trained with transformers' tensor-parallel plan, "
+            f"its code fails ({error}). Set parallel.tensor=1"
+        ) from error
     with raise_on_all_ranks(group):
         for name, param in model.named_parameters():
             if param.grad is None or _is_tensor_parallel(param):

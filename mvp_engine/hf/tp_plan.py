@@ -52,6 +52,11 @@ def _check(config: Any, plan: dict[str, str], ranks: int) -> None:
         raise UserError(
             f"parallel.tensor={ranks}: {config.model_type} has no tensor-parallel plan in transformers"
         )
+    if any(getattr(config, "activation_sparsity_pattern", None) or ()):
+        raise UserError(
+            f"parallel.tensor={ranks}: {config.model_type} keeps the largest activations of an MLP by their mean and "
+            "deviation, and a rank with a slice of the MLP has only those of its slice. Set parallel.tensor=1"
+        )
     heads, kv_heads = num_heads(config)
     projections = [
         style for name, style in plan.items() if name.endswith(("k_proj", "query_key_value"))

@@ -39,7 +39,10 @@ def lora(name: str) -> bool | str:
     with torch.no_grad():
         for param in adapters.values():
             param += 0.1 * torch.randn_like(param)
-    model(PackedBatch.from_sequences(sequences(model)), ["loss"])["loss"].backward()
+    loss = model(PackedBatch.from_sequences(sequences(model)), ["loss"])["loss"]
+    if not loss.requires_grad:
+        return "its layers pass no gradient to adapters while the embeddings are frozen"
+    loss.backward()
     if not any(param.grad is not None and param.grad.abs().max() > 0 for param in adapters.values()):
         return "the adapters get no gradients"
     return True
@@ -68,9 +71,10 @@ def export(name: str) -> bool | str:
 
 def gradients(model: LanguageModel, layout: Layout, **settings: Any) -> dict[str, Tensor]:
     """Those of the summed loss of one batch, on this layout."""
+    mode = model.training
     engine = LanguageModelEngine(model, layout, Settings(**settings))
     engine.initialize(lambda module: torch.optim.SGD(module.parameters(), 0.0), lambda sgd: LambdaLR(sgd, _constant))
-    engine.model.eval()
+    engine.model.train(mode)
 
     def loss(micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         log_probs = engine.model(micro_batch, ["log_probs"])["log_probs"]

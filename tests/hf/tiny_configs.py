@@ -16,7 +16,8 @@ LONGEST = 64  # positions
 
 # A pattern of the whole field name, and the value of every field with such a name. The first match counts.
 RULES: list[tuple[str, Any]] = [
-    ("vocab_size(_per_layer_input)?", 99),
+    ("((pronunciation|shape)_)?vocab_size(_per_layer_input)?", 99),
+    ("(pronunciation|shape)_embed_dim", 8),
     ("pad_token_id", 0),
     ("bos_token_id", 1),
     ("eos_token_id", 2),

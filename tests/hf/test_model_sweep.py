@@ -1,0 +1,64 @@
+"""The sweep over text model types: what the shipped matrix says holds for tiny random models of each type."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import transformers
+from conftest import ROOT
+from model_sweep import causal_types, kind_of, measure
+
+from mvp_engine.tools.models import read_models
+
+FILE = json.loads((ROOT / "mvp_engine" / "tools" / "models_text.json").read_text())
+ENTRIES = {entry["name"]: entry for entry in FILE["models"]}
+
+# Types that no other test builds, one for each way in which a model may differ.
+SAMPLE = [
+    "gemma3n_text",  # activation sparsity, inputs per layer
+    "gemma4_text",  # head sizes by kind of layer
+    "modernbert-decoder",  # a dense layer before the head
+    "inkling_text",  # position bias in attention, short convolutions
+    "llama4_text",  # chunked attention
+    "mpt",  # ALiBi
+    "falcon",  # attention classes by name
+    "nemotron",  # keyword arguments that end in the model
+    "openai-gpt",  # no mask interface
+    "opt",  # learned positions with an offset
+    "blt",  # patches of bytes
+    "bert",  # an encoder
+]
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_sweep_sampled_type_is_as_the_matrix_says(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.campaign(only=True)
+@pytest.mark.parametrize("name", causal_types())
+def test_sweep_every_type_is_as_the_matrix_says(name: str) -> None:
+    check(name)
+
+
+def check(name: str) -> None:
+    if name not in causal_types():
+        pytest.skip("this transformers does not have it")
+    result = measure(name)
+    assert result.verdict != "wrong", result.reason
+    if transformers.__version__ == FILE["transformers"]:  # others may support more, or less
+        assert (result.verdict == "exact") is (ENTRIES[name]["packed"] is True), result.reason
+        assert kind_of(name) == ENTRIES[name]["kind"]
+
+
+def test_matrix_lists_every_causal_type_of_its_transformers() -> None:
+    if transformers.__version__ != FILE["transformers"]:
+        pytest.skip("another version of transformers than that of the matrix")
+    assert sorted(causal_types()) == sorted(ENTRIES)
+
+
+def test_matrix_95_percent_of_causal_decoders_are_exact() -> None:
+    decoders = [entry for entry in read_models().values() if entry["kind"] == "text"]
+    exact = [entry for entry in decoders if entry["packed"] is True]
+    assert len(exact) >= 0.95 * len(decoders)
