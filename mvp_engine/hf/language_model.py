@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from mvp_engine.hf.kv_cache import KVCache
 
 OF_LABELS = frozenset(("log_probs", "label_entropy", "loss", "losses"))  # 0 without a label
-MOST_LABELS = (
-    0.9  # the share of tokens with a label up to which selecting them costs less than their logits
-)
+MOST_LABELS = 0.9  # share of tokens with a label above which the head runs on all tokens
 
 
 class LanguageModel(PackedModel):

@@ -25,9 +25,7 @@ from mvp_engine.kit.gumbel_noise import sample_tokens, sequence_keys
 from mvp_engine.model_engine import ModelEngine
 
 Finished = Callable[[list[int]], bool]
-REPLAYS = (
-    8  # of a CUDA graph between two waits for the device; a finished batch may run as many in vain
-)
+REPLAYS = 8  # of a CUDA graph between two host syncs; a finished batch runs at most as many in vain
 
 
 @dataclass(frozen=True)
