@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
-from mixer_families import MIXERS, mixer_model
+from mixer_families import MIXERS, VISION_MIXERS, mixer_model
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
@@ -102,3 +103,14 @@ def test_mixers_folder_to_engine_to_folder_keeps_weights_and_log_probs(name: str
     before = model.hf.state_dict()
     assert again.keys() == before.keys()
     assert all(torch.equal(again[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("name", VISION_MIXERS)
+def test_mixers_with_images_and_videos_packed_equals_alone_and_transformers(name: str, monkeypatch) -> None:
+    monkeypatch.setitem(tiny_models.VISION, name, ("", {}, "patches frame"))
+    model = mixer_model(name)
+    ones = tiny_models.samples(model, name)
+    tiny_models.check_packed_is_alone(model, ones, ["log_probs", "entropy"])
+    for one in ones:
+        theirs = tiny_models.transformers_log_probs(model, tiny_models.processor_inputs(model, one))
+        assert torch.allclose(model(one, ["log_probs"])["log_probs"], theirs, rtol=1e-5, atol=1e-5)
