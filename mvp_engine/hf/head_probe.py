@@ -109,8 +109,8 @@ def open_head(causal_lm: nn.Module) -> None:
     head: Any = causal_lm.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(head, nn.Linear):
         raise UserError(
-            f"{type(causal_lm).__name__} does not separate its backbone from its head, and its head is "
-            f"{type(head).__name__}: choose another model"
+            f"{type(causal_lm).__name__} does not separate its backbone from its head, and names no linear "
+            "output embedding: choose another model"
         )
     head.__dict__["forward"] = _identity
 

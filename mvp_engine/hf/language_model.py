@@ -108,6 +108,11 @@ class LanguageModel(PackedModel):
                 f"{config.model_type} drafts tokens for another model and reads that model's keys and values; "
                 "only models that run by themselves are supported"
             )
+        if hasattr(config, "thinker_config"):
+            raise UserError(
+                f"{config.model_type} is a thinker with a talker: save the thinker alone (AutoModelForMultimodalLM."
+                "from_pretrained(path).thinker.save_pretrained(folder)) with the processor's files, and train that"
+            )
         is_multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
         auto_class = AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
         return cls(from_auto(auto_class, config), **options)

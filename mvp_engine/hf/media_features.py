@@ -46,11 +46,9 @@ def copy_to_device(host: Tensor, device: torch.device) -> Tensor:
 # ---- Placeholder masks from the token ids on the host ------------------------------------------
 
 _HOST_IDS = WeakTensorKeyDictionary()  # input_ids on the device -> the same values on the host
-_IS_VIDEO = (
-    WeakTensorKeyDictionary()
-)  # input_ids on the device -> which tokens are videos, on the host
+_TYPES = WeakTensorKeyDictionary()  # input_ids on the device -> mm_token_type_ids on the host
 NO_TOKEN = -1
-VIDEO = 2  # in mm_token_type_ids
+OTHER_TYPE = {"image_features": 2, "video_features": 1}  # of mm_token_type_ids: 1 image, 2 video
 
 
 def register_host_ids(input_ids: Tensor, host_input_ids: Tensor | None) -> None:
@@ -71,7 +69,7 @@ def register_video_tokens(input_ids: Tensor, batch: PackedBatch, config: Any) ->
         return
     video_token = getattr(config, "video_token_id", None)
     if video_token is not None and not bool((host_ids == video_token).any()):
-        _IS_VIDEO[input_ids] = types.cpu().view(input_ids.shape) == VIDEO
+        _TYPES[input_ids] = types.cpu().view(input_ids.shape)
 
 
 def _placeholder_mask(
@@ -93,16 +91,19 @@ def _placeholder_mask(
     if host_ids is None or inputs_embeds is None:
         return original(input_ids, inputs_embeds, *args, **kwargs)
 
-    is_video = _IS_VIDEO.get(input_ids)
-    one_kind = {
-        name for name in ("image_features", "video_features") if kwargs.get(name) is not None
-    }
-    if is_video is not None and len(one_kind) == 1:
-        other_kind = is_video if one_kind == {"image_features"} else ~is_video
-        host_ids = host_ids.masked_fill(other_kind, NO_TOKEN)
+    types = _TYPES.get(input_ids)
+    given = [name for name in OTHER_TYPE if kwargs.get(name) is not None]
+    if types is not None and len(given) == 1:
+        host_ids = host_ids.masked_fill(types == OTHER_TYPE[given[0]], NO_TOKEN)
     host_args = [_shape_only(value) for value in (inputs_embeds, *args)]
     host_kwargs = {name: _shape_only(value) for name, value in kwargs.items()}
-    masks = original(host_ids, *host_args, **host_kwargs)
+    try:
+        masks = original(host_ids, *host_args, **host_kwargs)
+    except ValueError as error:
+        raise UserError(
+            f"{type(model).__name__}: {error}. If rows with images and rows with videos train alone, this model cannot "
+            "have both in one pack"
+        ) from error
     device = inputs_embeds.device
     if isinstance(masks, tuple):
         return tuple(_mask_to_device(mask, host_ids, device) for mask in masks)

@@ -43,6 +43,9 @@ _CROSS_ATTENTION = {"cross_attention_states", "perceiver_embeddings"}
 def check_inputs(causal_lm: nn.Module) -> None:
     """Raise for a model that takes its media in another way than as features of placeholder tokens."""
     name = type(causal_lm).__name__
+    config: Any = causal_lm.config
+    if not hasattr(config.get_text_config(), "vocab_size"):
+        raise UserError(f"{name} is no language model: its config has no vocabulary")
     base: Any = causal_lm.base_model
     parameters = inspect.signature(base.forward).parameters
     if _CROSS_ATTENTION & parameters.keys():

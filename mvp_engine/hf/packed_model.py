@@ -58,6 +58,9 @@ def from_auto(auto_class: Any, config: Any) -> Any:
             # Encoders with attention code of their own, such as SAM, take one item per row and need no boundaries.
             attention.build_encoders_eagerly(config)
             return auto_class.from_config(config)
+    except ImportError as error:
+        missing = " ".join(str(error).split())
+        raise UserError(f"{model_type} needs a package that is not installed: {missing}") from error
     except Exception as error:
         if isinstance(error, KeyError) and attention.NAME in error.args:
             return _with_own_attention(auto_class, config)

@@ -89,6 +89,11 @@ class MediaPreflight:
         by_neighbour = _difference(packed[:length], changed[:length])
         if by_neighbour > NEIGHBOUR_BOUNDS[exact]:
             return f"the media of one row change the outputs of another one by {by_neighbour:.1e}"
+        own_changed = _hidden(self.model, _other_media(row), neighbour)
+        floats = [one.values for one in row.media.values() if one.values.is_floating_point()]
+        has_values = any(bool(values.any()) for values in floats)
+        if has_values and torch.equal(packed[:length], own_changed[:length]):
+            return "the media of a row do not change its outputs: the model finds no placeholder tokens of them"
         alone = torch.cat([_hidden(self.model, row), _hidden(self.model, neighbour)])
         from_alone = _difference(packed, alone)
         if from_alone > BOUNDS[exact]:
@@ -121,6 +126,6 @@ def _other_media(row: PackedBatch) -> PackedBatch:
     """The same row with other images, videos or audio of the same sizes."""
     media = {}
     for kind, one in row.media.items():
-        values: Tensor = -one.values
+        values: Tensor = -one.values if one.values.is_floating_point() else one.values
         media[kind] = dataclasses.replace(one, values=values)
     return dataclasses.replace(row, media=media)

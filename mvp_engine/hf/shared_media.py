@@ -86,16 +86,29 @@ _FRAMES = (
 
 def encoder_inputs(base: nn.Module, kind: str, media: Media) -> dict[str, Tensor]:
     """Values and fields that a model's forward gets: shared items once, where the model supports it."""
+    if "target_sizes" in media.fields:
+        return {kind: _as_strip(media), **_unshared(media).fields}
     if media.shared_with is not None:
         if _METHODS.get(kind, "") in base.__dict__:
             _USES[media.values] = _Uses.of(media)
         else:
-            media = media.select(list(range(len(media.shared_with))), share=False)
+            media = _unshared(media)
     # A grid comes with patches of any shape.
     is_frames = kind == "pixel_values_videos" and media.values.ndim == 4 and not media.fields
     if is_frames and _METHODS[kind] in base.__dict__:
         _FRAMES[media.values] = media.row_counts.tolist()
     return {kind: media.values, **media.fields}
+
+
+def _unshared(media: Media) -> Media:
+    if media.shared_with is None:
+        return media
+    return media.select(list(range(len(media.shared_with))), share=False)
+
+
+def _as_strip(media: Media) -> Tensor:
+    """Patches side by side in one row, (1, channels, p, p * patches), as MiniCPM-V takes them."""
+    return _unshared(media).values.permute(1, 2, 0, 3).flatten(2)[None]
 
 
 def _features_of_uses(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -27,6 +27,7 @@ class Special:
     aliases: dict[str, str] = field(default_factory=dict)  # config key without _token_id -> token
     places: dict[str, str] = field(default_factory=dict)  # what the chat template writes for an item
     template: str = ""
+    noise: float = 0.1  # of the random weights
 
 
 DROP = "drop this key"
@@ -76,6 +77,14 @@ GEMMA3 = {
 }
 GEMMA4_AUDIO = {f"{name}_token": f"<|{name}_token|>" for name in ("audio", "boa", "eoa")}
 START = {"vision_start_token_id": 3, "vision_end_token_id": 4}
+VQ = {
+    "base_channels": 32,
+    "channel_multiplier": [1, 1],
+    "num_embeddings": 10,
+    "latent_channels": 32,
+    "num_res_blocks": 1,
+    "resolution": 16,
+}
 SAM = {"image_size": 64, "output_channels": 16, "window_size": 4, "global_attn_indexes": [1], "num_pos_feats": 8}
 FOUR_HEADS = {"num_key_value_heads": 4}
 OMNI_PATCH = {"patch_size": 14}  # the code of its processor fixes videos to 100,000 pixels
@@ -109,11 +118,11 @@ EXCEPTIONS: dict[str, Special] = {
     "cosmos3_edge": qwen_like(),
     "cosmos3_omni": qwen_like(processor_of="qwen3_vl"),
     "deepseek_ocr2": Special(
-        images={"size": {"height": 64, "width": 64}, "tile_size": 48},
+        images={"size": {"height": 256, "width": 256}, "tile_size": 192},
         options={"patch_size": 4},
         config={
             "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
-            "vision_config": {"sam_config": {**SAM, "downsample_channels": [24, 32]}},
+            "vision_config": {"sam_config": {**SAM, "image_size": 256, "downsample_channels": [24, 32]}},
         },
     ),
     "unlimited_ocr": Special(
@@ -127,7 +136,15 @@ EXCEPTIONS: dict[str, Special] = {
         image_processor="Gemma4ImageProcessor",
         video_processor="Gemma4VideoProcessor",
         feature_extractor="Gemma4AudioFeatureExtractor",
-        config={"text_config": {"per_layer_config": DROP}},
+        parts={"vision_config": {}},
+        config={
+            "text_config": {
+                "per_layer_config": DROP,
+                "num_experts": 4,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 16,
+            }
+        },
         named=GEMMA4_AUDIO,
     ),
     "ernie4_5_vl_moe": Special(
@@ -135,17 +152,11 @@ EXCEPTIONS: dict[str, Special] = {
         places={kind: f"<|{kind}_start_token|><|{kind}_token|><|{kind}_end_token|>" for kind in ("image", "video")},
         config={"text_config": {**MROPE, "moe_intermediate_size": [16, 16], "moe_num_shared_experts": 1}},
     ),
-    "evolla": Special(),
     "exaone4_5": qwen_like(config={}),
     "fast_vlm": Special(processor_of="llava"),
     "gemma3": Special(**GEMMA3),
     "shieldgemma2": Special(processor_of="gemma3", **GEMMA3),
     "gemma4": Special(
-        parts={"vision_config": {}, "audio_config": {}},
-        config={"text_config": {"per_layer_config": DROP}},
-        named=GEMMA4_AUDIO,
-    ),
-    "gemma4_unified": Special(
         parts={"vision_config": {}, "audio_config": {}},
         config={"text_config": {"per_layer_config": DROP}},
         named=GEMMA4_AUDIO,
@@ -160,7 +171,17 @@ EXCEPTIONS: dict[str, Special] = {
     "glmga": glm_like(processor_of="glm46v", image_processor="GlmgaImageProcessor"),
     "glm_ocr": glm_like(processor_of="glm46v"),
     "glm5_next": glm_like(
-        config={"text_config": {**MROPE, **FOUR_HEADS, "index_kpool": 2, "qk_rope_head_dim": 0, "qk_head_dim": 8}}
+        config={
+            "text_config": {
+                **MROPE,
+                **FOUR_HEADS,
+                "linear_head_dim": 8,
+                "linear_num_heads": 4,
+                "index_kpool": 2,
+                "qk_rope_head_dim": 0,
+                "qk_head_dim": 8,
+            }
+        }
     ),
     "got_ocr2": Special(  # its processor fixes the tokens of an image to 256
         images={"size": {"height": 256, "width": 256}},
@@ -170,6 +191,7 @@ EXCEPTIONS: dict[str, Special] = {
         named={"image_token": "<image>", "image_start_token": "<start>", "image_end_token": "<end>"},
         places={"image": "<start><image><end>"},
         config={
+            "vision_config": {"max_image_size": 64},
             "text_config": {
                 "head_dim": 8,
                 "rope_parameters": {
@@ -179,7 +201,7 @@ EXCEPTIONS: dict[str, Special] = {
                     "factor": 1.0,
                     "mrope_section": [1, 1, 1, 1],
                 },
-            }
+            },
         },
     ),
     "internvl": Special(options={"image_seq_length": 4}),
@@ -187,13 +209,19 @@ EXCEPTIONS: dict[str, Special] = {
     "chameleon": Special(),
     "granite4_vision": Special(
         parts={"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
+        options={"downsample_rate": "1/2"},
         config={"vision_config": {"hidden_size": 64}},
     ),
-    "molmo2": Special(config={"adapter_config": {"vision_feature_layer": [1, 0]}}),
-    "nemotron_h_omni": Special(
-        feature_extractor="WhisperFeatureExtractor", video_processor="NemotronH_Omni_Reasoning_V3VideoProcessor"
+    "molmo2": Special(
+        images={"overlap_margins": [1, 1]},
+        config={"adapter_config": {"vision_feature_layer": [1, 0]}},
+        aliases={"image_patch": "<im_patch>"},
+        tokens=("<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<im_end>", "<im_low>"),
     ),
-    "step3p7": Special(config={"text_config": {"sliding_window": 48}}),
+    "step3p7": Special(
+        images={"size": {"height": 64, "width": 64}, "patch_size": 32, "vision_patch_size": 4, "downsampler_stride": 4},
+        config={"text_config": {"sliding_window": 48}, "vision_config": {"image_size": 64, "patch_size": 4}},
+    ),
     "kimi_k25": Special(config={"text_config": FOUR_HEADS}),
     "lfm2_vl": Special(
         images={"encoder_patch_size": 4, "tile_size": 32, "max_image_tokens": 16, "min_image_tokens": 4},
@@ -205,8 +233,9 @@ EXCEPTIONS: dict[str, Special] = {
         tokens=("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["),
     ),
     "mistral3": Special(options={"spatial_merge_size": 2}),
-    "mistral_large4": Special(config={"text_config": FOUR_HEADS}),
-    "muse_spark": Special(config={"audio_config": {"num_hidden_layers": 4}}),
+    "mistral_large4": Special(
+        options={"spatial_merge_size": 2}, config={"text_config": {**FOUR_HEADS, "index_topk": 256}}
+    ),
     "ovis2": Special(
         aliases={"image": "<IMG_ATOM>"},
         tokens=tuple(f"<IMG_{n}>" for n in ("START", "ATOM", "GRID", "COL", "ROW", "END")),
@@ -245,4 +274,48 @@ EXCEPTIONS: dict[str, Special] = {
     "hyperclovax_vision_v2": qwen_like(config={}),
     "video_llama_3": Special(),
     "video_llava": Special(),
+    "fuyu": Special(tokens=("|SPEAKER|", "|NEWLINE|", "<0x04>")),
+    "gemma4_unified": Special(
+        parts={"vision_config": {}, "audio_config": {}},
+        config={
+            "text_config": {"per_layer_config": DROP},
+            "vision_config": {"mm_embed_dim": 32, "mm_posemb_size": 64},
+        },
+        named=GEMMA4_AUDIO,
+        noise=0.05,
+    ),
+    # Refused by their models, before any processor is used.
+    **{
+        name: Special(processor_of="llava", **({"parts": parts} if parts else {}))
+        for name, parts in {
+            "instructblip": {},
+            "instructblipvideo": {},
+            "evolla": {},
+            "nemotron_h_omni": {},
+            "vision-encoder-decoder": {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}},
+        }.items()
+    },
+    "kosmos-2": Special(processor="Kosmos2Processor", image_processor="CLIPImageProcessor"),
+    "kosmos-2.5": Special(processor="Kosmos2_5Processor", image_processor="Kosmos2_5ImageProcessor"),
+    "muse_glimmer": Special(config={"out_hidden_size": 128}),
+    "muse_spark": Special(
+        config={
+            "out_hidden_size": 128,
+            "audio_config": {"num_hidden_layers": 4, "hidden_sizes": [16, 16, 16, 16], "depths": [1, 1, 1, 1]},
+        }
+    ),
+    **dict.fromkeys(
+        ["minicpm_ocr", "minicpmv4_6", "minicpmv4_7"],
+        Special(
+            config={
+                "image_token_id": 3,
+                "insert_layer_id": 1,
+                "vision_config": {"insert_layer_id": 1},
+                "text_config": {"layer_types": ["linear_attention", "full_attention"]},
+            },
+            images={"scale_resolution": 32},
+        ),
+    ),
+    "paligemma": Special(images={"image_seq_length": 16}),
+    "janus": Special(config={"vq_config": VQ}),
 }

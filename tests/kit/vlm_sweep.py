@@ -16,19 +16,25 @@ from typing import Any
 
 import torch
 import transformers as hf
-from test_families_kit import file_of, opened
+from test_families_kit import RATE, file_of, opened
 from test_media import processor_outputs
-from vlm_tiny import tiny_config, tiny_processor
+from vlm_tiny import special_of, tiny_config, tiny_processor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.lora import add_adapters
+from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.hf.preflight import check_packing
 from mvp_engine.hf.preflight_media import MediaPreflight
 from mvp_engine.kit import MLLMData, MLLMDataKit
 
 TOLERANCE = 1e-5
 VERBOSE = bool(os.environ.get("VERBOSE"))
+
+
+class NotTinyError(Exception):
+    """A config that the rules of vlm_tiny.py do not make small."""
 
 
 @dataclass
@@ -48,7 +54,8 @@ def types() -> list[str]:
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
 
-    return sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
+    names = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    return sorted(names - {"mistral4"})  # listed there, but text only: see tests/hf/model_sweep.py
 
 
 def try_type(name: str) -> Trial:
@@ -61,11 +68,13 @@ def try_type(name: str) -> Trial:
             traceback.print_exc()
         return Trial(name, "no tiny model", reason=_last_line())
     try:
-        kinds = check_type(config, processor)
+        kinds = check_type(config, processor, special_of(name).noise)
     except UserError as error:
         if VERBOSE:
             traceback.print_exc()
         return Trial(name, "refused", reason=str(error))
+    except NotTinyError as error:
+        return Trial(name, "no tiny model", reason=str(error))
     except AssertionError as error:
         return Trial(name, "wrong", reason=str(error))
     except Exception:  # noqa: BLE001 - any error is the result of a trial
@@ -75,6 +84,18 @@ def try_type(name: str) -> Trial:
     return Trial(name, "exact", ", ".join(kinds))
 
 
+def lora(name: str) -> bool | str:
+    """Adapters on the text layers of a type: the model stays exact on packed text. Or the reason why not."""
+    processor = tiny_processor(name)
+    model = random_model(tiny_config(name, processor), special_of(name).noise)
+    try:
+        add_adapters(model, Lora(rank=2))
+        check_packing(model)
+    except UserError as error:
+        return str(error)
+    return True
+
+
 def _last_line() -> str:
     kind, error, trace = sys.exc_info()
     frames = traceback.extract_tb(trace)
@@ -82,24 +103,25 @@ def _last_line() -> str:
     return f"{kind.__name__ if kind else ''}: {error} ({' '.join(places)})"
 
 
-def check_type(config: Any, processor: Any) -> list[str]:
+def check_type(config: Any, processor: Any, noise: float) -> list[str]:
     """Raise unless rows with media are exact through the data kit; returns the kinds of media."""
-    model = random_model(config)
+    model = random_model(config, noise)
     check_packing(model)
     with tempfile.TemporaryDirectory() as folder:
         return _check_rows(model, processor, Path(folder))
 
 
-def random_model(config: Any) -> LanguageModel:
+def random_model(config: Any, noise: float = 0.1) -> LanguageModel:
     """No weight is zero, and all media change the outputs by far more than the tolerance."""
     with torch.device("meta"):
         size = sum(param.numel() for param in LanguageModel.from_config(copy.deepcopy(config)).parameters())
-    assert size < 3_000_000, f"{size} parameters are not tiny"
+    if size > 3_000_000:
+        raise NotTinyError(f"{size} parameters")
     torch.manual_seed(0)
     model = LanguageModel.from_config(config)
     with torch.no_grad():
         for param in model.parameters():
-            param += 0.1 * torch.randn_like(param)
+            param += noise * torch.randn_like(param)
     return model.eval()
 
 
@@ -108,7 +130,7 @@ def _check_rows(model: LanguageModel, processor: Any, folder: Path) -> list[str]
     settings |= {"global_batch_tokens": 32768, "cache": str(folder / "cache"), "max_bad_fraction": 0.0}
     (folder / "rows.jsonl").write_text(json.dumps(_row([], "Hello.", "Hi.")) + "\n")
     kit = MLLMDataKit(MLLMData.model_validate(settings), processor, model_config=model.hf.config)
-    kinds = kit.row_encoder.media.kinds
+    kinds = [kind for kind in kit.row_encoder.media.kinds if kind != "audio" or _hears_files(kit)]
     if not kinds:
         raise UserError("the data kit finds no media in this processor")
     items: list[list[tuple[str, int]]] = [[]]
@@ -129,11 +151,25 @@ def _check_rows(model: LanguageModel, processor: Any, folder: Path) -> list[str]
     ones = [pack.select([order.index(i)]) for i in range(len(rows))]
     kinds, kept = _kinds_of_model(model, kinds, items, ones)
     ones, rows, media = ([values[i] for i in kept] for values in (ones, rows, media))
-    given = [own_inputs(processor, row, of_row) for row, of_row in zip(rows, media, strict=True)]
+    given, known = [], []
+    for i, (row, of_row) in enumerate(zip(rows, media, strict=True)):
+        try:
+            given.append(own_inputs(processor, row, of_row))
+        except ValueError:
+            if len(of_row) < 2:  # some processors take one item per text
+                raise
+            continue
+        known.append(i)
+    ones = [ones[i] for i in known]
     for one, inputs in zip(ones, given, strict=True):
         assert one.input_ids.tolist() == inputs["input_ids"][0].tolist(), "tokens differ from the processor's"
     compare(model, ones, given)
     return kinds
+
+
+def _hears_files(kit: MLLMDataKit) -> bool:
+    """Whether the processor has the sampling rate of the files: its own call does not resample."""
+    return kit.row_encoder.media.sampling_rate == RATE
 
 
 def _kinds_of_model(
@@ -191,10 +227,11 @@ def compare(model: LanguageModel, ones: list[PackedBatch], given: list[dict[str,
     packed, packed_grads = _ours(model, [PackedBatch.concat(ones)])
     _assert_close("packed and alone: log-probs", packed, alone)
     _assert_close("packed and transformers: log-probs", packed, own)
-    assert packed_grads.keys() == own_grads.keys(), sorted(packed_grads.keys() ^ own_grads.keys())[:5]
-    for name, grad in own_grads.items():
-        _assert_close(f"packed and alone: gradient of {name}", packed_grads[name], alone_grads[name])
-        _assert_close(f"packed and transformers: gradient of {name}", packed_grads[name], grad)
+    for name in {*own_grads, *packed_grads, *alone_grads}:
+        zero = torch.zeros(())  # a gradient may be zero up to rounding, such as of keys that are alone
+        grad = packed_grads.get(name, zero)
+        _assert_close(f"packed and alone: gradient of {name}", grad, alone_grads.get(name, zero))
+        _assert_close(f"packed and transformers: gradient of {name}", grad, own_grads.get(name, zero))
     encoders = [name for name in own_grads if not name.startswith(("model.language_model", "lm_head"))]
     assert encoders, "no encoder has a gradient"
 

@@ -31,6 +31,7 @@ from mvp_engine.kit.data.encode.processor_limits import (
 )
 from mvp_engine.kit.data.encode.processor_outputs import (
     concat_media,
+    split_extra,
     to_media,
     to_media_of_items,
 )
@@ -234,9 +235,11 @@ class MediaHandler:
         found = {name: [empty] for name, empty in self._empty.items()}
         for info, item in zip(infos, items, strict=True):
             expansions, outputs = self.runner.call([(info, item)])
+            outputs, extra = split_extra(outputs, self.runner.extra_names)
             name, media = to_media(outputs)
             texts += expansions
-            found[name].append(media)
+            for key, one in {name: media, **extra}.items():
+                found[key].append(one)
         texts = self._numbered(infos, texts)
         return texts, {name: concat_media(media) for name, media in found.items()}
 
@@ -253,7 +256,9 @@ class MediaHandler:
             return None
         pairs = list(zip(infos, items, strict=True))
         texts, outputs = self.runner.call(pairs)
-        found = to_media_of_items(outputs, len(infos))
+        found = None
+        if not self.runner.extra_names:
+            found = to_media_of_items(outputs, len(infos))
         if found is None:
             self._can_batch_images = False
             return None
@@ -314,8 +319,9 @@ class MediaHandler:
             raise BadRow(
                 "too_short", f"{info.kind} of {info.seconds:.3f} seconds becomes no token at all"
             )
+        outputs, extra = split_extra(outputs, self.runner.extra_names)
         _, media = to_media(outputs)
-        return text, media.values.numel()
+        return text, sum(one.values.numel() for one in (media, *extra.values()))
 
 
 def _supports(processor: Any, kind: str) -> bool:

@@ -134,9 +134,12 @@ def _audio_arguments(
     sampling_rate: int,
     short_audio: bool,
 ) -> dict[str, Any]:
+    defaults = getattr(processor.valid_processor_kwargs, "_defaults", {}).get("audio_kwargs", {})
     options: dict[str, Any] = {"sampling_rate": sampling_rate, "padding": "max_length"}
     if getattr(audio_extractor(processor), "n_samples", None) is None:
         options["padding"] = True  # to the longest: it has no length of its own
+    # Encoders see the padding at the end of audio, so it is that of the processor.
+    options["padding"] = defaults.get("padding", options["padding"])
     hop_length = getattr(audio_extractor(processor), "hop_length", None)
     if short_audio and hop_length is not None and options["padding"] == "max_length":
         options["max_length"] = max(map(len, values)) + 8 * hop_length

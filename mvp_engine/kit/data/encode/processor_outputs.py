@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ def to_media(outputs: dict[str, Any]) -> tuple[str, Media]:
     name = _value_name(outputs)
     fields = dict(outputs)
     values = fields.pop(name)
+    if "target_sizes" in fields:
+        return name, _from_strip(values, fields)
     if values.ndim != 5:
         if (
             len(values) > 1
@@ -47,6 +49,39 @@ def to_media(outputs: dict[str, Any]) -> tuple[str, Media]:
         return name, _single_sequence(tiles, [1] * len(tiles), tile_fields)
     tiles = values.flatten(0, 1)
     return name, _single_sequence(tiles, [len(tiles)], _fields_of_one(fields))
+
+
+def extra_names(outputs: dict[str, Any]) -> set[str]:
+    """Outputs for one item with another number of entries than one, such as the tiles besides a whole image."""
+    name = _value_name(outputs)
+    if "target_sizes" in outputs or outputs[name].ndim == 5:
+        return set()
+    rows = len(outputs[name])
+    lengths = {field: len(value) for field, value in outputs.items() if field != name}
+    if rows > 1 and lengths and set(lengths.values()) == {rows}:
+        return set()  # an item per tile
+    return {field for field, length in lengths.items() if length != 1}
+
+
+def split_extra(
+    outputs: dict[str, Any], names: Set[str]
+) -> tuple[dict[str, Any], dict[str, Media]]:
+    """The other outputs, and those of `names` as media of their own with one item each."""
+    rest = {name: value for name, value in outputs.items() if name not in names}
+    extra = {}
+    for name in names & outputs.keys():
+        extra[name] = _single_sequence(outputs[name], [len(outputs[name])], {})
+    return rest, extra
+
+
+def _from_strip(values: Tensor, fields: dict[str, Tensor]) -> Media:
+    """Tiles of any size that lie side by side as one row of patches, (1, channels, p, p * patches); a row per patch."""
+    row_counts = fields["target_sizes"].prod(-1).tolist()
+    patch_size = values.shape[-2]
+    if values.shape[-1] != sum(row_counts) * patch_size:
+        raise UserError("the patches of an item are not those of its target_sizes")
+    patches = values[0].unflatten(-1, (-1, patch_size)).permute(2, 0, 1, 3)
+    return _single_sequence(patches.contiguous(), row_counts, fields)
 
 
 def _fields_of_one(fields: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -19,13 +19,26 @@ from mvp_engine.kit.data.encode.processor_limits import (
     pixel_budget,
     set_pixel_budget,
 )
-from mvp_engine.kit.data.encode.processor_outputs import concat_media, to_media
+from mvp_engine.kit.data.encode.processor_outputs import (
+    concat_media,
+    extra_names,
+    split_extra,
+    to_media,
+)
 from mvp_engine.kit.data.read.media_info import MediaInfo
 
 MAX_CACHED = 512  # processors of single items in memory
 BILINEAR = 2  # PIL's number
 # What a processor raises for inputs that it does not support; OSError: a file that it needs, such as a font.
-TRIAL_ERRORS = (TypeError, LookupError, AttributeError, ValueError, RuntimeError, OSError)
+TRIAL_ERRORS = (
+    TypeError,
+    LookupError,
+    AttributeError,
+    ValueError,
+    RuntimeError,
+    OSError,
+    StopIteration,
+)
 Items = Sequence[tuple[MediaInfo, Any]]
 Outputs = dict[str, Any]
 
@@ -40,6 +53,7 @@ class ProcessorRunner:
         # Whether a kind can be measured with meta tensors, which have no data: an image of 2000x1500
         # then takes 4 ms instead of 24 ms.
         self._uses_meta = dict.fromkeys(kinds, False)
+        self._enclosed: dict[str, Any] = {}  # tokens that must enclose a placeholder
         self._blank_device = dict.fromkeys(kinds, "cpu")  # "pil" where tensors are not accepted
         self.refused: dict[
             str, str
@@ -47,6 +61,7 @@ class ProcessorRunner:
         self.numbered: set[str] = (
             set()
         )  # kinds whose expansions hold the number of the item in its sequence
+        self.extra_names: set[str] = set()  # outputs that are media of their own
         self.value_names: dict[str, str] = {}  # keys of PackedBatch.media, by media kind
         self._item_processors: dict[tuple[str, int | None, int | None], Any] = {}
 
@@ -58,13 +73,21 @@ class ProcessorRunner:
 
     def call(self, items: Items) -> tuple[list[str], Outputs]:
         """The expansion of each item, and the model's inputs. All items have one pixel budget."""
-        info = items[0][0]
-        return processor_calls.call_processor(
-            self._processor_for(info),
+        return self._call(self._processor_for(items[0][0]), items)
+
+    def _call(
+        self, processor: Any, items: Items, short_audio: bool = False
+    ) -> tuple[list[str], Outputs]:
+        kind = items[0][0].kind
+        before, after = self._enclosed.get(kind, ("", ""))
+        texts, outputs = processor_calls.call_processor(
+            processor,
             items,
-            self.placeholder(info.kind),
+            before + self.placeholder(kind) + after,
             self.sampling_rate,
+            short_audio,
         )
+        return [text.removeprefix(before).removesuffix(after) for text in texts], outputs
 
     def call_blank(self, info: MediaInfo) -> tuple[list[str], Outputs]:
         """The outputs for an item of this size, without its data where the processor allows that."""
@@ -77,13 +100,7 @@ class ProcessorRunner:
             setattr(processor, name, part)
         device = "meta" if self._uses_meta[info.kind] else self._blank_device[info.kind]
         blank = blank_item(info, device)
-        return processor_calls.call_processor(
-            processor,
-            [(info, blank)],
-            self.placeholder(info.kind),
-            self.sampling_rate,
-            short_audio=True,
-        )
+        return self._call(processor, [(info, blank)], short_audio=True)
 
     def expansions_together(self, infos: Sequence[MediaInfo]) -> list[str]:
         """The expansions of several items of one kind in one sequence."""
@@ -93,6 +110,8 @@ class ProcessorRunner:
     def trial_expansion(self, kind: str, text: str) -> str:
         """The processor's expansion of a text with one placeholder, for a small item."""
         info = _small_info(kind, self.sampling_rate)
+        if kind in self._enclosed and text == self.placeholder(kind):
+            return self.call([(info, blank_item(info, self._blank_device[kind]))])[0][0]
         expansions, _ = processor_calls.call_processor(
             self.processor,
             [(info, blank_item(info, self._blank_device[kind]))],
@@ -175,6 +194,15 @@ class ProcessorRunner:
                 raise UserError("it expands two items differently than each alone")
             self.numbered.add(kind)
         self._uses_meta[kind] = self._can_use_meta(small, first_text)
+        # Small items may lack an output, such as tiles.
+        extra = extra_names(first_outputs) | extra_names(second_outputs)
+        extra |= first_outputs.keys() ^ second_outputs.keys()
+        self.extra_names |= extra
+        first_outputs, first_extra = split_extra(first_outputs, extra)
+        second_outputs, second_extra = split_extra(second_outputs, extra)
+        for field in first_extra.keys() & second_extra.keys():
+            if _shapes(first_extra[field]) != _shapes(second_extra[field]):
+                raise UserError(f"its {field} has other shapes for items of other sizes")
         name, first = to_media(first_outputs)
         other_name, second = to_media(second_outputs)
         self.value_names[kind] = name
@@ -182,18 +210,28 @@ class ProcessorRunner:
             raise UserError(f"it returns {name} for one item and {other_name} for another one")
         if _shapes(first) != _shapes(second):
             _check_padding(name, first, second, both_outputs)
-        none = first.select([])
+        found = {name: first, **second_extra, **first_extra}
         # Not a view of the item's values, which would be pickled with it.
-        return {name: replace(none, values=none.values.clone())}
+        return {
+            key: replace(media.select([]), values=media.values[:0].clone())
+            for key, media in found.items()
+        }
 
     def _find_blank_device(self, info: MediaInfo) -> None:
-        """Use PIL images for trials where the processor accepts no tensors."""
+        """Find what trials need: PIL images where tensors are not accepted, tokens around a placeholder."""
         if info.kind != "image":
             return
-        try:
-            self.call([(info, blank_item(info, "cpu"))])
-        except (ValueError, TypeError, AttributeError):
-            self._blank_device[info.kind] = "pil"
+        tokens = [getattr(self.processor, f"image_{end}_token", None) for end in ("start", "end")]
+        enclosed = {"image": tuple(tokens)} if all(tokens) else {}
+        for device, around in (("cpu", {}), ("pil", {}), ("cpu", enclosed), ("pil", enclosed)):
+            self._blank_device["image"] = device
+            self._enclosed = around
+            try:
+                self.call([(info, blank_item(info, device))])
+            except (ValueError, TypeError, AttributeError):
+                continue
+            return
+        self._enclosed = {}
 
     def token_type_names(self) -> list[str]:
         """The per-token types that the processor returns by default, for a text or, where it needs one, an item."""

@@ -37,6 +37,12 @@ class RopePositions:
         with torch.device("meta"):
             return LanguageModel.from_config(copy.deepcopy(self.config)).base()
 
+    @property
+    def _num_axes(self) -> int:
+        """Three: time, height and width; HunYuan-VL has the index of the token as well."""
+        rope = getattr(self.config.get_text_config(), "rope_parameters", None) or {}
+        return max(3, len(rope.get("mrope_section") or ()))
+
     def __getstate__(self) -> dict[str, Any]:
         # Workers build the model again: it does not pickle.
         return {"config": self.config}
@@ -55,7 +61,7 @@ class RopePositions:
                 has_media = True
                 fields |= items.fields
         if not has_media:
-            return torch.arange(len(ids)).expand(3, -1)
+            return torch.arange(len(ids)).expand(self._num_axes, -1)
         # get_rope_index has other names for some fields of processors.
         if "feature_attention_mask" in fields:
             fields["audio_seqlens"] = fields["feature_attention_mask"].sum(-1)
