@@ -77,6 +77,8 @@ GEMMA3 = {
 }
 GEMMA4_AUDIO = {f"{name}_token": f"<|{name}_token|>" for name in ("audio", "boa", "eoa")}
 START = {"vision_start_token_id": 3, "vision_end_token_id": 4}
+# Words for the codes of a VQ encoder, as Chameleon's tokenizer names them.
+IMAGE_WORDS = {"<image>": 600, **{f"IMGIMG{chr(ord('A') + code)}Z": 601 + code for code in range(10)}}
 VQ = {
     "base_channels": 32,
     "channel_multiplier": [1, 1],
@@ -206,7 +208,6 @@ EXCEPTIONS: dict[str, Special] = {
     ),
     "internvl": Special(options={"image_seq_length": 4}),
     "qianfan_ocr": Special(options={"image_seq_length": 4}, places={"image": "<image>"}),
-    "chameleon": Special(),
     "granite4_vision": Special(
         parts={"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
         options={"downsample_rate": "1/2"},
@@ -318,4 +319,20 @@ EXCEPTIONS: dict[str, Special] = {
     ),
     "paligemma": Special(images={"image_seq_length": 16}),
     "janus": Special(config={"vq_config": VQ}),
+    "chameleon": Special(
+        images={"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}},
+        options={"image_seq_length": 64},
+        config={"vocabulary_map": IMAGE_WORDS, "vq_config": VQ},
+    ),
+    "emu3": Special(config={"vocabulary_map": IMAGE_WORDS}),
+    "glmasr": Special(config={"audio_config": {"intermediate_size": 128}}),
+    "phi4_multimodal": Special(
+        config={
+            "audio_config": {
+                "nemo_conv_channels": 32,
+                "ext_pw_out_channel": 32,
+                "depthwise_separable_out_channel": 32,
+            }
+        }
+    ),
 }

@@ -268,6 +268,11 @@ def _check_padding(name: str, first: Media, second: Media, both: Outputs | None)
     together[""] = together.pop(name, None)
     padded = concat_media([first, first, second])
     expected = {**padded.fields, "": padded.values}
+    more = sorted(together.keys() - expected.keys())
+    if more:
+        raise UserError(
+            f"it returns {more} for items of different sizes together, not for one alone"
+        )
     if not all(_equal(value, together.get(field)) for field, value in expected.items()):
         shapes = [list(_shapes(media).values()) for media in (first, second)]
         raise UserError(f"items of different sizes have shapes that cannot be packed: {shapes}")
