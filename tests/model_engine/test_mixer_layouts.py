@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from families import parallel
 from mixer_families import MIXERS, mixer_model
 from torch.optim.lr_scheduler import LambdaLR
@@ -96,10 +97,15 @@ CASES = [(name, how) for name in MIXERS for how in HOW]
 QUICK_CASES = [("qwen3_5_text", "full"), ("qwen3_5_text", "selective"), ("mamba", "full"), ("mamba2", "compiled")]
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [pytest.param(*case, marks=[] if case in QUICK_CASES else pytest.mark.campaign(only=True)) for case in CASES],
-)
+def marks(case: tuple[str, str]) -> list[Any]:
+    found: list[Any] = [] if case in QUICK_CASES else [pytest.mark.campaign(only=True)]
+    if case == ("nemotron_h", "compiled, full"):
+        # With four kinds of blocks torch repeats a forward by another compiled graph: pytorch issue 166926.
+        found.append(pytest.mark.xfail(raises=torch.utils.checkpoint.CheckpointError, strict=True))
+    return found
+
+
+@pytest.mark.parametrize(("name", "how"), [pytest.param(*case, marks=marks(case)) for case in CASES])
 def test_mixers_with_activation_checkpointing_or_compiled_have_the_same_gradients(name: str, how: str) -> None:
     layout = Layout(World.join("cpu"))
     torch._dynamo.reset()
