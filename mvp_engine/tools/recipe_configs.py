@@ -62,14 +62,14 @@ class _Configs:
     def is_runnable(self, stem: str) -> bool:
         """Whether the config is more than a base of others.
 
-        A config that others inherit is runnable if it inherits too and its runs have a name: its own, or an
-        inherited one that some of its heirs share.
+        A config that others inherit is runnable if it is called train, or if it inherits too and its runs have a name:
+        its own, or an inherited one that some of its heirs share.
         """
         heirs = [name for name, parents in self.parents.items() if stem in parents]
         if not heirs:
             return True
         if not self.parents[stem]:
-            return False
+            return stem == "train"
         if self._own_name(stem) is not None:
             return True
         heir_shares_name = any(self._own_name(heir) is None for heir in heirs)

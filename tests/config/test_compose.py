@@ -46,7 +46,7 @@ def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(
     assert composed.files[-1] == ROOT / "recipes/sft/configs/lora.yaml"
     assert "The recipe has: sft/base, sft/full, sft/lora" in error("sft/qlora")
     assert "config file not found: nothing/lora" in error("nothing/lora")
-    assert "The recipe has: digits_vlm/train" in error("digits_vlm")
+    assert "The recipe has: digits_vlm/qlora, digits_vlm/qlora_base, digits_vlm/train" in error("digits_vlm")
     assert "Did you mean sft/lora?" in error("stf/lora")
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft/lora.yaml").write_text("project: {name: mine}")
@@ -178,7 +178,7 @@ def test_missing_config_file_suggests_similar_names(recipe: Path) -> None:
     assert "Did you mean" in error(recipe.with_suffix(""))
     assert "/nowhere/at has no YAML file" in error("/nowhere/at/all.yaml")
     assert "is a folder; name a YAML file." in error(recipe.parent)
-    assert "digits_vlm has: configs/train.yaml" in error(ROOT / "recipes" / "digits_vlm")
+    assert "digits_vlm has: configs/qlora.yaml, configs/qlora_base.yaml, configs/train.yaml" in error(ROOT / "recipes" / "digits_vlm")
 
 
 @pytest.mark.parametrize(
