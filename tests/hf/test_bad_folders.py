@@ -147,10 +147,6 @@ def test_load_bad_folders_and_configs_are_explained(tmp_path: Path, capsys) -> N
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"model_type": "gptj", "n_layer": 1},
-            "gptj has its own attention code, which does not support packed sequences",
-        ),
         ({"model_type": "t5"}, "t5 is an encoder-decoder model"),
         ({"model_type": "whisper"}, "whisper is an encoder-decoder model"),
         ({"model_type": "vit"}, "transformers has no vit model for AutoModelForCausalLM"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from families import SMALL, overrides_of, parallel
 from folders import alone
 from test_packed_layouts import gradients
@@ -41,3 +42,14 @@ def gradients_on_ranks(config: dict[str, Any], sizes: dict[str, int]) -> Any:
     finally:
         layouts.overrides_of = before
         world.close()
+
+
+def test_tensor_parallel_sparse_activations_of_a_sliced_mlp_are_a_user_error() -> None:
+    from model_sweep import tiny_config
+
+    from mvp_engine.hf.tp_plan import _check
+
+    config = tiny_config("gemma3n_text")
+    with pytest.raises(UserError, match=r"gemma3n_text keeps the largest activations .* Set parallel.tensor=1"):
+        _check(config, config.base_model_tp_plan, 2)
+    _check(tiny_config("gemma3n_text", activation_sparsity_pattern=[0.0] * 4), config.base_model_tp_plan, 2)

@@ -137,7 +137,7 @@ def small_values(default: Any) -> dict[str, Any]:
     for field in dataclasses.fields(default):
         value = values.get(default.attribute_map.get(field.name, field.name))
         size = _size(field.name)
-        if field.name in default.sub_configs:
+        if field.name in default.sub_configs and getattr(default, field.name) is not None:
             small[field.name] = small_values(getattr(default, field.name))
         elif isinstance(value, list) and len(value) == values.get("num_hidden_layers"):
             small[field.name] = _one_of_each(value)
