@@ -100,7 +100,7 @@ QUICK_CASES = [("qwen3_5_text", "full"), ("qwen3_5_text", "selective"), ("mamba"
 def marks(case: tuple[str, str]) -> list[Any]:
     found: list[Any] = [] if case in QUICK_CASES else [pytest.mark.campaign(only=True)]
     if case == ("nemotron_h", "compiled, full"):
-        # With four kinds of blocks torch repeats a forward by another compiled graph: pytorch issue 166926.
+        # With four kinds of blocks the repeated forward saves other tensors; the cause is not known.
         found.append(pytest.mark.xfail(raises=torch.utils.checkpoint.CheckpointError, strict=True))
     return found
 
