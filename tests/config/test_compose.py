@@ -178,7 +178,9 @@ def test_missing_config_file_suggests_similar_names(recipe: Path) -> None:
     assert "Did you mean" in error(recipe.with_suffix(""))
     assert "/nowhere/at has no YAML file" in error("/nowhere/at/all.yaml")
     assert "is a folder; name a YAML file." in error(recipe.parent)
-    assert "digits_vlm has: configs/qlora.yaml, configs/qlora_base.yaml, configs/train.yaml" in error(ROOT / "recipes" / "digits_vlm")
+    assert "digits_vlm has: configs/qlora.yaml, configs/qlora_base.yaml, configs/train.yaml" in error(
+        ROOT / "recipes" / "digits_vlm"
+    )
 
 
 @pytest.mark.parametrize(
