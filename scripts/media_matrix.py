@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", "kit", "hf")), str(ROOT / "scripts")]
 
 FILE = ROOT / "mvp_engine" / "tools" / "models_media.json"
-UNTRIED = "not tried with media by this sweep; the engine compares packed rows at start, and refuses what differs"
+UNTRIED = None  # with media; the engine compares packed rows at start, and refuses what differs
 
 
 def main(names: list[str]) -> None:
@@ -49,7 +49,9 @@ def measure_entry(name: str) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": name, "kind": kind_of(name)}
     if trial.outcome != "exact":
         reason = short(name, " ".join(trial.reason.split()))
-        reason = re.sub(r"\s*\([\w.]+:\d+[^)]*\)$", "", re.sub(r"\b\w+(?:Error|Iteration|Exception): ?", "", reason))
+        reason = re.sub(
+            r"\s*\([\w.]+:\d+[^)]*\)$|:\s*$", "", re.sub(r"\b\w+(?:Error|Iteration|Exception): ?", "", reason)
+        )
         if trial.outcome == "no tiny model":
             reason = f"not tried, for want of a tiny model: {reason}"
         return entry | dict.fromkeys(("packed", "data_kit", "lora", "ulysses", "tensor", "export"), reason)

@@ -96,7 +96,8 @@ def short(name: str, reason: bool | str) -> bool | str:
         return reason
     reason = re.sub(rf"^{re.escape(name)} (cannot be trained on packed sequences: )?", "", reason)
     reason = re.sub(r"^parallel\.(\w+)=2", r"parallel.\1 > 1", reason)
-    return re.sub(rf"\b({re.escape(name)}|gpt2):? (has|runs|log-probs|keeps)", r"it \2", reason)
+    reason = re.sub(rf"\b({re.escape(name)}|gpt2):? (has|runs|keeps)", r"it \2", reason)
+    return reason.replace(f"{name}: log-probs", "log-probs")
 
 
 def write_page() -> None:

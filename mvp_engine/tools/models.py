@@ -11,7 +11,9 @@ The data are files next to this one, made by scripts from sweeps over tiny rando
                  "lora": true, "ulysses": true, "tensor": true, "export": true,
                  "note": "GQA"}, ...]}  # optional: what is special about it
 
-A column is `true`, or a string: the reason why it is not supported. This module imports neither torch nor transformers.
+A column is `true`; `null`, which was not tried; or a string: the reason why it is not supported. For text types the
+data kit follows from `packed`: it reads rows with a tokenizer, whatever the type. This module imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations
@@ -67,9 +69,14 @@ def _entry(models: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
 
 def _description(entry: dict[str, Any]) -> str:
     lines = [f"{entry['name']} ({entry['kind']})"]
-    for key, title in COLUMNS.items():
-        answer = "yes" if entry[key] is True else f"no: {entry[key]}"
-        lines.append(f"  {title:<16} {answer}")
+    reasons = {entry[key] for key in COLUMNS}
+    if len(reasons) == 1 and isinstance(entry["packed"], str):
+        lines.append(f"  not supported: {entry['packed']}")
+    else:
+        for key, title in COLUMNS.items():
+            reason = f": {entry[key]}" if isinstance(entry[key], str) else ""
+            answer = _word(entry[key]).replace("?", "not tried")
+            lines.append(f"  {title:<16} {answer}{reason}")
     if entry.get("note"):
         lines.append(f"  {entry['note']}")
     return "\n".join(lines)
@@ -84,7 +91,7 @@ def table(models: dict[str, dict[str, Any]]) -> str:
         lines.append(f"{name:<{width}}  {entry['kind']:<15}  {'  '.join(answers).rstrip()}")
     packed = sum(entry["packed"] is True for entry in models.values())
     lines.append(
-        f"{packed} of {len(models)} types train packed and exact. mvp models NAME prints reasons."
+        f"{packed} of {len(models)} types train packed and exact; ?: not tried. mvp models NAME prints reasons."
     )
     return "\n".join(lines)
 
@@ -99,9 +106,10 @@ def markdown_table(models: dict[str, dict[str, Any]]) -> str:
     for name, entry in models.items():
         answers = []
         for key in COLUMNS:
-            reason = entry[key]
-            number = None if reason is True else reasons.setdefault(reason, len(reasons) + 1)
-            answers.append("yes" if number is None else f"no ({number})")
+            answer = _word(entry[key])
+            if isinstance(entry[key], str):
+                answer += f" ({reasons.setdefault(entry[key], len(reasons) + 1)})"
+            answers.append(answer)
         lines.append(
             f"| `{name}` | {entry['kind']} | {' | '.join(answers)} | {entry.get('note', '')} |"
         )
@@ -110,5 +118,7 @@ def markdown_table(models: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _word(value: bool | str) -> str:
+def _word(value: bool | str | None) -> str:
+    if value is None:
+        return "?"
     return "yes" if value is True else "no"
