@@ -121,7 +121,7 @@ def test_sft_rows_with_images_are_equal_packed_and_padded(monkeypatch) -> None:
     assert packed.labels[packed.labels >= 0].equal(with_loss[with_loss >= 0])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign(only=True)
 def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare: Any, tmp_path, monkeypatch, train) -> None:
     pytest.importorskip("sklearn")
     engine: Any = import_file(ROOT / "benchmarks" / "sft" / "engine.py")

@@ -64,10 +64,10 @@ class OneStep:
         self.rewards = [experience.rewards[i].value for i in chosen]
         update = self.engine.learner.update
 
-        def recorded(batch: PackedBatch, step: int) -> Any:
+        def recorded(batch: PackedBatch, *rest: Any) -> Any:
             self.trained = batch
             self.before = self._log_probs(batch)
-            found = update(batch, step)
+            found = update(batch, *rest)
             self.after = self._log_probs(batch)
             return found
 

@@ -170,6 +170,7 @@ def test_killed_rank_ends_a_rank_that_hangs(tmp_path: Path) -> None:
     assert output.splitlines()[-1].startswith("mvp: error: rank 1 was killed by SIGKILL")
 
 
+@pytest.mark.campaign(only=True)
 def test_killed_launcher_ends_ranks_that_are_starting(tmp_path: Path) -> None:
     """Killed at three moments of the ranks' start, side by side."""
     waiting = {}

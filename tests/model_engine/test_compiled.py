@@ -152,7 +152,7 @@ def sharing_matrices() -> tuple[str, list[Tensor], dict[str, Tensor]]:
         world.close()
 
 
-@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.campaign(only=True)), "selective"])
 def test_compile_with_attention_per_sequence_runs_or_warns_once(monkeypatch, how: str) -> None:
     said: list[str] = []
     monkeypatch.setattr(activation_checkpoint.LOGGER, "warning", lambda text, *words: said.append(text % words))

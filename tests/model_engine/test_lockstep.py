@@ -214,7 +214,7 @@ SMALL = ["digits.drawings=1", "digits.count=60", "data.num_workers=0", "data.glo
     [
         (TINY, ["parallel.shard=2"]),
         (TINY, ["parallel.replicate=2"]),
-        (DIGITS, ["parallel.shard=2", *SMALL]),
+        pytest.param(DIGITS, ["parallel.shard=2", *SMALL], marks=pytest.mark.campaign(only=True)),
     ],
     ids=["module-shard", "module-replicate", "images-shard"],
 )
