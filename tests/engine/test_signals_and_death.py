@@ -106,7 +106,9 @@ def test_stop_signals_message_is_not_printed_after_a_rank_failed(capsys: pytest.
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("fault", "nproc"), [("hang", 1), ("busy", 1), ("busy", 2)])
+@pytest.mark.parametrize(
+    ("fault", "nproc"), [("hang", 1), ("busy", 1), pytest.param("busy", 2, marks=pytest.mark.campaign(only=True))]
+)
 def test_second_ctrl_c_in_a_hung_step_exits_at_once(tmp_path: Path, fault: str, nproc: int) -> None:
     command = ["-m", "mvp_engine.cli", "train", str(TINY), "--nproc", str(nproc)]
     process = spawn(*command, f"tiny.fault={fault}", f"project.dir={tmp_path}", fresh_workers=True)

@@ -123,7 +123,15 @@ def test_every_layout_gives_the_losses_of_one_rank_over_five_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.tensor=2"], ["parallel.ulysses=2"]], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.shard=2"],
+        pytest.param(["parallel.tensor=2"], marks=pytest.mark.campaign(only=True)),
+        ["parallel.ulysses=2"],
+    ],
+    ids=str,
+)
 def test_bf16_on_every_layout_is_close_to_fp32(one: Path, ranks2, tmp_path: Path, layout: list[str]) -> None:
     """Weights travel as bf16; the masters and the sums of gradients stay float32."""
     words = [*layout, "loop.precision=bf16", "data.micro_batch_size=2", f"project.dir={tmp_path}"]
