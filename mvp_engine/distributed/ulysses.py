@@ -122,14 +122,7 @@ class _Gather(torch.autograd.Function):
         return ctx.shard.cut(grad).contiguous(), None
 
 
-class _GatherShared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: UlyssesShard) -> Tensor:
-        ctx.shard = shard
-        shapes: list[Shapes] = [[(size, *x.shape[1:])] for size in shard.sizes]
-        from_ranks = _all_to_all([[x]] * len(shapes), shapes, shard.group)
-        return torch.cat([parts[0] for parts in from_ranks])
-
+class _GatherShared(_Gather):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         shard = ctx.shard

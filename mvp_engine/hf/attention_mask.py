@@ -17,6 +17,16 @@ from torch import nn
 from mvp_engine.errors import UserError
 from mvp_engine.ops.attn_spec import MaskFunction
 
+# Keyword arguments about the pack, which text layers get.
+PACK_ARGUMENTS = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "ulysses_shard",
+    "kv_cache",
+)
+
 NAME = "mvp_packed"  # of packed attention in transformers' attention and mask interfaces
 
 # Mask parts that packed attention applies anyway: causality, window, sequence boundaries.

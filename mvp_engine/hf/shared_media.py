@@ -19,19 +19,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mvp_engine.data.batch import Media
 from mvp_engine.errors import UserError
+from mvp_engine.hf.attention_mask import PACK_ARGUMENTS
 from mvp_engine.hf.media_features import copy_to_device
 
 # Kinds of media with a method that returns their features by item, or by row of the values.
 _METHODS = {"pixel_values": "get_image_features", "pixel_values_videos": "get_video_features"}
-# Keyword arguments of text layers, which some models pass on to their encoders.
-_OF_TEXT = (
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "ulysses_shard",
-    "kv_cache",
-)
 
 
 @dataclass(frozen=True)
@@ -113,7 +105,7 @@ def _as_strip(media: Media) -> Tensor:
 
 def _features_of_uses(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     """transformers' method; the features of shared items are repeated for each use."""
-    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_TEXT}
+    kwargs = {name: value for name, value in kwargs.items() if name not in PACK_ARGUMENTS}
     uses: _Uses | None = None
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):

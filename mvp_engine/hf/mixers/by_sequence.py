@@ -12,20 +12,10 @@ import torch
 from torch import Tensor
 
 from mvp_engine.distributed.ulysses import UlyssesShard
-from mvp_engine.hf.attention_mask import NoMask, Overlay, Window
+from mvp_engine.hf.attention_mask import PACK_ARGUMENTS, NoMask, Overlay, Window
 from mvp_engine.hf.mixers.packing import Group, Packing, map_token_tensors
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-# Keyword arguments about the pack, which is no longer one when the mixer's own forward runs.
-_OF_THE_PACK = {
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "ulysses_shard",
-    "kv_cache",
-}
 
 
 def run_by_sequence(
@@ -72,7 +62,7 @@ def _same_width(parts: list[Tensor]) -> list[Tensor]:
 def without_pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Inputs without masks and boundaries of attention: a mixer reads padding masks only, and there is no padding."""
     args = tuple(None if _is_mask(value) else value for value in args)
-    kept = {name: value for name, value in kwargs.items() if name not in _OF_THE_PACK}
+    kept = {name: value for name, value in kwargs.items() if name not in PACK_ARGUMENTS}
     return args, {name: None if _is_mask(value) else value for name, value in kept.items()}
 
 
