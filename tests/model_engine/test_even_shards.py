@@ -1,0 +1,167 @@
+"""Stacked experts are shared evenly by FSDP ranks, also by more ranks than there are experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import overrides_of, parallel
+from test_packed_layouts import batch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.dtensor import dim_slices, full_tensor
+from mvp_engine.distributed.fsdp import apply_fsdp, even_placement
+from mvp_engine.hf import LanguageModel
+from mvp_engine.model_engine import LanguageModelEngine, Settings
+
+# The sizes of the published models.
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral"},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    },
+    "qwen3_235b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 4096,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536,
+        "vocab_size": 151936,
+    },
+}
+
+
+@contextmanager
+def fake_world(size: int) -> Iterator[World]:
+    """Rank 0 of `size` ranks that do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    world = World(0, size, 0, size, torch.device("cpu"))
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+        world._forget_groups()
+
+
+def elements_by_rank(model: nn.Module, ranks: int) -> list[int]:
+    """Parameters that each rank of a mesh of one dimension holds."""
+    totals = [0] * ranks
+    known: dict[Any, list[int]] = {}
+    for param in model.parameters():
+        assert isinstance(param, DTensor)
+        key = (param.shape, param.placements)
+        if key not in known:
+            known[key] = [held(param, rank, ranks) for rank in range(ranks)]
+        assert param.to_local().numel() == known[key][0]
+        totals = [total + more for total, more in zip(totals, known[key], strict=True)]
+    return totals
+
+
+def held(param: DTensor, rank: int, ranks: int) -> int:
+    lengths = []
+    for dim, size in enumerate(param.shape):
+        lengths.append(sum(one.length for one in dim_slices(size, dim, param.placements, (ranks,), (rank,))))
+    return math.prod(lengths)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("mixtral", 16),
+        ("gpt_oss", 64),
+        pytest.param("qwen3_235b", 1024, marks=pytest.mark.campaign(only=True)),
+    ],
+)
+def test_fsdp_shards_of_published_moe_models_are_even(name: str, ranks: int) -> None:
+    with fake_world(ranks) as world:
+        model = LanguageModel.on_meta(None, MODELS[name])
+        layout = Layout.of(world, parallel(shard=ranks))
+        assert layout.shard_mesh is not None
+        apply_fsdp(model, layout.shard_mesh)
+        totals = elements_by_rank(model, ranks)
+        assert sum(totals) == sum(param.numel() for param in model.parameters())
+        assert max(totals) / min(totals) <= 1.05
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [
+        ((8, 6, 4), 4, 0),  # whole experts
+        ((8, 32, 4), 16, 1),
+        ((6, 12, 8), 4, 1),  # two ranks would hold 2 experts, two 1
+        ((8, 6, 32), 16, 2),
+        ((8, 6, 4), 16, 0),  # nothing divides
+        ((8, 16), 16, 0),  # a matrix
+    ],
+)
+def test_even_placement_of_shape_is_dimension(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+    assert even_placement(nn.Parameter(torch.empty(shape, device="meta")), ranks).dim == dim
+
+
+def saved_on_ranks(folder: str) -> list[str]:
+    """Save two tiny models with fewer experts than ranks, after a step; returns what is sharded by dimension 1."""
+    world = World.join("cpu")
+    inner = []
+    for family in ("qwen3_moe", "gpt_oss"):
+        engine = stepped_engine(family, Layout.of(world, parallel(shard=world.size)))
+        engine.save_checkpoint(Path(folder) / family)
+        for name, param in engine.model.named_parameters():
+            if isinstance(param, DTensor) and any(one.is_shard(1) for one in param.placements):
+                inner.append(name)
+    world.close()
+    return inner
+
+
+def stepped_engine(family: str, layout: Layout) -> LanguageModelEngine:
+    shape = {**overrides_of(family), "num_experts": 2, "num_local_experts": 2}
+    engine = LanguageModelEngine(LanguageModel.on_meta(None, shape), layout, Settings(seed=5))
+    engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-3))
+    rows = batch().split(14).parts[:1]
+    engine.train_batch(rows, lambda one: (engine.model(one, ["loss"])["loss"], one.num_loss_tokens))
+    return engine
+
+
+def test_checkpoint_of_shards_inside_experts_is_that_of_one_rank(ranks4, tmp_path: Path) -> None:
+    inner = ranks4.run(saved_on_ranks, str(tmp_path))[0]
+    assert sum(name.endswith("gate_up_proj") for name in inner) == 4
+    for family in ("qwen3_moe", "gpt_oss"):
+        alone = stepped_engine(family, Layout(World.join("cpu")))
+        expected = {name: param.detach().clone() for name, param in alone.model.named_parameters()}
+        alone.load_checkpoint(tmp_path / family)
+        for name, param in alone.model.named_parameters():
+            assert torch.allclose(param, expected[name], rtol=1e-5, atol=1e-6), name
+        alone.save_checkpoint(tmp_path / "again")
+        results = ranks4.run(differences, family, str(tmp_path / "again"), str(tmp_path / family))
+        assert results == [[]] * 4
+
+
+def differences(family: str, one: str, two: str) -> list[str]:
+    """Names of tensors in which two checkpoints differ by any bit, read by these ranks."""
+    world = World.join("cpu")
+    engine = stepped_engine(family, Layout.of(world, parallel(shard=world.size)))
+    states = []
+    for folder in (one, two):
+        engine.load_checkpoint(folder)
+        states.append({})
+        for name, param in engine.model.named_parameters():
+            states[-1][name] = full_tensor(param.detach()).clone()
+            for key, value in engine.optimizer.state[param].items():
+                states[-1][f"{name}.{key}"] = full_tensor(value).clone()
+    world.close()
+    return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
