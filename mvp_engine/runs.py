@@ -29,6 +29,7 @@ from mvp_engine.files import atomic_write_text
 
 STEP_PREFIX = "step_"
 DIVERGED_PREFIX = "diverged-"  # checkpoints after a divergence: no launch resumes from them
+CORRUPT_PREFIX = "corrupt-"  # checkpoints with a wrong checksum: neither
 LOCK_TIMEOUT = 5.0  # seconds: ranks need a moment to exit after their launcher was killed
 
 

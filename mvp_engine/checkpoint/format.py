@@ -14,7 +14,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,12 +25,23 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mvp_engine import __version__, files
+from mvp_engine.checkpoint.checksums import (
+    CRC,
+    OLDER,
+    CorruptCheckpoint,
+    folder_checksums,
+    header_checksum,
+    shard_checksum,
+    verify_folder,
+    verify_rank_file,
+)
 from mvp_engine.checkpoint.safetensors_io import SafetensorsReader, write_safetensors
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import local_shards
 from mvp_engine.errors import UserError
 
 META = "meta.json"  # a checkpoint folder with this file is complete
+FILES = "files"  # in `meta.json`: the checksums of the other files, by path
 
 
 class Shard(NamedTuple):
@@ -83,8 +94,10 @@ def write(folder: Path, shards: Iterable[Shard], group: dist.ProcessGroup | None
                 "shape": shard.full_shape,
                 "offset": shard.offset,
             }
+            header[key][CRC] = shard_checksum(header[key], shard.data)
         folder.mkdir(parents=True, exist_ok=True)
         metadata = {"ranks": str(num_ranks), "pieces": json.dumps(header)}
+        metadata[CRC] = str(header_checksum(metadata["ranks"], metadata["pieces"]))
         write_safetensors(tensors, rank_file(folder, rank), metadata)
 
 
@@ -100,7 +113,7 @@ class Reader:
         self.entries: dict[str, Entry] = {}
         self._files = SafetensorsReader()
         if not any(folder.glob("rank_*.safetensors")):
-            raise UserError(f"{folder} is not a checkpoint: it has no rank_*.safetensors")
+            raise CorruptCheckpoint(f"{folder} is not a checkpoint: it has no rank_*.safetensors")
         rank = 0
         num_ranks = 1  # until the first file has been read
         while rank < num_ranks:
@@ -109,8 +122,8 @@ class Reader:
         for name, entry in self.entries.items():
             found = sum(prod(shard.shape) for shard in entry.shards.values())
             if found != prod(entry.shape):
-                raise UserError(
-                    f"checkpoint {folder} has only some shards of {name}. Resume from an older one."
+                raise CorruptCheckpoint(
+                    f"checkpoint {folder} has only some shards of {name}. {OLDER}"
                 )
 
     def _read_header(self, path: Path) -> int:
@@ -128,8 +141,8 @@ class Reader:
             return int(metadata["ranks"])
         except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise UserError(
-                f"checkpoint file {path} cannot be read ({reason}). Resume from an older one."
+            raise CorruptCheckpoint(
+                f"checkpoint file {path} cannot be read ({reason}). {OLDER}"
             ) from error
 
     def read(
@@ -194,9 +207,32 @@ def publish(temporary: Path, final: Path, meta: dict[str, Any]) -> None:
     An older checkpoint of the same name is replaced.
     """
     versions = {"mvp_engine": __version__, "torch": torch.__version__, "saved": time.time()}
-    (temporary / META).write_text(json.dumps({**meta, **versions}, indent=2) + "\n")
+    checksums = {FILES: folder_checksums(temporary)}
+    (temporary / META).write_text(json.dumps({**meta, **versions, **checksums}, indent=2) + "\n")
     files.fsync_path(temporary / META)
     files.publish(temporary, final, replace_folder=True)
+
+
+def verify(
+    folder: Path,
+    rank: int = 0,
+    num_ranks: int = 1,
+    names: Callable[[str], bool] = lambda _: True,
+) -> None:
+    """Raise `CorruptCheckpoint` for a file that is not what was written. Each rank reads every `num_ranks`-th file.
+
+    `names`: which entries of the files will be read; the others are not verified.
+    """
+    with contextlib.suppress(FileNotFoundError):  # written by hand; the reader names missing files
+        try:
+            expected = json.loads((folder / META).read_text()).get(FILES, {})
+        except ValueError:
+            raise CorruptCheckpoint(
+                f"checkpoint file {folder / META} is not valid JSON. {OLDER}"
+            ) from None
+        verify_folder(folder, expected if rank == 0 else {})
+    for file in sorted(folder.glob("rank_*.safetensors"))[rank::num_ranks]:
+        verify_rank_file(file, names)
 
 
 def publish_leftover(final: Path) -> None:

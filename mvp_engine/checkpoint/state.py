@@ -274,6 +274,11 @@ def ema_name(name: str) -> str:
     return f"optim.{name}.{EMA}"
 
 
+def is_weight(name: str) -> bool:
+    """Whether a checkpoint's entry is needed without an optimizer: all but the optimizer state, except EMA weights."""
+    return not name.startswith("optim.") or name.endswith(f".{EMA}")
+
+
 def tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a model's state dict, tied ones once, and its other values (`get_extra_state`)."""
     tensors: dict[str, Tensor] = {}

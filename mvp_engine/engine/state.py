@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from mvp_engine.checkpoint import CorruptCheckpoint, SavedState
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.errors import UserError
+from mvp_engine.files import remove
+from mvp_engine.runs import CORRUPT_PREFIX
 
 if TYPE_CHECKING:
     from mvp_engine.engine.engine import Engine
@@ -40,7 +44,7 @@ def collect_state(engine: Engine) -> dict[str, Tensor]:
 def restore_state(engine: Engine, checkpoint: Path) -> None:
     """Restore the state that `checkpoint` was written with."""
     rank = engine.world.rank
-    saved = engine.model_engine.restore(checkpoint)
+    saved, checkpoint = _restore_newest_intact(engine, checkpoint)
     if "step" not in saved.shared:
         raise UserError(
             f"{checkpoint} is of a model engine, not of a training: it has no position in the data. "
@@ -49,8 +53,7 @@ def restore_state(engine: Engine, checkpoint: Path) -> None:
     engine.step = saved.shared["step"]
     engine.best = saved.shared["best"]
     engine.evaluated_at = saved.shared["evaluated_at"]
-    of_this_run = checkpoint.resolve().parent == engine.run.checkpoints.resolve()
-    engine.saved_at = engine.step if of_this_run else -1
+    engine.saved_at = engine.step if _is_of_this_run(engine, checkpoint) else -1
     engine.guard.load_state_dict(saved.shared["guard"], engine.step)
     engine.feed.load_state_dict(saved.shared["feed"], [own["feed"] for own in saved.ranks])
     engine.epoch = engine.feed.epoch
@@ -70,6 +73,47 @@ def restore_state(engine: Engine, checkpoint: Path) -> None:
     seed_everything(
         derived_seed(engine.config.seed, "rank", engine.layout.dropout_rank, "step", engine.step)
     )
+
+
+def _restore_newest_intact(engine: Engine, checkpoint: Path) -> tuple[SavedState, Path]:
+    """Load a checkpoint, or, where one of this run is corrupt, the one before it."""
+    while True:
+        try:
+            return engine.model_engine.restore(checkpoint), checkpoint
+        except CorruptCheckpoint as error:
+            if not _is_of_this_run(engine, checkpoint):
+                raise
+            older = engine.world.broadcast(_set_aside(engine, checkpoint))
+            if older is None:
+                raise UserError(
+                    f"{error} {engine.run.dir} has no older one. Start again from step 0 with resume=null, or from "
+                    "the checkpoint of another run with resume=FOLDER"
+                ) from error
+            text = (
+                f"{error} Kept as {CORRUPT_PREFIX}{checkpoint.name}; {older.name} is used instead"
+            )
+            engine.logger.warning(text)
+            engine.greeting = f"{engine.greeting}; {text}"
+            checkpoint = older
+
+
+def _set_aside(engine: Engine, checkpoint: Path) -> Path | None:
+    """Rename a corrupt checkpoint on rank 0, so that no launch finds it; returns the newest one before it."""
+    if not engine.world.is_main:
+        return None
+    older = [path for path in engine.run.checkpoint_list() if path.name < checkpoint.name]
+    if older:
+        with contextlib.suppress(
+            OSError
+        ):  # on a read-only disk it stays, and is found corrupt again
+            target = checkpoint.with_name(f"{CORRUPT_PREFIX}{checkpoint.name}")
+            remove(target)
+            checkpoint.rename(target)
+    return older[-1] if older else None
+
+
+def _is_of_this_run(engine: Engine, checkpoint: Path) -> bool:
+    return checkpoint.resolve().parent == engine.run.checkpoints.resolve()
 
 
 def _sizes(engine: Engine) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.checkpoint import state
-from mvp_engine.checkpoint.format import Reader
+from mvp_engine.checkpoint.format import Reader, verify
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
 from mvp_engine.hf.export import MAX_FILE_BYTES, export
@@ -79,6 +79,7 @@ class _SavedTensors:
         """`quantized`: names of weights that the training had in NF4, whatever the base folder holds."""
         self.checkpoint = checkpoint
         self.model = model
+        verify(checkpoint, names=state.is_weight)
         self._reader = Reader(checkpoint)
         self.entries = self._reader.entries
         self._tensors = model.state_dict(keep_vars=True)

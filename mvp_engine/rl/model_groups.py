@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mvp_engine.checkpoint.format import Reader, from_bytes, to_bytes
+from mvp_engine.checkpoint.format import Reader, from_bytes, to_bytes, verify
 from mvp_engine.checkpoint.state import SavedState
 from mvp_engine.errors import UserError
 from mvp_engine.kit.policy import ALGORITHMS
@@ -164,6 +164,7 @@ class ModelGroups:
                 f"checkpoint {folder} is of another kind of training: it has no folder actor. Start from an export of "
                 "it (model.path)"
             )
+        verify(folder)
         reader = Reader(folder)
         for name, group in self._trained().items():
             if not (folder / name).is_dir():

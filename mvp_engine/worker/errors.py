@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mvp_engine.checkpoint import CorruptCheckpoint
 from mvp_engine.errors import UserError
 
 
@@ -24,6 +25,10 @@ class WorkerError(RuntimeError):
 
 class WorkerUserError(WorkerError, UserError):
     """A user error in a rank: its text names what is wrong and the fix, so it has no traceback."""
+
+
+class WorkerCorruptCheckpoint(WorkerUserError, CorruptCheckpoint):
+    """A rank found a corrupt checkpoint file; a training then loads the checkpoint before it."""
 
 
 class WorkerDied(RuntimeError):

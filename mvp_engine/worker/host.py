@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mvp_engine.checkpoint import CorruptCheckpoint
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError, reason_of
 from mvp_engine.imports import add_packages, added_packages
 from mvp_engine.process.watchdog import RankWatchdog
-from mvp_engine.worker.errors import WorkerError, WorkerUserError
+from mvp_engine.worker.errors import WorkerCorruptCheckpoint, WorkerError, WorkerUserError
 from mvp_engine.worker.spec import WorkerSpec
 from mvp_engine.worker.worker import Worker
 
@@ -84,9 +85,11 @@ class WorkerHost:
                 return None
             return getattr(self.workers[name], method)(*args, **kwargs)
         except Exception as error:
-            is_user = isinstance(error, UserError)
-            kind = WorkerUserError if is_user else WorkerError
-            remote = "" if is_user else traceback.format_exc()
+            kind: type[WorkerError] = WorkerError
+            if isinstance(error, UserError):
+                is_corrupt = isinstance(error, CorruptCheckpoint)
+                kind = WorkerCorruptCheckpoint if is_corrupt else WorkerUserError
+            remote = traceback.format_exc() if kind is WorkerError else ""
             raise kind(name, self.place.rank, shown(method), reason_of(error), remote) from error
 
     def _start(self, name: str, spec: WorkerSpec) -> None:

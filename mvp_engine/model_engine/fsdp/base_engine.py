@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint import state
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import DDPReducer, Layout
@@ -207,6 +208,8 @@ class FSDPBaseEngine(ModelEngine):
     def restore(self, folder: Path) -> state.SavedState:
         group = self.world.host_group
         with raise_on_all_ranks(group):
+            names = (lambda _: True) if self.training else state.is_weight
+            checkpoint_format.verify(folder, self.world.rank, self.world.size, names)
             external = state.read_shared(folder).get("external")
             without = self.adapter.left_out(folder, external)
         # A scheduler that is no function of the step keeps state in the parameter groups.
