@@ -176,10 +176,11 @@ def kernel() -> dict[str, Any]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
-        out = nf4.dequantize(large, 4096, torch.bfloat16)
+        for _ in range(20):  # so that the GPU does not wait for the host
+            out = nf4.dequantize(large, 4096, torch.bfloat16)
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(start.elapsed_time(end) / 20)
     ms = statistics.median(times[5:])
     return {"equal_to_cpu": same, "ms": ms, "tb_per_s": (large.nbytes + out.nbytes) / ms / 1e9}
 

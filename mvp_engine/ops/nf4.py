@@ -68,7 +68,7 @@ class Nf4Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(autocast_dtype(x) or x.dtype)
         x_TK = x.reshape(-1, self.in_features)
-        out = _Nf4Matmul.apply(x_TK, self.weight).view(*x.shape[:-1], self.out_features)
+        out = _matmul(x_TK, self.weight).view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
     def fill(self, read: Callable[[Index], Tensor]) -> None:
@@ -96,18 +96,38 @@ def num_parameters(model: nn.Module) -> dict[str, int]:
     return sizes
 
 
-class _Nf4Matmul(torch.autograd.Function):
-    """Only the stored weight is kept for backward, which dequantizes it again."""
+# Operators, not an autograd.Function: torch 2.11 forgets that what a function computes in a compiled block is to be
+# recomputed, and would keep all dequantized weights for backward.
+@torch.library.custom_op("mvp::nf4_matmul", mutates_args=())
+def _matmul(x_TK: Tensor, stored: Tensor) -> Tensor:
+    return x_TK @ dequantize(stored, x_TK.shape[1], x_TK.dtype).t()
 
-    @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, stored: Tensor) -> Tensor:
-        ctx.save_for_backward(stored)
-        return x_TK @ dequantize(stored, x_TK.shape[1], x_TK.dtype).t()
 
-    @staticmethod
-    def backward(ctx: Any, d_TN: Tensor) -> tuple[Tensor, None]:
-        [stored] = ctx.saved_tensors
-        return d_TN @ dequantize(stored, in_features_of(stored), d_TN.dtype), None
+@torch.library.custom_op("mvp::nf4_matmul_backward", mutates_args=())
+def _matmul_backward(d_TN: Tensor, stored: Tensor) -> Tensor:
+    return d_TN @ dequantize(stored, in_features_of(stored), d_TN.dtype)
+
+
+@_matmul.register_fake
+def _(x_TK, stored):  # type: ignore[no-untyped-def]
+    return x_TK.new_empty(len(x_TK), len(stored))
+
+
+@_matmul_backward.register_fake
+def _(d_TN, stored):  # type: ignore[no-untyped-def]
+    return d_TN.new_empty(len(d_TN), in_features_of(stored))
+
+
+def _keep_stored(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _gradients(ctx: Any, d_TN: Tensor) -> tuple[Tensor, None]:
+    [stored] = ctx.saved_tensors
+    return _matmul_backward(d_TN, stored), None
+
+
+_matmul.register_autograd(_gradients, setup_context=_keep_stored)
 
 
 # ---- Numbers -----------------------------------------------------------------------------------------------------
@@ -159,11 +179,6 @@ def _quantize_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return codes[:, ::2] << 4 | codes[:, 1::2], scales
 
 
-@torch.library.custom_op(
-    "mvp::nf4_dequantize",
-    mutates_args=(),
-    schema="(Tensor stored, int in_features, ScalarType dtype) -> Tensor",
-)
 def dequantize(stored: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
     """The weight (N, K) of `dtype` that these bytes stand for."""
     stored = stored.contiguous().view(torch.uint8)
@@ -176,8 +191,3 @@ def dequantize(stored: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
     blocks = pairs.view(len(stored), -1, BLOCK)
     blocks *= scales.contiguous().view(torch.float32)[..., None]
     return blocks.view(-1, in_features).to(dtype)
-
-
-@dequantize.register_fake
-def _(stored, in_features, dtype):  # type: ignore[no-untyped-def]
-    return stored.new_empty(stored.shape[0], in_features, dtype=dtype)

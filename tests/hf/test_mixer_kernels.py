@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,10 +100,20 @@ PACKAGES = {"short convolution": package_convolution, "Mamba 2 scan": mamba_pack
 
 
 @pytest.mark.parametrize(
-    ("name", "doubles"),
-    [("qwen3_5_text", FLA), ("kimi_linear", FLA), ("mamba2", FLA), ("mamba2", PACKAGES), ("lfm2_moe", PACKAGES)],
+    ("name", "doubles", "by_channel"),
+    [
+        ("qwen3_5_text", FLA, False),
+        ("qwen3_5_text", FLA, True),
+        ("kimi_linear", FLA, False),
+        ("mamba2", FLA, False),
+        ("mamba2", FLA, True),
+        ("mamba2", PACKAGES, False),
+        ("lfm2_moe", PACKAGES, False),
+    ],
 )
-def test_kernels_give_what_the_reference_gives(name: str, doubles: dict[str, Any], monkeypatch) -> None:
+def test_kernels_give_what_the_reference_gives(
+    name: str, doubles: dict[str, Any], by_channel: bool, monkeypatch
+) -> None:
     model = mixer_model(name)
     batch = PackedBatch.from_sequences(sequences())
     expected = model(batch, ["log_probs"])["log_probs"]
@@ -109,8 +121,10 @@ def test_kernels_give_what_the_reference_gives(name: str, doubles: dict[str, Any
 
     def kernel_for(operation: str, tensor: Tensor) -> Loaded | None:
         called.add(operation)
-        place = 0 if doubles is PACKAGES else -1  # flash-linear-attention is the last of each line
-        return Loaded(KERNELS[operation][place], doubles[operation]) if operation in doubles else None
+        if operation not in doubles:
+            return None
+        of_package = [kernel for kernel in KERNELS[operation] if (kernel.package == kernels.FLA) == (doubles is FLA)]
+        return Loaded(of_package[-1 if by_channel else 0], doubles[operation])
 
     monkeypatch.setattr(functions, "kernel_for", kernel_for)
     monkeypatch.setattr(functions, "SMALLEST_HEAD", 1)
@@ -124,6 +138,28 @@ def test_load_without_packages_returns_none_and_describe_says_what_to_install() 
     assert kernels.load("gated delta rule") is None  # the tests run without it
     assert kernels.kernel_for("gated delta rule", torch.zeros(1)) is None
     assert "mvp-engine[linear]" in kernels.describe("gated delta rule", torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "expected"),
+    [((9, 0), "3.6.0", True), ((9, 0), "3.7.1", False), ((9, 0), "3.3.1", False), ((8, 0), "3.6.0", False)],
+)
+def test_kernel_that_triton_miscompiles_on_hopper_is_not_loaded(
+    capability: tuple[int, int], triton: str, expected: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(kernels, "_version", lambda package: triton)
+    modules = {"fla.ops.gated_delta_rule": "chunk_gated_delta_rule", "fla.ops.kda": "chunk_kda"}
+    for module, function in modules.items():
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{function: linear_attention}))
+    kernels.load.cache_clear()
+    loaded = kernels.load("gated delta rule")
+    said = kernels.describe("gated delta rule", torch.device("cuda"))
+    kernels.load.cache_clear()
+    assert loaded is not None
+    assert loaded.kernel.has_decay_per_channel == expected
+    assert ("Triton 3.7.1" in said) == expected
 
 
 @pytest.mark.parametrize("operation", KERNELS)

@@ -10,8 +10,12 @@ from zlib import crc32
 
 import pytest
 import torch
+from functorch.compile import nop
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
 
+from mvp_engine.model_engine.fsdp.activation_checkpoint import checkpoint_block
 from mvp_engine.ops import nf4
 from mvp_engine.ops.nf4 import Nf4Linear
 
@@ -107,3 +111,17 @@ for shape in ((3, 64), (2, 4096), (4, 192)):
     assert torch.equal(found, nf4.dequantize(stored, shape[1], torch.float32))
 """
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
+
+
+def test_compiled_block_with_full_checkpointing_keeps_no_dequantized_weight() -> None:
+    """torch 2.11 would keep them for backward if they were computed in an autograd.Function."""
+    block = nn.Sequential(layers(torch.float32)[1], nn.SiLU())
+    checkpoint_block(block, selective=False, backend=None)
+    block.compile(backend=aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=partition))
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+        x = torch.randn(20, 192, requires_grad=True)
+        block(x)
+    known = {x.data_ptr(), *(param.data_ptr() for param in block.parameters())}
+    assert kept
+    assert {value.data_ptr() for value in kept} <= known

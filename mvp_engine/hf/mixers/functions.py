@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mvp_engine.hf.mixers.by_sequence import run_by_sequence
-from mvp_engine.hf.mixers.kernels import kernel_for
+from mvp_engine.hf.mixers.kernels import Kernel, kernel_for
 from mvp_engine.hf.mixers.packing import Packing
 
 SMALLEST_HEAD = 16  # Triton multiplies matrices of at least this size
@@ -100,6 +100,7 @@ def delta_rule(operation: str) -> Callable[..., Any]:
         if loaded is not None and min(query.shape[-1], value.shape[-1]) >= SMALLEST_HEAD:
             dtype = value.dtype
             q, k = query.to(dtype), key.to(dtype)
+            options["g"] = _decay(loaded.kernel, g, q)
             out, _state = loaded.call(q, k, value, **options, **packing.fla_boundaries())
             return out.to(dtype), None
         return run_by_sequence(torch_function, packing, (query, key, value), options)[0], None
@@ -145,17 +146,25 @@ def mamba2_scan(
     dt_1TH = dt.clamp(*dt_limit).float()
     x_1THP = hidden_states
     copies = x_1THP.shape[2] // B.shape[2]
+    query = C.to(x_1THP.dtype).repeat_interleave(copies, dim=2)
     out_1THP, _state = loaded.call(
-        C.to(x_1THP.dtype).repeat_interleave(copies, dim=2),
+        query,
         B.to(x_1THP.dtype).repeat_interleave(copies, dim=2),
         (x_1THP * dt_1TH[..., None]).to(x_1THP.dtype),
-        g=A.float() * dt_1TH,
+        g=_decay(loaded.kernel, A.float() * dt_1TH, query),
         scale=1.0,
         **packing.fla_boundaries(),
     )
     if D is not None:
         out_1THP = out_1THP + D[:, None] * x_1THP
     return out_1THP.to(x_1THP.dtype)
+
+
+def _decay(kernel: Kernel, g: Tensor, query: Tensor) -> Tensor:
+    """Decays in the shape that a kernel takes: (1, T, H), or one per channel, (1, T, H, N)."""
+    if kernel.has_decay_per_channel:
+        return g[..., None].expand(*g.shape, query.shape[-1]).contiguous()
+    return g
 
 
 def not_fused(*_: Any, **__: Any) -> None:

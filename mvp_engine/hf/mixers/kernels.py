@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -24,21 +25,27 @@ class Kernel(NamedTuple):
     package: str  # the distribution that has it
     module: str
     function: str
+    has_decay_per_channel: bool = False  # where the mixer has one per head
+
+
+FLA = "flash-linear-attention"
 
 
 # What a mixer computes -> kernels that restart at sequence boundaries, best first.
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "short convolution": (
         Kernel("causal-conv1d", "causal_conv1d", "causal_conv1d_fn"),
-        Kernel("flash-linear-attention", "fla.modules.causal_conv1d", "causal_conv1d"),
+        Kernel(FLA, "fla.modules.causal_conv1d", "causal_conv1d"),
     ),
     "gated delta rule": (
-        Kernel("flash-linear-attention", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+        Kernel(FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+        Kernel(FLA, "fla.ops.kda", "chunk_kda", has_decay_per_channel=True),
     ),
-    "Kimi delta attention": (Kernel("flash-linear-attention", "fla.ops.kda", "chunk_kda"),),
+    "Kimi delta attention": (Kernel(FLA, "fla.ops.kda", "chunk_kda"),),
     "Mamba 2 scan": (
         Kernel("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
-        Kernel("flash-linear-attention", "fla.ops.simple_gla", "chunk_simple_gla"),
+        Kernel(FLA, "fla.ops.simple_gla", "chunk_simple_gla"),
+        Kernel(FLA, "fla.ops.gla", "chunk_gla", has_decay_per_channel=True),
     ),
 }
 
@@ -52,12 +59,28 @@ class Loaded(NamedTuple):
 def load(operation: str) -> Loaded | None:
     """The best installed kernel for an operation of `KERNELS`; None without one."""
     for kernel in KERNELS[operation]:
+        if kernel.function in _MISCOMPILED and _is_miscompiled():
+            continue
         try:
             function = getattr(importlib.import_module(kernel.module), kernel.function)
         except (ImportError, OSError, AttributeError, RuntimeError):
             continue  # not installed, or built for another torch: then the next one
         return Loaded(kernel, _with_known_arguments(function))
     return None
+
+
+# Kernels of flash-linear-attention whose backward raises where Triton would compile it wrongly. Those with a decay per
+# channel compute the same by other code.
+_MISCOMPILED = {"chunk_gated_delta_rule", "chunk_simple_gla"}
+_FIX = "Triton 3.7.1 (torch 2.12) or newer has faster ones"
+
+
+def _is_miscompiled() -> bool:
+    """On Hopper, from Triton 3.4 to 3.7.0."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    release = tuple(int(part) for part in re.findall(r"\d+", _version("triton"))[:3])
+    return (3, 4) <= release < (3, 7, 1)
 
 
 def _with_known_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,7 +118,9 @@ def describe(operation: str, device: torch.device) -> str:
         return "torch (reference)"
     loaded = load(operation)
     if loaded is not None:
-        return f"{loaded.kernel.package} {_version(loaded.kernel.package)}"
+        kernel = loaded.kernel
+        slower = f" (one decay per channel: {_FIX})" if kernel.has_decay_per_channel else ""
+        return f"{kernel.package} {_version(kernel.package)}{slower}"
     return f"torch (reference, slow): {INSTALL}"
 
 

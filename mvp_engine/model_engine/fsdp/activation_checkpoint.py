@@ -34,6 +34,7 @@ _KEPT = {
     "_varlen_attn",
     "ragged_attention",
     "_scaled_mm",
+    "nf4_matmul",
 }
 # A GEMM with so many times more columns than rows (a LoRA adapter's second matrix) is cheap for the size of its output.
 _MAX_ASPECT_RATIO = 8
