@@ -96,8 +96,8 @@ def num_parameters(model: nn.Module) -> dict[str, int]:
     return sizes
 
 
-# Operators, not an autograd.Function: torch 2.11 forgets that what a function computes in a compiled block is to be
-# recomputed, and would keep all dequantized weights for backward.
+# Operators, not an autograd.Function: in a compiled block, activation checkpointing of torch 2.11 does not see into
+# functions, and all dequantized weights would be kept for backward.
 @torch.library.custom_op("mvp::nf4_matmul", mutates_args=())
 def _matmul(x_TK: Tensor, stored: Tensor) -> Tensor:
     return x_TK @ dequantize(stored, x_TK.shape[1], x_TK.dtype).t()
