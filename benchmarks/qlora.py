@@ -38,7 +38,7 @@ from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelEngine, ModelSource, Settings, engine_class
-from mvp_engine.model_engine.fsdp import init_weights, parallelize
+from mvp_engine.model_engine.fsdp import base_engine, init_weights
 from mvp_engine.ops import nf4
 
 SHAPES = Path(__file__).parent / "hardware" / "shapes.yaml"
@@ -57,7 +57,7 @@ TINY = {
 def fill_at_random(model: nn.Module, *_: Any) -> None:
     """Instead of the engine's initialization, which is equal on every layout but runs on the CPU: minutes for 32B."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    init_weights._allocate(model, device)
+    init_weights.allocate(model, device)
     quantized = nf4.quantized_layers(model)
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
     torch.manual_seed(0)
-    parallelize.materialize_weights = fill_at_random
+    base_engine.materialize_weights = fill_at_random
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     result: dict[str, Any] = {"gpu": gpu, **versions, "tokens": args.tokens, "rows": []}

@@ -24,6 +24,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.model_engine.adapter import adapter_of
 from mvp_engine.model_engine.base import DTYPES, ModelEngine, Settings
 from mvp_engine.model_engine.fsdp import schedule_state
+from mvp_engine.model_engine.fsdp.init_weights import materialize_weights
 from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, Scheduled
 from mvp_engine.model_engine.fsdp.loss_scale import LossScale
 from mvp_engine.model_engine.fsdp.offload import Offloader, Part, move_model, move_optimizer
@@ -63,7 +64,9 @@ class FSDPBaseEngine(ModelEngine):
             raise UserError(
                 "initialize(scheduler=...) needs an optimizer that the scheduler is for"
             )
-        parallelize_model(self.model, self.adapter, self.layout, self.settings)
+        skeleton = parallelize_model(self.model, self.adapter, self.layout, self.settings)
+        if skeleton is not None:
+            self._materialize(skeleton)
         self.sharded = list(sharded_modules(self.model))
         self._initialized = True
         with self.eval_mode(), self.autocast():
@@ -75,6 +78,12 @@ class FSDPBaseEngine(ModelEngine):
             self._prepare_training()
         if self.settings.offload != "none":
             self.to("cpu", model=self.settings.offload == "all")
+
+    def _materialize(self, skeleton: nn.Module) -> None:
+        # A file may be damaged in one rank's slices only, or on one machine.
+        with raise_on_all_ranks(self.world.host_group):
+            seed = self.settings.seed
+            materialize_weights(self.model, self.adapter, skeleton, self.world.device, seed)
 
     @abc.abstractmethod
     def _prepare_training(self) -> None:

@@ -32,7 +32,7 @@ def materialize_weights(
     `skeleton` is a copy of the model on the meta device, made before it was sharded: it has the same names, the
     unsharded shapes and the rules of initialization.
     """
-    _allocate(model, device)
+    allocate(model, device)
     loaded = adapter.load_weights(skeleton)  # into the model; returns names, tied ones under each
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= model.named_buffers(remove_duplicate=False)
@@ -62,7 +62,7 @@ def _empty_like(tensor: Tensor, device: torch.device | str) -> Tensor:
     return empty
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device) -> None:
     """Allocate this rank's shards of all meta tensors. Unlike `Module.to_empty`, tied parameters stay tied."""
     allocated: dict[Tensor, Tensor] = {}
     for module in model.modules():

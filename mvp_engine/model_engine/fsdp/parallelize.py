@@ -2,10 +2,10 @@
 
 1. freeze parameters                 4. FP8 linear layers, activation checkpointing and torch.compile, block by block
 2. quantize or tensor parallel       5. FSDP2
-3. Ulysses sequence parallel         6. weights
+3. Ulysses sequence parallel
 
-What changes the forward of a block comes before FSDP. A model on the meta device gets its weights last, each rank its
-own shards, so that no rank ever holds the whole model.
+What changes the forward of a block comes before FSDP. A model on the meta device gets its weights after that, each rank
+its own shards (`init_weights.py`), so that no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from mvp_engine.distributed import Layout
-from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.fsdp import apply_fsdp
 from mvp_engine.errors import UserError
 from mvp_engine.hf.parts import PARTS, blocks_by_part, by_part, matching
@@ -26,7 +25,6 @@ from mvp_engine.model_engine.adapter import ModelAdapter
 from mvp_engine.model_engine.base import DTYPES, Settings
 from mvp_engine.model_engine.fsdp.activation_checkpoint import checkpoint_block
 from mvp_engine.model_engine.fsdp.compile import compile_backends, compile_options
-from mvp_engine.model_engine.fsdp.init_weights import materialize_weights
 from mvp_engine.model_engine.fsdp.lockstep import run_dummies_along
 from mvp_engine.ops import fp8
 
@@ -35,7 +33,8 @@ HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 def parallelize_model(
     model: nn.Module, adapter: ModelAdapter, layout: Layout, settings: Settings
-) -> None:
+) -> nn.Module | None:
+    """Returns a copy of a model on the meta device, made before it was sharded: its weights are still to come."""
     world = layout.world
     dtype = DTYPES[settings.precision]
     backends = compile_backends(model, settings.compile, layout, adapter.compiles_by_default)
@@ -61,10 +60,7 @@ def parallelize_model(
         for name in adapter.extra_forwards:
             register_fsdp_forward_method(model, name)
         run_dummies_along(model)
-    if skeleton is not None:
-        # A file may be damaged in one rank's slices only, or on one machine.
-        with raise_on_all_ranks(world.host_group):
-            materialize_weights(model, adapter, skeleton, world.device, settings.seed)
+    return skeleton
 
 
 def _change_blocks(
