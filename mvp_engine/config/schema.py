@@ -120,6 +120,7 @@ class Parallel(Section):
     shard: Count
     ulysses: Count
     tensor: Count
+    expert: Count = 1
     timeout: Positive
 
 

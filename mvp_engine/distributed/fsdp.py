@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,8 +13,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
+def apply_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype = torch.float32,
+    experts: Sequence[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
+) -> None:
     """Shard the parameters over the mesh's last dimension and replicate them over its first, if it has two.
+
+    `experts`: modules inside of blocks that expert-parallel ranks share already; sharded over `expert_mesh`.
 
     Parameters and gradient sums are float32; parameters are cast to `dtype` before the all-gather. FSDP2 cannot shard
     parameters of 0 dimensions, such as CLIP's `logit_scale`: they stay replicated, their gradients to be all-reduced.
@@ -25,14 +33,17 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.fl
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     scalars = {param for param in model.parameters() if param.ndim == 0}
-    placement = partial(even_placement, ranks=mesh.shape[-1])
-    for part in [*_sharing(blocks(model)), model]:
+    meshes: list[tuple[nn.Module | list[nn.Module], DeviceMesh]] = []
+    if expert_mesh is not None:
+        meshes += [(part, expert_mesh) for part in experts]  # before the blocks around them
+    meshes += [(part, mesh) for part in [*_sharing(blocks(model)), model]]
+    for part, its_mesh in meshes:
         fully_shard(
             part,
-            mesh=mesh,
+            mesh=its_mesh,
             mp_policy=policy,
             ignored_params=scalars,
-            shard_placement_fn=placement,
+            shard_placement_fn=partial(even_placement, ranks=its_mesh.shape[-1]),
         )
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)

@@ -1,8 +1,9 @@
 """Layout: how the ranks of a job share one model: data parallel, FSDP, Ulysses and tensor parallel dimensions.
 
 Dimensions, outermost first: `replicate` (data parallel on replicas), `shard` (data parallel with FSDP2 shards),
-`ulysses` (sequence parallel; these ranks also hold FSDP shards), `tensor` (tensor parallel). A layout is a
-value, not global state: two of them can live in one process.
+`ulysses` (sequence parallel; these ranks also hold FSDP shards), `tensor` (tensor parallel). `expert` is a second view
+of the ranks of `shard` and `ulysses`, for experts only: groups of so many neighbours share the experts among them, and
+FSDP shards each expert over the groups. A layout is a value, not global state: two of them can live in one process.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ class Layout:
     tensor_mesh: DeviceMesh | None = None
     ulysses_group: dist.ProcessGroup | None = None
     data_group: dist.ProcessGroup | None = None  # the ranks with this model-parallel index
+    expert: int = 1
+    # (expert, tensor): the ranks that share experts, and each of them by the tensor-parallel plan
+    expert_mesh: DeviceMesh | None = None
+    expert_shard_mesh: DeviceMesh | None = None  # FSDP's or HSDP's mesh of experts
 
     def __post_init__(self) -> None:
         if (product := self.data_size * self.model_parallel_size) != self.world.size:
@@ -51,6 +56,12 @@ class Layout:
                 f"--nproc {abs(config.replicate) * shards}, or change them. parallel.replicate=-1 takes what the "
                 "others leave."
             )
+        if config.shard * config.ulysses % config.expert:
+            raise UserError(
+                f"parallel.expert={config.expert} does not divide the {config.shard * config.ulysses} FSDP ranks "
+                f"(parallel.shard={config.shard} times parallel.ulysses={config.ulysses}), which share the experts: "
+                f"set parallel.shard to a multiple of {config.expert}"
+            )
         if world.size == 1:
             return cls(world)
         data_size = replicate * config.shard
@@ -65,9 +76,26 @@ class Layout:
             # In the root mesh this dimension is a part of "shard".
             ulysses_mesh = world.new_mesh((data_size, config.ulysses, config.tensor))
             ulysses_group = ulysses_mesh.get_group(1)
+        expert_mesh = expert_shard_mesh = None
+        if config.expert > 1:
+            of_experts = (config.shard * config.ulysses // config.expert, config.expert)
+            names = ("replicate", "expert_shard", "expert", "tensor")
+            mesh = world.new_mesh((replicate, *of_experts, config.tensor), names)
+            expert_mesh = mesh["expert", "tensor"]
+            expert_shard_mesh = mesh[names[:2]] if replicate > 1 else mesh["expert_shard"]
         data_group = world.new_mesh((data_size, world.size // data_size)).get_group(0)
         sizes = (replicate, config.shard, config.ulysses, config.tensor)
-        return cls(world, *sizes, shard_mesh, tensor_mesh, ulysses_group, data_group)
+        return cls(
+            world,
+            *sizes,
+            shard_mesh,
+            tensor_mesh,
+            ulysses_group,
+            data_group,
+            config.expert,
+            expert_mesh,
+            expert_shard_mesh,
+        )
 
     @property
     def model_parallel_size(self) -> int:

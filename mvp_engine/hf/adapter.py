@@ -18,6 +18,7 @@ from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import export as hf_export
+from mvp_engine.hf.expert_parallel import apply_expert_parallel
 from mvp_engine.hf.export_plan import ExportPlan
 from mvp_engine.hf.lora import merge_adapters
 from mvp_engine.hf.lora_tensor_parallel import shard_adapters
@@ -59,6 +60,9 @@ class HFAdapter:
         plan = apply_tensor_parallel(self.model, mesh)
         if self.model.lora is not None:
             shard_adapters(self.model, mesh, plan)
+
+    def apply_expert_parallel(self, mesh: DeviceMesh) -> list[nn.Module]:
+        return apply_expert_parallel(self.model, mesh)
 
     def enable_sequence_parallel(self, group: dist.ProcessGroup, tensor: int) -> None:
         self.model.enable_sequence_parallel(group, tensor)

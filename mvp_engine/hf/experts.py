@@ -30,15 +30,53 @@ def use(config: Any) -> None:
             part._experts_implementation_internal = NAME
 
 
+def modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of stacked experts that run through `grouped_experts`, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        # Only transformers' decorator for its experts interface sets the first.
+        if "has_gate" in vars(module) and getattr(config, "_experts_implementation", "") == NAME:
+            found[name] = module
+    return found
+
+
+def num_experts(experts: nn.Module) -> int:
+    return int(experts.num_experts)  # type: ignore[arg-type]
+
+
+def counts(expert_N: Tensor, experts: int) -> Tensor:
+    """How many rows each expert gets; without a host sync, unlike `bincount`."""
+    # histc counts integers on the GPU only, and floats exactly up to 16.7 million rows.
+    kind = torch.int32 if expert_N.is_cuda else torch.float64
+    return torch.histc(expert_N.to(kind), bins=experts, min=0, max=experts - 1)
+
+
 def grouped_experts(
     experts: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """transformers' grouped experts in the autocast dtype, with transformers' experts signature."""
+    if hasattr(experts, "expert_group"):
+        from mvp_engine.hf.expert_parallel import dispatched_experts
+
+        return dispatched_experts(experts, hidden_TD, index_TK, weights_TK)
+    dtype = dtype_of(experts, hidden_TD)
+    return run(experts, hidden_TD, index_TK, weights_TK, dtype)
+
+
+def dtype_of(experts: nn.Module, hidden_TD: Tensor) -> torch.dtype | None:
+    """The dtype to compute in; None: that of the weights."""
+    return autocast_dtype(hidden_TD) if _sizes_fit(experts) else None
+
+
+def run(
+    experts: Any, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, dtype: torch.dtype | None
+) -> Tensor:
+    """The experts of a module, or of a view of one, on this rank."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    dtype = autocast_dtype(hidden_TD)
-    view: Any = experts
-    if dtype is not None and _sizes_fit(experts):
+    view = experts
+    if dtype is not None:
         view = _CastExperts(experts, dtype)
         hidden_TD = hidden_TD.to(dtype)
     if not experts.has_bias:

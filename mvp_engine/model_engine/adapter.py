@@ -46,6 +46,10 @@ class ModelAdapter:
     def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
         raise self._needs_packed_model()
 
+    def apply_expert_parallel(self, mesh: DeviceMesh) -> list[nn.Module]:
+        """Share the experts over a mesh (expert, tensor); returns the modules that hold them."""
+        raise self._needs_packed_model()
+
     def enable_sequence_parallel(self, group: dist.ProcessGroup, tensor: int) -> None:
         raise self._needs_packed_model()
 
@@ -94,7 +98,7 @@ class ModelAdapter:
 
     def _needs_packed_model(self) -> UserError:
         return UserError(
-            f"parallel.ulysses > 1 and parallel.tensor > 1 need a packed model; {self.name} is none"
+            f"parallel.ulysses, parallel.tensor and parallel.expert > 1 need a packed model; {self.name} is none"
         )
 
     def _no_folder(self) -> UserError:

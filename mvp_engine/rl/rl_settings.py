@@ -156,6 +156,8 @@ class GroupParallel(Section):
     """Sequence parallel (Ulysses): ranks that shard the tokens of a batch."""
     tensor: Count = 1
     """Tensor parallel: ranks that shard each weight matrix."""
+    expert: Count = 1
+    """Expert parallel: so many of the shard x ulysses ranks share the experts of each layer. It multiplies no ranks."""
 
     def with_timeout(self, timeout: float) -> Parallel:
         return Parallel(**self.model_dump(), timeout=timeout)

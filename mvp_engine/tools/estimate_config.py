@@ -134,6 +134,7 @@ class Estimator:
             shard=self.parallel(config).shard,
             ulysses=self.parallel(config).ulysses,
             tensor=self.parallel(config).tensor,
+            expert=self.parallel(config).expert,
         )
 
     def model(self, config: Any) -> PackedModel:

@@ -14,6 +14,7 @@ from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.fsdp import blocks
+from mvp_engine.hf import experts
 from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.model_engine.base import DTYPES
@@ -73,13 +74,19 @@ def _teacher(path: str, precision: str, ranks: int) -> float:
 
 
 def _gathered(model: PackedModel, settings: EstimateSettings) -> float:
-    """Bytes of all-gathered weights under FSDP: two blocks at a time with gradients, and all that is in no block."""
+    """Bytes of all-gathered weights under FSDP: two blocks at a time with gradients, and all that is in no block.
+
+    Of the experts, an expert-parallel rank gathers its own.
+    """
     size = settings.compute_bytes
+    stacked = [set(module.parameters()) for module in experts.modules(model).values()]
+    ranks = dict.fromkeys(set[nn.Parameter]().union(*stacked), settings.expert)
     in_blocks = set[nn.Parameter]()
     largest = 0.0
     for block in blocks(model):
         params = list(block.parameters())
-        largest = max(largest, sum(p.numel() * (size + 4.0 * p.requires_grad) for p in params))
+        held = {p: p.numel() / ranks.get(p, 1) for p in params}
+        largest = max(largest, sum(held[p] * (size + 4.0 * p.requires_grad) for p in params))
         in_blocks.update(params)
     outside = sum(p.numel() for p in set(model.parameters()) - in_blocks)
     return 2 * largest + size * outside

@@ -76,6 +76,7 @@ class EstimateSettings(Settings):
     shard: int = 1
     ulysses: int = 1
     tensor: int = 1
+    expert: int = 1
 
     @property
     def half_precision(self) -> bool:

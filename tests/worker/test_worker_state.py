@@ -31,7 +31,11 @@ def log_probs(group: WorkerGroup) -> torch.Tensor:
     return group.infer(BATCH, ["log_probs"], budget=64)["log_probs"]
 
 
-@pytest.mark.parametrize(("layout", "config"), [({"tensor": 2}, TINY), ({"shard": 2}, MOE)], ids=["tensor", "experts"])
+@pytest.mark.parametrize(
+    ("layout", "config"),
+    [({"tensor": 2}, TINY), ({"shard": 2}, MOE), ({"shard": 2, "expert": 2}, MOE)],
+    ids=["tensor", "experts", "expert_parallel"],
+)
 def test_weights_of_one_layout_arrive_on_another_with_equal_checksums(
     ranks2: RankPool, layout: dict[str, int], config: dict[str, Any]
 ) -> None:
