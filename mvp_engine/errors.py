@@ -8,6 +8,7 @@ EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: everything is saved, launch again with resume=auto
 EXIT_CODE_FILE = "MVP_EXIT_CODE_FILE"  # environment variable: the file for rank 0's exit code
+ERROR_FILE = "error.txt"  # next to it: why ranks failed, for the launcher to print last
 
 
 class UserError(ValueError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import inspect
 import os
 import sys
@@ -25,6 +26,7 @@ from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.engine import Engine
 from mvp_engine.engine.resume import Start, choose_start
 from mvp_engine.errors import (
+    ERROR_FILE,
     EXIT_BUG,
     EXIT_CODE_FILE,
     EXIT_INTERRUPTED,
@@ -40,6 +42,8 @@ from mvp_engine.runs import Run
 
 def main(argv: list[str] | None = None) -> int:
     ignore_broken_pipes()
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # a crash in native code prints the Python stack
     parser = argparse.ArgumentParser(prog="mvp_engine.launch", description="Run a recipe's config.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the recipe's YAML file")
     parser.add_argument(
@@ -185,6 +189,16 @@ def _make_deterministic(wanted: bool) -> None:
         torch.backends.cudnn.benchmark = False
 
 
+def _show(text: str) -> None:
+    """Print why this rank failed, or leave it to `mvp train --nproc`, which prints it after the last rank has ended."""
+    file = os.environ.get(EXIT_CODE_FILE)
+    if file is not None:
+        with contextlib.suppress(OSError), open(Path(file).with_name(ERROR_FILE), "a") as out:
+            out.write(f"{text}\n")
+            return
+    print(text, file=sys.stderr)
+
+
 def _failed(error: BaseException, world: World | None) -> int:
     """Print the error of the rank that failed first, with its traceback if it is a bug; the others only followed.
 
@@ -194,20 +208,21 @@ def _failed(error: BaseException, world: World | None) -> int:
         error = UserError(f"{error} `mvp estimate CONFIG` prints settings that fit")
     rank = world.rank if world else int(os.environ.get("RANK", "0"))
     code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_BUG
+    why = ""
     if world:
-        first, _ = world.failed_first(error)
+        first, why = world.failed_first(error)
     else:  # all ranks found the error in the config: one of each machine prints it
         first = rank if code == EXIT_BUG or os.environ.get("LOCAL_RANK", "0") == "0" else -1
     sys.stdout.flush()  # the error comes last
     elsewhere = world is not None and first // world.local_size != rank // world.local_size
-    if code == EXIT_USER_ERROR:
-        if first == rank or (elsewhere and os.environ.get("LOCAL_RANK") == "0"):
-            print(f"mvp_engine: error: {error}", file=sys.stderr)
-    elif elsewhere:
-        print(f"mvp_engine: rank {rank} stops because rank {first} failed", file=sys.stderr)
-    elif first == rank:
+    is_speaker = first == rank or (elsewhere and os.environ.get("LOCAL_RANK") == "0")
+    if is_speaker and code == EXIT_USER_ERROR:
+        _show(f"mvp_engine: error: {error}")
+    elif is_speaker and elsewhere:
+        _show(f"mvp_engine: rank {rank} stops because rank {first} failed: {why}")
+    elif is_speaker:
         where = f"rank {rank} " if world and world.size > 1 else ""
-        print(f"mvp_engine: {where}failed\n{traceback.format_exc()}", end="", file=sys.stderr)
+        _show(f"mvp_engine: {where}failed\n{traceback.format_exc().rstrip()}")
     sys.stderr.flush()
     if world and world.size > 1:
         os._exit(code)  # a clean exit would wait for collectives that can never complete

@@ -124,6 +124,9 @@ class Engine(EngineHooks):
         self.total_steps = self._planned_steps()
         self.model_engine = self._build_model_engine()
         self.model_engine.initialize(self.prepare_optimizer, self.prepare_scheduler)
+        if config.loop.eval_interval and self._eval_loader is None:
+            # Here a stop signal ends the measuring of rows at once, and errors come before hours of training.
+            self._eval_loader = self._loader("eval")
         self.guard = SkipGuard(config.guard, self.run.dir, self.world.rank)
         self.meter = Meter(self.world)
         seed_everything(derived_seed(config.seed, "rank", self.layout.dropout_rank))

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from mvp_engine.errors import (
+    ERROR_FILE,
     EXIT_BUG,
     EXIT_CODE_FILE,
     EXIT_INTERRUPTED,
@@ -90,7 +91,10 @@ def _torchrun(module: str, nodes: Nodes, arguments: list[str]) -> int:
         print(f"mvp: {nodes}; the nodes meet at {where}", file=sys.stderr, flush=True)
         nodes.wait_for_node_0(JOIN_SECONDS)
         use_interface_to(nodes.address)
-    with tempfile.TemporaryDirectory(prefix="mvp-") as folder, StopSignals(leave=_kill_children):
+    with tempfile.TemporaryDirectory(prefix="mvp-") as folder, contextlib.ExitStack() as stack:
+        errors = Path(folder) / ERROR_FILE
+        stack.callback(_print_errors, errors)
+        stack.enter_context(StopSignals(leave=lambda: _leave(errors)))
         # torchrun does not report the exit code of a worker that a signal stopped; its first rank writes it here.
         exit_code_file = Path(folder) / "exit_code"
         os.environ[EXIT_CODE_FILE] = str(exit_code_file)
@@ -102,12 +106,14 @@ def _torchrun(module: str, nodes: Nodes, arguments: list[str]) -> int:
             if nodes.rank > 0:
                 _record_failure(nodes, rank)
             if failure.exitcode not in SAID_WHY:
-                print(f"mvp: error: {_how_it_ended(rank, failure.exitcode)}", file=sys.stderr)
+                with open(errors, "a") as out:
+                    out.write(f"mvp: error: {_how_it_ended(rank, failure.exitcode)}\n")
             return failure.exitcode or EXIT_BUG
         except DistError as error:
             raise UserError(nodes.no_meeting(JOIN_SECONDS, str(error))) from None
         except SignalException:
             return int(exit_code_file.read_text()) if exit_code_file.is_file() else EXIT_BUG
+        errors.unlink(missing_ok=True)  # of ranks that torchrun has restarted
     return 0
 
 
@@ -145,7 +151,15 @@ def _how_it_ended(rank: int, exitcode: int) -> str:
     )
 
 
-def _kill_children() -> None:
+def _leave(errors: Path) -> None:
+    """Kill the ranks, and print why some of them had failed by then."""
     process = os.getpid()
     for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
         os.kill(int(child), signal.SIGKILL)
+    _print_errors(errors)
+
+
+def _print_errors(file: Path) -> None:
+    """Print why ranks failed, after all that other ranks printed meanwhile."""
+    if file.is_file():
+        print(file.read_text(), end="", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import TINY, losses, read_metrics
 
+from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR
 from mvp_engine.runs import Run, list_runs
 
@@ -77,6 +78,21 @@ def test_total_skip_limit_counts_over_the_whole_run(train, tmp_path: Path, capsy
     assert "guard.max_total_skips=1" in capsys.readouterr().err
 
 
+def test_eval_loader_is_made_while_a_stop_signal_ends_the_launch_at_once(train, monkeypatch) -> None:
+    """It may measure rows for minutes; in a step, a signal would wait for that."""
+    engine_class = compose(TINY).engine_class
+    made: dict[str, tuple[int, bool]] = {}
+    prepare = engine_class.prepare_dataloader
+
+    def watched(self, split):  # type: ignore[no-untyped-def]
+        made[split] = (self.step, self.signals.early)
+        return prepare(self, split)
+
+    monkeypatch.setattr(engine_class, "prepare_dataloader", watched)
+    assert train("loop.eval_interval=4", "log.interval=1") == 0
+    assert made == {"train": (0, True), "eval": (0, True)}
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nan_on_one_rank_skips_the_step_on_both(ranks2, tmp_path: Path, rank: int) -> None:
     words = [f"project.dir={tmp_path}", "tiny.fault=nan_once", f"tiny.fault_rank={rank}", "data.micro_batch_size=2"]
@@ -88,8 +104,6 @@ def test_nan_on_one_rank_skips_the_step_on_both(ranks2, tmp_path: Path, rank: in
 
 
 def test_batch_of_zero_weight_is_skipped(train, tmp_path: Path, monkeypatch) -> None:
-    from mvp_engine.config import compose
-
     engine_class = compose(TINY).engine_class
     forward = engine_class.forward_step
 
@@ -153,8 +167,6 @@ def test_exception_in_a_hook_is_raised_with_its_traceback(train, tmp_path: Path,
 
 
 def test_forward_step_without_sum_and_weight_is_refused(train, tmp_path: Path, monkeypatch, capsys) -> None:
-    from mvp_engine.config import compose
-
     engine_class = compose(TINY).engine_class
     monkeypatch.setattr(engine_class, "forward_step", lambda self, ctx, batch: torch.ones(()))
     assert train(dir=tmp_path) == EXIT_BUG
@@ -259,8 +271,6 @@ def test_resume_with_a_changed_shape_is_refused_with_the_parameter_name(
 ) -> None:
     assert train("loop.total_steps=4", dir=tmp_path) == 0
     from torch import nn
-
-    from mvp_engine.config import compose
 
     wider = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1))
     monkeypatch.setattr(compose(TINY).engine_class, "prepare_model", lambda self: wider)

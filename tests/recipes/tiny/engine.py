@@ -125,6 +125,10 @@ class TinyEngine(Engine):
     def inject_fault(self, ctx: StepContext, loss: Tensor) -> Tensor:
         tiny = self.config.tiny
         time.sleep(tiny.step_seconds)
+        if tiny.fault == "raise" and self.world.rank != tiny.fault_rank and ctx.step == tiny.fault_step:
+            for _ in range(100):  # a rank that still prints while another one fails
+                print("still printing", flush=True)
+                time.sleep(0.01)
         if tiny.fault is None or self.world.rank != tiny.fault_rank or ctx.step < tiny.fault_step:
             return loss
         if tiny.fault == "nan_forever":
