@@ -118,6 +118,7 @@ class Checkpoint(Section):
 class Parallel(Section):
     replicate: Literal[-1] | Count
     shard: Count
+    context: Count = 1
     ulysses: Count
     tensor: Count
     expert: Count = 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from mvp_engine.errors import UserError, count
+
+if TYPE_CHECKING:
+    from mvp_engine.distributed.context import ContextShard
 
 Shapes = list[tuple[int, ...]]
 
@@ -34,17 +37,30 @@ class UlyssesShard:
     @classmethod
     def of(cls, group: dist.ProcessGroup, tokens: int) -> UlyssesShard:
         ranks = dist.get_world_size(group)
-        if tokens < ranks:
-            raise UserError(
-                f"a batch of {count(tokens, 'token')} cannot be sharded over parallel.ulysses={ranks} ranks"
-            )
-        cuts = [tokens * rank // ranks for rank in range(ranks + 1)]
-        sizes = tuple(end - begin for begin, end in pairwise(cuts))
-        return cls(group, dist.get_rank(group), sizes)
+        check_tokens(tokens, ranks, "parallel.ulysses")
+        return cls(group, dist.get_rank(group), even_sizes(tokens, ranks))
+
+    @property
+    def heads(self) -> UlyssesShard | None:
+        """The shard whose ranks share the heads in attention."""
+        return self
+
+    @property
+    def context(self) -> ContextShard | None:
+        """The shard whose ranks gather keys and values in attention."""
+        return None
 
     def cut(self, value: Tensor, dim: int = 0) -> Tensor:
-        """This rank's slice of a tensor over all tokens."""
+        """This rank's part of a tensor over all tokens."""
         return value.split(list(self.sizes), dim)[self.rank]
+
+    def in_rank_order(self, value: Tensor) -> Tensor:
+        """A tensor over all tokens, in batch order -> the tokens of rank 0, those of rank 1, ..."""
+        return value
+
+    def in_batch_order(self, value: Tensor) -> Tensor:
+        """The inverse of `in_rank_order`."""
+        return value
 
     def gather(self, value_t: Tensor) -> Tensor:
         """All-gather along dimension 0, with gradients."""
@@ -81,6 +97,18 @@ class UlyssesShard:
         return torch.cat([parts[0] for parts in from_ranks])
 
 
+def even_sizes(tokens: int, ranks: int) -> tuple[int, ...]:
+    cuts = [tokens * rank // ranks for rank in range(ranks + 1)]
+    return tuple(end - begin for begin, end in pairwise(cuts))
+
+
+def check_tokens(tokens: int, ranks: int, keys: str) -> None:
+    if tokens < ranks:
+        raise UserError(
+            f"a batch of {count(tokens, 'token')} cannot be sharded over {keys} = {ranks} ranks"
+        )
+
+
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise UserError(
@@ -108,13 +136,38 @@ def _all_to_all(
     return [[next(slices).view(shape) for shape in of_rank] for of_rank in shapes]
 
 
+def all_to_all_rows(
+    tensors: list[Tensor], sizes: tuple[int, ...], group: dist.ProcessGroup
+) -> list[Tensor]:
+    """All-gather of several tensors along dimension 0, in one all-to-all; their gradients are reduce-scattered.
+
+    `sizes` are the rows of each rank.
+    """
+    ranks = len(sizes)
+    own = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    # expand, not repeat: its gradient is one sum over all ranks, which is rounded once.
+    flat = own.expand(ranks, -1).reshape(-1)
+    row_shapes = [tensor.shape[1:] for tensor in tensors]
+    row_size = sum(math.prod(shape) for shape in row_shapes)
+    operator = torch.ops._c10d_functional.all_to_all_single
+    received_sizes = [size * row_size for size in sizes]
+    pending = operator(flat, received_sizes, [len(own)] * ranks, group.group_name)
+    parts: list[list[Tensor]] = [[] for _ in tensors]
+    of_ranks = functional.wait_tensor(pending).split(received_sizes)
+    for size, of_rank in zip(sizes, of_ranks, strict=True):
+        of_tensors = of_rank.split([size * math.prod(shape) for shape in row_shapes])
+        for index, shape in enumerate(row_shapes):
+            parts[index].append(of_tensors[index].view(size, *shape))
+    return [torch.cat(part) for part in parts]
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: UlyssesShard) -> Tensor:
         ctx.shard = shard
         shapes: list[Shapes] = [[(size, *x.shape[1:])] for size in shard.sizes]
         from_ranks = _all_to_all([[x]] * len(shapes), shapes, shard.group)
-        return torch.cat([parts[0] for parts in from_ranks])
+        return shard.in_batch_order(torch.cat([parts[0] for parts in from_ranks]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -126,7 +179,7 @@ class _GatherShared(_Gather):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         shard = ctx.shard
-        to_ranks = [[part] for part in grad.split(list(shard.sizes))]
+        to_ranks = [[part] for part in shard.in_rank_order(grad).split(list(shard.sizes))]
         shape = (shard.sizes[shard.rank], *grad.shape[1:])
         from_ranks = _all_to_all(to_ranks, [[shape]] * len(shard.sizes), shard.group)
         return torch.stack([parts[0] for parts in from_ranks]).sum(0), None

@@ -118,4 +118,6 @@ def _is_of_this_run(engine: Engine, checkpoint: Path) -> bool:
 
 def _sizes(engine: Engine) -> list[int]:
     layout = engine.layout
-    return [layout.replicate, layout.shard, layout.ulysses, layout.tensor]
+    sizes = [layout.replicate, layout.shard, layout.ulysses, layout.tensor]
+    # Checkpoints from before context parallel have four sizes.
+    return [*sizes, layout.context] if layout.context > 1 else sizes

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import export as hf_export
@@ -64,8 +64,8 @@ class HFAdapter:
     def apply_expert_parallel(self, mesh: DeviceMesh) -> list[nn.Module]:
         return apply_expert_parallel(self.model, mesh)
 
-    def enable_sequence_parallel(self, group: dist.ProcessGroup, tensor: int) -> None:
-        self.model.enable_sequence_parallel(group, tensor)
+    def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int) -> None:
+        self.model.enable_sequence_parallel(groups, tensor)
 
     def load_weights(self, skeleton: nn.Module) -> set[str]:
         if self.model.source is None:

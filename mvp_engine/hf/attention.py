@@ -30,6 +30,7 @@ from mvp_engine.hf.attention_mask import (
     packed_mask,
     without_mask,
 )
+from mvp_engine.hf.context_attention import context_spec
 from mvp_engine.hf.kv_cache import KVCache
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
 from mvp_engine.ops.autocast import autocast_dtype
@@ -191,17 +192,18 @@ def packed_attention(
     q_HTd = _as_autocast(query)[0]
     k_KTd = _as_autocast(key)[0]
     v_KTd = _as_autocast(value)[0]
-    if ulysses_shard is not None:
-        ranks = len(ulysses_shard.sizes)
+    heads = None if ulysses_shard is None else ulysses_shard.heads
+    if heads is not None:
+        ranks = len(heads.sizes)
         # With fewer key/value heads than ranks, each head goes to several ranks.
         copies = max(1, ranks // k_KTd.shape[0])
         k_KTd = k_KTd.repeat_interleave(copies, 0)
         v_KTd = v_KTd.repeat_interleave(copies, 0)
-        qkv = ulysses_shard.to_heads(q_HTd, k_KTd, v_KTd)
+        qkv = heads.to_heads(q_HTd, k_KTd, v_KTd)
         q_HTd = qkv[0]
         k_KTd = qkv[1]
         v_KTd = qkv[2]
-        s_aux = None if s_aux is None else s_aux.chunk(ranks)[ulysses_shard.rank]
+        s_aux = None if s_aux is None else s_aux.chunk(ranks)[heads.rank]
     spec = AttnSpec(
         cu_seqlens=cu_seq_lens_q,
         max_seqlen=max_length_q,
@@ -213,14 +215,20 @@ def packed_attention(
         sinks=s_aux,
         mask_function=attention_mask.mask_function if isinstance(attention_mask, Overlay) else None,
     )
+    context = None if ulysses_shard is None else ulysses_shard.context
+    if context is not None:
+        spec, keys = context_spec(spec, context)
+        gathered = context.gather_keys(keys, k_KTd, v_KTd)
+        k_KTd = gathered[0]
+        v_KTd = gathered[1]
     if kv_cache is not None and kv_cache.is_prefilled:
         out_HTd = kv_cache.attend(module, q_HTd, k_KTd, v_KTd, spec)
     else:
         out_HTd = varlen_attention(q_HTd, k_KTd, v_KTd, spec)
         if kv_cache is not None:
             kv_cache.store_prompts(module, k_KTd, v_KTd)
-    if ulysses_shard is not None:
-        out_HTd = ulysses_shard.to_tokens(out_HTd)
+    if heads is not None:
+        out_HTd = heads.to_tokens(out_HTd)
     # Contiguous, since some models call view on it.
     return out_HTd.transpose(0, 1)[None].contiguous(), None
 

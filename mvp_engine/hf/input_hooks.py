@@ -1,4 +1,4 @@
-"""Forward hooks on the inputs of a model's text layers: bf16 embeddings, and slices for Ulysses."""
+"""Forward hooks on the inputs of a model's text layers: bf16 embeddings, and slices for sequence parallel."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ def cast_decoder_inputs(
 def slice_decoder_inputs(
     decoder: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
-    """Forward pre-hook of a decoder with encoders: this rank's slice of the tokens (Ulysses).
+    """Forward pre-hook of a decoder with encoders: this rank's slice of the tokens (Ulysses, context parallel).
 
-    Each rank runs the encoders on all media. Each computes a part of the encoders' gradient, and
+    Each rank has the features of all media. Each computes a part of the encoders' gradient, and
     the reduction over ranks adds up the parts.
     """
     shard: UlyssesShard | None = kwargs.get("ulysses_shard")
     if shard is None:
         return None
     sliced = dict(kwargs)
+    keys = "parallel.ulysses" if shard.context is None else "parallel.context"
     for name, value in kwargs.items():
         if value is None:
             continue
@@ -54,8 +55,8 @@ def slice_decoder_inputs(
             sliced[name] = shard.cut(value, _TOKEN_DIMS[name])
         elif _may_be_per_token(name, value, num_tokens=sum(shard.sizes)):
             raise UserError(
-                f"parallel.ulysses > 1: {type(decoder).__name__} gets {name}, which may have one "
-                "entry per token; it is not known how to slice it. Set parallel.ulysses=1."
+                f"{keys} > 1: {type(decoder).__name__} gets {name}, which may have one "
+                f"entry per token; it is not known how to slice it. Set {keys}=1."
             )
     return args, sliced
 

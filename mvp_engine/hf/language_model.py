@@ -185,7 +185,7 @@ class LanguageModel(PackedModel):
         self, batch: PackedBatch, wanted: tuple[str, ...], kv_cache: KVCache | None = None
     ) -> Outputs:
         if "next_logits" not in wanted:
-            if self.ulysses_group is None and OF_LABELS.issuperset(wanted):
+            if self.sequence_groups is None and OF_LABELS.issuperset(wanted):
                 labels_T = batch.host_labels
                 self._num_labels = None if labels_T is None else int((labels_T != IGNORE).sum())
             try:

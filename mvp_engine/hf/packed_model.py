@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
 from mvp_engine.errors import UserError
 from mvp_engine.hf import attention, experts, input_hooks, media_features, shared_media, vision
@@ -100,7 +101,8 @@ class PackedModel(nn.Module):
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.hf = backbone
-        self.ulysses_group: dist.ProcessGroup | None = None
+        self.sequence_groups: SequenceGroups | None = None
+        self.shard: UlyssesShard | None = None  # of the forward that runs, with sequence parallel
         self.packed_length_limit = packed_length_limit(backbone.config)
         # Why each sequence runs in a padded row of its own; empty: sequences are packed.
         self.padded_rows = str(getattr(backbone, "needs_padded_rows", ""))
@@ -154,16 +156,17 @@ class PackedModel(nn.Module):
         model.export_dtype = folder_dtype or torch.float32
         return model
 
-    def enable_sequence_parallel(self, group: dist.ProcessGroup, tensor: int = 1) -> None:
-        """Split the tokens of each batch over the ranks of `group`, which must get equal batches.
+    def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int = 1) -> None:
+        """Split the tokens of each batch over the ranks of `groups`, which must get equal batches.
 
         `tensor`: the tensor-parallel size, by which the heads are already divided.
         """
         config: Any = self.hf.config.get_text_config()  # type: ignore[union-attr, operator]
         heads, kv_heads = num_heads(config)
-        if heads:
-            check_heads(heads // tensor, kv_heads // tensor, dist.get_world_size(group))
-        self.ulysses_group = group
+        if heads and groups.ulysses is not None:
+            ranks = dist.get_world_size(groups.ulysses)
+            check_heads(heads // tensor, kv_heads // tensor, ranks)
+        self.sequence_groups = groups
         decoder = self.decoder()
         if decoder is not self.base():
             decoder.register_forward_pre_hook(input_hooks.slice_decoder_inputs, with_kwargs=True)
@@ -261,10 +264,11 @@ class PackedModel(nn.Module):
 
     def _check_padded_rows(self, kv_cache: KVCache | None) -> None:
         model_type = self.hf.config.model_type  # type: ignore[union-attr]
-        if self.ulysses_group is not None:
+        if self.sequence_groups is not None:
+            keys = self.sequence_groups.keys
             raise UserError(
-                f"parallel.ulysses > 1: {model_type} runs on padded rows ({self.padded_rows}), which have no tokens "
-                "to share between ranks. Set parallel.ulysses=1"
+                f"{keys} > 1: {model_type} runs on padded rows ({self.padded_rows}), which have no tokens "
+                f"to share between ranks. Set {keys}=1"
             )
         if kv_cache is not None:
             raise UserError(
@@ -301,11 +305,12 @@ class PackedModel(nn.Module):
     def _compute(
         self, batch: PackedBatch, wanted: tuple[str, ...], kv_cache: KVCache | None = None
     ) -> Outputs:
-        if self.ulysses_group is None:
+        if self.sequence_groups is None:
             hidden_TD = self.hidden(batch, kv_cache=kv_cache)
             return self.outputs(hidden_TD, batch.labels, wanted)
         if kv_cache is not None:
-            raise UserError("a KV cache does not support parallel.ulysses > 1: call without it")
+            keys = self.sequence_groups.keys
+            raise UserError(f"a KV cache does not support {keys} > 1: call without it")
         losses = {"loss", "losses"}
         if "loss" in wanted and not set(wanted) <= losses:
             # The loss then follows from the log-probs, which are computed anyway.
@@ -313,8 +318,12 @@ class PackedModel(nn.Module):
             others = self._compute(batch, tuple(dict.fromkeys(names)))
             others |= losses_of(others["log_probs"])
             return {name: others[name] for name in wanted}
-        shard = UlyssesShard.of(self.ulysses_group, batch.num_tokens)
-        local = self.outputs(self.hidden(batch, shard), shard.cut(batch.labels), wanted)
+        shard = self.sequence_groups.shard(batch.host_lengths, batch.input_ids.device)
+        self.shard = shard
+        try:
+            local = self.outputs(self.hidden(batch, shard), shard.cut(batch.labels), wanted)
+        finally:
+            self.shard = None
         return {
             name: shard.gather(value) if value.ndim else shard.total(value)
             for name, value in local.items()

@@ -96,8 +96,8 @@ def check_packing(
         try:
             return probe(model, **options)
         except UserError as error:
-            if model.ulysses_group is not None and model.decoder() is model.base():
-                hint = "Set parallel.ulysses=1: it then runs on padded rows, if they are exact"
+            if model.sequence_groups is not None and model.decoder() is model.base():
+                hint = f"Set {model.sequence_groups.keys}=1: it then runs on padded rows, if they are exact"
                 raise UserError(f"{error} {hint}") from error
             if not _may_use_padded_rows(model, error):
                 raise

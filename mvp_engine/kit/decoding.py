@@ -1,8 +1,8 @@
 """Completions of packed prompts with a KV cache, through the model engine: on any layout, any number of prompts.
 
 A forward over the prompts fills the cache; each later forward has one token per unfinished sequence, without padding.
-With `parallel.ulysses` > 1 and for a few mixers (RWKV, xLSTM, RecurrentGemma) there is no cache: each forward then
-holds all prompts and their completions so far.
+With `parallel.ulysses` > 1, with `parallel.context` > 1 and for a few mixers (RWKV, xLSTM, RecurrentGemma) there is no
+cache: each forward then holds all prompts and their completions so far.
 Every sequence draws by noise that is a hash (`gumbel_noise.py`), so what it writes depends neither on how prompts are
 batched nor on the layout.
 """
@@ -168,7 +168,9 @@ class _Group:
         self.graph: DecodeGraph | None = None
         # A forward that warms up a graph would change the states of mixers.
         self.can_capture = is_supported(engine) and not model.mixers.modules
-        self.uses_cache = decoding.use_cache and engine.layout.ulysses == 1 and model.can_cache
+        self.uses_cache = (
+            decoding.use_cache and engine.layout.sequence_size == 1 and model.can_cache
+        )
         self.cache: KVCache | None = None
 
     def run(self) -> list[Completion]:

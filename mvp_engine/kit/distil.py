@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from mvp_engine.config.schema import Config
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.engine import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.hf.language_model import LanguageModel
@@ -80,9 +79,8 @@ class DistilLossKit:
         """Called inside of the student's forward, where its head has all of its weights."""
         assert self._hidden_TD is not None
         teacher_TD = self._hidden_TD
-        if self.student.ulysses_group is not None:
-            shard = UlyssesShard.of(self.student.ulysses_group, len(teacher_TD))
-            teacher_TD = shard.cut(teacher_TD)
+        if self.student.shard is not None:
+            teacher_TD = self.student.shard.cut(teacher_TD)
         teacher = self.teacher_head
         start = head.get("vocab_start")
         if start is not None:

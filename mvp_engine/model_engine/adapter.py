@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.errors import UserError
 from mvp_engine.hf.frozen_weights import FrozenWeights
 from mvp_engine.hf.quantize import quantize_layers
@@ -50,7 +50,7 @@ class ModelAdapter:
         """Share the experts over a mesh (expert, tensor); returns the modules that hold them."""
         raise self._needs_packed_model()
 
-    def enable_sequence_parallel(self, group: dist.ProcessGroup, tensor: int) -> None:
+    def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int) -> None:
         raise self._needs_packed_model()
 
     def load_weights(self, skeleton: nn.Module) -> set[str]:
@@ -98,7 +98,8 @@ class ModelAdapter:
 
     def _needs_packed_model(self) -> UserError:
         return UserError(
-            f"parallel.ulysses, parallel.tensor and parallel.expert > 1 need a packed model; {self.name} is none"
+            "parallel.context, parallel.ulysses, parallel.tensor and parallel.expert > 1 need a packed model; "
+            f"{self.name} is none"
         )
 
     def _no_folder(self) -> UserError:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from mvp_engine.ops import cudnn_attention, flex_attention
-from mvp_engine.ops.attn_spec import AttnSpec
+from mvp_engine.ops.attn_spec import AttnSpec, KeySpec
 
-__all__ = ["AttnSpec", "varlen_attention"]
+__all__ = ["AttnSpec", "KeySpec", "varlen_attention"]
 
 
 def varlen_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tensor:
     """Attention of shape (H, T, d) by the fastest kernel for this GPU, dtype, head size and spec."""
     if spec.is_plain:
-        if cudnn_attention.is_supported(q_HTd, spec):
+        if cudnn_attention.is_supported(q_HTd, spec, k_KTd):
             return cudnn_attention.cudnn_attention(q_HTd, k_KTd, v_KTd, spec)
         if _torch_varlen_is_supported(q_HTd, v_KTd):
             return _torch_varlen(q_HTd, k_KTd, v_KTd, spec)

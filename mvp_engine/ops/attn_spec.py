@@ -16,6 +16,20 @@ MaskFunction = Callable[[Any, Any, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
+class KeySpec:
+    """Keys that are not those of the same tokens as the queries: the last query of a sequence stands at its last key.
+
+    So causality and windows count from the end of the keys, which kernels call a bottom-right mask.
+    """
+
+    cu_seqlens: Tensor  # int32 (S + 1,): the offset of the keys of each sequence
+    max_seqlen: int
+    # What a mask function gets as the index of each query and of each key.
+    q_index: Tensor
+    k_index: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class AttnSpec:
     """One attention over packed sequences: the sequence boundaries and the options of the softmax.
 
@@ -34,6 +48,15 @@ class AttnSpec:
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     sinks: Tensor | None = None  # (H,): one more logit per head, with a value of zero
     mask_function: MaskFunction | None = None
+    keys: KeySpec | None = None  # None: queries and keys are of the same tokens
+
+    @property
+    def cu_seqlens_k(self) -> Tensor:
+        return self.cu_seqlens if self.keys is None else self.keys.cu_seqlens
+
+    @property
+    def max_seqlen_k(self) -> int:
+        return self.max_seqlen if self.keys is None else self.keys.max_seqlen
 
     @property
     def is_plain(self) -> bool:

@@ -30,17 +30,18 @@ def _has_ragged_kernels(device: int) -> bool:
 _has_ragged_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def is_supported(q: Tensor, spec: AttnSpec) -> bool:
+def is_supported(q: Tensor, spec: AttnSpec, k: Tensor | None = None) -> bool:
     """cuDNN computes this attention and is the fastest: a window must be causal, and FlashAttention is faster where no
     sequence is longer than 64 tokens."""
     if not INSTALLED or not q.is_cuda or q.dtype not in cudnn_graph.DTYPES:
         return False
     head_size = q.shape[-1]
-    if head_size % 16 or head_size > 128 or spec.max_seqlen <= 64:
+    if head_size % 16 or head_size > 128 or spec.max_seqlen_k <= 64:
         return False
     if spec.window is not None and not spec.causal:
         return False
-    return q.numel() <= _MAX_ELEMENTS and _has_ragged_kernels(q.device.index)
+    elements = max(q.numel(), 0 if k is None else k.numel())
+    return elements <= _MAX_ELEMENTS and _has_ragged_kernels(q.device.index)
 
 
 def cudnn_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tensor:
@@ -50,15 +51,21 @@ def cudnn_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec)
         k_KTd.transpose(0, 1),
         v_KTd.transpose(0, 1),
         spec.cu_seqlens,
+        spec.cu_seqlens_k,
         spec.max_seqlen,
+        spec.max_seqlen_k,
         q_HTd.shape[-1] ** -0.5 if spec.scale is None else spec.scale,
         spec.causal,
         spec.window or 0,
+        spec.keys is not None,
     )
     return out_THd.transpose(0, 1)
 
 
-_SPEC_SCHEMA = "Tensor cu_seqlens, SymInt max_seqlen, float scale, bool causal, int window"
+_SPEC_SCHEMA = (
+    "Tensor cu_seqlens, Tensor cu_seqlens_k, SymInt max_seqlen, SymInt max_seqlen_k, float scale, bool causal, "
+    "int window, bool bottom_right"
+)
 
 
 @torch.library.custom_op(
@@ -67,15 +74,18 @@ _SPEC_SCHEMA = "Tensor cu_seqlens, SymInt max_seqlen, float scale, bool causal, 
     device_types="cuda",
     schema=f"(Tensor q, Tensor k, Tensor v, {_SPEC_SCHEMA}) -> (Tensor, Tensor)",
 )
-def _forward(q, k, v, cu_seqlens, max_seqlen, scale, causal, window):  # type: ignore[no-untyped-def]
+def _forward(  # type: ignore[no-untyped-def]
+    q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, scale, causal, window, bottom_right
+):
     """The output (T, H, d), and the log-sum-exp of each row (T, H, 1), which backward needs."""
     q = q.contiguous()
     k = k.contiguous()
     out = torch.empty_like(q)
     stats = q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
-    plan = cudnn_graph.Plan.of(q, k, len(cu_seqlens) - 1, max_seqlen, scale, causal, window)
+    sizes = (len(cu_seqlens) - 1, max_seqlen, scale, causal, window, max_seqlen_k, bottom_right)
+    plan = cudnn_graph.Plan.of(q, k, *sizes)
     tensors = {"q": q, "k": k, "v": v.contiguous(), "o": out, "stats": stats}
-    cudnn_graph.run(plan, cu_seqlens, False, tensors)
+    cudnn_graph.run(plan, cu_seqlens, False, tensors, cu_seqlens_k)
     return out, stats
 
 
@@ -87,15 +97,29 @@ def _forward(q, k, v, cu_seqlens, max_seqlen, scale, causal, window):  # type: i
     "-> (Tensor, Tensor, Tensor)",
 )
 def _backward(  # type: ignore[no-untyped-def]
-    d_out, q, k, v, out, stats, cu_seqlens, max_seqlen, scale, causal, window
+    d_out,
+    q,
+    k,
+    v,
+    out,
+    stats,
+    cu_seqlens,
+    cu_seqlens_k,
+    max_seqlen,
+    max_seqlen_k,
+    scale,
+    causal,
+    window,
+    bottom_right,
 ):
     q = q.contiguous()
     k = k.contiguous()
     v = v.contiguous()
     gradients = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
-    plan = cudnn_graph.Plan.of(q, k, len(cu_seqlens) - 1, max_seqlen, scale, causal, window)
+    sizes = (len(cu_seqlens) - 1, max_seqlen, scale, causal, window, max_seqlen_k, bottom_right)
+    plan = cudnn_graph.Plan.of(q, k, *sizes)
     inputs = {"q": q, "k": k, "v": v, "o": out, "do": d_out.contiguous(), "stats": stats}
-    cudnn_graph.run(plan, cu_seqlens, True, inputs | gradients)
+    cudnn_graph.run(plan, cu_seqlens, True, inputs | gradients, cu_seqlens_k)
     return tuple(gradients.values())
 
 
@@ -111,18 +135,18 @@ def _(d_out, q, k, v, *rest):  # type: ignore[no-untyped-def]
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     qkv = inputs[:3]
-    cu_seqlens = inputs[3]
-    ctx.options = inputs[4:]
-    ctx.save_for_backward(*qkv, *output, cu_seqlens)
+    boundaries = inputs[3:5]
+    ctx.options = inputs[5:]
+    ctx.save_for_backward(*qkv, *output, *boundaries)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if d_out is None:
-        return (None,) * 8
+        return (None,) * 11
     d_qkv = _backward(d_out, *ctx.saved_tensors, *ctx.options)
-    return (*d_qkv, None, None, None, None, None)
+    return (*d_qkv, *(None,) * 8)
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)

@@ -46,6 +46,9 @@ class Plan:
     causal: bool
     window: int  # 0: no window
     deterministic: bool
+    max_seqlen_k: int  # of the keys
+    tokens_k: int
+    bottom_right: bool  # causality and window count from the end of the keys, else from their begin
 
     @classmethod
     def of(
@@ -57,16 +60,18 @@ class Plan:
         scale: float,
         causal: bool,
         window: int,
+        max_seqlen_k: int | None = None,
+        bottom_right: bool = False,
     ) -> Plan:
         """The plan for these tensors, with sizes rounded up so that packed batches share plans."""
-        tokens = len(q_THd)
+        max_seqlen_k = max_seqlen if max_seqlen_k is None else max_seqlen_k
         return cls(
             device=q_THd.device.index,
             dtype=q_THd.dtype,
             sequences=round_up_to_bucket(sequences, 2),
             max_seqlen=round_up_to_bucket(max_seqlen, 128),
             # The number of tokens only sizes a buffer, so powers of two are enough: fewer plans to build.
-            tokens=1 << max(12, (tokens - 1).bit_length()),
+            tokens=_power_of_two(len(q_THd)),
             heads=q_THd.shape[1],
             kv_heads=k_TKd.shape[1],
             head_size=q_THd.shape[2],
@@ -74,7 +79,14 @@ class Plan:
             causal=causal,
             window=window,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            max_seqlen_k=round_up_to_bucket(max_seqlen_k, 128),
+            tokens_k=_power_of_two(len(k_TKd)),
+            bottom_right=bottom_right,
         )
+
+
+def _power_of_two(tokens: int) -> int:
+    return 1 << max(12, (tokens - 1).bit_length())
 
 
 class _Shape(NamedTuple):
@@ -94,14 +106,30 @@ class _Graph(NamedTuple):
     workspace_bytes: int
 
 
-def run(plan: Plan, cu_seqlens: Tensor, backward: bool, tensors: dict[str, Tensor]) -> None:
+def run(
+    plan: Plan,
+    cu_seqlens: Tensor,
+    backward: bool,
+    tensors: dict[str, Tensor],
+    cu_seqlens_k: Tensor | None = None,
+) -> None:
     """Run the forward or backward graph of a plan, without a host sync.
 
     `tensors` holds inputs and outputs by name, contiguous, (T, heads, d); `stats` is (T, heads, 1). Outputs are written
-    in place.
+    in place. `cu_seqlens_k`: the boundaries of the keys, if they are not those of the queries.
     """
     built = _build(plan, backward)
-    offsets = _offsets(cu_seqlens, len(tensors["q"]), plan)
+    cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    row = plan.head_size
+    of_queries = _offsets(cu_seqlens, len(tensors["q"]), plan.sequences, row * plan.heads)
+    of_keys = _offsets(cu_seqlens_k, len(tensors["k"]), plan.sequences, row * plan.kv_heads)
+    offsets = {
+        "lengths": of_queries.lengths,
+        "lengths_k": of_keys.lengths,
+        "at_q": of_queries.at,
+        "at_kv": of_keys.at,
+        "at_stats": _offsets(cu_seqlens, len(tensors["q"]), plan.sequences, plan.heads).at,
+    }
     arguments = {built.tensors[name]: tensor for name, tensor in (tensors | offsets).items()}
     workspace = torch.empty(built.workspace_bytes, dtype=torch.uint8, device=cu_seqlens.device)
     built.graph.execute(arguments, workspace, handle=_handle(plan.device))
@@ -149,6 +177,7 @@ def _index_tensors(graph: Any, plan: Plan) -> dict[str, Any]:
 
     rows = {
         "lengths": plan.sequences,
+        "lengths_k": plan.sequences,
         "at_q": plan.sequences + 1,
         "at_kv": plan.sequences + 1,
         "at_stats": plan.sequences + 1,
@@ -164,12 +193,12 @@ def _index_tensors(graph: Any, plan: Plan) -> dict[str, Any]:
 def _shape(plan: Plan, name: str) -> _Shape:
     import cudnn
 
-    length = plan.max_seqlen
+    is_kv = name in _KV_TENSORS
+    length = plan.max_seqlen_k if is_kv else plan.max_seqlen
     if name == "stats":
         dim = [plan.sequences, plan.heads, length, 1]
         stride = [length * plan.heads, 1, plan.heads, 1]
         return _Shape(dim, stride, cudnn.data_type.FLOAT, "at_stats")
-    is_kv = name in _KV_TENSORS
     heads = plan.kv_heads if is_kv else plan.heads
     size = plan.head_size
     dim = [plan.sequences, heads, length, size]
@@ -183,9 +212,12 @@ def _attention_options(plan: Plan, tensors: dict[str, Any]) -> dict[str, Any]:
 
     options: dict[str, Any] = {"attn_scale": plan.scale, "use_padding_mask": True}
     options["seq_len_q"] = tensors["lengths"]
-    options["seq_len_kv"] = tensors["lengths"]
+    options["seq_len_kv"] = tensors["lengths_k"]
     if plan.causal:
-        options["diagonal_alignment"] = cudnn.diagonal_alignment.TOP_LEFT
+        alignment = cudnn.diagonal_alignment
+        options["diagonal_alignment"] = (
+            alignment.BOTTOM_RIGHT if plan.bottom_right else alignment.TOP_LEFT
+        )
         options["diagonal_band_right_bound"] = 0
     if plan.window:
         options["diagonal_band_left_bound"] = plan.window
@@ -202,7 +234,7 @@ def _add_backward(graph: Any, plan: Plan, tensors: dict[str, Any]) -> dict[str, 
     inputs = [tensors[name] for name in _BACKWARD_INPUTS]
     options = _attention_options(plan, tensors)
     options["max_total_seq_len_q"] = plan.tokens
-    options["max_total_seq_len_kv"] = plan.tokens
+    options["max_total_seq_len_kv"] = plan.tokens_k
     options["use_deterministic_algorithm"] = plan.deterministic
     gradients = graph.sdpa_backward(*inputs, **options)
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
@@ -220,21 +252,21 @@ def _handle(device: int) -> Any:
     return handles[device]
 
 
-def _offsets(cu_seqlens: Tensor, tokens: int, plan: Plan) -> dict[str, Tensor]:
-    """Lengths and ragged offsets, in elements (int32: `is_supported` limits their size).
+class _Offsets(NamedTuple):
+    lengths: Tensor  # of each sequence
+    at: Tensor  # where each begins, in elements
+
+
+def _offsets(cu_seqlens: Tensor, tokens: int, sequences: int, row_size: int) -> _Offsets:
+    """Lengths and ragged offsets, in elements (int32: `is_supported` limits their size) of rows of this size.
 
     All layers of a forward share them; they must run on one stream. The last offset is the number of tokens, so the
     sequences that pad a plan have length 0. An in-place edit of `cu_seqlens` changes its version, and so the key.
     """
     cached = _OFFSETS.setdefault(cu_seqlens, {})
-    key = (cu_seqlens._version, plan.sequences, plan.heads, plan.kv_heads, plan.head_size)
+    key = (cu_seqlens._version, sequences, row_size)
     if key not in cached:
-        missing = plan.sequences + 1 - len(cu_seqlens)
+        missing = sequences + 1 - len(cu_seqlens)
         padded = F.pad(cu_seqlens, (0, missing), value=tokens) if missing else cu_seqlens
-        cached[key] = {
-            "lengths": padded.diff(),
-            "at_stats": padded * plan.heads,
-            "at_q": padded * (plan.heads * plan.head_size),
-            "at_kv": padded * (plan.kv_heads * plan.head_size),
-        }
+        cached[key] = _Offsets(padded.diff(), padded * row_size)
     return cached[key]

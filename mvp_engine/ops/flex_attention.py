@@ -39,11 +39,12 @@ def is_supported(q_HTd: Tensor, v_KTd: Tensor) -> bool:
 def flex_varlen_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tensor:
     """Attention of shape (H, T, d), without a host sync."""
     tokens = q_HTd.shape[1]
-    mask = block_mask_of(spec, tokens)
-    padding = mask.seq_lengths[0] - tokens
-    q_1HPd = _padded(q_HTd, padding)[None]
-    k_1KPd = _padded(k_KTd, padding)[None]
-    v_1KPd = _padded(v_KTd, padding)[None]
+    keys = k_KTd.shape[1]
+    mask = block_mask_of(spec, tokens, keys)
+    key_padding = mask.seq_lengths[1] - keys
+    q_1HPd = _padded(q_HTd, mask.seq_lengths[0] - tokens)[None]
+    k_1KPd = _padded(k_KTd, key_padding)[None]
+    v_1KPd = _padded(v_KTd, key_padding)[None]
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
         out_1HPd = _compiled()(q_1HPd, k_1KPd, v_1KPd, mask, spec.scale, spec.softcap, spec.sinks)
     return out_1HPd[0, :, :tokens]

@@ -28,47 +28,80 @@ _PAIRS_PER_CHUNK = 1 << 26  # pairs of tokens in one materialized part of the ma
 _BLOCK_MASKS = WeakTensorKeyDictionary()  # cu_seqlens -> its block masks, which die with it
 
 
-def block_mask_of(spec: AttnSpec, tokens: int) -> BlockMask:
-    """The block mask of a spec. All layers of a forward share a few, so they are cached by `cu_seqlens`."""
+def block_mask_of(spec: AttnSpec, tokens: int, keys: int | None = None) -> BlockMask:
+    """The block mask of a spec. All layers of a forward share a few, so they are cached by `cu_seqlens`.
+
+    `keys`: their number, if it is not `tokens`.
+    """
+    keys = tokens if keys is None else keys
     cu_seqlens = spec.cu_seqlens
     cached = _BLOCK_MASKS.setdefault(cu_seqlens, {})
     # Tensors made in inference mode have no version counter.
     version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
-    key = (version, tokens, spec.mask_function, spec.causal, spec.window)
+    key = (version, tokens, keys, spec.mask_function, spec.causal, spec.window)
     if key not in cached:
         # A mask made during inference must not be an inference tensor: training may use it next.
         with torch.inference_mode(False), torch.no_grad():
-            padded_tokens = round_up_to_bucket(tokens, _SMALLEST_PACK)
-            mask_mod = _mask_mod(spec, tokens, padded_tokens)
-            cached[key] = _block_mask(mask_mod, padded_tokens, cu_seqlens.device)
+            padded = (
+                round_up_to_bucket(tokens, _SMALLEST_PACK),
+                round_up_to_bucket(keys, _SMALLEST_PACK),
+            )
+            mask_mod = _mask_mod(spec, tokens, keys, padded)
+            cached[key] = _block_mask(mask_mod, padded, cu_seqlens.device)
     return cached[key]
 
 
-def _mask_mod(spec: AttnSpec, tokens: int, padded_tokens: int) -> MaskFunction:
+def _mask_mod(spec: AttnSpec, tokens: int, keys: int, padded: tuple[int, int]) -> MaskFunction:
     """The spec as FlexAttention's `mask_mod`. Padding tokens belong to sequence -1 and see nothing."""
-    cu_seqlens = spec.cu_seqlens
-    index_P = torch.arange(padded_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    sequence_P = torch.searchsorted(cu_seqlens[1:], index_P, right=True, out_int32=True)
-    sequence_P.masked_fill_(index_P >= tokens, -1)
+    q_sequence_P = _sequence_of(spec.cu_seqlens, tokens, padded[0])
+    k_sequence_P = q_sequence_P
+    # The key that each query stands at, itself where queries and keys are of the same tokens.
+    q_at_P = torch.arange(padded[0], device=spec.cu_seqlens.device)
+    if spec.keys is not None:
+        k_sequence_P = _sequence_of(spec.keys.cu_seqlens, keys, padded[1])
+        shift_S = (spec.keys.cu_seqlens - spec.cu_seqlens)[1:]
+        q_at_P = q_at_P + shift_S[q_sequence_P.clamp(min=0)]
     causal = spec.causal
     window = spec.window
-    mask_function = None
-    if spec.mask_function is not None:
-        mask_function = _padded_function(spec.mask_function, padded_tokens)
+    mask_function = None if spec.mask_function is None else _of_places(spec, padded)
 
     def mask_mod(b: Any, h: Any, q: Tensor, kv: Tensor) -> Tensor:
-        visible = (sequence_P[q] == sequence_P[kv]) & (sequence_P[q] >= 0)
+        visible = (q_sequence_P[q] == k_sequence_P[kv]) & (q_sequence_P[q] >= 0)
         if mask_function is not None:
             return visible & mask_function(b, h, q, kv)
         if causal:
-            visible = visible & (kv <= q)
+            visible = visible & (kv <= q_at_P[q])
         if window is not None:
-            visible = visible & (kv > q - window)
+            visible = visible & (kv > q_at_P[q] - window)
             if not causal:
-                visible = visible & (kv < q + window)
+                visible = visible & (kv < q_at_P[q] + window)
         return visible
 
     return mask_mod
+
+
+def _sequence_of(cu_seqlens: Tensor, tokens: int, padded_tokens: int) -> Tensor:
+    """The sequence of each token; -1 for padding."""
+    index_P = torch.arange(padded_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    sequence_P = torch.searchsorted(cu_seqlens[1:], index_P, right=True, out_int32=True)
+    return sequence_P.masked_fill_(index_P >= tokens, -1)
+
+
+def _of_places(spec: AttnSpec, padded: tuple[int, int]) -> MaskFunction:
+    """The spec's mask function, of places among the queries and among the keys."""
+    assert spec.mask_function is not None
+    function: MaskFunction = spec.mask_function
+    if spec.keys is None:
+        padded_function: MaskFunction = _padded_function(function, padded[0])
+        return padded_function
+    # Padding gets the index of the first token: the sequence ids mask it.
+    q_index_P = F.pad(spec.keys.q_index, (0, padded[0] - len(spec.keys.q_index)))
+    k_index_P = F.pad(spec.keys.k_index, (0, padded[1] - len(spec.keys.k_index)))
+
+    def of_places(b: Any, h: Any, q: Tensor, kv: Tensor) -> Tensor:
+        return function(b, h, q_index_P[q], k_index_P[kv])
+
+    return of_places
 
 
 def _padded_function(part: Any, tokens: int) -> Any:
@@ -90,14 +123,15 @@ def _padded_function(part: Any, tokens: int) -> Any:
     return part
 
 
-def _block_mask(mask_mod: MaskFunction, tokens: int, device: torch.device) -> BlockMask:
+def _block_mask(mask_mod: MaskFunction, padded: tuple[int, int], device: torch.device) -> BlockMask:
     """Which blocks are partly visible (the kernel applies the mask) and which fully (it does not)."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    index_P = torch.arange(tokens, device=device)
-    block_rows_per_chunk = max(1, _PAIRS_PER_CHUNK // tokens // _BLOCK)
-    row_chunks = index_P.split(block_rows_per_chunk * _BLOCK)
-    visible_BB = torch.cat([_visible_pairs(mask_mod, rows, index_P) for rows in row_chunks])
+    queries_P = torch.arange(padded[0], device=device)
+    keys_P = torch.arange(padded[1], device=device)
+    block_rows_per_chunk = max(1, _PAIRS_PER_CHUNK // len(keys_P) // _BLOCK)
+    row_chunks = queries_P.split(block_rows_per_chunk * _BLOCK)
+    visible_BB = torch.cat([_visible_pairs(mask_mod, rows, keys_P) for rows in row_chunks])
     full_BB = visible_BB == _BLOCK * _BLOCK
     partial_BB = (visible_BB > 0) & ~full_BB
     return BlockMask.from_kv_blocks(
@@ -105,7 +139,7 @@ def _block_mask(mask_mod: MaskFunction, tokens: int, device: torch.device) -> Bl
         *_counts_and_indices(full_BB),
         _BLOCK,
         mask_mod,
-        seq_lengths=(tokens, tokens),
+        seq_lengths=padded,
     )
 
 

@@ -1,8 +1,8 @@
 """Reference attention: plain PyTorch, one packed sequence at a time. Every kernel is tested against it.
 
-Legend: T tokens of all sequences, L tokens of one sequence, H query heads, K key/value heads, d head size.
+Legend: T tokens of all sequences, L queries and M keys of one sequence, H query heads, K key/value heads, d head size.
 
-It supports every option (any head size and dtype, soft caps, sinks, masks, dropout). The price: it holds the (L, L)
+It supports every option (any head size and dtype, soft caps, sinks, masks, dropout). The price: it holds the (L, M)
 scores of a sequence in memory, and a host sync reads the sequence boundaries.
 """
 
@@ -20,69 +20,82 @@ from mvp_engine.ops.attn_spec import AttnSpec
 def reference_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tensor:
     """Attention of shape (H, T, d), computed sequence by sequence."""
     offsets = spec.cu_seqlens.tolist()
-    lengths = [end - start for start, end in pairwise(offsets)]
+    key_offsets = offsets if spec.keys is None else spec.keys.cu_seqlens.tolist()
+    q_lengths = [end - start for start, end in pairwise(offsets)]
+    k_lengths = [end - start for start, end in pairwise(key_offsets)]
     # split, not slices: backward then concatenates the gradients once, where each slice would allocate a gradient of
     # the whole length.
-    q_parts = q_HTd.split(lengths, dim=1)
-    k_parts = k_KTd.split(lengths, dim=1)
-    v_parts = v_KTd.split(lengths, dim=1)
+    q_parts = q_HTd.split(q_lengths, dim=1)
+    k_parts = k_KTd.split(k_lengths, dim=1)
+    v_parts = v_KTd.split(k_lengths, dim=1)
     outs = []
-    for i, start in enumerate(offsets[:-1]):
-        allowed_LL = _mask(spec, start, lengths[i], q_HTd.device)
-        outs.append(_one_sequence(q_parts[i], k_parts[i], v_parts[i], allowed_LL, spec))
+    for i, q_HLd in enumerate(q_parts):
+        rows = slice(offsets[i], offsets[i + 1])
+        columns = slice(key_offsets[i], key_offsets[i + 1])
+        allowed_LM = _mask(spec, rows, columns, q_HTd.device)
+        outs.append(_one_sequence(q_HLd, k_parts[i], v_parts[i], allowed_LM, spec))
     return torch.cat(outs, dim=1)
 
 
-def _mask(spec: AttnSpec, start: int, length: int, device: torch.device) -> Tensor | None:
-    """The boolean mask of one sequence, (L, L); None where causality alone, or nothing, describes it."""
+def _mask(spec: AttnSpec, rows: slice, columns: slice, device: torch.device) -> Tensor | None:
+    """The boolean mask of one sequence, (L, M); None where causality alone, or nothing, describes it."""
     if spec.mask_function is not None:
-        index = torch.arange(start, start + length, device=device)
-        return spec.mask_function(0, 0, index[:, None], index[None, :])
-    if spec.window is None or spec.window >= length:
+        q_index = _index(rows, device) if spec.keys is None else spec.keys.q_index[rows]
+        k_index = _index(columns, device) if spec.keys is None else spec.keys.k_index[columns]
+        return spec.mask_function(0, 0, q_index[:, None], k_index[None, :])
+    queries = rows.stop - rows.start
+    keys = columns.stop - columns.start
+    window = keys if spec.window is None else spec.window
+    if window >= keys and (queries == keys or not spec.causal):
         return None
-    index = torch.arange(length, device=device)
-    distance_LL = index[:, None] - index[None, :]
-    before = distance_LL >= 0 if spec.causal else distance_LL > -spec.window
-    return (distance_LL < spec.window) & before
+    q_at = torch.arange(keys - queries, keys, device=device)
+    distance_LM = q_at[:, None] - torch.arange(keys, device=device)[None, :]
+    before = distance_LM >= 0 if spec.causal else distance_LM > -window
+    return (distance_LM < window) & before
+
+
+def _index(span: slice, device: torch.device) -> Tensor:
+    return torch.arange(span.start, span.stop, device=device)
 
 
 def _one_sequence(
-    q_HLd: Tensor, k_KLd: Tensor, v_KLd: Tensor, allowed_LL: Tensor | None, spec: AttnSpec
+    q_HLd: Tensor, k_KMd: Tensor, v_KMd: Tensor, allowed_LM: Tensor | None, spec: AttnSpec
 ) -> Tensor:
     if spec.softcap is not None or spec.sinks is not None:
-        return _capped_or_with_sinks(q_HLd, k_KLd, v_KLd, allowed_LL, spec)
+        return _capped_or_with_sinks(q_HLd, k_KMd, v_KMd, allowed_LM, spec)
     out_1HLd = F.scaled_dot_product_attention(
         q_HLd[None],
-        k_KLd[None],
-        v_KLd[None],
-        attn_mask=allowed_LL,
+        k_KMd[None],
+        v_KMd[None],
+        attn_mask=allowed_LM,
         dropout_p=spec.dropout,
-        is_causal=spec.causal and allowed_LL is None,
+        is_causal=spec.causal and allowed_LM is None,
         scale=spec.scale,
-        enable_gqa=q_HLd.shape[0] != k_KLd.shape[0],
+        enable_gqa=q_HLd.shape[0] != k_KMd.shape[0],
     )
     return out_1HLd[0]
 
 
 def _capped_or_with_sinks(
-    q_HLd: Tensor, k_KLd: Tensor, v_KLd: Tensor, allowed_LL: Tensor | None, spec: AttnSpec
+    q_HLd: Tensor, k_KMd: Tensor, v_KMd: Tensor, allowed_LM: Tensor | None, spec: AttnSpec
 ) -> Tensor:
     """Soft caps and sinks change the scores, which scaled_dot_product_attention does not expose."""
-    length = q_HLd.shape[1]
-    queries_per_kv = q_HLd.shape[0] // k_KLd.shape[0]
-    k_HLd = k_KLd.repeat_interleave(queries_per_kv, 0)
-    v_HLd = v_KLd.repeat_interleave(queries_per_kv, 0)
+    queries = q_HLd.shape[1]
+    keys = k_KMd.shape[1]
+    queries_per_kv = q_HLd.shape[0] // k_KMd.shape[0]
+    k_HMd = k_KMd.repeat_interleave(queries_per_kv, 0)
+    v_HMd = v_KMd.repeat_interleave(queries_per_kv, 0)
     scale = q_HLd.shape[-1] ** -0.5 if spec.scale is None else spec.scale
-    scores_HLL = q_HLd @ k_HLd.transpose(1, 2) * scale
+    scores_HLM = q_HLd @ k_HMd.transpose(1, 2) * scale
     if spec.softcap is not None:
-        scores_HLL = spec.softcap * torch.tanh(scores_HLL / spec.softcap)
-    if allowed_LL is None and spec.causal:
-        allowed_LL = torch.ones(length, length, dtype=torch.bool, device=q_HLd.device).tril()
-    if allowed_LL is not None:
-        scores_HLL = scores_HLL.masked_fill(~allowed_LL, float("-inf"))
+        scores_HLM = spec.softcap * torch.tanh(scores_HLM / spec.softcap)
+    if allowed_LM is None and spec.causal:
+        allowed_LM = torch.ones(queries, keys, dtype=torch.bool, device=q_HLd.device).tril()
+    if allowed_LM is not None:
+        scores_HLM = scores_HLM.masked_fill(~allowed_LM, float("-inf"))
     if spec.sinks is not None:
         # One more logit per head takes its share of the probability and adds no value.
-        sinks_H11 = spec.sinks.to(scores_HLL.dtype).view(-1, 1, 1)
-        scores_HLL = torch.cat([scores_HLL, sinks_H11.expand(-1, length, 1)], dim=-1)
-    probs_HLL = scores_HLL.float().softmax(-1).to(v_HLd.dtype)[..., :length]
-    return F.dropout(probs_HLL, spec.dropout) @ v_HLd
+        sinks_H11 = spec.sinks.to(scores_HLM.dtype).view(-1, 1, 1)
+        scores_HLM = torch.cat([scores_HLM, sinks_H11.expand(-1, queries, 1)], dim=-1)
+    probs_HLM = scores_HLM.float().softmax(-1).to(v_HMd.dtype)[..., :keys]
+    return F.dropout(probs_HLM, spec.dropout) @ v_HMd

@@ -25,9 +25,9 @@ def torch_varlen_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: At
         k_KTd.transpose(0, 1).contiguous(),
         v_KTd.transpose(0, 1).contiguous(),
         spec.cu_seqlens,
-        spec.cu_seqlens,
+        spec.cu_seqlens_k,
         spec.max_seqlen,
-        spec.max_seqlen,
+        spec.max_seqlen_k,
         scale=spec.scale,
         window_size=_window_size(spec),
         **_GQA,
@@ -39,7 +39,7 @@ def torch_varlen_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: At
 def _window_size(spec: AttnSpec) -> tuple[int, int]:
     """How many tokens before and after itself a token attends to; -1 is the whole sequence."""
     before = -1
-    if spec.window is not None and spec.window < spec.max_seqlen:
+    if spec.window is not None and spec.window < spec.max_seqlen_k:
         before = spec.window - 1  # a window counts the token itself
     after = 0 if spec.causal else before
     return before, after

@@ -152,6 +152,8 @@ class GroupParallel(Section):
     """Data parallel replicas of the model; -1: all ranks that the other dimensions leave."""
     shard: Count = 1
     """FSDP: ranks that shard parameters, gradients and optimizer states of one replica."""
+    context: Count = 1
+    """Sequence parallel: ranks that shard the queries of a batch and gather keys and values."""
     ulysses: Count = 1
     """Sequence parallel (Ulysses): ranks that shard the tokens of a batch."""
     tensor: Count = 1
@@ -245,8 +247,10 @@ class RLConfig(MLLMConfig):
 
     @model_validator(mode="after")
     def _no_keys_of_sft(self) -> RLConfig:
-        sizes = (self.parallel.shard, self.parallel.ulysses, self.parallel.tensor)
-        if max(sizes) > 1 or self.parallel.replicate > 1:
+        sizes = self.parallel.model_dump(
+            include={"replicate", "shard", "context", "ulysses", "tensor"}
+        )
+        if max(sizes.values()) > 1:
             raise ValueError(
                 "parallel: the controller is one process. Set groups.actor.parallel, groups.actor.ranks and "
                 "workers.where=spawn"

@@ -130,28 +130,41 @@ def qlora_change(estimator: Estimator, lora: Change | None) -> Change | None:
 
 
 def _layouts(estimator: Estimator, config: Any, gpus: int) -> Iterator[Change]:
-    """FSDP over a node or all GPUs, then sequence parallel (Ulysses) in place of a part of it."""
+    """FSDP over a node or all GPUs, then sequence parallel in place of a part of it: Ulysses, then context."""
     now = estimator.parallel(config)
     if now.replicate != -1:
         return  # the layout of the config is for one number of GPUs
     hf: Any = estimator.model(config).hf
     heads, kv_heads = num_heads(hf.config.get_text_config())
-    ulysses = now.ulysses
-    while gpus % (ulysses * now.tensor) == 0 and heads % ulysses == 0 and kv_heads % ulysses == 0:
-        every = gpus // (ulysses * now.tensor)
-        of_node = GPUS_OF_NODE // (ulysses * now.tensor)
+    sequence_now = now.context * now.ulysses
+    for context, ulysses in _sequence_sizes(now, gpus, heads, kv_heads):
+        sequence = context * ulysses
+        every = gpus // (sequence * now.tensor)
+        of_node = GPUS_OF_NODE // (sequence * now.tensor)
         for shard in sorted({min(every, of_node) or 1, every}):
             values = dict[str, Any]()
-            if shard != now.shard:
-                values[f"{estimator.layout}.shard"] = shard
-            if ulysses != now.ulysses:
-                values[f"{estimator.layout}.ulysses"] = ulysses
-            is_more = shard * ulysses > now.shard * now.ulysses or ulysses > now.ulysses
+            sizes = {"shard": shard, "context": context, "ulysses": ulysses}
+            for name, size in sizes.items():
+                if size != getattr(now, name):
+                    values[f"{estimator.layout}.{name}"] = size
+            is_more = shard * sequence > now.shard * sequence_now or sequence > sequence_now
             if is_more and every % shard == 0:
                 between_nodes = shard > of_node
-                cost = 1.0 + between_nodes + (4.0 + ulysses / 8 if ulysses > now.ulysses else 0.0)
+                cost = 1.0 + between_nodes + (4.0 + sequence / 8 if sequence > sequence_now else 0)
                 yield Change(cost, values)
-        ulysses *= 2
+
+
+def _sequence_sizes(now: Any, gpus: int, heads: int, kv_heads: int) -> Iterator[tuple[int, int]]:
+    """`parallel.context` and `parallel.ulysses`: Ulysses as far as the heads go, context ranks for the rest."""
+    context = now.context
+    ulysses = now.ulysses
+    while gpus % (context * ulysses * now.tensor) == 0:
+        yield context, ulysses
+        more = 2 * ulysses
+        if heads % more == 0 and kv_heads % more == 0:
+            ulysses = more
+        else:
+            context *= 2
 
 
 def _checkpointing(estimator: Estimator, config: Any) -> Iterator[Change]:

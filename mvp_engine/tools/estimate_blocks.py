@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part, by_part
 from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
@@ -72,7 +73,8 @@ class BlockCosts:
     def saved_bytes(self, batch: PackedBatch, *, checkpointed: bool = True) -> Amount:
         """Bytes that all blocks save for backward; `checkpointed=False` ignores activation checkpointing."""
         rows = self._rows(batch)
-        rows["text"] /= self.settings.ulysses
+        tokens = rows["text"]
+        rows["text"] /= self.settings.sequence_ranks
         size = self.settings.compute_bytes
         amount = Amount()
         for block in self.blocks:
@@ -87,7 +89,21 @@ class BlockCosts:
             # The input of a block, which full checkpointing saves, is whole on each tensor parallel rank.
             ranks = self.settings.tensor if block.is_text and mode != "full" else 1
             amount.add(block, size * per_row * rows.get(block.rows, 0.0) / ranks)
+            if mode == "none" and block.is_text and self.settings.context > 1:
+                amount.add(block, size * self._gathered_elements() * tokens)
         return amount
+
+    def _gathered_elements(self) -> float:
+        """Elements of gathered keys and values that a layer saves for each token of the whole batch."""
+        config: Any = self.model.hf.config.get_text_config()  # type: ignore[union-attr, operator]
+        heads, kv_heads = num_heads(config)
+        if not heads:
+            return 0.0
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        # A sequence with two chunks on a rank has its keys up to the end of the first one twice.
+        copies = 1 + 1 / (2 * self.settings.context)
+        ranks = self.settings.ulysses * self.settings.tensor
+        return 2 * head_dim * max(1.0, kv_heads / ranks) * copies
 
     def repeated_flops(self, batch: PackedBatch) -> Amount:
         """GEMM FLOPs of the second forward of blocks with full activation checkpointing."""

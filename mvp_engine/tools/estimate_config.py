@@ -133,6 +133,7 @@ class Estimator:
             teacher=config.distil.teacher if hasattr(config, "distil") else None,
             shard=self.parallel(config).shard,
             ulysses=self.parallel(config).ulysses,
+            context=self.parallel(config).context,
             tensor=self.parallel(config).tensor,
             expert=self.parallel(config).expert,
         )
@@ -157,7 +158,8 @@ class Estimator:
 
     def packs_per_step(self, config: Any, gpus: int) -> int:
         packs = self.data(config).global_batch_packs(config.data.global_batch_size)
-        ranks = gpus // (config.parallel.ulysses * config.parallel.tensor)
+        parallel = config.parallel
+        ranks = gpus // (parallel.context * parallel.ulysses * parallel.tensor)
         return packs or config.data.micro_batch_size * ranks
 
     def packs(self, config: Any, packs_per_step: int) -> Packs:
@@ -206,7 +208,8 @@ def _is_model(what: str) -> bool:
 
 def _replica_size(parallel: Any) -> int:
     """The GPUs of one replica of the model, or of all replicas where their number is set."""
-    return parallel.shard * parallel.ulysses * parallel.tensor * max(1, parallel.replicate)
+    sequence_ranks = parallel.context * parallel.ulysses
+    return parallel.shard * sequence_ranks * parallel.tensor * max(1, parallel.replicate)
 
 
 def _check_gpus(gpus: int, parallel: Any) -> None:

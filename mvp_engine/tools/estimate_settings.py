@@ -77,6 +77,7 @@ class EstimateSettings(Settings):
     ulysses: int = 1
     tensor: int = 1
     expert: int = 1
+    context: int = 1
 
     @property
     def half_precision(self) -> bool:
@@ -84,8 +85,13 @@ class EstimateSettings(Settings):
 
     @property
     def fsdp_ranks(self) -> int:
-        """Ranks that shard parameters: FSDP also shards over the Ulysses ranks."""
-        return self.shard * self.ulysses
+        """Ranks that shard parameters: FSDP also shards over the ranks of a sequence."""
+        return self.shard * self.sequence_ranks
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that share the tokens of a batch."""
+        return self.context * self.ulysses
 
     @property
     def weight_ranks(self) -> int:
@@ -95,7 +101,7 @@ class EstimateSettings(Settings):
     @property
     def text_ranks(self) -> int:
         """Ranks over which the compute of the text model is distributed; each of them runs the encoders in full."""
-        return self.ulysses * self.tensor
+        return self.sequence_ranks * self.tensor
 
     @property
     def compute_bytes(self) -> float:

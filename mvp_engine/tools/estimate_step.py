@@ -74,7 +74,7 @@ def _step_seconds(costs: BlockCosts, step: Sequence[PackedBatch], gpu: Gpu) -> d
 
 
 def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str, float]:
-    """Seconds of one micro-batch. Ulysses and tensor parallel ranks shard the text model, not the encoders."""
+    """Seconds of one micro-batch. Context, Ulysses and tensor parallel ranks shard the text model, not the encoders."""
     text_gemm, text_attention = _flops(costs, replace(batch, media={}))
     all_gemm, all_attention = _flops(costs, batch)
     saved = costs.saved_bytes(batch, checkpointed=False)

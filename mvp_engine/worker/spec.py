@@ -80,15 +80,17 @@ class WorkerSpec:
     @property
     def model_parallel_size(self) -> int:
         """Ranks that work on the same sequences."""
-        return self.parallel.ulysses * self.parallel.tensor
+        parallel = self.parallel
+        return parallel.context * parallel.ulysses * parallel.tensor
 
     def data_size(self, ranks: int) -> int:
         """The data-parallel size of a group of this many ranks."""
         each = self.model_parallel_size
         if ranks % each:
             raise UserError(
-                f"parallel.ulysses={self.parallel.ulysses} times parallel.tensor={self.parallel.tensor} does not "
-                f"divide the {count(ranks, 'rank')} of the group: use {each * (ranks // each + 1)}, or change them"
+                f"parallel.context={self.parallel.context} times parallel.ulysses={self.parallel.ulysses} times "
+                f"parallel.tensor={self.parallel.tensor} does not divide the {count(ranks, 'rank')} of the group: "
+                f"use {each * (ranks // each + 1)}, or change them"
             )
         return ranks // each
 

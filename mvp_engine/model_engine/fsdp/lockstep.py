@@ -148,8 +148,9 @@ class LockstepScheduler:
         for kind in sorted(required - media_kinds(micro_batch)):
             if not any(kind in media_kinds(dummy) for dummy in dummies):  # one may have several
                 dummies.append(self.dummies[kind])
-        missing = self.layout.ulysses - micro_batch.num_tokens - sum(d.num_tokens for d in dummies)
-        if missing > 0:  # Ulysses needs a token for every rank
+        own = micro_batch.num_tokens + sum(dummy.num_tokens for dummy in dummies)
+        missing = self.layout.sequence_size - own
+        if missing > 0:  # sequence parallel needs a token for every rank
             dummies += [_one_token(micro_batch)] * missing
         return append_dummies(micro_batch, dummies) if dummies else micro_batch
 

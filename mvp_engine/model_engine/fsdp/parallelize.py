@@ -2,7 +2,7 @@
 
 1. freeze parameters                 4. FP8 linear layers, activation checkpointing and torch.compile, block by block
 2. quantize or tensor parallel       5. FSDP2
-3. expert and Ulysses parallel
+3. expert, context and Ulysses parallel
 
 What changes the forward of a block comes before FSDP. A model on the meta device gets its weights after that, each rank
 its own shards (`init_weights.py`), so that no rank ever holds the whole model.
@@ -55,8 +55,8 @@ def parallelize_model(
     experts: list[nn.Module] = []
     if layout.expert_mesh is not None:
         experts = adapter.apply_expert_parallel(layout.expert_mesh)
-    if layout.ulysses_group is not None:
-        adapter.enable_sequence_parallel(layout.ulysses_group, layout.tensor)
+    if layout.sequence_groups is not None:
+        adapter.enable_sequence_parallel(layout.sequence_groups, layout.tensor)
     _change_blocks(model, settings, backends, fp8_parts)
     if layout.shard_mesh is not None:
         apply_fsdp(model, layout.shard_mesh, dtype, experts, layout.expert_shard_mesh)

@@ -1,0 +1,69 @@
+"""Zigzag: every token on one context rank, at most two chunks of a sequence, tokens and attended pairs balanced."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mvp_engine.distributed.zigzag import Chunk, zigzag
+
+R = random.Random(0)
+MIXES: dict[str, list[list[int]]] = {
+    "one long sequence": [[R.randint(8_000, 300_000)] for _ in range(20)],
+    "short sequences": [[R.randint(1, 500) for _ in range(200)] for _ in range(20)],
+    "long and short ones": [[R.randint(1, 500) for _ in range(100)] + [R.randint(4_000, 60_000)] for _ in range(20)],
+    "log-normal lengths": [[max(1, int(R.lognormvariate(5.5, 1.5))) for _ in range(200)] for _ in range(20)],
+    "two thirds of a pack, and single tokens": [[16_000] + [1] * 8_000],
+    "one of 60 among single tokens": [[1] * 4_000 + [60]],
+    "a few of thousands": [[R.randint(2_000, 5_000) for _ in range(4)] for _ in range(20)],
+}
+
+
+def assert_partition(lengths: list[int], of_ranks: list[list[Chunk]]) -> None:
+    chunks = sorted(chunk for chunks in of_ranks for chunk in chunks)
+    at = 0
+    for chunk in chunks:
+        assert chunk.begin == at < chunk.end
+        assert chunk.first <= chunk.begin
+        assert chunk.end <= chunk.last
+        at = chunk.end
+    assert at == sum(lengths)
+    for chunks in of_ranks:
+        firsts = [chunk.first for chunk in chunks]
+        assert all(firsts.count(first) <= 2 for first in firsts)
+
+
+def largest_over_mean(values: list[int]) -> float:
+    return max(values) * len(values) / sum(values)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("mix", MIXES)
+def test_zigzag_balances_tokens_and_pairs_of_every_mix(mix: str, ranks: int) -> None:
+    for lengths in MIXES[mix]:
+        of_ranks = zigzag(lengths, ranks)
+        assert_partition(lengths, of_ranks)
+        assert largest_over_mean([sum(chunk.pairs for chunk in chunks) for chunks in of_ranks]) <= 1.03
+        assert largest_over_mean([sum(chunk.tokens for chunk in chunks) for chunks in of_ranks]) <= 1.03
+
+
+def test_zigzag_pairs_are_those_of_the_causal_mask() -> None:
+    lengths = [37, 5]
+    of_ranks = zigzag(lengths, 4)
+    found = sum(chunk.pairs for chunks in of_ranks for chunk in chunks)
+    assert found == 37 * 38 // 2 + 5 * 6 // 2
+    chunk = Chunk(begin=12, end=15, first=10, last=20)
+    assert chunk.pairs == 3 + 4 + 5
+
+
+@pytest.mark.parametrize("smallest", [1, 2])
+def test_zigzag_pack_of_few_tokens_gives_every_rank_some(smallest: int) -> None:
+    g = random.Random(1)
+    for _ in range(500):
+        ranks = g.choice([2, 3, 4, 8])
+        lengths = [1] * g.randint(0, 5) + [g.randint(1, 9) for _ in range(g.randint(1, 8))]
+        lengths += [1] * max(0, ranks * smallest - sum(lengths))
+        of_ranks = zigzag(lengths, ranks, smallest)
+        assert_partition(lengths, of_ranks)
+        assert min(sum(chunk.tokens for chunk in chunks) for chunks in of_ranks) >= smallest
