@@ -71,9 +71,11 @@ def found(name: str, layout: Layout, **how: Any) -> Found:
 
 def dense(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Tensor:
     """Attention that does not look at the values of boundaries, as kernels of GPUs: only so is a block one graph."""
-    at = torch.arange(q.shape[1])
-    whose = torch.searchsorted(spec.cu_seqlens, at, right=True)
-    allowed = (whose[:, None] == whose) & ((at[:, None] >= at) | (not spec.causal))
+    of_queries = torch.searchsorted(spec.cu_seqlens, torch.arange(q.shape[1]), right=True)
+    of_keys = torch.searchsorted(spec.cu_seqlens_k, torch.arange(k.shape[1]), right=True)
+    at = torch.arange(q.shape[1]) + (spec.cu_seqlens_k - spec.cu_seqlens)[of_queries]  # among the keys
+    before = at[:, None] >= torch.arange(k.shape[1])
+    allowed = (of_queries[:, None] == of_keys) & (before | (not spec.causal))
     grouped = q.shape[0] != k.shape[0]
     return F.scaled_dot_product_attention(q[None], k[None], v[None], allowed, scale=spec.scale, enable_gqa=grouped)[0]
 
@@ -99,7 +101,10 @@ FULL, SOME = ({"compile": "aot_eager", "activation_checkpointing": how} for how 
     [
         pytest.param("qwen3", 4, {"shard": 2, "ulysses": 2}, [FULL], marks=pytest.mark.campaign(only=True)),
         pytest.param("qwen3_vl", 2, {"ulysses": 2}, [SOME], marks=pytest.mark.campaign(only=True)),
+        pytest.param("qwen3", 4, {"context": 2, "ulysses": 2}, [FULL], marks=pytest.mark.campaign(only=True)),
+        pytest.param("qwen3_vl", 2, {"context": 2}, [FULL], marks=pytest.mark.campaign(only=True)),
         ("qwen3", 2, {"ulysses": 2}, [SOME]),
+        ("qwen3", 2, {"context": 2}, [SOME]),
     ],
     ids=str,
 )
