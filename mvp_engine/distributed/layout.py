@@ -1,8 +1,8 @@
 """Layout: how the ranks of a job share one model: data, FSDP, context, Ulysses and tensor parallel dimensions.
 
 Dimensions, outermost first: `replicate` (data parallel on replicas), `shard` (data parallel with FSDP2 shards),
-`context` and `ulysses` (sequence parallel; these ranks also hold FSDP shards), `tensor` (tensor parallel). `expert` is a
-second view of the ranks of `shard`, `context` and `ulysses`, for experts only: groups of so many neighbours share the
+`context` and `ulysses` (sequence parallel; these ranks also hold FSDP shards), `tensor` (tensor parallel). `expert` is
+a second view of the ranks of `shard`, `context` and `ulysses`, for experts only: groups of so many neighbours share the
 experts among them, and FSDP shards each expert over the groups. A layout is a value, not global state: two of them can
 live in one process.
 """

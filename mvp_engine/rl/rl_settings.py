@@ -159,7 +159,7 @@ class GroupParallel(Section):
     tensor: Count = 1
     """Tensor parallel: ranks that shard each weight matrix."""
     expert: Count = 1
-    """Expert parallel: so many of the shard x ulysses ranks share the experts of each layer. It multiplies no ranks."""
+    """Expert parallel: so many of the shard x context x ulysses ranks share the experts; it multiplies no ranks."""
 
     def with_timeout(self, timeout: float) -> Parallel:
         return Parallel(**self.model_dump(), timeout=timeout)
