@@ -26,6 +26,13 @@ class StatefulLoader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class MovesBetweenRanks(Protocol):
+    """A stateful loader whose positions on some ranks can be continued on another number of them."""
+
+    def load_rank_states(self, states: list[dict[str, Any]]) -> None:
+        """`states`: of all ranks that saved; ranks that share their data have the same one."""
+
+
 class KnowsLength(Protocol):
     @property
     def steps_per_epoch(self) -> int: ...

@@ -119,7 +119,7 @@ class Engine(EngineHooks):
         accumulation = micro_batches_per_step(
             loader, self.global_batch_size, config.data.micro_batch_size, self.layout
         )
-        feed = Feed(loader, accumulation, self.world)
+        feed = Feed(loader, accumulation, self.world, self.layout)
         self.feed = self._closing.enter_context(closing(feed))
         self.total_steps = self._planned_steps()
         self.model_engine = self._build_model_engine()

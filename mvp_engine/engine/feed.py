@@ -19,6 +19,7 @@ from mvp_engine.data.protocols import (
     KnowsLength,
     KnowsPlan,
     KnowsSamples,
+    MovesBetweenRanks,
     StatefulLoader,
     implements,
 )
@@ -28,8 +29,13 @@ from mvp_engine.errors import UserError, count
 
 
 class Feed:
-    def __init__(self, loader: Iterable[Any], accumulation: int, world: World) -> None:
+    def __init__(
+        self, loader: Iterable[Any], accumulation: int, world: World, layout: Layout | None = None
+    ) -> None:
+        """`layout`: without one, each rank has data of its own."""
         _refuse_same_data_on_all_ranks(loader, world)
+        self.data_rank = layout.data_rank if layout else world.rank
+        self.data_size = layout.data_size if layout else world.size
         self.loader = loader
         self.accumulation = accumulation
         self.world = world
@@ -117,7 +123,8 @@ class Feed:
     def rank_state_dict(self) -> dict[str, Any]:
         """The state of this rank."""
         own = self._stateful.state_dict() if self._stateful else None
-        return {"used": self.used, "epoch_rng": self._epoch_rng, "loader": own}
+        ranks = {"data_rank": self.data_rank, "data_size": self.data_size}
+        return {"used": self.used, "epoch_rng": self._epoch_rng, "loader": own, **ranks}
 
     def load_state_dict(self, state: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
         """`of_ranks` has an entry for each rank that saved."""
@@ -126,20 +133,36 @@ class Feed:
         self.used = 0
         self._steps_since_cursor = 0
         self._set_epoch()
-        same_ranks = len(of_ranks) == self.world.size
+        # Checkpoints of earlier versions do not say which ranks share their data.
+        knows = "data_size" in of_ranks[0]
+        own_rank = self.data_rank if knows else self.world.rank
+        own_size = self.data_size if knows else self.world.size
+        saved_size = of_ranks[0].get("data_size", len(of_ranks))
+        by_rank: dict[int, dict[str, Any]] = {}
+        for rank, rank_state in enumerate(of_ranks):
+            by_rank[rank_state.get("data_rank", rank)] = rank_state
         is_global = _has_global_cursor(self.loader)
-        if not same_ranks and not is_global:
-            raise UserError(
-                f"the cursor of {type(self.loader).__name__} is each rank's own, and the checkpoint was saved "
-                f"by {count(len(of_ranks), 'rank')}: start as many (--nproc {len(of_ranks)}), or use "
-                "mvp_engine.data.SampleLoader: its cursor is valid on any number of ranks."
-            )
-        own = of_ranks[0 if is_global else self.world.rank]
+        if saved_size != own_size and not is_global:
+            self._load_from_other_ranks(list(by_rank.values()), saved_size)
+            return
+        own = by_rank[0 if is_global else own_rank]
         if self._stateful:
             self._stateful.load_state_dict(own["loader"])
         elif own["epoch_rng"] is not None:
             self.used = own["used"]
             self._iterator = self._replay(own["epoch_rng"])
+
+    def _load_from_other_ranks(self, of_ranks: list[dict[str, Any]], saved_size: int) -> None:
+        """Continue on another number of data-parallel ranks than that of the checkpoint."""
+        states = [own["loader"] for own in of_ranks]
+        has_ranks = all(state and "ranks" in state for state in states)
+        if not implements(self.loader, MovesBetweenRanks) or not has_ranks:
+            raise UserError(
+                f"the cursor of {type(self.loader).__name__} is each rank's own, and the checkpoint was saved by "
+                f"{count(saved_size, 'data-parallel rank')}: start as many (--nproc {saved_size}), or use "
+                "mvp_engine.data.SampleLoader: its cursor is valid on any number of ranks."
+            )
+        self.loader.load_rank_states(states)
 
     def _open(self) -> Iterator[Any]:
         if not self._stateful:

@@ -15,14 +15,16 @@ from mvp_engine.data.loader import accumulation_steps, pinned
 from mvp_engine.data.rng import keep_rng_state
 from mvp_engine.data.worker_memory import KeepLastBatches, keep_freed_memory
 from mvp_engine.errors import UserError
-from mvp_engine.kit.data.pack.stream_packs import START, LaneOutput, StreamPackDataset
+from mvp_engine.kit.data.pack.stream_lanes import Cursor, move_lanes
+from mvp_engine.kit.data.pack.stream_packs import LaneOutput, StreamPackDataset
 from mvp_engine.kit.data.read.bad_rows import BadRows, append_new
 
 LOGGER = logging.getLogger("mvp_engine")
 
 
 class StreamLoader:
-    """This rank's micro-batches of one pack each. The cursor is the rank's own: resume on as many ranks."""
+    """This rank's micro-batches of one pack each. The cursor is the rank's own; those of all ranks can be moved to
+    another number of them."""
 
     def __init__(
         self,
@@ -44,19 +46,27 @@ class StreamLoader:
         self.overlong_file = overlong_file
         self.stall_seconds = stall_seconds
         self.pin_memory = pin_memory
-        # The largest number of workers that divides the lanes.
-        divisors = [n for n in range(1, num_workers + 1) if dataset.lanes % n == 0]
-        self.num_workers = max(divisors, default=0)
+        self.max_workers = num_workers
         self.rows = 0  # read since this loader was made
         self.dropped = 0  # of these, over-long
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        self.cursors = [START] * self.dataset.lanes
-        self.turn = 0
+        self._set_cursors(self.dataset.first_cursors(), 0)
         self.num_packs = 0  # of this epoch so far
         self.num_tokens = 0
+
+    def _set_cursors(self, cursors: list[Cursor], turn: int) -> None:
+        self.cursors = list(cursors)
+        self.turn = turn
+        self.dataset.set_cursors(self.epoch, cursors, turn)
+
+    @property
+    def num_workers(self) -> int:
+        """The largest number of workers that divides the lanes."""
+        workers = range(1, min(self.max_workers, self.dataset.lanes) + 1)
+        return max((n for n in workers if self.dataset.lanes % n == 0), default=0)
 
     @property
     def fill_ratio(self) -> float:
@@ -64,30 +74,73 @@ class StreamLoader:
         return self.num_tokens / max(1, self.num_packs * self.dataset.budget)
 
     def state_dict(self) -> dict[str, Any]:
+        data = self.dataset
         return {
             "epoch": self.epoch,
             "turn": self.turn,
             "lanes": list(self.cursors),
-            "of": self._fingerprint(),
+            "of": self._fingerprint([data.seed, data.shuffle]),
+            "rank": data.rank,
+            "ranks": data.world_size,
             "given": self.num_packs,
             "tokens": self.num_tokens,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["of"] != self._fingerprint():
+        """Continue where this rank was saved, on as many ranks."""
+        if "ranks" not in state:
+            state = self._of_earlier_version(state)
+        self._check(state)
+        if (state["rank"], state["ranks"]) != (self.dataset.rank, self.dataset.world_size):
+            raise UserError(
+                f"the position is of rank {state['rank']} of {state['ranks']}: load_rank_states takes those of all"
+            )
+        self.epoch = state["epoch"]
+        self._set_cursors(state["lanes"], state["turn"])
+        self.num_packs = state["given"]
+        self.num_tokens = state["tokens"]
+
+    def load_rank_states(self, states: list[dict[str, Any]]) -> None:
+        """Continue the lanes of other ranks than these, from the states of all of them; no row comes twice or never.
+
+        Ranks that share their data have the same state, which counts once.
+        """
+        by_rank = {state["rank"]: state for state in states}
+        for state in by_rank.values():
+            self._check(state)
+        saved = [by_rank[rank] for rank in sorted(by_rank)]
+        ranks = self.dataset.world_size
+        lanes = move_lanes(saved, self.dataset.lanes_per_epoch, ranks)
+        self.epoch = saved[0]["epoch"]
+        self._set_cursors(lanes[self.dataset.rank], 0)
+        self.num_packs = sum(state["given"] for state in saved) // ranks
+        self.num_tokens = sum(state["tokens"] for state in saved) // ranks
+
+    def _check(self, state: dict[str, Any]) -> None:
+        if state["of"] != self._fingerprint([self.dataset.seed, self.dataset.shuffle]):
+            raise UserError(
+                "the streams, the processor or the packing is not what the checkpoint was trained with, so its "
+                "position in the streams is not valid here: restore them, or start a new run (model.path)"
+            )
+
+    def _of_earlier_version(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state without the rules of its lanes: it is valid on as many ranks with as many lanes only."""
+        data = self.dataset
+        sizes = [data.lanes_per_epoch, data.rank, data.world_size, data.seed, data.shuffle]
+        if state["of"] != self._fingerprint(sizes):
             raise UserError(
                 "the streams, the processor, the packing or the number of ranks is not what the checkpoint was trained "
                 "with, so its position in the streams is not valid here: restore them, or start a new run (model.path)"
             )
-        self.epoch = state["epoch"]
-        self.turn = state["turn"]
-        self.cursors = list(state["lanes"])
-        self.num_packs = state["given"]
-        self.num_tokens = state["tokens"]
+        lanes = []
+        for first, cursor in zip(data.first_cursors(), state["lanes"], strict=True):
+            is_new = cursor["window"] == 0 and cursor["packs"] == 0
+            lanes.append({**first, "next": 0 if is_new else None, **cursor})
+        own = {"rank": data.rank, "ranks": data.world_size}
+        return {**state, **own, "lanes": lanes, "of": self._fingerprint([data.seed, data.shuffle])}
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        self.dataset.set_cursors(self.epoch, self.cursors, self.turn)
-        self.cursors = list(self.cursors)
+        self._set_cursors(self.cursors, self.turn)
         outputs = self.dataset.watchdog.iterate(self._start, self.stall_seconds)
         for output in pinned(outputs) if self.pin_memory else outputs:
             if output is None:
@@ -137,13 +190,12 @@ class StreamLoader:
             )
             return iter(loader)
 
-    def _fingerprint(self) -> str:
+    def _fingerprint(self, settings: list[Any]) -> str:
         """A hash of everything that the meaning of a cursor depends on."""
         data = self.dataset
-        sizes = [data.budget, data.window, data.lanes, data.rank, data.world_size]
-        sizes += [data.seed, data.shuffle]
+        sizes = [data.budget, data.window, *settings]
         streams = [(stream.name, stream.format) for stream in data.streams.streams]
-        parts = [sizes, streams, data.streams.weights]
+        parts: list[Any] = [sizes, streams, data.streams.weights]
         parts += [data.row_encoder.overlong, data.row_encoder.max_tokens]
         text = repr(parts) + data.row_encoder.fingerprint
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

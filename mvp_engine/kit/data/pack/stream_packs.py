@@ -3,7 +3,7 @@
 A rank has a few lanes. Row n of the streams belongs to lane n modulo all lanes of all ranks, so each row comes once. A
 lane reads about a window of packs, packs it, yields the packs, and reads the next window meanwhile. The rows of the
 emptiest pack wait for the next window. The lanes take turns in whichever worker they are, so the order of the packs
-does not depend on the number of workers.
+does not depend on the number of workers. Positions of lanes are in `stream_lanes`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,13 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.encode.sequences import EncodedSequence
 from mvp_engine.kit.data.pack.plan import make_packs
+from mvp_engine.kit.data.pack.stream_lanes import Cursor, is_of_lane, start_lanes
 from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
 from mvp_engine.kit.data.read.bad_rows import BadRecord
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.streams import StreamMixture
 
 FULL_SHARE = 0.99  # a pack with at least this share of its budget does not wait for the next window
-
-# The position of a lane: the number of the first row of its window, the rows that the window before left over, the
-# number of the window, and how many of its packs were yielded. To resume, the lane reads that window again.
-Cursor = dict[str, Any]
-START: Cursor = {"first": 0, "left": [], "window": 0, "packs": 0}
 
 
 @dataclass
@@ -81,13 +77,21 @@ class StreamPackDataset(IterableDataset[Any]):
         self.row_encoder = row_encoder
         self.budget = budget
         self.window = window
-        self.lanes = lanes
+        self.lanes_per_epoch = lanes  # of this rank, in an epoch that starts on as many ranks
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
         self.shuffle = shuffle
         self.watchdog = WorkerWatchdog()
-        self.set_cursors(0, [START] * lanes, 0)
+        self.set_cursors(0, self.first_cursors(), 0)
+
+    def first_cursors(self) -> list[Cursor]:
+        return start_lanes(self.lanes_per_epoch, self.rank, self.world_size)
+
+    @property
+    def lanes(self) -> int:
+        """The lanes of this rank in the current epoch; after a resume on other ranks, also none."""
+        return len(self.cursors)
 
     def set_cursors(self, epoch: int, cursors: list[Cursor], turn: int) -> None:
         """Start the next iteration here; `turn` is the lane that comes first."""
@@ -117,10 +121,8 @@ class _Lane:
     def __init__(self, dataset: StreamPackDataset, lane: int) -> None:
         self.dataset = dataset
         self.row_encoder = dataset.row_encoder
-        # Row n is of this lane if n % stride == offset.
-        self.stride = dataset.lanes * dataset.world_size
-        self.offset = lane * dataset.world_size + dataset.rank
         self.start = dataset.cursors[lane]
+        self.offset = self.start["rules"][-1][-1]  # another one for each lane
         self.output = LaneOutput(lane, self.start)  # collects what happened since the last turn
         self.kept: list[_EncodedRow] = []  # left over by the window before
         self.ahead: list[_EncodedRow] = []  # read for the next window
@@ -134,9 +136,10 @@ class _Lane:
         self._read_ahead()
         while self.kept or self.ahead:
             left = [row.number for row in self.kept]
-            cursor = {"first": first, "left": left, "window": window}
+            cursor = {"first": first, "left": left, "window": window, "rules": self.start["rules"]}
             if self.ahead:
                 first = self.ahead[-1].number + 1
+            cursor["next"] = first
             packs = self._pack_window(window)
             for done, pack in enumerate(packs, 1):
                 if done > skip:
@@ -171,7 +174,7 @@ class _Lane:
         """The encoded rows of this lane, from the cursor's window on; bad rows are recorded in `output`."""
         left = set(self.start["left"])
         for number, (stream, where, read) in enumerate(self.dataset.streams.rows()):
-            if number % self.stride != self.offset:
+            if not is_of_lane(self.start, number):
                 continue
             if number < self.start["first"] and number not in left:
                 continue

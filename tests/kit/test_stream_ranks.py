@@ -1,0 +1,119 @@
+"""Streams on another number of ranks than they were saved by: every row once, also after several moves in an epoch."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, losses
+from ranks import RankPool
+from test_streams import file, kit, samples  # noqa: F401 - the fixture `file`
+
+from mvp_engine.errors import EXIT_INTERRUPTED
+from mvp_engine.kit.data.pack.stream_lanes import is_of_lane, move_lanes, start_lanes
+from mvp_engine.kit.data.pack.stream_loader import StreamLoader
+from mvp_engine.runs import list_runs
+
+CONFIG = ROOT / "tests" / "recipes" / "kit_vlm" / "train.yaml"
+
+
+def loaders(data: Any, ranks: int, states: list[Any] | None = None) -> list[StreamLoader]:
+    made = [data.stream_loader("train", rank=rank, world_size=ranks, seed=3) for rank in range(ranks)]
+    for loader in made:
+        if states is not None:
+            loader.load_rank_states(json.loads(json.dumps(states)))
+    return made
+
+
+def test_stream_loader_moved_to_any_ranks_gives_each_row_once(file: Path, campaign_size: Callable[..., int]) -> None:  # noqa: F811
+    dice = random.Random(campaign_size(1, 2))
+    data = kit(file)
+    for _ in range(campaign_size(4, 100)):
+        ranks = [dice.choice([1, 2, 3, 4, 5, 7]) for _ in range(dice.randint(2, 4))]
+        states: list[Any] | None = None
+        seen = Counter[int]()
+        for number, size in enumerate(ranks):
+            made = loaders(data, size, states)
+            is_last = number == len(ranks) - 1
+            for loader in made:
+                stop = None if is_last else dice.randint(0, 120 // size // len(ranks))
+                seen.update(samples(list(islice(loader, stop))))
+            states = [loader.state_dict() for loader in made]
+        assert seen == Counter(range(400)), ranks
+        loader.set_epoch(1)  # the next epoch is as on any other ranks
+        assert loader.cursors == start_lanes(2, size - 1, size)
+
+
+def test_stream_loader_state_of_ranks_that_share_their_data_counts_once(file: Path) -> None:  # noqa: F811
+    """Tensor parallel ranks of one data-parallel rank save the same position."""
+    data = kit(file)
+    [straight] = loaders(data, 1)
+    expected = list(straight)
+    [first] = loaders(data, 1)
+    got = list(islice(first, 11))
+    [second] = loaders(data, 1, [first.state_dict(), first.state_dict()])
+    got += list(second)
+    assert all(a.equals(b) for a, b in zip(expected, got, strict=True))
+
+
+def test_stream_loader_state_of_an_earlier_version_continues(file: Path) -> None:  # noqa: F811
+    data = kit(file)
+    old = ("first", "left", "window", "packs")
+    for rank in range(2):
+        straight, first, second = (loaders(data, 2)[rank] for _ in range(3))
+        got = list(islice(first, 11))
+        state = first.state_dict()
+        state["lanes"] = [{key: cursor[key] for key in old} for cursor in state["lanes"]]
+        sizes = [2, rank, 2, first.dataset.seed, first.dataset.shuffle]
+        state["of"] = first._fingerprint(sizes)
+        del state["rank"], state["ranks"]
+        second.load_state_dict(state)
+        got += list(second)
+        assert all(a.equals(b) for a, b in zip(list(straight), got, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lanes"), [(2, 3, [8] * 3), (1, 8, [1] * 8), (3, 2, [6] * 2), (1, 3, [4] * 3)]
+)
+def test_move_lanes_deals_out_even_shares(before: int, after: int, lanes: list[int]) -> None:
+    states = [{"lanes": start_lanes(4, rank, before), "turn": 0} for rank in range(before)]
+    moved = move_lanes(states, 4, after)
+    assert [len(cursors) for cursors in moved] == lanes
+    every = [cursor for cursors in moved for cursor in cursors]
+    for row in range(100):
+        assert sum(is_of_lane(cursor, row) for cursor in every) == 1
+
+
+def test_move_lanes_of_many_ranks_stay_bounded() -> None:
+    states = [{"lanes": start_lanes(4, rank, 1024), "turn": 2} for rank in range(1024)]
+    sizes = {len(cursors) for cursors in move_lanes(states, 4, 1023)}
+    assert sizes == {4, 5}
+
+
+@pytest.mark.slow
+def test_training_on_streams_resumes_on_other_ranks_without_losing_rows(
+    train: Callable[..., int], ranks2: RankPool, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"{i} " + "word " * (i % 30)}) + "\n" for i in range(240)))
+    words = [f"mllm.sources=[{{path: {rows}, stream: true}}]", "mllm.stream_window=2", "mllm.stream_lanes=2"]
+    words += ["loop.epochs=1", "data.num_workers=0", "resume=auto", f"project.dir={tmp_path / 'run'}"]
+    words += ["optim.schedule=constant"]
+    assert ranks2.launch(CONFIG, *words, "fate.stop_step=2") == [EXIT_INTERRUPTED] * 2
+    assert train(*words, "fate.stop_step=3", config=CONFIG) == EXIT_INTERRUPTED
+    # Two ranks that share their data are one data-parallel rank.
+    assert ranks2.launch(CONFIG, *words, "parallel.ulysses=2", "fate.stop_step=4") == [EXIT_INTERRUPTED] * 2
+    assert ranks2.launch(CONFIG, *words) == [0, 0]
+    [run] = list_runs(tmp_path / "run")
+    seen = Counter[int]()
+    for note in (json.loads(line) for f in run.dir.glob("seen-*") for line in f.read_text().splitlines()):
+        if note["step"] != 4 or note["rank"] == 0:  # with Ulysses both ranks have the rows
+            seen.update(row for pack in note["rows"] for row in pack)
+    assert seen == Counter(range(240))
+    assert len(losses(tmp_path / "run")) > 5
