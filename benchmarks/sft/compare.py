@@ -3,6 +3,8 @@
     PYTHONPATH=. python benchmarks/sft/compare.py --out benchmarks/results/text_sft.json
     PYTHONPATH=. python benchmarks/sft/compare.py --shape qwen3_vl_2b --mixes images --batch 8 --checkpointing \\
         --out benchmarks/results/vlm_sft.json
+    PYTHONPATH=. python benchmarks/sft/compare.py --shape qwen3_a3b_6 --mixes "mix 64k" --sides ours Trainer \\
+        --steps 20 --out benchmarks/results/experts_sft.json
     python benchmarks/sft/compare.py --table benchmarks/results/text_sft.json     # into docs/performance.md
 
 Each side is a process of its own, with the same weights, sequences, order, optimizer, clipping and precision (bf16

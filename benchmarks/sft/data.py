@@ -14,7 +14,7 @@ from torch import Tensor
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 
-LONGEST, PER_STEP, KNOWN = 4096, {"mix": 32, "full": 8, "images": 40}, 4096
+LONGEST, PER_STEP, KNOWN = 4096, {"mix": 32, "mix 64k": 64, "full": 8, "images": 40}, 4096
 IMAGE, BEGIN, END, VIDEO = range(KNOWN, KNOWN + 4)  # tokens that no text has
 PAD = KNOWN + 5  # neither has this. Rows that had it would start from zeros, and each norm raises their gradients
 PATCH = 16  # pixels of its side; 2 x 2 patches are a token
@@ -32,6 +32,12 @@ HYBRID = {  # Qwen3.5: every fourth layer has attention, the others a gated delt
     "tiny_hybrid": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": KNOWN + 16}
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_num_value_heads": 4}
     | {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
+EXPERTS = {  # six layers of Qwen3-30B-A3B
+    "qwen3_a3b_6": {"hidden_size": 2048, "num_hidden_layers": 6, "vocab_size": 151936, "moe_intermediate_size": 768}
+    | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128},
+    "tiny_moe": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": KNOWN + 16, "moe_intermediate_size": 32}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 16},
 }
 VISION: dict[str, tuple[str, dict[str, Any], list[int]]] = {  # the text, the encoder, the axes of rotary positions
     "qwen3_vl_2b": (
@@ -55,9 +61,12 @@ class Row:
 
 
 def shape(name: str) -> dict[str, Any]:
-    """A config of transformers: Qwen3, Qwen3.5 (text), or Qwen3-VL."""
+    """A config of transformers: Qwen3, Qwen3-MoE, Qwen3.5 (text), or Qwen3-VL."""
     if name in HYBRID:
         return {"model_type": "qwen3_5_text", "tie_word_embeddings": True, "pad_token_id": PAD, **HYBRID[name]}
+    if name in EXPERTS:
+        how = {"num_experts_per_tok": 8, "norm_topk_prob": True, "pad_token_id": PAD}
+        return {"model_type": "qwen3_moe", "tie_word_embeddings": False, **how, **EXPERTS[name]}
     if name not in VISION:
         heads, kv_heads, size = HEADS[name]
         how = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size, "pad_token_id": PAD}
@@ -74,7 +83,8 @@ def shape(name: str) -> dict[str, Any]:
 
 
 def rows(mix: str, steps: int, longest: int = LONGEST) -> list[Row]:
-    """`mix`: log-normal around 720 tokens, 64 to `longest`, about 1,030 on average. `full`: nothing but `longest`.
+    """`mix`: log-normal around 720 tokens, 64 to `longest`, about 1,030 on average, also as `mix 64k` with
+    twice as many per step. `full`: nothing but `longest`.
     `images`: text around 300 tokens, 32 to 2,000, behind none to four images of 256 to 768 pixels a side."""
     dice, noise = random.Random(0), torch.Generator().manual_seed(0)
     count, made = steps * PER_STEP[mix], []
