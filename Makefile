@@ -4,7 +4,7 @@ PY := .venv/bin/python
 CONFIG := recipes/digits_vlm/configs/train.yaml
 RL := recipes/reverse_rl/configs
 
-.PHONY: setup demo rl-demo test test-quick test-gpu test-campaign test-versions lint format clean
+.PHONY: setup demo rl-demo test test-quick test-gpu test-campaign fault-campaign test-versions lint format clean
 
 # Two workers, each with its own rank processes. A file stays on one worker, so that module fixtures are built once;
 # conftest.py puts the longest files first, so that both workers end together.
@@ -54,6 +54,11 @@ test-gpu: setup
 test-campaign: setup
 	@.venv/bin/pytest -m campaign --campaign --timeout=3600 --durations=0
 	@$(PY) tests/kill_resume.py --kills 20 && $(PY) tests/kill_resume.py --kills 20 --nproc 2
+
+# Kill -9 of random ranks, SIGTERM storms, and disks that are full, read-only or slow: half an hour. The disks need the
+# right to mount; without it those rows are left out of the table.
+fault-campaign: setup
+	@PYTHONPATH=tests $(PY) tests/campaign.py --kills 200 --storms 30 --disks 12
 
 # The lowest and the newest versions that pyproject.toml allows, each in an environment of its own below .venvs/:
 # make test-versions VERSIONS=lowest TESTS=tests/hf

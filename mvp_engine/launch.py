@@ -124,6 +124,9 @@ def _run(composed: Composed, world: World) -> int:
         raise
     except Exception as error:
         first, reason = world.failed_first(error)
+        is_own = first == world.rank and not isinstance(error, UserError)
+        if is_own and world.watch and world.watch.has_dead_rank():
+            status = "killed"  # the collective broke because another rank was: resume=auto continues the run
         raise
     finally:
         if start.owned and world.rank in (0, first):

@@ -119,7 +119,7 @@ class JsonlBackend(Backend):
         self._write()
 
     def _write(self) -> None:
-        size = self.file.tell()
+        size = os.fstat(self.file.fileno()).st_size  # a failed write moves `tell()` beyond it
         try:
             written = self.file.write(self.pending)
             if written != len(self.pending):

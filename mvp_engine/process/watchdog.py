@@ -6,6 +6,8 @@ import contextlib
 import os
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 from mvp_engine import PARENT
@@ -56,6 +58,15 @@ class RankWatchdog:
             return "node 0"
         return None
 
+    def has_dead_rank(self, seconds: float = 0.5) -> bool:
+        """Whether a rank of this machine has died. Its connections are closed a moment before it has."""
+        deadline = time.monotonic() + seconds
+        while all(_alive(pid) for pid in self.siblings):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
     def _record_failure(self, who: str) -> None:
         if self.store is not None:
             with contextlib.suppress(RuntimeError):
@@ -63,10 +74,12 @@ class RankWatchdog:
 
 
 def _alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent to read its exit code does not."""
     try:
         os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except OSError:  # of another user, or no Linux
         return True
-    return True
+    return not state.startswith(("Z", "X"))

@@ -1,0 +1,49 @@
+"""A short fault campaign: `make fault-campaign` runs it at full length, with disks that are full, read-only or slow."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import campaign
+import pytest
+
+from mvp_engine.process.watchdog import RankWatchdog
+
+pytestmark = pytest.mark.slow
+
+
+def test_campaign_short_loses_hangs_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaign, "JOBS", [(2, ["parallel.shard=2"])])
+    table = campaign.run(tmp_path, kills=2, storms=1, disks=0, seed=1, steps=60)
+    for name, tally in table.items():
+        assert (tally.lost, tally.hung, tally.unequal) == (0, 0, 0), (name, tally.notes)
+        assert sum(tally.faults.values()) > 0
+
+
+def test_campaign_difference_names_a_changed_weight_or_record(tmp_path: Path, train) -> None:
+    """A comparison that cannot fail would prove nothing."""
+    for name, words in (("a", []), ("same", []), ("b", ["optim.lr=0.0100001"])):
+        assert train("log.interval=1", "loop.total_steps=6", *words, dir=tmp_path / name) == 0
+    assert campaign.difference(tmp_path / "a", tmp_path / "same", all_records=True) is None
+    found = campaign.difference(tmp_path / "a", tmp_path / "b", all_records=True)
+    assert found is not None
+    assert "instead of" in found
+    [lines] = (tmp_path / "same").glob("*/metrics.jsonl")
+    lines.write_text("".join(lines.read_text().splitlines(keepends=True)[1:]))
+    found = campaign.difference(tmp_path / "a", tmp_path / "same", all_records=True)
+    assert found is not None
+    assert "steps without a record" in found
+
+
+def test_watchdog_zombie_is_a_dead_rank() -> None:
+    """A killed rank stays a zombie until its launcher reads its exit code."""
+    watch = RankWatchdog.__new__(RankWatchdog)  # without its thread, which would end this process
+    watch.siblings = [os.getpid()]
+    assert not watch.has_dead_rank(0.0)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    watch.siblings = [child]
+    assert watch.has_dead_rank(5.0)
+    os.waitpid(child, 0)
