@@ -36,6 +36,20 @@ class SavedState:
     ranks: list[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class StagePlace:
+    """What a pipeline stage saves."""
+
+    ranks: range  # of the stage
+    copies: Set[str]  # parameters of the first stage that it holds, too, and does not save
+    all_gather: Callable[[Any], list[Any]]  # of the stages
+
+    def is_copy(self, name: str) -> bool:
+        kind, _, rest = name.partition(".")
+        parameter = rest if kind == "model" else rest.rpartition(".")[0]
+        return parameter in self.copies
+
+
 # ---- Saving -----------------------------------------------------------------------------------------------------
 
 
@@ -46,11 +60,12 @@ def collect(
     own: dict[str, Any],
     rank: int,
     without: Set[str] = frozenset(),
+    stage: StagePlace | None = None,
 ) -> dict[str, Tensor]:
     """The tensors that this rank writes; those of model and optimizer are not copied.
 
-    Of a tensor that several ranks hold, one rank writes each shard (`is_writer`), so every rank must have the same
-    names. `without`: names of model tensors that are stored elsewhere.
+    Of a tensor that several ranks hold, one rank writes each shard (`is_writer`), so every rank of a pipeline stage
+    must have the same names. `without`: names of model tensors that are stored elsewhere.
     """
     model_tensors, model_extra = tensors_of(model)
     tensors: dict[str, Tensor] = {}
@@ -76,9 +91,16 @@ def collect(
     for name, buffer in model.named_buffers():
         if not isinstance(buffer, DTensor):
             rank_0_names.add(f"model.{name}")
+    holders = None if stage is None else stage.ranks
+    first = 0 if stage is None else stage.ranks.start
+    if stage is not None:
+        tensors = {name: one for name, one in tensors.items() if not stage.is_copy(name)}
+        of_stages = stage.all_gather((groups, scalars))
+        groups = [group for of_stage, _ in of_stages for group in of_stage]
+        scalars = {name: one for _, of_stage in of_stages for name, one in of_stage.items()}
     mine: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if rank == 0 if name in rank_0_names else is_writer(name, tensor):
+        if rank == first if name in rank_0_names else is_writer(name, tensor, holders):
             mine[name] = tensor
     if rank == 0:
         optim_state = {"optim_groups": groups, "optim_scalars": scalars}
@@ -137,12 +159,13 @@ def restore(
     group: dist.ProcessGroup | None,
     all_group_options: bool = False,
     without: Set[str] = frozenset(),
+    elsewhere: Set[str] = frozenset(),
 ) -> SavedState:
     """Load a checkpoint into the model and, if given, the optimizer; returns the other state.
 
     Of the parameter groups only the learning rates are restored, unless `all_group_options`: the other options come
     from the config, which may have been changed. `without`: names of model tensors that have their values already and
-    may be missing in the checkpoint.
+    may be missing in the checkpoint. `elsewhere`: those that other pipeline stages load.
     """
     with raise_on_all_ranks(group):
         reader = Reader(folder)
@@ -150,7 +173,7 @@ def restore(
         for name, tensor in tensors_of(model)[0].items():
             if name in reader.entries or name.removeprefix("model.") not in without:
                 tensors[name] = tensor
-        check_fit(folder, tensors, reader.entries)
+        check_fit(folder, tensors, reader.entries, elsewhere)
         shared = from_bytes(reader.read("shared"))
         if optimizer is not None and not shared["optim_groups"]:
             raise UserError(
@@ -214,7 +237,8 @@ def _restore_optimizer(
 ) -> None:
     params = dict(model.named_parameters())
     for name, scalars in shared["optim_scalars"].items():
-        states.setdefault(params[name], {}).update(scalars)
+        if name in params:
+            states.setdefault(params[name], {}).update(scalars)
 
     names = _ParameterNames(model)
     saved_groups: dict[str, dict[str, Any]] = {}  # by parameter name
@@ -238,9 +262,18 @@ def _restore_optimizer(
     optimizer.load_state_dict(state_dict)
 
 
-def check_fit(folder: Path, tensors: dict[str, Tensor], entries: dict[str, Entry]) -> None:
-    """Raise `UserError` unless a checkpoint has exactly these model tensors, with their shapes."""
+def check_fit(
+    folder: Path,
+    tensors: dict[str, Tensor],
+    entries: dict[str, Entry],
+    elsewhere: Set[str] = frozenset(),
+) -> None:
+    """Raise `UserError` unless a checkpoint has exactly these model tensors, with their shapes.
+
+    It may have those of `elsewhere`, too: other pipeline stages hold them.
+    """
     extra = [n for n in entries if n.startswith("model.") and n not in tensors]
+    extra = [name for name in extra if name.removeprefix("model.") not in elsewhere]
     dora = [name for name in extra if ".lora_magnitude_vector." in name]
     if dora:
         raise UserError(

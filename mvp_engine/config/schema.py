@@ -119,6 +119,7 @@ class Parallel(Section):
     replicate: Literal[-1] | Count
     shard: Count
     context: Count = 1
+    pipeline: Count = 1
     ulysses: Count
     tensor: Count
     expert: Count = 1

@@ -38,7 +38,9 @@ class _Bucket:
 
 
 class DDPReducer:
-    def __init__(self, params: list[nn.Parameter]) -> None:
+    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
+        """`group`: the ranks that hold replicas; None: all."""
+        self.group = group
         self.buckets = [_Bucket(chunk) for chunk in _buckets(params)]
         self.used: set[Tensor] = set()  # parameters that got a gradient on this rank, in this step
         self._counted: set[Tensor] = set()  # in the last backward of the step
@@ -124,7 +126,7 @@ class DDPReducer:
         # In the same order on every rank: collectives are matched by order.
         while self._next < len(self.buckets) and self.buckets[self._next].waiting <= 0:
             bucket = self.buckets[self._next]
-            bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+            bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
             self._next += 1
 
 

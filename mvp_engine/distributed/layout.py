@@ -1,15 +1,16 @@
-"""Layout: how the ranks of a job share one model: data, FSDP, context, Ulysses and tensor parallel dimensions.
+"""Layout: how the ranks of a job share one model: pipeline, data, FSDP, context, Ulysses, tensor parallel dimensions.
 
-Dimensions, outermost first: `replicate` (data parallel on replicas), `shard` (data parallel with FSDP2 shards),
-`context` and `ulysses` (sequence parallel; these ranks also hold FSDP shards), `tensor` (tensor parallel). `expert` is
-a second view of the ranks of `shard`, `context` and `ulysses`, for experts only: groups of so many neighbours share the
-experts among them, and FSDP shards each expert over the groups. A layout is a value, not global state: two of them can
-live in one process.
+Dimensions, outermost first: `pipeline` (stages, each a contiguous block of ranks), `replicate` (data parallel on
+replicas), `shard` (data parallel with FSDP2 shards), `context` and `ulysses` (sequence parallel; these ranks also hold
+FSDP shards), `tensor` (tensor parallel). `expert` is a second view of the ranks of `shard`, `context` and `ulysses`,
+for experts only: groups of so many neighbours share the experts among them, and FSDP shards each expert over the
+groups. A layout is a value, not global state: two of them can live in one process.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +19,8 @@ from mvp_engine.config.schema import Parallel
 from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.world import World
 from mvp_engine.errors import UserError, count
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,12 @@ class Layout:
     expert_shard_mesh: DeviceMesh | None = None  # FSDP's or HSDP's mesh of experts
     context: int = 1
     sequence_groups: SequenceGroups | None = None  # of the ranks that share the tokens of a batch
+    pipeline: int = 1  # number of stages
+    stage_group: dist.ProcessGroup | None = (
+        None  # the ranks of this stage, if there are several stages
+    )
+    # The ranks at this place of each stage: one group for activations, one for their gradients
+    pipeline_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     def __post_init__(self) -> None:
         if (product := self.data_size * self.model_parallel_size) != self.world.size:
@@ -49,15 +58,14 @@ class Layout:
         """The layout of a config on these ranks; raises a UserError if the sizes do not fit."""
         sequence_size = config.context * config.ulysses
         shards = config.shard * sequence_size * config.tensor
-        replicate = world.size // shards if config.replicate == -1 else config.replicate
-        if replicate * shards != world.size or replicate < 1:
-            sizes_text = ", ".join(
-                f"parallel.{name}={getattr(config, name)}"
-                for name in ("replicate", "shard", "context", "ulysses", "tensor")
-            )
+        each = shards * config.pipeline
+        replicate = world.size // each if config.replicate == -1 else config.replicate
+        if replicate * each != world.size or replicate < 1:
+            names = ("replicate", "shard", "pipeline", "context", "ulysses", "tensor")
+            sizes_text = ", ".join(f"parallel.{name}={getattr(config, name)}" for name in names)
             raise UserError(
                 f"{sizes_text} do not multiply to the {count(world.size, 'process')} of this job: use "
-                f"--nproc {abs(config.replicate) * shards}, or change them. parallel.replicate=-1 takes what the "
+                f"--nproc {abs(config.replicate) * each}, or change them. parallel.replicate=-1 takes what the "
                 "others leave."
             )
         if config.shard * sequence_size % config.expert:
@@ -70,11 +78,13 @@ class Layout:
         if world.size == 1:
             return cls(world)
         data_size = replicate * config.shard
+        unused = 1 if config.pipeline == 1 else 0  # dimensions of meshes
         shard_mesh = tensor_mesh = sequence_groups = None
         if shards > 1:
             # FSDP2 requires its mesh and the tensor-parallel one to be submeshes of one root mesh.
-            shape = (replicate, config.shard * sequence_size, config.tensor)
-            mesh = world.new_mesh(shape, ("replicate", "shard", "tensor"))
+            sizes = (config.pipeline, replicate, config.shard * sequence_size, config.tensor)
+            dims = ("pipeline", "replicate", "shard", "tensor")
+            mesh = world.new_mesh(sizes[unused:], dims[unused:])
             shard_mesh = mesh["replicate", "shard"] if replicate > 1 else mesh["shard"]
             tensor_mesh = mesh["tensor"] if config.tensor > 1 else None
         if sequence_size > 1:
@@ -82,15 +92,25 @@ class Layout:
         expert_mesh = expert_shard_mesh = None
         if config.expert > 1:
             of_experts = (config.shard * sequence_size // config.expert, config.expert)
-            names = ("replicate", "expert_shard", "expert", "tensor")
-            mesh = world.new_mesh((replicate, *of_experts, config.tensor), names)
+            shape = (config.pipeline, replicate, *of_experts, config.tensor)
+            named = ("pipeline", "replicate", "expert_shard", "expert", "tensor")
+            mesh = world.new_mesh(shape[unused:], named[unused:])
             expert_mesh = mesh["expert", "tensor"]
-            expert_shard_mesh = mesh[names[:2]] if replicate > 1 else mesh["expert_shard"]
-        data_group = world.new_mesh((data_size, world.size // data_size)).get_group(0)
-        sizes = (replicate, config.shard, config.ulysses, config.tensor)
+            expert_shard_mesh = mesh[named[1:3]] if replicate > 1 else mesh["expert_shard"]
+        same_data = sequence_size * config.tensor  # ranks of a stage
+        data_group = world.new_mesh((config.pipeline, data_size, same_data)).get_group(1)
+        stage_group = pipeline_groups = None
+        if config.pipeline > 1:
+            stage_size = world.size // config.pipeline
+            meshes = [world.new_mesh((config.pipeline, stage_size)) for _ in range(2)]
+            pipeline_groups = (meshes[0].get_group(0), meshes[1].get_group(0))
+            stage_group = meshes[0].get_group(1)
         return cls(
             world,
-            *sizes,
+            replicate,
+            config.shard,
+            config.ulysses,
+            config.tensor,
             shard_mesh,
             tensor_mesh,
             data_group,
@@ -99,12 +119,15 @@ class Layout:
             expert_shard_mesh,
             context=config.context,
             sequence_groups=sequence_groups,
+            pipeline=config.pipeline,
+            stage_group=stage_group,
+            pipeline_groups=pipeline_groups,
         )
 
     @property
     def model_parallel_size(self) -> int:
         """Ranks that work on the same samples, and so report the same losses."""
-        return self.sequence_size * self.tensor
+        return self.pipeline * self.sequence_size * self.tensor
 
     @property
     def sequence_size(self) -> int:
@@ -118,12 +141,41 @@ class Layout:
 
     @property
     def data_rank(self) -> int:
-        return self.world.rank // self.model_parallel_size
+        return self.world.rank % self.stage_size // (self.sequence_size * self.tensor)
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage; without a pipeline, all ranks."""
+        return self.world.size // self.pipeline
+
+    @property
+    def stage(self) -> int:
+        """The pipeline stage of this rank."""
+        return self.world.rank // self.stage_size
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Does this rank compute the loss?"""
+        return self.stage == self.pipeline - 1
+
+    @property
+    def stage_ranks(self) -> range:
+        """The global ranks of this stage."""
+        return range(self.stage * self.stage_size, (self.stage + 1) * self.stage_size)
 
     @property
     def is_mp_src_rank(self) -> bool:
         """Among the ranks with the same data: is this the one that reports outputs and metrics?"""
-        return self.world.rank % self.model_parallel_size == 0
+        return self.is_last_stage and self.world.rank % (self.sequence_size * self.tensor) == 0
+
+    @property
+    def is_metrics_rank(self) -> bool:
+        """The one rank that reports what is equal on all ranks."""
+        return self.is_mp_src_rank and self.data_rank == 0
+
+    def of_data_ranks(self, values: list[T]) -> list[T]:
+        """One value for each data-parallel rank, from values of all ranks that are equal for equal data."""
+        return values[: self.stage_size : self.sequence_size * self.tensor]
 
     @property
     def dropout_rank(self) -> int:
@@ -134,10 +186,11 @@ class Layout:
 def _sequence_groups(world: World, data_size: int, config: Parallel) -> SequenceGroups:
     # In the root mesh these dimensions are a part of "shard".
     sequence_size = config.context * config.ulysses
-    all_ranks = world.new_mesh((data_size, sequence_size, config.tensor)).get_group(1)
+    sequences = config.pipeline * data_size
+    all_ranks = world.new_mesh((sequences, sequence_size, config.tensor)).get_group(1)
     if config.context == 1:
         return SequenceGroups(all_ranks, ulysses=all_ranks)
     if config.ulysses == 1:
         return SequenceGroups(all_ranks, context=all_ranks)
-    mesh = world.new_mesh((data_size, config.context, config.ulysses, config.tensor))
+    mesh = world.new_mesh((sequences, config.context, config.ulysses, config.tensor))
     return SequenceGroups(all_ranks, ulysses=mesh.get_group(2), context=mesh.get_group(1))

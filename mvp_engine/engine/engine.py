@@ -228,7 +228,7 @@ class Engine(EngineHooks):
     def _after_step(self, ctx: StepContext, numbers: StepNumbers) -> None:
         config = self.config
         self.metrics.add("loss", numbers.loss_sum, numbers.weight)
-        if self.world.is_main:  # the norm is the same on all ranks, and counts once
+        if self.layout.is_metrics_rank:  # the norm is the same on all ranks, and counts once
             self.metrics.add("grad_norm", numbers.grad_norm)
         if numbers.skipped is not None:
             self.metrics.end_step(numbers.skipped)
@@ -296,7 +296,8 @@ class Engine(EngineHooks):
             self._eval_loader = self._loader("eval")
         ctx = StepContext(self.step, self.epoch, "eval", self._metric_store(skip_nonfinite=False))
         micro_batches = islice(self._eval_loader, self.config.loop.eval_batches)
-        self.world.broadcast_from_rank0_(list(self.model.buffers()))  # running statistics
+        if self.layout.pipeline == 1:  # stages have different buffers, and no running statistics
+            self.world.broadcast_from_rank0_(list(self.model.buffers()))
         with self.eval_weights(), self.model_engine.eval_mode():
             step = partial(self._eval_step, ctx)
             evaluated = sum(1 for _ in self.model_engine.infer_micro_batches(micro_batches, step))

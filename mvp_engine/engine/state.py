@@ -66,8 +66,8 @@ def restore_state(engine: Engine, checkpoint: Path) -> None:
         engine.metrics.load_state_dict(own["metrics"])
         set_rng_state(own["rng"])
         return
-    # On another layout rank 0 continues the sums of all ranks, and generators are seeded again.
-    if rank == 0:
+    # On another layout one rank continues the sums of all ranks, and generators are seeded again.
+    if engine.layout.is_metrics_rank:
         for other in saved.ranks:
             engine.metrics.merge(other["metrics"])
     seed_everything(
@@ -119,5 +119,7 @@ def _is_of_this_run(engine: Engine, checkpoint: Path) -> bool:
 def _sizes(engine: Engine) -> list[int]:
     layout = engine.layout
     sizes = [layout.replicate, layout.shard, layout.ulysses, layout.tensor]
+    if layout.pipeline > 1:
+        return [*sizes, layout.context, layout.pipeline]
     # Checkpoints from before context parallel have four sizes.
     return [*sizes, layout.context] if layout.context > 1 else sizes

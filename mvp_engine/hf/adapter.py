@@ -15,9 +15,10 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.context import SequenceGroups
-from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
 from mvp_engine.hf import export as hf_export
+from mvp_engine.hf import stage_cut, stages
 from mvp_engine.hf.expert_parallel import apply_expert_parallel
 from mvp_engine.hf.export_plan import ExportPlan
 from mvp_engine.hf.lora import merge_adapters
@@ -28,6 +29,7 @@ from mvp_engine.hf.preflight import check_gradients, check_packing
 from mvp_engine.hf.preflight_media import MediaPreflight
 from mvp_engine.hf.pretrained import load_pretrained
 from mvp_engine.hf.quantize import dequantized, quantize_layers, unquantized_shape
+from mvp_engine.hf.stage_weights import WholeWeights
 from mvp_engine.hf.tp_plan import apply_tensor_parallel
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -67,6 +69,27 @@ class HFAdapter:
     def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int) -> None:
         self.model.enable_sequence_parallel(groups, tensor)
 
+    def cut_stage(self, link: StageLink, skeleton: nn.Module | None) -> None:
+        stage_cut.cut_model(self.model, link, skeleton)
+
+    def send_stage_outputs(self) -> None:
+        stages.send_outputs(self.model)
+
+    @property
+    def stage_link(self) -> StageLink | None:
+        return None if self.model.stage is None else self.model.stage.link
+
+    def elsewhere(self) -> Set[str]:
+        return frozenset() if self.model.stage is None else self.model.stage.elsewhere.keys()
+
+    def stage_copies(self) -> Set[str]:
+        return frozenset() if self.model.stage is None else self.model.stage.copies
+
+    def tied_to_other_stage(self) -> list[nn.Parameter]:
+        names = () if self.model.stage is None else self.model.stage.tied
+        params = dict(self.model.named_parameters())
+        return [params[name] for name in names if name in params]
+
     def load_weights(self, skeleton: nn.Module) -> set[str]:
         if self.model.source is None:
             return set()
@@ -79,14 +102,14 @@ class HFAdapter:
         if layout.world.rank == 0:
             self.model.mixers.log_kernels(layout.world.device)
         with raise_on_all_ranks(group):
-            # transformers' own forward does not know tensor-parallel parameters.
-            reference = layout.tensor_mesh is None
+            # transformers' own forward knows neither tensor-parallel parameters nor pipeline stages.
+            reference = layout.tensor_mesh is None and layout.pipeline == 1
             try:
                 check_packing(self.model, exact=exact, reference=reference, group=group)
             except UserError as error:
-                if reference:
+                if layout.tensor_mesh is None:
                     raise
-                size = layout.tensor_mesh.size()  # type: ignore[union-attr]
+                size = layout.tensor_mesh.size()
                 message = f"parallel.tensor={size}, by transformers' tensor-parallel plan: {error}"
                 raise UserError(f"{message} Set parallel.tensor=1, or another model") from error
 
@@ -98,7 +121,9 @@ class HFAdapter:
         if rows := self._media.unchecked(batches):
             with engine.eval_mode(), engine.autocast():
                 exact = engine.dtype == torch.float32
-                self._media.check(rows, exact=exact, reference=engine.layout.tensor_mesh is None)
+                layout = engine.layout
+                reference = layout.tensor_mesh is None and layout.pipeline == 1
+                self._media.check(rows, exact=exact, reference=reference)
 
     def check_batch(self, micro_batch: Any) -> None:
         if isinstance(micro_batch, PackedBatch) and micro_batch.labels.is_cpu:
@@ -126,18 +151,16 @@ class HFAdapter:
 
     def export(self, folder: Path, dtype: torch.dtype | None, world: World) -> None:
         target = self.model.export_target(dtype)
-        tensors = self.model.state_dict()
-        fetch = dequantized(self.model, lambda name: full_tensor(tensors[name]))
-        like = unquantized_shape(self.model, lambda name: _on_meta(tensors[name]))
+        weights = WholeWeights(self.model)
+        fetch = dequantized(self.model, weights.fetch)
+        like = unquantized_shape(self.model, weights.like)
         hf_export.export(target, folder, merge_adapters(self.model, fetch), like, world)
 
     def named_full_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        # The parameters themselves, whose data may be offloaded and loaded back in between.
-        tensors = self.model.state_dict(keep_vars=True)
+        weights = WholeWeights(self.model)
         target = self.model.export_target(dtype)
-        like = unquantized_shape(self.model, lambda name: _on_meta(tensors[name]))
-        plan = ExportPlan(target, like)
-        fetch = dequantized(self.model, lambda name: full_tensor(tensors[name].detach()))
+        plan = ExportPlan(target, unquantized_shape(self.model, weights.like))
+        fetch = dequantized(self.model, weights.fetch)
         fetch = merge_adapters(self.model, fetch)
         for group in plan.groups:
             yield from plan.entries(group, fetch)
@@ -156,7 +179,3 @@ def cast_frozen_weights(model: PackedModel, dtype: torch.dtype) -> None:
     for name, param in model.named_parameters():
         if not param.requires_grad and not in_fp32 & {*name.split(".")}:
             param.data = param.data.to(dtype)
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -8,7 +8,7 @@ parameter is converted completely, one at a time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,13 +54,14 @@ def load(
     folder: Path,
     params: Mapping[str, Tensor],
     quantized: Mapping[str, Nf4Linear] | None = None,
+    elsewhere: Set[str] = frozenset(),
 ) -> tuple[set[str], list[str]]:
     """Fill `params`, given by their names in the Hugging Face `model`, from a folder; each rank its own shards.
 
-    `quantized` are layers by the names of their weights. Returns the names that were filled, and the entries of the
-    files that belong to none of them.
+    `quantized` are layers by the names of their weights, `elsewhere` parameters that other ranks fill. Returns the
+    names that were filled, here or elsewhere, and the entries of the files that belong to none of them.
     """
-    return load_entries(model, WeightFiles(folder), params, str(folder), quantized)
+    return load_entries(model, WeightFiles(folder), params, str(folder), quantized, elsewhere)
 
 
 def load_entries(
@@ -69,14 +70,16 @@ def load_entries(
     params: Mapping[str, Tensor],
     folder: str,
     quantized: Mapping[str, Nf4Linear] | None = None,
+    elsewhere: Set[str] = frozenset(),
 ) -> tuple[set[str], list[str]]:
     """As `load`, from any entries; `folder` names them in errors."""
     loaded: set[str] = set()
     unused: list[str] = []
     first_names: dict[int, str] = {}  # of tied parameters, the name that was filled
     for group in folder_groups(model, files):
-        if not group.params.keys() & params.keys():
+        if not group.params.keys() & (params.keys() | elsewhere):
             unused += group.entries
+        loaded |= group.params.keys() & elsewhere
         for name, source in group.params.items():
             if name not in params:
                 continue

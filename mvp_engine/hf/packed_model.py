@@ -23,7 +23,15 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
 from mvp_engine.errors import UserError
-from mvp_engine.hf import attention, experts, input_hooks, media_features, shared_media, vision
+from mvp_engine.hf import (
+    attention,
+    experts,
+    input_hooks,
+    media_features,
+    shared_media,
+    stages,
+    vision,
+)
 from mvp_engine.hf.config_facts import num_heads, packed_length_limit
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.export_plan import Target
@@ -97,6 +105,7 @@ class PackedModel(nn.Module):
     lora: Lora | None = None  # settings of its adapters; None without adapters
     quantize: dict[str, str] | None = None  # formats of quantized weights by part
     from_folder: frozenset[str] = frozenset()  # names of tensors that were loaded from `source`
+    stage: stages.Stage | None = None  # its slice of the model, with pipeline parallel
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
@@ -182,7 +191,7 @@ class PackedModel(nn.Module):
     @property
     def can_cache(self) -> bool:
         """Whether generation can keep what layers computed; otherwise each forward holds all tokens."""
-        return not self.padded_rows and self.mixers.can_cache
+        return not self.padded_rows and self.mixers.can_cache and self.stage is None
 
     def decoder(self) -> nn.Module:
         """The text layers, which process text and media as one sequence of embeddings."""
@@ -232,9 +241,12 @@ class PackedModel(nn.Module):
             raise UserError(
                 "this model has mixers whose state is not cached: call it without a KV cache"
             )
+        if kv_cache is not None and self.stage is not None:
+            raise UserError("a KV cache does not support parallel.pipeline > 1: call without it")
         input_ids = batch.input_ids
         position_ids = batch.position_ids  # (T,), or (3, T) for three axes
-        inputs = media_inputs(self.base(), batch)
+        is_first = self.stage is None or self.stage.link.is_first
+        inputs = media_inputs(self.base(), batch) if is_first else {}
         if shard is not None:
             if self.decoder() is self.base():  # otherwise sliced after features are inserted
                 input_ids = shard.cut(input_ids)
@@ -243,20 +255,25 @@ class PackedModel(nn.Module):
         if kv_cache is not None:
             inputs["kv_cache"] = kv_cache
         input_ids_1T = input_ids[None]
-        if batch.media:
-            media_features.register_host_ids(input_ids_1T, batch.host_input_ids)
-            media_features.register_video_tokens(input_ids_1T, batch, self.hf.config)
+        options = {
+            "position_ids": position_ids.unsqueeze(-2),
+            "use_cache": False,
+            **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
+            **inputs,
+        }
+        if self.stage is not None:
+            return stages.hidden_of_stage(self, batch, shard, input_ids_1T, options)
+        self._register_media(batch, input_ids_1T)
         with self.mixers.packing(batch, shard, kv_cache):
-            out = self.base()(
-                input_ids=input_ids_1T,
-                position_ids=position_ids.unsqueeze(-2),
-                use_cache=False,
-                **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
-                **inputs,
-            )
+            out = self.base()(input_ids=input_ids_1T, **options)
         if kv_cache is not None:
             kv_cache.advance()
         return self._hidden_of(out)[0]
+
+    def _register_media(self, batch: PackedBatch, input_ids_1T: Tensor) -> None:
+        if batch.media:
+            media_features.register_host_ids(input_ids_1T, batch.host_input_ids)
+            media_features.register_video_tokens(input_ids_1T, batch, self.hf.config)
 
     def _hidden_of(self, out: Any) -> Tensor:
         """The last hidden states in an output of `base()`."""
@@ -296,6 +313,8 @@ class PackedModel(nn.Module):
             )
         if not batch.labels.is_cuda:  # GPU batches were checked on the host, before the copy
             self.check(batch)
+        if self.stage is not None and not self.stage.link.is_last:
+            return stages.run_stage(self, batch)
         computed = self._compute(batch, wanted, kv_cache)
         # FSDP2 warns about views: an in-place change of one would lose the hooks for its weights.
         return {

@@ -21,6 +21,7 @@ from mvp_engine.config.schema import Part
 from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.errors import UserError
 from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.stages import OtherTensor
 from mvp_engine.ops.nf4 import num_parameters
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -123,7 +124,7 @@ def by_part(model: nn.Module, setting: Any, key: str) -> Mapping[str, Any]:
     """A config value as a mapping from part to value; a single value holds for all parts."""
     if not isinstance(setting, Mapping):
         return dict.fromkeys(PARTS, setting)
-    known = set(parts_of(model).values())
+    known = {*parts_of(model).values(), *_parts_elsewhere(model)}
     for part in setting:
         if part not in known:
             raise _no_part(model, part, key, known)
@@ -133,14 +134,15 @@ def by_part(model: nn.Module, setting: Any, key: str) -> Mapping[str, Any]:
 def matching(model: nn.Module, pattern: str, key: str) -> list[str]:
     """Names of the parameters of a part, or of those that fit a glob pattern; at least one."""
     parts = parts_of(model)
-    known = set(parts.values())
+    elsewhere = _elsewhere(model)
+    known = {*parts.values(), *_parts_elsewhere(model)}
     names = [name for name, _ in model.named_parameters()]
     if pattern in known:
         return [name for name in names if parts[name] == pattern]
     if pattern in PARTS and known:
         raise _no_part(model, pattern, key, known)
     found = [name for name in names if fnmatchcase(name, pattern)]
-    if not found:
+    if not found and not any(fnmatchcase(name, pattern) for name in elsewhere):
         similar = difflib.get_close_matches(pattern, [*names, *sorted(known)], 3, 0.0)
         raise UserError(
             f"{key}: no parameter name matches {pattern!r}. Similar names: {', '.join(similar)}"
@@ -148,7 +150,17 @@ def matching(model: nn.Module, pattern: str, key: str) -> list[str]:
     return found
 
 
-def _no_part(model: nn.Module, part: str, key: str, known: set[Part]) -> UserError:
+def _elsewhere(model: nn.Module) -> dict[str, OtherTensor]:
+    """The tensors that other pipeline stages hold."""
+    stage = model.stage if isinstance(model, PackedModel) else None
+    return {} if stage is None else stage.elsewhere
+
+
+def _parts_elsewhere(model: nn.Module) -> set[str]:
+    return {one.part for one in _elsewhere(model).values()} - {""}
+
+
+def _no_part(model: nn.Module, part: str, key: str, known: set[Any]) -> UserError:
     listed = ", ".join(part for part in PARTS if part in known)
     reason = f"it has {listed}" if known else "only Hugging Face models have parts"
     return UserError(f"{key}: {type(model).__name__} has no part {part}; {reason}")
@@ -170,11 +182,13 @@ def trained_parts(
     learning_rates = _learning_rates(optimizer)
     sizes = num_parameters(model)
     facts = []
+    others = [one for one in _elsewhere(model).values() if one.part]
     for part in PARTS:
         members = {name: param for name, param in named.items() if parts.get(name) == part}
-        if members:
-            facts.append(_summary(part, members, sizes, learning_rates))
-    return [*facts, _summary("all", named, sizes, learning_rates)]
+        of_part = [one for one in others if one.part == part]
+        if members or of_part:
+            facts.append(_summary(part, members, of_part, sizes, learning_rates))
+    return [*facts, _summary("all", named, others, sizes, learning_rates)]
 
 
 def _learning_rates(optimizer: torch.optim.Optimizer | None) -> dict[nn.Parameter, float]:
@@ -188,15 +202,18 @@ def _learning_rates(optimizer: torch.optim.Optimizer | None) -> dict[nn.Paramete
 def _summary(
     part: str,
     params: dict[str, nn.Parameter],
+    others: list[OtherTensor],
     sizes: dict[str, int],
     learning_rates: dict[nn.Parameter, float],
 ) -> dict[str, Any]:
+    """`others`: parameters of other pipeline stages, whose optimizers have the same learning rates."""
     trained = {name: param for name, param in params.items() if param.requires_grad}
     rates = {learning_rates[param] for param in trained.values() if param in learning_rates}
     return {
         "part": part,
-        "parameters": sum(sizes[name] for name in params),
-        "trained": sum(sizes[name] for name in trained),
+        "parameters": sum(sizes[name] for name in params) + sum(one.size for one in others),
+        "trained": sum(sizes[name] for name in trained)
+        + sum(one.size for one in others if one.trained),
         "rates": sorted(rates),
         "adapters": sum(".lora_A." in name for name in trained),
     }

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.distributed.pipeline import recorded
 from mvp_engine.errors import UserError
 from mvp_engine.hf import attention
 from mvp_engine.hf.packed_model import PackedModel
@@ -123,7 +124,7 @@ def check_packing(
 
 def _may_use_padded_rows(model: PackedModel, error: UserError) -> bool:
     """Text models; not where memory ran out."""
-    if isinstance(error.__cause__, torch.OutOfMemoryError):
+    if isinstance(error.__cause__, torch.OutOfMemoryError) or model.stage is not None:
         return False
     return model.decoder() is model.base()
 
@@ -205,13 +206,16 @@ def check_gradients(model: PackedModel, mesh: DeviceMesh, group: dist.ProcessGro
     error. `group`: all ranks of the world.
     """
     try:
+        link = None if model.stage is None else model.stage.link
         with _eager_eval(model):
-            hidden_TD = _hidden(model, *_sequences(model, (15, 9), seed=0)).float()
+            with recorded(link) as calls:
+                hidden_TD = _hidden(model, *_sequences(model, (15, 9), seed=0)).float()
             if not hidden_TD.requires_grad:  # all parameters are frozen
                 return
             generator = torch.Generator().manual_seed(1)
             direction_TD = torch.randn(hidden_TD.shape, generator=generator).to(hidden_TD.device)
-            (hidden_TD * direction_TD).sum().backward()
+            loss = (hidden_TD * direction_TD).sum()
+            loss.backward() if link is None else link.backward(calls, loss)
     except RuntimeError as error:
         model_type = model.hf.config.model_type  # type: ignore[union-attr]
         raise UserError(

@@ -31,9 +31,14 @@ def load_pretrained(model: PackedModel, skeleton: nn.Module) -> set[str]:
     own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     wrapped = {n.removeprefix(PREFIX): value for n, value in own.items() if n.startswith(PREFIX)}
     quantized = {n.removeprefix(PREFIX): layer for n, layer in quantized_layers(model).items()}
-    found, unused = load.load(skeleton.hf, model.source, wrapped, quantized)
-    filled = {own[PREFIX + name] for name in found}  # tied tensors count with each other
+    others = frozenset() if model.stage is None else model.stage.elsewhere.keys()
+    elsewhere = {name.removeprefix(PREFIX) for name in others}
+    found, unused = load.load(skeleton.hf, model.source, wrapped, quantized, elsewhere)
+    # Tied tensors count with each other.
+    filled = {own[PREFIX + name] for name in found if name not in elsewhere}
     loaded = {name for name, value in own.items() if value in filled}
+    if others:
+        loaded |= _tied_to(skeleton, {PREFIX + name for name in found}) & others
     heads = [name for name in own if not name.startswith(PREFIX) and name in unused]
     if heads:
         load.load_by_name(model.source, {name: own[name] for name in heads})
@@ -44,6 +49,13 @@ def load_pretrained(model: PackedModel, skeleton: nn.Module) -> set[str]:
     if unexpected:
         LOGGER.warning("in %s, but not in the model: %s", model.source, _first(unexpected))
     return loaded
+
+
+def _tied_to(skeleton: nn.Module, names: set[str]) -> set[str]:
+    """The names of these tensors, and of those that are tied to them."""
+    tensors = skeleton.state_dict(keep_vars=True)
+    found = {tensors[name] for name in names}
+    return {name for name, value in tensors.items() if value in found}
 
 
 def _check_missing(model: PackedModel, skeleton: PackedModel, names: list[str]) -> None:

@@ -168,7 +168,7 @@ class ContrastiveEngine(Engine):
     def gather(self, own: list[Tensor]) -> tuple[Tensor, int]:
         """The embeddings of all ranks, and the place of this rank's first row among them."""
         mine = torch.cat([one.float().cpu() for one in own]) if own else None
-        of_ranks = self.world.all_gather(mine)[:: self.layout.model_parallel_size]
+        of_ranks = self.layout.of_data_ranks(self.world.all_gather(mine))
         before = of_ranks[: self.layout.data_rank]
         start = sum(len(one) for one in before if one is not None)
         return torch.cat([one for one in of_ranks if one is not None]).to(self.device), start

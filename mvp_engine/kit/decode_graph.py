@@ -30,9 +30,7 @@ def is_supported(engine: ModelEngine) -> bool:
     """
     layout = engine.layout
     model: Any = engine.model
-    is_whole = (
-        layout.shard_mesh is None and layout.tensor_mesh is None and layout.sequence_size == 1
-    )
+    is_whole = layout.shard_mesh is None and layout.model_parallel_size == 1
     # Other models compute new rotary positions for long sequences.
     has_fixed_positions = model.packed_length_limit is None
     if engine.world.device.type != "cuda" or not is_whole or not has_fixed_positions:

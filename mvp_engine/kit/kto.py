@@ -40,7 +40,7 @@ def mismatched_batches(
                 rows.append((one, last_answer(one, sample)))
     gathered = layout.world.all_gather([answer for _, answer in rows])
     everyone: list[LastAnswer] = []
-    for answers in gathered[:: layout.model_parallel_size]:  # the others hold the same rows
+    for answers in layout.of_data_ranks(gathered):
         everyone += answers
     everyone.sort(key=lambda answer: answer.sample)
     following = dict(

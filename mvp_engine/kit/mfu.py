@@ -37,7 +37,7 @@ class MFUKit:
     """Counts the FLOPs of batches for one model."""
 
     def __init__(self, model: PackedModel) -> None:
-        self.model = model
+        self.model = model if model.stage is None else model.stage.whole
         self.config: Any = model.hf.config
         self._unsupported = False
 

@@ -28,6 +28,7 @@ from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_symlink
 from mvp_engine.hf.config_source import read_config
+from mvp_engine.hf.parts import trained_parts
 from mvp_engine.kit.data import MLLMDataKit, load_processor
 from mvp_engine.kit.examples import examples_of
 from mvp_engine.kit.generation import Answer, generate_answers, write_answers
@@ -37,7 +38,6 @@ from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit
 from mvp_engine.kit.row_checks import check_rows, row_groups
 from mvp_engine.kit.settings import MLLMConfig
-from mvp_engine.ops.nf4 import num_parameters
 from mvp_engine.report import write_report
 from mvp_engine.report.facts import metric_texts
 
@@ -296,7 +296,7 @@ class MLLMEngine(Engine):
 
     def page_figures(self, figures: Mapping[str, float | None]) -> dict[str, str]:
         """Metrics as text for the report page, shares in percent, and the size of the model."""
-        size = sum(num_parameters(self.model).values())
+        size = trained_parts(self.model)[-1]["parameters"]
         return {**metric_texts(figures), "parameters": f"{size:,}"}
 
     # ---- Inside -------------------------------------------------------------------------------------------

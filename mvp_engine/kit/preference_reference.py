@@ -174,7 +174,7 @@ def compute_table(engine: PreferenceEngine, split: str) -> np.ndarray:
             pass
     mixture, _ = kit.measured(split)
     table = np.full((sum(len(source) for source in mixture.sources), 2), np.nan, np.float32)
-    for of_rank in engine.world.all_gather(rows):
+    for of_rank in engine.world.all_gather(rows if engine.layout.is_mp_src_rank else []):
         for samples, sides, sums in of_rank:
             places = [
                 (sample, int(side == -1)) for sample, side in zip(samples, sides, strict=True)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.context import SequenceGroups
+from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
 from mvp_engine.hf.frozen_weights import FrozenWeights
 from mvp_engine.hf.quantize import quantize_layers
@@ -52,6 +53,33 @@ class ModelAdapter:
 
     def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int) -> None:
         raise self._needs_packed_model()
+
+    def cut_stage(self, link: StageLink, skeleton: nn.Module | None) -> None:
+        """Keep what this rank's pipeline stage holds. `skeleton`: the whole model on the meta device."""
+        raise UserError(
+            f"parallel.pipeline > 1 needs a Hugging Face language model (model.type=language_model); {self.name} is "
+            "none. Set parallel.shard"
+        )
+
+    def send_stage_outputs(self) -> None:
+        """Send what a forward of this stage computes to the next one; after FSDP."""
+
+    @property
+    def stage_link(self) -> StageLink | None:
+        """The connections to other pipeline stages."""
+        return None
+
+    def elsewhere(self) -> Set[str]:
+        """The tensors that other pipeline stages hold, by name."""
+        return frozenset()
+
+    def stage_copies(self) -> Set[str]:
+        """Parameters of the first pipeline stage, of which this stage holds copies: tied embeddings."""
+        return frozenset()
+
+    def tied_to_other_stage(self) -> list[nn.Parameter]:
+        """Parameters that both the first and the last pipeline stage hold, and this one."""
+        return []
 
     def load_weights(self, skeleton: nn.Module) -> set[str]:
         """Load pretrained weights into the model; returns the names of the tensors that have their values now."""

@@ -123,6 +123,11 @@ class Estimator:
 
     def settings(self, config: Any) -> EstimateSettings:
         precision = config.loop.precision
+        if getattr(self.parallel(config), "pipeline", 1) > 1:
+            raise UserError(
+                "mvp estimate does not know parallel.pipeline > 1: estimate with parallel.pipeline=1 and as many more "
+                "shards, whose ranks hold as many weights"
+            )
         return EstimateSettings.from_config(
             config,
             "bf16" if precision == "auto" else precision,

@@ -83,6 +83,13 @@ class WorkerSpec:
         parallel = self.parallel
         return parallel.context * parallel.ulysses * parallel.tensor
 
+    def __post_init__(self) -> None:
+        if self.parallel.pipeline > 1:
+            raise UserError(
+                f"parallel.pipeline={self.parallel.pipeline}: worker groups do not support stages. Set parallel.shard "
+                "or parallel.tensor of the group"
+            )
+
     def data_size(self, ranks: int) -> int:
         """The data-parallel size of a group of this many ranks."""
         each = self.model_parallel_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils._pytree import tree_map_only
 
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint import state
@@ -20,6 +22,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import DDPReducer, Layout
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.fsdp import sharded_modules
+from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
 from mvp_engine.model_engine.adapter import adapter_of
 from mvp_engine.model_engine.base import DTYPES, ModelEngine, Settings
@@ -44,6 +47,7 @@ class FSDPBaseEngine(ModelEngine):
         self.reducer: DDPReducer | None = None
         self.loss_scale: LossScale | None = None
         self.spike_detector: SpikeDetector | None = None
+        self._link: StageLink | None = None  # to other pipeline stages
         self._initialized = False
         self._lockstep = LockstepScheduler(layout)
         self._offloader = Offloader(self.settings.offload, self._move)
@@ -68,6 +72,7 @@ class FSDPBaseEngine(ModelEngine):
         if skeleton is not None:
             self._materialize(skeleton)
         self.sharded = list(sharded_modules(self.model))
+        self._link = self.adapter.stage_link
         self._initialized = True
         with self.eval_mode(), self.autocast():
             self.adapter.preflight(self.layout, exact=self.dtype == torch.float32)
@@ -102,11 +107,25 @@ class FSDPBaseEngine(ModelEngine):
             scheduled = self._lockstep.stream(micro_batches)
         else:
             scheduled = (Scheduled(micro_batch, False) for micro_batch in micro_batches)
+        results: deque[Any] = deque()
         for micro_batch, is_dummy in scheduled:
             with self.dummy(is_dummy), self.autocast():
                 result = step(self._on_device(micro_batch))
             if not is_dummy:
-                yield result
+                results.append(result)
+            # A stage runs ahead of the later ones, whose results it waits for.
+            if len(results) >= self.layout.pipeline:
+                yield self._result(results.popleft())
+        for result in results:
+            yield self._result(result)
+        if self._link is not None:
+            self._link.flush()
+
+    def _result(self, result: Any) -> Any:
+        """A result of the last pipeline stage, the only one that has the outputs of the model."""
+        return (
+            result if self._link is None else tree_map_only(Tensor, self._link.from_last_, result)
+        )
 
     def infer_batch(
         self,
@@ -212,7 +231,13 @@ class FSDPBaseEngine(ModelEngine):
         if self._saves_trainable_only():
             without = self.adapter.external_tensors()
             shared["external"] = self.adapter.external_checksums(without)
-        return state.collect(self.model, optimizer, shared, own, self.world.rank, without=without)
+        place = None
+        if self._link is not None:
+            ranks = self.layout.stage_ranks
+            place = state.StagePlace(ranks, self.adapter.stage_copies(), self._link.all_gather)
+        return state.collect(
+            self.model, optimizer, shared, own, self.world.rank, without=without, stage=place
+        )
 
     def restore(self, folder: Path) -> state.SavedState:
         group = self.world.host_group
@@ -224,7 +249,10 @@ class FSDPBaseEngine(ModelEngine):
         # A scheduler that is no function of the step keeps state in the parameter groups.
         optimizer = self.optimizer if self.training else None
         whole_groups = self.training and not isinstance(self.scheduler, LambdaLR)
-        saved = state.restore(folder, self.model, optimizer, group, whole_groups, without)
+        elsewhere = self.adapter.elsewhere()
+        saved = state.restore(
+            folder, self.model, optimizer, group, whole_groups, without, elsewhere
+        )
         if self.training:
             self.load_state_dict(saved.shared["model_engine"])
         return saved

@@ -7,8 +7,9 @@ one step later, so a step has no host sync.
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import DDPReducer, Layout
 from mvp_engine.distributed.fsdp import UnusedParameterTracker
+from mvp_engine.distributed.pipeline import StageCall, one_forward_one_backward, recorded
 from mvp_engine.errors import UserError
 from mvp_engine.log.metrics import device_scalar
 from mvp_engine.model_engine.base import ForwardStep, Settings, StepNumbers, StepStatus
@@ -38,8 +40,15 @@ from mvp_engine.model_engine.fsdp.step_status import (
     NONFINITE_WEIGHT,
     ZERO_WEIGHT,
 )
-from mvp_engine.model_engine.fsdp.unused_params import ParameterUsage
+from mvp_engine.model_engine.fsdp.unused_params import ParameterUsage, Places
 from mvp_engine.model_engine.registry import register
+
+
+class _Forwarded(NamedTuple):
+    """A forward that waits for its backward."""
+
+    loss_sum: Tensor
+    calls: list[StageCall]  # of the pipeline stage
 
 
 @register("module", "fsdp")
@@ -65,12 +74,14 @@ class FSDPEngine(FSDPBaseEngine):
             self._ranks_may_differ = tracker.can_differ
             scalars = [param for param in self.params if param.ndim == 0]
             if scalars:
-                self.reducer = DDPReducer(scalars)
+                self.reducer = DDPReducer(scalars, self.layout.stage_group)
             for param in scalars:  # tensor-parallel ranks have equal gradients, which count once
                 param.register_hook(partial(torch.div, other=self.layout.tensor))
         elif self.world.size > 1:
-            self._gradients = self.reducer = DDPReducer(self.params)
-        self._usage = ParameterUsage(self.params)
+            self._gradients = self.reducer = DDPReducer(self.params, self.layout.stage_group)
+        self._tied = [p for p in self.adapter.tied_to_other_stage() if p.requires_grad]
+        self._copies = set(self._tied) if self.layout.stage > 0 else set()
+        self._usage = ParameterUsage(self.params, self._places())
         device = self.world.device
         if self.settings.precision == "fp16":
             self.loss_scale = LossScale(device)
@@ -79,6 +90,16 @@ class FSDPEngine(FSDPBaseEngine):
         # A fused optimizer skips a step by itself when a flag on the device is set: no host sync.
         can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._skips_on_device = device.type == "cuda" and can_skip
+
+    def _places(self) -> Places | None:
+        """Where each parameter is among those of all pipeline stages; None: this rank has all."""
+        if self._link is None:
+            return None
+        names = {param: name for name, param in self.model.named_parameters()}
+        own = [names[param] for param in self.params]
+        every = dict.fromkeys(name for of_stage in self._link.all_gather(own) for name in of_stage)
+        places = {name: place for place, name in enumerate(every)}
+        return Places([places[name] for name in own], len(places))
 
     # ---- Forward and backward -------------------------------------------------------------------------------------
 
@@ -94,22 +115,51 @@ class FSDPEngine(FSDPBaseEngine):
         if self.sharded:
             scheduled = self._lockstep.step(micro_batches, plan)
         self.adapter.preflight_media(self, self._lockstep.dummies.values() or micro_batches)
-        for index, (micro_batch, is_dummy) in enumerate(self._prefetch(scheduled)):
-            loss_sum, weight = self._forward(forward_step, micro_batch, is_dummy)
-            if is_dummy:
-                loss_sum = loss_sum.nan_to_num(0.0, 0.0, 0.0) * 0.0
+        prefetched = self._prefetch(scheduled)
+        losses: list[Tensor] = []
+        waiting: deque[_Forwarded] = deque()  # for their backward; at most one without a pipeline
+        backwards = 0
+        for is_forward in one_forward_one_backward(
+            len(scheduled), self.layout.stage, self.layout.pipeline
+        ):
+            if is_forward:
+                waiting.append(self._forward_one(forward_step, *next(prefetched), losses))
             else:
-                weight = device_scalar(weight, self.world.device)
-                self._losses.append(torch.stack([loss_sum.detach().double(), weight]))
-                totals += self._losses[-1]
-            self._before_backward(is_last=index == len(scheduled) - 1)
-            if self.loss_scale:
-                loss_sum = loss_sum * self.loss_scale.value
-            loss_sum.backward()
+                backwards += 1
+                self._before_backward(is_last=backwards == len(scheduled))
+                self._backward_one(waiting.popleft())
         if self.reducer:
             self.reducer.finish()
+        if losses:
+            of_micro_batches = torch.stack(losses)
+            if self._link is not None:  # the other stages computed them from zeros
+                self._link.from_last_(of_micro_batches)
+                self._link.flush()
+            self._losses += of_micro_batches.unbind()
+            totals = of_micro_batches.sum(0)
         self._totals += totals
         return totals
+
+    def _forward_one(
+        self, forward_step: ForwardStep, micro_batch: Any, is_dummy: bool, losses: list[Tensor]
+    ) -> _Forwarded:
+        """A forward; its [loss_sum, weight] is appended to `losses` if it counts."""
+        with recorded(self._link) as calls:
+            loss_sum, weight = self._forward(forward_step, micro_batch, is_dummy)
+        if is_dummy:
+            loss_sum = loss_sum.nan_to_num(0.0, 0.0, 0.0) * 0.0
+        else:
+            weight = device_scalar(weight, self.world.device)
+            losses.append(torch.stack([loss_sum.detach().double(), weight]))
+        if self.loss_scale:
+            loss_sum = loss_sum * self.loss_scale.value
+        return _Forwarded(loss_sum, calls)
+
+    def _backward_one(self, forwarded: _Forwarded) -> None:
+        if self._link is None:
+            forwarded.loss_sum.backward()
+        else:
+            self._link.backward(forwarded.calls, forwarded.loss_sum)
 
     def _forward(
         self, forward_step: ForwardStep, micro_batch: Any, is_dummy: bool
@@ -178,9 +228,11 @@ class FSDPEngine(FSDPBaseEngine):
     def _reduce_numbers(self, totals: Tensor) -> tuple[Tensor, ...]:
         """Loss sum, weight and squared gradient norm over all ranks, in one all-reduce."""
         if not self._ranks_may_differ:
-            self._usage.check_ranks_agree(self._gradients.used, self.model, self.world)
-        with_grad = [param for param in self.params if param.grad is not None]
-        grad_norm_sq, self._norms = local_grad_norm_sq(with_grad, self.world.size)
+            ranks = self.layout.stage_ranks
+            self._usage.check_ranks_agree(self._gradients.used, self.model, self.world, ranks)
+        self._add_tied_grads()
+        with_grad = [p for p in self.params if p.grad is not None and p not in self._copies]
+        grad_norm_sq, self._norms = local_grad_norm_sq(with_grad, self.layout.stage_size)
         # Ranks with the same data have the same losses, which count once.
         numbers = [totals / self.layout.model_parallel_size, grad_norm_sq.to(totals.device)[None]]
         if self.world.size == 1:
@@ -191,6 +243,15 @@ class FSDPEngine(FSDPBaseEngine):
         dist.all_reduce(reduced)
         self._usage.drop_unused(used, reduced[3:])
         return reduced[:3].unbind()
+
+    def _add_tied_grads(self) -> None:
+        """Tied embeddings are two copies, on the first and the last stage: both get the sum of their gradients."""
+        for param in self._tied:
+            assert self._link is not None
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            grad = local_grad(param)
+            grad.copy_(self._link.add_of_other_end(grad))
 
     def _scale_grads(self, factor: Tensor) -> None:
         if self._skips_on_device:  # the fused optimizer multiplies: no pass over all gradients

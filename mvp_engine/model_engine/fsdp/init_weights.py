@@ -40,6 +40,8 @@ def materialize_weights(
     quantized = quantized_layers(model)
     waiting: dict[str, Tensor] = {}
     for name, modules in _units(skeleton):
+        if name and not any(one in tensors or one in quantized for one in _names(modules)):
+            continue  # a block of another pipeline stage
         unit_seed = derived_seed(seed, "weights", name)
         unset = initialize_random(modules, owners, tensors, loaded, unit_seed, quantized, waiting)
         # A rule outside of the blocks may set buffers inside of them (Falcon-H1), and that unit is the last one.
@@ -84,6 +86,12 @@ def _units(skeleton: nn.Module) -> Iterator[tuple[str, Modules]]:
     yield "", {name: module for module, name in names.items() if module not in inside}
 
 
+def _names(modules: Modules) -> Iterator[str]:
+    for prefix, module in modules.items():
+        for _, name, _ in _tensors_of(module):
+            yield f"{prefix}.{name}" if prefix else name
+
+
 def initialize_random(
     modules: Modules,
     owners: dict[nn.Module, Any],
@@ -113,6 +121,8 @@ def initialize_random(
     for name, value in unsharded.items():
         if _is_unset(value, versions[name]):
             unset[name] = value
+            continue
+        if name not in tensors and name not in quantized:  # another pipeline stage has it
             continue
         with torch.no_grad():
             if name in quantized:

@@ -99,12 +99,13 @@ class LockstepScheduler:
 
     def _planned(self, plan: StepPlan) -> list[_RankKinds]:
         data_ranks = [list(kinds) for kinds in plan.ranks]
-        each = self.layout.model_parallel_size
-        return [
+        each = self.layout.sequence_size * self.layout.tensor
+        of_stage = [
             _RankKinds(kinds, kinds[-1] if kinds else None)
             for kinds in data_ranks
             for _ in range(each)
         ]
+        return of_stage * self.layout.pipeline
 
     def _check_against(self, plan: StepPlan, micro_batches: list[Any]) -> None:
         planned = plan.ranks[self.layout.data_rank]

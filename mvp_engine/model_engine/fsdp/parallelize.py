@@ -1,8 +1,8 @@
 """parallelize_model: a model is put on its layout, in the order that FSDP2 needs.
 
-1. freeze parameters                 4. FP8 linear layers, activation checkpointing and torch.compile, block by block
-2. quantize or tensor parallel       5. FSDP2
-3. expert, context and Ulysses parallel
+1. freeze parameters                        4. pipeline stages
+2. quantize or tensor parallel              5. FP8 linear layers, activation checkpointing, torch.compile, by block
+3. expert, context and Ulysses parallel     6. FSDP2
 
 What changes the forward of a block comes before FSDP. A model on the meta device gets its weights after that, each rank
 its own shards (`init_weights.py`), so that no rank ever holds the whole model.
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.fsdp import apply_fsdp
+from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
 from mvp_engine.hf.parts import PARTS, blocks_by_part, by_part, matching
 from mvp_engine.model_engine.adapter import ModelAdapter
@@ -57,11 +58,18 @@ def parallelize_model(
         experts = adapter.apply_expert_parallel(layout.expert_mesh)
     if layout.sequence_groups is not None:
         adapter.enable_sequence_parallel(layout.sequence_groups, layout.tensor)
+    if layout.pipeline > 1:
+        adapter.cut_stage(StageLink(layout), skeleton)
+        held = set(model.modules())
+        experts = [module for module in experts if module in held]
     _change_blocks(model, settings, backends, fp8_parts)
     if layout.shard_mesh is not None:
         apply_fsdp(model, layout.shard_mesh, dtype, experts, layout.expert_shard_mesh)
         for name in adapter.extra_forwards:
             register_fsdp_forward_method(model, name)
+    if layout.pipeline > 1:
+        adapter.send_stage_outputs()
+    if layout.shard_mesh is not None:
         run_dummies_along(model)
     return skeleton
 

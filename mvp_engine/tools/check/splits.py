@@ -178,6 +178,7 @@ def _run(engine: CheckedEngine, micro_batches: list[Any], seed: int) -> SplitRes
     model_engine.optimizer_zero_grad()
     divisor = weight if weight > 0 else math.nan
     same = engine.layout.model_parallel_size
+    scale *= engine.layout.pipeline  # only the last stage has losses of micro-batches
     return SplitResult(
         int(count) // same, loss_sum / divisor, weight / same, scale / divisor, grads, parts
     )
