@@ -251,7 +251,7 @@ def encoder_attention(
     """Attention of encoder layers, with transformers' signature: (N, H, L, d) in, (N, L, H, d) out.
 
     Either one item per row, with an optional mask, or all items in one row with boundaries. `ulysses_shard` is accepted
-    and not used: every rank of a sequence parallel group runs the whole encoder.
+    and not used: the ranks of a sequence parallel group share items, not their tokens.
     """
     layer = type(module).__name__
     _check_options(layer, others)

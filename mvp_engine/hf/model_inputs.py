@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import RowError, UserError
 from mvp_engine.hf.shared_media import encoder_inputs
 
@@ -64,7 +65,9 @@ def check_inputs(causal_lm: nn.Module) -> None:
         )
 
 
-def media_inputs(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:
+def media_inputs(
+    base: nn.Module, batch: PackedBatch, shard: UlyssesShard | None = None
+) -> dict[str, Any]:
     """Keyword arguments for media: values and fields of each kind with items, and token types.
 
     Raises where a model needs token types or three-axis positions for images and the batch lacks
@@ -73,7 +76,7 @@ def media_inputs(base: nn.Module, batch: PackedBatch) -> dict[str, Any]:
     inputs: dict[str, Any] = {}
     for kind, media in batch.media.items():
         if len(media.row_counts):
-            inputs |= encoder_inputs(base, kind, media)
+            inputs |= encoder_inputs(base, kind, media, shard)
     has_media = bool(inputs)
     name = type(base).__name__
     has_mrope = hasattr(base, "get_rope_index")

@@ -246,7 +246,7 @@ class PackedModel(nn.Module):
         input_ids = batch.input_ids
         position_ids = batch.position_ids  # (T,), or (3, T) for three axes
         is_first = self.stage is None or self.stage.link.is_first
-        inputs = media_inputs(self.base(), batch) if is_first else {}
+        inputs = media_inputs(self.base(), batch, shard) if is_first else {}
         if shard is not None:
             if self.decoder() is self.base():  # otherwise sliced after features are inserted
                 input_ids = shard.cut(input_ids)

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mvp_engine.data.batch import Media
+from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.hf.attention_mask import PACK_ARGUMENTS
+from mvp_engine.hf.encoder_share import EncoderShare
 from mvp_engine.hf.media_features import copy_to_device
 
 # Kinds of media with a method that returns their features by item, or by row of the values.
@@ -76,8 +78,18 @@ _FRAMES = (
 )  # frames of videos, as rows -> frames of each video, until their features are computed
 
 
-def encoder_inputs(base: nn.Module, kind: str, media: Media) -> dict[str, Tensor]:
-    """Values and fields that a model's forward gets: shared items once, where the model supports it."""
+_SHARES = (
+    WeakTensorKeyDictionary()
+)  # values of media that ranks share -> EncoderShare, until their features are computed
+
+
+def encoder_inputs(
+    base: nn.Module, kind: str, media: Media, shard: UlyssesShard | None = None
+) -> dict[str, Tensor]:
+    """Values and fields that a model's forward gets: shared items once, where the model supports it.
+
+    `shard`: of the batch, with sequence parallel; its ranks share the items.
+    """
     if "target_sizes" in media.fields:
         return {kind: _as_strip(media), **_unshared(media).fields}
     if media.shared_with is not None:
@@ -89,6 +101,8 @@ def encoder_inputs(base: nn.Module, kind: str, media: Media) -> dict[str, Tensor
     is_frames = kind == "pixel_values_videos" and media.values.ndim == 4 and not media.fields
     if is_frames and _METHODS[kind] in base.__dict__:
         _FRAMES[media.values] = media.row_counts.tolist()
+    if _METHODS.get(kind, "") in base.__dict__ and (share := EncoderShare.of(media, shard)):
+        _SHARES[media.values] = share
     return {kind: media.values, **media.fields}
 
 
@@ -107,12 +121,18 @@ def _features_of_uses(model: Any, method: str, *args: Any, **kwargs: Any) -> Any
     """transformers' method; the features of shared items are repeated for each use."""
     kwargs = {name: value for name, value in kwargs.items() if name not in PACK_ARGUMENTS}
     uses: _Uses | None = None
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            uses = uses or _USES.pop(
-                value, None
-            )  # some models get videos through the method for images
+    share: EncoderShare | None = None
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    for value in given:
+        # Some models get videos through the method for images.
+        uses = uses or _USES.pop(value, None)
+        found = _SHARES.pop(value, None)
+        if found is not None and any(found.grid is other for other in given):
+            share = found
+            args, kwargs = share.cut(value, args, kwargs)
     outputs = _features_of_videos(model, method, args, kwargs)
+    if share is not None:
+        share.gather(outputs)
     if uses is not None:
         outputs.pooler_output = uses.repeat(outputs.pooler_output)
         if getattr(outputs, "deepstack_features", None) is not None:

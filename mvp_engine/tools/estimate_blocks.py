@@ -13,6 +13,7 @@ from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf.config_facts import num_heads
+from mvp_engine.hf.encoder_share import largest_share
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part, by_part
 from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
@@ -91,7 +92,17 @@ class BlockCosts:
             amount.add(block, size * per_row * rows.get(block.rows, 0.0) / ranks)
             if mode == "none" and block.is_text and self.settings.context > 1:
                 amount.add(block, size * self._gathered_elements() * tokens)
+        amount.encoder *= self.encoder_share(batch)
         return amount
+
+    def encoder_share(self, batch: PackedBatch) -> float:
+        """The part of the encoders' work of the sequence parallel rank that has most of it."""
+        rows = {name: len(media.values) for name, media in batch.media.items()}
+        ranks = self.settings.sequence_ranks
+        largest = sum(
+            rows[name] * largest_share(media, ranks) for name, media in batch.media.items()
+        )
+        return largest / max(1, sum(rows.values()))
 
     def _gathered_elements(self) -> float:
         """Elements of gathered keys and values that a layer saves for each token of the whole batch."""

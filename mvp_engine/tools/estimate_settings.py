@@ -100,7 +100,7 @@ class EstimateSettings(Settings):
 
     @property
     def text_ranks(self) -> int:
-        """Ranks over which the compute of the text model is distributed; each of them runs the encoders in full."""
+        """Ranks that share the compute of the text model; tensor parallel ranks run the encoders in full."""
         return self.sequence_ranks * self.tensor
 
     @property

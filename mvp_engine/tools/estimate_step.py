@@ -74,13 +74,14 @@ def _step_seconds(costs: BlockCosts, step: Sequence[PackedBatch], gpu: Gpu) -> d
 
 
 def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str, float]:
-    """Seconds of one micro-batch. Context, Ulysses and tensor parallel ranks shard the text model, not the encoders."""
+    """Seconds of one micro-batch. Sequence parallel ranks share text and media items, tensor parallel the text."""
     text_gemm, text_attention = _flops(costs, replace(batch, media={}))
     all_gemm, all_attention = _flops(costs, batch)
     saved = costs.saved_bytes(batch, checkpointed=False)
     repeated = costs.repeated_flops(batch)
     low = costs.fp8_flops(batch)
     ranks = costs.settings.text_ranks
+    share = costs.encoder_share(batch)
     text = _seconds(
         gpu,
         text_gemm / ranks,
@@ -91,10 +92,10 @@ def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str,
     )
     encoder = _seconds(
         gpu,
-        all_gemm - text_gemm,
-        all_attention - text_attention,
-        repeated.encoder,
-        low.encoder,
+        share * (all_gemm - text_gemm),
+        share * (all_attention - text_attention),
+        share * repeated.encoder,
+        share * low.encoder,
         saved.encoder,
     )
     return {name: value + encoder[name] for name, value in text.items()}

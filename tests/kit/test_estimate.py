@@ -17,6 +17,7 @@ from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.adapter import cast_frozen_base
+from mvp_engine.hf.encoder_share import largest_share
 from mvp_engine.hf.quantize import quantize_layers
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
@@ -106,19 +107,37 @@ def test_estimate_settings_change_memory_and_time_as_expected() -> None:
     assert estimated(plain, frozen)["memory_gib"]["activations"] == pytest.approx(kept)  # gradients pass through it
 
 
-def test_estimate_ulysses_ranks_shard_text_and_weights_not_encoders() -> None:
+@pytest.mark.parametrize("dimension", ["ulysses", "context"])
+def test_estimate_sequence_ranks_shard_text_and_weights_and_share_images(dimension: str) -> None:
     shape, plain = data.shape("qwen3_vl_2b"), EstimateSettings()
     model, batch = LanguageModel.on_meta(None, shape), data.packed(data.rows("images", 1)[:6], "qwen3_vl_2b", PIXELS)
     text = replace(batch, media={})
-    alone, shared = (estimate_step(model, [batch], [batch], replace(plain, ulysses=n)) for n in (1, 4))
-    words = estimate_step(model, [batch], [text], replace(plain, ulysses=4))["seconds"]
-    for name in ("weights", "gradients", "optimizer states"):  # FSDP shards over the Ulysses ranks
+    alone, shared = (estimate_step(model, [batch], [batch], replace(plain, **{dimension: n})) for n in (1, 4))
+    words = estimate_step(model, [batch], [text], replace(plain, **{dimension: 4}))["seconds"]
+    for name in ("weights", "gradients", "optimizer states"):  # FSDP shards over these ranks
         assert shared["memory_gib"][name] == pytest.approx(alone["memory_gib"][name] / 4)
     assert shared["seconds"]["optimizer"] == pytest.approx(alone["seconds"]["optimizer"] / 4)
-    for name in ("GEMM", "attention"):  # each of them runs the whole encoder
+    share = largest_share(batch.media["pixel_values"], 4)
+    assert 0.25 <= share < 0.6
+    for name in ("GEMM", "attention"):
         encoder = alone["seconds"][name] - 4 * words[name]
         assert encoder > 0.2 * alone["seconds"][name]
-        assert shared["seconds"][name] == pytest.approx(words[name] + encoder)
+        assert shared["seconds"][name] == pytest.approx(words[name] + share * encoder)
+
+
+def test_estimate_context_keeps_gathered_keys_unless_checkpointed() -> None:
+    model = LanguageModel.on_meta(None, data.shape("qwen3_vl_2b"))
+    batch = replace(data.packed(data.rows("images", 1)[:6], "qwen3_vl_2b", PIXELS), media={})
+    kept = {}
+    for mode in ("none", "full"):
+        settings = EstimateSettings(activation_checkpointing=mode)
+        both = [replace(settings, ulysses=4), replace(settings, context=4)]
+        ulysses, context = (estimate_step(model, [batch], [batch], one)["memory_gib"]["activations"] for one in both)
+        kept[mode] = context - ulysses
+    config = model.hf.config.get_text_config()
+    row = 2 * config.num_key_value_heads * config.head_dim * 2  # keys and values in bf16
+    assert kept["none"] == pytest.approx(config.num_hidden_layers * row * batch.num_tokens * (1 + 1 / 8) / 2**30)
+    assert kept["full"] == 0
 
 
 def test_estimate_of_lora_on_a_bf16_base() -> None:

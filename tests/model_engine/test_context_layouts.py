@@ -75,9 +75,12 @@ def assert_equal(result: Found, name: str) -> None:
     for mine, one in zip(result[0], outs, strict=True):
         for key in OUTPUTS:
             assert torch.allclose(mine[key], one[key], rtol=1e-5, atol=1e-5), (name, key)
-    assert result[1].keys() == grads.keys()
+    unused = result[1].keys() - grads.keys()  # FSDP has zeros for weights that no forward uses
+    assert result[1].keys() >= grads.keys()
+    assert not any(bool(result[1][key].any()) for key in unused), unused
     for key, grad in grads.items():
-        assert torch.allclose(result[1][key], grad, rtol=1e-5, atol=1e-5 * float(grad.abs().max())), (name, key)
+        atol = max(1e-6, 1e-5 * float(grad.abs().max()))  # biases of keys have gradients that are rounding alone
+        assert torch.allclose(result[1][key], grad, rtol=1e-5, atol=atol), (name, key)
 
 
 FEW = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_vl"]
