@@ -109,6 +109,17 @@ def estimate(args: argparse.Namespace) -> int:
     return estimate.print_estimate(question, as_json=args.json)
 
 
+def plan(args: argparse.Namespace) -> int:
+    from mvp_engine.tools.estimate_config import Question
+    from mvp_engine.tools.plan.command import PlanOptions, print_plan
+
+    question = Question(
+        args.what, args.overrides, args.gpu, args.gpus, args.tokens, args.media_share
+    )
+    options = PlanOptions(args.gpus_per_node, args.network, args.ranks)
+    return print_plan(question, options, as_json=args.json)
+
+
 def models(args: argparse.Namespace) -> None:
     from mvp_engine.tools import models
 

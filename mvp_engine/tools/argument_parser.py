@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from mvp_engine import __version__
+from mvp_engine.tools.estimate_arguments import add_estimate_options, add_plan_options
 from mvp_engine.tools.hinting_parser import HintingParser
 
 _RUN = "a run's folder or id, or latest"
@@ -20,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_launch_commands(commands)
     _add_chat_command(commands)
     _add_data_commands(commands)
-    _add_estimate_command(commands)
+    _add_estimate_commands(commands)
     _add_models_command(commands)
     _add_doctor_command(commands)
     _add_config_commands(commands)
@@ -137,29 +138,19 @@ def _add_replay_command(commands: Any) -> None:
     replay.set_defaults(run="replay")
 
 
-def _add_estimate_command(commands: Any) -> None:
+def _add_estimate_commands(commands: Any) -> None:
     text = (
         "predict memory and time on GPUs that need not be present; exit code 2 if it does not fit"
     )
     estimate = _add_command(commands, "estimate", text)
-    estimate.add_argument(
-        "what",
-        metavar="CONFIG|MODEL",
-        help="a YAML file, a shipped config such as sft/lora, a model folder or a Hub id",
-    )
-    estimate.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
-    )
-    text = "such as H100 or 'RTX 4090' (default: the GPU of this machine, else H200)"
-    estimate.add_argument("--gpu", metavar="NAME", help=text)
-    text = "number of GPUs (default: as many as the parallel layout needs)"
-    estimate.add_argument("--gpus", type=int, metavar="N", help=text)
-    text = "assume full packs of N tokens instead of reading data (default for a MODEL: 8192)"
-    estimate.add_argument("--tokens", type=int, metavar="N", help=text)
-    text = "share of image or audio tokens in assumed packs (default: 0.75)"
-    estimate.add_argument("--media-share", type=float, default=0.75, metavar="X", help=text)
-    _add_json_option(estimate)
+    add_estimate_options(estimate)
     estimate.set_defaults(run="estimate")
+    text = "simulate a training step on any number of ranks: memory, collectives, hangs"
+    plan = _add_command(commands, "plan", text)
+    add_plan_options(plan)
+    plan.set_defaults(run="plan")
+    for command in (estimate, plan):
+        _add_json_option(command)
 
 
 def _add_recipe_commands(commands: Any) -> None:

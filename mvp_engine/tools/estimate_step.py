@@ -50,6 +50,7 @@ def estimate_step(
         "memory_gib": {name: size / GIB for name, size in memory.items()},
         "peak_gib": peak / GIB,
         "room_gib": gpu.memory / GIB,
+        "usable": FITS,
         "fits": peak < FITS * gpu.memory,
         "step_s": total,
         "seconds": seconds,

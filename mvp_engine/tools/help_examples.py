@@ -62,6 +62,13 @@ examples:
   mvp estimate sft/lora model.path=Qwen/Qwen3-8B --gpu "RTX 4090"
 
 If the training does not fit, the last lines are the cheapest changes that make it fit.""",
+    "mvp plan": """\
+examples:
+  mvp plan my/configs/train.yaml --gpus 1024 --gpu H100
+  mvp plan Qwen/Qwen3-32B parallel.shard=64 parallel.tensor=8 --gpus 1024 --tokens 8192
+  mvp plan my/configs/train.yaml --gpus 64 --ranks 7,33 --json
+
+It needs no GPU. Exit code 2: ranks would hang, or the training does not fit.""",
     "mvp doctor": """\
 examples:
   mvp doctor

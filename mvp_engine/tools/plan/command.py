@@ -1,0 +1,192 @@
+"""`mvp plan`: a config on any number of ranks, simulated in one process: memory, collectives, hangs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
+from mvp_engine.tools.estimate import make_estimator
+from mvp_engine.tools.estimate_config import Estimator, Question
+from mvp_engine.tools.estimate_settings import GIB
+from mvp_engine.tools.plan.compare import find_differences
+from mvp_engine.tools.plan.network import Network
+from mvp_engine.tools.plan.record import Collective, ranks_text
+from mvp_engine.tools.plan.simulate import RankPlan, Simulation
+
+MOST_MICRO_BATCHES = 2  # of a step that are simulated; those after the first repeat it
+EXACT = ("weights", "gradients", "optimizer states")  # memory that the simulation counts
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    gpus_per_node: int = 8
+    network: float | None = None  # GB/s per GPU between nodes; None: the default
+    ranks: str | None = None  # more ranks to simulate, or "all"
+
+
+def print_plan(question: Question, options: PlanOptions, *, as_json: bool) -> int:
+    """Print the plan; the exit code is 2 if ranks would hang or the training does not fit."""
+    facts = plan(question, options)
+    print(json.dumps(facts, indent=2) if as_json else page(facts))
+    return 0 if facts["fits"] and not facts["hangs"] else EXIT_USER_ERROR
+
+
+def plan(question: Question, options: PlanOptions) -> dict[str, Any]:
+    estimator = make_estimator(question)
+    if estimator.is_rl:
+        raise UserError(
+            "mvp plan is for trainings; of an RL config, plan the training of its actor: the same model and parallel "
+            "sizes in a config of sft"
+        )
+    config = estimator.config
+    estimated = estimator.estimate(config, estimator.gpus)
+    batches = micro_batches(estimator, config)
+    simulation = Simulation(config, estimator.gpus, options.gpus_per_node)
+    simulated = batches[:MOST_MICRO_BATCHES]
+    plans = [simulation.run(rank, simulated) for rank in simulation.ranks(options.ranks)]
+    network = Network.of(estimator.gpu, options.gpus_per_node, options.network)
+    differences = find_differences({one.rank: one.calls for one in plans})
+    kinds = list[dict[str, Any]]()
+    for ranks in _kinds(plans):
+        calls = Counter(ranks[0].calls)
+        if len(batches) > len(simulated):  # each further micro-batch adds what the last one added
+            fewer = simulation.run(ranks[0].rank, batches[: len(simulated) - 1]).calls
+            added = calls - Counter(fewer)
+            calls.update({call: n * (len(batches) - len(simulated)) for call, n in added.items()})
+        kinds.append(_kind_facts(ranks, calls, network, estimated))
+    step_s = estimated["step_s"] + max(kind["communication"]["exposed_s"] for kind in kinds)
+    return {
+        "config": question.what,
+        "gpus": estimator.gpus,
+        "gpu": estimated["gpu"],
+        "packs": estimated["packs"],
+        "micro_batches": len(batches),  # of a rank, in a step
+        "simulated_ranks": [one.rank for one in plans],
+        "parameters": sum(param.numel() for param in estimator.model(config).parameters()),
+        "room_gib": estimated["room_gib"],
+        "fits": all(kind["fits"] for kind in kinds),
+        "kinds": kinds,
+        "compute_s": estimated["step_s"],
+        "step_s": step_s,
+        "host_collectives": max(one.host_calls for one in plans),
+        "hangs": [str(difference) for difference in differences],
+    }
+
+
+def micro_batches(estimator: Estimator, config: Any) -> list[Any]:
+    """One rank's micro-batches of a step; without data they are assumed, and equal."""
+    packs_per_step = estimator.packs_per_step(config, estimator.gpus)
+    per_rank = max(1, packs_per_step // (estimator.gpus // estimator.settings(config).text_ranks))
+    sampled = estimator.packs(config, packs_per_step).sampled
+    return [sampled[index % len(sampled)] for index in range(per_rank)]
+
+
+def _kinds(plans: Sequence[RankPlan]) -> list[list[RankPlan]]:
+    """Ranks with equal memory and equal collectives, whatever the members of their groups."""
+    found = dict[str, list[RankPlan]]()
+    for one in plans:
+        calls = [(call.kind, len(call.ranks), call.bytes, call.dtype) for call in one.calls]
+        found.setdefault(f"{one.held} {calls}", []).append(one)
+    return list(found.values())
+
+
+def _kind_facts(
+    plans: list[RankPlan],
+    calls: Counter[Collective],
+    network: Network,
+    estimated: dict[str, Any],
+) -> dict[str, Any]:
+    first = plans[0]
+    memory = {kind: size / GIB for kind, size in first.held.items()}
+    memory |= {kind: gib for kind, gib in estimated["memory_gib"].items() if kind not in EXACT}
+    peak = sum(memory.values())
+    sizes = first.bytes_of_ranks.values()
+    return {
+        "ranks": [one.rank for one in plans],
+        "parameters": first.parameters,
+        "memory_gib": memory,
+        "peak_gib": peak,
+        "fits": peak < estimated["room_gib"] * estimated["usable"],
+        "held_bytes": first.held,
+        # Over the ranks that share these parameters, simulated or not.
+        "held_gib_smallest": min(sizes) / GIB,
+        "held_gib_largest": max(sizes) / GIB,
+        "collectives": _table(calls, first.groups, network),
+        "communication": network.communication(calls, estimated["step_s"]),
+    }
+
+
+def _table(
+    calls: Counter[Collective], groups: dict[tuple[int, ...], str], network: Network
+) -> list[dict[str, Any]]:
+    """Calls, bytes and time by process group and kind, in the order of their first call."""
+    rows = dict[tuple[Any, ...], dict[str, Any]]()
+    for call, number in calls.items():
+        key = (call.ranks, call.kind, call.dtype, call.overlaps)
+        row = rows.setdefault(
+            key,
+            {
+                "group": groups.get(call.ranks, "other"),
+                "ranks": ranks_text(call.ranks),
+                "size": len(call.ranks),
+                "kind": call.kind,
+                "dtype": call.dtype,
+                "overlaps": call.overlaps,
+                "calls": 0,
+                "bytes": 0,
+                "seconds": 0.0,
+            },
+        )
+        row["calls"] += number
+        row["bytes"] += number * call.total_bytes
+        row["seconds"] += number * network.seconds(call)
+    return list(rows.values())
+
+
+def page(facts: dict[str, Any]) -> str:
+    """The plan as text."""
+    lines = [f"{facts['config']} on {facts['gpus']:,} x {facts['gpu']}, simulated"]
+    simulated = facts["simulated_ranks"]
+    batches = count(facts["micro_batches"], "micro-batch")
+    lines += [f"  {facts['packs']}", f"  {batches} per rank and step"]
+    lines += [f"  {facts['parameters']:,} parameters", f"  simulated: {_text(simulated)}", ""]
+    for kind in facts["kinds"]:
+        lines += _kind_lines(kind, facts)
+    lines += [f"  {'compute':<22}{1e3 * facts['compute_s']:10.1f} ms, estimated"]
+    lines += [f"  {'step':<22}{1e3 * facts['step_s']:10.1f} ms with exposed communication"]
+    lines += [f"  {'host collectives':<22}{facts['host_collectives']:10,} in a step", ""]
+    lines += [f"HANG: {text}" for text in facts["hangs"]]
+    if not facts["hangs"]:
+        lines.append("All simulated ranks call the same collectives in the same order.")
+    return "\n".join(lines)
+
+
+def _kind_lines(kind: dict[str, Any], facts: dict[str, Any]) -> list[str]:
+    lines = [f"{_text(kind['ranks'])}: {kind['parameters']:,} parameters"]
+    for name, size in kind["memory_gib"].items():
+        lines.append(f"  {name:<22}{size:10.2f} GiB")
+    verdict = "fits" if kind["fits"] else "does NOT fit"
+    peak = f"{kind['peak_gib']:10.2f} GiB of {facts['room_gib']:.0f} GiB: {verdict}"
+    lines.append(f"  {'peak memory per GPU':<22}{peak}")
+    smallest = kind["held_gib_smallest"]
+    largest = kind["held_gib_largest"]
+    spread = f"{smallest:10.2f} to {largest:.2f} GiB of weights, gradients and states"
+    lines += [f"  {'over the ranks':<22}{spread}", ""]
+    title = f"  {'collective':<16}{'group':<24}{'dtype':<10}{'calls':>7}{'GB':>10}{'ms':>10}"
+    lines.append(title)
+    for row in kind["collectives"]:
+        group = f"{row['group']} ({row['size']})"
+        text = f"  {row['kind']:<16}{group:<24}{row['dtype']:<10}{row['calls']:>7,}"
+        overlap = "  overlaps" if row["overlaps"] else ""
+        lines.append(f"{text}{row['bytes'] / 1e9:>10.3f}{1e3 * row['seconds']:>10.2f}{overlap}")
+    found = kind["communication"]
+    exposed = f"{1e3 * found['exposed_s']:10.1f} ms of {1e3 * found['total_s']:.1f} ms"
+    return [*lines, f"  {'exposed communication':<22}{exposed}", ""]
+
+
+def _text(ranks: list[int]) -> str:
+    return ranks_text(tuple(ranks))

@@ -1,0 +1,122 @@
+"""mvp plan is true: bytes held and the sequence of collectives of a step, on real ranks and simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import overrides_of, parallel
+from ranks import RankPool
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.step_plan import StepPlan
+from mvp_engine.distributed import Layout, World
+from mvp_engine.hf import LanguageModel
+from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.tools.plan.compare import find_differences
+from mvp_engine.tools.plan.fake_ranks import fake_world, simulated_step
+from mvp_engine.tools.plan.memory import held_bytes
+from mvp_engine.tools.plan.record import Collective, CollectiveRecorder
+
+LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("qwen3_moe", {"shard": 2}, {}),
+    ("qwen3", {"ulysses": 2, "shard": 2}, {}),
+    ("qwen3", {"tensor": 2, "shard": 2}, {"activation_checkpointing": "full"}),
+]
+MORE_LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("qwen3", {}, {}),
+    ("qwen3", {"shard": 4}, {}),
+    ("qwen3_moe", {"tensor": 2, "shard": 2}, {}),
+    ("gpt_oss", {"ulysses": 4}, {}),
+    ("gpt_oss", {"shard": 4}, {"activation_checkpointing": "selective"}),
+]
+
+
+def build(kind: type[Any], layout: Layout, family: str, how: dict[str, Any]) -> Any:
+    engine = kind(LanguageModel.on_meta(None, overrides_of(family)), layout, Settings(seed=5, **how))
+    engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-3))
+    return engine
+
+
+def train_step(engine: Any) -> None:
+    """One step of two micro-batches, with an odd number of tokens."""
+    batch = PackedBatch.from_sequences([torch.arange(n) % 50 for n in (7, 3, 11)])
+    plan = StepPlan(((frozenset(),) * 2,) * engine.layout.data_size)
+
+    def loss(micro_batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return engine.model(micro_batch, ["loss"])["loss"], micro_batch.num_loss_tokens
+
+    engine.train_batch([batch, batch], loss, plan)
+
+
+Facts = tuple[dict[str, int], list[Collective]]
+
+
+def on_real_rank(family: str, sizes: dict[str, int], how: dict[str, Any]) -> Facts:
+    world = World.join("cpu")
+    engine = build(LanguageModelEngine, Layout.of(world, parallel(**sizes)), family, how)
+    with CollectiveRecorder() as recorder:
+        train_step(engine)
+    facts = held_bytes(engine), recorder.calls
+    world.close()
+    return facts
+
+
+def on_fake_rank(
+    rank: int,
+    family: str,
+    sizes: dict[str, int],
+    how: dict[str, Any],
+    step: Callable[[Any], None] = train_step,
+) -> Facts:
+    with fake_world(rank, 4, gpus_per_node=8) as world:
+        layout = Layout.of(world, parallel(**sizes))
+        engine, recorder = simulated_step(LanguageModelEngine, lambda kind: build(kind, layout, family, how), step)
+        return held_bytes(engine), recorder.calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "sizes", "how"),
+    [*LAYOUTS, *(pytest.param(*one, marks=pytest.mark.campaign(only=True)) for one in MORE_LAYOUTS)],
+)
+def test_plan_of_four_ranks_equals_their_bytes_and_collectives(
+    ranks4: RankPool, family: str, sizes: dict[str, int], how: dict[str, Any]
+) -> None:
+    real = ranks4.run(on_real_rank, family, sizes, how)
+    planned = [on_fake_rank(rank, family, sizes, how) for rank in range(4)]
+    for (held, calls), (planned_bytes, planned_calls) in zip(real, planned, strict=True):
+        assert planned_bytes == held
+        assert len(calls) > 1
+        assert planned_calls == calls
+    assert find_differences({rank: calls for rank, (_, calls) in enumerate(planned)}) == []
+
+
+@pytest.mark.parametrize("fault", ["skipped", "other size"])
+def test_plan_with_faulty_rank_names_rank_and_call(fault: str) -> None:
+    """A forward hook with a collective of its own, which rank 2 skips, or calls with another size."""
+
+    def faulty_step(engine: Any) -> None:
+        is_odd = engine.world.rank == 2
+
+        def reduce_something(*_: Any) -> None:
+            if not (is_odd and fault == "skipped"):
+                dist.all_reduce(torch.zeros(5 if is_odd else 3))
+
+        block = engine.model.decoder().layers[0]
+        block.register_forward_pre_hook(reduce_something)
+        train_step(engine)
+
+    sizes = {"shard": 4}
+    calls = {rank: on_fake_rank(rank, "qwen3", sizes, {}, faulty_step)[1] for rank in (0, 1, 2)}
+    (difference,) = find_differences(calls)
+    assert difference.rank == 2
+    assert str(difference.expected).startswith("all-reduce of 12 bytes of float32 over ranks 0, 1, 2, 3")
+    assert difference.expected.where.startswith("test_plan_ranks.py:")
+    if fault == "skipped":
+        assert difference.call != difference.expected
+    else:
+        assert "all-reduce of 20 bytes" in str(difference)

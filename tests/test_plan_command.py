@@ -1,0 +1,143 @@
+"""`mvp plan`: what it prints, which ranks it simulates, the memory of all ranks, and its model of the network."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from mvp_engine.cli import main
+from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.tools.estimate_config import Estimator, Question
+from mvp_engine.tools.plan.command import PlanOptions, micro_batches, plan
+from mvp_engine.tools.plan.network import EFFICIENCY, Network
+from mvp_engine.tools.plan.record import Collective, ranks_text
+from mvp_engine.tools.plan.simulate import Simulation
+
+CONFIG = str(ROOT / "recipes" / "qwen3" / "configs" / "pretrain_cpu.yaml")
+LAYOUT = ["parallel.shard=8", "parallel.tensor=2"]
+
+
+def test_plan_command_prints_memory_collectives_and_no_hang(capsys) -> None:
+    assert main(["plan", CONFIG, *LAYOUT, "--gpus", "32", "--gpu", "H100", "--tokens", "256"]) == 0
+    text = capsys.readouterr().out
+    for part in ("weights", "all-gather      shard (8)", "all-reduce      tensor (2)", "all ranks (32)"):
+        assert part in text
+    assert "All simulated ranks call the same collectives in the same order." in text
+
+
+def test_plan_json_counts_collectives_of_all_micro_batches() -> None:
+    def facts(micro_batches: int) -> dict[str, Any]:
+        words = ["parallel.shard=4", f"data.global_batch_size={4 * micro_batches}", "model.config.num_hidden_layers=1"]
+        question = Question(CONFIG, words, gpu="H100", gpus=4, tokens=64)
+        return plan(question, PlanOptions())
+
+    of_two = facts(2)
+    of_five = facts(5)
+    assert of_five["micro_batches"] == 5
+    for two, five in zip(of_two["kinds"][0]["collectives"], of_five["kinds"][0]["collectives"], strict=True):
+        once = two["kind"] == "all-reduce"  # of the loss and the gradient norm
+        assert five["calls"] == (1 if once else two["calls"] * 5 // 2)
+    assert json.dumps(of_five)
+
+
+def test_plan_simulates_first_and_last_rank_of_each_group() -> None:
+    question = Question(CONFIG, [*LAYOUT, "parallel.replicate=4"], gpu="H100", gpus=64, tokens=64)
+    simulation = Simulation(Estimator(question).config, 64)
+    assert simulation.ranks() == [0, 1, 14, 48]  # of tensor, shard and replicate; three of them have other data
+    assert simulation.ranks("5, 63") == [0, 1, 5, 14, 48, 63]
+    assert len(simulation.ranks("all")) == 64
+
+
+def test_plan_bytes_of_ranks_equal_those_of_simulated_ranks() -> None:
+    # 1,024 rows of embeddings on 6 ranks, 4 of attention: uneven shards.
+    words = ["parallel.shard=3", "parallel.tensor=2", "model.config.hidden_size=100"]
+    estimator = Estimator(Question(CONFIG, words, gpu="H100", gpus=6, tokens=64))
+    batches = micro_batches(estimator, estimator.config)[:1]
+    simulation = Simulation(estimator.config, 6)
+    plans = [simulation.run(rank, batches) for rank in range(6)]
+    held = {one.rank: sum(one.held.values()) for one in plans}
+    assert len(set(held.values())) > 1
+    assert plans[0].bytes_of_ranks | plans[1].bytes_of_ranks == held
+    assert len(plans[0].bytes_of_ranks) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["parallel.shard=3"], "--gpus 32: the parallel layout of the config needs a multiple of 3"),
+        (["--ranks", "7,99"], "--ranks 7,99: '99' is no rank below 32"),
+    ],
+)
+def test_plan_wrong_options_are_user_errors(words: list[str], message: str, capsys) -> None:
+    assert main(["plan", CONFIG, *words, "--gpus", "32", "--tokens", "64"]) == EXIT_USER_ERROR
+    assert message in capsys.readouterr().err
+
+
+def test_network_seconds_follow_bytes_groups_and_nodes() -> None:
+    network = Network(gpus_per_node=8, nvlink=400.0, network=50.0)
+    size = 4 * 10**9
+
+    def seconds(kind: str, ranks: range) -> float:
+        whole = size // len(ranks) if kind == "all-gather" else size
+        return network.seconds(Collective(kind, tuple(ranks), whole, "bfloat16"))
+
+    inside = size * 7 / 8 / (EFFICIENCY * 400e9)
+    assert seconds("all-gather", range(8)) == pytest.approx(inside, rel=1e-2)
+    assert seconds("reduce-scatter", range(8)) == pytest.approx(inside, rel=1e-2)
+    assert seconds("all-reduce", range(8)) == pytest.approx(2 * inside, rel=1e-2)
+    # One rank of each of 8 nodes has its own network card; 64 ranks on 8 nodes use all eight of each node.
+    assert seconds("all-gather", range(0, 64, 8)) == pytest.approx(8 * inside, rel=1e-2)
+    assert seconds("all-gather", range(64)) == pytest.approx(inside * 64 * 63 / 64 / 56, rel=1e-2)
+    assert seconds("all-to-all", range(8)) == pytest.approx(inside, rel=1e-2)
+    assert seconds("all-to-all", range(16)) == pytest.approx(size / 2 / (EFFICIENCY * 50e9), rel=1e-2)
+
+
+def test_ranks_text_shortens_even_steps() -> None:
+    assert ranks_text((0, 1, 2, 3, 4, 5)) == "ranks 0-5"
+    assert ranks_text((0, 8, 16, 24, 32)) == "ranks 0, 8, ..., 32"
+    assert ranks_text((3,)) == "rank 3"
+    assert ranks_text((0, 5, 6)) == "ranks 0, 5, 6"
+
+
+QWEN3_235B = {
+    "model_type": "qwen3_moe",
+    "dtype": "bfloat16",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.campaign(only=True)
+def test_plan_of_qwen3_235b_on_1024_ranks_takes_a_minute_and_two_gib(tmp_path: Path) -> None:
+    """In a process of its own, for its peak memory."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_235B))
+    words = ["parallel.shard=128", "model.activation_checkpointing=full"]
+    options = ["--gpus", "1024", "--gpu", "H100", "--tokens", "8192", "--json"]
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "mvp_engine.cli", "plan", str(tmp_path), *words, *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    took = time.monotonic() - begin
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    facts = json.loads(done.stdout)
+    assert facts["hangs"] == []
+    assert facts["parameters"] == 235_093_634_560
+    assert facts["kinds"][0]["held_gib_largest"] <= 1.05 * facts["kinds"][0]["held_gib_smallest"]
+    assert took < 60, took
+    assert peak < 2, peak
