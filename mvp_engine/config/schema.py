@@ -105,6 +105,17 @@ class Model(Section):
     offload: Literal["none", "optimizer", "all"]
 
 
+class Experts(Section):
+    balance: Literal["loss", "bias", "none"] = "none"
+    weight: NonNegative = 1e-2
+    rate: NonNegative = 1e-3
+    z: NonNegative = 0.0
+
+    @property
+    def is_used(self) -> bool:
+        return self.balance != "none" or self.z > 0
+
+
 class Checkpoint(Section):
     interval: Count | None
     keep_n: Count | None
@@ -139,6 +150,7 @@ class Config(Section):
     loop: Loop
     data: Data
     optim: Optim
+    experts: Experts
     guard: Guard
     log: Log
     checkpoint: Checkpoint

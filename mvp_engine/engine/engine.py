@@ -229,7 +229,8 @@ class Engine(EngineHooks):
         config = self.config
         self.metrics.add("loss", numbers.loss_sum, numbers.weight)
         if self.layout.is_metrics_rank:  # the norm is the same on all ranks, and counts once
-            self.metrics.add("grad_norm", numbers.grad_norm)
+            for name, value in {"grad_norm": numbers.grad_norm, **numbers.metrics}.items():
+                self.metrics.add(name, value)
         if numbers.skipped is not None:
             self.metrics.end_step(numbers.skipped)
         self.guard.take(self.model_engine.step_status(wait=False), self)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
@@ -19,6 +20,7 @@ from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
 from mvp_engine.hf import export as hf_export
 from mvp_engine.hf import stage_cut, stages
+from mvp_engine.hf.expert_balance import ExpertBalance
 from mvp_engine.hf.expert_parallel import apply_expert_parallel
 from mvp_engine.hf.export_plan import ExportPlan
 from mvp_engine.hf.lora import merge_adapters
@@ -48,7 +50,7 @@ class HFAdapter:
         if getattr(config.get_text_config(), "output_router_logits", False):
             LOGGER.warning(
                 "output_router_logits of the model's config asks for transformers' load-balancing loss of experts, "
-                "which is not part of any output here: nothing balances the experts. Set it to false to confirm."
+                "which is not part of any output here: experts.balance=loss balances them. Set it to false to confirm."
             )
         cast_frozen_base(self.model, dtype)
 
@@ -65,6 +67,14 @@ class HFAdapter:
 
     def apply_expert_parallel(self, mesh: DeviceMesh) -> list[nn.Module]:
         return apply_expert_parallel(self.model, mesh)
+
+    @property
+    def expert_balance(self) -> ExpertBalance | None:
+        return self.model.expert_balance
+
+    def balance_experts(self, settings: Experts, device: torch.device) -> None:
+        model_type = self.model.hf.config.model_type  # type: ignore[union-attr]
+        self.model.expert_balance = ExpertBalance(self.model, str(model_type), settings, device)
 
     def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int) -> None:
         self.model.enable_sequence_parallel(groups, tensor)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -43,6 +44,7 @@ from mvp_engine.hf.sparse_attention import run_sparse_attention_by_sequence, spa
 
 if TYPE_CHECKING:
     from mvp_engine.hf.adapter import HFAdapter
+    from mvp_engine.hf.expert_balance import ExpertBalance
     from mvp_engine.hf.kv_cache import KVCache
     from mvp_engine.hf.lora_settings import Lora
 
@@ -104,6 +106,7 @@ class PackedModel(nn.Module):
     export_dtype = torch.float32  # dtype of exported weights: that of the source folder
     lora: Lora | None = None  # settings of its adapters; None without adapters
     quantize: dict[str, str] | None = None  # formats of quantized weights by part
+    expert_balance: ExpertBalance | None = None  # of experts in training
     from_folder: frozenset[str] = frozenset()  # names of tensors that were loaded from `source`
     stage: stages.Stage | None = None  # its slice of the model, with pipeline parallel
 
@@ -261,10 +264,13 @@ class PackedModel(nn.Module):
             **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
             **inputs,
         }
+        balance = self.expert_balance
+        routing = nullcontext() if balance is None else balance.routing(batch, shard)
         if self.stage is not None:
-            return stages.hidden_of_stage(self, batch, shard, input_ids_1T, options)
+            with routing:
+                return stages.hidden_of_stage(self, batch, shard, input_ids_1T, options)
         self._register_media(batch, input_ids_1T)
-        with self.mixers.packing(batch, shard, kv_cache):
+        with self.mixers.packing(batch, shard, kv_cache), routing:
             out = self.base()(input_ids=input_ids_1T, **options)
         if kv_cache is not None:
             kv_cache.advance()
@@ -286,6 +292,11 @@ class PackedModel(nn.Module):
             raise UserError(
                 f"{keys} > 1: {model_type} runs on padded rows ({self.padded_rows}), which have no tokens "
                 f"to share between ranks. Set {keys}=1"
+            )
+        if self.expert_balance is not None:
+            raise UserError(
+                f"experts: {model_type} runs on padded rows ({self.padded_rows}), whose padding would count as tokens "
+                "of experts. Set experts.balance=none and experts.z=0"
             )
         if kv_cache is not None:
             raise UserError(

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mvp_engine.config.schema import Experts
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
+from mvp_engine.hf.expert_balance import ExpertBalance
 from mvp_engine.hf.frozen_weights import FrozenWeights
 from mvp_engine.hf.quantize import quantize_layers
 
@@ -28,6 +30,7 @@ class ModelAdapter:
 
     compiles_by_default = False  # does model.compile=auto compile the blocks on a GPU?
     extra_forwards: tuple[str, ...] = ()  # methods besides `forward` that FSDP has to hook
+    expert_balance: ExpertBalance | None = None
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -50,6 +53,12 @@ class ModelAdapter:
     def apply_expert_parallel(self, mesh: DeviceMesh) -> list[nn.Module]:
         """Share the experts over a mesh (expert, tensor); returns the modules that hold them."""
         raise self._needs_packed_model()
+
+    def balance_experts(self, settings: Experts, device: torch.device) -> None:
+        """Set `expert_balance`."""
+        raise UserError(
+            f"experts.balance and experts.z are for Hugging Face models; {self.name} is none"
+        )
 
     def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int) -> None:
         raise self._needs_packed_model()

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mvp_engine.checkpoint.format import publish_leftover
 from mvp_engine.checkpoint.state import SavedState, save
-from mvp_engine.config.schema import Config
+from mvp_engine.config.schema import Config, Experts
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout
@@ -56,6 +56,7 @@ class Settings:
     quantize: Mapping[Any, str] = field(default_factory=dict)  # nf4 by part; needs LoRA
     offload: str = "none"  # to host memory outside of train_mode: none, optimizer, all
     trainable_only: bool | None = None  # checkpoints without frozen weights; None: only with LoRA
+    experts: Experts = field(default_factory=Experts)  # how experts are balanced
 
     def __post_init__(self) -> None:
         checkpointing = self.activation_checkpointing
@@ -83,6 +84,7 @@ class Settings:
             spike_sigmas=config.guard.spike_sigmas,
             seed=config.seed,
             trainable_only=config.checkpoint.trainable_only,
+            experts=config.experts,
             **more,
         )
 
@@ -112,6 +114,7 @@ class StepNumbers:
     grad_norm: Tensor
     # bool; the loss of a skipped step counts nowhere. An fp16 overflow is not skipped here.
     skipped: Tensor | None = None
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # of all ranks, equal on each
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,9 @@ def _figure(name: str, text: str) -> str:
 
 def _curves(facts: RunFacts, panels: Mapping[str, Mapping[str, str]]) -> list[str]:
     rates = {name: name for record in facts.records for name in record if is_learning_rate(name)}
+    loads = {"mean of layers": "expert_load", "worst layer": "expert_load_max"}
     every = {**panels, "learning rate": rates, "gradient norm": {"": "grad_norm"}}
+    every["load of the busiest expert / mean"] = loads
     images = []
     for title, metrics in every.items():
         svg = curves_svg(facts.records, title, metrics)

@@ -349,5 +349,6 @@ def _step_numbers(updates: Updates) -> StepNumbers:
     weight = sum(one.weight for one in updates.actor)
     loss_sum = sum(one.weight * (one.loss or 0.0) for one in updates.actor)
     norms = [one.grad_norm for one in updates.actor]
-    tensors = [loss_sum, weight, sum(norms) / max(1, len(norms))]
-    return StepNumbers(*(torch.tensor(value, dtype=torch.float64) for value in tensors))
+    values = [loss_sum, weight, sum(norms) / max(1, len(norms))]
+    loss, loss_weight, norm = torch.tensor(values, dtype=torch.float64).unbind()
+    return StepNumbers(loss, loss_weight, norm)

@@ -166,6 +166,7 @@ class Worker:
         for name, pairs in sums.items():
             total, weight = torch.stack(pairs).sum(0).tolist()
             metrics[name] = (total, weight)
+        metrics |= {name: (float(value), 1.0) for name, value in step.metrics.items()}
         return UpdateNumbers(
             status.loss,
             float(step.weight),

@@ -164,8 +164,16 @@ class FSDPEngine(FSDPBaseEngine):
     def _forward(
         self, forward_step: ForwardStep, micro_batch: Any, is_dummy: bool
     ) -> tuple[Tensor, Tensor | float]:
-        with self.dummy(is_dummy), self.autocast():
-            result = forward_step(micro_batch)
+        balance = self.adapter.expert_balance
+        if balance:
+            balance.is_active = not is_dummy
+            balance.loss_scale = self.loss_scale.value if self.loss_scale else None
+        try:
+            with self.dummy(is_dummy), self.autocast():
+                result = forward_step(micro_batch)
+        finally:
+            if balance:
+                balance.is_active = False
         if not (isinstance(result, tuple) and len(result) == 2):
             kind = type(result).__name__
             raise TypeError(f"forward_step must return (loss_sum, weight), not {kind}")
@@ -200,6 +208,8 @@ class FSDPEngine(FSDPBaseEngine):
             self.optimizer.zero_grad(set_to_none=True)
         if self.reducer:
             self.reducer.zero_grad()
+        if self.adapter.expert_balance:
+            self.adapter.expert_balance.reset()
 
     # ---- Update ---------------------------------------------------------------------------------------------------
 
@@ -207,7 +217,8 @@ class FSDPEngine(FSDPBaseEngine):
         self._status.read()
         self._grads_used = True
         totals = self._totals.clone()
-        loss_sum, weight, grad_norm_sq = self._reduce_numbers(totals)
+        reduced = self._reduce_numbers(totals)
+        loss_sum, weight, grad_norm_sq = reduced[:3].unbind()
         divisor = weight * self.loss_scale.value if self.loss_scale else weight
         norm = grad_norm_sq.sqrt() / divisor
         factor = 1.0 / divisor
@@ -222,11 +233,14 @@ class FSDPEngine(FSDPBaseEngine):
             loss = torch.where(code > 0, torch.nan, loss_sum / weight)
             code = code + self.spike_detector.is_spike(loss) * LOSS_SPIKE
         self._update(code, loss_sum / weight)
+        metrics: dict[str, Tensor] = {}
+        if self.adapter.expert_balance:
+            metrics = self.adapter.expert_balance.update(reduced[3:], weight, code > 0)
         skipped = code & ~NONFINITE_GRAD if self.loss_scale else code
-        return StepNumbers(totals[0], totals[1], norm, skipped > 0)
+        return StepNumbers(totals[0], totals[1], norm, skipped > 0, metrics)
 
-    def _reduce_numbers(self, totals: Tensor) -> tuple[Tensor, ...]:
-        """Loss sum, weight and squared gradient norm over all ranks, in one all-reduce."""
+    def _reduce_numbers(self, totals: Tensor) -> Tensor:
+        """Loss sum, weight, squared gradient norm and counts of experts over all ranks, in one all-reduce."""
         if not self._ranks_may_differ:
             ranks = self.layout.stage_ranks
             self._usage.check_ranks_agree(self._gradients.used, self.model, self.world, ranks)
@@ -235,14 +249,16 @@ class FSDPEngine(FSDPBaseEngine):
         grad_norm_sq, self._norms = local_grad_norm_sq(with_grad, self.layout.stage_size)
         # Ranks with the same data have the same losses, which count once.
         numbers = [totals / self.layout.model_parallel_size, grad_norm_sq.to(totals.device)[None]]
+        if self.adapter.expert_balance:  # tensor-parallel ranks route the same tokens
+            numbers.append(self.adapter.expert_balance.counts_LE.view(-1) / self.layout.tensor)
+        own = torch.cat(numbers)
         if self.world.size == 1:
-            return torch.cat(numbers).unbind()
+            return own
         used = self._gradients.used
-        numbers.append(self._usage.of_rank(used, totals.device))
-        reduced = torch.cat(numbers)
+        reduced = torch.cat([own, self._usage.of_rank(used, totals.device)])
         dist.all_reduce(reduced)
-        self._usage.drop_unused(used, reduced[3:])
-        return reduced[:3].unbind()
+        self._usage.drop_unused(used, reduced[len(own) :])
+        return reduced[: len(own)]
 
     def _add_tied_grads(self) -> None:
         """Tied embeddings are two copies, on the first and the last stage: both get the sum of their gradients."""

@@ -58,6 +58,8 @@ def parallelize_model(
         experts = adapter.apply_expert_parallel(layout.expert_mesh)
     if layout.sequence_groups is not None:
         adapter.enable_sequence_parallel(layout.sequence_groups, layout.tensor)
+    if settings.experts.is_used:  # before the cut: it counts the layers of all stages
+        adapter.balance_experts(settings.experts, world.device)
     if layout.pipeline > 1:
         adapter.cut_stage(StageLink(layout), skeleton)
         held = set(model.modules())

@@ -1,4 +1,5 @@
-"""The small state of an FSDP engine in a checkpoint: learning-rate schedule, loss scale, spike statistics."""
+"""The small state of an FSDP engine in a checkpoint: learning-rate schedule, loss scale, spike statistics, counts
+of experts."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ if TYPE_CHECKING:
 
 def state_dict(engine: FSDPBaseEngine) -> dict[str, Any]:
     schedule = engine.scheduler.state_dict()
+    balance = engine.adapter.expert_balance
     schedule.pop("lr_lambdas", None)  # functions of the config, which is read again
     return {
         "scheduler": schedule,
         "scale": engine.loss_scale.state() if engine.loss_scale else None,
         "spikes": engine.spike_detector.state.tolist() if engine.spike_detector else None,
+        "experts": balance.state() if balance else None,
     }
 
 
@@ -30,6 +33,8 @@ def load_state_dict(engine: FSDPBaseEngine, state: dict[str, Any]) -> None:
     if engine.spike_detector and state.get("spikes"):
         spikes = torch.tensor(state["spikes"], dtype=torch.float64)
         engine.spike_detector.state = spikes.to(engine.world.device)
+    if engine.adapter.expert_balance and state.get("experts"):
+        engine.adapter.expert_balance.load_state(state["experts"])
     if engine.loss_scale and state["scale"]:
         engine.loss_scale.load_state(state["scale"])
 
