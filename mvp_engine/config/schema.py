@@ -102,6 +102,7 @@ class Model(Section):
     compile: str | dict[Part, str | None] | None
     fp8: bool | dict[Part, bool]
     quantize: dict[Part, Literal["nf4"]]
+    sequence_parallel: bool | None
     offload: Literal["none", "optimizer", "all"]
 
 

@@ -100,6 +100,9 @@ class HFAdapter:
         params = dict(self.model.named_parameters())
         return [params[name] for name in names if name in params]
 
+    def before_sharding(self, layout: Layout, settings: Any) -> None:
+        """Nothing to change; the Megatron backend replaces the layers."""
+
     def load_weights(self, skeleton: nn.Module) -> set[str]:
         if self.model.source is None:
             return set()

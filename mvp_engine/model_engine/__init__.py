@@ -9,12 +9,14 @@ from mvp_engine.model_engine.base import (
     precision_on,
 )
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
+from mvp_engine.model_engine.megatron.engine import MegatronLanguageModelEngine
 from mvp_engine.model_engine.registry import engine_class, register
 from mvp_engine.model_engine.types import LanguageModelEngine, ValueModelEngine
 
 __all__ = [
     "FSDPEngine",
     "LanguageModelEngine",
+    "MegatronLanguageModelEngine",
     "ModelEngine",
     "ModelSource",
     "Settings",

@@ -90,6 +90,9 @@ class ModelAdapter:
         """Parameters that both the first and the last pipeline stage hold, and this one."""
         return []
 
+    def before_sharding(self, layout: Layout, settings: Any) -> None:
+        """Change the blocks, which are cut by matrices already and not yet sharded."""
+
     def load_weights(self, skeleton: nn.Module) -> set[str]:
         """Load pretrained weights into the model; returns the names of the tensors that have their values now."""
         return set()

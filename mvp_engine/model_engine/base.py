@@ -54,6 +54,7 @@ class Settings:
     compile: str | Mapping[Any, str | None] | None = None  # torch.compile backend, auto; or by part
     fp8: bool | Mapping[Any, bool] = False  # linear layers in FP8; or by part
     quantize: Mapping[Any, str] = field(default_factory=dict)  # nf4 by part; needs LoRA
+    sequence_parallel: bool | None = None  # Megatron's, over tensor-parallel ranks; None: yes
     offload: str = "none"  # to host memory outside of train_mode: none, optimizer, all
     trainable_only: bool | None = None  # checkpoints without frozen weights; None: only with LoRA
     experts: Experts = field(default_factory=Experts)  # how experts are balanced

@@ -64,6 +64,7 @@ def parallelize_model(
         adapter.cut_stage(StageLink(layout), skeleton)
         held = set(model.modules())
         experts = [module for module in experts if module in held]
+    adapter.before_sharding(layout, settings)
     _change_blocks(model, settings, backends, fp8_parts)
     if layout.shard_mesh is not None:
         apply_fsdp(model, layout.shard_mesh, dtype, experts, layout.expert_shard_mesh)

@@ -1,0 +1,52 @@
+"""Which models the Megatron backend supports, and what it refuses, with the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mvp_engine.distributed import Layout
+from mvp_engine.errors import UserError
+from mvp_engine.hf import PackedModel
+from mvp_engine.model_engine.base import Settings
+
+FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+
+def check_supported(model: Any, layout: Layout, settings: Settings) -> None:
+    """Raise `UserError` for a model, a layout or a setting that this backend does not run exactly."""
+    if not isinstance(model, PackedModel):
+        raise _refuse(f"{type(model).__name__} is no Hugging Face model")
+    config: Any = model.hf.config
+    if config.model_type not in FAMILIES:
+        raise _refuse(f"{config.model_type} is none of {', '.join(FAMILIES)}")
+    if config.hidden_act != "silu":
+        raise _refuse(f"{config.model_type} with hidden_act={config.hidden_act} is not supported")
+    if biased := [name for name in _biases(model) if not name.endswith(("q_proj", "k_proj", "v_proj"))]:
+        raise _refuse(f"{biased[0]} has a bias")
+    if getattr(config, "router_jitter_noise", 0.0):
+        raise _refuse(f"{config.model_type} with router_jitter_noise is not supported")
+    if model.lora is not None:
+        raise _refuse("LoRA adapters are not supported")
+    if settings.quantize or _is_set(settings.fp8):
+        raise _refuse("model.fp8 and model.quantize are not supported")
+    if _is_set(settings.compile) and settings.compile != "auto":
+        raise _refuse("model.compile is not supported: set model.compile=null")
+
+
+def _biases(model: PackedModel) -> list[str]:
+    layers: Any = model.decoder()
+    return [
+        name.removesuffix(".bias")
+        for name, _ in layers.layers.named_parameters()
+        if name.endswith(".bias")
+    ]
+
+
+def _is_set(setting: Any) -> bool:
+    """Whether a setting, which may be given by part, is on anywhere."""
+    return any(setting.values()) if isinstance(setting, Mapping) else bool(setting)
+
+
+def _refuse(reason: str) -> UserError:
+    return UserError(f"model.backend=megatron: {reason}. Set model.backend=fsdp")

@@ -1,0 +1,182 @@
+"""`use_megatron_layers`: the decoder layers of a model instance compute with Megatron's TransformerLayer.
+
+Each layer keeps its parameters and its place in the model; only its `forward` is another one. Under transformers' own
+attention (the reference of the preflight) a layer runs transformers' code, so every start compares the two.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from mvp_engine.distributed import Layout
+from mvp_engine.errors import UserError
+from mvp_engine.hf import PackedModel, attention
+from mvp_engine.model_engine.megatron.sequence import join_tokens, split_tokens
+from mvp_engine.model_engine.megatron.weight_table import WeightTable
+from mvp_engine.ops.autocast import autocast_dtype
+
+
+def use_megatron_layers(model: PackedModel, layout: Layout, sequence: bool) -> None:
+    """Replace the forward of each decoder layer. `sequence`: cut tokens over tensor-parallel ranks in between."""
+    modules = import_megatron()
+    decoder: Any = model.decoder()
+    layers = list(decoder.layers)
+    group = None if layout.tensor_mesh is None else layout.tensor_mesh.get_group()
+    sequence = sequence and group is not None
+    config: Any = model.hf.config
+    first = layers[0].self_attn
+    sizes = modules.Sizes(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=first.head_dim,
+        intermediate=config.intermediate_size,
+        eps=config.rms_norm_eps,
+        qkv_bias=first.q_proj.bias is not None,
+        qk_norm=hasattr(first, "q_norm"),
+    )
+    with warnings.catch_warnings():  # of defaults that are not used here
+        warnings.simplefilter("ignore")
+        megatron_config = modules.transformer_config(sizes, layout.tensor, sequence)
+        cores = [
+            modules.build_layer(megatron_config, i + 1, group, hasattr(layer.mlp, "experts"))
+            for i, layer in enumerate(layers)
+        ]
+    for index, layer in enumerate(layers):
+        table = WeightTable(layer, sizes.head_dim, group, sequence)
+        table.check(cores[index])
+        forward = LayerForward(layer, cores[index], table, modules.make_viewless_tensor)
+        if sequence:
+            forward.sequence_group = group
+            forward.is_first = index == 0
+            forward.is_last = index == len(layers) - 1
+        layer.forward = forward
+
+
+def import_megatron() -> Any:
+    """`modules.py`, which imports megatron; slow, so nothing imports it earlier."""
+    try:
+        with warnings.catch_warnings():  # of packages that are not used here
+            warnings.simplefilter("ignore")
+            from mvp_engine.model_engine.megatron import modules
+    except ImportError as error:
+        if (error.name or "").split(".")[0] != "megatron":
+            raise
+        raise UserError(
+            "model.backend=megatron needs the package megatron-core: pip install 'mvp-engine[megatron]', or set "
+            "model.backend=fsdp"
+        ) from error
+    return modules
+
+
+class LayerForward:
+    """The forward of one decoder layer, with transformers' signature: (1, T, D) in and out.
+
+    With Megatron's sequence parallel a layer in between gets and returns this rank's share of the tokens.
+    """
+
+    sequence_group: Any = None  # the tensor-parallel ranks that tokens are cut over
+    is_first = False
+    is_last = False
+
+    def __init__(self, layer: Any, core: Any, table: WeightTable, without_view: Any) -> None:
+        self.without_view = without_view
+        self.layer = layer
+        self.core = core
+        self.table = table
+        self.transformers_forward = layer.forward
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.layer.self_attn.config._attn_implementation != attention.NAME:
+            return self.transformers_forward(hidden_states, *args, **kwargs)
+        return self._forward(hidden_states, *args, **kwargs)
+
+    def _forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        **kwargs: Any,
+    ) -> Tensor:
+        kwargs.pop("past_key_values", None)  # always None: a packed batch has a KV cache of its own
+        if self.core.training != self.layer.training:
+            self.core.train(self.layer.training)
+        cos_Td = position_embeddings[0][0]
+        sin_Td = position_embeddings[1][0]
+        attend = _Attend(self.layer.self_attn, attention_mask, cos_Td, sin_Td, kwargs)
+        self.core.self_attention.core_attention.attend = attend
+        x_T1D = hidden_states.transpose(0, 1)
+        if self.is_first:
+            x_T1D = split_tokens(x_T1D, self.sequence_group)
+        if hasattr(self.layer.mlp, "experts"):
+            self.core.mlp.run = _RunExperts(self.layer.mlp, self.sequence_group, len(cos_Td))
+        weights = self.table.join(autocast_dtype(hidden_states))
+        out_T1D, _ = functional_call(self.core, weights, (x_T1D, None))
+        if self.is_last:
+            out_T1D = join_tokens(out_T1D, len(cos_Td), self.sequence_group)
+        # FSDP2 hooks the output, and warns of a view.
+        out_1TD = out_T1D.transpose(0, 1)
+        return self.without_view(out_1TD, out_1TD.requires_grad, True)
+
+
+class _RunExperts:
+    """Router and experts of the Hugging Face layer, whose ranks may share experts (parallel.expert).
+
+    Tensor-parallel ranks run them on the same tokens, so with sequence parallel all tokens are gathered.
+    """
+
+    def __init__(self, mlp: nn.Module, sequence_group: Any, tokens: int) -> None:
+        self.mlp = mlp
+        self.sequence_group = sequence_group
+        self.tokens = tokens
+
+    def __call__(self, x_T1D: Tensor) -> Tensor:
+        if self.sequence_group is None:
+            return self.mlp(x_T1D.transpose(0, 1)).transpose(0, 1)
+        whole_T1D = join_tokens(x_T1D, self.tokens, self.sequence_group)
+        out_T1D = self.mlp(whole_T1D.transpose(0, 1)).transpose(0, 1)
+        return split_tokens(out_T1D, self.sequence_group)
+
+
+class _Attend:
+    """Packed attention of one forward of one layer; rows of padding after the last token come out as zeros."""
+
+    def __init__(
+        self, module: nn.Module, mask: Any, cos_Td: Tensor, sin_Td: Tensor, options: dict[str, Any]
+    ) -> None:
+        self.module: Any = module
+        self.mask = mask
+        self.cos_Td = cos_Td
+        self.sin_Td = sin_Td
+        self.options = options
+
+    def __call__(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        tokens = len(self.cos_Td)
+        module = self.module
+        out, _ = attention.packed_attention(
+            module,
+            self._rotate(q_THd[:tokens].transpose(0, 1))[None],
+            self._rotate(k_TKd[:tokens].transpose(0, 1))[None],
+            v_TKd[:tokens].transpose(0, 1)[None],
+            self.mask,
+            dropout=module.attention_dropout if module.training else 0.0,
+            scaling=module.scaling,
+            sliding_window=getattr(module, "sliding_window", None),
+            **self.options,
+        )
+        out_TD = out[0].flatten(1)
+        return F.pad(out_TD, (0, 0, 0, len(q_THd) - tokens))
+
+    def _rotate(self, x_HTd: Tensor) -> Tensor:
+        first, second = x_HTd.chunk(2, -1)
+        from_other = torch.cat([-second, first], -1)
+        return x_HTd * self.cos_Td + from_other * self.sin_Td
+
