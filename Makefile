@@ -4,7 +4,7 @@ PY := .venv/bin/python
 CONFIG := recipes/digits_vlm/configs/train.yaml
 RL := recipes/reverse_rl/configs
 
-.PHONY: setup demo rl-demo test test-quick test-gpu test-campaign fault-campaign test-versions lint format clean
+.PHONY: setup demo rl-demo test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron lint format clean
 
 # Two workers, each with its own rank processes. A file stays on one worker, so that module fixtures are built once;
 # conftest.py puts the longest files first, so that both workers end together.
@@ -73,6 +73,16 @@ test-versions-%: setup
 	$$uv pip install --quiet --upgrade --resolution $(resolution_$*) --python .venvs/$*/bin/python --editable '.[dev]' && \
 	$$uv pip list --python .venvs/$*/bin/python | grep -E '^(torch|transformers|numpy|pydantic) '
 	@.venvs/$*/bin/pytest $(SPLIT) $(TESTS)
+
+# The Megatron backend on both versions of megatron-core, each in an environment of its own below .venvs/.
+MEGATRON_PYTHON := 3.11 3.12
+test-megatron: $(MEGATRON_PYTHON:%=test-megatron-%)
+test-megatron-%:
+	@uv=$$(command -v uv || echo "python3 -m uv"); \
+	$$uv venv --quiet --allow-existing --python $* .venvs/megatron-$* && \
+	$$uv pip install --quiet --python .venvs/megatron-$*/bin/python --constraint constraints.txt --editable '.[dev,megatron]' && \
+	$$uv pip list --python .venvs/megatron-$*/bin/python | grep -E '^(torch|megatron-core) '
+	@.venvs/megatron-$*/bin/pytest -p no:warnings tests/model_engine/test_megatron.py
 
 clean:
 	rm -rf .venv .venvs outputs .pytest_cache .mypy_cache .ruff_cache

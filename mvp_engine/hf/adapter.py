@@ -101,7 +101,10 @@ class HFAdapter:
         return [params[name] for name in names if name in params]
 
     def before_sharding(self, layout: Layout, settings: Any) -> None:
-        """Nothing to change; the Megatron backend replaces the layers."""
+        if settings.sequence_parallel is not None:
+            raise UserError(
+                "model.sequence_parallel is for model.backend=megatron: leave it out, or use parallel.ulysses"
+            )
 
     def load_weights(self, skeleton: nn.Module) -> set[str]:
         if self.model.source is None:

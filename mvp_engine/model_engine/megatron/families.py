@@ -22,7 +22,9 @@ def check_supported(model: Any, layout: Layout, settings: Settings) -> None:
         raise _refuse(f"{config.model_type} is none of {', '.join(FAMILIES)}")
     if config.hidden_act != "silu":
         raise _refuse(f"{config.model_type} with hidden_act={config.hidden_act} is not supported")
-    if biased := [name for name in _biases(model) if not name.endswith(("q_proj", "k_proj", "v_proj"))]:
+    if biased := [
+        name for name in _biases(model) if not name.endswith(("q_proj", "k_proj", "v_proj"))
+    ]:
         raise _refuse(f"{biased[0]} has a bias")
     if getattr(config, "router_jitter_noise", 0.0):
         raise _refuse(f"{config.model_type} with router_jitter_noise is not supported")

@@ -179,4 +179,3 @@ class _Attend:
         first, second = x_HTd.chunk(2, -1)
         from_other = torch.cat([-second, first], -1)
         return x_HTd * self.cos_Td + from_other * self.sin_Td
-

@@ -35,7 +35,6 @@ from torch import Tensor, nn
 
 from mvp_engine.model_engine.megatron.sequence import GatheredLinear, ReduceScatter
 
-
 __all__ = ["Sizes", "build_layer", "make_viewless_tensor", "transformer_config"]
 
 
@@ -91,7 +90,9 @@ class RowLinear(RowParallelLinear):
 class CoreAttention(nn.Module):
     """Attention of one forward: rotary positions and our packed attention, which `attend` calls."""
 
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]  # (T, H, d), (T, K, d), (T, K, d) -> (T, H d)
+    attend: Callable[
+        [Tensor, Tensor, Tensor], Tensor
+    ]  # (T, H, d), (T, K, d), (T, K, d) -> (T, H d)
 
     def __init__(self, **_: Any) -> None:
         super().__init__()

@@ -1,0 +1,206 @@
+"""The Megatron backend against `fsdp`: log-probs, every gradient, weights after three steps, runs that move between."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import overrides_of, parallel
+from torch import Tensor
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.errors import UserError
+from mvp_engine.hf import LanguageModel
+from mvp_engine.model_engine import Settings, engine_class
+from mvp_engine.model_engine.megatron.weight_table import by_kv_head
+
+MISSING = importlib.util.find_spec("megatron") is None
+needs_megatron = pytest.mark.skipif(MISSING, reason="needs megatron-core: make test-megatron")
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+EXPERTS = ["qwen3_moe", "mixtral"]
+# ranks, sizes of the layout, settings, families
+LAYOUTS: list[tuple[int, dict[str, int], dict[str, Any], list[str]]] = [
+    (2, {"tensor": 2}, {"sequence_parallel": False}, FAMILIES),
+    (2, {"tensor": 2}, {}, FAMILIES),
+    (2, {"shard": 2}, {}, FAMILIES),
+    (2, {"replicate": 2}, {"activation_checkpointing": "full"}, ["llama", "qwen3_moe"]),
+    (2, {"tensor": 2}, {"activation_checkpointing": "selective"}, ["qwen3", "mixtral"]),
+    (2, {"ulysses": 2}, {}, ["qwen3", "mixtral"]),
+    (2, {"shard": 2, "expert": 2}, {}, EXPERTS),
+    (4, {"shard": 2, "tensor": 2}, {}, ["qwen3", "qwen3_moe"]),
+]
+
+
+def batches() -> list[PackedBatch]:
+    """Three; two have an odd number of tokens."""
+    g = torch.Generator().manual_seed(3)
+    lengths = [(7, 3, 11, 2), (5, 9), (1, 6, 4)]
+    return [PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in one]) for one in lengths]
+
+
+def build(family: str, layout: Layout, backend: str, **how: Any) -> Any:
+    kind = engine_class("language_model", backend)
+    engine = kind(LanguageModel.on_meta(None, overrides_of(family)), layout, Settings(seed=5, **how))
+    # The gradient of a key's bias is rounding; a large eps keeps AdamW from making a step of it.
+    engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3))
+    return engine
+
+
+def step(engine: Any) -> None:
+    """One step over the batches that are shared out among the data ranks: one may have more than another."""
+
+    def loss(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        out = engine.model(batch, ["log_probs", "entropy"])
+        return -out["log_probs"].sum() - 0.1 * out["entropy"].sum(), batch.num_loss_tokens
+
+    layout = engine.layout
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch(batches()[layout.data_rank :: layout.data_size], loss)
+
+
+def weights_of(engine: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+
+
+def trained(family: str, layout: Layout, backend: str, **how: Any) -> dict[str, dict[str, Tensor]]:
+    engine = build(family, layout, backend, **how)
+    outputs = engine.infer_batch(batches()[0], ["log_probs", "entropy"])
+    step(engine)
+    grads = {n: full_tensor(p.grad).clone() for n, p in engine.model.named_parameters() if p.grad is not None}
+    engine.optimizer_step()
+    for _ in range(2):
+        step(engine)
+        engine.optimizer_step()
+    return {"outputs": outputs, "grads": grads, "weights": weights_of(engine)}
+
+
+@functools.cache
+def expected(family: str) -> dict[str, dict[str, Tensor]]:
+    return trained(family, Layout(World.join("cpu")), "fsdp")
+
+
+def assert_equal(found: dict[str, dict[str, Tensor]], family: str) -> None:
+    for kind, tensors in expected(family).items():
+        assert found[kind].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            worst = float((found[kind][name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-6))
+            assert worst < 1e-5, (family, kind, name, worst)
+
+
+def on_layout(sizes: dict[str, int], how: dict[str, Any], families: list[str]) -> dict[str, Any]:
+    world = World.join("cpu")
+    layout = Layout.of(world, parallel(**sizes))
+    results = {family: trained(family, layout, "megatron", **how) for family in families}
+    world.close()
+    return results
+
+
+@needs_megatron
+@pytest.mark.parametrize("family", FAMILIES)
+def test_megatron_on_one_rank_equals_fsdp(family: str) -> None:
+    assert_equal(trained(family, Layout(World.join("cpu")), "megatron"), family)
+
+
+@needs_megatron
+@pytest.mark.parametrize(("ranks", "sizes", "how", "families"), LAYOUTS, ids=str)
+def test_megatron_on_layouts_equals_fsdp_on_one_rank(
+    request: pytest.FixtureRequest, ranks: int, sizes: dict[str, int], how: dict[str, Any], families: list[str]
+) -> None:
+    pool = request.getfixturevalue(f"ranks{ranks}")
+    for result in pool.run(on_layout, sizes, how, families, timeout=400):
+        for family in families:
+            assert_equal(result[family], family)
+
+
+# ---- Runs that move between backends ------------------------------------------------------------------------------
+
+
+def continued(sizes: dict[str, int], backend: str, family: str, load: str | None, save: str, hf: str) -> Any:
+    """Load a checkpoint, take a step, save another one and a Hugging Face folder; returns weights before and after."""
+    world = World.join("cpu")
+    engine = build(family, Layout.of(world, parallel(**sizes)), backend)
+    if load is not None:
+        engine.load_checkpoint(load)
+    before = weights_of(engine)
+    step(engine)
+    engine.optimizer_step()
+    engine.save_checkpoint(save)
+    engine.export_hf(hf)
+    result = before, weights_of(engine)
+    world.close()
+    return result
+
+
+@needs_megatron
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_run_moves_from_fsdp_to_megatron_and_back(ranks2, tmp_path: Path, family: str) -> None:
+    from mvp_engine.hf.merge import merge
+
+    folders = [str(tmp_path / f"{kind}{i}") for i in range(3) for kind in ("checkpoint", "hf")]
+    first = ranks2.run(continued, {"shard": 2}, "fsdp", family, None, folders[0], folders[1])[0]
+    second = ranks2.run(continued, {"tensor": 2}, "megatron", family, folders[0], *folders[2:4], timeout=400)[0]
+    third = ranks2.run(continued, {"shard": 2}, "fsdp", family, folders[2], *folders[4:])[0]
+    for (_, after), (before, _) in ((first, second), (second, third)):
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) for name in after)
+    for name, tensor in expected(family)["weights"].items():  # three steps on one rank, on one backend
+        assert float((third[1][name] - tensor).abs().max() / tensor.abs().max()) < 1e-5, name
+    merged = tmp_path / "merged"
+    merge(Path(folders[2]), LanguageModel.on_meta(None, overrides_of(family)), merged)
+    exported = _weights_in(folders[3])
+    assert exported.keys() == _weights_in(merged).keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in _weights_in(merged).items())
+
+
+def _weights_in(folder: Path | str) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+# ---- What is refused ------------------------------------------------------------------------------------------------
+
+
+def engine_for(family: str, backend: str = "megatron", config: dict[str, Any] | None = None, **how: Any) -> Any:
+    model = LanguageModel.on_meta(None, {**overrides_of(family), **(config or {})})
+    return engine_class("language_model", backend)(model, Layout(World.join("cpu")), Settings(**how))
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "how", "message"),
+    [
+        ("gemma2", {}, {}, "gemma2 is none of llama, mixtral, qwen2, qwen3, qwen3_moe. Set model.backend=fsdp"),
+        ("llama", {"attention_bias": True}, {}, "self_attn.o_proj has a bias"),
+        ("llama", {"hidden_act": "gelu"}, {}, "hidden_act=gelu"),
+        ("mixtral", {"router_jitter_noise": 0.1}, {}, "router_jitter_noise"),
+        ("qwen3", {}, {"compile": "inductor"}, "set model.compile=null"),
+        ("qwen3", {}, {"fp8": {"llm": True}}, "model.fp8 and model.quantize are not supported"),
+    ],
+    ids=str,
+)
+def test_megatron_refuses_by_name(family: str, config: dict[str, Any], how: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace(".", r"\.")):
+        engine_for(family, config=config, **how)
+
+
+def test_sequence_parallel_of_megatron_on_fsdp_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model\.sequence_parallel is for model\.backend=megatron"):
+        engine_for("qwen3", "fsdp", sequence_parallel=True).initialize()
+
+
+@pytest.mark.skipif(not MISSING, reason="megatron-core is installed")
+def test_megatron_that_is_not_installed_names_the_extra() -> None:
+    with pytest.raises(UserError, match=r"pip install 'mvp-engine\[megatron\]'"):
+        engine_for("qwen3")
+
+
+def test_weight_table_interleaves_queries_keys_and_values_by_key_value_head() -> None:
+    query, key, value = torch.arange(8), torch.arange(10, 14), torch.arange(20, 24)  # 4 and 2 heads of 2
+    joined = by_kv_head(query, key, value, head_dim=2)
+    assert joined.tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]
