@@ -33,6 +33,10 @@ LAYOUTS: list[tuple[int, dict[str, int], dict[str, Any], list[str]]] = [
     (2, {"tensor": 2}, {"activation_checkpointing": "selective"}, ["qwen3", "mixtral"]),
     (2, {"ulysses": 2}, {}, ["qwen3", "mixtral"]),
     (2, {"shard": 2, "expert": 2}, {}, EXPERTS),
+    (2, {"context": 2}, {}, ["llama"]),
+    (2, {"pipeline": 2}, {}, FAMILIES),
+    (4, {"pipeline": 2, "shard": 2}, {}, FAMILIES),
+    (4, {"pipeline": 2, "tensor": 2}, {}, FAMILIES),
     (4, {"shard": 2, "tensor": 2}, {}, ["qwen3", "qwen3_moe"]),
 ]
 
@@ -86,10 +90,10 @@ def expected(family: str) -> dict[str, dict[str, Tensor]]:
 
 
 def assert_equal(found: dict[str, dict[str, Tensor]], family: str) -> None:
-    for kind, tensors in expected(family).items():
-        assert found[kind].keys() == tensors.keys()
+    for kind, tensors in found.items():
         for name, tensor in tensors.items():
-            worst = float((found[kind][name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-6))
+            reference = expected(family)[kind][name]
+            worst = float((tensor - reference).abs().max() / reference.abs().max().clamp(min=1e-6))
             assert worst < 1e-5, (family, kind, name, worst)
 
 
@@ -104,7 +108,9 @@ def on_layout(sizes: dict[str, int], how: dict[str, Any], families: list[str]) -
 @needs_megatron
 @pytest.mark.parametrize("family", FAMILIES)
 def test_megatron_on_one_rank_equals_fsdp(family: str) -> None:
-    assert_equal(trained(family, Layout(World.join("cpu")), "megatron"), family)
+    found = trained(family, Layout(World.join("cpu")), "megatron")
+    assert_equal(found, family)
+    assert {kind: found[kind].keys() for kind in found} == {k: v.keys() for k, v in expected(family).items()}
 
 
 @needs_megatron
@@ -113,9 +119,12 @@ def test_megatron_on_layouts_equals_fsdp_on_one_rank(
     request: pytest.FixtureRequest, ranks: int, sizes: dict[str, int], how: dict[str, Any], families: list[str]
 ) -> None:
     pool = request.getfixturevalue(f"ranks{ranks}")
-    for result in pool.run(on_layout, sizes, how, families, timeout=400):
-        for family in families:
+    results = pool.run(on_layout, sizes, how, families, timeout=400)
+    for family in families:
+        for result in results:
             assert_equal(result[family], family)
+        for kind, tensors in expected(family).items():  # a pipeline stage has gradients of its own layers
+            assert set().union(*(result[family][kind] for result in results)) == tensors.keys()
 
 
 # ---- Runs that move between backends ------------------------------------------------------------------------------
@@ -139,12 +148,13 @@ def continued(sizes: dict[str, int], backend: str, family: str, load: str | None
 
 @needs_megatron
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_run_moves_from_fsdp_to_megatron_and_back(ranks2, tmp_path: Path, family: str) -> None:
+def test_run_moves_from_fsdp_to_megatron_and_back(ranks2, ranks4, tmp_path: Path, family: str) -> None:
     from mvp_engine.hf.merge import merge
 
     folders = [str(tmp_path / f"{kind}{i}") for i in range(3) for kind in ("checkpoint", "hf")]
     first = ranks2.run(continued, {"shard": 2}, "fsdp", family, None, folders[0], folders[1])[0]
-    second = ranks2.run(continued, {"tensor": 2}, "megatron", family, folders[0], *folders[2:4], timeout=400)[0]
+    sizes = {"tensor": 2, "pipeline": 2}
+    second = ranks4.run(continued, sizes, "megatron", family, folders[0], *folders[2:4], timeout=400)[0]
     third = ranks2.run(continued, {"shard": 2}, "fsdp", family, folders[2], *folders[4:])[0]
     for (_, after), (before, _) in ((first, second), (second, third)):
         assert after.keys() == before.keys()

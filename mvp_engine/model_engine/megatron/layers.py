@@ -23,10 +23,13 @@ from mvp_engine.ops.autocast import autocast_dtype
 
 
 def use_megatron_layers(model: PackedModel, layout: Layout, sequence: bool) -> None:
-    """Replace the forward of each decoder layer. `sequence`: cut tokens over tensor-parallel ranks in between."""
+    """Replace the forward of each decoder layer of this pipeline stage.
+
+    `sequence`: cut tokens over tensor-parallel ranks in between; stages send each other all tokens.
+    """
     modules = import_megatron()
     decoder: Any = model.decoder()
-    layers = list(decoder.layers)
+    layers = [layer for layer in decoder.layers if hasattr(layer, "self_attn")]
     group = None if layout.tensor_mesh is None else layout.tensor_mesh.get_group()
     sequence = sequence and group is not None
     config: Any = model.hf.config
