@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 
 @contextlib.contextmanager
@@ -90,6 +90,25 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_inside(name: str) -> bool:
+    """Whether a relative path, as files of others name them, stays in the folder that it is relative to."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\\" not in name
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether a file of `folder` is a link to a file elsewhere with another name, such as a private key.
+
+    The Hugging Face cache consists of links, and folders of links to the files of another model are common practice:
+    those have the same names.
+    """
+    home = folder.resolve()
+    if home.parent.name == "snapshots":  # of the Hugging Face cache, next to `blobs`
+        home = home.parent.parent
+    target = path.resolve()
+    return target.name != path.name and not target.is_relative_to(home)
 
 
 def _hide(folder: Path) -> Path:

@@ -5,7 +5,7 @@
 Each launch of a training gets one fault at a random moment and is then launched again with resume=auto, until the
 training ends. Counted are launches that could not continue (lost), processes that were still alive `HUNG_SECONDS` after
 a fault (hung), and trainings whose metrics or final weights differ in any bit from the undisturbed one (unequal). Ranks
-are forked from a server that has imported everything, and watch each other as under torchrun.
+are forked from a server that has imported everything, and watch each other and are stopped as under torchrun.
 """
 
 from __future__ import annotations
@@ -98,10 +98,19 @@ class Job:
         return any(rank.poll() is None for rank in self.ranks)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end of all ranks; False if some still run after that, which are then killed."""
+        """Wait for the end of all ranks; False if some still run after that, which are then killed.
+
+        As torchrun does, it sends SIGTERM to the others when a rank has failed.
+        """
         deadline = time.monotonic() + seconds
+        stopped = False
         while self.is_running and time.monotonic() < deadline:
             time.sleep(0.01)
+            if not stopped and any(rank.poll() for rank in self.ranks):
+                stopped = True
+                time.sleep(0.1)
+                for rank in self.ranks:
+                    rank.send_signal(signal.SIGTERM)
         ended = not self.is_running
         for rank in self.ranks:
             rank.kill()

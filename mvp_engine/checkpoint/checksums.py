@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mvp_engine.errors import UserError
+from mvp_engine.files import is_inside, leads_out
 
 CRC = "crc32"  # the key of a checksum in a header
 OLDER = "Resume from an older one."
@@ -66,7 +67,14 @@ def verify_rank_file(path: Path, names: Callable[[str], bool]) -> None:
 
 def verify_folder(folder: Path, expected: dict[str, int]) -> None:
     """As `verify_rank_file`, for the files of `folder_checksums`."""
+    for file in folder.rglob("*"):
+        if leads_out(file, folder):
+            raise CorruptCheckpoint(
+                f"checkpoint file {file} is a link to {file.resolve()}, which is not read. {OLDER}"
+            )
     for name, checksum in expected.items():
+        if not is_inside(name):
+            raise CorruptCheckpoint(f"checkpoint {folder} names a file outside: {name}. {OLDER}")
         file = folder / name
         if not file.is_file() or _file_checksum(file) != checksum:
             state = "corrupt: its checksum is wrong" if file.is_file() else "missing"

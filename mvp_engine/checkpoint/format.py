@@ -133,6 +133,8 @@ class Reader:
             metadata = file.metadata()
             for key, shard in json.loads(metadata["pieces"]).items():
                 dtype = getattr(torch, shard["dtype"].removeprefix("torch."))
+                if not isinstance(dtype, torch.dtype):
+                    raise TypeError(f"{shard['dtype']} is no dtype")
                 new = Entry(torch.Size(shard["shape"]), dtype, {})
                 entry = self.entries.setdefault(shard["name"], new)
                 offset = tuple(shard["offset"])
@@ -255,17 +257,31 @@ def to_bytes(value: Any) -> Tensor:
     torch.save(value, buffer)
     data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
     try:
-        from_bytes(data)
+        _load(data)
     except pickle.UnpicklingError as error:
-        lines = str(error).splitlines()
-        named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
-        reason = named[0] if named else str(error)
         raise UserError(
-            f"a checkpoint holds tensors, numbers, strings, lists and dicts; the state has something else: {reason}. "
-            "Look at extra_state() and at the loader's and scheduler's state_dict()."
+            f"a checkpoint holds tensors, numbers, strings, lists and dicts; the state has something else: "
+            f"{_reason(error)}. Look at extra_state() and at the loader's and scheduler's state_dict()."
         ) from None
     return data
 
 
 def from_bytes(data: Tensor) -> Any:
+    """The state in a uint8 tensor. Only tensors and plain values are read: anything else could run code."""
+    try:
+        return _load(data)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            "the checkpoint holds more than tensors, numbers, strings, lists and dicts, and is not loaded, since that "
+            f"could run code: {_reason(error)}. Do not trust it"
+        ) from None
+
+
+def _load(data: Tensor) -> Any:
     return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).splitlines()
+    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+    return named[0] if named else str(error)

@@ -19,7 +19,7 @@ from mvp_engine.checkpoint.safetensors_io import write_safetensors
 from mvp_engine.distributed import World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.errors import UserError
-from mvp_engine.files import publish, remove, temporary_path
+from mvp_engine.files import leads_out, publish, remove, temporary_path
 from mvp_engine.hf.export_plan import EntryGroup, ExportPlan, Target
 from mvp_engine.hf.weight_files import HEADS, INDEX, SINGLE
 
@@ -168,6 +168,12 @@ def write_side_files(target: Target, folder: Path) -> None:
         return
     for pattern in SIDE_FILES:
         for found in target.side_files.glob(pattern):
+            for file in (found, *found.rglob("*")):
+                if leads_out(file, target.side_files):
+                    raise UserError(
+                        f"{file} is a link to {file.resolve()}, which is not copied: replace it by the file itself, or "
+                        "do not trust this model"
+                    )
             if found.is_dir():
                 shutil.copytree(found, folder / found.name, dirs_exist_ok=True)
             else:

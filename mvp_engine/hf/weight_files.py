@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mvp_engine.checkpoint.safetensors_io import SafetensorsReader
 from mvp_engine.errors import UserError
+from mvp_engine.files import is_inside
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -68,11 +69,18 @@ def weight_paths(folder: Path) -> list[Path]:
         raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
-        return [folder / name for name in sorted(set(weight_map.values()))]
+        names = sorted(set(weight_map.values()))
+        outside = [name for name in names if not is_inside(name)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{index} cannot be read: {type(error).__name__}: {error}. Is the download complete?"
         ) from None
+    if outside:
+        raise UserError(
+            f"{index} names {outside[0]}, a file outside of its folder, which is not read: move the file into the "
+            "folder, or do not trust this model"
+        )
+    return [folder / name for name in names]
 
 
 def fingerprint(folder: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import keyword
+import os
 import re
 import shutil
 import textwrap
@@ -83,6 +84,7 @@ def new_recipe(name: str, origin: str, parent: Path | None = None) -> tuple[Path
             f"{name!r} is not a valid recipe name: use letters, digits and _, and begin with a letter"
         )
     source = _find(origin)
+    _refuse_links_out(source)
     folder = _new_folder(name, source, parent)
     try:
         with atomic_path(folder) as copy:
@@ -97,6 +99,18 @@ def new_recipe(name: str, origin: str, parent: Path | None = None) -> tuple[Path
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{source} has a file that cannot be read: {error}") from None
     return folder, configs
+
+
+def _refuse_links_out(source: Path) -> None:
+    """A recipe of somebody else must not bring files of this machine into the copy, which may be published."""
+    for parent, folders, files in os.walk(source):
+        ignored = NOT_COPIED(parent, [*folders, *files])
+        folders[:] = [name for name in folders if name not in ignored]
+        for path in (Path(parent) / name for name in (*folders, *files) if name not in ignored):
+            if not path.resolve().is_relative_to(source.resolve()):
+                raise UserError(
+                    f"{path} is a link that leads out of the recipe, to {path.resolve()}: replace it by the file itself"
+                )
 
 
 def _new_folder(name: str, source: Path, parent: Path | None) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mvp_engine.errors import UserError
+from mvp_engine.files import is_inside, leads_out
 from mvp_engine.hf.hub import local_folder
 
 GENERATION_CONFIG = "generation_config.json"
@@ -22,14 +23,37 @@ def load_processor(folder: str | Path) -> Any:
         )
     from transformers import AutoProcessor, AutoTokenizer
 
+    _refuse_files_outside(path)
     try:
         # The tokenizer config of a text model may name the processor class of the VLM it was taken from.
         auto_class = AutoTokenizer if _is_text_only(path) else AutoProcessor
-        return auto_class.from_pretrained(path, local_files_only=True)
+        # Code in a model's folder is not run, nor is the user asked on the terminal whether it may.
+        return auto_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder} has no processor or tokenizer that transformers can read: {error}"
         ) from None
+
+
+def _refuse_files_outside(folder: Path) -> None:
+    """Raise for a processor whose settings or links name files outside of its folder: transformers would read them."""
+    for file in folder.glob("*"):
+        if file.suffix in (".json", ".jinja", ".txt", ".model") and leads_out(file, folder):
+            raise UserError(
+                f"{file} is a link to {file.resolve()}, which is not read: replace it by the file itself, or do not "
+                "trust this model"
+            )
+    config = folder / "tokenizer_config.json"
+    try:
+        settings = json.loads(config.read_text()) if config.is_file() else {}
+    except ValueError:
+        return  # transformers says what is wrong
+    for key, value in settings.items():
+        if key.endswith("_file") and isinstance(value, str) and not is_inside(value):
+            raise UserError(
+                f"{config}: {key}={value!r} is outside of its folder, which is not read: remove the key, or do not "
+                "trust this model"
+            )
 
 
 def _is_text_only(folder: Path) -> bool:

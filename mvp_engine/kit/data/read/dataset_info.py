@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mvp_engine.errors import UserError, similar_path
+from mvp_engine.files import is_inside
 from mvp_engine.kit.data.read.row_types import ROLES
 
 _PATH = re.compile(r"(?P<file>.*dataset_info\.json)(:(?P<name>.+))?")
@@ -63,6 +64,11 @@ def read_dataset_info(path: str | list[str]) -> DatasetInfo | None:
         if value not in _TAG_VALUES.get(tag, ()):
             known = " or ".join(_TAG_VALUES.get(tag, ("no such key",)))
             raise UserError(f"{where}: tags.{tag}={value!r} is not supported, only {known}")
+    if not is_inside(entry["file_name"]):
+        raise UserError(
+            f"{where}: file_name={entry['file_name']!r} is outside of its folder, which is not read. Name that file in "
+            "the config instead"
+        )
     data = file.parent / entry["file_name"]
     paths = [str(data)]
     if data.is_dir():

@@ -207,9 +207,16 @@ class MediaFolder(RowFile):
     def row(self, index: int) -> dict[str, Any]:
         members: list[tuple[str, Any]] = []
         for name in self.samples[index]:
-            content = name if media_kind(name) else (self.root / name).read_bytes()
+            content = name if media_kind(name) else self._read_text(name)
             members.append((name, content))
         return merge_sample(members)
+
+    def _read_text(self, name: str) -> bytes:
+        """A caption or a document; media are opened, and checked, by `open_media`."""
+        file = (self.root / name).resolve()
+        if not file.is_relative_to(self.root.resolve()):
+            raise BadRow("path_escape", f"{name} is a link that leads out of {self.root}")
+        return file.read_bytes()
 
     def where(self, index: int) -> str:
         return self.samples[index][0]

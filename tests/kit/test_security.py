@@ -1,0 +1,383 @@
+"""Real attempts to run code, or to read files outside, by what others made: checkpoints, models, datasets, recipes.
+
+Each payload would create `marker`, or shows `SECRET`, if it worked. docs/security.md says what is trusted.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY
+from safetensors.torch import save_file
+from templates.tiny import tokenizer
+from tiny_vlm import chat, made, qwen3_vl, write
+
+from mvp_engine.checkpoint import CorruptCheckpoint, state
+from mvp_engine.checkpoint import format as checkpoint_format
+from mvp_engine.config import compose
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.hf.config_source import _config_of_folder
+from mvp_engine.hf.export import write_side_files
+from mvp_engine.hf.export_plan import Target
+from mvp_engine.hf.weight_files import weight_paths
+from mvp_engine.kit.data.processor import load_processor
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.sources import open_source
+from mvp_engine.runs import list_runs
+from mvp_engine.tools.recipe import new_recipe
+
+SECRET = "the private key"
+
+
+class Payload:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Any:
+    file = tmp_path / "marker"
+    yield file
+    assert not file.exists(), "the payload ran"
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    file = tmp_path / "outside" / "id_rsa"
+    file.parent.mkdir()
+    file.write_text(SECRET)
+    return file
+
+
+# ---- Checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def test_payload_itself_would_run(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Payload(tmp_path / "ran")))
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("place", ["shared", "rank.00000"])
+def test_checkpoint_with_a_pickle_payload_is_refused(train, tmp_path: Path, marker: Path, place: str, capsys) -> None:
+    """The checksums are right: whoever made it computed them."""
+    assert train("loop.total_steps=3", dir=tmp_path / "runs") == 0
+    folder = list_runs(tmp_path / "runs")[0].checkpoint_list()[-1]
+    reader = checkpoint_format.Reader(folder)
+    tensors = {name: reader.read(name) for name in reader.entries}
+    buffer = io.BytesIO()
+    torch.save({"step": 3, "bad": Payload(marker)}, buffer)
+    tensors[place] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    checkpoint_format.write(folder, checkpoint_format.shards_of(tensors), None)
+    assert train("resume=auto", "loop.total_steps=6", dir=tmp_path / "runs") == EXIT_USER_ERROR
+    assert "is not loaded, since that could run code" in capsys.readouterr().err
+
+
+def test_checkpoint_with_links_or_names_outside_is_refused(tmp_path: Path, secret: Path) -> None:
+    folder = tmp_path / "step"
+    checkpoint_format.write(folder, checkpoint_format.shards_of({"x": torch.ones(3)}), None)
+    checkpoint_format.verify(folder)
+    (folder / "meta.json").write_text(json.dumps({"files": {"../outside/id_rsa": 0}}))
+    with pytest.raises(CorruptCheckpoint, match="names a file outside"):
+        checkpoint_format.verify(folder)
+    (folder / "meta.json").write_text("{}")
+    (folder / "hf").mkdir()
+    (folder / "hf" / "chat_template.jinja").symlink_to(secret)
+    with pytest.raises(CorruptCheckpoint, match="is a link to"):
+        checkpoint_format.verify(folder)
+
+
+@pytest.mark.parametrize("dtype", ["torch.load", "torch.ops", "load", "torch.os"])
+def test_checkpoint_header_with_a_function_as_dtype_is_refused(tmp_path: Path, dtype: str) -> None:
+    header = {"x": {"name": "x", "dtype": dtype, "shape": [3], "offset": [0]}}
+    save_file({"x": torch.ones(3)}, tmp_path / "rank_00000.safetensors", {"ranks": "1", "pieces": json.dumps(header)})
+    with pytest.raises(CorruptCheckpoint, match="cannot be read"):
+        checkpoint_format.Reader(tmp_path)
+
+
+def test_checkpoint_read_shared_of_a_payload_is_a_user_error(tmp_path: Path, marker: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save(Payload(marker), buffer)
+    data = {"shared": torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)}
+    checkpoint_format.write(tmp_path, checkpoint_format.shards_of(data), None)
+    with pytest.raises(UserError, match="could run code"):
+        state.read_shared(tmp_path)
+
+
+# ---- Models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["../outside/model.safetensors", "/etc/passwd", "a/../../outside/x.safetensors"])
+def test_weight_index_that_names_a_file_outside_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(UserError, match="a file outside of its folder"):
+        weight_paths(tmp_path)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path, marker: Path) -> None:
+    torch.save(Payload(marker), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="is a pickle"):
+        weight_paths(tmp_path)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    tokenizer("zephyr").save_pretrained(folder)
+    return folder
+
+
+def with_code(folder: Path, config: str, marker: Path, auto_map: dict[str, Any], **settings: Any) -> None:
+    (folder / "evil.py").write_text(f"import os\nos.system('touch {marker}')\nclass Evil: ...\n")
+    file = folder / config
+    before = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**before, **settings, "auto_map": auto_map}))
+
+
+def test_tokenizer_with_code_of_its_own_runs_none_of_it(model_folder: Path, marker: Path, monkeypatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda *text: asked.append(str(text)) or "y")
+    auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoProcessor": "evil.Evil"}
+    with_code(model_folder, "tokenizer_config.json", marker, auto_map, tokenizer_class="Evil")
+    with_code(model_folder, "processor_config.json", marker, auto_map, processor_class="Evil")
+    with pytest.raises(UserError, match="has no processor or tokenizer that transformers can read"):
+        load_processor(model_folder)
+    assert not asked
+    assert "evil" not in sys.modules
+
+
+def test_model_config_with_code_of_its_own_runs_none_of_it(tmp_path: Path, marker: Path) -> None:
+    with_code(tmp_path, "config.json", marker, {"AutoConfig": "evil.Evil"}, model_type="evil_lm")
+    with pytest.raises(UserError, match="cannot be read"):
+        _config_of_folder(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["../outside/id_rsa", "/etc/passwd"])
+def test_tokenizer_config_that_names_a_file_outside_is_refused(model_folder: Path, secret: Path, value: str) -> None:
+    file = model_folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_file": value}))
+    with pytest.raises(UserError, match="is outside of its folder"):
+        load_processor(model_folder)
+
+
+def test_chat_template_that_is_a_link_outside_is_neither_read_nor_exported(model_folder: Path, secret: Path) -> None:
+    (model_folder / "chat_template.jinja").unlink(missing_ok=True)
+    (model_folder / "chat_template.jinja").symlink_to(secret)
+    with pytest.raises(UserError, match="is a link to"):
+        load_processor(model_folder)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    with torch.device("meta"):
+        skeleton = LlamaForCausalLM(small)
+    target = Target.__new__(Target)
+    for key, value in {"skeleton": skeleton, "side_files": model_folder, "dtype": torch.float32}.items():
+        object.__setattr__(target, key, value)
+    out = model_folder.parent / "export"
+    with pytest.raises(UserError, match="which is not copied"):
+        write_side_files(target, out)
+    assert not any(SECRET in file.read_text() for file in out.rglob("*") if file.is_file())
+
+
+def test_links_of_the_hub_cache_and_to_files_of_the_same_name_are_read(model_folder: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "abc"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    linked = tmp_path / "linked"
+    for folder in (snapshot, blobs, linked):
+        folder.mkdir(parents=True)
+    for number, file in enumerate(sorted(model_folder.iterdir())):
+        (blobs / f"{number}").write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+        (linked / file.name).symlink_to(file)
+    for folder in (snapshot, linked):
+        assert load_processor(folder).encode("hello") == tokenizer("zephyr").encode("hello")
+
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.system('touch MARKER') }}",
+    "{{ lipsum.__globals__['os'].system('touch MARKER') }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__globals__['__builtins__']['__import__']('os').system('touch MARKER') }}",
+    "{{ mvp_mark.__globals__ }}{{ mvp_mark.__closure__ }}",
+    "{{ messages.__class__.__base__.__subclasses__() }}",
+    "{{ '{0.__class__.__init__.__globals__}'.format(namespace) }}",
+    "{{ ('{0.__class__.__mro__}' | attr('format'))(messages) }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ messages | attr('__class__') | attr('__mro__') }}",
+    "{% for m in messages %}{{ m.update({'content': 'x'}) }}{% endfor %}",
+    "{% include '/etc/passwd' %}",
+    "{% import '/etc/passwd' as x %}",
+    "{{ messages | map('__class__') | list }}",
+    "{% set x = messages.append({'role': 'user'}) %}",
+]
+
+
+@pytest.mark.parametrize("template", ESCAPES)
+def test_chat_template_that_tries_to_escape_does_nothing(tmp_path: Path, marker: Path, template: str) -> None:
+    evil = template.replace("MARKER", str(marker)) + "{% for m in messages %}{{ m['content'] }}{% endfor %}</s>"
+    file = write(tmp_path / "rows.jsonl", [chat("hello", "world")])
+    try:
+        kit = made(file, tokenizer("zephyr", chat_template=evil))
+        encoded = kit.row_encoder.encode(chat("hello", "world"), None, tmp_path)
+        text = kit.processor.decode(encoded[0].ids)
+    except (UserError, BadRow):
+        return
+    for leaked in ("<class", "<module", "<function", "<built-in", "builtins", "root:"):
+        assert leaked not in text
+
+
+# ---- Datasets -------------------------------------------------------------------------------------------------------
+
+
+HLS = "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile://{}\n#EXT-X-ENDLIST\n"
+CONCAT = "ffconcat version 1.0\nfile {}\n"
+EPS = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(%pipe%touch {}) (w) file\nshowpage\n%%EOF\n"
+
+
+def encode_and_load(encoder: Any, source: Any, index: int) -> None:
+    sides = encoder.encode(source[index], None, source.root)
+    encoder.load(sides, source.root, {"source": 0, "sample": index})
+
+
+def reasons(file: Path) -> list[str]:
+    """Why each row of a file is bad."""
+    kit = made(file, qwen3_vl())
+    source = open_source(file)
+    found = []
+    for index in range(len(source)):
+        with pytest.raises(BadRow) as error:
+            encode_and_load(kit.row_encoder, source, index)
+        assert SECRET not in str(error.value)
+        found.append(error.value.reason)
+    return found
+
+
+def test_dataset_row_that_names_files_outside_is_bad(tmp_path: Path, secret: Path, marker: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "link.png").symlink_to(secret)
+    os.mkfifo(data / "pipe.png")
+    values = ["../outside/id_rsa", str(secret), f"file://{secret}", "link.png", "../" * 40 + "etc/passwd"]
+    values += ["pipe.png", "/dev/zero", "http://127.0.0.1/x.png"]
+    rows = [chat([{"type": "image", "image": value}], "Yes.") for value in values]
+    expected = ["path_escape"] * 5 + ["unsupported", "path_escape", "unsupported"]
+    assert reasons(write(data / "rows.jsonl", rows)) == expected
+
+
+def test_dataset_media_that_name_other_files_or_programs_are_bad(tmp_path: Path, secret: Path, marker: Path) -> None:
+    """A playlist is no video, and PostScript is no image: its decoder is a program."""
+    pytest.importorskip("av")
+    (tmp_path / "list.mp4").write_text(HLS.format(secret))
+    (tmp_path / "concat.mp4").write_text(CONCAT.format(secret))
+    (tmp_path / "image.png").write_text(EPS.format(marker))
+    rows = [chat([{"type": "video", "video": name}], "Yes.") for name in ("list.mp4", "concat.mp4")]
+    rows.append(chat([{"type": "image", "image": "image.png"}], "Yes."))
+    assert reasons(write(tmp_path / "rows.jsonl", rows)) == ["corrupt"] * 3
+
+
+def test_dataset_caption_that_is_a_link_outside_is_bad(tmp_path: Path, secret: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "one.txt").symlink_to(secret)
+    (data / "two.txt").write_text("fine")
+    source = open_source(data)
+    assert len(source) == 2
+    with pytest.raises(BadRow, match="leads out of"):
+        source[0]
+    assert source[1]["text"] == "fine"
+
+
+def test_dataset_info_that_names_a_file_outside_is_refused(tmp_path: Path) -> None:
+    from mvp_engine.kit.data.read.dataset_info import read_dataset_info
+
+    for name in ("../outside/rows.json", "/etc/passwd"):
+        (tmp_path / "dataset_info.json").write_text(json.dumps({"x": {"file_name": name}}))
+        with pytest.raises(UserError, match="outside of its folder"):
+            read_dataset_info(f"{tmp_path}/dataset_info.json:x")
+
+
+def test_tar_shard_with_pickles_and_links_unpickles_and_reads_nothing(
+    tmp_path: Path, secret: Path, marker: Path
+) -> None:
+    file = tmp_path / "shard.tar"
+    with tarfile.open(file, "w") as tar:
+        for name, data in (("a.pyd", pickle.dumps(Payload(marker))), ("a.txt", b"fine"), ("a.npy", b"x")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    assert open_source(file)[0]["text"] == "fine"
+    with tarfile.open(file, "w") as tar:
+        link = tarfile.TarInfo("b.txt")
+        link.type = tarfile.SYMTYPE
+        link.linkname = str(secret)
+        tar.addfile(link)
+    with pytest.raises((UserError, BadRow)) as error:
+        open_source(file)[0]
+    assert SECRET not in str(error.value)
+
+
+def test_arrow_file_with_a_pickled_extension_type_runs_nothing(tmp_path: Path, marker: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    metadata = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": pickle.dumps(Payload(marker)),
+    }
+    field = pyarrow.field("text", pyarrow.string(), metadata=metadata)
+    table = pyarrow.table([["fine"]], schema=pyarrow.schema([field]))
+    with pyarrow.OSFile(str(tmp_path / "rows.arrow"), "wb") as out, pyarrow.ipc.new_file(out, table.schema) as writer:
+        writer.write_table(table)
+    assert open_source(tmp_path / "rows.arrow")[0]["text"] == "fine"
+
+
+def test_report_page_shows_hostile_text_as_text(tmp_path: Path) -> None:
+    from mvp_engine.report.page import _example
+
+    class Hostile:
+        question = expected = written = "<script>alert(1)</script><img src=x onerror=alert(1)>"
+        right = None
+
+        def media(self) -> list[Any]:
+            return []
+
+    html = _example(Hostile(), ["question", "expected", "written"])  # type: ignore[arg-type]
+    assert "<script" not in html
+    assert "<img" not in html
+
+
+# ---- Configs and recipes --------------------------------------------------------------------------------------------
+
+
+def test_config_with_a_python_tag_is_refused(tmp_path: Path, marker: Path) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text(
+        f"engine: {TINY.parent / 'engine.py'}\nproject: !!python/object/apply:os.system ['touch {marker}']\n"
+    )
+    with pytest.raises(UserError):
+        compose(str(file), [])
+
+
+def test_recipe_with_a_link_outside_is_not_copied(tmp_path: Path, secret: Path) -> None:
+    recipe = tmp_path / "recipe"
+    recipe.mkdir()
+    for file in TINY.parent.iterdir():
+        if file.is_file():
+            (recipe / file.name).write_bytes(file.read_bytes())
+    (recipe / "notes.md").symlink_to(secret)
+    with pytest.raises(UserError, match="a link that leads out of the recipe"):
+        new_recipe("copied", str(recipe), tmp_path)
+    assert not (tmp_path / "copied").exists()
