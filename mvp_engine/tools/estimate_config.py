@@ -123,10 +123,10 @@ class Estimator:
 
     def settings(self, config: Any) -> EstimateSettings:
         precision = config.loop.precision
-        if getattr(self.parallel(config), "pipeline", 1) > 1:
+        if self.parallel(config).pipeline > 1:
             raise UserError(
-                "mvp estimate does not know parallel.pipeline > 1: estimate with parallel.pipeline=1 and as many more "
-                "shards, whose ranks hold as many weights"
+                "mvp estimate does not know parallel.pipeline > 1: mvp plan does. Or estimate with parallel.pipeline=1 "
+                "and as many more shards, whose ranks hold as many weights"
             )
         return EstimateSettings.from_config(
             config,
@@ -164,7 +164,8 @@ class Estimator:
     def packs_per_step(self, config: Any, gpus: int) -> int:
         packs = self.data(config).global_batch_packs(config.data.global_batch_size)
         parallel = config.parallel
-        ranks = gpus // (parallel.context * parallel.ulysses * parallel.tensor)
+        sequence_ranks = parallel.context * parallel.ulysses
+        ranks = gpus // (parallel.pipeline * sequence_ranks * parallel.tensor)
         return packs or config.data.micro_batch_size * ranks
 
     def packs(self, config: Any, packs_per_step: int) -> Packs:
@@ -214,7 +215,8 @@ def _is_model(what: str) -> bool:
 def _replica_size(parallel: Any) -> int:
     """The GPUs of one replica of the model, or of all replicas where their number is set."""
     sequence_ranks = parallel.context * parallel.ulysses
-    return parallel.shard * sequence_ranks * parallel.tensor * max(1, parallel.replicate)
+    replica = parallel.pipeline * parallel.shard * sequence_ranks * parallel.tensor
+    return replica * max(1, parallel.replicate)
 
 
 def _check_gpus(gpus: int, parallel: Any) -> None:

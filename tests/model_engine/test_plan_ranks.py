@@ -17,7 +17,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.tools.plan.compare import find_differences
-from mvp_engine.tools.plan.fake_ranks import fake_world, simulated_step
+from mvp_engine.tools.plan.fake_ranks import balance_routing, fake_world, simulated_step
 from mvp_engine.tools.plan.memory import held_bytes
 from mvp_engine.tools.plan.record import Collective, CollectiveRecorder
 
@@ -27,6 +27,12 @@ LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("qwen3", {"tensor": 2, "shard": 2}, {"activation_checkpointing": "full"}),
 ]
 MORE_LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("qwen3", {"pipeline": 2, "shard": 2}, {}),
+    ("qwen3", {"pipeline": 2, "tensor": 2}, {}),
+    ("llama", {"pipeline": 4}, {"model": {"num_hidden_layers": 4, "tie_word_embeddings": True}}),
+    ("qwen3", {"context": 2, "shard": 2}, {}),
+    ("qwen3_moe", {"expert": 2, "shard": 4}, {}),
+    ("qwen3_moe", {"expert": 2, "pipeline": 2, "shard": 2}, {"activation_checkpointing": "full"}),
     ("qwen3", {}, {}),
     ("qwen3", {"shard": 4}, {}),
     ("qwen3_moe", {"tensor": 2, "shard": 2}, {}),
@@ -36,7 +42,9 @@ MORE_LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 
 
 def build(kind: type[Any], layout: Layout, family: str, how: dict[str, Any]) -> Any:
-    engine = kind(LanguageModel.on_meta(None, overrides_of(family)), layout, Settings(seed=5, **how))
+    settings = {name: value for name, value in how.items() if name != "model"}
+    model = LanguageModel.on_meta(None, {**overrides_of(family), **how.get("model", {})})
+    engine = kind(model, layout, Settings(seed=5, **settings))
     engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-3))
     return engine
 
@@ -58,6 +66,7 @@ Facts = tuple[dict[str, int], list[Collective]]
 def on_real_rank(family: str, sizes: dict[str, int], how: dict[str, Any]) -> Facts:
     world = World.join("cpu")
     engine = build(LanguageModelEngine, Layout.of(world, parallel(**sizes)), family, how)
+    balance_routing(engine.model)
     with CollectiveRecorder() as recorder:
         train_step(engine)
     facts = held_bytes(engine), recorder.calls
@@ -71,10 +80,13 @@ def on_fake_rank(
     sizes: dict[str, int],
     how: dict[str, Any],
     step: Callable[[Any], None] = train_step,
+    codes: dict[int, int] | None = None,
 ) -> Facts:
     with fake_world(rank, 4, gpus_per_node=8) as world:
         layout = Layout.of(world, parallel(**sizes))
-        engine, recorder = simulated_step(LanguageModelEngine, lambda kind: build(kind, layout, family, how), step)
+        engine, recorder = simulated_step(
+            LanguageModelEngine, lambda kind: build(kind, layout, family, how), step, codes
+        )
         return held_bytes(engine), recorder.calls
 
 
@@ -87,7 +99,8 @@ def test_plan_of_four_ranks_equals_their_bytes_and_collectives(
     ranks4: RankPool, family: str, sizes: dict[str, int], how: dict[str, Any]
 ) -> None:
     real = ranks4.run(on_real_rank, family, sizes, how)
-    planned = [on_fake_rank(rank, family, sizes, how) for rank in range(4)]
+    codes = dict[int, int]()
+    planned = [on_fake_rank(rank, family, sizes, how, codes=codes) for rank in range(4)]
     for (held, calls), (planned_bytes, planned_calls) in zip(real, planned, strict=True):
         assert planned_bytes == held
         assert len(calls) > 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
 from mvp_engine.tools.estimate import make_estimator
-from mvp_engine.tools.estimate_config import Estimator, Question
+from mvp_engine.tools.estimate_config import Estimator, Question, changed
 from mvp_engine.tools.estimate_settings import GIB
 from mvp_engine.tools.plan.compare import find_differences
 from mvp_engine.tools.plan.network import Network
@@ -43,8 +43,8 @@ def plan(question: Question, options: PlanOptions) -> dict[str, Any]:
             "sizes in a config of sft"
         )
     config = estimator.config
-    estimated = estimator.estimate(config, estimator.gpus)
     batches = micro_batches(estimator, config)
+    estimated = estimate_stages(estimator, config, len(batches))
     simulation = Simulation(config, estimator.gpus, options.gpus_per_node)
     simulated = batches[:MOST_MICRO_BATCHES]
     plans = [simulation.run(rank, simulated) for rank in simulation.ranks(options.ranks)]
@@ -64,9 +64,12 @@ def plan(question: Question, options: PlanOptions) -> dict[str, Any]:
         "gpus": estimator.gpus,
         "gpu": estimated["gpu"],
         "packs": estimated["packs"],
+        "stages": config.parallel.pipeline,
         "micro_batches": len(batches),  # of a rank, in a step
         "simulated_ranks": [one.rank for one in plans],
-        "parameters": sum(param.numel() for param in estimator.model(config).parameters()),
+        "parameters": sum(
+            param.numel() for param in estimator.model(_without_stages(config)).parameters()
+        ),
         "room_gib": estimated["room_gib"],
         "fits": all(kind["fits"] for kind in kinds),
         "kinds": kinds,
@@ -80,18 +83,56 @@ def plan(question: Question, options: PlanOptions) -> dict[str, Any]:
 def micro_batches(estimator: Estimator, config: Any) -> list[Any]:
     """One rank's micro-batches of a step; without data they are assumed, and equal."""
     packs_per_step = estimator.packs_per_step(config, estimator.gpus)
-    per_rank = max(1, packs_per_step // (estimator.gpus // estimator.settings(config).text_ranks))
-    sampled = estimator.packs(config, packs_per_step).sampled
+    parallel = config.parallel
+    same_data = parallel.pipeline * parallel.context * parallel.ulysses * parallel.tensor
+    per_rank = max(1, packs_per_step // (estimator.gpus // same_data))
+    sampled = estimator.packs(_without_stages(config), packs_per_step).sampled
     return [sampled[index % len(sampled)] for index in range(per_rank)]
 
 
+def estimate_stages(estimator: Estimator, config: Any, micro_batches: int) -> dict[str, Any]:
+    """The estimate of a step, with the activations of each pipeline stage.
+
+    A pipeline of S stages is estimated as S times as many shards: a rank then has the weights of a stage, and runs all
+    blocks. Of n micro-batches, a stage runs 1 / S of the blocks, keeps the activations of at most as many micro-batches
+    as stages follow it, itself included, and waits for S - 1 micro-batches of the others.
+    """
+    stages = config.parallel.pipeline
+    if stages == 1:
+        estimated = estimator.estimate(config, estimator.gpus)
+        return {**estimated, "activations_of_stage": [estimated["memory_gib"]["activations"]]}
+    packs = estimator.packs_per_step(config, estimator.gpus)
+    flat = _without_stages(config)
+    ranks = estimator.gpus // estimator.settings(flat).text_ranks
+    estimated = estimator.estimate(flat, estimator.gpus)
+    of_flat = max(1, -(-packs // ranks))  # micro-batches of a rank
+    activations = estimated["memory_gib"]["activations"]
+    kept = [min(stages - stage, micro_batches) for stage in range(stages)]
+    seconds = estimated["step_s"] / of_flat / stages
+    return {
+        **estimated,
+        "step_s": seconds * (micro_batches + stages - 1),
+        "activations_of_stage": [activations * number / stages for number in kept],
+    }
+
+
+def _without_stages(config: Any) -> Any:
+    """The config with the ranks of other pipeline stages as shards."""
+    parallel = config.parallel
+    shards = parallel.pipeline * parallel.shard
+    return changed(config, {"parallel.pipeline": 1, "parallel.shard": shards})
+
+
 def _kinds(plans: Sequence[RankPlan]) -> list[list[RankPlan]]:
-    """Ranks with equal memory and equal collectives, whatever the members of their groups."""
+    """Ranks of one stage with equal collectives, whatever the members of their groups; most memory first."""
     found = dict[str, list[RankPlan]]()
     for one in plans:
         calls = [(call.kind, len(call.ranks), call.bytes, call.dtype) for call in one.calls]
-        found.setdefault(f"{one.held} {calls}", []).append(one)
-    return list(found.values())
+        found.setdefault(f"{one.stage} {calls}", []).append(one)
+    return [
+        sorted(kind, key=lambda one: sum(one.held.values()), reverse=True)
+        for kind in found.values()
+    ]
 
 
 def _kind_facts(
@@ -103,10 +144,14 @@ def _kind_facts(
     first = plans[0]
     memory = {kind: size / GIB for kind, size in first.held.items()}
     memory |= {kind: gib for kind, gib in estimated["memory_gib"].items() if kind not in EXACT}
+    memory["activations"] = estimated["activations_of_stage"][first.stage]
+    if first.stage < len(estimated["activations_of_stage"]) - 1:
+        memory["loss"] = 0.0
     peak = sum(memory.values())
     sizes = first.bytes_of_ranks.values()
     return {
-        "ranks": [one.rank for one in plans],
+        "ranks": sorted(one.rank for one in plans),
+        "stage": first.stage,
         "parameters": first.parameters,
         "memory_gib": memory,
         "peak_gib": peak,
@@ -166,7 +211,8 @@ def page(facts: dict[str, Any]) -> str:
 
 
 def _kind_lines(kind: dict[str, Any], facts: dict[str, Any]) -> list[str]:
-    lines = [f"{_text(kind['ranks'])}: {kind['parameters']:,} parameters"]
+    stage = f" of stage {kind['stage']}" if facts["stages"] > 1 else ""
+    lines = [f"{_text(kind['ranks'])}{stage}: {kind['parameters']:,} parameters"]
     for name, size in kind["memory_gib"].items():
         lines.append(f"  {name:<22}{size:10.2f} GiB")
     verdict = "fits" if kind["fits"] else "does NOT fit"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -20,9 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
+from mvp_engine.hf import experts
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
 from mvp_engine.model_engine.fsdp.init_weights import allocate
+from mvp_engine.model_engine.fsdp.parallelize import freeze
+from mvp_engine.model_engine.fsdp.unused_params import Places
 from mvp_engine.tools.plan.record import CollectiveRecorder
+
+MOST_KNOWN = 2**22  # elements of a tensor whose values are kept
 
 
 class FakeWorld(World):
@@ -62,11 +68,17 @@ def fake_world(rank: int, size: int, gpus_per_node: int) -> Iterator[FakeWorld]:
 
 
 class ShapesOnly(CollectiveRecorder):
-    """A context for a step on fake tensors: operators on known integers run, others only compute shapes."""
+    """A context for a step on fake tensors: operators on known values run, others only compute shapes.
 
-    def __init__(self, fake: FakeTensorMode) -> None:
+    A collective on known values answers as if all ranks held the same. `codes` are the integers that a rank sends to
+    the next pipeline stage, by its stage; a later stage receives them.
+    """
+
+    def __init__(self, fake: FakeTensorMode, rank: int, codes: dict[int, int]) -> None:
         super().__init__()
         self.fake = fake
+        self.rank = rank
+        self.codes = codes
 
     def __enter__(self) -> ShapesOnly:
         self.fake.__enter__()
@@ -88,34 +100,81 @@ class ShapesOnly(CollectiveRecorder):
         if func is torch.ops.aten._grouped_mm.default:  # its shape function accepts bfloat16 only
             low = tree_map_only(FakeTensor, _as_bfloat16, (args, kwargs))
             return func(*low[0], **low[1]).to(args[0].dtype)
+        if func.namespace == "c10d":
+            with _disable_current_modes():
+                self._answer(func, args)
         return func(*args, **kwargs)
+
+    def _answer(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Values of a collective on known values."""
+        call = self.calls[-1]
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        if not tensors or not all(map(_is_known, tensors)):
+            return
+        if call.kind == "all-to-all" and not call.sent:
+            # Each rank sends to this one what this one would send to itself.
+            output, given = tensors
+            own = given.chunk(len(call.ranks))[call.ranks.index(self.rank)]
+            output.copy_(torch.cat([own] * len(call.ranks)))
+        elif call.kind == "send":
+            self.calls.pop()  # a training sends codes once, in its first forward before the first step
+            self.codes[call.ranks.index(self.rank)] = int(tensors[0])
+        elif call.kind == "receive":
+            self.calls.pop()
+            assert call.peer is not None
+            tensors[0].fill_(self.codes[call.ranks.index(call.peer)])
 
 
 def _as_bfloat16(tensor: Tensor) -> Tensor:
     return tensor.bfloat16() if tensor.is_floating_point() else tensor
 
 
+def _is_known(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.is_cpu
+
+
 def _has_known_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Integers and flags that do not depend on a parameter or an activation."""
+    """Integers and flags, and what is computed from them alone, unless the result is large."""
     if func.namespace != "aten":
         return False
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    leaves = tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if tensors:
-        return all(
-            type(one) is Tensor and one.is_cpu and not one.is_floating_point() for one in tensors
-        ) and not _makes_floats(kwargs)
+        if not all(map(_is_known, tensors)):
+            return False
+        return len(tensors) == 1 or _broadcast_size(tensors) <= MOST_KNOWN
+    dtype = kwargs.get("dtype")
     device = torch.device(kwargs.get("device") or "cpu")
-    dtype = kwargs.get("dtype")
-    if dtype is None:
-        numbers = tree_leaves(args)
+    numbers = [one for one in leaves if type(one) is int]
+    if device.type != "cpu" or prod(max(1, one) for one in numbers) > MOST_KNOWN:
+        return False
+    if dtype is None:  # torch.arange(3) has integers
         is_range = func.overloadpacket is torch.ops.aten.arange
-        return is_range and device.type == "cpu" and all(type(one) is int for one in numbers)
-    return device.type == "cpu" and not dtype.is_floating_point
+        return is_range and not any(isinstance(one, float) for one in leaves)
+    return not dtype.is_floating_point
 
 
-def _makes_floats(kwargs: dict[str, Any]) -> bool:
-    dtype = kwargs.get("dtype")
-    return dtype is not None and dtype.is_floating_point
+def _broadcast_size(tensors: list[Tensor]) -> int:
+    try:
+        return prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
+    except RuntimeError:  # an operator that does not broadcast
+        return sum(tensor.numel() for tensor in tensors)
+
+
+def balance_routing(model: nn.Module) -> None:
+    """Send tokens to experts in turn, whatever the router says: plans have no values, and count even loads."""
+
+    def route(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def in_turn(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.is_floating_point():
+                return value
+            slots = torch.arange(value.numel()).view(value.shape)
+            return slots % experts.num_experts(module)
+
+        return tuple(map(in_turn, args)), {name: in_turn(one) for name, one in kwargs.items()}
+
+    for module in experts.modules(model).values():
+        module.register_forward_pre_hook(route, with_kwargs=True)
 
 
 class _UncheckedAdapter:
@@ -141,6 +200,10 @@ class _WithoutValues(FSDPEngine):
         super().__init__(*args, **options)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.adapter: Any = _UncheckedAdapter(self.adapter)
+        freeze(self.model, self.settings.freeze)
+        named = self.model.named_parameters()
+        self._names = [name for name, param in named if param.requires_grad]  # of all stages
+        balance_routing(self.model)
 
     def _materialize(self, skeleton: nn.Module) -> None:
         with self.fake:
@@ -150,6 +213,14 @@ class _WithoutValues(FSDPEngine):
         with self.fake:
             super()._prepare_training()
 
+    def _places(self) -> Places | None:
+        # The stages gather these names from each other; here this rank knows the model before it was cut.
+        if self._link is None:
+            return None
+        names = {param: name for name, param in self.model.named_parameters()}
+        places = {name: place for place, name in enumerate(self._names)}
+        return Places([places[names[param]] for param in self.params], len(places))
+
     def _update(self, code: Tensor, loss: Tensor) -> None:
         self.optimizer.step()  # whether a step is skipped depends on values
 
@@ -158,11 +229,15 @@ def simulated_step(
     engine_class: type[Any],
     build: Callable[[type[Any]], Any],
     step: Callable[[Any], object],
+    codes: dict[int, int] | None = None,
 ) -> tuple[Any, ShapesOnly]:
-    """An engine that `build` makes and initializes, after one `step(engine)`; and the collectives of the step."""
+    """An engine that `build` makes and initializes, after one `step(engine)`; and the collectives of the step.
+
+    Ranks of later pipeline stages need the `codes` that the stages before them left there.
+    """
     kind = type(f"Simulated{engine_class.__name__}", (_WithoutValues, engine_class), {})
     engine = build(kind)
-    recorder = ShapesOnly(engine.fake)
+    recorder = ShapesOnly(engine.fake, engine.world.rank, {} if codes is None else codes)
     with recorder:
         step(engine)
     return engine, recorder

@@ -1,5 +1,8 @@
-"""Which ranks of a layout to simulate, and the names of its process groups. Nothing here knows a dimension by name but
-`pipeline`, whose ranks hold different layers."""
+"""Which ranks of a layout to simulate, and the names of its process groups.
+
+Nothing here knows a dimension of the layout by name; of pipeline stages, whose ranks hold different layers, it knows
+that they are blocks of neighbouring ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 
 FEW_RANKS = 4  # so many are all simulated
-STAGES = "pipeline"
 
 
 def chosen_ranks(layout: Layout, wanted: str | None) -> list[int]:
@@ -26,11 +28,9 @@ def chosen_ranks(layout: Layout, wanted: str | None) -> list[int]:
     if wanted == "all" or size <= FEW_RANKS:
         return list(range(size))
     chosen = {0, *_listed(wanted, size)}
-    lines = sorted(_lines_through_rank0(layout.world), key=lambda line: len(line[1]))
-    for name, ranks in lines:
-        if name == STAGES:
-            chosen |= set(ranks)
-        elif len(chosen & set(ranks)) < 2:  # a larger group may have two of smaller ones already
+    chosen |= set(range(0, size, layout.stage_size))
+    for ranks in sorted(_lines_through_rank0(layout.world), key=len):
+        if len(chosen & set(ranks)) < 2:  # a larger group may have two of smaller ones already
             chosen.add(ranks[-1])
     return sorted(chosen)
 
@@ -45,14 +45,13 @@ def _listed(wanted: str | None, size: int) -> list[int]:
     return [int(word) for word in words]
 
 
-def _lines_through_rank0(world: World) -> Iterator[tuple[str, list[int]]]:
-    """For each dimension of the layout's meshes: its name, and rank 0 with the ranks that differ in it alone."""
+def _lines_through_rank0(world: World) -> Iterator[list[int]]:
+    """For each dimension of the layout's meshes: rank 0 with the ranks that differ in it alone."""
     for mesh in world.meshes:
-        names = mesh.mesh_dim_names or ("",) * mesh.ndim
-        for dim, name in enumerate(names):
+        for dim in range(mesh.ndim):
             line = mesh.mesh[tuple(slice(None) if d == dim else 0 for d in range(mesh.ndim))]
             if len(line) > 1:
-                yield name, line.tolist()
+                yield line.tolist()
 
 
 def group_names(layout: Layout) -> dict[tuple[int, ...], str]:
@@ -68,10 +67,13 @@ def _groups(value: Any, name: str) -> Iterator[tuple[str, dist.ProcessGroup]]:
     if isinstance(value, World):
         return
     if isinstance(value, dist.ProcessGroup):
-        yield name.removesuffix("_group"), value
+        yield name.removesuffix("s").removesuffix("_group"), value
     elif isinstance(value, DeviceMesh):
         for dim, dim_name in enumerate(value.mesh_dim_names or (name,) * value.ndim):
             yield dim_name, value.get_group(dim)
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _groups(one, name)
     elif is_dataclass(value):
         for field in fields(value):
             yield from _groups(getattr(value, field.name), field.name)

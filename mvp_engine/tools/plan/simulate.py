@@ -28,6 +28,7 @@ class RankPlan:
     """What one rank holds and calls in a step."""
 
     rank: int
+    stage: int  # of the pipeline
     held: dict[str, int]  # bytes by kind
     parameters: int  # of this rank's shards
     calls: list[Collective]
@@ -41,6 +42,7 @@ class Simulation:
         self.config = config
         self.size = size
         self.gpus_per_node = gpus_per_node
+        self._codes = dict[int, int]()  # see ShapesOnly
         precision = "bf16" if config.loop.precision == "auto" else config.loop.precision
         settings = Settings.from_config(config, precision)
         # None of these changes a collective, and the CPU has no FP8.
@@ -64,10 +66,12 @@ class Simulation:
                 engine_class(model.type, model.backend),
                 lambda kind: self._build(kind, layout),
                 step,
+                self._codes,
             )
             local = [local_tensor(param) for param in engine.model.parameters()]
             return RankPlan(
                 rank,
+                layout.stage,
                 held_bytes(engine),
                 sum(param.numel() for param in local),
                 recorder.calls,
