@@ -37,8 +37,9 @@ def apply_expert_parallel(model: PackedModel, mesh: DeviceMesh) -> list[nn.Modul
         )
     for name, experts in found.items():
         _check(name, experts, ranks)
-        for key, param in list(experts.named_parameters(recurse=False)):
-            experts._parameters[key] = _own_slice(param, mesh)
+        for part in experts.modules():  # with its adapters
+            for key, param in list(part.named_parameters(recurse=False)):
+                part._parameters[key] = _own_slice(param, mesh)
         experts.expert_group = mesh.get_group("expert")  # type: ignore[assignment]
     return list(found.values())
 
@@ -50,7 +51,7 @@ def _check(name: str, experts: nn.Module, ranks: int) -> None:
             f"parallel.expert={ranks} does not divide the {total} experts of {name}: choose a divisor"
         )
     for key, param in experts.named_parameters():
-        if "." in key or param.shape[0] != total:
+        if param.shape[0] != total:
             raise UserError(
                 f"parallel.expert={ranks}: {name}.{key} is not stacked by expert, so it cannot be shared. "
                 "Set parallel.expert=1"
@@ -106,7 +107,7 @@ def dispatched_experts(
 
     position_N = torch.empty_like(order_N)
     position_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-    back_TKD = back_ND[position_N].view(*index_TK.shape, -1)
+    back_TKD = back_ND[position_N].view(*index_TK.shape, back_ND.shape[-1])
     return (back_TKD * weights_TK[..., None]).sum(1).to(back_ND.dtype)
 
 
@@ -120,13 +121,19 @@ def _exchange(
     return arrived
 
 
-class _OwnExperts:
-    """A view of an experts module that holds this rank's experts only, as plain tensors."""
+class _OwnExperts(local_experts.View):
+    """This rank's experts only, as plain tensors."""
 
-    def __init__(self, module: nn.Module, ranks: int) -> None:
-        self.module = module
-        self.num_experts = local_experts.num_experts(module) // ranks
+    def __init__(self, module: Any, ranks: int) -> None:
+        super().__init__(module)
+        self.ranks = ranks
 
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.module, name)
-        return value.to_local() if isinstance(value, DTensor) else value
+    @property
+    def num_experts(self) -> int:
+        return local_experts.num_experts(self.module) // self.ranks
+
+    def change(self, tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def of_child(self, child: Any) -> Any:
+        return _OwnExperts(child, self.ranks)

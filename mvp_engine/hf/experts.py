@@ -7,7 +7,7 @@ grouped GEMM has no float32 kernels.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,25 +72,60 @@ def dtype_of(experts: nn.Module, hidden_TD: Tensor) -> torch.dtype | None:
 def run(
     experts: Any, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, dtype: torch.dtype | None
 ) -> Tensor:
-    """The experts of a module, or of a view of one, on this rank."""
-    from transformers.integrations.moe import grouped_mm_experts_forward
+    """The experts of a module, or of a view of one, on this rank.
 
-    view = experts
+    As transformers' `grouped_mm_experts_forward`, with LoRA, and without changing an output in place, which
+    `model.activation_checkpointing=selective` may have saved. Offsets stay on the device: there is no host sync.
+    """
     if dtype is not None:
-        view = _CastExperts(experts, dtype)
+        experts = _CastExperts(experts, dtype)
         hidden_TD = hidden_TD.to(dtype)
-    if not experts.has_bias:
-        return grouped_mm_experts_forward(view, hidden_TD, index_TK, weights_TK)
-    # Such a norm, of newer transformers, would be computed before the bias is added.
-    assert not getattr(experts, "has_post_expert_norm", False), "experts with a bias and a norm"
-    # transformers sorts the rows by expert before its GEMMs; the biases need the same order.
-    expert_of_row = torch.sort(index_TK.reshape(-1)).values
-    without_bias: Any = _BiasOutOfPlace(view, expert_of_row)
-    out_TD = grouped_mm_experts_forward(without_bias, hidden_TD, index_TK, weights_TK)
-    bias_ED = view.down_proj_bias
-    weights_TE = weights_TK.new_zeros(len(index_TK), len(bias_ED))
-    weights_TE = weights_TE.scatter(1, index_TK, weights_TK).to(bias_ED.dtype)
-    return out_TD + (weights_TE @ bias_ED).to(out_TD.dtype)
+    expert_N, order_N = torch.sort(index_TK.reshape(-1))
+    ends_E = counts(expert_N, experts.num_experts).cumsum(0, dtype=torch.int32)
+    rows = _Rows(expert_N, ends_E)
+    x_ND = hidden_TD[order_N // index_TK.shape[1]]
+    if experts.has_gate:
+        x_NF = experts._apply_gate(_linear(experts, "gate_up_proj", x_ND, rows))
+    else:
+        x_NF = experts.act_fn(_linear(experts, "up_proj", x_ND, rows))
+    out_ND = _linear(experts, "down_proj", x_NF, rows)
+    if getattr(experts, "has_post_expert_norm", False):
+        out_ND = experts.post_expert_norm(out_ND)
+    out_ND = out_ND * weights_TK.reshape(-1)[order_N, None]
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    out_TKD = out_ND[place_N].view(*index_TK.shape, out_ND.shape[-1])
+    return out_TKD.sum(1).to(hidden_TD.dtype)
+
+
+class _Rows(NamedTuple):
+    """Rows sorted by expert."""
+
+    expert: Tensor  # of each row
+    ends: Tensor  # the end of each expert's rows
+
+
+def _linear(experts: Any, name: str, x_NI: Tensor, rows: _Rows) -> Tensor:
+    """The linear layer `name` of the expert of each row, with bias and adapter, if there are any."""
+    from transformers.integrations.moe import _grouped_linear
+
+    weight = getattr(experts, name)
+    out_NO = _grouped_linear(x_NI, weight, rows.ends, is_transposed=experts.is_transposed)
+    if experts.has_bias:
+        out_NO = out_NO + getattr(experts, f"{name}_bias")[rows.expert]
+    adapter = getattr(experts, adapter_name(name), None)
+    if adapter is None:
+        return out_NO
+    low_NR = _grouped_linear(x_NI, adapter.lora_A, rows.ends)
+    scaling = experts.lora_scaling
+    if experts.lora_switch is not None:
+        scaling = scaling * experts.lora_switch
+    return out_NO + _grouped_linear(low_NR, adapter.lora_B, rows.ends) * scaling
+
+
+def adapter_name(name: str) -> str:
+    """The child module of experts with the LoRA adapter of a stacked parameter: `lora_experts.py`."""
+    return f"{name}_adapter"
 
 
 def _sizes_fit(experts: nn.Module) -> bool:
@@ -101,35 +136,35 @@ def _sizes_fit(experts: nn.Module) -> bool:
     )
 
 
-class _CastExperts:
-    """A view of an experts module that returns its parameters cast to another dtype."""
+class View:
+    """A view of an experts module, or of a child of it, that returns its parameters changed."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, module: Any) -> None:
         self.module = module
-        self.dtype = dtype
+
+    def change(self, tensor: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def of_child(self, child: nn.Module) -> Any:
+        return child
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.module, name)
-        return value.to(self.dtype) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            return self.change(value)
+        is_adapter = name.endswith("_adapter") and isinstance(value, nn.Module | View)
+        return self.of_child(value) if is_adapter else value
 
 
-class _BiasOutOfPlace:
-    """A view of an experts module without biases but those of the first GEMM, added in the function after it.
+class _CastExperts(View):
+    """Parameters cast to another dtype."""
 
-    transformers adds them in place, to an output that `model.activation_checkpointing=selective` has saved.
-    """
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        super().__init__(module)
+        self.dtype = dtype
 
-    has_bias = False
+    def change(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.ndim else tensor
 
-    def __init__(self, experts: Any, expert_of_row: Tensor) -> None:
-        self.experts = experts
-        self.expert_of_row = expert_of_row
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.experts, name)
-
-    def _apply_gate(self, rows: Tensor) -> Tensor:
-        return self.experts._apply_gate(rows + self.experts.gate_up_proj_bias[self.expert_of_row])
-
-    def act_fn(self, rows: Tensor) -> Tensor:
-        return self.experts.act_fn(rows + self.experts.up_proj_bias[self.expert_of_row])
+    def of_child(self, child: Any) -> Any:
+        return _CastExperts(child, self.dtype)

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.errors import UserError
+from mvp_engine.hf.experts import adapter_name
+from mvp_engine.hf.lora_experts import adapted_experts, add_expert_adapters, delta
 from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import PARTS, matching, parts_of
@@ -59,6 +61,7 @@ def add_adapters(model: nn.Module, settings: Lora) -> None:
         param.requires_grad_(name in trained)
     for layer in layers.values():
         _adapt(layer, settings)
+    add_expert_adapters(model, settings)
     subject.lora = settings
     subject.fresh = (*fresh, "*.lora_*")
 
@@ -104,7 +107,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
     The switch is a number in a tensor, which a compiled forward reads: a flag in Python would compile it again.
     """
-    layers = [layer for _, layer in adapted_layers(model)]
+    layers = [layer for _, layer in (*adapted_layers(model), *adapted_experts(model))]
     if not layers:
         raise UserError("adapters_off: the model has no LoRA adapters")
     if layers[0].lora_switch is None:
@@ -176,16 +179,22 @@ def _matches(target: str, name: str, part: str | None) -> bool:
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The names and modules of the linear layers with an adapter."""
     for name, module in model.named_modules():
-        if hasattr(module, "lora_scaling"):
+        if hasattr(module, "lora_scaling") and isinstance(module, nn.Linear):
             yield name, module
 
 
 def merge_adapters(model: nn.Module, fetch: Fetch) -> Fetch:
     """A `fetch` that returns the weights of adapted layers with their adapters merged into them."""
     adapted = {f"{name}.weight": name for name, _ in adapted_layers(model)}
+    stacked = {
+        f"{name}.{key}": one for name, one in adapted_experts(model) for key in one.lora_names
+    }
 
     @torch.no_grad()
     def fetch_merged(name: str) -> Tensor:
+        if name in stacked:
+            factors = [fetch(f"{adapter_name(name)}.lora_{factor}") for factor in "AB"]
+            return fetch(name).float() + delta(stacked[name], *factors)
         if name not in adapted:
             return fetch(name)
         layer = adapted[name]

@@ -14,8 +14,10 @@ from mvp_engine.distributed import World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path, temporary_path
+from mvp_engine.hf.experts import adapter_name
 from mvp_engine.hf.hub import repo_of
 from mvp_engine.hf.lora import Fetch, adapted_layers
+from mvp_engine.hf.lora_experts import adapted_experts, peft_matrices
 from mvp_engine.hf.packed_model import PackedModel
 
 PREFIX = "base_model.model."  # peft's name for the wrapped model
@@ -38,15 +40,37 @@ def export_adapter(model: nn.Module, folder: Path, fetch: Fetch, world: World) -
         hf_names = {own: name for name, own in target.names.items()}
     config = _adapter_config(model, skeleton, hf_names)
     tensors: dict[str, Tensor] = {}
+    stacked = _stacked_names(model, hf_names)
     for name, param in model.named_parameters():
+        if name in stacked:
+            continue
         if ".lora_" in name:
             layer, _, rest = name.partition(".lora_")
             tensors[f"{PREFIX}{_layer_name(layer, hf_names)}.lora_{rest}"] = fetch(name)
         elif param.requires_grad:
             tensors[f"{PREFIX}{hf_names[name]}"] = fetch(name)
+    for name, module in stacked.items():
+        if name.endswith(".lora_A"):
+            matrices = peft_matrices(fetch(name), fetch(f"{name.removesuffix('A')}B"))
+            for letter, matrix in zip("AB", matrices, strict=True):
+                tensors[f"{PREFIX}{module}.lora_{letter}.weight"] = matrix
     with raise_on_all_ranks(world.host_group):
         if world.is_main:
             _write(folder, config, tensors)
+
+
+def _stacked_names(model: nn.Module, hf_names: dict[str, str]) -> dict[str, str]:
+    """The parameters of adapters of stacked experts, each with the module that peft has for it.
+
+    peft wraps the experts once for each parameter, in the order of the parameters: the last one is the outermost.
+    """
+    found: dict[str, str] = {}
+    for name, experts in adapted_experts(model):
+        for wrapped, key in enumerate(reversed(experts.lora_names)):
+            module = hf_names[f"{name}.{key}"].removesuffix(f".{key}") + ".base_layer" * wrapped
+            for letter in "AB":
+                found[f"{name}.{adapter_name(key)}.lora_{letter}"] = module
+    return found
 
 
 def _adapter_config(
@@ -69,6 +93,12 @@ def _adapter_config(
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
         "target_modules": [_layer_name(name, hf_names) for name, _ in adapted_layers(model)],
+        "target_parameters": [
+            hf_names[f"{name}.{key}"]
+            for name, one in adapted_experts(model)
+            for key in one.lora_names
+        ]
+        or None,
         "modules_to_save": _modules_to_save(model, skeleton, hf_names) or None,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf.lora import adapted_layers
+from mvp_engine.hf.lora_experts import adapted_experts
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.tp_plan import SummedGrad
 
@@ -36,6 +37,11 @@ _WHOLE = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwis
 def shard_adapters(model: PackedModel, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
     """Shard the adapters of layers that are sharded already, by the styles of a tensor-parallel plan."""
     assert model.lora is not None
+    if any(True for _ in adapted_experts(model)):
+        raise UserError(
+            f"lora.target_parameters: adapters of stacked experts do not support parallel.tensor={mesh.size()}. Set "
+            "parallel.shard and parallel.expert instead"
+        )
     for name, layer in adapted_layers(model):
         if not isinstance(layer.weight, DTensor):
             continue

@@ -215,7 +215,7 @@ def _summary(
         "trained": sum(sizes[name] for name in trained)
         + sum(one.size for one in others if one.trained),
         "rates": sorted(rates),
-        "adapters": sum(".lora_A." in name for name in trained),
+        "adapters": sum(name.endswith((".lora_A.weight", ".lora_A")) for name in trained),
     }
 
 

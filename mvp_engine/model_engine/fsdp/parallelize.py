@@ -11,6 +11,7 @@ its own shards (`init_weights.py`), so that no rank ever holds the whole model.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -29,6 +30,7 @@ from mvp_engine.model_engine.fsdp.compile import compile_backends, compile_optio
 from mvp_engine.model_engine.fsdp.lockstep import run_dummies_along
 from mvp_engine.ops import fp8
 
+LOGGER = logging.getLogger("mvp_engine")
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -96,6 +98,12 @@ def _change_blocks(
             checkpoint_block(block, mode == "selective", backend)
         if backend is not None:
             block.compile(backend=backend, options=compile_options(backend))
+    if any(fp8_parts.values()) and any(
+        p.ndim > 2 for b, _ in blocks_by_part(model) for p in b.parameters()
+    ):
+        LOGGER.warning(
+            "model.fp8: linear layers run in FP8; stacked experts and convolutions stay in bf16"
+        )
     if any(fp8_parts.values()) and not fp8_layers:
         raise UserError(
             f"model.fp8: no block of {type(model).__name__} has linear layers with sizes that are multiples of "
