@@ -59,6 +59,19 @@ def test_packed_attention_dry_run_prints_each_mix_with_its_flops(bench: ModuleTy
     assert bench.Mix("", (9, 1)).forward_flops == pairs * 16 * 128 * 4
 
 
+def test_context_share_shares_have_the_pairs_of_the_pack_and_less_keys_than_two_packs(monkeypatch, capsys) -> None:
+    share: Any = import_file(ROOT / "benchmarks" / "context_share.py")
+    monkeypatch.setattr(sys, "argv", ["context_share.py", "--dry", "--context", "4"])
+    share.main()
+    assert len(capsys.readouterr().out.strip().splitlines()) == 2 + 4 * len(share.MIXES)
+    lengths, cpu = [300, 40, 7], share.torch.device("cpu")
+    for window in (None, 16):
+        shares = [share.share_of(chunks, lengths, window, cpu) for chunks in share.zigzag(lengths, 4)]
+        pairs = sum(min(at + 1, window or at + 1) for length in lengths for at in range(length))
+        assert sum(one.pairs for one in shares) == pairs
+        assert all(len(one.keys.rows) <= 2 * sum(lengths) for one in shares)
+
+
 def test_packed_attention_correct_kernels_get_timings_and_wrong_ones_a_reason(bench: ModuleType, monkeypatch) -> None:
     case = bench.Case.of(bench.Mix("tiny", (9, 1, 5)), "cpu")
     monkeypatch.setitem(bench.KERNELS, "leaky", across_boundaries(bench))

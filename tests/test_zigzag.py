@@ -48,6 +48,14 @@ def test_zigzag_balances_tokens_and_pairs_of_every_mix(mix: str, ranks: int) -> 
         assert largest_over_mean([sum(chunk.tokens for chunk in chunks) for chunks in of_ranks]) <= 1.03
 
 
+def test_zigzag_sequences_that_fill_ranks_evenly_stay_whole() -> None:
+    for lengths in ([32_768] * 8, [2_048] * 64, [4_096] * 8 + [1_024] * 32):
+        chunks = [chunk for chunks in zigzag(lengths, 8) for chunk in chunks]
+        assert len(chunks) == len(lengths)
+    mixed = zigzag([131_072] + [2_048] * 64, 8)
+    assert sorted({len(chunks) for chunks in mixed}) == [9, 10]  # of the long one two chunks, or two neighbours
+
+
 def test_zigzag_pairs_are_those_of_the_causal_mask() -> None:
     lengths = [37, 5]
     of_ranks = zigzag(lengths, 4)

@@ -85,6 +85,7 @@ class Guard(Section):
     spike_sigmas: Positive | None
     max_consecutive_skips: Count
     max_total_skips: Count | None
+    hang_seconds: Positive | None
 
 
 class Log(Section):

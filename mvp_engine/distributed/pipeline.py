@@ -148,6 +148,11 @@ class StageLink:
         dist.broadcast(tensor, src=self._ranks[-1], group=self._activations)
         return tensor
 
+    def result(self, output: Tensor) -> Tensor:
+        """An output of the last stage, on all stages; half precision becomes float32, which the others have."""
+        halves = (torch.bfloat16, torch.float16)
+        return self.from_last_(output.float() if output.dtype in halves else output)
+
     def from_stage_(self, tensor: Tensor, stage: int) -> Tensor:
         """Overwrite a tensor with that of a stage."""
         dist.broadcast(tensor, src=self._ranks[stage], group=self._activations)

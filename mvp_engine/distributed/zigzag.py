@@ -1,8 +1,9 @@
 """Zigzag: which tokens of a pack each context rank holds, so that all have as many tokens and attend to as many pairs.
 
 A causal query attends to all tokens before it, so the end of a sequence costs more than its begin. A long sequence is
-cut into two chunks for each rank, an early and a late one; a short sequence stays whole on one rank. All of it is host
-work on the lengths of the sequences: every rank computes the same result.
+cut into two chunks for each rank, an early and a late one; other sequences stay whole on one rank, which is faster and
+needs no keys of other ranks. As few are cut as balance allows. All of it is host work on the lengths of the sequences:
+every rank computes the same result.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import heapq
 from itertools import pairwise
 from typing import NamedTuple
 
-# A sequence is cut if it has more than this part of a rank's tokens or pairs: whole ones then fill ranks evenly.
-_WHOLE = 1 / 32
+# A sequence is cut if it has more than this part of a rank's tokens or pairs: the first that balances is taken.
+_WHOLE = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
+_BALANCED = 1.02  # the largest over the mean, of tokens and of pairs
 
 
 class Chunk(NamedTuple):
@@ -42,8 +44,36 @@ def zigzag(lengths: list[int], ranks: int, smallest: int = 1) -> list[list[Chunk
     for length in lengths:
         ends.append(ends[-1] + length)
     sequences = [Chunk(first, last, first, last) for first, last in pairwise(ends)]
-    most_tokens = _WHOLE * ends[-1] / ranks
-    most_pairs = _WHOLE * sum(sequence.pairs for sequence in sequences) / ranks
+    best: list[list[Chunk]] = []
+    lowest = float("inf")
+    for part in _WHOLE:
+        of_ranks = _cut(sequences, ranks, part)
+        if min(sum(chunk.tokens for chunk in chunks) for chunks in of_ranks) < smallest:
+            continue
+        found = imbalance(of_ranks)
+        if found < lowest:
+            lowest = found
+            best = of_ranks
+        if found <= _BALANCED:
+            break
+    return [sorted(chunks) for chunks in best] or _slices(sequences, ranks)
+
+
+def imbalance(of_ranks: list[list[Chunk]]) -> float:
+    """The largest share over the mean, of tokens or of pairs, whichever is worse."""
+    worst = 1.0
+    for sizes in (
+        [sum(chunk.tokens for chunk in chunks) for chunks in of_ranks],
+        [sum(chunk.pairs for chunk in chunks) for chunks in of_ranks],
+    ):
+        worst = max(worst, max(sizes) * len(sizes) / sum(sizes))
+    return worst
+
+
+def _cut(sequences: list[Chunk], ranks: int, part: float) -> list[list[Chunk]]:
+    """The chunks of each rank if sequences with more than this part of a rank's work are cut."""
+    most_tokens = part * sum(sequence.tokens for sequence in sequences) / ranks
+    most_pairs = part * sum(sequence.pairs for sequence in sequences) / ranks
     of_ranks: list[list[Chunk]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     pairs = [0] * ranks
@@ -60,7 +90,8 @@ def zigzag(lengths: list[int], ranks: int, smallest: int = 1) -> list[list[Chunk
             continue
         # Shares differ by the rounding of their sizes: the largest goes to the rank with the fewest pairs.
         shares = sorted(_shares(sequence, ranks), key=lambda share: -sum(c.pairs for c in share))
-        for rank, share in zip(sorted(range(ranks), key=lambda r: pairs[r]), shares, strict=True):
+        emptiest = sorted(range(ranks), key=lambda rank: pairs[rank])
+        for rank, share in zip(emptiest, shares, strict=True):
             give(rank, share)
     # Longest first, each to the rank with the fewest tokens: neighbours in length go to different ranks.
     queue = [(tokens[rank], pairs[rank], rank) for rank in range(ranks)]
@@ -69,9 +100,7 @@ def zigzag(lengths: list[int], ranks: int, smallest: int = 1) -> list[list[Chunk
         rank = queue[0][2]
         give(rank, [sequence])
         heapq.heapreplace(queue, (tokens[rank], pairs[rank], rank))
-    if min(tokens) < smallest:
-        return _slices(sequences, ranks)
-    return [sorted(chunks) for chunks in of_ranks]
+    return of_ranks
 
 
 def _pairs(tokens: int) -> int:

@@ -31,6 +31,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.engine.context import StepContext
 from mvp_engine.engine.feed import Feed, micro_batches_per_step
 from mvp_engine.engine.guard import SkipGuard
+from mvp_engine.engine.hang import HangWatch
 from mvp_engine.engine.hooks import EngineHooks
 from mvp_engine.engine.meter import Meter
 from mvp_engine.engine.resume import record_config, refuse_beyond_the_end
@@ -73,6 +74,7 @@ class Engine(EngineHooks):
         self.total_steps: int | None = None
         self.best: dict[str, Any] | None = None  # the best evaluation: metric, value, step
         self.metrics = self._metric_store()
+        self.hang = HangWatch(config.guard.hang_seconds, world)
         self.saved_at = -1  # the step of the last checkpoint
         self.evaluated_at = -1  # the step of the last evaluation
         self._save_due = False
@@ -97,7 +99,7 @@ class Engine(EngineHooks):
             self.signals.early = True
             self.before_train()
             self.signals.early = False
-            with self.model_engine.train_mode():
+            with self.hang, self.model_engine.train_mode():
                 self.do_train()
                 self.after_train()
 
@@ -142,6 +144,7 @@ class Engine(EngineHooks):
 
     def do_train(self) -> None:
         while not self.done:
+            self.hang.beat(self.step + 1)
             plan = self._next_plan()
             micro_batches = self.feed.take()
             if not self._has_data(plan, micro_batches):
@@ -314,6 +317,7 @@ class Engine(EngineHooks):
         return means
 
     def _eval_step(self, ctx: StepContext, micro_batch: Any) -> None:
+        self.hang.beat(ctx.step)
         ctx.is_dummy = self.model_engine.is_dummy
         self.eval_step(ctx, micro_batch)
 

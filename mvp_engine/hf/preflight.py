@@ -294,10 +294,16 @@ def _reference_difference(model: PackedModel, sequences: list[PackedBatch]) -> f
 
 
 def _hidden(model: PackedModel, *sequences: PackedBatch) -> Tensor:
-    """Hidden states of one sequence, or of several packed ones; else the first output provided."""
+    """Hidden states of one sequence, or of several packed ones; else the first output provided.
+
+    Without gradients, pipeline stages get those of the last one: all of them must decide alike.
+    """
     batch = sequences[0] if len(sequences) == 1 else PackedBatch.concat(list(sequences))
     name = "hidden_states" if "hidden_states" in model.provides else model.provides[0]
-    return model(batch, [name])[name]
+    found = model(batch, [name])[name]
+    if model.stage is not None and not torch.is_grad_enabled():
+        return model.stage.link.result(found)
+    return found
 
 
 def _max_difference(a: Tensor, b: Tensor) -> float:

@@ -8,6 +8,7 @@ head. `check_cut` refuses decoders whose blocks take more from each other than h
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -120,6 +121,7 @@ def check_supported(model: PackedModel, key: str) -> None:
         "model.quantize": bool(model.quantize),
         "mixers with states": model.mixers.is_used,
         "padded rows": bool(model.padded_rows),
+        "a mask that depends on media (token_type_ids)": _builds_masks(model),
         "its head inside of its backbone": not getattr(model, "has_backbone", True),
     }
     for reason, applies in reasons.items():
@@ -130,6 +132,12 @@ def check_supported(model: PackedModel, key: str) -> None:
             f"{key}: the model has its weights already, and each stage shall load its own: build it on the meta "
             "device (LanguageModel.on_meta, or model.path)"
         )
+
+
+def _builds_masks(model: PackedModel) -> bool:
+    """Does the model, and not its decoder, build the attention mask?"""
+    parameters = inspect.signature(model.base().forward).parameters
+    return model.base() is not model.decoder() and "token_type_ids" in parameters
 
 
 def _refused(key: str, model: PackedModel, reason: str) -> UserError:

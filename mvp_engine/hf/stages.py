@@ -177,11 +177,8 @@ def _send_output(
         if name == "next_tokens":
             zeros[name] = torch.zeros(shape, dtype=torch.int64, device=output.device)
             continue
-        dtype = output.dtype if name == "hidden_states" else torch.float32
         needs_grad = torch.is_grad_enabled() and name != "losses"
-        zeros[name] = torch.zeros(
-            shape, dtype=dtype, device=output.device, requires_grad=needs_grad
-        )
+        zeros[name] = torch.zeros(shape, device=output.device, requires_grad=needs_grad)
     return zeros
 
 

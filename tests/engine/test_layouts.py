@@ -94,7 +94,9 @@ def test_checkpoint_of_sharded_ranks_has_one_shard_per_rank(ranks2, tmp_path: Pa
     assert bool(reader.read("model.0.weight").isfinite().all())
 
 
-@pytest.mark.parametrize("words", [{"shard": 3}, {"replicate": 2, "shard": 4}, {"ulysses": 8}, {"tensor": 3}])
+@pytest.mark.parametrize(
+    "words", [{"shard": 3}, {"replicate": 2, "shard": 4}, {"ulysses": 8}, {"context": 8}, {"tensor": 3}]
+)
 def test_layout_sizes_that_do_not_multiply_to_the_ranks_are_refused(words: dict[str, int]) -> None:
     from mvp_engine.config.schema import Parallel
 

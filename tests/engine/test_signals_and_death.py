@@ -157,6 +157,7 @@ def test_user_error_on_two_ranks_is_one_last_line(tmp_path: Path) -> None:
     assert len(output.splitlines()) == 1
 
 
+@pytest.mark.campaign(only=True)
 def test_killed_rank_ends_a_rank_that_hangs(tmp_path: Path) -> None:
     """Rank 1 is killed while rank 0 hangs in a call that no exception can interrupt."""
     words = ["tiny.fault=hang", "tiny.fault_rank=0", *LONG, f"project.dir={tmp_path}"]

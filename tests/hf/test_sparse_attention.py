@@ -49,7 +49,9 @@ def test_sparse_attention_with_activation_checkpointing_gives_the_same_gradients
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [pytest.param({"shard": 2}, marks=pytest.mark.campaign(only=True)), {"ulysses": 2}], ids=str
+    "layout",
+    [pytest.param({"shard": 2}, marks=pytest.mark.campaign(only=True)), {"ulysses": 2}, {"context": 2}],
+    ids=str,
 )
 def test_sparse_attention_on_two_ranks_gives_the_gradients_of_one(ranks2, layout: dict[str, int]) -> None:
     for name in ("deepseek_v32", "deepseek_v4"):

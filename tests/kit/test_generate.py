@@ -78,7 +78,7 @@ def on_ranks(name: str, sizes: dict[str, int], stop: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("sizes", [{}, {"shard": 2}, {"ulysses": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"shard": 2}, {"ulysses": 2}, {"context": 2}, {"tensor": 2}], ids=str)
 def test_generate_on_every_layout_is_equal_and_ranks_without_prompts_take_part(ranks2, sizes: dict[str, int]) -> None:
     name = "qwen3" if "tensor" in sizes else "qwen3_vl"  # only text has a plan in transformers
     engine, ones = built(name)
@@ -86,7 +86,7 @@ def test_generate_on_every_layout_is_equal_and_ranks_without_prompts_take_part(r
     stop = free[0][1]
     alone = [written[: written.index(stop) + 1] if stop in written else written for written in free]
     found = ranks2.run(on_ranks, name, sizes, stop)
-    assert found == ([alone, alone] if sizes.keys() & {"ulysses", "tensor"} else [[], alone[:1]])
+    assert found == ([alone, alone] if sizes.keys() & {"context", "ulysses", "tensor"} else [[], alone[:1]])
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -34,7 +34,7 @@ def packs(folder: Path) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.campaign(only=True)
 def test_training_killed_and_resumed_on_other_ranks_sees_the_rows_of_an_uninterrupted_run(
     train: Any, ranks2: RankPool, ranks4: RankPool, tmp_path: Path
 ) -> None:

@@ -147,8 +147,9 @@ def on_layout(base: Path, sizes: dict[str, int], lora: Lora, settings: dict[str,
         ({"replicate": 2}, {"activation_checkpointing": "full"}),
         ({"shard": 2}, {"activation_checkpointing": "selective", "compile": {"llm": "aot_eager"}}),
         ({"ulysses": 2}, {}),
+        pytest.param({"context": 2}, {"activation_checkpointing": "full"}, marks=pytest.mark.campaign(only=True)),
     ],
-    ids=["replicate", "shard", "ulysses"],
+    ids=["replicate", "shard", "ulysses", "context"],
 )
 def test_lora_layouts_train_to_the_same_weights(ranks2, base: Path, sizes, settings) -> None:
     lora = Lora(rank=3, rslora=True)

@@ -93,7 +93,7 @@ def test_lora_on_tensor_parallel_ranks_equals_one_rank_and_peft(ranks2, bases: P
     assert torch.allclose(picked, log_probs, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign(only=True)
 def test_lora_on_shards_and_tensor_parallel_ranks_equals_one_rank(ranks4, bases: Path, tmp_path: Path) -> None:
     families = ("qwen3", "phi3")
     check(bases, families, ranks4.run(on_ranks, bases, families, tmp_path, {"shard": 2, "tensor": 2}))

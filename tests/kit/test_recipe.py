@@ -59,7 +59,7 @@ def test_docs_recipe_trains_and_logs_a_loss_for_each_source(recipe: Path, capsys
     assert hf.AutoModelForImageTextToText.from_pretrained("merged") is not None
 
 
-@pytest.mark.slow
+@pytest.mark.campaign(only=True)
 def test_docs_recipe_on_streams_resumes_bit_exactly(recipe: Path) -> None:
     config = recipe / "chat" / "configs" / "train.yaml"
     text = config.read_text().replace("name: photos", "stream: true").replace("repeats: 2.0", "stream: true")

@@ -134,7 +134,7 @@ def test_reward_loss_and_gradients_equal_padded_reference_in_any_split() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"shard": 2}, {"ulysses": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"ulysses": 2}, {"context": 2}], ids=str)
 def test_reward_loss_and_gradients_equal_padded_reference_on_two_ranks(ranks2, sizes: dict[str, int]) -> None:
     for found in ranks2.run(on_ranks, sizes):
         assert_equal(found)

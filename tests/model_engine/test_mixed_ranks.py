@@ -68,7 +68,14 @@ BOTH = ("qwen3_vl", "gemma3", "qwen2_audio")  # the kinds of encoders, in the su
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "frozen"), [(name, False) for name in NAMES] + [(name, True) for name in FROZEN])
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        pytest.param(name, frozen, marks=[] if name in BOTH else pytest.mark.campaign(only=True))
+        for frozen in (False, True)
+        for name in (FROZEN if frozen else NAMES)
+    ],
+)
 def test_sharded_ranks_with_different_media_give_the_gradients_of_one(ranks4, name: str, frozen: bool) -> None:
     check(ranks4.run(on_ranks, name, {"shard": 4}, frozen), name, frozen)
 

@@ -70,7 +70,7 @@ def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 def on_two_ranks(names: list[str]) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
     world = World.join("cpu")
-    layouts = {kind: Layout.of(world, parallel(**{kind: 2})) for kind in ("shard", "ulysses")}
+    layouts = {kind: Layout.of(world, parallel(**{kind: 2})) for kind in ("shard", "ulysses", "context")}
     found = {kind: {name: gradients(name, layout) for name in names} for kind, layout in layouts.items()}
     world.close()
     return found

@@ -46,9 +46,17 @@ LAYOUTS = {
 MIXED = [(2, 2, 1, 1), (2, 1, 2, 1), (4, 2, 2, 1), (2, 1, 1, 2), (4, 2, 1, 2)]  # each kind, shards with each
 
 
-def on_four_slow(layouts: Iterable[tuple[int, ...]]) -> list[Any]:
-    """Those on four ranks are marked `slow`."""
-    return [pytest.param(*layout, marks=[pytest.mark.slow] if layout[0] == 4 else []) for layout in layouts]
+IN_CAMPAIGN = {(4, 2, 1, 1), (4, 2, 2, 1), (4, 1, 4, 1), (4, 1, 2, 1), (4, 1, 1, 2)}  # each has a neighbour that is not
+
+
+def marked(layouts: Iterable[tuple[int, ...]]) -> list[Any]:
+    """Those on four ranks are marked `slow`, and some of them run in a campaign only."""
+    found = []
+    for layout in layouts:
+        marks = [pytest.mark.slow] if layout[0] == 4 else []
+        marks += [pytest.mark.campaign(only=True)] if layout in IN_CAMPAIGN else []
+        found.append(pytest.param(*layout, marks=marks))
+    return found
 
 
 def batch() -> PackedBatch:
@@ -95,7 +103,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), on_four_slow(LAYOUTS))
+@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), marked(LAYOUTS))
 def test_every_layout_gives_the_gradients_of_one_rank(
     request, ranks: int, shard: int, sequence: int, tensor: int
 ) -> None:
@@ -108,7 +116,7 @@ def test_every_layout_gives_the_gradients_of_one_rank(
                 assert torch.allclose(result[family][name], grad, rtol=1e-5, atol=1e-5), (family, name)
 
 
-@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), on_four_slow(MIXED))
+@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), marked(MIXED))
 def test_every_layout_gives_the_losses_of_one_rank_over_five_steps(
     request, one: Path, tmp_path: Path, ranks: int, shard: int, sequence: int, tensor: int
 ) -> None:

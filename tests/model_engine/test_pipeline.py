@@ -54,6 +54,11 @@ MORE: list[tuple[int, dict[str, int], list[Case]]] = [
     (4, {"pipeline": 2, "shard": 2}, [("qwen3", FOUR, [0, 3], {"compile": "aot_eager"})]),
     (4, {"pipeline": 2, "tensor": 2}, [("qwen3", {}, [3], {}), ("llama", TIED, [2], {}), ("qwen3_moe", {}, [2], {})]),
     (4, {"pipeline": 2, "ulysses": 2}, [("qwen3", {}, [3], {}), ("llama", TIED, [2], {}), ("gpt_oss", {}, [2], {})]),
+    (
+        4,
+        {"pipeline": 2, "context": 2},
+        [("qwen3", {}, [3], {}), ("gemma3_text", {}, [2], {}), ("gpt_oss", {}, [2], {})],
+    ),
     (4, {"pipeline": 2, "shard": 2, "expert": 2}, [("qwen3_moe", FOUR, [3, 1], {}), ("gpt_oss", {}, [0, 2], {})]),
 ]
 

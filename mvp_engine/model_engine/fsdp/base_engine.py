@@ -123,9 +123,7 @@ class FSDPBaseEngine(ModelEngine):
 
     def _result(self, result: Any) -> Any:
         """A result of the last pipeline stage, the only one that has the outputs of the model."""
-        return (
-            result if self._link is None else tree_map_only(Tensor, self._link.from_last_, result)
-        )
+        return result if self._link is None else tree_map_only(Tensor, self._link.result, result)
 
     def infer_batch(
         self,

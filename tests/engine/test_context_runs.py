@@ -1,0 +1,78 @@
+"""Trainings with context parallel: the losses of one rank, exact resume, checkpoints that other layouts read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, read_metrics
+
+from mvp_engine.checkpoint.format import Reader
+from mvp_engine.runs import list_runs
+
+LM = ROOT / "tests" / "recipes" / "packed_lm" / "train.yaml"
+WORDS = ["data.micro_batch_size=2", "optim.schedule=constant"]  # so that a shorter run is the same run, cut
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer states of the last checkpoint of the only run in a folder."""
+    [run] = list_runs(folder)
+    reader = Reader(run.checkpoint_list()[-1])
+    return {name: reader.read(name) for name in reader.entries if name.startswith(("model.", "optim."))}
+
+
+@pytest.mark.slow
+def test_context_training_has_the_losses_of_one_rank_and_resumes_on_any_layout(
+    train, ranks2, ranks4, tmp_path: Path
+) -> None:
+    assert train(*WORDS, "loop.total_steps=8", "loop.eval_interval=4", config=LM, dir=tmp_path / "straight") == 0
+    cut = [*WORDS, "resume=auto", f"project.dir={tmp_path / 'cut'}", "loop.eval_interval=4"]
+    assert ranks2.launch(LM, *cut, "parallel.context=2", "loop.total_steps=3") == [0] * 2
+    both = ["parallel.context=2", "parallel.ulysses=2"]
+    assert ranks4.launch(LM, *cut, *both, "loop.total_steps=5") == [0] * 4
+    assert train(*cut, "loop.total_steps=6", config=LM, dir=tmp_path / "cut") == 0
+    sharded = ["parallel.context=2", "parallel.shard=2"]
+    assert ranks4.launch(LM, *cut, *sharded, "loop.total_steps=8") == [0] * 4
+    one, many = read_metrics(tmp_path / "straight"), read_metrics(tmp_path / "cut")
+    assert [r["step"] for r in many] == list(range(1, 9))
+    assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in many], rel=1e-5)
+    assert [r["totals"] for r in one] == [r["totals"] for r in many]  # counted once
+    evaluated = {r["step"]: r["loss"] for r in read_metrics(tmp_path / "cut", "eval")}
+    for r in read_metrics(tmp_path / "straight", "eval"):
+        assert evaluated[r["step"]] == pytest.approx(r["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_context_run_resumed_on_its_layout_is_bit_equal(ranks2, tmp_path: Path) -> None:
+    words = [*WORDS, "parallel.context=2"]
+    assert ranks2.launch(LM, *words, "loop.total_steps=6", f"project.dir={tmp_path / 'straight'}") == [0, 0]
+    cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
+    assert ranks2.launch(LM, *cut, "loop.total_steps=3") == [0, 0]
+    assert ranks2.launch(LM, *cut, "loop.total_steps=6") == [0, 0]
+    one, two = tensors(tmp_path / "straight"), tensors(tmp_path / "cut")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
+
+
+@pytest.mark.slow
+def test_context_checkpoint_read_and_written_by_other_layouts_is_bit_equal(train, ranks2, ranks4, tmp_path) -> None:
+    """Each launch resumes at the last step, does nothing, and saves again."""
+    words = [*WORDS, "loop.total_steps=2"]
+    assert train(*words, config=LM, dir=tmp_path / "0") == 0
+    expected = tensors(tmp_path / "0")
+    layouts = [
+        (ranks2, ["parallel.context=2"]),
+        (ranks4, ["parallel.context=2", "parallel.ulysses=2"]),
+        (ranks4, ["parallel.context=4"]),
+        (ranks2, ["parallel.tensor=2"]),
+    ]
+    for number, (pool, sizes) in enumerate(layouts):
+        source = list_runs(tmp_path / str(number))[0].checkpoint_list()[-1]
+        folder = tmp_path / str(number + 1)
+        given = [*words, *sizes, f"resume={source}", f"project.dir={folder}", "checkpoint.interval=1"]
+        assert pool.launch(LM, *given) == [0] * pool.size
+        found = tensors(folder)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected), sizes

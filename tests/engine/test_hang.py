@@ -1,0 +1,96 @@
+"""HangWatch: a step that does not end is reported with the rank that it waits for, and the stacks of all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, spawn
+from kill_resume import child_pids
+
+from mvp_engine.distributed import World
+from mvp_engine.engine.hang import HangWatch, describe
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+@pytest.fixture
+def reports() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mvp_engine")
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+def test_hang_watch_reports_a_slow_step_once_and_a_quick_one_never(reports: list[str]) -> None:
+    with HangWatch(0.2, ALONE) as watch:
+        for step in range(1, 12):
+            watch.beat(step)
+            time.sleep(0.05)
+        assert not reports
+        watch.beat(12)
+        time.sleep(0.9)
+        [text] = reports
+        assert text.startswith("step 12 takes longer than guard.hang_seconds=0.2")
+        assert "time.sleep(0.9)" in text
+        watch.beat(13)
+        time.sleep(0.6)
+        assert len(reports) == 2
+    assert not [thread for thread in threading.enumerate() if thread.name == "mvp-hang" and thread.join(2)]
+
+
+def answer(step: int, *frames: str) -> dict[str, Any]:
+    return {"time": 0.0, "step": step, "stack": [f'  File "{frame}", line 1, in f\n' for frame in frames]}
+
+
+COLLECTIVE = ("engine.py", "/x/mvp_engine/distributed/world.py", "/x/torch/distributed/c10d.py")
+
+
+def test_describe_names_the_rank_that_is_not_in_a_collective() -> None:
+    text = describe({0: answer(7, *COLLECTIVE), 1: answer(7, "rows.py"), 2: answer(7, *COLLECTIVE)}, 3, 60.0)
+    assert "step 7 takes longer than guard.hang_seconds=60; rank 1 did not arrive where the others wait" in text
+    assert text.index("rank 1 in step 7, at:") < text.index("2 ranks (0, 2) in step 7, in a collective:")
+    assert 'File "rows.py"' in text
+
+
+def test_describe_names_ranks_that_do_not_answer_and_collectives_that_differ() -> None:
+    assert "rank 1 did not answer" in describe({0: answer(7, *COLLECTIVE)}, 2, 60.0)
+    other = answer(7, "engine.py", "/x/torch/distributed/fsdp.py", "/x/torch/distributed/c10d.py")
+    assert "all ranks wait in collectives, which differ" in describe({0: answer(7, *COLLECTIVE), 1: other}, 2, 60.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["hangs", pytest.param("is stopped", marks=pytest.mark.campaign(only=True))])
+def test_training_names_the_rank_that_hangs_with_its_stack(tmp_path: Path, how: str) -> None:
+    words = ["loop.total_steps=100000", "tiny.step_seconds=0.02", "data.micro_batch_size=4", "guard.hang_seconds=1.5"]
+    words += [f"project.dir={tmp_path}", "tiny.fault_rank=1"]
+    words += ["tiny.fault=hang"] if how == "hangs" else []
+    process = spawn("-m", "mvp_engine.cli", "train", str(TINY), "--nproc", "2", *words, fresh_workers=how != "hangs")
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if how != "hangs" and "step 4/" in line:
+            os.kill(child_pids(process.pid)[1], signal.SIGSTOP)
+        if "in a collective:" in line:
+            break
+    process.kill()
+    process.wait(30)
+    text = "".join(lines)
+    if how == "hangs":
+        assert "rank 1 did not arrive where the others wait" in text, text
+        assert "time.sleep(600)" in text
+        assert "rank 0 in step" in text
+    else:
+        assert "rank 1 did not answer" in text, text
