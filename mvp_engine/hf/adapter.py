@@ -141,6 +141,11 @@ class HFAdapter:
                 reference = layout.tensor_mesh is None and layout.pipeline == 1
                 self._media.check(rows, exact=exact, reference=reference)
 
+    @property
+    def _whole(self) -> PackedModel:
+        """The model with the blocks of all pipeline stages; without stages, the model itself."""
+        return self.model if self.model.stage is None else self.model.stage.whole
+
     def check_batch(self, micro_batch: Any) -> None:
         if isinstance(micro_batch, PackedBatch) and micro_batch.labels.is_cpu:
             self.model.check(micro_batch)
@@ -170,14 +175,14 @@ class HFAdapter:
         weights = WholeWeights(self.model)
         fetch = dequantized(self.model, weights.fetch)
         like = unquantized_shape(self.model, weights.like)
-        hf_export.export(target, folder, merge_adapters(self.model, fetch), like, world)
+        hf_export.export(target, folder, merge_adapters(self._whole, fetch), like, world)
 
     def named_full_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         weights = WholeWeights(self.model)
         target = self.model.export_target(dtype)
         plan = ExportPlan(target, unquantized_shape(self.model, weights.like))
         fetch = dequantized(self.model, weights.fetch)
-        fetch = merge_adapters(self.model, fetch)
+        fetch = merge_adapters(self._whole, fetch)
         for group in plan.groups:
             yield from plan.entries(group, fetch)
 

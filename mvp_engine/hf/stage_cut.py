@@ -27,6 +27,7 @@ from mvp_engine.hf.stages import OtherStage, OtherTensor, Receiver, Sender, Stag
 # What an encoder's model may pass to its decoder. Later stages get the same, or do not need it.
 _DECODER_INPUTS = {"inputs_embeds", "position_ids", *PACK_ARGUMENTS}
 _DECODER_INPUTS |= {"visual_pos_masks", "deepstack_visual_embeds"}  # used behind the first blocks
+MODEL_TYPES = ("language_model", "value_model")  # whose heads are per token
 
 
 def cut_model(model: PackedModel, link: StageLink, skeleton: Any) -> None:
@@ -116,8 +117,7 @@ def decoder_blocks(model: PackedModel, key: str) -> nn.ModuleList:
 def check_supported(model: PackedModel, key: str) -> None:
     """Raise for kinds of models that stages do not know."""
     reasons = {
-        f"model.type={model.model_type}": model.model_type != "language_model",
-        "LoRA": model.lora is not None,
+        f"model.type={model.model_type}": model.model_type not in MODEL_TYPES,
         "model.quantize": bool(model.quantize),
         "mixers with states": model.mixers.is_used,
         "padded rows": bool(model.padded_rows),

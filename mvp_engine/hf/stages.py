@@ -170,7 +170,8 @@ def _send_output(
     shapes: dict[str, tuple[int, ...]] = {"loss": (), "hidden_states": (tokens, output.shape[-1])}
     sequences = getattr(batch, "num_real_sequences", batch.num_sequences)
     head = model.hf.get_output_embeddings()
-    shapes["next_logits"] = (sequences, head.weight.shape[0])
+    if head is not None:
+        shapes["next_logits"] = (sequences, head.weight.shape[0])
     zeros = {}
     for name in given["outputs"]:
         shape = shapes.get(name, (tokens,))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import overrides_of, parallel
+from lora_models import pretrained
 from test_reward import NoLog
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,10 +18,10 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel
-from mvp_engine.kit import Distil, DistilLossKit
+from mvp_engine.hf import LanguageModel, ValueModel
+from mvp_engine.kit import Distil, DistilLossKit, Lora, MLLMModelKit
 from mvp_engine.kit.decoding import Decoding, complete
-from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, ValueModelEngine
 
 Step = Callable[[PackedBatch], tuple[Tensor, Tensor | float]]
 
@@ -161,3 +163,68 @@ def outside() -> str:
 def test_model_of_stages_called_with_gradients_outside_of_a_step_raises(ranks2) -> None:
     for error in ranks2.run(outside):
         assert "outside of forward_step" in error
+
+
+def with_lora(base: str, sizes: dict[str, int], folder: str, load: str | None) -> dict[str, Tensor]:
+    """Adapters after two steps, or those of a checkpoint; saved and exported."""
+    world = World.join("cpu")
+    layout = Layout.of(world, parallel(**sizes)) if sizes else Layout(world)
+    model = MLLMModelKit(Lora(rank=3)).build(ModelSource(base))
+    engine = LanguageModelEngine(model, layout, Settings(seed=5))
+    engine.initialize(lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2))
+    if load is not None:
+        engine.load_checkpoint(load)
+
+    def step(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        return engine.model(batch, ["loss"])["loss"], batch.num_loss_tokens
+
+    for _ in range(0 if load else 2):
+        engine.train_batch(pairs(), step)
+    engine.save_checkpoint(f"{folder}/saved")
+    engine.export_hf(f"{folder}/hf")
+    named = engine.model.named_parameters()
+    adapters = {name: full_tensor(param.detach()).clone() for name, param in named if ".lora_" in name}
+    world.close()
+    return adapters
+
+
+def test_pipeline_with_lora_trains_saves_and_merges_as_one_rank(ranks2, tmp_path: Path) -> None:
+    base = str(pretrained(tmp_path / "base"))
+    one = with_lora(base, {}, str(tmp_path / "one"), None)
+    results = ranks2.run(with_lora, base, {"pipeline": 2}, str(tmp_path / "two"), None)
+    assert set().union(*results) == set(one)
+    for result in results:
+        for name, adapter in result.items():
+            assert torch.allclose(adapter, one[name], rtol=1e-4, atol=1e-5), name
+    with_lora(base, {}, str(tmp_path / "back"), str(tmp_path / "two" / "saved"))
+    ranks2.run(with_lora, base, {"pipeline": 2}, str(tmp_path / "again"), str(tmp_path / "back" / "saved"))
+    exported = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("two", "back", "again")]
+    assert exported[0] == exported[1] == exported[2]
+
+
+def values(sizes: dict[str, int]) -> tuple[float | None, dict[str, Tensor], Tensor]:
+    world = World.join("cpu")
+    layout = Layout.of(world, parallel(**sizes)) if sizes else Layout(world)
+    engine = ValueModelEngine(ValueModel.on_meta(None, overrides_of("qwen3")), layout, Settings(seed=5))
+    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
+
+    def step(batch: PackedBatch) -> tuple[Tensor, float]:
+        return engine.model(batch, ["values"])["values"].sub(1).square().sum(), batch.num_tokens
+
+    engine.train_batch(pairs(), step)
+    params = engine.model.named_parameters()
+    grads = {name: full_tensor(param.grad).clone() for name, param in params if param.grad is not None}
+    found = engine.step_status()[0].loss, grads, engine.infer_batch(pairs()[0], ["values"])["values"]
+    world.close()
+    return found
+
+
+def test_pipeline_of_a_value_model_gives_the_gradients_of_one_rank(ranks2) -> None:
+    loss, grads, of_tokens = values({})
+    results = ranks2.run(values, {"pipeline": 2})
+    assert set(results[0][1]) | set(results[1][1]) == set(grads)
+    for result in results:
+        assert result[0] == pytest.approx(loss, rel=1e-5)
+        assert torch.allclose(result[2], of_tokens, rtol=1e-5, atol=1e-5)
+        for name, grad in result[1].items():
+            assert torch.allclose(grad, grads[name], rtol=1e-5, atol=1e-6), name
