@@ -53,7 +53,9 @@ class WeightReceiver:
             if name.startswith(PREFIX)
         }
         self._skeleton = model._skeleton(type(model.hf))
-        plan = ExportPlan(model.export_target(), lambda name: _on_meta(tensors[name]))
+        whole = tensors if model.stage is None else model.stage.whole.state_dict()
+        self._elsewhere = {name.removeprefix(PREFIX) for name in whole if name not in tensors}
+        plan = ExportPlan(model.export_target(), lambda name: _on_meta(whole[name]))
         # Entries that are converted together, by the name of each.
         self._groups = {
             name: frozenset(group.entries) for group in plan.groups for name in group.entries
@@ -74,7 +76,13 @@ class WeightReceiver:
         if not complete:
             return
         entries = TensorEntries(complete)
-        _, unused = load.load_entries(self._skeleton, entries, self._hf, "the stream of weights")
+        _, unused = load.load_entries(
+            self._skeleton,
+            entries,
+            self._hf,
+            "the stream of weights",
+            elsewhere=self._elsewhere,
+        )
         heads = {name: self._own[name] for name in unused if name in self._own}
         load.load_entries_by_name(entries, heads, "the stream of weights")
         self._missing -= complete.keys()

@@ -152,6 +152,8 @@ class GroupParallel(Section):
     """Data parallel replicas of the model; -1: all ranks that the other dimensions leave."""
     shard: Count = 1
     """FSDP: ranks that shard parameters, gradients and optimizer states of one replica."""
+    pipeline: Count = 1
+    """Pipeline parallel: stages of the model, each with a slice of the decoder's blocks."""
     context: Count = 1
     """Sequence parallel: ranks that shard the queries of a batch and gather keys and values."""
     ulysses: Count = 1

@@ -303,9 +303,12 @@ class WorkerGroup:
 
     def _call_parts(self, method: str, args: list[tuple[Any, ...]]) -> list[Any]:
         """Call a method with arguments for each data-parallel rank; returns a result for each."""
-        each = self.spec.model_parallel_size
-        own = [args[rank // each] for rank in range(self.num_ranks)]
-        return self.processes.call(self.name, method, own)[::each]
+        stages = self.spec.parallel.pipeline
+        in_stage = self.num_ranks // stages
+        each = self.spec.model_parallel_size // stages
+        own = [args[rank % in_stage // each] for rank in range(self.num_ranks)]
+        results = self.processes.call(self.name, method, own)
+        return results[self.num_ranks - in_stage :: each]  # the last stage has them
 
 
 class WeightStream(Iterator[Bucket]):

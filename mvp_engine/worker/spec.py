@@ -81,23 +81,16 @@ class WorkerSpec:
     def model_parallel_size(self) -> int:
         """Ranks that work on the same sequences."""
         parallel = self.parallel
-        return parallel.context * parallel.ulysses * parallel.tensor
-
-    def __post_init__(self) -> None:
-        if self.parallel.pipeline > 1:
-            raise UserError(
-                f"parallel.pipeline={self.parallel.pipeline}: worker groups do not support stages. Set parallel.shard "
-                "or parallel.tensor of the group"
-            )
+        return parallel.pipeline * parallel.context * parallel.ulysses * parallel.tensor
 
     def data_size(self, ranks: int) -> int:
         """The data-parallel size of a group of this many ranks."""
         each = self.model_parallel_size
         if ranks % each:
             raise UserError(
-                f"parallel.context={self.parallel.context} times parallel.ulysses={self.parallel.ulysses} times "
-                f"parallel.tensor={self.parallel.tensor} does not divide the {count(ranks, 'rank')} of the group: "
-                f"use {each * (ranks // each + 1)}, or change them"
+                f"parallel.pipeline={self.parallel.pipeline} times parallel.context={self.parallel.context} times "
+                f"parallel.ulysses={self.parallel.ulysses} times parallel.tensor={self.parallel.tensor} does not "
+                f"divide the {count(ranks, 'rank')} of the group: use {each * (ranks // each + 1)}, or change them"
             )
         return ranks // each
 

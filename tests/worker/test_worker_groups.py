@@ -65,7 +65,7 @@ def test_update_local_counts_every_token_once_and_learns(local: dict[str, Any]) 
     assert steps == sorted(steps, reverse=True)
 
 
-@pytest.mark.parametrize("layout", [{}, {"shard": 2}, {"ulysses": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"shard": 2}, {"ulysses": 2}, {"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_group_on_two_ranks_gives_what_local_gives(
     ranks2: RankPool, layout: dict[str, int], local: dict[str, Any]
 ) -> None:

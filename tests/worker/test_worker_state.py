@@ -126,6 +126,17 @@ def test_checkpoint_continues_bit_for_bit_and_loads_on_another_layout(tmp_path: 
         assert group.checksums(torch.float32) == weights
 
 
+def test_groups_with_pipeline_stages_send_and_receive_weights(ranks2: RankPool) -> None:
+    with WorkerGroup.start(spec_of(parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)) as actor:
+        stages = WorkerGroup.start(spec_of(parallel={"pipeline": 2}), name="reference", on=actor)
+        actor.update(BATCH, TokenLoss(), budget=64)
+        stages.load_weights(actor.weights())
+        assert stages.checksums() == actor.checksums()
+        stages.update(BATCH, TokenLoss(), budget=64)
+        actor.load_weights(iter(list(stages.weights())))
+        assert stages.checksums() == actor.checksums()
+
+
 def test_groups_share_processes_with_other_layouts(ranks2: RankPool, tmp_path: Path) -> None:
     with WorkerGroup.start(spec_of(parallel={"shard": 2}), ranks=2, where=PoolLauncher(ranks2)) as actor:
         critic_spec = spec_of(model={"type": "value_model"}, parallel={"ulysses": 2})
