@@ -100,7 +100,7 @@ class HFAdapter:
         params = dict(self.model.named_parameters())
         return [params[name] for name in names if name in params]
 
-    def before_sharding(self, layout: Layout, settings: Any) -> None:
+    def replace_layers(self, layout: Layout, settings: Any) -> None:
         if settings.sequence_parallel is not None:
             raise UserError(
                 "model.sequence_parallel is for model.backend=megatron: leave it out, or use parallel.ulysses"

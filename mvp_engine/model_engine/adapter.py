@@ -90,8 +90,8 @@ class ModelAdapter:
         """Parameters that both the first and the last pipeline stage hold, and this one."""
         return []
 
-    def before_sharding(self, layout: Layout, settings: Any) -> None:
-        """Change the blocks, which are cut by matrices already and not yet sharded."""
+    def replace_layers(self, layout: Layout, settings: Any) -> None:
+        """Give layers another forward; their parameters are cut by matrices already, and not yet sharded."""
         if settings.sequence_parallel is not None:
             raise UserError(
                 "model.sequence_parallel is for model.backend=megatron: leave it out, or use parallel.ulysses"

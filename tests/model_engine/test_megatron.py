@@ -12,6 +12,7 @@ import torch
 from families import overrides_of, parallel
 from torch import Tensor
 
+from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
@@ -34,6 +35,9 @@ LAYOUTS: list[tuple[int, dict[str, int], dict[str, Any], list[str]]] = [
     (2, {"ulysses": 2}, {}, ["qwen3", "mixtral"]),
     (2, {"shard": 2, "expert": 2}, {}, EXPERTS),
     (2, {"context": 2}, {}, ["llama"]),
+    (2, {"tensor": 2}, {"balance": True, "activation_checkpointing": "full"}, EXPERTS),
+    (2, {"pipeline": 2}, {"balance": True}, EXPERTS),
+    (4, {"shard": 2, "tensor": 2, "expert": 2}, {"balance": True}, EXPERTS),
     (2, {"pipeline": 2}, {}, FAMILIES),
     (4, {"pipeline": 2, "shard": 2}, {}, FAMILIES),
     (4, {"pipeline": 2, "tensor": 2}, {}, FAMILIES),
@@ -48,8 +52,10 @@ def batches() -> list[PackedBatch]:
     return [PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in one]) for one in lengths]
 
 
-def build(family: str, layout: Layout, backend: str, **how: Any) -> Any:
+def build(family: str, layout: Layout, backend: str, balance: bool = False, **how: Any) -> Any:
     kind = engine_class("language_model", backend)
+    if balance:
+        how["experts"] = Experts(balance="loss", weight=0.1, z=0.01)
     engine = kind(LanguageModel.on_meta(None, overrides_of(family)), layout, Settings(seed=5, **how))
     # The gradient of a key's bias is rounding; a large eps keeps AdamW from making a step of it.
     engine.initialize(lambda model: torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3))
@@ -85,14 +91,14 @@ def trained(family: str, layout: Layout, backend: str, **how: Any) -> dict[str, 
 
 
 @functools.cache
-def expected(family: str) -> dict[str, dict[str, Tensor]]:
-    return trained(family, Layout(World.join("cpu")), "fsdp")
+def expected(family: str, balance: bool = False) -> dict[str, dict[str, Tensor]]:
+    return trained(family, Layout(World.join("cpu")), "fsdp", balance=balance)
 
 
-def assert_equal(found: dict[str, dict[str, Tensor]], family: str) -> None:
+def assert_equal(found: dict[str, dict[str, Tensor]], family: str, balance: bool = False) -> None:
     for kind, tensors in found.items():
         for name, tensor in tensors.items():
-            reference = expected(family)[kind][name]
+            reference = expected(family, balance)[kind][name]
             worst = float((tensor - reference).abs().max() / reference.abs().max().clamp(min=1e-6))
             assert worst < 1e-5, (family, kind, name, worst)
 
@@ -122,7 +128,7 @@ def test_megatron_on_layouts_equals_fsdp_on_one_rank(
     results = pool.run(on_layout, sizes, how, families, timeout=400)
     for family in families:
         for result in results:
-            assert_equal(result[family], family)
+            assert_equal(result[family], family, how.get("balance", False))
         for kind, tensors in expected(family).items():  # a pipeline stage has gradients of its own layers
             assert set().union(*(result[family][kind] for result in results)) == tensors.keys()
 

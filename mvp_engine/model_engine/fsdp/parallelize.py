@@ -60,13 +60,13 @@ def parallelize_model(
         experts = adapter.apply_expert_parallel(layout.expert_mesh)
     if layout.sequence_groups is not None:
         adapter.enable_sequence_parallel(layout.sequence_groups, layout.tensor)
+    adapter.replace_layers(layout, settings)
     if settings.experts.is_used:  # before the cut: it counts the layers of all stages
         adapter.balance_experts(settings.experts, world.device)
     if layout.pipeline > 1:
         adapter.cut_stage(StageLink(layout), skeleton)
         held = set(model.modules())
         experts = [module for module in experts if module in held]
-    adapter.before_sharding(layout, settings)
     _change_blocks(model, settings, backends, fp8_parts)
     if layout.shard_mesh is not None:
         apply_fsdp(model, layout.shard_mesh, dtype, experts, layout.expert_shard_mesh)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from mvp_engine.distributed import Layout
+from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
 from mvp_engine.hf.adapter import HFAdapter
 from mvp_engine.model_engine.base import Settings
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
 from mvp_engine.model_engine.megatron.families import check_supported
-from mvp_engine.model_engine.megatron.layers import import_megatron, use_megatron_layers
+from mvp_engine.model_engine.megatron.layers import import_megatron, mark_ends, use_megatron_layers
 from mvp_engine.model_engine.registry import register
 from mvp_engine.model_engine.types import LanguageModelEngine, ValueModelEngine
 
@@ -18,8 +19,14 @@ from mvp_engine.model_engine.types import LanguageModelEngine, ValueModelEngine
 class MegatronAdapter(HFAdapter):
     compiles_by_default = False
 
-    def before_sharding(self, layout: Layout, settings: Settings) -> None:
-        use_megatron_layers(self.model, layout, settings.sequence_parallel is not False)
+    def replace_layers(self, layout: Layout, settings: Settings) -> None:
+        sequence = settings.sequence_parallel is not False
+        self._layers = use_megatron_layers(self.model, layout, sequence)
+
+    def cut_stage(self, link: StageLink, skeleton: nn.Module | None) -> None:
+        super().cut_stage(link, skeleton)
+        held = set(self.model.modules())
+        mark_ends([forward for forward in self._layers if forward.layer in held])
 
     def preflight(self, layout: Layout, exact: bool) -> None:
         super().preflight(layout, exact)

@@ -22,14 +22,14 @@ from mvp_engine.model_engine.megatron.weight_table import WeightTable
 from mvp_engine.ops.autocast import autocast_dtype
 
 
-def use_megatron_layers(model: PackedModel, layout: Layout, sequence: bool) -> None:
-    """Replace the forward of each decoder layer of this pipeline stage.
+def use_megatron_layers(model: PackedModel, layout: Layout, sequence: bool) -> list[LayerForward]:
+    """Replace the forward of each decoder layer; returns the new ones.
 
-    `sequence`: cut tokens over tensor-parallel ranks in between; stages send each other all tokens.
+    `sequence`: cut tokens over tensor-parallel ranks in between.
     """
     modules = import_megatron()
     decoder: Any = model.decoder()
-    layers = [layer for layer in decoder.layers if hasattr(layer, "self_attn")]
+    layers = list(decoder.layers)
     group = None if layout.tensor_mesh is None else layout.tensor_mesh.get_group()
     sequence = sequence and group is not None
     config: Any = model.hf.config
@@ -55,12 +55,18 @@ def use_megatron_layers(model: PackedModel, layout: Layout, sequence: bool) -> N
     for index, layer in enumerate(layers):
         table = WeightTable(layer, sizes.head_dim, group, sequence)
         table.check(cores[index])
-        forward = LayerForward(layer, cores[index], table, modules.make_viewless_tensor)
-        if sequence:
-            forward.sequence_group = group
-            forward.is_first = index == 0
-            forward.is_last = index == len(layers) - 1
-        layer.forward = forward
+        layer.forward = LayerForward(layer, cores[index], table, modules.make_viewless_tensor)
+        layer.forward.sequence_group = group if sequence else None
+    forwards = [layer.forward for layer in layers]
+    mark_ends(forwards)
+    return forwards
+
+
+def mark_ends(forwards: list[LayerForward]) -> None:
+    """Note the layers that get and return all tokens: the first and the last one of a model or pipeline stage."""
+    for index, forward in enumerate(forwards):
+        forward.splits = index == 0 and forward.sequence_group is not None
+        forward.joins = index == len(forwards) - 1 and forward.sequence_group is not None
 
 
 def import_megatron() -> Any:
@@ -86,8 +92,8 @@ class LayerForward:
     """
 
     sequence_group: Any = None  # the tensor-parallel ranks that tokens are cut over
-    is_first = False
-    is_last = False
+    splits = False
+    joins = False
 
     def __init__(self, layer: Any, core: Any, table: WeightTable, without_view: Any) -> None:
         self.without_view = without_view
@@ -117,13 +123,13 @@ class LayerForward:
         attend = _Attend(self.layer.self_attn, attention_mask, cos_Td, sin_Td, kwargs)
         self.core.self_attention.core_attention.attend = attend
         x_T1D = hidden_states.transpose(0, 1)
-        if self.is_first:
+        if self.splits:
             x_T1D = split_tokens(x_T1D, self.sequence_group)
         if hasattr(self.layer.mlp, "experts"):
             self.core.mlp.run = _RunExperts(self.layer.mlp, self.sequence_group, len(cos_Td))
         weights = self.table.join(autocast_dtype(hidden_states))
         out_T1D, _ = functional_call(self.core, weights, (x_T1D, None))
-        if self.is_last:
+        if self.joins:
             out_T1D = join_tokens(out_T1D, len(cos_Td), self.sequence_group)
         # FSDP2 hooks the output, and warns of a view.
         out_1TD = out_T1D.transpose(0, 1)
