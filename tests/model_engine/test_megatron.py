@@ -120,6 +120,12 @@ def test_megatron_on_one_rank_equals_fsdp(family: str) -> None:
 
 
 @needs_megatron
+@pytest.mark.campaign(only=True)
+def test_megatron_compiled_equals_fsdp() -> None:
+    assert_equal(trained("qwen3", Layout(World.join("cpu")), "megatron", compile="aot_eager"), "qwen3")
+
+
+@needs_megatron
 @pytest.mark.parametrize(("ranks", "sizes", "how", "families"), LAYOUTS, ids=str)
 def test_megatron_on_layouts_equals_fsdp_on_one_rank(
     request: pytest.FixtureRequest, ranks: int, sizes: dict[str, int], how: dict[str, Any], families: list[str]
@@ -195,7 +201,6 @@ def engine_for(family: str, backend: str = "megatron", config: dict[str, Any] | 
         ("llama", {"attention_bias": True}, {}, "self_attn.o_proj has a bias"),
         ("llama", {"hidden_act": "gelu"}, {}, "hidden_act=gelu"),
         ("mixtral", {"router_jitter_noise": 0.1}, {}, "router_jitter_noise"),
-        ("qwen3", {}, {"compile": "inductor"}, "set model.compile=null"),
         ("qwen3", {}, {"fp8": {"llm": True}}, "model.fp8 and model.quantize are not supported"),
     ],
     ids=str,

@@ -32,8 +32,11 @@ def check_supported(model: Any, layout: Layout, settings: Settings) -> None:
         raise _refuse("LoRA adapters are not supported")
     if settings.quantize or _is_set(settings.fp8):
         raise _refuse("model.fp8 and model.quantize are not supported")
-    if _is_set(settings.compile) and settings.compile != "auto":
-        raise _refuse("model.compile is not supported: set model.compile=null")
+    if layout.tensor > 1 and _is_set(settings.compile) and settings.compile != "auto":
+        raise UserError(
+            f"model.backend=megatron: model.compile is not supported with parallel.tensor={layout.tensor}. "
+            "Set model.compile=null"
+        )
 
 
 def _biases(model: PackedModel) -> list[str]:

@@ -131,8 +131,10 @@ class LayerForward:
         out_T1D, _ = functional_call(self.core, weights, (x_T1D, None))
         if self.joins:
             out_T1D = join_tokens(out_T1D, len(cos_Td), self.sequence_group)
-        # FSDP2 hooks the output, and warns of a view.
         out_1TD = out_T1D.transpose(0, 1)
+        if torch.compiler.is_compiling():
+            return out_1TD
+        # FSDP2 hooks the output, and warns of a view.
         return self.without_view(out_1TD, out_1TD.requires_grad, True)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
@@ -19,11 +20,19 @@ Group = dist.ProcessGroup
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), 0, group))
+    operator = torch.ops._c10d_functional.all_gather_into_tensor
+    gathered: Tensor = functional.wait_tensor(
+        operator(x.contiguous(), group.size(), group.group_name)
+    )
+    return gathered
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, group))
+    operator = torch.ops._c10d_functional.reduce_scatter_tensor
+    share: Tensor = functional.wait_tensor(
+        operator(x.contiguous(), "sum", group.size(), group.group_name)
+    )
+    return share
 
 
 def split_tokens(x: Tensor, group: Group) -> Tensor:
@@ -35,6 +44,23 @@ def split_tokens(x: Tensor, group: Group) -> Tensor:
 def join_tokens(x: Tensor, tokens: int, group: Group) -> Tensor:
     """All tokens, on every rank, for a computation that is the same on every rank."""
     return Join.apply(x, group)[:tokens]
+
+
+class SummedGrads(Function):
+    """The identity on some weights; backward sums their gradients over a group, in one all-reduce in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total = torch.cat([grad.flatten().float() for grad in grads])
+        dist.all_reduce(total, group=ctx.group)
+        parts = total.split([grad.numel() for grad in grads])
+        pairs = zip(parts, grads, strict=True)
+        return None, *(part.view_as(grad).to(grad.dtype) for part, grad in pairs)
 
 
 class Split(Function):

@@ -11,7 +11,6 @@ once in a forward. Experts and their router have no row: they stay modules of th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mvp_engine.hf.tp_plan import SummedGrad
+from mvp_engine.model_engine.megatron.sequence import SummedGrads
 
 Join = Callable[..., Tensor]
 
@@ -74,8 +73,7 @@ class _Place(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     row: Row
     places: tuple[_Place, ...]
 
@@ -89,7 +87,6 @@ class WeightTable:
         """`group`: the tensor-parallel ranks, if there are several; `sequence`: tokens are cut over them."""
         self.head_dim = head_dim
         self.group = group
-        self.partial = {"heads", "tokens"} if sequence else {"heads"}
         self.entries: list[_Entry] = []
         known = {name for name, _ in layer.named_parameters()}
         for row in ROWS:
@@ -98,27 +95,31 @@ class WeightTable:
                 self.entries.append(_Entry(row, places))
                 known -= set(row.hf)
         self.left = sorted(known)
+        kinds = {"heads", "tokens"} if sequence else {"heads"}
+        rows = [row for row, _ in self.entries if group is not None and row.partial in kinds]
+        self.partial = [row.megatron for row in rows]  # whose gradients are summed
 
     def check(self, megatron_layer: nn.Module) -> None:
         """The table fills all weights of Megatron's layer, and leaves out nothing but experts."""
         assert all(name.startswith("mlp.") for name in self.left), self.left
         assert not self.left or not hasattr(megatron_layer.mlp, "linear_fc1"), self.left
-        weights = {entry.row.megatron for entry in self.entries}
+        weights = {row.megatron for row, _ in self.entries}
         assert weights == {name for name, _ in megatron_layer.named_parameters()}
 
     def join(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Megatron's weights of this rank, by Megatron's names, cast to `dtype` if given."""
-        return {entry.row.megatron: self._joined(entry, dtype) for entry in self.entries}
-
-    def _joined(self, entry: _Entry, dtype: torch.dtype | None) -> Tensor:
-        parts = []
-        for place in entry.places:
-            param = getattr(place.module, place.name)
-            local = param.to_local() if isinstance(param, DTensor) else param
-            if self.group is not None and entry.row.partial in self.partial:
-                local = SummedGrad.apply(local, self.group)
-            parts.append(local if dtype is None else local.to(dtype))
-        return entry.row.join(*parts, head_dim=self.head_dim)
+        parts: dict[str, list[Tensor]] = {}
+        for row, places in self.entries:
+            params = [getattr(place.module, place.name) for place in places]
+            local = [p.to_local() if isinstance(p, DTensor) else p for p in params]
+            parts[row.megatron] = local if dtype is None else [part.to(dtype) for part in local]
+        if self.partial:
+            whole = SummedGrads.apply(self.group, *(parts[name][0] for name in self.partial))
+            parts |= {name: [weight] for name, weight in zip(self.partial, whole, strict=True)}
+        return {
+            row.megatron: row.join(*parts[row.megatron], head_dim=self.head_dim)
+            for row, _ in self.entries
+        }
 
 
 def _place(layer: nn.Module, name: str) -> _Place:
