@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mvp_engine.errors import UserError, did_you_mean
+from mvp_engine.errors import JOB_ID, UserError, did_you_mean
 from mvp_engine.files import atomic_write_text
 
 STEP_PREFIX = "step_"
@@ -248,7 +248,12 @@ def open_run(text: str, root: Path) -> Run:
 
 
 def launcher_id() -> str | None:
-    """The id of the torchrun process that started this one, which stays the same when torchrun restarts its workers."""
+    """The id of the torchrun process that started this one, which stays the same when torchrun restarts its workers.
+
+    The ranks of an elastic job move between such processes, so it has an id of its own.
+    """
+    if JOB_ID in os.environ:
+        return os.environ[JOB_ID]
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return f"{socket.gethostname()}:{os.getppid()}:{os.environ['TORCHELASTIC_RUN_ID']}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-from mvp_engine.errors import UserError, reason_of
+from mvp_engine.errors import ELASTIC, JOB_ID, UserError, reason_of
 from mvp_engine.process.watchdog import FIRST_FAILURE, RankWatchdog
 
 
@@ -52,11 +53,16 @@ class World:
         )
         if "TORCHELASTIC_RUN_ID" in os.environ:
             world.watch = RankWatchdog(world.rank)
+        if ELASTIC in os.environ:
+            _set_job_id()
         if size > 1:
             own_gpu = local_size <= torch.cuda.device_count() or "SLURM_GPUS_PER_TASK" in os.environ
             # torchrun may keep its store over a restart: the dead workers' addresses must not be found in it.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = PrefixStore(f"mvp_engine/{attempt}", next(rendezvous("env://"))[0])
+            prefix = f"mvp_engine/{attempt}"
+            if ELASTIC in os.environ:
+                prefix += f"/{size}"  # a node that joins restarts the ranks under the same count
+            store = PrefixStore(prefix, next(rendezvous("env://"))[0])
             world._connect(store, own_gpu, timeout)
         return world
 
@@ -206,6 +212,14 @@ class World:
                 first = self.store.compare_set(FIRST_FAILURE, "", first).decode()
         rank, _, reason = first.partition(" ")
         return int(rank), reason
+
+
+def _set_job_id() -> None:
+    """Let the first attempt of an elastic job choose its id, which lives as long as the store on node 0."""
+    store: Any = next(rendezvous("env://"))[0]
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    os.environ[JOB_ID] = store.compare_set(JOB_ID, "", uuid.uuid4().hex).decode()
 
 
 def _node() -> str:

@@ -12,7 +12,7 @@ import yaml
 
 from mvp_engine.checkpoint.manager import find_checkpoint, recover
 from mvp_engine.config.schema import Config
-from mvp_engine.errors import UserError
+from mvp_engine.errors import JOB_ID, UserError
 from mvp_engine.files import atomic_write_text
 from mvp_engine.renamed import current_keys
 from mvp_engine.runs import (
@@ -37,7 +37,8 @@ class Start:
 def choose_start(config: Config) -> Start:
     """Called on rank 0. `resume` names a run folder, to continue it, or a checkpoint, to start a new run from it."""
     root = Path(config.project.dir).expanduser()
-    if config.workflow == "train" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if config.workflow == "train" and (restarts > 0 or JOB_ID in os.environ):
         restarted = [
             run
             for run in list_runs(root, config.project.name)

@@ -71,8 +71,9 @@ def _add_node_options(
 ) -> None:
     text = f"processes (ranks) on this machine (default: {ranks})"
     command.add_argument("--nproc", type=int, metavar="N", help=text)
-    text = "machines that train together; srun sets this and the next three by itself (default: 1)"
-    command.add_argument("--nnodes", type=int, metavar="N", help=text)
+    text = "machines that train together; srun sets this and the next three by itself (default: 1). 1:2: elastic, it "
+    text += "continues with one of two when the other is lost"
+    command.add_argument("--nnodes", metavar="N", help=text)
     command.add_argument("--node-rank", type=int, metavar="N", help="which of them this is, from 0")
     command.add_argument("--master-addr", metavar="HOST", help="host name of node 0")
     text = "a free port of node 0 (default: 29500)"

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from mvp_engine.errors import (
+    ELASTIC,
     ERROR_FILE,
     EXIT_BUG,
     EXIT_CODE_FILE,
@@ -82,6 +83,7 @@ def _torchrun(module: str, nodes: Nodes, arguments: list[str]) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
     _silence_torchrun()
@@ -99,16 +101,22 @@ def _torchrun(module: str, nodes: Nodes, arguments: list[str]) -> int:
         exit_code_file = Path(folder) / "exit_code"
         os.environ[EXIT_CODE_FILE] = str(exit_code_file)
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+        if nodes.least is not None:
+            os.environ[ELASTIC] = str(nodes.port)
         try:
             run(parse_args(words))
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            if nodes.rank > 0:
+            if nodes.rank > 0 and nodes.least is None:
                 _record_failure(nodes, rank)
             if failure.exitcode not in SAID_WHY:
                 with open(errors, "a") as out:
                     out.write(f"mvp: error: {_how_it_ended(rank, failure.exitcode)}\n")
             return failure.exitcode or EXIT_BUG
+        except RendezvousError as error:
+            with open(errors, "a") as out:
+                out.write(f"mvp: error: {nodes.lost_rendezvous(str(error))}\n")
+            return EXIT_BUG
         except DistError as error:
             raise UserError(nodes.no_meeting(JOIN_SECONDS, str(error))) from None
         except SignalException:

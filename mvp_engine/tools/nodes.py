@@ -20,6 +20,10 @@ from dataclasses import dataclass
 from mvp_engine.errors import UserError, count
 
 DEFAULT_PORT = 29500
+# Elastic: seconds that the nodes which are there wait for others, at the start and after one was lost.
+LAST_CALL_SECONDS = 10
+KEEP_ALIVE_SECONDS = 3  # elastic: a node that misses three of them is lost
+MIN_RESTARTS = 3  # elastic: lost nodes and failures that a job survives, at least
 SIOCGIFADDR = 0x8915  # ioctl: the address of a network interface
 
 
@@ -32,8 +36,13 @@ class Nodes:
     rank: int = 0
     address: str = "127.0.0.1"  # of node 0, for all others
     port: int = DEFAULT_PORT
+    least: int | None = None  # elastic: the job continues with so many nodes when others are lost
 
     def __post_init__(self) -> None:
+        if self.least is not None and not 1 <= self.least < self.count:
+            raise UserError(
+                f"--nnodes {self.least}:{self.count}: the first number is at least 1 and less than the second"
+            )
         if self.nproc < 1:
             raise UserError(f"--nproc {self.nproc}: at least one process is needed")
         if self.count < 1:
@@ -53,6 +62,18 @@ class Nodes:
         ranks = f"--nproc_per_node={self.nproc}"
         if self.count == 1:
             return ["--standalone", ranks]
+        if self.least is not None:
+            waits = f"join_timeout={seconds},last_call_timeout={LAST_CALL_SECONDS}"
+            waits += f",keep_alive_interval={KEEP_ALIVE_SECONDS}"
+            return [
+                ranks,
+                f"--nnodes={self.least}:{self.count}",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={self.address}:{self.port}",
+                f"--rdzv-id=mvp-{self.port}",
+                f"--rdzv-conf=is_host={self.rank == 0},{waits}",
+                f"--max-restarts={max(MIN_RESTARTS, self.count - self.least)}",
+            ]
         return [
             ranks,
             f"--nnodes={self.count}",
@@ -85,17 +106,25 @@ class Nodes:
             f"reach port {self.port} there ({error.splitlines()[0][:200]})"
         )
 
+    def lost_rendezvous(self, error: str) -> str:
+        return (
+            f"{self}: the nodes of this elastic job no longer meet at {self.address}:{self.port}, on node 0: it is "
+            f"gone, or the job has ended ({error.splitlines()[0][:200]}). resume=auto continues from the last "
+            "checkpoint"
+        )
+
 
 def nodes_of(args: argparse.Namespace) -> Nodes:
     """The nodes that the options of a command, or the variables of SLURM, describe."""
-    if args.nnodes is not None and args.nnodes > 1:
-        return _from_options(args)
+    least, nnodes = _node_range(args.nnodes)
+    if nnodes is not None and nnodes > 1:
+        return _from_options(args, nnodes, least)
     for name in ("node_rank", "master_addr", "master_port"):
         if getattr(args, name) is not None and args.nnodes is None:
             option = name.replace("_", "-")
             raise UserError(f"--{option} is for several nodes: give --nnodes as well")
     if "WORLD_SIZE" in os.environ or args.nnodes is not None:
-        return Nodes(_or(args.nproc, 1), _or(args.nnodes, 1))
+        return Nodes(_or(args.nproc, 1), _or(nnodes, 1))
     if "SLURM_STEP_NUM_TASKS" in os.environ:
         return _from_slurm(os.environ, args.nproc)
     allocated = os.environ.get("SLURM_JOB_NUM_NODES", "1")
@@ -108,19 +137,29 @@ def nodes_of(args: argparse.Namespace) -> Nodes:
     return Nodes(_or(args.nproc, 1))
 
 
+def _node_range(text: str | None) -> tuple[int | None, int | None]:
+    """(least, most) of `--nnodes`: `2`, or `1:2` for an elastic job."""
+    if text is None:
+        return None, None
+    found = re.fullmatch(r"(?:(\d+):)?(-?\d+)", str(text))
+    if found is None:
+        raise UserError(f"--nnodes {text}: write a number, or LEAST:MOST for an elastic job")
+    return (int(found[1]) if found[1] else None), int(found[2])
+
+
 def _or(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _from_options(args: argparse.Namespace) -> Nodes:
+def _from_options(args: argparse.Namespace, nnodes: int, least: int | None) -> Nodes:
     address = args.master_addr or os.environ.get("MASTER_ADDR")
     if args.node_rank is None or address is None:
         raise UserError(
-            f"--nnodes {args.nnodes}: run the command on each node, with --node-rank 0 to {args.nnodes - 1} and the "
+            f"--nnodes {args.nnodes}: run the command on each node, with --node-rank 0 to {nnodes - 1} and the "
             "same --master-addr, the host name of node 0"
         )
     port = args.master_port or int(os.environ.get("MASTER_PORT", DEFAULT_PORT))
-    return Nodes(_or(args.nproc, 1), args.nnodes, args.node_rank, address, port)
+    return Nodes(_or(args.nproc, 1), nnodes, args.node_rank, address, port, least)
 
 
 def _from_slurm(variables: Mapping[str, str], nproc: int | None) -> Nodes:
