@@ -59,6 +59,9 @@ class ExpertBalance:
         self.counts_LE = torch.zeros(shape, dtype=torch.float64, device=device)  # of this rank
         self.last_LE = torch.zeros_like(self.counts_LE)  # of all ranks, in the step before
         self.last_weight = torch.zeros((), dtype=torch.float64, device=device)
+        # Made once: a copy from the host in every step would be a host sync.
+        self._sizes_L = self.last_LE.new_tensor(self.sizes)
+        self._top_k_L = self.last_LE.new_tensor([top_k(router) for router, _ in self.routers])
         self._coefficients()
         if settings.balance == "bias":
             for router, _ in self.routers:
@@ -151,8 +154,7 @@ class ExpertBalance:
         self.last_LE = torch.where(keep, self.last_LE, counts_LE)
         self.last_weight = torch.where(keep, self.last_weight, weight)
         self._coefficients()
-        sizes_L = self.last_LE.new_tensor(self.sizes)
-        mean_L = counts_LE.sum(1) / sizes_L
+        mean_L = counts_LE.sum(1) / self._sizes_L
         if self.settings.balance == "bias":
             for layer, (router, size) in enumerate(self.routers):
                 bias: Any = getattr(router, _BIAS)
@@ -169,12 +171,10 @@ class ExpertBalance:
         The engine divides all gradients by the loss weight of the step. A loss that is a mean over tokens has to be
         multiplied by weight / tokens, for which the last step's ratio stands.
         """
-        sizes_L = self.last_LE.new_tensor(self.sizes)
         total_L = self.last_LE.sum(1)
-        top_k_L = self.last_LE.new_tensor([top_k(router) for router, _ in self.routers])
         seen_L = total_L > 0
-        ratio_L = torch.where(seen_L, self.last_weight * top_k_L / total_L, 1.0)
-        factor_L = torch.where(seen_L, sizes_L * ratio_L / total_L, 0.0)
+        ratio_L = torch.where(seen_L, self.last_weight * self._top_k_L / total_L, 1.0)
+        factor_L = torch.where(seen_L, self._sizes_L * ratio_L / total_L, 0.0)
         weight = self.settings.weight if self.settings.balance == "loss" else 0.0
         self.coefficients_LE = (weight * factor_L[:, None] * self.last_LE).float()
         self.z_L = (self.settings.z * ratio_L).float()

@@ -11,6 +11,7 @@ from families import VISION, overrides_of, parallel
 from tiny_models import build_model, sample
 from torch.optim.lr_scheduler import LambdaLR
 
+from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
@@ -45,6 +46,26 @@ def gradients(part: LanguageModelEngine, micro_batches: list[PackedBatch]) -> di
 
 def lowest_cosine(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return min(float(torch.cosine_similarity(a[name], b[name], dim=0)) for name in a)
+
+
+@pytest.mark.parametrize("compile", [None, "inductor"])
+@pytest.mark.parametrize("balance", ["none", "loss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_step_of_experts_on_one_rank_has_no_host_sync(name: str, balance: Any, compile: str | None) -> None:
+    """Grouped GEMMs on offsets that stay on the device; counts for the balance of experts stay there, too."""
+    shape = {**overrides_of(name), "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    if name == "qwen3_moe":
+        shape["moe_intermediate_size"] = 64
+    part = language_model(shape, precision="bf16", compile=compile, experts=Experts(balance=balance, z=0.001))
+    batches = [mix(99, [40, 13, 30]).pin_memory(), mix(99, [25, 50]).pin_memory()]
+    for _ in range(3):  # allocate and compile
+        part.train_batch(batches, loss(part.model))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        part.train_batch(batches, loss(part.model))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_bf16_on_a_model_of_a_billion_parameters_is_close_to_fp32() -> None:
