@@ -86,29 +86,25 @@ def dispatched_experts(
     group: Any = experts.expert_group
     ranks = dist.get_world_size(group)
     total = local_experts.num_experts(experts)
-    expert_N = index_TK.reshape(-1)
-    order_N = torch.argsort(expert_N, stable=True)
+    order = local_experts.RowOrder.of(index_TK)
     dtype = local_experts.dtype_of(experts, hidden_TD)
-    rows_ND = hidden_TD.to(dtype or hidden_TD.dtype)[order_N // index_TK.shape[1]]
-    sent_RE = local_experts.counts(expert_N, total).long().view(ranks, -1)
+    rows_ND = order.rows(hidden_TD.to(dtype or hidden_TD.dtype))
+    sent_RE = local_experts.counts(order.expert, total).long().view(ranks, -1)
     received_RE = torch.empty_like(sent_RE)
     dist.all_to_all_single(received_RE, sent_RE, group=group)
     # The host has to know the sizes of what it sends and receives: the one host sync of the layer.
     sent, received = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).tolist()
-    assert sum(sent) == len(order_N), "an expert index outside of the layer"
+    assert sum(sent) == len(rows_ND), "an expert index outside of the layer"
 
     arrived_ND = _exchange(rows_ND, received, sent, group)
-    own = torch.arange(total // ranks, device=expert_N.device).repeat(ranks)
+    own = torch.arange(total // ranks, device=rows_ND.device).repeat(ranks)
     own_N = own.repeat_interleave(received_RE.view(-1), output_size=sum(received))
     ones_N1 = arrived_ND.new_ones(len(own_N), 1)
     mine = _OwnExperts(experts, ranks)
     out_ND = local_experts.run(mine, arrived_ND, own_N[:, None], ones_N1, dtype)
     back_ND = _exchange(out_ND, sent, received, group)
 
-    position_N = torch.empty_like(order_N)
-    position_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-    back_TKD = back_ND[position_N].view(*index_TK.shape, back_ND.shape[-1])
-    return (back_TKD * weights_TK[..., None]).sum(1).to(back_ND.dtype)
+    return order.combine(back_ND, weights_TK).to(back_ND.dtype)
 
 
 def _exchange(

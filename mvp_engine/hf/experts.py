@@ -7,6 +7,7 @@ grouped GEMM has no float32 kernels.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -80,10 +81,10 @@ def run(
     if dtype is not None:
         experts = _CastExperts(experts, dtype)
         hidden_TD = hidden_TD.to(dtype)
-    expert_N, order_N = torch.sort(index_TK.reshape(-1))
-    ends_E = counts(expert_N, experts.num_experts).cumsum(0, dtype=torch.int32)
-    rows = _Rows(expert_N, ends_E)
-    x_ND = hidden_TD[order_N // index_TK.shape[1]]
+    order = RowOrder.of(index_TK)
+    ends_E = counts(order.expert, experts.num_experts).cumsum(0, dtype=torch.int32)
+    rows = _Rows(order.expert, ends_E)
+    x_ND = order.rows(hidden_TD)
     if experts.has_gate:
         x_NF = experts._apply_gate(_linear(experts, "gate_up_proj", x_ND, rows))
     else:
@@ -91,11 +92,66 @@ def run(
     out_ND = _linear(experts, "down_proj", x_NF, rows)
     if getattr(experts, "has_post_expert_norm", False):
         out_ND = experts.post_expert_norm(out_ND)
-    out_ND = out_ND * weights_TK.reshape(-1)[order_N, None]
-    place_N = torch.empty_like(order_N)
-    place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-    out_TKD = out_ND[place_N].view(*index_TK.shape, out_ND.shape[-1])
-    return out_TKD.sum(1).to(hidden_TD.dtype)
+    return order.combine(out_ND, weights_TK).to(hidden_TD.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class RowOrder:
+    """The rows of a layer, one for each token and expert, sorted by expert."""
+
+    expert: Tensor  # (N,) of each row
+    order: Tensor  # (N,) its place in the order of tokens
+    place: Tensor  # (N,) the inverse: where the rows of tokens are when sorted
+    top_k: int
+
+    @classmethod
+    def of(cls, index_TK: Tensor) -> RowOrder:
+        expert_N, order_N = torch.sort(index_TK.reshape(-1), stable=True)
+        place_N = torch.empty_like(order_N)
+        place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+        return cls(expert_N, order_N, place_N, index_TK.shape[1])
+
+    def rows(self, hidden_TD: Tensor) -> Tensor:
+        """The token of each row."""
+        return _RowsOfTokens.apply(hidden_TD, self.order, self.place, self.top_k)
+
+    def combine(self, out_ND: Tensor, weights_TK: Tensor) -> Tensor:
+        """The weighted sum of the rows of each token."""
+        by_token_ND = _Permuted.apply(out_ND, self.place, self.order)
+        out_TKD = by_token_ND.view(*weights_TK.shape, out_ND.shape[-1])
+        return (out_TKD * weights_TK[..., None]).sum(1)
+
+
+class _RowsOfTokens(torch.autograd.Function):
+    """Copies of tokens. autograd would add up their gradients one by one, in any order: an index has no inverse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, order_N: Tensor, place_N: Tensor, top_k: int
+    ) -> Tensor:
+        ctx.save_for_backward(place_N)
+        ctx.top_k = top_k
+        return hidden_TD[order_N // top_k]
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
+        (place_N,) = ctx.saved_tensors
+        tokens = len(place_N) // ctx.top_k
+        return grad_ND[place_N].view(tokens, ctx.top_k, grad_ND.shape[-1]).sum(1), None, None, None
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order, with an inverse known to backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, place_N: Tensor, order_N: Tensor) -> Tensor:
+        ctx.save_for_backward(order_N)
+        return rows_ND[place_N]
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
+        (order_N,) = ctx.saved_tensors
+        return grad_ND[order_N], None, None
 
 
 class _Rows(NamedTuple):
