@@ -29,7 +29,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mvp_engine.distributed.context import Keys, keys_of, offsets_of
+from mvp_engine.distributed.key_exchange import KeyExchange, Keys, causal_keys, offsets_of, ranges_of
 from mvp_engine.distributed.zigzag import Chunk, zigzag
 from mvp_engine.hf.context_attention import context_spec
 from mvp_engine.ops import cudnn_attention
@@ -59,15 +59,16 @@ class Share:
     pairs: int
 
 
-def share_of(chunks: list[Chunk], lengths: list[int], window: int | None, device: torch.device) -> Share:
+def share_of(rank: int, ranks: int, lengths: list[int], window: int | None, device: torch.device) -> Share:
+    of_ranks = zigzag(lengths, ranks)
+    chunks = of_ranks[rank]
     counts = [chunk.tokens for chunk in chunks]
-    queries = torch.cat([torch.arange(chunk.begin, chunk.end) for chunk in chunks]).to(device)
-    places = torch.arange(sum(lengths))  # as if the gather had brought the keys into pack order
+    queries = ranges_of([(chunk.begin, chunk.end) for chunk in chunks]).to(device)
     shard: Any = SimpleNamespace(queries=queries, cu_queries=offsets_of(counts, device), max_queries=max(counts))
-    shard.keys = keys_of([(chunk.first, chunk.end) for chunk in chunks], places, device)
+    shard.keys = lambda window: KeyExchange.of(of_ranks, rank, causal_keys(window), device)
     whole = AttnSpec(offsets_of(lengths, device), max(lengths), window=window)
-    spec, keys = context_spec(whole, shard)
-    return Share(spec, queries, keys, sum(_pairs(chunk, window) for chunk in chunks))
+    spec, exchange = context_spec(whole, shard)
+    return Share(spec, queries, exchange.keys, sum(_pairs(chunk, window) for chunk in chunks))
 
 
 def _pairs(chunk: Chunk, window: int | None) -> int:
@@ -131,10 +132,10 @@ def measure(mix: str, kernel: str, ranks: int, window: int | None, rounds: int) 
         pairs = sum(_pairs(chunk, window) for chunk in whole)
         square = speeds(pairs, times(spec, qkv, None, rounds))
         found: list[dict[str, Any]] = [{"rank": "whole pack", "pairs": pairs, **square, "of_square": 1.0}]
-        for rank, chunks in enumerate(zigzag(lengths, ranks)):
-            share = share_of(chunks, lengths, window, device)
+        for rank in range(ranks):
+            share = share_of(rank, ranks, lengths, window, device)
             given = [qkv[0][share.queries], *qkv[1:]]
-            one = speeds(share.pairs, times(share.spec, given, share.keys.rows, rounds))
+            one = speeds(share.pairs, times(share.spec, given, share.keys.tokens, rounds))
             found.append({"rank": rank, "pairs": share.pairs, **one, "of_square": one["tflops"] / square["tflops"]})
     same = {"mix": mix, "kernel": kernel, "context": ranks, "window": window}
     return [same | row for row in found]

@@ -66,7 +66,7 @@ def test_context_share_shares_have_the_pairs_of_the_pack_and_less_keys_than_two_
     assert len(capsys.readouterr().out.strip().splitlines()) == 2 + 4 * len(share.MIXES)
     lengths, cpu = [300, 40, 7], share.torch.device("cpu")
     for window in (None, 16):
-        shares = [share.share_of(chunks, lengths, window, cpu) for chunks in share.zigzag(lengths, 4)]
+        shares = [share.share_of(rank, 4, lengths, window, cpu) for rank in range(4)]
         pairs = sum(min(at + 1, window or at + 1) for length in lengths for at in range(length))
         assert sum(one.pairs for one in shares) == pairs
         assert all(len(one.keys.rows) <= 2 * sum(lengths) for one in shares)

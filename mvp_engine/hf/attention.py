@@ -217,8 +217,8 @@ def packed_attention(
     )
     context = None if ulysses_shard is None else ulysses_shard.context
     if context is not None:
-        spec, keys = context_spec(spec, context)
-        gathered = context.gather_keys(keys, k_KTd, v_KTd)
+        spec, exchange = context_spec(spec, context)
+        gathered = exchange.run(k_KTd, v_KTd, context.context_group)
         k_KTd = gathered[0]
         v_KTd = gathered[1]
     if kv_cache is not None and kv_cache.is_prefilled:

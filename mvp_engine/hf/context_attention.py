@@ -8,24 +8,26 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mvp_engine.distributed.context import ContextShard, Keys
+from mvp_engine.distributed.context import ContextShard
+from mvp_engine.distributed.key_exchange import KeyExchange, Keys
 from mvp_engine.ops.attention import AttnSpec, KeySpec
 
 
-def context_spec(spec: AttnSpec, shard: ContextShard) -> tuple[AttnSpec, Keys]:
-    """The spec of the whole batch as that of this rank's queries, and the keys to gather.
+def context_spec(spec: AttnSpec, shard: ContextShard) -> tuple[AttnSpec, KeyExchange]:
+    """The spec of the whole batch as that of this rank's queries, and the exchange of the keys that they need.
 
     Each chunk of queries becomes a sequence. In causal attention its keys end where it ends; otherwise they are its
     whole sequence, and a mask function counts from the tokens of the batch.
     """
     if spec.causal and spec.mask_function is None:
-        return _with_keys(spec, shard, shard.keys), shard.keys
-    keys = _all_keys(shard)
+        exchange = shard.keys(spec.window)
+        return _with_keys(spec, shard, exchange.keys), exchange
+    exchange = _all_keys(shard)
     if spec.mask_function is None and spec.window is not None:
         # Of the same window for all layers one object: block masks are cached by it.
         function = shard.__dict__.setdefault(f"window_{spec.window}", partial(_near, spec.window))
         spec = dataclasses.replace(spec, mask_function=function)
-    return _with_keys(spec, shard, keys), keys
+    return _with_keys(spec, shard, exchange.keys), exchange
 
 
 def _with_keys(spec: AttnSpec, shard: ContextShard, keys: Keys) -> AttnSpec:
@@ -38,7 +40,7 @@ def _with_keys(spec: AttnSpec, shard: ContextShard, keys: Keys) -> AttnSpec:
 
 
 @torch.compiler.disable
-def _all_keys(shard: ContextShard) -> Keys:
+def _all_keys(shard: ContextShard) -> KeyExchange:
     return shard.all_keys
 
 

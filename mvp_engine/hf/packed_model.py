@@ -114,6 +114,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = backbone
         self.sequence_groups: SequenceGroups | None = None
+        self.windows: tuple[int, ...] = ()  # sliding windows of its layers
         self.shard: UlyssesShard | None = None  # of the forward that runs, with sequence parallel
         self.packed_length_limit = packed_length_limit(backbone.config)
         # Why each sequence runs in a padded row of its own; empty: sequences are packed.
@@ -179,6 +180,8 @@ class PackedModel(nn.Module):
             ranks = dist.get_world_size(groups.ulysses)
             check_heads(heads // tensor, kv_heads // tensor, ranks)
         self.sequence_groups = groups
+        found = [getattr(module, "sliding_window", None) for module in self.decoder().modules()]
+        self.windows = tuple(sorted({one for one in found if isinstance(one, int)}))
         decoder = self.decoder()
         if decoder is not self.base():
             decoder.register_forward_pre_hook(input_hooks.slice_decoder_inputs, with_kwargs=True)
@@ -348,7 +351,8 @@ class PackedModel(nn.Module):
             others = self._compute(batch, tuple(dict.fromkeys(names)))
             others |= losses_of(others["log_probs"])
             return {name: others[name] for name in wanted}
-        shard = self.sequence_groups.shard(batch.host_lengths, batch.input_ids.device)
+        device = batch.input_ids.device
+        shard = self.sequence_groups.shard(batch.host_lengths, device, self.windows)
         self.shard = shard
         try:
             local = self.outputs(self.hidden(batch, shard), shard.cut(batch.labels), wanted)

@@ -11,7 +11,7 @@ import torch
 from test_flex_attention import MASKS, spec_of
 from torch import Tensor
 
-from mvp_engine.distributed.context import Keys, keys_of, offsets_of
+from mvp_engine.distributed.key_exchange import KeyExchange, Keys, causal_keys, offsets_of, ranges_of, whole_sequence
 from mvp_engine.distributed.zigzag import Chunk, zigzag
 from mvp_engine.hf.context_attention import context_spec
 from mvp_engine.ops import attention as attention_ops
@@ -25,30 +25,31 @@ RANKS = 4
 
 
 def shard_of(rank: int, lengths: list[int], device: str = "cpu") -> Any:
-    """What attention reads of a ContextShard whose keys are gathered in the order of the batch."""
-    chunks = zigzag(lengths, RANKS)[rank]
+    """What attention reads of a ContextShard."""
+    of_ranks = zigzag(lengths, RANKS)
+    chunks = of_ranks[rank]
     at = torch.device(device)
-    places = torch.arange(sum(lengths))
-    queries = torch.cat([torch.arange(chunk.begin, chunk.end) for chunk in chunks]).to(at)
+    queries = ranges_of([(chunk.begin, chunk.end) for chunk in chunks]).to(at)
 
-    def keys(whole: bool) -> Keys:
-        return keys_of([(chunk.first, chunk.last if whole else chunk.end) for chunk in chunks], places, at)
+    def keys(window: int | None) -> KeyExchange:
+        return KeyExchange.of(of_ranks, rank, causal_keys(window), at)
 
     counts = [chunk.tokens for chunk in chunks]
-    shard = SimpleNamespace(keys=keys(False), all_keys=keys(True), queries=queries, chunks=chunks)
+    shard = SimpleNamespace(keys=keys, queries=queries, chunks=chunks)
+    shard.all_keys = KeyExchange.of(of_ranks, rank, whole_sequence, at)
     shard.cu_queries, shard.max_queries = offsets_of(counts, at), max(counts)
     return shard
 
 
 def part_of(spec: AttnSpec, rank: int, lengths: list[int], device: str = "cpu") -> tuple[AttnSpec, Tensor, Keys]:
     shard = shard_of(rank, lengths, device)
-    part, keys = context_spec(spec, shard)
-    return part, shard.queries, keys
+    part, exchange = context_spec(spec, shard)
+    return part, shard.queries, exchange.keys
 
 
 @pytest.mark.parametrize("extra", [{}, {"softcap": 3.0}, {"sinks": torch.tensor([0.3, -0.2, 1.0, 0.5])}], ids=str)
 @pytest.mark.parametrize("options", MASKS, ids=str)
-def test_reference_on_chunks_of_queries_equals_the_whole_sequences(
+def test_reference_on_chunks_of_queries_equals_thewhole_sequences(
     options: dict[str, Any], extra: dict[str, Any]
 ) -> None:
     g = torch.Generator().manual_seed(0)
@@ -60,7 +61,7 @@ def test_reference_on_chunks_of_queries_equals_the_whole_sequences(
     found = [torch.zeros_like(one) for one in expected]
     for rank in range(RANKS):
         part, queries, keys = part_of(spec, rank, LENGTHS)
-        out = reference_attention(q[:, queries], k[:, keys.rows], v[:, keys.rows], part)
+        out = reference_attention(q[:, queries], k[:, keys.tokens], v[:, keys.tokens], part)
         assert torch.allclose(out, whole[:, queries], rtol=1e-5, atol=1e-6)
         grads = torch.autograd.grad(out, (q, k, v), weight[:, queries])
         found = [one + grad for one, grad in zip(found, grads, strict=True)]
@@ -73,7 +74,7 @@ def test_block_mask_on_chunks_of_queries_contains_the_pairs_of_the_reference(opt
     spec = spec_of(options, LENGTHS)
     for rank in range(RANKS):
         part, queries, keys = part_of(spec, rank, LENGTHS)
-        tokens, num_keys = len(queries), len(keys.rows)
+        tokens, num_keys = len(queries), len(keys.tokens)
         values = torch.eye(num_keys)[None]
         zeros = torch.zeros(1, num_keys, 16)
         plain = reference_attention(zeros[:, :tokens], zeros, values, part)
@@ -105,7 +106,7 @@ def test_gpu_kernels_on_chunks_of_queries_equal_the_reference(
     qkv = [torch.randn(heads, sum(lengths), 128, generator=g).cuda().bfloat16() for heads in (8, 2, 2)]
     for rank in range(RANKS):
         part, queries, keys = part_of(spec, rank, lengths, "cuda")
-        given = [qkv[0][:, queries], qkv[1][:, keys.rows], qkv[2][:, keys.rows]]
+        given = [qkv[0][:, queries], qkv[1][:, keys.tokens], qkv[2][:, keys.tokens]]
         weight = torch.randn(given[0].shape, generator=g).cuda().bfloat16()
         results = []
         for attend in (varlen_attention, reference_attention):
@@ -118,9 +119,32 @@ def test_gpu_kernels_on_chunks_of_queries_equal_the_reference(
             assert float((mine.float() - theirs).norm() / theirs.norm()) < 1e-2
 
 
-def test_chunk_that_is_a_whole_sequence_needs_no_other_keys() -> None:
-    chunks = [Chunk(0, 3, 0, 3), Chunk(8, 10, 5, 12)]
-    keys = keys_of([(chunk.first, chunk.end) for chunk in chunks], torch.arange(12), torch.device("cpu"))
-    assert keys.rows.tolist() == [0, 1, 2, 5, 6, 7, 8, 9]
-    assert keys.cu_seqlens.tolist() == [0, 3, 8]
-    assert keys.max_seqlen == 5
+def test_key_exchange_sends_each_rank_the_rows_that_it_needs() -> None:
+    """Rows of a plan of each rank, sent by hand, arrive as the keys of the plan; only needed rows travel."""
+    lengths = [40, 3, 70, 9]
+    of_ranks = zigzag(lengths, RANKS)
+    for keys_of_chunk in (causal_keys(None), causal_keys(4), whole_sequence):
+        plans = [KeyExchange.of(of_ranks, rank, keys_of_chunk, torch.device("cpu")) for rank in range(RANKS)]
+        own = [ranges_of([(chunk.begin, chunk.end) for chunk in chunks]) for chunks in of_ranks]
+        for to, plan in enumerate(plans):
+            parts = [own[source][one.sent_rows].split(one.sent)[to] for source, one in enumerate(plans)]
+            assert tuple(map(len, parts)) == plan.received
+            arrived = torch.cat(parts)
+            assert torch.equal(arrived[plan.keys.rows], plan.keys.tokens)
+            assert set(arrived.tolist()) == set(plan.keys.tokens.tolist())
+            assert len(arrived) == len(set(arrived.tolist()))
+
+
+def test_key_exchange_ofwhole_sequences_sends_nothing_to_other_ranks() -> None:
+    of_ranks = zigzag([64] * RANKS, RANKS)
+    for rank in range(RANKS):
+        plan = KeyExchange.of(of_ranks, rank, causal_keys(None), torch.device("cpu"))
+        assert plan.sent == plan.received == tuple(64 if other == rank else 0 for other in range(RANKS))
+
+
+def test_key_exchange_of_a_window_receives_the_window_before_each_chunk() -> None:
+    chunks = [[Chunk(0, 10, 0, 40), Chunk(30, 40, 0, 40)], [Chunk(10, 30, 0, 40)]]
+    plans = [KeyExchange.of(chunks, rank, causal_keys(4), torch.device("cpu")) for rank in range(2)]
+    assert [plan.received for plan in plans] == [(20, 3), (3, 20)]
+    assert plans[0].keys.tokens.tolist() == [*range(10), *range(27, 40)]
+    assert plans[0].keys.cu_seqlens.tolist() == [0, 10, 23]

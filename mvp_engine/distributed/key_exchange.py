@@ -1,0 +1,193 @@
+"""KeyExchange: the rows of keys and values that context ranks send each other, those that the receiver's queries need.
+
+Legend: t tokens of this context rank, k rows of keys that its queries need, K key/value heads, d head size.
+
+A chunk of queries needs the tokens of its sequence up to its own end, with a sliding window those of the window, and
+without causality the whole sequence. So nothing travels for a sequence that is whole on one rank, and little for layers
+with windows. Every rank computes the plan of all from the chunks, on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from mvp_engine.distributed.zigzag import Chunk
+
+Span = tuple[int, int]  # begin and end, as tokens of the batch
+
+
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """Keys of a context rank's chunks of queries, one chunk after the other."""
+
+    rows: Tensor  # (k,) rows among those that this rank receives
+    tokens: Tensor  # (k,) the same as tokens of the batch
+    cu_seqlens: Tensor  # (chunks + 1,) int32: the offset of the keys of each chunk
+    max_seqlen: int
+
+    @classmethod
+    def of(cls, spans: list[Span], places: Tensor, device: torch.device) -> Keys:
+        """`spans`: the keys of each chunk; `places`: the row of each token among those that arrive."""
+        tokens = ranges_of(spans)
+        counts = [end - begin for begin, end in spans]
+        rows = to_device(places[tokens], device)
+        return cls(rows, to_device(tokens, device), offsets_of(counts, device), max(counts))
+
+
+@dataclass(frozen=True, eq=False)
+class KeyExchange:
+    """One way to exchange keys: by full attention, or by a window."""
+
+    keys: Keys
+    sent: tuple[int, ...]  # rows to each context rank
+    received: tuple[int, ...]  # rows from each
+    sent_rows: Tensor  # own rows, those for rank 0 first
+    # The same in a (context ranks, t) tensor. A row goes to several ranks, so its gradient is a sum over them.
+    sent_places: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        of_ranks: list[list[Chunk]],
+        rank: int,
+        keys_of_chunk: Callable[[Chunk], Span],
+        device: torch.device,
+    ) -> KeyExchange:
+        """`of_ranks`: the chunks of each context rank; `keys_of_chunk`: what the queries of a chunk attend to."""
+        needed = [_by_sequence(map(keys_of_chunk, chunks), chunks) for chunks in of_ranks]
+        own = of_ranks[rank]
+        own_tokens = sum(chunk.tokens for chunk in own)
+        sent = []
+        sent_rows = []
+        for of_rank in needed:
+            mine = ranges_of([rows for _, rows in _overlaps(own, of_rank)])
+            sent.append(len(mine))
+            sent_rows.append(mine)
+        received = []
+        tokens = []
+        for chunks in of_ranks:
+            arriving = ranges_of([span for span, _ in _overlaps(chunks, needed[rank])])
+            received.append(len(arriving))
+            tokens.append(arriving)
+        arrived = torch.cat(tokens)
+        total = sum(chunk.tokens for chunks in of_ranks for chunk in chunks)
+        places = torch.zeros(total, dtype=torch.long)
+        places[arrived] = torch.arange(len(arrived))
+        sent_places = [rows + to * own_tokens for to, rows in enumerate(sent_rows)]
+        return cls(
+            keys=Keys.of([keys_of_chunk(chunk) for chunk in own], places, device),
+            sent=tuple(sent),
+            received=tuple(received),
+            sent_rows=to_device(torch.cat(sent_rows), device),
+            sent_places=to_device(torch.cat(sent_places), device),
+        )
+
+    def run(self, k_Ktd: Tensor, v_Ktd: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+        """Keys and values of this rank's queries: (K, t, d) -> (K, k, d), with gradients, in one all-to-all.
+
+        The rows of a sequence with two chunks on this rank come twice.
+        """
+        tensors = [x.transpose(0, 1).flatten(1) for x in (k_Ktd, v_Ktd)]
+        own = torch.cat(tensors, dim=1)
+        to_ranks = _SelectRows.apply(own, self.sent_rows, self.sent_places, len(self.sent))
+        row_size = own.shape[1]
+        operator = torch.ops._c10d_functional.all_to_all_single
+        sizes = [[rows * row_size for rows in counts] for counts in (self.received, self.sent)]
+        pending = operator(to_ranks.reshape(-1), *sizes, group.group_name)
+        arrived = functional.wait_tensor(pending).view(-1, row_size)
+        found = []
+        widths = [tensor.shape[1] for tensor in tensors]
+        for part, like in zip(arrived.split(widths, dim=1), (k_Ktd, v_Ktd), strict=True):
+            rows = part.index_select(0, self.keys.rows)
+            found.append(rows.view(-1, like.shape[0], like.shape[2]).transpose(0, 1))
+        return found
+
+
+def causal_keys(window: int | None) -> Callable[[Chunk], Span]:
+    """The keys of a chunk in causal attention, with a sliding window or without."""
+
+    def keys_of_chunk(chunk: Chunk) -> Span:
+        first = chunk.first if window is None else max(chunk.first, chunk.begin - window + 1)
+        return first, chunk.end
+
+    return keys_of_chunk
+
+
+def whole_sequence(chunk: Chunk) -> Span:
+    """The keys of a chunk in attention that is not causal."""
+    return chunk.first, chunk.last
+
+
+class _SelectRows(torch.autograd.Function):
+    """`x.index_select(0, rows)`. Rows that are selected for several ranks get a sum that is rounded once.
+
+    The gradient of index_select would add them with atomics: in half precision it is rounded at each, in any order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, ranks: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape = (ranks, *x.shape)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        ranks, tokens, size = ctx.shape
+        of_ranks = grad.new_zeros(ranks * tokens, size).index_copy(0, places, grad)
+        return of_ranks.view(ctx.shape).sum(0), None, None, None
+
+
+def _by_sequence(spans: Iterable[Span], chunks: list[Chunk]) -> dict[int, list[Span]]:
+    """The tokens that chunks need, as spans that do not overlap, by the first token of their sequence."""
+    found: dict[int, list[Span]] = {}
+    for chunk, span in sorted(zip(chunks, spans, strict=True), key=lambda pair: pair[1]):
+        merged = found.setdefault(chunk.first, [])
+        if merged and span[0] <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], span[1]))
+        else:
+            merged.append(span)
+    return found
+
+
+def _overlaps(chunks: list[Chunk], needed: dict[int, list[Span]]) -> list[tuple[Span, Span]]:
+    """The parts of chunks that are needed, in the order of the chunks: as tokens, and as rows of these chunks."""
+    found = []
+    offset = 0
+    for chunk in chunks:
+        shift = offset - chunk.begin
+        for begin, end in needed.get(chunk.first, ()):
+            first = max(begin, chunk.begin)
+            last = min(end, chunk.end)
+            if first < last:
+                found.append(((first, last), (first + shift, last + shift)))
+        offset += chunk.tokens
+    return found
+
+
+def ranges_of(spans: list[Span]) -> Tensor:
+    """All integers of the spans, one span after the other."""
+    begins = torch.tensor([begin for begin, _ in spans], dtype=torch.long)
+    counts = torch.tensor([end - begin for begin, end in spans], dtype=torch.long)
+    offsets = counts.cumsum(0) - counts
+    return torch.arange(int(counts.sum())) + (begins - offsets).repeat_interleave(counts)
+
+
+def offsets_of(counts: Iterable[int], device: torch.device) -> Tensor:
+    ends = list(accumulate(counts, initial=0))
+    return to_device(torch.tensor(ends, dtype=torch.int32), device)
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device without a host sync."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
