@@ -17,7 +17,8 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel
+from mvp_engine.hf import LanguageModel, ValueModel
+from mvp_engine.kit.generation import generate
 from mvp_engine.model_engine import Settings, engine_class
 from mvp_engine.model_engine.megatron.weight_table import by_kv_head
 
@@ -137,6 +138,76 @@ def test_megatron_on_layouts_equals_fsdp_on_one_rank(
             assert_equal(result[family], family, how.get("balance", False))
         for kind, tensors in expected(family).items():  # a pipeline stage has gradients of its own layers
             assert set().union(*(result[family][kind] for result in results)) == tensors.keys()
+
+
+@needs_megatron
+def test_megatron_in_bf16_is_close_to_fsdp_in_bf16() -> None:
+    layout = Layout(World.join("cpu"))
+    found, reference = (build("qwen3", layout, kind, precision="bf16") for kind in ("megatron", "fsdp"))
+    outputs = [one.infer_batch(batches()[0], ["log_probs"])["log_probs"] for one in (found, reference)]
+    assert outputs[0] == pytest.approx(outputs[1], abs=0.03)
+    step(found)
+    assert all(param.grad.dtype == torch.float32 for param in found.model.parameters())
+
+
+@needs_megatron
+def test_megatron_generates_the_tokens_of_fsdp() -> None:
+    layout = Layout(World.join("cpu"))
+    written = []
+    for backend in ("fsdp", "megatron"):
+        engine = build("qwen3", layout, backend)
+        written.append(generate(engine, batches()[0], max_new_tokens=6, stop=()))
+    assert written[0] == written[1]
+    assert {len(tokens) for tokens in written[0]} == {6}
+
+
+def values(sizes: dict[str, int], backend: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Values, and gradients, of a value model."""
+    world = World.join("cpu")
+    layout = Layout.of(world, parallel(**sizes))
+    model = ValueModel.on_meta(None, overrides_of("qwen3"))
+    engine: Any = engine_class("value_model", backend)(model, layout, Settings(seed=5))
+    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.1))
+    found = engine.infer_batch(batches()[0], ["values"])["values"]
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch(
+        batches(), lambda b: (engine.model(b, ["values"])["values"].square().sum(), b.num_tokens)
+    )
+    grads = {name: full_tensor(param.grad).clone() for name, param in engine.model.named_parameters()}
+    world.close()
+    return found, grads
+
+
+@needs_megatron
+def test_megatron_value_model_on_two_ranks_equals_fsdp(ranks2) -> None:
+    reference, grads = values({}, "fsdp")
+    for found, of_rank in ranks2.run(values, {"tensor": 2}, "megatron", timeout=400):
+        assert torch.allclose(found, reference, atol=1e-5)
+        assert of_rank.keys() == grads.keys()
+        assert all(
+            torch.allclose(of_rank[n], grads[n], rtol=1e-5, atol=1e-5 * float(grads[n].abs().max())) for n in grads
+        )
+
+
+def two_layouts() -> list[dict[str, dict[str, Tensor]]]:
+    """Steps of two engines in one process, each after the other's."""
+    world = World.join("cpu")
+    sizes = [{"tensor": 2}, {"pipeline": 2}]
+    engines = [build("llama", Layout.of(world, parallel(**one)), "megatron") for one in sizes]
+    for _ in range(3):
+        for engine in engines:
+            step(engine)
+            engine.optimizer_step()
+    results = [{"weights": weights_of(engine)} for engine in engines]
+    world.close()
+    return results
+
+
+@needs_megatron
+def test_megatron_engines_of_two_layouts_live_in_one_process(ranks2) -> None:
+    for of_rank in ranks2.run(two_layouts, timeout=400):
+        for result in of_rank:
+            assert_equal(result, "llama")
 
 
 # ---- Runs that move between backends ------------------------------------------------------------------------------
