@@ -106,7 +106,13 @@ def estimate(args: argparse.Namespace) -> int:
     question = Question(
         args.what, args.overrides, args.gpu, args.gpus, args.tokens, args.media_share
     )
-    return estimate.print_estimate(question, as_json=args.json)
+    return estimate.print_estimate(
+        question,
+        communication=args.communication,
+        gpus_per_node=args.gpus_per_node,
+        network=args.network,
+        as_json=args.json,
+    )
 
 
 def plan(args: argparse.Namespace) -> int:

@@ -15,10 +15,11 @@ from conftest import ROOT
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.tools.estimate_config import Estimator, Question
-from mvp_engine.tools.plan.command import PlanOptions, micro_batches, plan
+from mvp_engine.tools.plan.command import PlanOptions, plan
 from mvp_engine.tools.plan.network import EFFICIENCY, Network
 from mvp_engine.tools.plan.record import Collective, ranks_text
 from mvp_engine.tools.plan.simulate import Simulation
+from mvp_engine.tools.plan.step import micro_batches
 
 CONFIG = str(ROOT / "recipes" / "qwen3" / "configs" / "pretrain_cpu.yaml")
 LAYOUT = ["parallel.shard=8", "parallel.tensor=2"]
@@ -45,6 +46,20 @@ def test_plan_json_counts_collectives_of_all_micro_batches() -> None:
         once = two["kind"] == "all-reduce"  # of the loss and the gradient norm
         assert five["calls"] == (1 if once else two["calls"] * 5 // 2)
     assert json.dumps(of_five)
+
+
+def test_estimate_on_several_gpus_includes_communication_of_the_plan(capsys) -> None:
+    words = [CONFIG, "parallel.ulysses=2", "model.config.num_hidden_layers=1", "--gpu", "A100", "--tokens", "64"]
+    assert main(["estimate", *words, "--gpus", "2", "--communication", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    planned = plan(Question(CONFIG, words[1:3], gpu="A100", gpus=2, tokens=64), PlanOptions())
+    exposed = planned["kinds"][0]["communication"]["exposed_s"]
+    assert exposed > 0
+    assert facts["seconds"]["exposed communication"] == pytest.approx(exposed)
+    assert facts["step_s"] == pytest.approx(planned["step_s"])
+    assert main(["estimate", *words, "--gpus", "2", "--gpus-per-node", "1", "--communication", "--json"]) == 0
+    far = json.loads(capsys.readouterr().out)
+    assert far["communication"]["exposed_s"] > facts["communication"]["exposed_s"]
 
 
 def test_plan_simulates_first_and_last_rank_of_each_group() -> None:

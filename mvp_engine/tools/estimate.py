@@ -5,20 +5,55 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.log.format import duration, rate
 from mvp_engine.rl.rl_settings import RLConfig
 from mvp_engine.tools.estimate_advice import advise
 from mvp_engine.tools.estimate_config import Estimator, Question, compose_question
 
 
-def print_estimate(question: Question, *, as_json: bool) -> int:
-    """Print the estimate with advice; the exit code is 2 if the training does not fit."""
+def print_estimate(
+    question: Question,
+    *,
+    communication: bool = False,
+    gpus_per_node: int = 8,
+    network: float | None = None,
+    as_json: bool,
+) -> int:
+    """Print the estimate with advice; the exit code is 2 if the training does not fit.
+
+    `communication`: also simulate a rank, for the communication that a step waits for.
+    """
     estimator = make_estimator(question)
     facts = estimator.estimate(estimator.config, estimator.gpus)
+    if communication and estimator.is_rl:
+        raise UserError("--communication is for trainings: leave it out for an RL config")
+    if communication and facts["fits"] and facts["gpus"] > 1:
+        facts = _with_communication(estimator, facts, gpus_per_node, network)
     advice = {} if facts["fits"] else advise(estimator, facts)
     print(json.dumps({**facts, **advice}, indent=2) if as_json else page({**facts, **advice}))
     return 0 if facts["fits"] else EXIT_USER_ERROR
+
+
+def _with_communication(
+    estimator: Estimator, facts: dict[str, Any], gpus_per_node: int, network: float | None
+) -> dict[str, Any]:
+    """The facts with the communication that a step waits for, by the simulation of `mvp plan`."""
+    from mvp_engine.tools.plan.step import communication
+
+    found = communication(estimator, facts["step_s"], gpus_per_node, network)
+    step_s = facts["step_s"] + found["exposed_s"]
+    slower = step_s / facts["step_s"]
+    return {
+        **facts,
+        "compute_s": facts["step_s"],
+        "communication": found,
+        "seconds": {**facts["seconds"], "exposed communication": found["exposed_s"]},
+        "step_s": step_s,
+        "tokens_per_s": facts["tokens_per_s"] / slower,
+        "mfu": facts["mfu"] / slower,
+        "eta_s": facts["eta_s"] and facts["eta_s"] * slower,
+    }
 
 
 def make_estimator(question: Question) -> Estimator:
@@ -62,8 +97,10 @@ def _time_lines(facts: dict[str, Any]) -> list[str]:
     if facts["steps"] is not None:
         training = f"{facts['steps']:8,} steps, about {duration(facts['eta_s'])}"
         lines.append(f"  {'training':<22}{training}")
-    note = "Communication between GPUs and waiting for data or host are not included. Accuracy: docs/performance.md"
-    return [*lines, "", note]
+    left_out = "Waiting for data or host is not included."
+    if facts["gpus"] > 1 and "communication" not in facts:
+        left_out = "Communication (--communication) and waiting for data or host are not included."
+    return [*lines, "", f"{left_out} Accuracy: docs/performance.md"]
 
 
 def _advice_lines(facts: dict[str, Any]) -> list[str]:

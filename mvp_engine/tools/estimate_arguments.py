@@ -6,6 +6,12 @@ import argparse
 
 
 def add_estimate_options(command: argparse.ArgumentParser) -> None:
+    _add_options(command)
+    text = "simulate a rank, as mvp plan does, for the communication that a step waits for"
+    command.add_argument("--communication", action="store_true", help=text)
+
+
+def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "what",
         metavar="CONFIG|MODEL",
@@ -29,6 +35,6 @@ def add_estimate_options(command: argparse.ArgumentParser) -> None:
 
 
 def add_plan_options(command: argparse.ArgumentParser) -> None:
-    add_estimate_options(command)
+    _add_options(command)
     text = "more ranks to simulate: numbers with commas, or all (default: one of each kind)"
     command.add_argument("--ranks", metavar="N,N", help=text)

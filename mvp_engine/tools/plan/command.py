@@ -10,14 +10,20 @@ from typing import Any
 
 from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
 from mvp_engine.tools.estimate import make_estimator
-from mvp_engine.tools.estimate_config import Estimator, Question, changed
+from mvp_engine.tools.estimate_config import Question
 from mvp_engine.tools.estimate_settings import GIB
 from mvp_engine.tools.plan.compare import find_differences
 from mvp_engine.tools.plan.network import Network
 from mvp_engine.tools.plan.record import Collective, ranks_text
 from mvp_engine.tools.plan.simulate import RankPlan, Simulation
+from mvp_engine.tools.plan.step import (
+    estimate_stages,
+    micro_batches,
+    simulated_batches,
+    step_calls,
+    without_stages,
+)
 
-MOST_MICRO_BATCHES = 2  # of a step that are simulated; those after the first repeat it
 EXACT = ("weights", "gradients", "optimizer states")  # memory that the simulation counts
 
 
@@ -46,18 +52,15 @@ def plan(question: Question, options: PlanOptions) -> dict[str, Any]:
     batches = micro_batches(estimator, config)
     estimated = estimate_stages(estimator, config, len(batches))
     simulation = Simulation(config, estimator.gpus, options.gpus_per_node)
-    simulated = batches[:MOST_MICRO_BATCHES]
-    plans = [simulation.run(rank, simulated) for rank in simulation.ranks(options.ranks)]
+    plans = [
+        simulation.run(rank, simulated_batches(batches)) for rank in simulation.ranks(options.ranks)
+    ]
     network = Network.of(estimator.gpu, options.gpus_per_node, options.network)
     differences = find_differences({one.rank: one.calls for one in plans})
-    kinds = list[dict[str, Any]]()
-    for ranks in _kinds(plans):
-        calls = Counter(ranks[0].calls)
-        if len(batches) > len(simulated):  # each further micro-batch adds what the last one added
-            fewer = simulation.run(ranks[0].rank, batches[: len(simulated) - 1]).calls
-            added = calls - Counter(fewer)
-            calls.update({call: n * (len(batches) - len(simulated)) for call, n in added.items()})
-        kinds.append(_kind_facts(ranks, calls, network, estimated))
+    kinds = [
+        _kind_facts(ranks, step_calls(simulation, ranks[0], batches), network, estimated)
+        for ranks in _kinds(plans)
+    ]
     step_s = estimated["step_s"] + max(kind["communication"]["exposed_s"] for kind in kinds)
     return {
         "config": question.what,
@@ -68,7 +71,7 @@ def plan(question: Question, options: PlanOptions) -> dict[str, Any]:
         "micro_batches": len(batches),  # of a rank, in a step
         "simulated_ranks": [one.rank for one in plans],
         "parameters": sum(
-            param.numel() for param in estimator.model(_without_stages(config)).parameters()
+            param.numel() for param in estimator.model(without_stages(config)).parameters()
         ),
         "room_gib": estimated["room_gib"],
         "fits": all(kind["fits"] for kind in kinds),
@@ -78,49 +81,6 @@ def plan(question: Question, options: PlanOptions) -> dict[str, Any]:
         "host_collectives": max(one.host_calls for one in plans),
         "hangs": [str(difference) for difference in differences],
     }
-
-
-def micro_batches(estimator: Estimator, config: Any) -> list[Any]:
-    """One rank's micro-batches of a step; without data they are assumed, and equal."""
-    packs_per_step = estimator.packs_per_step(config, estimator.gpus)
-    parallel = config.parallel
-    same_data = parallel.pipeline * parallel.context * parallel.ulysses * parallel.tensor
-    per_rank = max(1, packs_per_step // (estimator.gpus // same_data))
-    sampled = estimator.packs(_without_stages(config), packs_per_step).sampled
-    return [sampled[index % len(sampled)] for index in range(per_rank)]
-
-
-def estimate_stages(estimator: Estimator, config: Any, micro_batches: int) -> dict[str, Any]:
-    """The estimate of a step, with the activations of each pipeline stage.
-
-    A pipeline of S stages is estimated as S times as many shards: a rank then has the weights of a stage, and runs all
-    blocks. Of n micro-batches, a stage runs 1 / S of the blocks, keeps the activations of at most as many micro-batches
-    as stages follow it, itself included, and waits for S - 1 micro-batches of the others.
-    """
-    stages = config.parallel.pipeline
-    if stages == 1:
-        estimated = estimator.estimate(config, estimator.gpus)
-        return {**estimated, "activations_of_stage": [estimated["memory_gib"]["activations"]]}
-    packs = estimator.packs_per_step(config, estimator.gpus)
-    flat = _without_stages(config)
-    ranks = estimator.gpus // estimator.settings(flat).text_ranks
-    estimated = estimator.estimate(flat, estimator.gpus)
-    of_flat = max(1, -(-packs // ranks))  # micro-batches of a rank
-    activations = estimated["memory_gib"]["activations"]
-    kept = [min(stages - stage, micro_batches) for stage in range(stages)]
-    seconds = estimated["step_s"] / of_flat / stages
-    return {
-        **estimated,
-        "step_s": seconds * (micro_batches + stages - 1),
-        "activations_of_stage": [activations * number / stages for number in kept],
-    }
-
-
-def _without_stages(config: Any) -> Any:
-    """The config with the ranks of other pipeline stages as shards."""
-    parallel = config.parallel
-    shards = parallel.pipeline * parallel.shard
-    return changed(config, {"parallel.pipeline": 1, "parallel.shard": shards})
 
 
 def _kinds(plans: Sequence[RankPlan]) -> list[list[RankPlan]]:

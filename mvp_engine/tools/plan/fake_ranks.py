@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -103,6 +104,7 @@ class ShapesOnly(CollectiveRecorder):
         if func.namespace == "c10d":
             with _disable_current_modes():
                 self._answer(func, args)
+        args, kwargs = tree_map_only(Tensor, _as_plain, (args, kwargs))
         return func(*args, **kwargs)
 
     def _answer(self, func: Any, args: tuple[Any, ...]) -> None:
@@ -130,7 +132,14 @@ def _as_bfloat16(tensor: Tensor) -> Tensor:
 
 
 def _is_known(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.is_cpu
+    return tensor.is_cpu and not isinstance(tensor, FakeTensor | DTensor | nn.Parameter)
+
+
+def _as_plain(tensor: Tensor) -> Tensor:
+    """A known tensor without the subclass, which fake tensors do not mix with."""
+    return (
+        tensor.as_subclass(Tensor) if type(tensor) is not Tensor and _is_known(tensor) else tensor
+    )
 
 
 def _has_known_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
