@@ -103,7 +103,7 @@ def test_packed_language_model_on_gpu_is_close_to_cpu(train, tmp_path: Path, pre
     assert losses(tmp_path / "cpu") == pytest.approx(losses(tmp_path / "gpu"), rel=tolerance)
 
 
-@pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.ulysses=2"]], ids=str)
+@pytest.mark.parametrize("layout", [["parallel.shard=2"], ["parallel.ulysses=2"], ["parallel.pipeline=2"]], ids=str)
 def test_packed_language_model_on_two_ranks_of_one_gpu_equals_one_rank(
     train, ranks2, tmp_path: Path, layout: list[str]
 ) -> None:
