@@ -11,6 +11,7 @@ import torch
 from families import config_of, parallel
 from folders import alone
 from lora_models import BATCH, LM, engine_of, steps, weights
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mvp_engine.distributed import Layout, World
@@ -138,3 +139,31 @@ def test_lora_without_experts_says_what_stays_frozen(train, tmp_path: Path) -> N
 def test_expert_adapters_that_cannot_be_are_refused(tmp_path: Path, lora: Lora, message: str) -> None:
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
         engine_of(folder_of("qwen3_moe", tmp_path), lora, alone())
+
+
+def exported(base: str, folder: str) -> None:
+    world = World.join("cpu")
+    engine = engine_of(Path(base), LORA, Layout.of(world, parallel(pipeline=2)))
+    steps(engine)
+    engine.save_checkpoint(f"{folder}/checkpoint")
+    engine.export_hf(f"{folder}/merged")
+    world.close()
+
+
+@pytest.mark.campaign(only=True)
+def test_expert_adapters_of_pipeline_stages_are_merged_as_on_one_rank(ranks2, tmp_path: Path) -> None:
+    base = folder_of("qwen3_moe", tmp_path)
+    ranks2.run(exported, str(base), str(tmp_path))
+    one = engine_of(base, LORA)
+    one.load_checkpoint(tmp_path / "checkpoint")
+    one.export_hf(tmp_path / "alone")
+    found, wanted = (load_file(tmp_path / folder / "model.safetensors") for folder in ("merged", "alone"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+    before = load_file(base / "model.safetensors")
+    changed = {name for name, value in found.items() if not torch.equal(value, before[name])}
+    assert {name for name in changed if "experts" in name}
+    stepped = engine_of(base, LORA)
+    steps(stepped)
+    for name, value in weights(stepped).items():
+        assert torch.allclose(value, weights(one)[name], rtol=1e-4, atol=1e-5), name
