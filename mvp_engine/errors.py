@@ -8,7 +8,7 @@ EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: everything is saved, launch again with resume=auto
 EXIT_CODE_FILE = "MVP_EXIT_CODE_FILE"  # environment variable: the file for rank 0's exit code
-ELASTIC = "MVP_ELASTIC"  # environment variable of a job that may lose nodes
+ELASTIC = "MVP_ELASTIC"  # environment variable of a job that may lose nodes: where they meet, as HOST:PORT
 JOB_ID = (
     "MVP_JOB_ID"  # environment variable: the name of an elastic job, the same after each restart
 )

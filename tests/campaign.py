@@ -68,7 +68,7 @@ class Tally:
     lost: int = 0
     hung: int = 0
     unequal: int = 0
-    slowest: float = 0.0  # seconds from a fault to the end of all ranks
+    slowest: float = 0.0  # seconds from a fault that ended the training to the end of all ranks
     notes: list[str] = field(default_factory=list)
 
 
@@ -182,7 +182,8 @@ class Campaign:
                 tally.notes.append(f"hung after {kind}: {self.tail()}")
             if kind:
                 tally.faults[kind] += 1
-                tally.slowest = max(tally.slowest, time.monotonic() - began)
+                if set(job.codes) != {0}:
+                    tally.slowest = max(tally.slowest, time.monotonic() - began)
             if set(job.codes) == {0}:
                 return
             allowed = options.get("allowed", lambda _: True) if kind else (lambda _: False)

@@ -215,10 +215,10 @@ class World:
 
 
 def _set_job_id() -> None:
-    """Let the first attempt of an elastic job choose its id, which lives as long as the store on node 0."""
-    store: Any = next(rendezvous("env://"))[0]
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    """Let the first attempt of an elastic job choose its id, which lives as long as the meeting point on node 0."""
+    host, _, port = os.environ[ELASTIC].rpartition(":")
+    wait = timedelta(seconds=60)
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=wait)  # type: ignore[attr-defined]
     os.environ[JOB_ID] = store.compare_set(JOB_ID, "", uuid.uuid4().hex).decode()
 
 

@@ -102,7 +102,9 @@ def _torchrun(module: str, nodes: Nodes, arguments: list[str]) -> int:
         os.environ[EXIT_CODE_FILE] = str(exit_code_file)
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
         if nodes.least is not None:
-            os.environ[ELASTIC] = str(nodes.port)
+            os.environ[ELASTIC] = f"{nodes.address}:{nodes.port}"
+            # A store that agents share is not announced to a node that joins later: it would wait for it in vain.
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         try:
             run(parse_args(words))
         except ChildFailedError as error:
