@@ -134,11 +134,44 @@ class World:
 
     def any(self, *flags: bool) -> list[bool]:
         """For each flag: is it true on any rank? One small host all-reduce."""
-        if self.size == 1:
-            return list(flags)
-        box = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(box, dist.ReduceOp.MAX, group=self.host_group)
-        return [bool(flag) for flag in box.tolist()]
+        reduced = self.all_reduce([float(flag) for flag in flags], torch.maximum)
+        return [bool(value) for value in reduced]
+
+    def all_reduce(
+        self, values: list[float], reduce: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> list[float]:
+        """Reduce a few numbers over all ranks, by pairs of ranks: log2(size) messages in a row for each.
+
+        gloo's own all-reduce is a ring, with 2 * (size - 1) messages in a row: on 1,024 ranks tens of milliseconds,
+        in every step.
+        """
+        box = torch.tensor(values, dtype=torch.float64)
+        paired = 1 << (self.size.bit_length() - 1)  # ranks of the pairs: a power of two
+        partner = self.rank ^ paired
+        if self.rank >= paired:  # the ranks beyond it hand their values to one that is in it
+            dist.send(box, partner, group=self.host_group)
+            dist.recv(box, partner, group=self.host_group)
+            return box.tolist()
+        if partner < self.size:
+            box = reduce(box, self._received(box, partner))
+        distance = 1
+        while distance < paired:
+            other = self.rank ^ distance
+            sending = dist.isend(box, other, group=self.host_group)
+            received = self._received(box, other)
+            assert sending is not None
+            sending.wait()
+            # In the order of ranks, so that sums are equal on all of them.
+            box = reduce(box, received) if self.rank < other else reduce(received, box)
+            distance *= 2
+        if partner < self.size:
+            dist.send(box, partner, group=self.host_group)
+        return box.tolist()
+
+    def _received(self, like: torch.Tensor, rank: int) -> torch.Tensor:
+        box = torch.empty_like(like)
+        dist.recv(box, rank, group=self.host_group)
+        return box
 
     def broadcast_from_rank0_(self, tensors: list[torch.Tensor]) -> None:
         """Overwrite the tensors with those of rank 0."""

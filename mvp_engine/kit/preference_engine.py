@@ -90,9 +90,9 @@ class PreferenceEngine(MLLMEngine):
         """Pairs per token of the NLL term in the whole step: the engine divides both terms by the pairs."""
         if not self.config.preference.nll_weight:
             return 0.0
-        counts = self.world.all_gather(self.preference.count(micro_batches))
-        pairs, tokens = (sum(each) for each in zip(*counts, strict=True))
-        return pairs / max(1, tokens)
+        counts = [float(number) for number in self.preference.count(micro_batches)]
+        pairs, tokens = self.world.all_reduce(counts, torch.add)
+        return pairs / max(1.0, tokens)
 
     def _kl(self, ctx: StepContext) -> Tensor | float:
         """KTO: the mean log-ratio of mismatched answers over all rows of the step, at least 0."""

@@ -15,7 +15,7 @@ from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, attention, input_hooks, media_features, vision
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
-from mvp_engine.model_engine.fsdp.lockstep import LockstepBatch, append_dummies
+from mvp_engine.model_engine.fsdp.dummy_sequences import LockstepBatch, append_dummies
 from mvp_engine.ops import attention as attention_ops
 
 

@@ -16,7 +16,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
-from mvp_engine.model_engine.fsdp.lockstep import append_dummies
+from mvp_engine.model_engine.fsdp.dummy_sequences import append_dummies
 from mvp_engine.ops import graph_breaks
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,8 @@ from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, _cut, append_dummies, media_kinds
+from mvp_engine.model_engine.fsdp.dummy_sequences import _cut, append_dummies
+from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, media_kinds
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 IMAGE, SOUND = "pixel_values", "input_features"
@@ -175,7 +176,7 @@ def test_scheduler_replaces_planned_media_that_failed_to_decode(ranks2) -> None:
     assert ranks2.run(_missing) == [[], [[IMAGE]]]
 
 
-COLLECTIVES = ("all_gather_object", "broadcast_object_list", "all_reduce", "broadcast", "barrier")
+COLLECTIVES = ("all_gather_object", "broadcast_object_list", "all_reduce", "broadcast", "barrier", "isend")
 
 
 def _host_collectives(config: str, words: list[str], steps: int) -> int:

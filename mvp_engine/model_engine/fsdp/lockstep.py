@@ -8,23 +8,24 @@ encoder that another rank calls, would leave the others waiting. Two kinds of du
   model runs on both; a slice drops the dummy's outputs, so its gradients are zeros.
 
 Dummies are real samples of the run, if need be another rank's. So they suit every model, and no table of models has to
-say which encoders exist. Nothing outside of this file knows of dummy sequences.
+say which encoders exist. How a model runs on them is in `dummy_sequences.py`; nothing else knows of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
-from mvp_engine.data.batch import IGNORE, PackedBatch, tensor_versions
+from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.data.step_plan import MediaKinds, StepPlan
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
+from mvp_engine.model_engine.fsdp.dummy_sequences import append_dummies
 
 
 class Scheduled(NamedTuple):
@@ -40,6 +41,7 @@ class LockstepScheduler:
         self.world = layout.world
         self._repeatable: Any = None  # the micro-batch that dummy forwards of this call repeat
         self.dummies: dict[str, PackedBatch] = {}  # by media kind; the same on all ranks
+        self._known: list[str] = []  # media kinds that ranks without a plan have agreed on
         self._packed: bool | None = None  # are micro-batches PackedBatches, on any rank?
 
     def stream(self, micro_batches: Iterable[Any]) -> Iterator[Scheduled]:
@@ -54,7 +56,7 @@ class LockstepScheduler:
         """As many forwards as the rank with most micro-batches has. All ranks call it at the same time.
 
         A dummy forward repeats a micro-batch of this call: one of an earlier call may have other fields, and
-        `forward_step` would fail on this rank alone. Without a `plan` the ranks all-gather what they hold.
+        `forward_step` would fail on this rank alone. Without a `plan` the ranks agree on what they hold.
         """
         self._repeatable = None
         return self._schedule(micro_batches, plan)
@@ -64,22 +66,25 @@ class LockstepScheduler:
             self._repeatable = micro_batches[-1]
         if plan is not None and not self._covers_media(plan, micro_batches):
             plan = None
-        kinds_of_ranks = self._gathered(micro_batches) if plan is None else self._planned(plan)
-        longest = max(len(ranks.kinds) for ranks in kinds_of_ranks)
-        if longest == 0:
-            return []
-        self._share_repeatable(kinds_of_ranks)
+        if plan is None:
+            forwards = self._agreed(micro_batches)
+        else:
+            kinds_of_ranks = self._planned(plan)
+            longest = max(len(ranks.kinds) for ranks in kinds_of_ranks)
+            having = [rank for rank, one in enumerate(kinds_of_ranks) if one.repeat is not None]
+            if longest and len(having) < len(kinds_of_ranks):
+                self._share_repeatable(having[0])
+            forwards = _forwards_of_ranks(kinds_of_ranks, longest)
         scheduled = [Scheduled(micro_batch, False) for micro_batch in micro_batches]
-        scheduled += [Scheduled(self._repeatable, True)] * (longest - len(scheduled))
-        if plan is not None:
+        scheduled += [Scheduled(self._repeatable, True)] * (len(forwards) - len(scheduled))
+        if plan is not None and forwards:
             self._check_against(plan, micro_batches)
-        kinds = _padded_kinds(kinds_of_ranks, longest)
-        every_kind = frozenset().union(*(one for rank in kinds for one in rank))
+        every_kind = frozenset().union(*(one for of_ranks in forwards for one in of_ranks))
         if every_kind:
             self._share_dummies([one.micro_batch for one in scheduled], every_kind)
         completed = []
-        for one, of_ranks in zip(scheduled, zip(*kinds, strict=True), strict=True):
-            required = self._required(list(of_ranks), is_planned=plan is not None)
+        for one, of_ranks in zip(scheduled, forwards, strict=True):
+            required = self._required(of_ranks, is_planned=plan is not None)
             completed.append(one._replace(micro_batch=self._complete(one.micro_batch, required)))
         return completed
 
@@ -92,10 +97,37 @@ class LockstepScheduler:
             self._packed = self.world.any(mine)[0]
         return not self._packed
 
-    def _gathered(self, micro_batches: list[Any]) -> list[_RankKinds]:
+    def _agreed(self, micro_batches: list[Any]) -> list[list[MediaKinds]]:
+        """For each forward of this call, the kinds that some rank has, and those that all ranks have.
+
+        It takes two small all-reduces, whatever the number of ranks; a name that is new, one all-gather more.
+        """
+        world = self.world
         mine = [media_kinds(micro_batch) for micro_batch in micro_batches]
-        repeat = None if self._repeatable is None else media_kinds(self._repeatable)
-        return self.world.all_gather(_RankKinds(mine, repeat))
+        new = frozenset().union(*mine) - set(self._known)
+        has_none = self._repeatable is None
+        lender = -math.inf if has_none else -world.rank
+        numbers = [len(mine), lender, has_none, bool(new)]
+        most = world.all_reduce([float(number) for number in numbers], torch.maximum)
+        if most[0] and most[2]:
+            self._share_repeatable(-int(most[1]))
+        if most[3]:
+            names = set().union(*world.all_gather(new))
+            self._known += sorted(names - set(self._known))
+        longest = int(most[0])
+        mine += [media_kinds(self._repeatable)] * (longest - len(mine))
+        flags: list[bool] = []
+        for kinds in mine:
+            for kind in self._known:
+                flags += [kind in kinds, kind not in kinds]
+        found = iter(world.any(*flags) if flags else flags)
+        forwards = []
+        for _ in range(longest):
+            has_lacks = {kind: (next(found), next(found)) for kind in self._known}
+            some = frozenset(kind for kind, (has, _) in has_lacks.items() if has)
+            everywhere = frozenset(kind for kind in some if not has_lacks[kind][1])
+            forwards.append([some, everywhere])
+        return forwards
 
     def _planned(self, plan: StepPlan) -> list[_RankKinds]:
         data_ranks = [list(kinds) for kinds in plan.ranks]
@@ -120,11 +152,8 @@ class LockstepScheduler:
                 "the cached costs (mllm.cache)"
             )
 
-    def _share_repeatable(self, kinds_of_ranks: list[_RankKinds]) -> None:
-        """A rank without a micro-batch of its own gets the first one that another rank has."""
-        if all(ranks.repeat is not None for ranks in kinds_of_ranks):
-            return
-        lender = next(rank for rank, one in enumerate(kinds_of_ranks) if one.repeat is not None)
+    def _share_repeatable(self, lender: int) -> None:
+        """A rank without a micro-batch of its own gets the one that another rank lends."""
         lent = self._repeatable if self.world.rank == lender else None
         lent = self.world.broadcast(lent, lender)
         if self._repeatable is None:
@@ -181,14 +210,18 @@ class _RankKinds:
     repeat: MediaKinds | None  # of the micro-batch that its dummy forwards repeat, if it has one
 
 
-def _padded_kinds(kinds_of_ranks: list[_RankKinds], longest: int) -> list[list[MediaKinds]]:
-    """The kinds of each rank's forwards, dummy forwards included."""
-    lent = next(ranks.repeat for ranks in kinds_of_ranks if ranks.repeat is not None)
-    padded = []
+def _forwards_of_ranks(kinds_of_ranks: list[_RankKinds], longest: int) -> list[list[MediaKinds]]:
+    """The kinds of each rank in each forward, dummy forwards included."""
+    lent = next((ranks.repeat for ranks in kinds_of_ranks if ranks.repeat is not None), None)
+    forwards: list[list[MediaKinds]] = [[] for _ in range(longest)]
     for ranks in kinds_of_ranks:
         repeat = lent if ranks.repeat is None else ranks.repeat
-        padded.append(ranks.kinds + [repeat] * (longest - len(ranks.kinds)))
-    return padded
+        assert repeat is not None or not longest
+        for index, of_ranks in enumerate(forwards):
+            of_ranks.append(
+                ranks.kinds[index] if index < len(ranks.kinds) else repeat or frozenset()
+            )
+    return forwards
 
 
 def media_kinds(micro_batch: Any) -> MediaKinds:
@@ -234,156 +267,3 @@ def _one_token(batch: PackedBatch) -> PackedBatch:
         {name: torch.zeros_like(value) for name, value in last.sequence_fields.items()},
         {kind: media.select([]) for kind, media in batch.media.items()},
     )
-
-
-# ---- Dummy sequences --------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _JoinedBatch(PackedBatch):
-    """What the model runs on: a micro-batch, and its dummies behind it."""
-
-    num_real_tokens: int = 0
-    num_real_sequences: int = 0
-
-    @classmethod
-    def of(cls, batch: Any) -> Any:
-        """Join a micro-batch that has dummies; any other argument of a forward stays."""
-        if not isinstance(batch, LockstepBatch):
-            return batch
-        joined = object.__new__(cls)  # checked already, and reading values would be a host sync
-        joined.__dict__.update(
-            batch.join().__dict__,
-            num_real_tokens=batch.num_tokens,
-            num_real_sequences=batch.num_sequences,
-        )
-        return joined
-
-
-class _Joined(NamedTuple):
-    """A batch with its dummies, and the tensors that it was made from."""
-
-    batch: PackedBatch
-    tensors: list[Tensor]
-    versions: list[int]
-
-
-@dataclass(eq=False)
-class LockstepBatch(PackedBatch):
-    """A micro-batch with some dummy sequences in its forward. To `forward_step` it is the micro-batch alone."""
-
-    dummies: list[PackedBatch] = field(default_factory=list)
-    _joined: _Joined | None = field(init=False, default=None, repr=False)
-
-    def select(self, sequences: list[int]) -> LockstepBatch:
-        return append_dummies(super().select(sequences), self.dummies)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> LockstepBatch:
-        """Join on the host, before the copy: joining on the GPU would read sizes there, which is a host sync."""
-        joined = self.join()
-        if self.input_ids.is_pinned():
-            joined = joined.pin_memory()
-        moved = super().to(device, non_blocking)
-        tensors = moved._all_tensors()
-        joined = joined.to(device, non_blocking)
-        moved._joined = _Joined(joined, tensors, tensor_versions(*tensors))
-        return moved
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        super().record_stream(stream)
-        if self._joined is not None:
-            self._joined.batch.record_stream(stream)
-
-    def join(self) -> PackedBatch:
-        """One batch of the micro-batch and its dummies, with nothing but what a model's forward reads.
-
-        It was made before the copy to the GPU; `forward_step` may have changed the micro-batch since.
-        """
-        if self._joined is not None and self._is_current(self._joined):
-            return self._joined.batch
-        device = self.input_ids.device  # dummies stay on the host, until they are needed elsewhere
-        return _join([self, *(dummy.to(device) for dummy in self.dummies)])
-
-    def _is_current(self, joined: _Joined) -> bool:
-        now = self._all_tensors()
-        same = len(now) == len(joined.tensors)
-        same = same and all(one is two for one, two in zip(now, joined.tensors, strict=True))
-        return same and tensor_versions(*now) == joined.versions
-
-    def _all_tensors(self) -> list[Tensor]:
-        batches: list[PackedBatch] = [self, *self.dummies]
-        return [tensor for batch in batches for tensor in batch.tensors().values()]
-
-
-def append_dummies(batch: PackedBatch, dummies: list[PackedBatch]) -> LockstepBatch:
-    return LockstepBatch(
-        batch.input_ids,
-        batch.labels,
-        batch.position_ids,
-        batch.cu_seqlens,
-        batch.token_fields,
-        batch.sequence_fields,
-        batch.media,
-        dummies,
-    )
-
-
-def _join(batches: list[PackedBatch]) -> PackedBatch:
-    axes = next((b.position_ids.shape[:-1] for b in batches if b.position_ids.ndim == 2), ())
-    kinds = {kind: media for batch in batches for kind, media in batch.media.items()}
-    fields = {name for batch in batches for name in batch.token_fields}
-    types = {name for name in fields if name.endswith("token_type_ids")}
-    alike = []
-    for batch in batches:
-        if missing := sorted(types - set(batch.token_fields)):
-            raise ValueError(
-                f"some batches have token_fields[{missing[0]!r}] and some do not; give them in every batch"
-            )
-        alike.append(
-            PackedBatch(
-                batch.input_ids,
-                batch.labels,
-                batch.position_ids.expand(*axes, -1),
-                batch.cu_seqlens,
-                {name: batch.token_fields[name] for name in types},
-                media={kind: batch.media.get(kind) or kinds[kind].select([]) for kind in kinds},
-            )
-        )
-    return PackedBatch.concat(alike)
-
-
-def run_dummies_along(model: nn.Module) -> None:
-    """Register hooks: a forward on a LockstepBatch runs on its dummies too, and returns outputs without them.
-
-    Call it after FSDP: its hooks must see whole outputs, since it warns of views.
-    """
-    model.register_forward_pre_hook(_join_dummies, with_kwargs=True)
-    model.register_forward_hook(_drop_dummy_outputs, with_kwargs=True)
-
-
-def _join_dummies(
-    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    joined = tuple(_JoinedBatch.of(one) for one in args)
-    return joined, {name: _JoinedBatch.of(one) for name, one in kwargs.items()}
-
-
-def _drop_dummy_outputs(
-    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
-) -> Any:
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, _JoinedBatch):
-            return _cut(outputs, one.num_tokens, one.num_real_tokens)
-    return outputs
-
-
-def _cut(outputs: Any, total: int, kept: int) -> Any:
-    """Per-token outputs without those of dummies. The backward of a slice is zeros, never a product with 0 * inf."""
-    if isinstance(outputs, Tensor):
-        return outputs[:kept] if outputs.ndim and len(outputs) == total else outputs
-    if isinstance(outputs, dict):  # also transformers' ModelOutput
-        return type(outputs)(**{name: _cut(outputs[name], total, kept) for name in outputs})
-    if isinstance(outputs, list | tuple):
-        cut = [_cut(value, total, kept) for value in outputs]
-        return type(outputs)(*cut) if hasattr(outputs, "_fields") else type(outputs)(cut)
-    return outputs

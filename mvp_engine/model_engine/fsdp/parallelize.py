@@ -27,7 +27,7 @@ from mvp_engine.model_engine.adapter import ModelAdapter
 from mvp_engine.model_engine.base import DTYPES, Settings
 from mvp_engine.model_engine.fsdp.activation_checkpoint import checkpoint_block
 from mvp_engine.model_engine.fsdp.compile import compile_backends, compile_options
-from mvp_engine.model_engine.fsdp.lockstep import run_dummies_along
+from mvp_engine.model_engine.fsdp.dummy_sequences import run_dummies_along
 from mvp_engine.ops import fp8
 
 LOGGER = logging.getLogger("mvp_engine")
