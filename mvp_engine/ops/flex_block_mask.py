@@ -8,6 +8,7 @@ the visible pairs in row chunks of bounded size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +56,10 @@ def _mask_mod(spec: AttnSpec, tokens: int, keys: int, padded: tuple[int, int]) -
     """The spec as FlexAttention's `mask_mod`. Padding tokens belong to sequence -1 and see nothing."""
     q_sequence_P = _sequence_of(spec.cu_seqlens, tokens, padded[0])
     k_sequence_P = q_sequence_P
-    # The key that each query stands at, itself where queries and keys are of the same tokens.
-    q_at_P = torch.arange(padded[0], device=spec.cu_seqlens.device)
+    key_at: Callable[[Tensor], Tensor] = _same_place
     if spec.keys is not None:
         k_sequence_P = _sequence_of(spec.keys.cu_seqlens, keys, padded[1])
-        shift_S = (spec.keys.cu_seqlens - spec.cu_seqlens)[1:]
-        q_at_P = q_at_P + shift_S[q_sequence_P.clamp(min=0)]
+        key_at = _key_at(spec.cu_seqlens, spec.keys.cu_seqlens, q_sequence_P)
     causal = spec.causal
     window = spec.window
     mask_function = None if spec.mask_function is None else _of_places(spec, padded)
@@ -70,14 +69,28 @@ def _mask_mod(spec: AttnSpec, tokens: int, keys: int, padded: tuple[int, int]) -
         if mask_function is not None:
             return visible & mask_function(b, h, q, kv)
         if causal:
-            visible = visible & (kv <= q_at_P[q])
+            visible = visible & (kv <= key_at(q))
         if window is not None:
-            visible = visible & (kv > q_at_P[q] - window)
+            visible = visible & (kv > key_at(q) - window)
             if not causal:
-                visible = visible & (kv < q_at_P[q] + window)
+                visible = visible & (kv < key_at(q) + window)
         return visible
 
     return mask_mod
+
+
+def _same_place(q: Tensor) -> Tensor:
+    """The key that a query stands at, where queries and keys are of the same tokens."""
+    return q
+
+
+def _key_at(
+    cu_seqlens: Tensor, cu_seqlens_k: Tensor, sequence_P: Tensor
+) -> Callable[[Tensor], Tensor]:
+    """The same for keys of other tokens: the last query of a sequence stands at its last key."""
+    index_P = torch.arange(len(sequence_P), device=cu_seqlens.device)
+    q_at_P = index_P + (cu_seqlens_k - cu_seqlens)[1:][sequence_P.clamp(min=0)]
+    return lambda q: q_at_P[q]
 
 
 def _sequence_of(cu_seqlens: Tensor, tokens: int, padded_tokens: int) -> Tensor:
