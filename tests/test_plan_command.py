@@ -33,6 +33,7 @@ def test_plan_command_prints_memory_collectives_and_no_hang(capsys) -> None:
     assert "All simulated ranks call the same collectives in the same order." in text
 
 
+@pytest.mark.campaign(only=True)
 def test_plan_json_counts_collectives_of_all_micro_batches() -> None:
     def facts(micro_batches: int) -> dict[str, Any]:
         words = ["parallel.shard=4", f"data.global_batch_size={4 * micro_batches}", "model.config.num_hidden_layers=1"]

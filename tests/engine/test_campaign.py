@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def test_campaign_short_loses_hangs_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaign, "JOBS", [(2, ["parallel.shard=2"])])
-    table = campaign.run(tmp_path, kills=2, storms=1, disks=0, seed=1, steps=60)
+    table = campaign.run(tmp_path, kills=1, storms=1, disks=0, seed=1, steps=40)
     for name, tally in table.items():
         assert (tally.lost, tally.hung, tally.unequal) == (0, 0, 0), (name, tally.notes)
         assert sum(tally.faults.values()) > 0

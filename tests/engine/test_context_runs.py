@@ -56,7 +56,7 @@ def test_context_run_resumed_on_its_layout_is_bit_equal(ranks2, tmp_path: Path) 
     assert read_metrics(tmp_path / "straight") == read_metrics(tmp_path / "cut")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign(only=True)
 def test_context_checkpoint_read_and_written_by_other_layouts_is_bit_equal(train, ranks2, ranks4, tmp_path) -> None:
     """Each launch resumes at the last step, does nothing, and saves again."""
     words = [*WORDS, "loop.total_steps=2"]

@@ -91,11 +91,11 @@ LONG = pytest.mark.campaign(only=True)
     ("ranks", "sizes", "names"),
     [
         (2, {"context": 2}, FEW),
-        pytest.param(4, {"context": 4}, FEW, marks=pytest.mark.slow),
+        pytest.param(4, {"context": 4}, FEW, marks=LONG),
         pytest.param(4, {"context": 2, "ulysses": 2}, FEW, marks=pytest.mark.slow),
         pytest.param(4, {"context": 2, "shard": 2}, FEW, marks=LONG),
         pytest.param(4, {"context": 2, "replicate": 2}, FEW, marks=LONG),
-        pytest.param(4, {"context": 4, "expert": 2}, ["qwen3_moe", "gpt_oss"], marks=pytest.mark.slow),
+        pytest.param(4, {"context": 4, "expert": 2}, ["qwen3_moe", "gpt_oss"], marks=LONG),
         pytest.param(4, {"context": 2, "shard": 2, "expert": 4}, ["qwen3_moe", "gpt_oss"], marks=LONG),
         pytest.param(4, {"context": 2, "ulysses": 2, "expert": 2}, ["qwen3_moe", "gpt_oss"], marks=LONG),
         pytest.param(4, {"context": 2, "tensor": 2}, ["qwen3", "gemma2"], marks=LONG),

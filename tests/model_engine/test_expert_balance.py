@@ -87,11 +87,11 @@ def alone(family: str, **how: Any) -> LanguageModelEngine:
 @pytest.mark.parametrize(
     ("sizes", "how"),
     [
-        ({"shard": 2}, {}),
-        ({"replicate": 2}, {}),
+        pytest.param({"shard": 2}, {}, marks=pytest.mark.campaign(only=True)),
+        pytest.param({"replicate": 2}, {}, marks=pytest.mark.campaign(only=True)),
         ({"shard": 2, "expert": 2}, {"activation_checkpointing": "full"}),
-        ({"ulysses": 2}, {"activation_checkpointing": "selective"}),
-        ({"tensor": 2}, {}),
+        pytest.param({"ulysses": 2}, {"activation_checkpointing": "selective"}, marks=pytest.mark.campaign(only=True)),
+        pytest.param({"tensor": 2}, {}, marks=pytest.mark.campaign(only=True)),
         ({"context": 2}, {}),
         ({"pipeline": 2}, {}),
         pytest.param({"pipeline": 2, "shard": 2, "expert": 2}, {}, marks=pytest.mark.campaign(only=True)),
@@ -247,7 +247,14 @@ def media_counts(sizes: dict[str, int] | None) -> Any:
     return found
 
 
-@pytest.mark.parametrize("sizes", [{"shard": 2}, {"shard": 2, "ulysses": 2, "expert": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"shard": 2},
+        pytest.param({"shard": 2, "ulysses": 2, "expert": 2}, marks=pytest.mark.campaign(only=True)),
+    ],
+    ids=str,
+)
 def test_dummy_sequences_are_not_counted(request, sizes: dict[str, int]) -> None:
     counts, weights = media_counts(None)
     pool: RankPool = request.getfixturevalue(f"ranks{2 * sizes.get('ulysses', 1)}")

@@ -112,9 +112,9 @@ LAYOUTS = [
     ({"shard": 2, "expert": 2}, ["qwen3_moe", "gpt_oss", "glm4_moe", "mixtral", "deepseek_v3"]),
     ({"ulysses": 2, "expert": 2}, ["qwen3_moe", "gpt_oss"]),
     ({"shard": 4, "expert": 2}, ["qwen3_moe", "gpt_oss"]),
-    ({"shard": 4, "expert": 4}, ["mixtral", "glm4_moe"]),
+    pytest.param({"shard": 4, "expert": 4}, ["mixtral", "glm4_moe"], marks=CAMPAIGN),
     ({"shard": 2, "ulysses": 2, "expert": 4}, ["qwen3_moe"]),
-    ({"replicate": 2, "shard": 2, "expert": 2}, ["qwen3_moe", "gpt_oss"]),
+    pytest.param({"replicate": 2, "shard": 2, "expert": 2}, ["qwen3_moe", "gpt_oss"], marks=CAMPAIGN),
     ({"shard": 2, "tensor": 2, "expert": 2}, ["qwen3_moe", "mixtral"]),
 ]
 
@@ -222,7 +222,11 @@ def media_gradients(sizes: dict[str, int] | None) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("sizes", [{"shard": 2, "expert": 2}, {"shard": 2, "ulysses": 2, "expert": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"shard": 2, "expert": 2}, pytest.param({"shard": 2, "ulysses": 2, "expert": 2}, marks=CAMPAIGN)],
+    ids=str,
+)
 def test_expert_parallel_with_images_on_one_rank_gives_the_gradients_of_one_rank(request, sizes) -> None:
     wanted = media_gradients(None)
     for found in pool_of(request, sizes).run(media_gradients, sizes):

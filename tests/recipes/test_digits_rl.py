@@ -43,9 +43,9 @@ def test_digits_rl_images_of_a_prompt_are_encoded_once(base: Path, monkeypatch) 
     encoded: list[int] = []
     inputs = shared_media.encoder_inputs
 
-    def spy(model: Any, kind: str, media: Any) -> Any:
+    def spy(model: Any, kind: str, media: Any, *rest: Any) -> Any:
         encoded.append(len(media.row_counts))
-        return inputs(model, kind, media)
+        return inputs(model, kind, media, *rest)
 
     monkeypatch.setattr("mvp_engine.hf.model_inputs.encoder_inputs", spy)
     monkeypatch.setattr(RLEngine, "train_pre_step", lambda _, ctx: batches.append(ctx.micro_batches[0]))
