@@ -40,7 +40,12 @@ def engine_class(model_type: str, backend: str = "fsdp") -> type[ModelEngine]:
     """The model engine that is registered, or an error that lists those that are."""
     if not is_registered(model_type, backend):
         known = ", ".join(f"{t} on {b}" for t, b in sorted(_REGISTRY))
-        hint = did_you_mean(model_type, {t for t, _ in _REGISTRY} - {model_type})
+        backends = {b for t, b in _REGISTRY if t == model_type}
+        hint = (
+            did_you_mean(backend, backends)
+            if backends
+            else did_you_mean(model_type, {t for t, _ in _REGISTRY})
+        )
         raise UserError(
             f"model.type={model_type} on model.backend={backend} is not registered.{hint} Registered: {known}."
         )

@@ -107,6 +107,8 @@ def test_model_engine_subclass_without_all_methods_is_refused() -> None:
 def test_registry_unknown_and_duplicate_names_are_refused(train, capsys) -> None:
     with pytest.raises(UserError, match=r"model\.type=langage_model on model\.backend=fsdp is not registered"):
         engine_class("langage_model")
+    with pytest.raises(UserError, match=r"model\.backend=megatro is not registered\. Did you mean megatron"):
+        engine_class("language_model", "megatro")
     with pytest.raises(ValueError, match="is FSDPEngine already"):
         register("module", "fsdp")(LanguageModelEngine)
     assert engine_class("module") is FSDPEngine
