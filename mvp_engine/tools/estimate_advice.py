@@ -16,9 +16,10 @@ from typing import Any
 
 from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.parts import blocks_by_part, by_part
+from mvp_engine.kit.estimate.settings import COMMON_GPUS, usable_gib
+from mvp_engine.kit.estimate.training import changed
 from mvp_engine.ops import nf4
-from mvp_engine.tools.estimate_config import Estimator, changed
-from mvp_engine.tools.estimate_settings import COMMON_GPUS, usable_gib
+from mvp_engine.tools.estimate_config import Estimator
 
 MOST_GPUS = 64
 GPUS_OF_NODE = 8

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from mvp_engine.config import compose
 from mvp_engine.config.compose import Composed, MissingKeys
@@ -15,19 +14,16 @@ from mvp_engine.config.places import override_key
 from mvp_engine.config.shipped import shipped_configs
 from mvp_engine.data import accumulation_steps
 from mvp_engine.errors import UserError
-from mvp_engine.hf.adapter import cast_frozen_base
 from mvp_engine.hf.hub import hub_model
 from mvp_engine.hf.packed_model import PackedModel
-from mvp_engine.hf.quantize import quantize_layers
-from mvp_engine.kit import MLLMData, MLLMModelKit
-from mvp_engine.model_engine.base import DTYPES
-from mvp_engine.model_engine.fsdp.parallelize import freeze
+from mvp_engine.kit import MLLMData
+from mvp_engine.kit.estimate.blocks import BlockCosts
+from mvp_engine.kit.estimate.memory import peak_memory
+from mvp_engine.kit.estimate.packs import MEDIA_SHARE, DataPacks, Packs, assumed_packs
+from mvp_engine.kit.estimate.settings import GIB, EstimateSettings, gpu_by_name
+from mvp_engine.kit.estimate.step import estimate_step
+from mvp_engine.kit.estimate.training import changed, meta_model, settings_of
 from mvp_engine.tools.data_kit import config_data_kit, data_section
-from mvp_engine.tools.estimate_blocks import BlockCosts
-from mvp_engine.tools.estimate_memory import peak_memory
-from mvp_engine.tools.estimate_packs import MEDIA_SHARE, DataPacks, Packs, assumed_packs
-from mvp_engine.tools.estimate_settings import GIB, EstimateSettings, gpu_by_name
-from mvp_engine.tools.estimate_step import estimate_step
 
 MODEL_CONFIG = Path(__file__).parent / "estimate_model.yaml"
 
@@ -122,40 +118,13 @@ class Estimator:
         return {name: size / GIB for name, size in found.items()}
 
     def settings(self, config: Any) -> EstimateSettings:
-        precision = config.loop.precision
-        if self.parallel(config).pipeline > 1:
-            raise UserError(
-                "mvp estimate does not know parallel.pipeline > 1: mvp plan does. Or estimate with parallel.pipeline=1 "
-                "and as many more shards, whose ranks hold as many weights"
-            )
-        return EstimateSettings.from_config(
-            config,
-            "bf16" if precision == "auto" else precision,
-            gpu=self.gpu,
-            state_dtype=getattr(config.optim, "state_dtype", "float32"),
-            ema=getattr(config.optim, "ema", None) is not None,
-            reference_copy=getattr(config, "reference", None) == "copy",
-            teacher=config.distil.teacher if hasattr(config, "distil") else None,
-            shard=self.parallel(config).shard,
-            ulysses=self.parallel(config).ulysses,
-            context=self.parallel(config).context,
-            tensor=self.parallel(config).tensor,
-            expert=self.parallel(config).expert,
-        )
+        return settings_of(config, self.parallel(config), self.gpu)
 
     def model(self, config: Any) -> PackedModel:
         lora = getattr(config, "lora", None)
         key = f"{lora!r} {config.model.quantize}"
         if key not in self._models:
-            model: Any = MLLMModelKit(lora).build(config.model)
-            assert isinstance(model, PackedModel)
-            freeze(model, config.model.freeze)
-            settings = self.settings(config)
-            if settings.half_precision:
-                cast_frozen_base(model, DTYPES[settings.precision])
-            if settings.quantize:
-                quantize_layers(model, settings.quantize, DTYPES[settings.precision])
-            self._models[key] = model
+            self._models[key] = meta_model(config, self.settings(config))
         return self._models[key]
 
     def data(self, config: Any) -> MLLMData:
@@ -240,21 +209,3 @@ def _total_steps(loop: Any, steps_per_epoch: int | None) -> int | None:
     if loop.epochs is not None and steps_per_epoch is not None:
         limits.append(loop.epochs * steps_per_epoch)
     return min((steps for steps in limits if steps), default=None)
-
-
-def changed(config: Any, changes: dict[str, Any]) -> Any:
-    """The config with other values of some keys, validated."""
-    values = config.model_dump()
-    for key, value in changes.items():
-        *sections, name = key.split(".")
-        section = values
-        for part in sections:
-            section[part] = section[part] or {}  # lora is null without adapters
-            section = section[part]
-        section[name] = value
-    try:
-        return type(config).model_validate(values)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        raise UserError(f"{key}: {problem['msg'].removeprefix('Value error, ')}") from None

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.hf.config_facts import num_heads
+from mvp_engine.kit.estimate.packs import Packs, assumed_packs
+from mvp_engine.kit.estimate.settings import FITS, GIB, EstimateSettings, gpu_by_name
+from mvp_engine.kit.estimate.step import BANDWIDTH_EFFICIENCY, REST
 from mvp_engine.kit.policy import ALGORITHMS
 from mvp_engine.rl.batches import rollout_batch
 from mvp_engine.rl.prompts import Prompt, prompt_loader
 from mvp_engine.rl.rollout import Sample
 from mvp_engine.tools.data_kit import config_data_kit
 from mvp_engine.tools.estimate_config import Estimator
-from mvp_engine.tools.estimate_packs import Packs, assumed_packs
-from mvp_engine.tools.estimate_settings import FITS, GIB, EstimateSettings, gpu_by_name
-from mvp_engine.tools.estimate_step import BANDWIDTH_EFFICIENCY, REST
 
 UPDATE = ("GEMM", "attention", "memory traffic")
 STATIC = ("weights", "gradients", "optimizer states")

@@ -21,10 +21,10 @@ from mvp_engine.hf.encoder_share import largest_share
 from mvp_engine.hf.quantize import quantize_layers
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
+from mvp_engine.kit.estimate.settings import MEMORY, EstimateSettings
+from mvp_engine.kit.estimate.step import FP8_SPEEDUP, estimate_step
 from mvp_engine.model_engine import ModelSource
 from mvp_engine.model_engine.fsdp.parallelize import freeze
-from mvp_engine.tools.estimate_settings import MEMORY, EstimateSettings
-from mvp_engine.tools.estimate_step import FP8_SPEEDUP, estimate_step
 
 data: Any = import_file(ROOT / "benchmarks" / "sft" / "data.py")
 PIXELS = data.Pixels()

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from mvp_engine.kit import MLLMModelKit
+from mvp_engine.kit.estimate.memory import STATE_BYTES
 from mvp_engine.model_engine.fsdp.parallelize import freeze
-from mvp_engine.tools.estimate_memory import STATE_BYTES
 
 
 def checkpoint_sizes(config: Any) -> tuple[int, int] | None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
+from mvp_engine.kit.estimate.settings import GIB
 from mvp_engine.tools.estimate import make_estimator
 from mvp_engine.tools.estimate_config import Question
-from mvp_engine.tools.estimate_settings import GIB
 from mvp_engine.tools.plan.compare import find_differences
 from mvp_engine.tools.plan.network import Network
 from mvp_engine.tools.plan.record import Collective, ranks_text

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from mvp_engine.tools.estimate_config import Estimator, changed
+from mvp_engine.kit.estimate.training import changed
+from mvp_engine.tools.estimate_config import Estimator
 from mvp_engine.tools.plan.network import Network
 from mvp_engine.tools.plan.record import Collective
 from mvp_engine.tools.plan.simulate import RankPlan, Simulation

@@ -12,9 +12,9 @@ from typing import Any
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf.packed_model import PackedModel
-from mvp_engine.tools.estimate_blocks import BlockCosts
-from mvp_engine.tools.estimate_memory import STATE_BYTES, peak_memory
-from mvp_engine.tools.estimate_settings import FITS, GIB, EstimateSettings, Gpu, gpu_by_name
+from mvp_engine.kit.estimate.blocks import BlockCosts
+from mvp_engine.kit.estimate.memory import STATE_BYTES, peak_memory
+from mvp_engine.kit.estimate.settings import FITS, GIB, EstimateSettings, Gpu, gpu_by_name
 
 # Fractions of the peak, measured on an H200 with compiled blocks (docs/performance.md).
 GEMM_EFFICIENCY = 0.745

@@ -17,10 +17,10 @@ from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.hf import experts
 from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.kit.estimate.blocks import BlockCosts
+from mvp_engine.kit.estimate.settings import EstimateSettings
 from mvp_engine.model_engine.base import DTYPES
 from mvp_engine.ops.nf4 import quantized_layers
-from mvp_engine.tools.estimate_blocks import BlockCosts
-from mvp_engine.tools.estimate_settings import EstimateSettings
 
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.06}  # of Adam's two states, per parameter
 DEFAULT_CHUNK = 2048  # tokens per chunk of logits

@@ -16,11 +16,11 @@ from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.encoder_share import largest_share
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part, by_part
+from mvp_engine.kit.estimate.settings import EstimateSettings
 from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
 from mvp_engine.kit.mfu import MFUKit, ids_with_own_media
 from mvp_engine.ops import fp8
 from mvp_engine.ops.nf4 import quantized_layers
-from mvp_engine.tools.estimate_settings import EstimateSettings
 
 # Uncompiled blocks save this many times more: each operation keeps its own inputs.
 EAGER = 1.7
