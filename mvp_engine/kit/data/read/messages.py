@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mvp_engine.kit.data.read.row_types import MEDIA, ROLES, BadRow, Message, Part
+from mvp_engine.kit.data.read.row_types import (
+    MEDIA,
+    ROLES,
+    BadRow,
+    Message,
+    Part,
+    SpeechCodes,
+)
 from mvp_engine.kit.data.read.value_checks import (
     check_json_serializable,
     check_list,
@@ -211,6 +218,8 @@ def _read_media_block(name: str, fields: dict[str, Any], where: str) -> Part:
             data = check_text(inner.pop("data", None), f"{where}.data")
             value = _data_uri(kind, data)
         fields |= inner
+    if kind == "audio" and fields.get("codes") is not None:
+        return Part(kind, SpeechCodes(fields.pop("codes")), fields)
     if value is None:
         return Part(kind, FROM_COLUMN, fields)
     return Part(kind, check_media_value(kind, value, where), fields)

@@ -23,6 +23,7 @@ class RowFormat:
     fields: Mapping[str, FieldType] = field(default_factory=dict)  # columns of numbers
     # True: rows need no answer. "always": the answers that they have are left out.
     prompt_only: bool | Literal["always"] = False
+    speech: bool = False  # audio of assistant turns is a target (`mllm.speech`)
 
     @property
     def drops_answers(self) -> bool:

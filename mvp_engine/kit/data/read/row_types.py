@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 MEDIA = ("image", "video", "audio")
 # Our role names, each with the spellings that datasets use for it.
@@ -32,6 +32,12 @@ class BadRow(Exception):
         return f"{self.reason}: {self.detail}"
 
 
+class SpeechCodes(NamedTuple):
+    """The value of an audio part that gives codes of a codec in place of a sound: lists, an array or a .npy file."""
+
+    codes: Any
+
+
 @dataclass(frozen=True)
 class Part:
     """One content part of a message: a text, or one image, video or audio clip.
@@ -54,6 +60,7 @@ class Message:
     loss: bool | None = None  # None: the default, by which assistant turns carry loss
     # tool_calls, name, ...: passed to the chat template unchanged.
     extra: Mapping[str, Any] = field(default_factory=dict)
+    speech: Part | None = None  # of an assistant turn: the sound that the model learns to speak
 
     @property
     def text(self) -> str:

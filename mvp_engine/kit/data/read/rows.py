@@ -42,6 +42,7 @@ from mvp_engine.kit.data.read.preference import (
 )
 from mvp_engine.kit.data.read.row_format import Columns, RowFormat
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, Part, Row
+from mvp_engine.kit.data.read.speech_parts import take_speech
 from mvp_engine.kit.data.read.value_checks import (
     check_json_serializable,
     check_list,
@@ -311,6 +312,7 @@ class _Reader:
             self._check_label()
         self._check_object_tags(messages)
         messages = fill_placeholders(messages, self.columns, self.format.media_tags)
+        messages = take_speech(messages, self.format.speech)
         row = Row(messages=tuple(messages), tools=tuple(tools), prompt_only=prompt_only)
         if "rejected_response" not in self.columns or self.format.drops_answers:
             return row
