@@ -38,7 +38,7 @@ from mvp_engine.kit.data.pack.stream_packs import StreamPackDataset
 from mvp_engine.kit.data.processor import save_generation_config
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows, append_new
 from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.sources import Source, open_source, split_rows
+from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.read.streams import Stream, StreamMixture
 from mvp_engine.kit.data.settings import DataSource, MLLMData, resolve_source, with_held_out
 from mvp_engine.model_engine import precision_on
@@ -56,6 +56,9 @@ class MLLMDataKit:
     `model_config` is the model's Hugging Face config, needed for models with three-axis positions (M-RoPE).
     """
 
+    encoder_class = RowEncoder
+    dataset_class = PackDataset
+
     def __init__(
         self, settings: MLLMData, processor: Any, *, model_config: Any = None, num_workers: int = 0
     ) -> None:
@@ -63,7 +66,7 @@ class MLLMDataKit:
         self.num_workers = num_workers
         self._all_sources = with_held_out([resolve_source(source) for source in settings.sources])
         row_tokens = settings.row_tokens or settings.micro_batch_tokens
-        self.row_encoder = RowEncoder(
+        self.row_encoder = self.encoder_class(
             processor,
             settings.limits,
             max_tokens=min(row_tokens, settings.micro_batch_tokens),
@@ -140,7 +143,7 @@ class MLLMDataKit:
                 "data: the global batch is not set: give global_batch_size=PACKS, or set mllm.global_batch_tokens"
             )
         mixture, costs = self.measured(split)
-        return PackDataset(
+        return self.dataset_class(
             mixture,
             self.row_formats(split),
             costs,
@@ -356,7 +359,7 @@ class MLLMDataKit:
             raise UserError(
                 f"data: the sources of {split} are streams, which have no packing plan: use stream_loader"
             )
-        sources = [_open_rows(one) for one in settings]
+        sources = [self.open_rows(one) for one in settings]
         names = self.source_names(split)
         by = "weight" if settings[0].weight is not None else "repeats"
         shares = [getattr(one, by) or 1.0 for one in settings]
@@ -364,15 +367,23 @@ class MLLMDataKit:
         costs = []
         formats = self.row_formats(split)
         for name, source, row_format in zip(names, sources, formats, strict=True):
-            warn_of_missing_columns(name, source, row_format)
-            costs.append(
-                measure_costs(
-                    source, row_format, self.row_encoder, self.cache, self.num_workers, name
-                )
-            )
+            costs.append(self.measure_source(name, source, row_format))
         if self.settings.overlong == "error":
             refuse_overlong(mixture, costs, self.row_encoder.max_tokens)
         return mixture, costs
+
+    def open_rows(self, settings: DataSource) -> Source:
+        """The rows of a source that belong to its split."""
+        source = open_source(settings.path, settings.root)
+        if not settings.hold_out:
+            return source
+        return source.split(settings.hold_out, settings.split == "eval", settings.label)
+
+    def measure_source(self, name: str, source: Source, row_format: RowFormat) -> Costs:
+        """The costs of the rows of a source."""
+        warn_of_missing_columns(name, source, row_format)
+        encoder = self.row_encoder
+        return measure_costs(source, row_format, encoder, self.cache, self.num_workers, name)
 
     def bad_rows_list(
         self, split: str, num_rows: int, folder: str | Path | None, min_rows: int = 0
@@ -387,14 +398,3 @@ class MLLMDataKit:
         mixture, _ = self.measured(split)
         fingerprints = " ".join(source.fingerprint for source in mixture.sources)
         return hashlib.blake2b(fingerprints.encode(), digest_size=8).hexdigest()
-
-
-def _open_rows(settings: DataSource) -> Source:
-    """The rows of a source that belong to its split."""
-    source = open_source(settings.path, settings.root)
-    if not settings.hold_out:
-        return source
-    if len(source) == 1:
-        raise UserError(f"data: {settings.label} has one row: nothing can be held out (hold_out)")
-    held_out, trained = split_rows(len(source), settings.hold_out)
-    return source.subset(held_out if settings.split == "eval" else trained)

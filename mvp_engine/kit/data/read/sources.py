@@ -28,6 +28,7 @@ from mvp_engine.kit.data.read.text_files import CsvFile, TextLines
 _DATASET_ID = re.compile(r"[\w.-]+/[\w:@-]+")  # without a dot, which file names have
 _COMPRESSED = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".zip")
 _GZIP_MAGIC = b"\x1f\x8b"
+LEROBOT_INFO = "meta/info.json"  # only these datasets have it
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 
@@ -53,6 +54,17 @@ class Source:
         key = self.fingerprint.encode() + rows.tobytes()
         chosen.fingerprint = content_hash(key).hexdigest()
         return chosen
+
+    def split(self, hold_out: float, held_out: bool, name: str) -> Source:
+        """The rows that are held out, or the others; see `split_rows`."""
+        if len(self) == 1:
+            raise UserError(f"data: {name} has one row: nothing can be held out (hold_out)")
+        chosen, others = split_rows(len(self), hold_out)
+        return self.subset(chosen if held_out else others)
+
+    def chosen_rows(self) -> np.ndarray:
+        """The index of each row in the files; of a subset, those of its rows."""
+        return np.arange(len(self)) if self._chosen is None else self._chosen
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         file, row = self._find(index)
@@ -181,6 +193,10 @@ def _open_folder(folder: Path, name: str, root: Path) -> list[RowFile]:
     if (folder / "state.json").is_file():
         files = _saved_dataset_files(folder / "state.json")
         return [ArrowFile(folder / file, f"{name}/{file}") for file in files]
+    if (folder / LEROBOT_INFO).is_file():
+        raise UserError(
+            f"data: {folder} is a LeRobot dataset of robot actions: only an ActionEngine trains on it (docs/actions.md)"
+        )
     metadata = folder / "metadata.jsonl"
     if metadata.is_file():
         media_folder = os.path.relpath(folder, root)

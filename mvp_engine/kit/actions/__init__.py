@@ -1,0 +1,1 @@
+"""Robot data and action models: LeRobot folders, statistics, normalization, rollouts."""
