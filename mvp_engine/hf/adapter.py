@@ -184,7 +184,8 @@ class HFAdapter:
         fetch = dequantized(self.model, weights.fetch)
         fetch = merge_adapters(self._whole, fetch)
         for group in plan.groups:
-            yield from plan.entries(group, fetch)
+            if not group.carried:  # the receiver has them: they never change
+                yield from plan.entries(group, fetch)
 
 
 def cast_frozen_base(model: PackedModel, dtype: torch.dtype) -> None:

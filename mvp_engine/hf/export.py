@@ -20,6 +20,7 @@ from mvp_engine.distributed import World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.errors import UserError
 from mvp_engine.files import leads_out, publish, remove, temporary_path
+from mvp_engine.hf.attention import config_tree
 from mvp_engine.hf.export_plan import EntryGroup, ExportPlan, Target
 from mvp_engine.hf.weight_files import HEADS, INDEX, SINGLE
 
@@ -29,7 +30,7 @@ MAX_FILE_BYTES = 5 * 10**9
 SIDE_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken",
     "chat_template*", "additional_chat_templates", "*preprocessor_config.json", "processor_config.json",
-    "generation_config.json", "spiece*", "sentencepiece*",
+    "generation_config.json", "spiece*", "sentencepiece*", "spk_dict.pt",
 )  # fmt: skip
 
 
@@ -158,9 +159,8 @@ def write_side_files(target: Target, folder: Path) -> None:
     model = target.skeleton
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    for part in (config, *(getattr(config, key) for key in config.sub_configs)):
-        if part is not None:
-            part.dtype = target.dtype
+    for part in config_tree(config):
+        part.dtype = target.dtype
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.errors import UserError
+from mvp_engine.hf.load import Entries
 from mvp_engine.hf.weight_files import HEADS, SINGLE
 
 EXPORT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -30,6 +31,7 @@ class Target:
     extras: tuple[str, ...] = ()  # tensors outside the skeleton, in a file of their own (HEADS)
     dtype: torch.dtype = torch.float32
     side_files: Path | None = None  # a folder with tokenizer, processor and the like
+    carried: Entries | None = None  # entries of other parts of the folder, written as they are
 
 
 @dataclass
@@ -38,6 +40,7 @@ class EntryGroup:
 
     params: list[str] = field(default_factory=list)  # names in the skeleton
     entries: dict[str, Tensor] = field(default_factory=dict)  # on the meta device
+    carried: bool = False  # `params` are entries of `Target.carried`
 
     @property
     def nbytes(self) -> int:
@@ -67,12 +70,16 @@ class ExportPlan:
         self._converted: dict[str, tuple[str, str]] = {}
         groups: dict[str, EntryGroup] = {}
         for name in untied_names(self.model):
+            if target.carried is not None and name not in target.names:
+                continue
             first_entry, pattern = _first_match(name, converters)
             if pattern is not None:
                 self._converted[name] = (first_entry, pattern)
             key = name if pattern is None else first_entry
             groups.setdefault(key, EntryGroup()).params.append(name)
-        self.groups = [*groups.values(), *(EntryGroup([name]) for name in target.extras)]
+        carried = [EntryGroup([name], carried=True) for name in target.carried or ()]
+        extras = [EntryGroup([name]) for name in target.extras]
+        self.groups = [*groups.values(), *carried, *extras]
         for group in self.groups:
             group.entries = dict(self.entries(group, like))
 
@@ -80,6 +87,11 @@ class ExportPlan:
         self, group: EntryGroup, fetch: Callable[[str], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """The full entries of one group, in the target's dtype. `fetch` returns one of our tensors by its name."""
+        if group.carried:
+            assert self.target.carried is not None
+            read = self.target.carried.read if group.entries else self.target.carried.meta
+            yield from ((name, read(name)) for name in group.params)
+            return
         values: dict[str, Tensor] = {}
         for name in group.params:
             values[name] = fetch(self.target.names.get(name, name))

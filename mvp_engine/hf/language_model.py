@@ -26,6 +26,7 @@ from mvp_engine.hf.head_probe import (
 )
 from mvp_engine.hf.model_inputs import check_inputs, check_token_range
 from mvp_engine.hf.packed_model import Outputs, PackedModel, from_auto, losses_of
+from mvp_engine.hf.whole_folder import WholeFolder
 from mvp_engine.ops.linear_cross_entropy import (
     linear_argmax,
     linear_log_probs,
@@ -109,10 +110,9 @@ class LanguageModel(PackedModel):
                 "only models that run by themselves are supported"
             )
         if hasattr(config, "thinker_config"):
-            raise UserError(
-                f"{config.model_type} is a thinker with a talker: save the thinker alone (AutoModelForMultimodalLM."
-                "from_pretrained(path).thinker.save_pretrained(folder)) with the processor's files, and train that"
-            )
+            model = cls(from_auto(AutoModelForMultimodalLM, config.thinker_config), **options)
+            model.whole = WholeFolder(config, {"hf.": "thinker."})
+            return model
         is_multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
         auto_class = AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
         return cls(from_auto(auto_class, config), **options)

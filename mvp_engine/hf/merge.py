@@ -50,7 +50,7 @@ def merge(
     saved = _SavedTensors(checkpoint, model, ema, info.quantized)
     base_folder = None
     if info.base is not None:
-        if adapter_only or saved.missing():
+        if adapter_only or model.whole is not None or saved.missing():
             base_folder = local_folder(base or info.base.path, weights=not adapter_only)
         for name, param in model.named_parameters():
             # One that the checkpoint lacks was frozen by model.freeze, though LoRA would train it.
@@ -64,6 +64,9 @@ def merge(
     if info.base is not None and base_folder is not None:
         info.base.check(base_folder, "Name the folder: mvp merge --base FOLDER")
         saved.add_base(base_folder)
+        if model.whole is not None:  # its other parts are copied from there
+            model.side_files = model.source
+            model.source = base_folder
     saved.check_complete()
     target = model.export_target(dtype or info.dtype)
     fetch = merge_adapters(model, saved.fetch)
@@ -122,11 +125,12 @@ class _SavedTensors:
 
     def add_base(self, folder: Path) -> None:
         """Read frozen parameters that the checkpoint lacks from a pretrained folder."""
-        tensors = self.model.hf.state_dict(keep_vars=True)
-        for group in folder_groups(self.model.hf, WeightFiles(folder), keep_converted=False):
+        view = self.model.folder_view()
+        for group in folder_groups(view.model, WeightFiles(folder), keep_converted=False):
             for name, param in group.params.items():
-                if name in tensors and not tensors[name].requires_grad:
-                    first_name = self._first_names[id(tensors[name])]
+                tensor = self._tensors.get(view.own_name(name) or "")
+                if tensor is not None and not tensor.requires_grad:
+                    first_name = self._first_names[id(tensor)]
                     self._from_base[f"model.{first_name}"] = partial(param.read, ())
 
     def check_complete(self) -> None:

@@ -65,7 +65,8 @@ def write_model_info(
     target = model.export_target()
     write_side_files(target, folder)
     # An export may be read with another model class; a merge rebuilds the trained one, so its config is kept.
-    model.hf.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+    config: Any = model.hf.config if model.whole is None else model.whole.config
+    config.save_pretrained(folder)
     info: dict[str, Any] = {
         "model_type": model.model_type,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -76,7 +77,8 @@ def write_model_info(
     if model.quantize:
         info["quantize"] = model.quantize
         info["quantized"] = sorted(quantized_layers(model))
-    if model.source is not None and (trainable_only or model.lora is not None):
+    needs_base = trainable_only or model.lora is not None or model.whole is not None
+    if model.source is not None and needs_base:
         weights = fingerprint(model.source)
         info["base"] = {"path": portable_name(model.source), "weights": weights}
     (folder / NAME).write_text(json.dumps(info) + "\n")

@@ -41,6 +41,7 @@ from mvp_engine.hf.mixers import PackedMixers
 from mvp_engine.hf.model_inputs import check_token_range, media_inputs
 from mvp_engine.hf.padded_rows import hidden_of_rows, own_attention, use_own_attention
 from mvp_engine.hf.sparse_attention import run_sparse_attention_by_sequence, sparse_attention_of
+from mvp_engine.hf.whole_folder import FolderView, WholeFolder, check_folder
 
 if TYPE_CHECKING:
     from mvp_engine.hf.adapter import HFAdapter
@@ -109,6 +110,7 @@ class PackedModel(nn.Module):
     expert_balance: ExpertBalance | None = None  # of experts in training
     from_folder: frozenset[str] = frozenset()  # names of tensors that were loaded from `source`
     stage: stages.Stage | None = None  # its slice of the model, with pipeline parallel
+    whole: WholeFolder | None = None  # where the folder holds more than this model: an Omni folder
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
@@ -162,12 +164,18 @@ class PackedModel(nn.Module):
         folder = local_folder(path) if path else None
         config = read_config(folder, overrides or {})
         folder_dtype = config.dtype
-        config.dtype = torch.float32  # master weights are float32, whatever the folder holds
+        for part in attention.config_tree(config):
+            part.dtype = torch.float32  # master weights are float32, whatever the folder holds
         with torch.device("meta"):
             model = cls.from_config(config)
         model.source = folder
         model.export_dtype = folder_dtype or torch.float32
+        model.check_source()
         return model
+
+    def check_source(self) -> None:
+        """Raise if this model cannot be trained and exported without the folder that it lacks."""
+        check_folder(self)
 
     def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int = 1) -> None:
         """Split the tokens of each batch over the ranks of `groups`, which must get equal batches.
@@ -210,11 +218,17 @@ class PackedModel(nn.Module):
 
     def export_target(self, dtype: torch.dtype | None = None) -> Target:
         """The contents of a Hugging Face folder of this model."""
+        if self.whole is not None:
+            return self.whole.export_target(self, dtype or self.export_dtype)
         skeleton = self._skeleton(type(self.hf))
         names = {name: f"hf.{name}" for name in skeleton.state_dict()}
         own_weights = tuple(name for name in self.state_dict() if not name.startswith("hf."))
         folder = self.side_files or self.source
         return Target(skeleton, names, own_weights, dtype or self.export_dtype, folder)
+
+    def folder_view(self) -> FolderView:
+        """How folders of this model name its tensors."""
+        return FolderView(self.hf, {"hf.": ""}) if self.whole is None else self.whole.view()
 
     def _skeleton(self, model_class: Any, **changes: Any) -> Any:
         """A plain transformers model with this config, on the meta device."""

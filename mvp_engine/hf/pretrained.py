@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -13,10 +14,11 @@ from mvp_engine.errors import UserError, count
 from mvp_engine.hf import load
 from mvp_engine.hf.hub import fetch_weights
 from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.whole_folder import FolderView
 from mvp_engine.ops.nf4 import quantized_layers
 
 LOGGER = logging.getLogger("mvp_engine")
-PREFIX = "hf."  # of the names of the transformers model inside a PackedModel
+T = TypeVar("T")
 
 
 def load_pretrained(model: PackedModel, skeleton: nn.Module) -> set[str]:
@@ -29,23 +31,25 @@ def load_pretrained(model: PackedModel, skeleton: nn.Module) -> set[str]:
     fetch_weights(model.source)
     state = model.state_dict(keep_vars=True)
     own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    wrapped = {n.removeprefix(PREFIX): value for n, value in own.items() if n.startswith(PREFIX)}
-    quantized = {n.removeprefix(PREFIX): layer for n, layer in quantized_layers(model).items()}
+    view = skeleton.folder_view()
+    wrapped = _by_folder_name(view, own)
+    quantized = _by_folder_name(view, quantized_layers(model))
     others = frozenset() if model.stage is None else model.stage.elsewhere.keys()
-    elsewhere = {name.removeprefix(PREFIX) for name in others}
-    found, unused = load.load(skeleton.hf, model.source, wrapped, quantized, elsewhere)
+    elsewhere = _by_folder_name(view, dict.fromkeys(others)).keys()
+    names, unused = load.load(view.model, model.source, wrapped, quantized, elsewhere)
+    found = {name for name in map(view.own_name, names) if name is not None}
     # Tied tensors count with each other.
-    filled = {own[PREFIX + name] for name in found if name not in elsewhere}
+    filled = {own[name] for name in found if name not in others}
     loaded = {name for name, value in own.items() if value in filled}
     if others:
-        loaded |= _tied_to(skeleton, {PREFIX + name for name in found}) & others
-    heads = [name for name in own if not name.startswith(PREFIX) and name in unused]
+        loaded |= _tied_to(skeleton, found) & others
+    heads = [name for name in own if view.folder_name(name) is None and name in unused]
     if heads:
         load.load_by_name(model.source, {name: own[name] for name in heads})
         loaded |= set(heads)
     _check_missing(model, skeleton, [name for name in own if name not in loaded])
     unexpected = [name for name in unused if name not in heads]
-    unexpected = [name for name in unexpected if not _is_expected(skeleton.hf, name)]
+    unexpected = [name for name in unexpected if not _is_expected(view, name)]
     if unexpected:
         LOGGER.warning("in %s, but not in the model: %s", model.source, _first(unexpected))
     return loaded
@@ -82,8 +86,19 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def _is_expected(model: Any, name: str) -> bool:
-    """May a folder have this entry, which its model has not? Heads of a backbone, and what transformers drops."""
+def _by_folder_name(view: FolderView, values: Mapping[str, T]) -> dict[str, T]:
+    named = ((view.folder_name(name), value) for name, value in values.items())
+    return {name: value for name, value in named if name is not None}
+
+
+def _is_expected(view: FolderView, name: str) -> bool:
+    """May a folder have this entry, which its model has not?
+
+    Entries of other parts of the folder, heads of a backbone, and what transformers drops.
+    """
+    model = view.model
+    if view.own_name(name) is None:
+        return True
     dropped = {r"rotary_emb\.inv_freq", r"position_ids$"}
     dropped |= set(model._keys_to_ignore_on_load_unexpected or ())
     is_backbone = model.base_model is model

@@ -16,7 +16,6 @@ from mvp_engine.hf import load
 from mvp_engine.hf.export_plan import ExportPlan
 from mvp_engine.hf.packed_model import PackedModel
 
-PREFIX = "hf."  # of the names of the transformers model inside a PackedModel
 
 
 class TensorEntries:
@@ -47,18 +46,20 @@ class WeightReceiver:
         self.model = model
         tensors = model.state_dict(keep_vars=True)
         self._own = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
-        self._hf = {
-            name.removeprefix(PREFIX): value
-            for name, value in self._own.items()
-            if name.startswith(PREFIX)
-        }
-        self._skeleton = model._skeleton(type(model.hf))
+        view = model.folder_view()
+        named = ((view.folder_name(name), value) for name, value in self._own.items())
+        self._hf = {name: value for name, value in named if name is not None}
+        self._skeleton = model._skeleton(type(model.hf)) if model.whole is None else view.model
         whole = tensors if model.stage is None else model.stage.whole.state_dict()
-        self._elsewhere = {name.removeprefix(PREFIX) for name in whole if name not in tensors}
+        elsewhere = (view.folder_name(name) for name in whole if name not in tensors)
+        self._elsewhere = {name for name in elsewhere if name is not None}
         plan = ExportPlan(model.export_target(), lambda name: _on_meta(whole[name]))
         # Entries that are converted together, by the name of each.
         self._groups = {
-            name: frozenset(group.entries) for group in plan.groups for name in group.entries
+            name: frozenset(group.entries)
+            for group in plan.groups
+            for name in group.entries
+            if not group.carried
         }
         self._missing = set(self._groups)
         self._waiting: dict[str, Tensor] = {}
