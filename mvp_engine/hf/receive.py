@@ -17,7 +17,6 @@ from mvp_engine.hf.export_plan import ExportPlan
 from mvp_engine.hf.packed_model import PackedModel
 
 
-
 class TensorEntries:
     """Tensors in memory, as `load` reads those of a folder."""
 
