@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import attention
+from mvp_engine.hf.auto_model import from_auto
 from mvp_engine.hf.config_facts import placeholder_tokens
 from mvp_engine.hf.head_probe import (
     config_logit_steps,
@@ -25,7 +26,7 @@ from mvp_engine.hf.head_probe import (
     own_head,
 )
 from mvp_engine.hf.model_inputs import check_inputs, check_token_range
-from mvp_engine.hf.packed_model import Outputs, PackedModel, from_auto, losses_of
+from mvp_engine.hf.packed_model import Outputs, PackedModel, losses_of
 from mvp_engine.hf.whole_folder import WholeFolder
 from mvp_engine.ops.linear_cross_entropy import (
     linear_argmax,

@@ -52,43 +52,6 @@ if TYPE_CHECKING:
 Outputs = dict[str, Tensor]
 
 
-def from_auto(auto_class: Any, config: Any) -> Any:
-    """The model that a transformers auto class builds from a config, with packed attention."""
-    model_type = config.model_type
-    if type(config) not in auto_class._model_mapping:
-        raise UserError(
-            f"transformers has no {model_type} model for {auto_class.__name__}: "
-            "choose another model.type or another model"
-        )
-    config._attn_implementation = attention.register()
-    try:
-        try:
-            return auto_class.from_config(config)
-        except KeyError as error:
-            if attention.NAME not in error.args:
-                raise
-            # Encoders with attention code of their own, such as SAM, take one item per row and need no boundaries.
-            attention.build_encoders_eagerly(config)
-            return auto_class.from_config(config)
-    except ImportError as error:
-        missing = " ".join(str(error).split())
-        raise UserError(f"{model_type} needs a package that is not installed: {missing}") from error
-    except Exception as error:
-        if isinstance(error, KeyError) and attention.NAME in error.args:
-            return _with_own_attention(auto_class, config)
-        raise UserError(
-            f"{model_type} cannot be built from this config: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _with_own_attention(auto_class: Any, config: Any) -> Any:
-    """A model whose attention classes are chosen by name, and are not those of transformers' interface."""
-    config._attn_implementation = own_attention(auto_class._model_mapping[type(config)])
-    model = auto_class.from_config(config)
-    model.needs_padded_rows = "it has attention code of its own"
-    return model
-
-
 class PackedModel(nn.Module):
     """A transformers backbone that runs on packed batches and returns named outputs per token.
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mvp_engine.hf.auto_model import from_auto
 from mvp_engine.hf.export_plan import Target
-from mvp_engine.hf.packed_model import Outputs, PackedModel, from_auto
+from mvp_engine.hf.packed_model import Outputs, PackedModel
 
 
 class ValueModel(PackedModel):
