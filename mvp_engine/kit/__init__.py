@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mvp_engine.kit.distil import DistilEngine, DistilLossKit
     from mvp_engine.kit.distil_settings import Distil, DistilConfig
     from mvp_engine.kit.examples import examples_of
+    from mvp_engine.kit.flow_settings import Flow, FlowTimes
     from mvp_engine.kit.generation import Answer, generate, generate_answers
     from mvp_engine.kit.loss import TokenNormedLossKit
     from mvp_engine.kit.mfu import MFUKit
@@ -52,6 +53,8 @@ __all__ = [
     "DistilEngine",
     "DistilLossKit",
     "EvalGeneration",
+    "Flow",
+    "FlowTimes",
     "Limits",
     "Lora",
     "MFUKit",
