@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from mvp_engine.imports import lazy_exports
 
 if TYPE_CHECKING:
+    from mvp_engine.hf.action_model import ActionModel
     from mvp_engine.hf.language_model import LanguageModel
     from mvp_engine.hf.packed_model import PackedModel
     from mvp_engine.hf.value_model import ValueModel
 else:  # the sections of configs are here too, and `mvp config show` imports no torch
     __getattr__ = lazy_exports(__name__)
 
-__all__ = ["LanguageModel", "PackedModel", "ValueModel"]
+__all__ = ["ActionModel", "LanguageModel", "PackedModel", "ValueModel"]

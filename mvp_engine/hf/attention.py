@@ -11,7 +11,7 @@ with boundaries of their own or with one item per row. An option that a layer pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ from mvp_engine.hf.context_attention import context_spec
 from mvp_engine.hf.kv_cache import KVCache
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
 from mvp_engine.ops.autocast import autocast_dtype
+from mvp_engine.ops.query_groups import QueryGroup, grouped_query_attention
 
 __all__ = [
     "ENCODER",
@@ -72,6 +73,7 @@ _IGNORED = {
     "vision_feature_layer",
     "vision_feature_select_strategy",
     "kv_cache",  # of text layers; an encoder runs with the prompts only
+    "query_groups",  # of text layers
 }
 
 
@@ -167,11 +169,27 @@ def packed_attention(
     max_length_q: int | None = None,
     ulysses_shard: UlyssesShard | None = None,
     kv_cache: KVCache | None = None,
+    key_values: list[Tensor] | None = None,
+    prefix: tuple[Tensor, Tensor] | None = None,
+    query_groups: Sequence[QueryGroup] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of text layers, with transformers' signature: (1, H, T, d) in, (1, T, H, d) out."""
+    """Attention of text layers, with transformers' signature: (1, H, T, d) in, (1, T, H, d) out.
+
+    Models with an action head: keys and values are appended to `key_values`; `prefix` are those of another layer, which
+    come first; `query_groups` say which queries attend to which keys.
+    """
     layer = type(module).__name__
     _check_options(layer, others)
+    if key_values is not None:
+        key_values += [key, value]
+    if query_groups is not None:
+        if sliding_window is not None or softcap is not None or s_aux is not None:
+            raise UnsupportedAttention(
+                f"{layer} has a sliding window, a soft cap or sinks, which an action head does not support"
+            )
+        options = {"scale": scaling, "dropout": dropout}
+        return _by_groups(query, key, value, prefix, query_groups, options), None
     if isinstance(attention_mask, Tensor):
         raise UnsupportedAttention(
             f"{layer} passes its own attention mask tensor, which packed attention does not support"
@@ -231,6 +249,24 @@ def packed_attention(
         out_HTd = heads.to_tokens(out_HTd)
     # Contiguous, since some models call view on it.
     return out_HTd.transpose(0, 1)[None].contiguous(), None
+
+
+def _by_groups(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix: tuple[Tensor, Tensor] | None,
+    groups: Sequence[QueryGroup],
+    options: dict[str, Any],
+) -> Tensor:
+    q_HTd = _as_autocast(query)[0]
+    k_KMd = _as_autocast(key)[0]
+    v_KMd = _as_autocast(value)[0]
+    if prefix is not None:
+        k_KMd = torch.cat([_as_autocast(prefix[0])[0], k_KMd], dim=1)
+        v_KMd = torch.cat([_as_autocast(prefix[1])[0], v_KMd], dim=1)
+    out_HTd = grouped_query_attention(q_HTd, k_KMd, v_KMd, groups, **options)
+    return out_HTd.transpose(0, 1)[None].contiguous()
 
 
 def encoder_attention(

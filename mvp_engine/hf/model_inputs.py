@@ -66,9 +66,14 @@ def check_inputs(causal_lm: nn.Module) -> None:
 
 
 def media_inputs(
-    base: nn.Module, batch: PackedBatch, shard: UlyssesShard | None = None
+    base: nn.Module,
+    batch: PackedBatch,
+    shard: UlyssesShard | None = None,
+    need_types: bool = True,
 ) -> dict[str, Any]:
     """Keyword arguments for media: values and fields of each kind with items, and token types.
+
+    `need_types=False`: token types are passed if the batch has them.
 
     Raises where a model needs token types or three-axis positions for images and the batch lacks
     them: transformers would continue as if the images were text.
@@ -92,6 +97,8 @@ def media_inputs(
     for field in token_types:
         given = field in batch.token_fields
         if not (has_media or given) or not _takes(base, field):
+            continue
+        if not given and not need_types:
             continue
         if not given:
             raise UserError(

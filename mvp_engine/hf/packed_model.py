@@ -44,6 +44,7 @@ from mvp_engine.hf.sparse_attention import run_sparse_attention_by_sequence, spa
 from mvp_engine.hf.whole_folder import FolderView, WholeFolder, check_folder
 
 if TYPE_CHECKING:
+    from mvp_engine.config.schema import Part
     from mvp_engine.hf.adapter import HFAdapter
     from mvp_engine.hf.expert_balance import ExpertBalance
     from mvp_engine.hf.kv_cache import KVCache
@@ -72,6 +73,7 @@ class PackedModel(nn.Module):
     quantize: dict[str, str] | None = None  # formats of quantized weights by part
     expert_balance: ExpertBalance | None = None  # of experts in training
     from_folder: frozenset[str] = frozenset()  # names of tensors that were loaded from `source`
+    own_parts: dict[nn.Module, Part] | None = None  # modules of a head that are a part of their own
     stage: stages.Stage | None = None  # its slice of the model, with pipeline parallel
     whole: WholeFolder | None = None  # where the folder holds more than this model: an Omni folder
 

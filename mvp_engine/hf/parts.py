@@ -1,10 +1,10 @@
-"""Parts of a multimodal model: `vision`, `audio`, `projector`, `llm`. Each parameter has one.
+"""Parts of a multimodal model: `vision`, `audio`, `projector`, `llm`, `action`. Each parameter has one.
 
 Config keys such as `model.freeze` or `optim.lr_by_part` accept these names. Parts are found by
 structure, not by a table of models: the decoder marks the text layers, and an encoder is a
 sub-model built from a vision or audio sub-config. Other children of the base connect the two, so
 they are the projector; without any, the projector is what follows the blocks inside the encoder.
-Heads (`lm_head`, the head of a value model) belong to `llm`.
+Heads (`lm_head`, the head of a value model) belong to `llm`; what turns a prefix into actions is `action`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _part_roots(model: PackedModel) -> dict[nn.Module, Part]:
     """The modules at which a part begins; a part ends where another one begins below it."""
     base = model.base()
     decoder = model.decoder()
-    roots: dict[nn.Module, Part] = {model: "llm"}
+    roots: dict[nn.Module, Part] = {model: "llm", **(model.own_parts or {})}
     if decoder is base:
         return roots
     roots |= {base: "projector", decoder: "llm"}

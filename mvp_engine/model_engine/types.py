@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from mvp_engine.hf import LanguageModel, ValueModel
+from mvp_engine.hf import ActionModel, LanguageModel, ValueModel
 from mvp_engine.model_engine.base import ModelSource
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
 from mvp_engine.model_engine.registry import register
@@ -26,3 +26,12 @@ class ValueModelEngine(FSDPEngine):
     @classmethod
     def build_model(cls, source: ModelSource) -> nn.Module:
         return ValueModel.on_meta(source.path, source.config)
+
+
+@register("action_model", "fsdp")
+class ActionModelEngine(FSDPEngine):
+    """An action model: chunks of actions from images, a prompt and a state."""
+
+    @classmethod
+    def build_model(cls, source: ModelSource) -> nn.Module:
+        return ActionModel.on_meta(source.path, source.config)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import PackedBatch, tensor_versions
 
+MODEL_FIELDS = "action_"  # begins the names of per-sequence fields that a model's forward reads
+
 
 @dataclass(eq=False)
 class _JoinedBatch(PackedBatch):
@@ -105,6 +107,8 @@ def _join(batches: list[PackedBatch]) -> PackedBatch:
     kinds = {kind: media for batch in batches for kind, media in batch.media.items()}
     fields = {name for batch in batches for name in batch.token_fields}
     types = {name for name in fields if name.endswith("token_type_ids")}
+    of_sequences = {name for batch in batches for name in batch.sequence_fields}
+    of_sequences = {name for name in of_sequences if name.startswith(MODEL_FIELDS)}
     alike = []
     for batch in batches:
         if missing := sorted(types - set(batch.token_fields)):
@@ -118,6 +122,7 @@ def _join(batches: list[PackedBatch]) -> PackedBatch:
                 batch.position_ids.expand(*axes, -1),
                 batch.cu_seqlens,
                 {name: batch.token_fields[name] for name in types},
+                {name: batch.sequence_fields[name] for name in of_sequences},
                 media={kind: batch.media.get(kind) or kinds[kind].select([]) for kind in kinds},
             )
         )
@@ -145,17 +150,22 @@ def _drop_dummy_outputs(
 ) -> Any:
     for one in (*args, *kwargs.values()):
         if isinstance(one, _JoinedBatch):
-            return _cut(outputs, one.num_tokens, one.num_real_tokens)
+            kept_of = {one.num_tokens: one.num_real_tokens}
+            if any(name.startswith(MODEL_FIELDS) for name in one.sequence_fields):
+                # Outputs of an action model are per token or per sequence; a prefix has more than one token.
+                kept_of = {one.num_sequences: one.num_real_sequences, **kept_of}
+            return _cut(outputs, kept_of)
     return outputs
 
 
-def _cut(outputs: Any, total: int, kept: int) -> Any:
-    """Per-token outputs without those of dummies. The backward of a slice is zeros, never a product with 0 * inf."""
+def _cut(outputs: Any, kept_of: dict[int, int]) -> Any:
+    """Outputs without those of dummies, by length. The backward of a slice is zeros, never a product with 0 * inf."""
     if isinstance(outputs, Tensor):
-        return outputs[:kept] if outputs.ndim and len(outputs) == total else outputs
+        kept = kept_of.get(len(outputs)) if outputs.ndim else None
+        return outputs if kept is None else outputs[:kept]
     if isinstance(outputs, dict):  # also transformers' ModelOutput
-        return type(outputs)(**{name: _cut(outputs[name], total, kept) for name in outputs})
+        return type(outputs)(**{name: _cut(outputs[name], kept_of) for name in outputs})
     if isinstance(outputs, list | tuple):
-        cut = [_cut(value, total, kept) for value in outputs]
+        cut = [_cut(value, kept_of) for value in outputs]
         return type(outputs)(*cut) if hasattr(outputs, "_fields") else type(outputs)(cut)
     return outputs

@@ -1,0 +1,279 @@
+"""Pi0Policy: pi0 on packed batches. PaliGemma reads the prefix, a Gemma expert turns noise into actions.
+
+Legend: T prefix tokens, S sequences, N noise draws, C steps of a chunk, A action dimensions, U = S + S * N * C expert
+tokens (all states, then all chunks), D hidden size.
+
+transformers' forward keeps the prefix in a KV cache, so it cannot use activation checkpointing, and takes one draw per
+prefix. Here the keys and values of each prefix layer are *outputs* of the layer and inputs of the expert's layer: to
+autograd, FSDP and checkpointing they are tensors like any other. A state token attends to its prefix and itself, so it
+is the same for all draws and runs once. The action tokens of a draw attend to prefix, state and each other.
+
+Of the model *instance* the forward of the prefix decoder and of its layers are replaced; `own_forward` gives
+transformers' own back for the comparison at the start of a training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.errors import UserError
+from mvp_engine.hf import attention
+from mvp_engine.hf.action_model import (
+    CHUNK,
+    MASK,
+    NOISE,
+    STATE,
+    TIMES,
+    ActionModel,
+    ActionSpec,
+    field,
+    run_base,
+)
+from mvp_engine.hf.action_suffix import suffix_groups
+from mvp_engine.hf.head_probe import config_logit_steps
+from mvp_engine.hf.packed_model import Outputs, from_auto, losses_of
+from mvp_engine.ops.flow_matching import euler_times, noisy_sample, velocity_losses
+from mvp_engine.ops.linear_cross_entropy import linear_log_probs, linear_loss
+from mvp_engine.ops.query_groups import QueryGroup
+
+Keys = tuple[tuple[Tensor, Tensor], ...]  # keys and values (1, K, T, d) of each prefix layer
+TEXT_OUTPUTS = ("loss", "losses", "log_probs")
+
+
+class Pi0Policy(ActionModel):
+    """pi0 with transformers' weights and names; exports load with `PI0ForConditionalGeneration`."""
+
+    provides = ("action_losses", "velocity", "actions", *TEXT_OUTPUTS, "hidden_states")
+
+    def __init__(self, backbone: Any) -> None:
+        _check_config(backbone.config)
+        super().__init__(backbone)
+        config = backbone.config
+        self.action_spec = ActionSpec.of(config, "flow")
+        # PI0Config names no text config, so `attention.use` of the base class took both models for encoders.
+        attention.use(config.vlm_config)
+        config.dit_config._attn_implementation = attention.register()
+        own = (backbone.model.dit, backbone.embed_action_time, backbone.action_out_proj)
+        self.own_parts = dict.fromkeys(own, "action")
+        self._replace_forwards()
+
+    @classmethod
+    def build(cls, config: Any) -> Pi0Policy:
+        from transformers import AutoModelForMultimodalLM
+
+        return cls(from_auto(AutoModelForMultimodalLM, config))
+
+    def base(self) -> nn.Module:
+        return self.hf.model.vlm  # type: ignore[union-attr, return-value]
+
+    def decoder(self) -> nn.Module:
+        return self.hf.model.vlm.language_model  # type: ignore[union-attr, return-value]
+
+    @property
+    def expert(self) -> Any:
+        return self.hf.model.dit  # type: ignore[union-attr]
+
+    def part_roots(self) -> dict[Any, Part]:
+        hf: Any = self.hf
+        return {
+            hf.model.dit: "action",
+            hf.embed_action_time: "action",
+            hf.action_out_proj: "action",
+        }
+
+    # ---- The prefix -----------------------------------------------------------------------------
+
+    def _replace_forwards(self) -> None:
+        decoder: Any = self.decoder()
+        decoder.forward = partial(_prefix_forward, decoder)
+        for layer in decoder.layers:
+            layer.forward = partial(_forward_with_keys, layer)
+
+    @contextmanager
+    def own_forward(self) -> Iterator[None]:
+        """Run the model as transformers does, uncompiled and without activation checkpointing."""
+        decoder: Any = self.decoder()
+        replaced = [decoder, *decoder.layers, *self.expert.layers]
+        before = [(module, module.__dict__.pop("forward", None)) for module in replaced]
+        try:
+            with attention.eager_attention(self.hf.config):
+                yield
+        finally:
+            for module, forward in before:
+                if forward is not None:
+                    module.forward = forward
+
+    def _prefix(self, batch: PackedBatch) -> tuple[Tensor, Keys]:
+        """Hidden states (T, D), and keys and values of each layer."""
+        # Without token types every token of a prefix sees all others, which fused kernels compute.
+        has_types = "token_type_ids" in batch.token_fields
+        out = run_base(self, batch, need_types=False, is_bidirectional=not has_types)
+        return out.last_hidden_state[0], out.past_key_values
+
+    # ---- The expert -----------------------------------------------------------------------------
+
+    def _velocity(
+        self, batch: PackedBatch, keys: Keys, noisy_SNCA: Tensor, times_SN: Tensor
+    ) -> Tensor:
+        """The velocity (S, N, C, A), float32, at noisy actions and their times."""
+        hf: Any = self.hf
+        draws = noisy_SNCA.shape[1]
+        state_SQ = field(batch, STATE, "an action model")
+        suffix = suffix_groups(batch, 1, draws, self.action_spec.chunk)
+        state_rows = state_SQ.repeat_interleave(draws, 0)
+        # (S * N, 1 + C, D): a state, then the chunk
+        embeds = hf.embed_action_time(state_rows, noisy_SNCA.flatten(0, 1), times_SN.flatten())
+        states_SD = embeds[::draws, 0]
+        chunks_UD = embeds[:, 1:].flatten(0, 1)
+        hidden = torch.cat([states_SD, chunks_UD])[None]
+        hidden_1UD = self._run_expert(hidden, suffix.position_ids[None], keys, suffix.groups)
+        velocity = hf.action_out_proj(hidden_1UD[0, len(state_SQ) :])
+        return velocity.float().view(noisy_SNCA.shape)
+
+    def _run_expert(
+        self, hidden_1UD: Tensor, position_ids: Tensor, keys: Keys, groups: list[QueryGroup]
+    ) -> Tensor:
+        expert = self.expert
+        position_embeddings = expert.rotary_emb(hidden_1UD, position_ids=position_ids)
+        for layer, prefix in zip(expert.layers, keys, strict=True):
+            hidden_1UD = layer(
+                hidden_1UD,
+                attention_mask=None,
+                position_ids=position_ids,
+                position_embeddings=position_embeddings,
+                use_cache=False,
+                prefix=prefix,
+                query_groups=groups,
+            )
+        return expert.norm(hidden_1UD)
+
+    def _sample(self, batch: PackedBatch, keys: Keys) -> Tensor:
+        """Actions (S, C, A) by Euler's method, from the first noise draw of the batch."""
+        x = field(batch, NOISE, "`actions`")[:, :1].float()
+        steps = self.num_steps
+        for time in euler_times(steps):
+            times = torch.full(x.shape[:2], time, dtype=torch.float32, device=x.device)
+            x = x - self._velocity(batch, keys, x, times) / steps
+        return x[:, 0]
+
+    # ---- Outputs --------------------------------------------------------------------------------
+
+    def _compute(
+        self, batch: PackedBatch, wanted: tuple[str, ...], kv_cache: Any = None
+    ) -> Outputs:
+        hidden_TD, keys = self._prefix(batch)
+        computed: Outputs = {"hidden_states": hidden_TD}
+        if {"velocity", "action_losses"} & set(wanted):
+            noise = field(batch, NOISE, "`velocity`").float()
+            times = field(batch, TIMES, "`velocity`").float()
+            clean = field(batch, CHUNK, "`velocity`")[:, None].float()
+            noisy = noisy_sample(clean.expand_as(noise), noise, times)
+            velocity = self._velocity(batch, keys, noisy, times)
+            computed["velocity"] = velocity
+            if "action_losses" in wanted:
+                mask = field(batch, MASK, "`action_losses`")[:, None]
+                computed["action_losses"] = velocity_losses(velocity, clean, noise, mask).mean(1)
+        if "actions" in wanted:
+            computed["actions"] = self._sample(batch, keys)
+        if set(TEXT_OUTPUTS) & set(wanted):
+            computed |= self.outputs(hidden_TD, batch.labels, wanted)
+        return {name: computed[name] for name in wanted}
+
+    def outputs(self, hidden_TD: Tensor, labels_T: Tensor, wanted: tuple[str, ...]) -> Outputs:
+        """Text: the embeddings are the head, as in PaliGemma."""
+        decoder: Any = self.decoder()
+        weight_VD = decoder.embed_tokens.weight
+        steps = config_logit_steps(decoder.config)
+        options: dict[str, Any] = {"scale": steps.scale, "softcap": steps.softcap}
+        if "log_probs" in wanted:
+            log_probs_T = linear_log_probs(hidden_TD, weight_VD, labels_T, **options).log_probs
+            return {"log_probs": log_probs_T, **losses_of(log_probs_T)}
+        loss, losses_T = linear_loss(hidden_TD, weight_VD, labels_T, **options)
+        return {"loss": loss, "losses": losses_T}
+
+    @torch.no_grad()
+    def reference_velocity(self, batch: PackedBatch) -> Tensor:
+        """The velocity (1, N, C, A) of one sequence from transformers' own forward."""
+        assert batch.num_sequences == 1
+        fields = batch.sequence_fields
+        draws = fields[NOISE].shape[1]
+        ids = batch.input_ids.expand(draws, -1)
+        images = batch.media["pixel_values"].values
+        pixels = images.expand(draws, *images.shape)
+        noisy = noisy_sample(
+            fields[CHUNK].expand_as(fields[NOISE][0]), fields[NOISE][0], fields[TIMES][0]
+        )
+        with self.own_forward():
+            out = self.hf(
+                state=fields[STATE].expand(draws, -1),
+                noise=noisy,
+                timestep=fields[TIMES][0],
+                input_ids=ids,
+                pixel_values=pixels,
+                pixel_attention_mask=torch.ones(
+                    pixels.shape[:2], dtype=torch.bool, device=ids.device
+                ),
+                attention_mask=torch.ones_like(ids),  # without it, positions would differ
+            )
+        return out.logits.float()[None]
+
+
+def _check_config(config: Any) -> None:
+    prefix = config.vlm_config.text_config
+    expert = config.dit_config
+    if prefix.num_hidden_layers != expert.num_hidden_layers:
+        raise UserError(
+            f"pi0: the prefix has {prefix.num_hidden_layers} layers and the expert {expert.num_hidden_layers}; each "
+            "layer of the expert reads the keys of one prefix layer. Set both num_hidden_layers to the same number"
+        )
+    for name in ("head_dim", "num_key_value_heads"):
+        if getattr(prefix, name) != getattr(expert, name):
+            raise UserError(
+                f"pi0: {name} is {getattr(prefix, name)} in vlm_config.text_config and {getattr(expert, name)} in "
+                "dit_config; keys of both are read together. Set both to the same number"
+            )
+
+
+def _prefix_forward(
+    decoder: Any,
+    inputs_embeds: Tensor,
+    position_ids: Tensor,
+    attention_mask: Any = None,
+    is_bidirectional: bool = True,
+    past_key_values: Any = None,
+    use_cache: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The prefix decoder's forward on one packed row, with the keys and values of its layers as `past_key_values`."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    position_embeddings = decoder.rotary_emb(inputs_embeds, position_ids=position_ids)
+    hidden = inputs_embeds
+    found = []
+    for layer in decoder.layers[: decoder.config.num_hidden_layers]:
+        hidden, key, value = layer(
+            hidden,
+            attention_mask=None if is_bidirectional else attention_mask,
+            position_ids=position_ids,
+            position_embeddings=position_embeddings,
+            use_cache=False,
+            **kwargs,
+        )
+        found.append((key, value))
+    return BaseModelOutputWithPast(
+        last_hidden_state=decoder.norm(hidden), past_key_values=tuple(found)
+    )
+
+
+def _forward_with_keys(layer: nn.Module, hidden: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+    """The layer's own forward; its keys and values are outputs too."""
+    found: list[Tensor] = []
+    out = type(layer).forward(layer, hidden, key_values=found, **kwargs)
+    return out, found[0], found[1]
