@@ -39,7 +39,7 @@ LOGGER = logging.getLogger("mvp_engine")
 
 class HFAdapter:
     compiles_by_default = True
-    extra_forwards = ("reference_log_probs", "reference_hidden")
+    extra_forwards: tuple[str, ...] = ("reference_log_probs", "reference_hidden")
 
     def __init__(self, model: PackedModel) -> None:
         self.model = model

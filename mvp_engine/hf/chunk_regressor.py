@@ -34,7 +34,7 @@ from mvp_engine.hf.packed_model import Outputs
 from mvp_engine.ops.query_groups import QueryGroup
 
 
-class ChunkRegressor(ActionModel, LanguageModel):
+class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]
     """A language model with `actions` (S, C, A) and their absolute errors, next to all outputs of text."""
 
     provides = ("action_losses", "actions", *LanguageModel.provides)

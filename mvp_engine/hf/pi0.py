@@ -37,8 +37,9 @@ from mvp_engine.hf.action_model import (
     run_base,
 )
 from mvp_engine.hf.action_suffix import suffix_groups
+from mvp_engine.hf.auto_model import from_auto
 from mvp_engine.hf.head_probe import config_logit_steps
-from mvp_engine.hf.packed_model import Outputs, from_auto, losses_of
+from mvp_engine.hf.packed_model import Outputs, losses_of
 from mvp_engine.ops.flow_matching import euler_times, noisy_sample, velocity_losses
 from mvp_engine.ops.linear_cross_entropy import linear_log_probs, linear_loss
 from mvp_engine.ops.query_groups import QueryGroup
@@ -79,14 +80,6 @@ class Pi0Policy(ActionModel):
     @property
     def expert(self) -> Any:
         return self.hf.model.dit  # type: ignore[union-attr]
-
-    def part_roots(self) -> dict[Any, Part]:
-        hf: Any = self.hf
-        return {
-            hf.model.dit: "action",
-            hf.embed_action_time: "action",
-            hf.action_out_proj: "action",
-        }
 
     # ---- The prefix -----------------------------------------------------------------------------
 
@@ -267,9 +260,8 @@ def _prefix_forward(
             **kwargs,
         )
         found.append((key, value))
-    return BaseModelOutputWithPast(
-        last_hidden_state=decoder.norm(hidden), past_key_values=tuple(found)
-    )
+    keys: Any = tuple(found)
+    return BaseModelOutputWithPast(last_hidden_state=decoder.norm(hidden), past_key_values=keys)
 
 
 def _forward_with_keys(layer: nn.Module, hidden: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ from mvp_engine.kit.build_once import build_once
 
 if TYPE_CHECKING:
     from mvp_engine.hf.lora_settings import Lora
+    from mvp_engine.kit.action_loss import action_loss
     from mvp_engine.kit.contrastive import ContrastiveEngine, ContrastiveLossKit
     from mvp_engine.kit.contrastive_settings import ContrastiveConfig, ContrastiveLoss
     from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from mvp_engine.kit.distil import DistilEngine, DistilLossKit
     from mvp_engine.kit.distil_settings import Distil, DistilConfig
     from mvp_engine.kit.examples import examples_of
+    from mvp_engine.kit.flow_policy import sample_actions
     from mvp_engine.kit.flow_settings import Flow, FlowTimes
     from mvp_engine.kit.generation import Answer, generate, generate_answers
     from mvp_engine.kit.loss import TokenNormedLossKit
@@ -76,6 +78,7 @@ __all__ = [
     "StepTerms",
     "TokenLoss",
     "TokenNormedLossKit",
+    "action_loss",
     "build_once",
     "check_labels",
     "check_rows",
@@ -84,5 +87,6 @@ __all__ = [
     "generate",
     "generate_answers",
     "load_processor",
+    "sample_actions",
     "stop_at",
 ]
