@@ -93,13 +93,13 @@ def timed(run: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None, 
     return statistics.median(found)
 
 
-def times(spec: AttnSpec, qkv: list[Tensor], rows: Tensor | None, rounds: int) -> dict[str, float]:
-    """Forward and backward milliseconds. `qkv` is (T, heads, d); `rows` are those of the keys and values to use."""
+def times(spec: AttnSpec, qkv: list[Tensor], keys: Keys | None, rounds: int) -> dict[str, float]:
+    """Forward and backward milliseconds. `qkv` is (T, heads, d); `keys` selects those of the chunks."""
     inputs = [x.detach().requires_grad_() for x in qkv]
     d_out = torch.randn_like(qkv[0]).transpose(0, 1)
 
     def forward(_: Any = None) -> Tensor:
-        keys_values = inputs[1:] if rows is None else [x.index_select(0, rows) for x in inputs[1:]]
+        keys_values = inputs[1:] if keys is None else [keys.select(x) for x in inputs[1:]]
         return varlen_attention(*(x.transpose(0, 1) for x in (inputs[0], *keys_values)), spec)
 
     def backward(out: Tensor) -> None:
@@ -134,8 +134,10 @@ def measure(mix: str, kernel: str, ranks: int, window: int | None, rounds: int) 
         found: list[dict[str, Any]] = [{"rank": "whole pack", "pairs": pairs, **square, "of_square": 1.0}]
         for rank in range(ranks):
             share = share_of(rank, ranks, lengths, window, device)
-            given = [qkv[0][share.queries], *qkv[1:]]
-            one = speeds(share.pairs, times(share.spec, given, share.keys.tokens, rounds))
+            received = share.keys.tokens.new_empty(int(share.keys.rows.max()) + 1)
+            received[share.keys.rows] = share.keys.tokens
+            given = [qkv[0][share.queries], *(x[received] for x in qkv[1:])]
+            one = speeds(share.pairs, times(share.spec, given, share.keys, rounds))
             found.append({"rank": rank, "pairs": share.pairs, **one, "of_square": one["tflops"] / square["tflops"]})
     same = {"mix": mix, "kernel": kernel, "context": ranks, "window": window}
     return [same | row for row in found]
@@ -172,6 +174,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--window", type=int, default=None, help="also with a sliding window of this size")
     parser.add_argument("--mix", choices=MIXES, default=None, help="this mix alone")
+    parser.add_argument("--kernel", choices=KERNELS, default=None, help="this choice of kernels alone")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -180,11 +183,11 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     for mix in [args.mix] if args.mix else MIXES:
-        for kernel in KERNELS:
+        for kernel in [args.kernel] if args.kernel else KERNELS:
             for window in dict.fromkeys([None, args.window]):
                 rows += measure(mix, kernel, args.context, window, args.rounds)
+                print(table(rows[-1 - args.context :]), flush=True)
                 torch.cuda.empty_cache()
-    print(table(rows))
     worst = min(row["of_square"] for row in rows if row["kernel"] == "as chosen" and row["rank"] != "whole pack")
     print(f"slowest share: {worst:.3f} of the square speed (target 0.90)")
     if args.out:

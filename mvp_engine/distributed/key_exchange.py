@@ -32,14 +32,35 @@ class Keys:
     tokens: Tensor  # (k,) the same as tokens of the batch
     cu_seqlens: Tensor  # (chunks + 1,) int32: the offset of the keys of each chunk
     max_seqlen: int
+    copies: int  # how often a row is there at most: chunks of one sequence share keys
+    places: Tensor  # (k,) the rows in a (copies, rows received) tensor
 
     @classmethod
-    def of(cls, spans: list[Span], places: Tensor, device: torch.device) -> Keys:
-        """`spans`: the keys of each chunk; `places`: the row of each token among those that arrive."""
+    def of(
+        cls, spans: list[Span], row_of_token: Tensor, received: int, device: torch.device
+    ) -> Keys:
+        """`spans`: the keys of each chunk; `row_of_token`: the row of each token among those that arrive."""
         tokens = ranges_of(spans)
         counts = [end - begin for begin, end in spans]
-        rows = to_device(places[tokens], device)
-        return cls(rows, to_device(tokens, device), offsets_of(counts, device), max(counts))
+        rows = row_of_token[tokens]
+        seen = torch.zeros_like(row_of_token)
+        earlier = []
+        for begin, end in spans:
+            earlier.append(seen[begin:end].clone())
+            seen[begin:end] += 1
+        places = torch.cat(earlier) * received + rows
+        return cls(
+            rows=to_device(rows, device),
+            tokens=to_device(tokens, device),
+            cu_seqlens=offsets_of(counts, device),
+            max_seqlen=max(counts),
+            copies=int(seen.max()),
+            places=to_device(places, device),
+        )
+
+    def select(self, received: Tensor) -> Tensor:
+        """The rows of the chunks' keys, from those received."""
+        return _SelectRows.apply(received, self.rows, self.places, self.copies)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +100,13 @@ class KeyExchange:
             tokens.append(arriving)
         arrived = torch.cat(tokens)
         total = sum(chunk.tokens for chunks in of_ranks for chunk in chunks)
-        places = torch.zeros(total, dtype=torch.long)
-        places[arrived] = torch.arange(len(arrived))
+        row_of_token = torch.zeros(total, dtype=torch.long)
+        row_of_token[arrived] = torch.arange(len(arrived))
         sent_places = [rows + to * own_tokens for to, rows in enumerate(sent_rows)]
         return cls(
-            keys=Keys.of([keys_of_chunk(chunk) for chunk in own], places, device),
+            keys=Keys.of(
+                [keys_of_chunk(chunk) for chunk in own], row_of_token, len(arrived), device
+            ),
             sent=tuple(sent),
             received=tuple(received),
             sent_rows=to_device(torch.cat(sent_rows), device),
@@ -106,8 +129,9 @@ class KeyExchange:
         found = []
         widths = [tensor.shape[1] for tensor in tensors]
         for part, like in zip(arrived.split(widths, dim=1), (k_Ktd, v_Ktd), strict=True):
-            rows = part.index_select(0, self.keys.rows)
-            found.append(rows.view(-1, like.shape[0], like.shape[2]).transpose(0, 1))
+            found.append(
+                self.keys.select(part).view(-1, like.shape[0], like.shape[2]).transpose(0, 1)
+            )
         return found
 
 
@@ -127,23 +151,24 @@ def whole_sequence(chunk: Chunk) -> Span:
 
 
 class _SelectRows(torch.autograd.Function):
-    """`x.index_select(0, rows)`. Rows that are selected for several ranks get a sum that is rounded once.
+    """`x.index_select(0, rows)`. Rows that are selected several times get a sum that is rounded once.
 
-    The gradient of index_select would add them with atomics: in half precision it is rounded at each, in any order.
+    The gradient of index_select would add them with atomics: slowly (twice the time of a rank's whole attention in
+    bf16), and in half precision it is rounded at each, in any order.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, ranks: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(places)
-        ctx.shape = (ranks, *x.shape)
+        ctx.shape = (copies, *x.shape)
         return x.index_select(0, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
-        ranks, tokens, size = ctx.shape
-        of_ranks = grad.new_zeros(ranks * tokens, size).index_copy(0, places, grad)
-        return of_ranks.view(ctx.shape).sum(0), None, None, None
+        copies, rows, *size = ctx.shape
+        by_copy = grad.new_zeros(copies * rows, *size).index_copy(0, places, grad)
+        return by_copy.view(ctx.shape).sum(0), None, None, None
 
 
 def _by_sequence(spans: Iterable[Span], chunks: list[Chunk]) -> dict[int, list[Span]]:
