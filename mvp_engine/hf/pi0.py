@@ -63,6 +63,9 @@ class Pi0Policy(ActionModel):
         config.dit_config._attn_implementation = attention.register()
         own = (backbone.model.dit, backbone.embed_action_time, backbone.action_out_proj)
         self.own_parts = dict.fromkeys(own, "action")
+        # No input reaches the expert's token embeddings: without gradients and optimizer states for them, pi0 needs
+        # 3 GB less.
+        backbone.model.dit.embed_tokens.weight.requires_grad_(False)
         self._replace_forwards()
 
     @classmethod
@@ -103,11 +106,16 @@ class Pi0Policy(ActionModel):
                 if forward is not None:
                     module.forward = forward
 
-    def _prefix(self, batch: PackedBatch) -> tuple[Tensor, Keys]:
-        """Hidden states (T, D), and keys and values of each layer."""
+    def _prefix(self, batch: PackedBatch, keys_only: bool) -> tuple[Tensor, Keys]:
+        """Hidden states (T, D), and keys and values of each layer.
+
+        `keys_only`: the hidden states are not needed, nor is what follows the last layer's attention.
+        """
         # Without token types every token of a prefix sees all others, which fused kernels compute.
         has_types = "token_type_ids" in batch.token_fields
-        out = run_base(self, batch, need_types=False, is_bidirectional=not has_types)
+        out = run_base(
+            self, batch, need_types=False, is_bidirectional=not has_types, keys_only=keys_only
+        )
         return out.last_hidden_state[0], out.past_key_values
 
     # ---- The expert -----------------------------------------------------------------------------
@@ -161,7 +169,8 @@ class Pi0Policy(ActionModel):
     def _compute(
         self, batch: PackedBatch, wanted: tuple[str, ...], kv_cache: Any = None
     ) -> Outputs:
-        hidden_TD, keys = self._prefix(batch)
+        needs_text = {*TEXT_OUTPUTS, "hidden_states"} & set(wanted)
+        hidden_TD, keys = self._prefix(batch, keys_only=not needs_text)
         computed: Outputs = {"hidden_states": hidden_TD}
         if {"velocity", "action_losses"} & set(wanted):
             noise = field(batch, NOISE, "`velocity`").float()
@@ -240,6 +249,7 @@ def _prefix_forward(
     position_ids: Tensor,
     attention_mask: Any = None,
     is_bidirectional: bool = True,
+    keys_only: bool = False,
     past_key_values: Any = None,
     use_cache: bool | None = None,
     **kwargs: Any,
@@ -250,9 +260,10 @@ def _prefix_forward(
     position_embeddings = decoder.rotary_emb(inputs_embeds, position_ids=position_ids)
     hidden = inputs_embeds
     found = []
-    for layer in decoder.layers[: decoder.config.num_hidden_layers]:
+    for index, layer in enumerate(decoder.layers):
         hidden, key, value = layer(
             hidden,
+            keys_only=keys_only and index == len(decoder.layers) - 1,
             attention_mask=None if is_bidirectional else attention_mask,
             position_ids=position_ids,
             position_embeddings=position_embeddings,
@@ -264,8 +275,13 @@ def _prefix_forward(
     return BaseModelOutputWithPast(last_hidden_state=decoder.norm(hidden), past_key_values=keys)
 
 
-def _forward_with_keys(layer: nn.Module, hidden: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The layer's own forward; its keys and values are outputs too."""
+def _forward_with_keys(
+    layer: Any, hidden: Tensor, keys_only: bool = False, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    """The layer's own forward; its keys and values are outputs too. `keys_only`: without its MLP."""
     found: list[Tensor] = []
+    if keys_only:
+        layer.self_attn(layer.input_layernorm(hidden), key_values=found, **kwargs)
+        return hidden, found[0], found[1]
     out = type(layer).forward(layer, hidden, key_values=found, **kwargs)
     return out, found[0], found[1]

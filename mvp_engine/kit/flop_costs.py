@@ -52,7 +52,7 @@ def flop_costs(hf: Any) -> FlopCosts:
             if not is_text:
                 window = _encoder_window(hf.config, name)
             has_backward = gets_grad and (input_has_grad or _trains(module.parameters()))
-            flops = _pair_flops(module, text_config) * (1 + 2 * has_backward)
+            flops = attention_flops(module, text_config) * (1 + 2 * has_backward)
             costs.add_pair("text" if is_text else "encoder", window, flops)
         elif module in mixers:
             has_backward = input_has_grad or _trains(module.parameters())
@@ -121,7 +121,7 @@ def _encoder_row_kind(module: nn.Module, name: str) -> str:
     return "projector" if _PROJECTOR.search(name) else "encoder"
 
 
-def _pair_flops(module: Any, text_config: Any) -> float:
+def attention_flops(module: Any, text_config: Any) -> float:
     """Forward FLOPs of one pair of tokens that attend: the score, and the weighted value."""
     num_heads = getattr(module, "num_heads", None) or text_config.num_attention_heads
     head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)

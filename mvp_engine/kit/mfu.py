@@ -24,7 +24,15 @@ from torch import Tensor
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
+from mvp_engine.hf.action_model import ActionModel
 from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.pi0 import Pi0Policy
+from mvp_engine.kit.action_flops import (
+    add_action_costs,
+    language_backbone,
+    num_suffix_rows,
+    suffix_pairs,
+)
 from mvp_engine.kit.flop_costs import FlopCosts, flop_costs
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -38,13 +46,17 @@ class MFUKit:
 
     def __init__(self, model: PackedModel) -> None:
         self.model = model if model.stage is None else model.stage.whole
-        self.config: Any = model.hf.config
+        self.backbone = language_backbone(self.model)
+        self.config: Any = self.backbone.config
         self._unsupported = False
 
     @cached_property
     def costs(self) -> FlopCosts:
         """Computed with the first batch, when the engine has frozen what it should."""
-        return flop_costs(self.model.hf)
+        costs = flop_costs(self.backbone)
+        if isinstance(self.model, ActionModel):
+            add_action_costs(costs, self.model)
+        return costs
 
     def count(self, ctx: StepContext) -> None:
         """Add the FLOPs of the step to the totals; the log derives `mfu` from them.
@@ -82,8 +94,12 @@ class MFUKit:
         attention = torch.zeros_like(matmul)
         for (kind, window), cost in costs.pairs.items():
             if kind == "text":
-                pairs_S = causal_pairs(lengths_S, window) if masked else lengths_S.square()
+                is_causal = masked and not isinstance(self.model, Pi0Policy)
+                pairs_S = causal_pairs(lengths_S, window) if is_causal else lengths_S.square()
                 attention += cost * pairs_S.sum()
+        if isinstance(self.model, ActionModel):
+            matmul += costs.rows["action"] * num_suffix_rows(self.model, batch)
+            attention += costs.pairs["action", None] * suffix_pairs(self.model, batch)
         for name, media in batch.media.items():
             if not len(media.row_counts):
                 continue

@@ -17,6 +17,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.hub import hub_model
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.kit import MLLMData
+from mvp_engine.kit.action_flops import language_backbone
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import peak_memory
 from mvp_engine.kit.estimate.packs import MEDIA_SHARE, DataPacks, Packs, assumed_packs
@@ -58,7 +59,7 @@ class Estimator:
         self.config: Any = found.config
         if self.config.model.type == "module":
             raise UserError(
-                "mvp estimate supports Hugging Face models: model.type=language_model or value_model"
+                "mvp estimate supports Hugging Face models: model.type=language_model, value_model or action_model"
             )
         self.section, data = data_section(self.config)
         tokens_key = f"{self.section}.micro_batch_tokens"
@@ -144,7 +145,7 @@ class Estimator:
         key = (data.micro_batch_tokens, packs_per_step)
         if key not in self._packs:
             if self.is_assumed:
-                model_config = self.model(config).hf.config
+                model_config = language_backbone(self.model(config)).config
                 self._packs[key] = assumed_packs(model_config, data, self.media_share)
             else:
                 kit = config_data_kit(self.engine_class, config)

@@ -16,6 +16,8 @@ from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.encoder_share import largest_share
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part, by_part
+from mvp_engine.hf.pi0 import Pi0Policy
+from mvp_engine.kit.action_flops import language_backbone, num_suffix_rows
 from mvp_engine.kit.estimate.settings import EstimateSettings
 from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
 from mvp_engine.kit.mfu import MFUKit, ids_with_own_media
@@ -26,7 +28,7 @@ from mvp_engine.ops.nf4 import quantized_layers
 EAGER = 1.7
 
 # The kind of rows that the layers of a part process; all other parts are encoders.
-ROWS_OF_PART = {"llm": "text", "projector": "projector"}
+ROWS_OF_PART = {"llm": "text", "projector": "projector", "action": "action"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Block:
 
     @property
     def is_text(self) -> bool:
-        return self.rows == "text"
+        return self.rows in ("text", "action")
 
 
 @dataclass
@@ -119,7 +121,7 @@ class BlockCosts:
     def repeated_flops(self, batch: PackedBatch) -> Amount:
         """GEMM FLOPs of the second forward of blocks with full activation checkpointing."""
         rows = self._rows(batch)
-        text_config: Any = self.model.hf.config.get_text_config()  # type: ignore[union-attr, operator]
+        text_config: Any = language_backbone(self.model).config.get_text_config()
         amount = Amount()
         for block in self.blocks:
             if block.in_backward and self.checkpointing.get(block.part) == "full":
@@ -170,7 +172,10 @@ class BlockCosts:
 
     def _rows(self, batch: PackedBatch) -> dict[str, float]:
         """The number of rows that the layers of each kind process."""
-        rows = {"text": float(batch.num_tokens)}
+        suffix = float(num_suffix_rows(self.model, batch))
+        rows = {"text": float(batch.num_tokens), "action": suffix}
+        if not isinstance(self.model, Pi0Policy):  # a chunk regressor has no blocks of its own
+            rows["text"] += suffix
         for name, media in batch.media.items():
             if not len(media.row_counts):
                 continue
@@ -184,7 +189,7 @@ class BlockCosts:
 def _blocks(model: PackedModel) -> list[Block]:
     after_trained = set[nn.Module]()
     has_trained = False
-    for module, _, _ in modules_in_forward_order(model.hf):
+    for module, _, _ in modules_in_forward_order(language_backbone(model)):
         if has_trained:
             after_trained.add(module)
         has_trained = has_trained or _trains(module, recurse=False)

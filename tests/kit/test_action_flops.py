@@ -1,0 +1,90 @@
+"""FLOPs, MFU and estimates of action models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_action_model import tiny_regressor, transformers_pi0, with_actions
+from tiny_models import samples
+from tiny_pi0 import pi0_rows, reference, tiny_pi0
+from torch.utils.flop_counter import FlopCounterMode
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.kit import MFUKit
+from mvp_engine.kit.estimate.blocks import BlockCosts
+from mvp_engine.kit.estimate.memory import peak_memory
+from mvp_engine.kit.estimate.settings import EstimateSettings
+from mvp_engine.kit.flop_costs import attention_flops, matmul_flops
+
+
+def last_layer_forward(model: Any, row: PackedBatch) -> float:
+    """What transformers computes of the last prefix layer and actions do not need; it has no backward."""
+    layer, config = model.decoder().layers[-1], model.decoder().config
+    parts = (layer.self_attn.q_proj, layer.self_attn.o_proj, *layer.mlp.children())
+    weights = [(m, name, w) for m in parts for name, w in m.named_parameters(recurse=False)]
+    tokens = row.num_tokens
+    rows = tokens * sum(matmul_flops(module, name, weight, config) for module, name, weight in weights)
+    return rows + tokens**2 * attention_flops(layer.self_attn, config)
+
+
+def test_mfu_flops_of_pi0_equal_the_torch_flop_counter() -> None:
+    model = tiny_pi0()
+    plain = transformers_pi0(model)
+    for row in pi0_rows(model, draws=1):
+        # `reference` adds three tokens of padding and an absent camera; neither is work that a step must do.
+        with FlopCounterMode(display=False) as counter:
+            unpadded(plain, row).backward()
+        wanted = counter.get_total_flops() - last_layer_forward(model, row)
+        assert float(MFUKit(model).flops(row)) == pytest.approx(wanted, rel=0.03)
+    assert reference(plain, row)[0].shape == (1, 4, 5)
+
+
+def unpadded(plain: Any, row: PackedBatch) -> torch.Tensor:
+    fields = row.sequence_fields
+    pixels = row.media["pixel_values"].values[None]
+    out = plain(
+        state=fields["action_state"],
+        noise=fields["action_noise"][:, 0],
+        timestep=fields["action_times"][:, 0],
+        input_ids=row.input_ids[None],
+        attention_mask=torch.ones_like(row.input_ids)[None],
+        pixel_values=pixels,
+        pixel_attention_mask=torch.ones(pixels.shape[:2], dtype=torch.bool),
+    )
+    return out.logits.sum()
+
+
+def test_mfu_draws_add_suffix_work_and_no_prefix_work() -> None:
+    model = tiny_pi0()
+    kit = MFUKit(model)
+    one, two, three = (float(kit.flops(pi0_rows(model, draws=n)[1])) for n in (1, 2, 3))
+    assert two - one == pytest.approx(three - two, rel=1e-6)
+    assert two - one < one
+
+
+def test_mfu_of_a_regressor_counts_suffix_tokens_as_text() -> None:
+    model = tiny_regressor()
+    row = with_actions(samples(model, "qwen3_vl"))[1]
+    kit = MFUKit(model)
+    text = kit.costs.rows["text"] * row.num_tokens
+    matmul, attention = kit.flops_by_kind(row)
+    assert float(matmul) > text + 4 * kit.costs.rows["text"]  # a state and three steps
+    assert float(attention) > 0
+
+
+def test_estimate_of_pi0_counts_memory_of_all_parts() -> None:
+    model = tiny_pi0()
+    batch = PackedBatch.concat(pi0_rows(model))
+    settings = EstimateSettings(gpu="H200")
+    sizes = peak_memory(BlockCosts(model, settings), [batch])
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sizes["optimizer states"] == 8.0 * trained
+    more = peak_memory(BlockCosts(model, settings), [PackedBatch.concat(pi0_rows(model, draws=6))])
+    assert more["activations"] > sizes["activations"]
+    frozen = tiny_pi0()
+    for name, param in frozen.named_parameters():
+        param.requires_grad_("dit.layers" in name)
+    less = peak_memory(BlockCosts(frozen, settings), [batch])
+    assert less["activations"] < sizes["activations"]
