@@ -191,6 +191,12 @@ def data_inspect(args: argparse.Namespace) -> None:
     )
 
 
+def data_codes(args: argparse.Namespace) -> None:
+    from mvp_engine.tools import speech_codes
+
+    speech_codes.print_codes(args.config, args.overrides, as_json=args.json)
+
+
 def chat(args: argparse.Namespace) -> int:
     from mvp_engine.kit.decoding import Decoding
     from mvp_engine.tools import chat

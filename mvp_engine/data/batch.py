@@ -24,6 +24,7 @@ from mvp_engine.renamed import raise_renamed
 __all__ = ["IGNORE", "Media", "PackedBatch", "Split", "tensor_versions"]
 
 IGNORE = -100
+HOST_FIELDS = ("grid_thw", "merge_sizes", "frame_counts")  # of media; what names end with
 RENAMED = {
     "tokens": "token_fields",
     "sequences": "sequence_fields",
@@ -254,14 +255,14 @@ class PackedBatch:
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """A copy with `change` applied to every tensor that a model computes with.
 
-        Grids, merge sizes, row counts, sequence ids and `shared_with` of media stay on the host, which plans encoder
-        calls by them.
+        HOST_FIELDS, row counts, sequence ids and `shared_with` of media stay on the host, which plans encoder calls by
+        them.
         The copy is not checked again: reading its values would be a host sync.
         """
 
         def change_media(media: Media) -> Media:
             fields = {
-                name: value if name.endswith(("grid_thw", "merge_sizes")) else change(value)
+                name: value if name.endswith(HOST_FIELDS) else change(value)
                 for name, value in media.fields.items()
             }
             return dataclasses.replace(media, values=change(media.values), fields=fields)

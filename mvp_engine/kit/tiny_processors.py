@@ -49,6 +49,31 @@ def train_tokenizer(
     )
 
 
+def word_tokenizer(words: Iterable[str], special_tokens: Iterable[str] = ()) -> Any:
+    """A tokenizer of whole words, with Qwen's chat format: ids are special tokens, a line break, roles, `words`.
+
+    Spaces are no tokens. Any other word is unknown.
+    """
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [*CHAT_TOKENS, *special_tokens]
+    tokens = [*special, "\n", "system", "user", "assistant", "<unk>", *words]
+    ids = {token: id for id, token in enumerate(dict.fromkeys(tokens))}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    splits = [pre_tokenizers.Split(" ", "removed")]
+    splits.append(pre_tokenizers.Split(Regex(r"\n|[^\w\n]"), "isolated"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token="<unk>",
+        additional_special_tokens=special,
+        chat_template=_chat_template({}),
+    )
+
+
 def make_qwen3_vl_processor(texts: Iterable[str], vocab_size: int, patch_size: int = 8) -> Any:
     """Qwen3-VL's processor for small images: a token is 2 x 2 patches, of videos in two frames."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor

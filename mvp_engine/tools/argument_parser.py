@@ -205,7 +205,7 @@ def _add_config_commands(commands: Any) -> None:
 
 
 def _add_data_commands(commands: Any) -> None:
-    data = _add_group(commands, "data", "inspect training data")
+    data = _add_group(commands, "data", "inspect training data, make codes of speech")
     text = "show rows as the model sees them, the tokens with loss, lengths, packing and bad rows"
     inspect = _add_command(data, "inspect", text)
     inspect.add_argument(
@@ -237,6 +237,12 @@ def _add_data_commands(commands: Any) -> None:
     inspect.add_argument("--strict", action="store_true", help=text)
     _add_json_option(inspect)
     inspect.set_defaults(run="data_inspect")
+    text = "make the codes of all sounds that a config's model learns to speak, on a GPU if there is one"
+    codes = _add_command(data, "codes", text)
+    codes.add_argument("config", metavar="CONFIG", help="a recipe's YAML file with mllm.speech")
+    codes.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of config keys")
+    _add_json_option(codes)
+    codes.set_defaults(run="data_codes")
 
 
 def _add_chat_command(commands: Any) -> None:

@@ -41,6 +41,10 @@ examples:
   mvp config explain optim.lr
   mvp config explain mllm.limits
   mvp config explain learning_rate                  # names of other trainers are answered with ours""",
+    "mvp data codes": """\
+examples:
+  mvp data codes my/configs/speech.yaml                # once, before a training; what is on disk is not made again
+  mvp data codes my/configs/speech.yaml mllm.speech.codec=kyutai/mimi""",
     "mvp data inspect": """\
 examples:
   mvp data inspect photos.jsonl                     # formats, bad rows, missing files; needs no model

@@ -9,7 +9,7 @@ import numpy as np
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_source import describe, open_media
 from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.row_types import BadRow, SpeechCodes
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import open_source
 from mvp_engine.kit.data.settings import DataSource, resolve_source
@@ -21,7 +21,8 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
     """What is known without a model: formats, counts, bad rows, missing media files, and the messages of some rows."""
     settings = resolve_source(DataSource(path=path))
     source = open_source(settings.path, settings.root)
-    row_format = RowFormat(columns=settings.columns)
+    # Whether sounds of answers may be spoken depends on the config, which is not known here.
+    row_format = RowFormat(columns=settings.columns, speech=True)
     name = settings.label
     wanted = range(limit) if row is None else [find_row([source], row)[1]]
     lengths = list[int]()
@@ -32,7 +33,9 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
         facts: dict[str, Any] = {"format": None, "bad": None, "sequences": []}
         try:
             read = read_row(source[index], row_format)
-            for part in read.media():
+            sounds = [message.speech for message in read.messages if message.speech]
+            sounds = [sound for sound in sounds if not isinstance(sound.value, SpeechCodes)]
+            for part in [*read.media(), *sounds]:
                 open_media(part.value, Limits(), source.root, describe(part))
             messages = sum(len(message.text) for message in read.messages)
             lengths.append(messages + len(read.text or ""))

@@ -176,6 +176,10 @@ def _row(row: dict[str, Any], console: Console, plain: bool, in_full: bool) -> N
         counts = ""
         if sequence["tokens"] is not None:
             counts = f": {sequence['tokens']:,} tokens, {sequence['learnt']:,} with loss"
+        for spoken in sequence["spoken"]:
+            counts += f"; answer {spoken['answer']} is spoken: {_spoken(spoken)}"
+        if sequence["talker"]:
+            counts += f"; {sequence['talker']:,} talker positions"
         console.print(Text(f"\n{title}{SIDES[sequence['side']]}{counts}", "bold"))
         text = _text(sequence, plain)
         more = len(text) - MAX_CHARACTERS
@@ -184,6 +188,13 @@ def _row(row: dict[str, Any], console: Console, plain: bool, in_full: bool) -> N
             text.append(f" ... {more:,} more characters: mvp data inspect --row {row['row']}", DIM)
         text.rstrip()
         console.print(text, overflow="fold")
+
+
+def _spoken(spoken: dict[str, Any]) -> str:
+    words = count(spoken["frames"], "frame")
+    if spoken["seconds"] is not None:
+        words += f", {spoken['seconds']:.1f} s"
+    return words + (f", speaker {_clean(spoken['speaker'])}" if spoken["speaker"] else "")
 
 
 def _text(sequence: dict[str, Any], plain: bool) -> Text:

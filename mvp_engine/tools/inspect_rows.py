@@ -81,8 +81,28 @@ def _sequence(row_encoder: RowEncoder, sequence: EncodedSequence, side: int) -> 
         "tokens": len(sequence.ids),
         "learnt": sum(sequence.loss[1:]),  # no token predicts the first one
         "media": media,
+        "spoken": _spoken(row_encoder, sequence),
+        "talker": sequence.talker_positions,
         "text": _segments(row_encoder, sequence),
     }
+
+
+def _spoken(row_encoder: RowEncoder, sequence: EncodedSequence) -> list[dict[str, Any]]:
+    """The sounds that the model learns to speak, by the answer that they belong to."""
+    found = []
+    for turn in sequence.spoken:
+        assert row_encoder.speech is not None
+        rate = row_encoder.speech.frame_rate
+        seconds = None if rate is None else round(len(turn.codes) / rate, 3)
+        found.append(
+            {
+                "answer": turn.turn,
+                "frames": len(turn.codes),
+                "seconds": seconds,
+                "speaker": turn.speaker,
+            }
+        )
+    return found
 
 
 def _segments(row_encoder: RowEncoder, sequence: EncodedSequence) -> list[dict[str, Any]]:
@@ -131,8 +151,12 @@ def _plain_sequence(row: Row, side: int) -> dict[str, Any]:
                 media.append({"kind": part.kind})
             else:
                 segments.append({"text": part.value, "learnt": has_loss})
+        if message.speech is not None:
+            segments.append({"media": len(media)})
+            media.append({"kind": "speech"})
         calls = message.extra.get("tool_calls")
         if calls:
             segments.append({"text": f"{calls}", "learnt": has_loss})
         segments.append({"text": "\n", "learnt": False})
-    return {"side": side, "tokens": None, "learnt": None, "media": media, "text": segments}
+    facts: dict[str, Any] = {"side": side, "tokens": None, "learnt": None}
+    return {**facts, "media": media, "spoken": [], "talker": 0, "text": segments}

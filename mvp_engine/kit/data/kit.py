@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+from mvp_engine.kit.data.encode.speech_targets import SpeechTargets
 from mvp_engine.kit.data.left_out import (
     describe_left_out,
     no_rows,
@@ -29,6 +30,7 @@ from mvp_engine.kit.data.left_out import (
     refuse_overlong,
     warn_of_missing_columns,
 )
+from mvp_engine.kit.data.make_codes import make_codes
 from mvp_engine.kit.data.pack.cost_cache import Costs, default_cache
 from mvp_engine.kit.data.pack.costs import measure_costs
 from mvp_engine.kit.data.pack.mixture import Mixture
@@ -41,6 +43,7 @@ from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.read.streams import Stream, StreamMixture
 from mvp_engine.kit.data.settings import DataSource, MLLMData, resolve_source, with_held_out
+from mvp_engine.kit.data.source_losses import source_losses
 from mvp_engine.model_engine import precision_on
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -65,6 +68,7 @@ class MLLMDataKit:
         self.settings = settings
         self.num_workers = num_workers
         self._all_sources = with_held_out([resolve_source(source) for source in settings.sources])
+        self.cache = Path(settings.cache).expanduser() if settings.cache else default_cache()
         row_tokens = settings.row_tokens or settings.micro_batch_tokens
         self.row_encoder = self.encoder_class(
             processor,
@@ -75,11 +79,11 @@ class MLLMDataKit:
             options=settings.template,
             positions=None if model_config is None else RopePositions.for_config(model_config),
             fields=settings.fields,
+            speech=SpeechTargets.of(settings, model_config, self.cache),
         )
         if settings.media_dtype == "bfloat16":
             self.row_encoder.dtype = torch.bfloat16
         self.processor = self.row_encoder.media.processor
-        self.cache = Path(settings.cache).expanduser() if settings.cache else default_cache()
         self._measured: dict[str, tuple[Mixture, list[Costs]]] = {}
 
     # ---- Sources --------------------------------------------------------------------------------
@@ -88,20 +92,20 @@ class MLLMDataKit:
         return any(source.split == split for source in self._all_sources)
 
     def is_stream(self, split: str = "train") -> bool:
-        return self._sources(split)[0].stream
+        return self.sources(split)[0].stream
 
     def source_names(self, split: str = "train") -> list[str]:
         """The names of the sources; a batch's `sequence_fields["source"]` is an index into them."""
-        return [source.label for source in self._sources(split)]
+        return [source.label for source in self.sources(split)]
 
     def row_formats(self, split: str = "train") -> list[RowFormat]:
         """How the rows of each source are read."""
-        return [source.row_format(self.settings) for source in self._sources(split)]
+        return [source.row_format(self.settings) for source in self.sources(split)]
 
     def row(self, split: str, sample: int) -> tuple[Source, Any, RowFormat]:
         """The source, the raw row and how it is read, for a value of `sequence_fields["sample"]`."""
         mixture, _ = self.measured(split)
-        for settings, source in zip(self._sources(split), mixture.sources, strict=True):
+        for settings, source in zip(self.sources(split), mixture.sources, strict=True):
             if sample < len(source):
                 return source, source[sample], settings.row_format(self.settings)
             sample -= len(source)
@@ -213,7 +217,7 @@ class MLLMDataKit:
             lanes = 1
             workers = 0
         dataset = StreamPackDataset(
-            StreamMixture(streams, [source.weight or 1.0 for source in self._sources(split)]),
+            StreamMixture(streams, [source.weight or 1.0 for source in self.sources(split)]),
             self.row_encoder,
             budget=self.settings.micro_batch_tokens,
             window=self.settings.stream_window,
@@ -282,16 +286,7 @@ class MLLMDataKit:
         self, log_probs_T: Tensor, batch: PackedBatch, split: str = "train"
     ) -> dict[str, tuple[Any, Any]]:
         """The (summed loss, tokens) of each source by metric name, for `ctx.log`; without a host sync."""
-        names = self.source_names(split)
-        source_T = batch.sequence_fields["source"].repeat_interleave(
-            batch.lengths, output_size=batch.num_tokens
-        )
-        has_loss_T = (batch.labels != IGNORE).float()
-        zeros = torch.zeros(len(names), device=has_loss_T.device)
-        loss_T = -log_probs_T.detach().float() * has_loss_T
-        sums = zeros.index_add(0, source_T, loss_T)
-        weights = zeros.index_add(0, source_T, has_loss_T)
-        return {f"loss_{name}": (sums[i], weights[i]) for i, name in enumerate(names)}
+        return source_losses(self.source_names(split), log_probs_T, batch)
 
     # ---- The processor --------------------------------------------------------------------------
 
@@ -329,14 +324,18 @@ class MLLMDataKit:
             )
         return engine.global_batch_size
 
-    def _sources(self, split: str) -> list[DataSource]:
+    @property
+    def splits(self) -> list[str]:
+        return list(dict.fromkeys(source.split for source in self._all_sources))
+
+    def sources(self, split: str) -> list[DataSource]:
         found = [source for source in self._all_sources if source.split == split]
         if not found:
             raise no_source(split)
         return found
 
     def streams(self, split: str) -> list[Stream]:
-        sources = self._sources(split)
+        sources = self.sources(split)
         if not sources[0].stream:
             raise UserError(
                 f"data: the sources of {split} are not streams: set stream: true for each, or use loader"
@@ -349,12 +348,12 @@ class MLLMDataKit:
 
     def stream_shares(self, split: str) -> dict[str, float]:
         """The share of each stream in the rows, by name, until the first of them ends."""
-        weights = [source.weight or 1.0 for source in self._sources(split)]
+        weights = [source.weight or 1.0 for source in self.sources(split)]
         shares = [weight / sum(weights) for weight in weights]
         return dict(zip(self.source_names(split), shares, strict=True))
 
     def _measure(self, split: str) -> tuple[Mixture, list[Costs]]:
-        settings = self._sources(split)
+        settings = self.sources(split)
         if settings[0].stream:
             raise UserError(
                 f"data: the sources of {split} are streams, which have no packing plan: use stream_loader"
@@ -382,6 +381,7 @@ class MLLMDataKit:
     def measure_source(self, name: str, source: Source, row_format: RowFormat) -> Costs:
         """The costs of the rows of a source."""
         warn_of_missing_columns(name, source, row_format)
+        make_codes(name, source, row_format, self.row_encoder.speech)
         encoder = self.row_encoder
         return measure_costs(source, row_format, encoder, self.cache, self.num_workers, name)
 

@@ -80,7 +80,14 @@ class DataSource(Section):
 
     def row_format(self, data: MLLMData) -> RowFormat:
         """How the rows of this source are read."""
-        return RowFormat(self.format, self.columns, self.media_tags, data.fields, data.prompt_only)
+        return RowFormat(
+            self.format,
+            self.columns,
+            self.media_tags,
+            data.fields,
+            data.prompt_only,
+            data.speech is not None,
+        )
 
 
 def with_held_out(sources: list[DataSource]) -> list[DataSource]:
@@ -119,6 +126,20 @@ def _local_files(paths: list[str], split: str) -> list[str]:
     return found
 
 
+class SpeechData(Section):
+    """Audio in assistant turns as targets of a model that speaks (`model.type=omni_model`)."""
+
+    codec: str | None = None
+    """The codec that makes codes of sounds: the folder of Mimi or of a ResidualKMeans, or `file.py:Class` with a Codec
+    of your own; null: the rows have codes."""
+    books: Count = 16
+    """Codebooks that the model speaks; of a codec that has more, the first ones."""
+    require: bool = False
+    """Whether an assistant turn with loss and without a sound is a bad row; false: it is learnt as text alone."""
+    min_rate: Count | None = None
+    """The lowest sampling rate of sounds; others are bad rows. null: half of the codec's."""
+
+
 class MLLMData(Section):
     """The settings of an `MLLMDataKit`."""
 
@@ -139,6 +160,8 @@ class MLLMData(Section):
     answer of other rows, too, as prompts of rollouts need it; all columns reach the reward."""
     pairs: bool = False
     """Pack both sides of preference rows next to each other; false: only the chosen side, as an ordinary chat."""
+    speech: SpeechData | None = None
+    """Learn to speak the audio of assistant turns; null: rows with such audio are bad."""
     limits: Limits = Limits()
     """Budgets for media as the model sees them, and guards against media that are too large."""
     template: dict[str, Any] = Field(default_factory=dict)
@@ -202,6 +225,10 @@ class MLLMData(Section):
                         f"columns: {{{old}: {new}}}: nothing reads a column {new}; "
                         f"choose one of {', '.join(sorted(known))}"
                     )
+        if self.speech is not None and self.pairs:
+            raise ValueError(
+                "mllm.speech: sounds of preference pairs are not supported; set mllm.pairs=false"
+            )
         if (self.global_batch_tokens or 0) % self.micro_batch_tokens:
             raise ValueError(
                 "mllm.global_batch_tokens must be a multiple of mllm.micro_batch_tokens"

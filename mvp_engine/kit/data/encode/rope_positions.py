@@ -22,7 +22,8 @@ class RopePositions:
     """
 
     def __init__(self, config: Any) -> None:
-        self.config = copy.deepcopy(config)
+        # Of an Omni model, the thinker reads the sequence.
+        self.config = copy.deepcopy(getattr(config, "thinker_config", config))
 
     @classmethod
     def for_config(cls, config: Any) -> RopePositions | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.errors import UserError
+from mvp_engine.hf.speech_protocol import SpokenTurn
 from mvp_engine.kit.data.encode.media import MediaHandler
 from mvp_engine.kit.data.encode.placeholders import (
     Placeholder,
@@ -33,6 +34,7 @@ from mvp_engine.kit.data.encode.sequences import (
     same_items,
     total_tokens,
 )
+from mvp_engine.kit.data.encode.speech_targets import SPEECH, SpeechTargets
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.encode.tokenization import Rendered
 from mvp_engine.kit.data.read.limits import Limits
@@ -63,6 +65,7 @@ class RowEncoder:
         options: Mapping[str, Any] | None = None,
         positions: Positions | None = None,
         fields: Mapping[str, FieldType] | None = None,
+        speech: SpeechTargets | None = None,
     ) -> None:
         """`overlong` is "drop", "truncate", "shrink" or "error"; `options` are the template's.
 
@@ -75,6 +78,7 @@ class RowEncoder:
         self.pairs = pairs
         self.positions = positions
         self.fields = dict(fields or {})
+        self.speech = speech
         self.dtype = torch.float32  # of media values in batches
         # Whether an expansion replaces the special tokens around a placeholder too, by kind.
         self._expands_outer: dict[str, bool] = {}
@@ -115,6 +119,7 @@ class RowEncoder:
             repr(sorted(renderer.options.items())),
             repr((self.pairs, self.media.limits)),
             processor,
+            "" if self.speech is None else self.speech.fingerprint,
         ]
         return hashlib.blake2b("\0".join(values).encode(), digest_size=16).hexdigest()
 
@@ -139,16 +144,22 @@ class RowEncoder:
         sides = [self._full_sequence(row, root, decode)]
         if self.pairs and row.rejected:
             sides.append(self._rejected_side(row, root, decode, sides[0]))
+        if self.speech is not None:
+            sides = [self.speech.with_turns(sides[0], row, root)]
         total = total_tokens(sides)
         if not fit or total <= self.max_tokens:
             return [side.encoded() for side in sides]
-        if self.overlong == "truncate":
+        if self.overlong == "truncate" and not sides[0].spoken:  # of speech no end would be learnt
             return self._truncate(sides)
         if self.overlong == "shrink":
             sides = self._shrink(sides, total)
             if total_tokens(sides) <= self.max_tokens:
                 return [side.encoded() for side in sides]
-        raise BadRow("overlong", f"{total} tokens; {self.max_tokens} are allowed")
+        talker = sides[0].talker_positions
+        detail = f"{total} tokens; {self.max_tokens} are allowed"
+        if talker:
+            detail += f" ({talker} of them are positions of the talker)"
+        raise BadRow("overlong", detail)
 
     def _rejected_side(
         self, row: Row, root: Path, decode: bool, chosen: FullSequence
@@ -234,8 +245,12 @@ class RowEncoder:
         smaller = []
         for side in sides:
             side_infos = [next(shrunk) for _ in side.infos]
-            smaller.append(self._tokenize(FullSequence(side.rendered, side.parts, side_infos)))
+            shrunk_side = FullSequence(side.rendered, side.parts, side_infos, spoken=side.spoken)
+            smaller.append(self._counted(self._tokenize(shrunk_side)))
         return smaller
+
+    def _counted(self, side: FullSequence) -> FullSequence:
+        return side if self.speech is None else self.speech.counted(side)
 
     def _shrink_infos(self, infos: Sequence[MediaInfo], total: int) -> list[MediaInfo]:
         """Each item in the same proportion, so that the row fits. Audio cannot shrink."""
@@ -271,7 +286,8 @@ class RowEncoder:
 
     def media_names(self, kinds: Iterable[str]) -> frozenset[str]:
         """The keys that items of these kinds have in `PackedBatch.media`."""
-        return frozenset(self.media.runner.value_names[kind] for kind in kinds)
+        names = {**self.media.runner.value_names, SPEECH: SPEECH}
+        return frozenset(names[kind] for kind in kinds)
 
     def load(
         self,
@@ -293,7 +309,8 @@ class RowEncoder:
             media_end = max((end for _, end in side.spans), default=0)
             numbers = {**side.fields, **self._with_side(fields, sign), "media_end": media_end}
             ids = torch.tensor(side.ids)
-            batches.append(self._batch(ids, torch.tensor(side.loss), media, numbers))
+            loss = torch.tensor(side.loss)
+            batches.append(self._batch(ids, loss, media, numbers, side.spoken))
         return batches
 
     def _load_media(self, side: EncodedSequence, root: Path) -> dict[str, Media]:
@@ -328,11 +345,14 @@ class RowEncoder:
         loss: Tensor,
         media: dict[str, Media],
         fields: Mapping[str, float],
+        spoken: Sequence[SpokenTurn] = (),
     ) -> PackedBatch:
         types = self.media.token_types(ids)
         positions = torch.arange(len(ids))
         if self.positions is not None:
             positions = self.positions(ids, {**self.media.mm_types(ids), **types}, media)
+        if self.speech is not None:
+            media = {**media, SPEECH: self.speech.plan(ids, positions, spoken)}
         return PackedBatch.from_sequences(
             [ids],
             [loss],

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mvp_engine.data.batch import Media
+from mvp_engine.hf.speech_protocol import SpokenTurn
 from mvp_engine.kit.data.encode.text_spans import Span
 from mvp_engine.kit.data.encode.tokenization import Rendered, TokenizedText, truncate
 from mvp_engine.kit.data.read.media_info import MediaInfo
@@ -27,6 +28,13 @@ class EncodedSequence:
     spans: list[Span]  # the tokens of each item, with those that enclose it
     media: dict[str, Media] | None = None  # decoded, where `encode` was called with decode=True
     fields: Mapping[str, float] = field(default_factory=dict)  # numbers of the row
+    spoken: Sequence[SpokenTurn] = ()
+    talker_positions: int = 0  # of the spoken turns
+
+    @property
+    def num_positions(self) -> int:
+        """What the sequence costs in a pack: its tokens, and the talker's positions."""
+        return len(self.ids) + self.talker_positions
 
     def shares_media(self, other: EncodedSequence) -> bool:
         """Whether both have the same items, of the same sizes."""
@@ -43,6 +51,8 @@ class FullSequence:
     tokens: TokenizedText = field(default_factory=lambda: TokenizedText([], [], []))
     expansions: list[str] = field(default_factory=list)
     media: dict[str, Media] | None = None
+    spoken: Sequence[SpokenTurn] = ()
+    talker_positions: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -62,6 +72,8 @@ class FullSequence:
             self.expansions,
             [place.outer for place in self.tokens.media],
             self.media,
+            spoken=self.spoken,
+            talker_positions=self.talker_positions,
         )
 
     def truncated(self, max_tokens: int) -> EncodedSequence:
@@ -97,5 +109,5 @@ def same_items(ones: Sequence[Part], others: Sequence[Part]) -> bool:
 
 
 def total_tokens(sequences: Sequence[FullSequence]) -> int:
-    """The tokens of all sides of a row."""
-    return sum(sequence.num_tokens for sequence in sequences)
+    """The tokens of all sides of a row, and the talker's positions."""
+    return sum(sequence.num_tokens + sequence.talker_positions for sequence in sequences)

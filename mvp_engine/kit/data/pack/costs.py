@@ -23,6 +23,7 @@ import numpy as np
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.cpus import num_processes
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+from mvp_engine.kit.data.encode.speech_targets import SPEECH
 from mvp_engine.kit.data.pack.cost_cache import (
     ROW_RECORD,
     Costs,
@@ -43,7 +44,7 @@ CACHE_FORMAT = 2  # of the cache files: raise it when their arrays change
 CHUNK_ROWS = 64  # rows that a process measures at a time
 PROGRESS_SECONDS = 10
 
-MEDIA_BITS = {"image": 1, "video": 2, "audio": 4}  # of cached files: never change them
+MEDIA_BITS = {"image": 1, "video": 2, "audio": 4, SPEECH: 8}  # of cached files: never change them
 # The cost of one row: (tokens, encoder work, media bits), or (reason, detail) of a bad row.
 RowCost = tuple[int, int, int] | tuple[str, str]
 
@@ -110,8 +111,9 @@ class Measure:
             parts: list[Part] = []
             for message in chain(parsed.messages, parsed.rejected):
                 parts += [part for part in message.parts if part.kind in MEDIA]
+            targets = [message.speech for message in parsed.messages if message.speech]
             limits = self.row_encoder.media.limits
-            key = row_key(raw, parts, self.sizes, limits, self.source.root)
+            key = row_key(raw, [*parts, *targets], self.sizes, limits, self.source.root)
             return _RawRow(row, raw, key, parts)
         except BadRow:
             raise
@@ -122,8 +124,10 @@ class Measure:
     def _measure_row(self, read: _RawRow) -> RowCost:
         try:
             sides = self.row_encoder.encode(read.raw, self.format, self.source.root, self.fit)
-            tokens = sum(len(side.ids) for side in sides)
+            tokens = sum(side.num_positions for side in sides)
             kinds = {info.kind for info in chain.from_iterable(side.infos for side in sides)}
+            if any(side.spoken for side in sides):
+                kinds.add(SPEECH)
             media = sum(MEDIA_BITS[kind] for kind in kinds)
             return tokens, self.row_encoder.encoder_cost(sides), media
         except BadRow as bad:

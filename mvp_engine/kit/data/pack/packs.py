@@ -123,7 +123,7 @@ class PackDataset(Dataset[Any]):
         """
         raw, format = source[row], self.formats[which]
         sides = self.row_encoder.encode(raw, format, source.root, decode=True)
-        tokens = sum(len(side.ids) for side in sides)
+        tokens = sum(side.num_positions for side in sides)
         grown = max(0, tokens - planned_tokens)
         if grown > free_tokens:
             raise BadRow(

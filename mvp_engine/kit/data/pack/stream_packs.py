@@ -189,7 +189,7 @@ class _Lane:
             except Exception as error:
                 error.add_note(f"while reading {where}")
                 raise
-            tokens = sum(len(side.ids) for side in sides)
+            tokens = sum(side.num_positions for side in sides)
             encoder = self.row_encoder.encoder_cost(sides)
             yield _EncodedRow(number, stream, where, sides, tokens, encoder)
 

@@ -1,0 +1,34 @@
+"""Speech targets of a batch: the layout of `PackedBatch.media["speech"]`.
+
+An item is one spoken assistant turn. Its rows are the talker's positions: the user turns before it, a header, and one
+position per frame of codes. The last `fields["frame_counts"]` rows of an item are its frames, and the row before a
+frame predicts it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mvp_engine.data.batch import IGNORE, PackedBatch
+
+SPEECH = "speech"  # the key in `PackedBatch.media`
+FRAME_COUNTS = "frame_counts"  # the key in its `fields`; on the host, as grids are
+
+# Columns of `values`, which are int64.
+LABEL = 0  # the first code of the next frame, or the end of speech; IGNORE elsewhere
+TEXT = 1  # the token of the text channel, in the vocabulary of the language model
+SOURCE = (
+    2  # the token of its sequence whose hidden state is read (media), or -1: the text's embedding
+)
+POSITIONS = slice(3, 6)  # temporal, height, width
+CODES = slice(6, None)  # ids whose embeddings are added, one per codebook; -1: none
+FIRST_CODE = 6
+
+
+def num_speech_labels(batch: PackedBatch) -> Tensor:
+    """The frames and ends of speech that carry loss, as a scalar on the batch's device."""
+    speech = batch.media.get(SPEECH)
+    if speech is None:
+        return torch.zeros((), dtype=torch.long, device=batch.labels.device)
+    return (speech.values[:, LABEL] != IGNORE).sum()

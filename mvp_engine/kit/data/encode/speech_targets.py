@@ -1,0 +1,190 @@
+"""SpeechTargets: the sounds of assistant turns as codes, and as the talker positions of a batch.
+
+How a model's talker reads text and codes is the model's own matter (`hf/speech_protocol.py`); which codes a row has,
+and which rows are bad, is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mvp_engine.data.batch import Media
+from mvp_engine.data.speech import SPEECH as SPEECH
+from mvp_engine.errors import UserError
+from mvp_engine.hf.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
+from mvp_engine.kit.data.encode.sequences import FullSequence
+from mvp_engine.kit.data.read.limits import Limits
+from mvp_engine.kit.data.read.media_source import decoder_errors, open_media
+from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row, SpeechCodes
+from mvp_engine.kit.data.settings import MLLMData, SpeechData
+from mvp_engine.kit.speech.code_store import CodeStore
+
+
+class SpeechTargets:
+    """Reads the spoken turns of rows for one model."""
+
+    def __init__(
+        self, settings: SpeechData, model_config: Any, cache: Path, limits: Limits
+    ) -> None:
+        protocol = None if model_config is None else SpeechProtocol.for_config(model_config)
+        if protocol is None:
+            name = getattr(model_config, "model_type", None)
+            raise UserError(
+                f"mllm.speech: a model of type {name} has no talker, which would speak: remove the key, or set "
+                "model.path to a model that speaks (docs/omni.md)"
+            )
+        if settings.books != protocol.books:
+            raise UserError(
+                f"mllm.speech.books={settings.books}, but the model's talker speaks {protocol.books} codebooks: "
+                f"set mllm.speech.books={protocol.books}"
+            )
+        self.settings = settings
+        self.protocol = protocol
+        self.limits = limits
+        self.store: CodeStore | None = None
+        if settings.codec is not None:
+            rate = settings.min_rate
+            self.store = CodeStore(settings.codec, settings.books, cache, limits, min_rate=rate)
+            self._check_codec(self.store)
+
+    @classmethod
+    def of(cls, settings: MLLMData, model_config: Any, cache: Path) -> SpeechTargets | None:
+        """None without `mllm.speech`."""
+        if settings.speech is None:
+            return None
+        return cls(settings.speech, model_config, cache, settings.limits)
+
+    def _check_codec(self, store: CodeStore) -> None:
+        size = store.codec.codebook_size
+        if size > self.protocol.codebook_size:
+            raise UserError(
+                f"mllm.speech.codec={store.spec} has {size} entries in a codebook; the model's talker speaks "
+                f"{self.protocol.codebook_size}: use the codec that the model was trained with"
+            )
+        rate = self.protocol.frame_rate
+        if rate is not None and abs(rate - store.codec.frame_rate) > 1e-3:
+            raise UserError(
+                f"mllm.speech.codec={store.spec} has {store.codec.frame_rate:g} frames per second; the model's "
+                f"vocoder plays {rate:g}: use the codec that the model was trained with"
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        """What the cost of a row depends on."""
+        codec = "" if self.store is None else self.store.fingerprint
+        return f"{self.settings.books} {self.settings.require} {self.settings.min_rate} {codec}"
+
+    @property
+    def frame_rate(self) -> float | None:
+        """Frames per second, where the codec or the model says it."""
+        return self.protocol.frame_rate if self.store is None else self.store.codec.frame_rate
+
+    def with_turns(self, sequence: FullSequence, row: Row, root: Path) -> FullSequence:
+        """The sequence with the spoken turns of its row. Raises BadRow."""
+        return self.counted(replace(sequence, spoken=self._turns(row, root)))
+
+    def counted(self, sequence: FullSequence) -> FullSequence:
+        """The sequence with the number of its talker positions."""
+        if not sequence.spoken:
+            return replace(sequence, talker_positions=0)
+        frames = [(turn.turn, len(turn.codes)) for turn in sequence.spoken]
+        try:
+            count = self.protocol.num_rows(torch.tensor(sequence.tokens.ids), frames)
+        except SpeechError as error:
+            raise BadRow(error.reason, error.detail) from None
+        return replace(sequence, talker_positions=count)
+
+    def plan(self, ids_T: Tensor, positions: Tensor, spoken: Sequence[SpokenTurn]) -> Media:
+        """The talker positions of one sequence."""
+        if not spoken:
+            return self.protocol.empty()
+        try:
+            return self.protocol.plan(ids_T, positions, list(spoken))
+        except SpeechError as error:
+            raise BadRow(error.reason, error.detail) from None
+
+    def _turns(self, row: Row, root: Path) -> list[SpokenTurn]:
+        turns = []
+        answers = [message for message in row.messages if message.role == "assistant"]
+        for turn, message in enumerate(answers):
+            if message.speech is None:
+                self._check_silent(message, turn)
+                continue
+            codes = torch.from_numpy(self._codes(message.speech, root).astype(np.int64))
+            speaker = message.speech.options.get("speaker")
+            if speaker is not None and not isinstance(speaker, str):
+                raise BadRow(
+                    "wrong_type",
+                    f"speaker of answer {turn} is {type(speaker).__name__}, wanted a name",
+                )
+            if speaker is not None and speaker.lower() not in self.protocol.speakers:
+                names = ", ".join(self.protocol.speakers)
+                raise BadRow(
+                    "speech_speaker",
+                    f"the model has no speaker {speaker!r}; it has {names} (talker_config.speaker_id)",
+                )
+            turns.append(SpokenTurn(turn, codes, speaker))
+        return turns
+
+    def _check_silent(self, message: Message, turn: int) -> None:
+        if self.settings.require and message.loss is not False:
+            raise BadRow(
+                "speech_missing",
+                f"answer {turn} has text, but no sound, and mllm.speech.require wants one: add it, or give the turn "
+                "loss: false",
+            )
+
+    def _codes(self, part: Part, root: Path) -> np.ndarray:
+        """(frames, books) of a sound, valid for the model."""
+        if isinstance(part.value, SpeechCodes):
+            codes = self._given_codes(part.value.codes, root)
+        elif self.store is None:
+            raise BadRow(
+                "speech_codec",
+                "the row has a sound, not codes: set mllm.speech.codec to the codec that encodes it",
+            )
+        else:
+            codes = self.store.codes(part, root)
+        if not len(codes):
+            raise BadRow("speech_empty", "the sound is shorter than one frame of the codec")
+        return codes
+
+    def _given_codes(self, value: Any, root: Path) -> np.ndarray:
+        if isinstance(value, str):
+            opened = open_media(value, self.limits, root, "codes")
+            with decoder_errors("codes"):
+                value = np.load(opened, allow_pickle=False)
+        try:
+            codes = np.asarray(value)
+        except ValueError:  # rows of different lengths
+            raise BadRow(
+                "speech_codes", "the frames of codes have different numbers of books"
+            ) from None
+        books = self.settings.books
+        if codes.size == 0:
+            return np.zeros((0, books), np.int64)
+        if codes.ndim != 2 or codes.dtype.kind not in "iu":
+            raise BadRow(
+                "speech_codes",
+                f"codes are {codes.dtype} of shape {codes.shape}, wanted integers (frames, {books})",
+            )
+        if codes.shape[1] < books:
+            raise BadRow(
+                "speech_books",
+                f"codes have {codes.shape[1]} books; the model speaks {books} (frames by books)",
+            )
+        codes = codes[:, :books]
+        low, high = int(codes.min()), int(codes.max())
+        if low < 0 or high >= self.protocol.codebook_size:
+            raise BadRow(
+                "speech_codes",
+                f"codes are {low} to {high}; the model's codebooks have 0 to {self.protocol.codebook_size - 1}",
+            )
+        return codes
