@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from mvp_engine.kit.reward_settings import RewardConfig, RewardLoss
     from mvp_engine.kit.row_checks import check_labels, check_rows
     from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, TokenLoss
+    from mvp_engine.kit.speech.codec import Codec, open_codec
+    from mvp_engine.kit.speech.kmeans import ResidualKMeans
 else:  # the sections of configs are here too, and `mvp config show` imports no torch
     _export = lazy_exports(__name__)
     _RENAMED = {"answer": "generate_answers", "made_once": "build_once"}
@@ -43,6 +45,7 @@ else:  # the sections of configs are here too, and `mvp config show` imports no 
 
 __all__ = [
     "Answer",
+    "Codec",
     "Completion",
     "ContrastiveConfig",
     "ContrastiveEngine",
@@ -71,6 +74,7 @@ __all__ = [
     "PreferenceEngine",
     "PreferenceLoss",
     "PreferenceLossKit",
+    "ResidualKMeans",
     "RewardConfig",
     "RewardEngine",
     "RewardLoss",
@@ -87,6 +91,7 @@ __all__ = [
     "generate",
     "generate_answers",
     "load_processor",
+    "open_codec",
     "sample_actions",
     "stop_at",
 ]
