@@ -99,7 +99,9 @@ class Model(Section):
     path: str | None
     config: Annotated[dict[str, Any], BeforeValidator(lambda value: value or {})]
     freeze: list[str]
-    activation_checkpointing: ActivationCheckpointing | dict[Part, ActivationCheckpointing]
+    activation_checkpointing: (
+        Literal["auto"] | ActivationCheckpointing | dict[Part, ActivationCheckpointing]
+    )
     compile: str | dict[Part, str | None] | None
     fp8: bool | dict[Part, bool]
     quantize: dict[Part, Literal["nf4"]]

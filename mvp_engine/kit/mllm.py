@@ -30,6 +30,7 @@ from mvp_engine.files import atomic_symlink
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.parts import trained_parts
 from mvp_engine.kit.data import MLLMDataKit, load_processor
+from mvp_engine.kit.estimate.auto import with_choice
 from mvp_engine.kit.examples import examples_of
 from mvp_engine.kit.generation import Answer, generate_answers, write_answers
 from mvp_engine.kit.loss import TokenNormedLossKit
@@ -52,6 +53,10 @@ class MLLMEngine(Engine):
     # Of the last evaluation.
     eval_metrics: dict[str, float | None] | None = None
     answers: Sequence[Answer] = ()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.config = with_choice(self)  # numbers in place of `auto`
 
     # ---- Parts: a recipe may replace each -----------------------------------------------------------------
 
@@ -128,7 +133,7 @@ class MLLMEngine(Engine):
         return self.optim.build_optimizer(model)
 
     def prepare_scheduler(self, optimizer: Optimizer) -> LRScheduler:
-        tokens = self.config.mllm.micro_batch_tokens * self.global_batch_size
+        tokens = self.config.mllm.pack_tokens * self.global_batch_size
         return self.optim.build_scheduler(optimizer, self.total_steps, tokens_per_step=tokens)
 
     def prepare_dataloader(self, split: str) -> Any:
@@ -147,7 +152,7 @@ class MLLMEngine(Engine):
         check_rows(self, ctx, model.check)  # on the host: on a GPU it would be a host sync
         self.mfu.count(ctx)
         num_tokens = sum(batch.num_tokens for batch in ctx.micro_batches)
-        capacity = self.config.mllm.micro_batch_tokens * len(ctx.micro_batches)
+        capacity = self.config.mllm.pack_tokens * len(ctx.micro_batches)
         ctx.log("fill", num_tokens, capacity)  # the share of the packs that is no free space
         if ctx.plan is None:  # of a stream; else the plan has the number of rows
             ctx.count("samples", sum(len(row_groups(batch)) for batch in ctx.micro_batches))
@@ -214,7 +219,7 @@ class MLLMEngine(Engine):
                 max_new_tokens=settings.max_new_tokens,
                 prompt_tokens=settings.prompt_tokens,
                 stop=self.data.eos_token_ids,
-                budget=self.config.mllm.micro_batch_tokens,
+                budget=self.config.mllm.pack_tokens,
             )
         with self._keep_training(ctx, "score"):
             for i, name in enumerate(self.data.source_names("eval")):

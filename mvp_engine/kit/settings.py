@@ -63,5 +63,5 @@ class MLLMConfig(Config):
 
     @model_validator(mode="after")
     def _one_global_batch(self) -> MLLMConfig:
-        self.mllm.global_batch_packs(self.data.global_batch_size)  # raises if two keys set it
+        self.mllm.check_global_batch(self.data.global_batch_size)  # raises if two keys set it
         return self

@@ -65,6 +65,11 @@ class Settings:
         self._check("precision", [self.precision], tuple(DTYPES))
         self._check("offload", [self.offload], ("none", "optimizer", "all"))
         modes = checkpointing.values() if by_part else [checkpointing]  # type: ignore[union-attr]
+        if checkpointing == "auto":
+            raise UserError(
+                "model.activation_checkpointing=auto is a choice of MLLMEngine and its subclasses for training: set "
+                "none, selective or full"
+            )
         self._check("activation_checkpointing", modes, ("none", "selective", "full"))
 
     @staticmethod

@@ -261,6 +261,11 @@ class RLConfig(MLLMConfig):
             raise ValueError("eval_generation is of SFT: an RL run has evaluation.samples")
         if self.optim.ema is not None:
             raise ValueError("optim.ema: workers keep no EMA weights. Leave it out")
+        if "auto" in (self.mllm.micro_batch_tokens, self.model.activation_checkpointing):
+            raise ValueError(
+                "mllm.micro_batch_tokens and model.activation_checkpointing: an RL run does not choose them. Set a "
+                "number of tokens, and none, selective or full"
+            )
         if self.mllm.pairs:
             raise ValueError("mllm.pairs: RL needs prompts, not pairs. Set it to false")
         return self
@@ -268,4 +273,4 @@ class RLConfig(MLLMConfig):
     @property
     def budget(self) -> int:
         """The most tokens of a forward."""
-        return self.mllm.micro_batch_tokens
+        return self.mllm.pack_tokens

@@ -8,31 +8,24 @@ from typing import Any
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.processor import load_processor
-from mvp_engine.kit.data.settings import MLLMData
-
-FIX = "give the recipe's engine a classmethod data_kit(config) that returns its MLLMDataKit"
-
-
-def data_section(config: Any) -> tuple[str, MLLMData]:
-    """The section of a config that sets the data kit, with its name."""
-    for name, value in config:
-        if isinstance(value, MLLMData):
-            return name, value
-    raise UserError(f"the config has no section of type MLLMData: {FIX}")
+from mvp_engine.kit.data.settings import DATA_KIT_FIX, MLLMData, data_section
+from mvp_engine.kit.estimate.auto import with_defaults
 
 
 def config_data_kit(engine_class: Any, config: Any, model: str | None = None) -> MLLMDataKit:
     """The kit that the recipe's `data_kit(config)` builds, else one from its MLLMData section and model folder.
 
-    `model` names another folder to take the processor from.
+    `model` names another folder to take the processor from. Packs of `auto` have the size that it has without a GPU.
     """
+    if any(isinstance(value, MLLMData) for _, value in config):
+        config = with_defaults(config)
     if model is None and hasattr(engine_class, "data_kit"):
         return engine_class.data_kit(config)
     _, settings = data_section(config)
     folder = model or config.model.path
     if folder is None:
         raise UserError(
-            f"the config has no model.path to load a processor from: {FIX}, or give --model MODEL"
+            f"the config has no model.path to load a processor from: {DATA_KIT_FIX}, or give --model MODEL"
         )
     return MLLMDataKit(settings, load_processor(folder), num_workers=config.data.num_workers)
 

@@ -69,7 +69,10 @@ def make_estimator(question: Question) -> Estimator:
 def page(facts: dict[str, Any]) -> str:
     """The estimate as text."""
     lines = [f"{facts['config']} on {facts['gpus']} x {facts['gpu']}, estimated"]
-    lines += [f"  {facts['packs']}", ""]
+    lines.append(f"  {facts['packs']}")
+    if facts["auto"]:
+        lines.append(f"  auto: {facts['auto']['reason']}")
+    lines.append("")
     for name, size in facts["memory_gib"].items():
         lines.append(f"  {name:<22}{size:8.2f} GiB")
     verdict = "fits" if facts["fits"] else "does NOT fit"

@@ -208,7 +208,7 @@ def _pack_sizes(estimator: Estimator, config: Any, gpus: int) -> Iterator[Change
     packs = estimator.packs_per_step(config, gpus)
     longest = estimator.packs(config, packs).longest_row
     for halvings in (1, 2, 3):
-        tokens = data.micro_batch_tokens >> halvings
+        tokens = data.pack_tokens >> halvings
         if tokens < (longest or SMALLEST_PACK):
             return
         values = {f"{section}.micro_batch_tokens": tokens}

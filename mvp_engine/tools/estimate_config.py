@@ -18,13 +18,17 @@ from mvp_engine.hf.hub import hub_model
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.action_flops import language_backbone
+from mvp_engine.kit.data.settings import data_section
+from mvp_engine.kit.estimate.auto import data_packs
 from mvp_engine.kit.estimate.blocks import BlockCosts
+from mvp_engine.kit.estimate.choice import Choice, Workload, choose, default_choice, is_open
 from mvp_engine.kit.estimate.memory import peak_memory
 from mvp_engine.kit.estimate.packs import MEDIA_SHARE, DataPacks, Packs, assumed_packs
+from mvp_engine.kit.estimate.sample import assumed_batches, sampled_batches
 from mvp_engine.kit.estimate.settings import GIB, EstimateSettings, gpu_by_name
 from mvp_engine.kit.estimate.step import estimate_step
 from mvp_engine.kit.estimate.training import changed, meta_model, settings_of
-from mvp_engine.tools.data_kit import config_data_kit, data_section
+from mvp_engine.tools.data_kit import config_data_kit
 
 MODEL_CONFIG = Path(__file__).parent / "estimate_model.yaml"
 
@@ -71,6 +75,26 @@ class Estimator:
         _check_gpus(self.gpus, self.parallel(self.config))
         self._models = dict[str, PackedModel]()
         self._packs = dict[tuple[int, int], Packs]()
+        self.choice: Choice | None = None  # of `auto`
+        if is_open(self.config, self.data(self.config)):
+            self.choice = self._choose()
+            self.config = changed(self.config, self.choice.values)
+
+    def _choose(self) -> Choice:
+        """The choice that a training would make on these GPUs."""
+        data = self.data(self.config)
+        default = default_choice(self.config, self.section, data)
+        plain = changed(self.config, default.values)
+        settings = self.settings(plain)
+        model = self.model(plain)
+        if self.is_assumed:
+            batch = assumed_batches(language_backbone(model).config, data, self.media_share)
+        else:
+            batch = sampled_batches(config_data_kit(self.engine_class, plain))
+        ranks = self.gpus // settings.text_ranks
+        work = Workload(model, settings, batch, gpu_by_name(self.gpu), ranks)
+        packs = data_packs(plain)
+        return choose(self.config, self.section, data, packs, work)
 
     @property
     def default_gpus(self) -> int:
@@ -98,6 +122,7 @@ class Estimator:
             "config": self.what,
             "gpus": gpus,
             "packs": packs.text,
+            "auto": self.choice and {**self.choice.values, "reason": self.choice.reason},
             **found,
             "tokens_per_step": tokens,
             "tokens_per_s": tokens / found["step_s"],
@@ -142,7 +167,7 @@ class Estimator:
         data = self.data(config)
         if self.is_assumed:
             packs_per_step = 0  # makes no difference
-        key = (data.micro_batch_tokens, packs_per_step)
+        key = (data.pack_tokens, packs_per_step)
         if key not in self._packs:
             if self.is_assumed:
                 model_config = language_backbone(self.model(config)).config

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mvp_engine.hf.config_facts import num_heads
+from mvp_engine.kit.estimate.memory import DYNAMIC
 from mvp_engine.kit.estimate.packs import Packs, assumed_packs
 from mvp_engine.kit.estimate.settings import FITS, GIB, EstimateSettings, gpu_by_name
 from mvp_engine.kit.estimate.step import BANDWIDTH_EFFICIENCY, REST
@@ -27,7 +28,6 @@ from mvp_engine.tools.estimate_config import Estimator
 
 UPDATE = ("GEMM", "attention", "memory traffic")
 STATIC = ("weights", "gradients", "optimizer states")
-DYNAMIC = ("activations", "loss", "batches")
 SAMPLED_PROMPTS = 64
 
 
@@ -69,11 +69,11 @@ class RLEstimator(Estimator):
     def packs_per_step(self, config: Any, gpus: int) -> int:
         length = float(self.prompt_tokens.mean()) + config.rollout.max_new_tokens
         tokens = config.rl.prompts * config.rl.group * length
-        return math.ceil(tokens / self.data(config).micro_batch_tokens)
+        return math.ceil(tokens / self.data(config).pack_tokens)
 
     def packs(self, config: Any, packs_per_step: int) -> Packs:
         data = self.data(config)
-        key = (data.micro_batch_tokens, 0)
+        key = (data.pack_tokens, 0)
         if key not in self._packs:
             if self.is_assumed:
                 rows = {"row_tokens": 2 * config.rollout.max_new_tokens}
@@ -140,7 +140,7 @@ class RLEstimator(Estimator):
         """Prompts that a data-parallel rank completes at a time, and how often it does so in a step."""
         ranks = max(1, gpus // self.settings(config).text_ranks)
         prompts = math.ceil(config.rl.prompts / ranks)
-        budget = self.data(config).micro_batch_tokens
+        budget = self.data(config).pack_tokens
         at_a_time = min(prompts, max(1, int(budget // self.prompt_tokens.mean())))
         return at_a_time, math.ceil(prompts / at_a_time)
 
@@ -177,7 +177,7 @@ def _rollout_packs(kit: Any, config: Any) -> Packs:
     longest = dataset[int(tokens[samples].argmax())]
     new = config.rollout.max_new_tokens
     group = config.rl.group
-    budget = config.mllm.micro_batch_tokens
+    budget = config.mllm.pack_tokens
     found = Packs(_pack(prompts, new, group, budget), int(tokens.max()) + new, "")
     if isinstance(longest, Prompt):
         found.largest = [*found.largest, _pack([longest], new, group, budget)]

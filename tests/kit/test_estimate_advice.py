@@ -19,7 +19,8 @@ from mvp_engine.errors import EXIT_USER_ERROR
 
 SHAPES = yaml.safe_load((ROOT / "benchmarks" / "hardware" / "shapes.yaml").read_text())
 GPU_CONFIGS = [file for file in ROOT.glob("recipes/*/configs/*gpu[18]*.yaml") if "vit" not in str(file)]
-PACKS = "mllm.micro_batch_tokens=4096 data.global_batch_size=16"
+PACKS = "mllm.micro_batch_tokens=4096"
+FIXED = ["mllm.micro_batch_tokens=8192", "model.activation_checkpointing=none"]
 SFT = str(ROOT / "recipes" / "qwen3" / "configs" / "sft_gpu1.yaml")
 
 
@@ -57,8 +58,8 @@ def test_shipped_gpu_config_fits_as_its_comment_says(config: Path, models: None,
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ([SFT, "model.path=Qwen/Qwen3-1.7B", "--gpu", "L40S"], "model.activation_checkpointing=selective"),
-        ([SFT, "model.path=Qwen/Qwen3-1.7B", "--gpu", "L40S", "mllm.row_tokens=4096"], PACKS),
+        ([SFT, *FIXED, "model.path=Qwen/Qwen3-1.7B", "--gpu", "L40S"], "model.activation_checkpointing=selective"),
+        ([SFT, *FIXED, "model.path=Qwen/Qwen3-1.7B", "--gpu", "L40S", "mllm.row_tokens=4096"], PACKS),
         (["Qwen/Qwen3-VL-2B-Instruct", "--gpu", "H100", "--tokens", "16384"], "{vision: full}'"),
         (["Qwen/Qwen3-4B", "--gpu", "H100", "--gpus", "2"], "parallel.shard=2"),
         (["Qwen/Qwen3-1.7B", "--gpu", "4080", "--tokens", "2048"], "lora.rank=16 optim.lr=0.0001"),
@@ -111,7 +112,7 @@ def test_estimate_of_a_hub_id_downloads_no_weights(
 def test_estimate_of_a_config_without_data_assumes_full_packs(models: None, capsys: Any) -> None:
     code, facts = estimated([SFT, "model.path=Qwen/Qwen3-0.6B", "--tokens", "4096"], capsys)
     assert code == 0
-    assert facts["tokens_per_step"] == 8 * 4096
+    assert facts["tokens_per_step"] == 65536
     assert "4,096 tokens, assumed" in facts["packs"]
     assert facts["steps"] is None
     shipped = ["sft/lora", "model.path=Qwen/Qwen3-0.6B"]  # a config, not a Hub id

@@ -147,7 +147,7 @@ def test_qwen3_gpu_configs_compose_and_name_missing_keys(name: str) -> None:
     config: Any = compose(file, words).config
     assert (config.loop.precision, config.model.compile, config.data.micro_batch_size) == ("bf16", "inductor", 1)
     assert config.parallel.shard == (8 if name.endswith("gpu8") else 1)
-    assert config.data.global_batch_size % (8 if name.endswith("gpu8") else 1) == 0
+    assert config.mllm.global_batch_tokens % (8 * config.mllm.row_tokens if name.endswith("gpu8") else 1) == 0
     for i, word in enumerate(words):
         with pytest.raises(UserError, match=f"{word.partition('=')[0]}="):
             compose(file, words[:i] + words[i + 1 :])
@@ -171,7 +171,7 @@ def test_qwen3_gpu_configs_train_at_small_sizes(name: str, ran: Path, tmp_path: 
     words += [
         "data.num_workers=0",
         "loop.total_steps=2",
-        "data.global_batch_size=1",
+        "mllm.global_batch_tokens=512",
         "eval_generation=null",
         "parallel.shard=1",
     ]

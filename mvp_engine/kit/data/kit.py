@@ -69,11 +69,11 @@ class MLLMDataKit:
         self.num_workers = num_workers
         self._all_sources = with_held_out([resolve_source(source) for source in settings.sources])
         self.cache = Path(settings.cache).expanduser() if settings.cache else default_cache()
-        row_tokens = settings.row_tokens or settings.micro_batch_tokens
+        row_tokens = settings.row_tokens or settings.pack_tokens
         self.row_encoder = self.encoder_class(
             processor,
             settings.limits,
-            max_tokens=min(row_tokens, settings.micro_batch_tokens),
+            max_tokens=min(row_tokens, settings.pack_tokens),
             overlong=settings.overlong,
             pairs=settings.pairs,
             options=settings.template,
@@ -152,7 +152,7 @@ class MLLMDataKit:
             self.row_formats(split),
             costs,
             self.row_encoder,
-            budget=self.settings.micro_batch_tokens,
+            budget=self.settings.pack_tokens,
             packs_per_step=packs,
             seed=seed,
             shuffle=split == "train" if shuffle is None else shuffle,
@@ -219,7 +219,7 @@ class MLLMDataKit:
         dataset = StreamPackDataset(
             StreamMixture(streams, [source.weight or 1.0 for source in self.sources(split)]),
             self.row_encoder,
-            budget=self.settings.micro_batch_tokens,
+            budget=self.settings.pack_tokens,
             window=self.settings.stream_window,
             lanes=lanes,
             rank=rank,

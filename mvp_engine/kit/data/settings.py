@@ -17,6 +17,10 @@ from mvp_engine.kit.data.read.row_format import FieldType, RowFormat
 from mvp_engine.kit.data.read.rows import FORMATS, known_columns
 
 HUB = "hf://"
+DATA_KIT_FIX = (
+    "give the recipe's engine a classmethod data_kit(config) that returns its MLLMDataKit"
+)
+DEFAULT_PACK_TOKENS = 4096  # what micro_batch_tokens=auto stands for without a GPU
 RESERVED_FIELDS = ("source", "sample", "media_end", "side")  # other `sequence_fields` of batches
 
 
@@ -145,8 +149,9 @@ class MLLMData(Section):
 
     sources: list[DataSource] = Field(min_length=1)
     """A list; or a mapping from name to source, which a config that inherits can add to, change or set to null."""
-    micro_batch_tokens: Count
-    """The most tokens of a pack. One pack is one micro-batch."""
+    micro_batch_tokens: Count | Literal["auto"]
+    """The most tokens of a pack. One pack is one micro-batch. auto: the size that trains fastest in the memory of the
+    GPU, at least row_tokens; it needs row_tokens and global_batch_tokens (docs/performance.md)."""
     global_batch_tokens: Count | None = None
     """The global batch in tokens, a multiple of micro_batch_tokens; null: data.global_batch_size, in packs."""
     row_tokens: Count | None = None
@@ -229,7 +234,9 @@ class MLLMData(Section):
             raise ValueError(
                 "mllm.speech: sounds of preference pairs are not supported; set mllm.pairs=false"
             )
-        if (self.global_batch_tokens or 0) % self.micro_batch_tokens:
+        if self.micro_batch_tokens == "auto":
+            self._check_auto()
+        elif (self.global_batch_tokens or 0) % self.micro_batch_tokens:
             raise ValueError(
                 "mllm.global_batch_tokens must be a multiple of mllm.micro_batch_tokens"
             )
@@ -238,19 +245,49 @@ class MLLMData(Section):
             _check_split(split, [source for source in sources if source.split == split])
         return self
 
+    def _check_auto(self) -> None:
+        """Neither the rows that are left out nor the global batch may depend on the GPU."""
+        if self.row_tokens is None or self.global_batch_tokens is None:
+            raise ValueError(
+                "mllm.micro_batch_tokens=auto needs mllm.row_tokens, the most tokens of a row, and "
+                "mllm.global_batch_tokens, the tokens of an optimizer step: set both"
+            )
+        if self.global_batch_tokens < self.row_tokens:
+            raise ValueError(
+                f"mllm.global_batch_tokens={self.global_batch_tokens} is less than one row may have: raise it to "
+                f"mllm.row_tokens={self.row_tokens}, or more"
+            )
+
+    @property
+    def default_pack_tokens(self) -> int:
+        """What auto stands for without a GPU; `row_tokens` is set then."""
+        return max(DEFAULT_PACK_TOKENS, self.row_tokens or 0)
+
+    @property
+    def pack_tokens(self) -> int:
+        """`micro_batch_tokens` as a number, after the engine has chosen it."""
+        if self.micro_batch_tokens == "auto":
+            raise UserError(
+                "mllm.micro_batch_tokens=auto is a choice of MLLMEngine and its subclasses for training: set a number"
+            )
+        return self.micro_batch_tokens
+
+    def check_global_batch(self, global_batch_size: int | None) -> None:
+        if self.global_batch_tokens is not None and global_batch_size is not None:
+            raise UserError(
+                "data.global_batch_size (in packs) and mllm.global_batch_tokens both set the global batch: "
+                "remove one of them"
+            )
+
     def global_batch_packs(self, global_batch_size: int | None) -> int | None:
         """The packs of one optimizer step over all ranks, from whichever config key sets them.
 
         `global_batch_size` is the value of `data.global_batch_size`. None if neither key is set.
         """
+        self.check_global_batch(global_batch_size)
         if self.global_batch_tokens is None:
             return global_batch_size
-        if global_batch_size is not None:
-            raise UserError(
-                "data.global_batch_size (in packs) and mllm.global_batch_tokens both set the global batch: "
-                "remove one of them"
-            )
-        return self.global_batch_tokens // self.micro_batch_tokens
+        return self.global_batch_tokens // self.pack_tokens
 
 
 def _check_split(split: str, sources: list[DataSource]) -> None:
@@ -265,3 +302,11 @@ def _check_split(split: str, sources: list[DataSource]) -> None:
         raise ValueError(
             f"all sources of {split} must be streams, or none; and streams take no repeats"
         )
+
+
+def data_section(config: Any) -> tuple[str, MLLMData]:
+    """The section of a config that sets the data kit, with its name."""
+    for name, value in config:
+        if isinstance(value, MLLMData):
+            return name, value
+    raise UserError(f"the config has no section of type MLLMData: {DATA_KIT_FIX}")

@@ -24,6 +24,7 @@ from mvp_engine.ops.nf4 import quantized_layers
 
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.06}  # of Adam's two states, per parameter
 DEFAULT_CHUNK = 2048  # tokens per chunk of logits
+DYNAMIC = ("activations", "loss", "batches")  # kinds of memory that grow with the micro-batch
 BYTES_PER_TOKEN = 64.0  # of a packed batch without media: ids, labels and other token fields
 
 

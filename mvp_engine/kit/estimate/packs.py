@@ -63,7 +63,7 @@ class DataPacks(Packs):
 
 def assumed_packs(model_config: Any, data: MLLMData, media_share: float) -> Packs:
     """Full packs of `micro_batch_tokens`, in rows as long as the settings allow, with media for the encoder."""
-    tokens = data.micro_batch_tokens
+    tokens = data.pack_tokens
     row_tokens = min(tokens, data.row_tokens or tokens)
     ids = torch.zeros(tokens, dtype=torch.long)
     media = dict[str, Media]()

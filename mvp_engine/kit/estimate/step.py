@@ -25,6 +25,9 @@ FP8_SPEEDUP = 1.4  # of an FP8 GEMM, including the quantization of its operands
 SAVED_TRANSFERS = 4.1  # how often saved activations cross the memory bus in forward and backward
 REST = 1.12  # the whole step, as a multiple of what is counted
 FP32_SLOWDOWN = 8.0
+MICRO_BATCH_BYTES = (
+    18  # memory traffic per trained parameter: gradients are added, weights cast to bf16
+)
 OPTIMIZER_BYTES = 24  # memory traffic per parameter of an optimizer step, in addition to the states
 
 
@@ -60,6 +63,20 @@ def estimate_step(
     }
 
 
+def micro_batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> float:
+    """Seconds of forward and backward of one micro-batch on the GPU, with what each one adds to a step."""
+    counted = sum(_batch_seconds(costs, batch, gpu).values())
+    moved = costs.dequantized_bytes() + MICRO_BATCH_BYTES * _trained(costs)
+    total = REST * (counted + moved / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s))
+    return total if costs.settings.half_precision else total * FP32_SLOWDOWN
+
+
+def _trained(costs: BlockCosts) -> float:
+    """Trained parameters of one rank."""
+    trained = sum(p.numel() for p in costs.model.parameters() if p.requires_grad)
+    return trained / costs.settings.weight_ranks
+
+
 def _step_seconds(costs: BlockCosts, step: Sequence[PackedBatch], gpu: Gpu) -> dict[str, float]:
     settings = costs.settings
     seconds = {"GEMM": 0.0, "attention": 0.0, "memory traffic": 0.0}
@@ -68,8 +85,7 @@ def _step_seconds(costs: BlockCosts, step: Sequence[PackedBatch], gpu: Gpu) -> d
             seconds[name] += value
     dequantized = len(step) * costs.dequantized_bytes()
     seconds["memory traffic"] += dequantized / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s)
-    trained = sum(p.numel() for p in costs.model.parameters() if p.requires_grad)
-    size = trained / settings.weight_ranks * (OPTIMIZER_BYTES + STATE_BYTES[settings.state_dtype])
+    size = _trained(costs) * (OPTIMIZER_BYTES + STATE_BYTES[settings.state_dtype])
     seconds["optimizer"] = size / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s)
     return seconds
 

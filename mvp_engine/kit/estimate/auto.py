@@ -1,0 +1,144 @@
+"""`auto` in the config of an engine: chosen when a run starts, recorded in `run.json`, kept on resume.
+
+A run that is resumed, or started from a checkpoint of another one, uses the recorded choice: then its packs, its
+accumulation and its results are those of the run without the interruption.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mvp_engine.distributed import World
+from mvp_engine.distributed.collective_errors import raise_on_all_ranks
+from mvp_engine.errors import UserError
+from mvp_engine.kit.action_flops import language_backbone
+from mvp_engine.kit.data.settings import MLLMData, data_section
+from mvp_engine.kit.estimate.choice import USABLE, Choice, Workload, choose, default_choice, is_open
+from mvp_engine.kit.estimate.sample import assumed_batches, sampled_batches
+from mvp_engine.kit.estimate.settings import Gpu, gpu_by_name
+from mvp_engine.kit.estimate.training import changed, meta_model, settings_of
+from mvp_engine.runs import Run
+
+if TYPE_CHECKING:
+    from mvp_engine.kit.mllm import MLLMEngine
+
+LOGGER = logging.getLogger("mvp_engine")
+NOTE = "auto"  # the key in run.json
+UNKNOWN_GPU = "H100"  # stands for the speed of a GPU that is not in the table
+IN_USE = 0.95  # a GPU with less free memory than this has other processes, and only its free memory counts
+OUT_OF_MEMORY = (
+    0.8  # the share of the memory that is filled, relative to a choice that ran out of memory
+)
+
+
+def with_defaults(config: Any) -> Any:
+    """The config with what `auto` stands for without a GPU, for tools that read its data."""
+    section, data = data_section(config)
+    if not is_open(config, data):
+        return config
+    return changed(config, default_choice(config, section, data).values)
+
+
+def with_choice(engine: MLLMEngine) -> Any:
+    """The engine's config with numbers in place of `auto`. All ranks must call it."""
+    config = engine.config
+    section, data = data_section(config)
+    if not is_open(config, data):
+        return config
+    _check_supported(config)
+    asked = _asked(config, section, data)
+    choice = recorded_choice(engine.run, asked) if engine.world.is_main else None
+    choice = engine.world.broadcast(choice)
+    how = "as recorded"
+    if choice is None:
+        how = "chosen"
+        choice = _choose(engine, section, data, asked)
+    if engine.world.is_main:
+        LOGGER.info("auto, %s: %s", how, choice.reason)
+    return changed(config, choice.values)
+
+
+def _check_supported(config: Any) -> None:
+    if config.model.backend != "fsdp" or config.parallel.pipeline > 1:
+        raise UserError(
+            "mllm.micro_batch_tokens=auto and model.activation_checkpointing=auto are for model.backend=fsdp without "
+            "parallel.pipeline: set a number of tokens, and none, selective or full"
+        )
+
+
+def _asked(config: Any, section: str, data: MLLMData) -> dict[str, Any]:
+    """What the config leaves open, and the sizes that a choice keeps: a record of other sizes is of no use."""
+    keys = ("micro_batch_tokens", "global_batch_tokens", "row_tokens")
+    asked = {f"{section}.{key}": getattr(data, key) for key in keys}
+    return {**asked, "model.activation_checkpointing": config.model.activation_checkpointing}
+
+
+def recorded_choice(run: Run, asked: dict[str, Any]) -> Choice | None:
+    """The choice of this run, else of the run that its first checkpoint is of."""
+    parent = run.info.get("parent")
+    files = [run.dir / "run.json"]
+    if parent:
+        files.append(Path(parent).parent.parent / "run.json")
+    for file in files:
+        note = json.loads(file.read_text()).get(NOTE) if file.is_file() else None
+        if note and note["asked"] == asked and note["values"]:
+            return Choice(note["values"], note["reason"])
+    return None
+
+
+def _choose(engine: MLLMEngine, section: str, data: MLLMData, asked: dict[str, Any]) -> Choice:
+    """Rank 0 chooses and records the choice."""
+    config = engine.config
+    choice = default_choice(config, section, data)
+    plain = changed(config, choice.values)
+    gpu = gpu_of_ranks(engine.device, engine.world)
+    kit = None if gpu is None else engine.data_kit(plain)
+    if kit is not None and not kit.is_stream():
+        kit.measured("train")  # on all ranks: one process of each node measures, the others wait
+    with raise_on_all_ranks(engine.world.host_group):
+        if engine.world.is_main:
+            note = engine.run.info.get(NOTE, {})
+            if gpu is not None and kit is not None:
+                settings = settings_of(plain, config.parallel, UNKNOWN_GPU)
+                model = meta_model(plain, settings)
+                is_stream = kit.is_stream()
+                batch = (
+                    assumed_batches(language_backbone(model).config, data)
+                    if is_stream
+                    else sampled_batches(kit)
+                )
+                work = Workload(model, settings, batch, gpu, engine.layout.data_size)
+                packs = data_packs(plain)
+                usable = USABLE * OUT_OF_MEMORY ** note.get("out_of_memory", 0)
+                choice = choose(config, section, data, packs, work, usable)
+            note = {**note, "asked": asked, "values": choice.values, "reason": choice.reason}
+            engine.run.note(**{NOTE: note})
+    choice = engine.world.broadcast(choice)
+    if kit is not None:
+        kit.settings = data_section(changed(config, choice.values))[1]
+        engine.data = kit  # what it measured need not be read again
+    return choice
+
+
+def data_packs(config: Any) -> int | None:
+    """Packs of the global batch of a config without `auto`."""
+    packs: int | None = data_section(config)[1].global_batch_packs(config.data.global_batch_size)
+    return packs
+
+
+def gpu_of_ranks(device: torch.device, world: World) -> Gpu | None:
+    """The GPU of this rank, with the memory of the rank that has least; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    memory = min(world.all_gather(float(total if free > IN_USE * total else free)))
+    try:
+        known = gpu_by_name(torch.cuda.get_device_name(device))
+    except UserError:
+        known = gpu_by_name(UNKNOWN_GPU)
+    return Gpu(known.flops_per_s, memory, known.bytes_per_s)

@@ -1,0 +1,172 @@
+"""`auto`: pack size and activation checkpointing by the memory of the GPU, recorded with the run and kept on resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+import yaml
+from conftest import ROOT
+from tiny_vlm import chat, model_config, qwen3_vl, with_images, write
+
+from mvp_engine.cli import main
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.hf.language_model import LanguageModel
+from mvp_engine.kit import MLLMData
+from mvp_engine.kit.estimate import auto
+from mvp_engine.kit.estimate.choice import USABLE, Workload, choose
+from mvp_engine.kit.estimate.settings import GIB, EstimateSettings, Gpu
+from mvp_engine.kit.estimate.step import estimate_step
+from mvp_engine.runs import list_runs
+
+SHAPES = yaml.safe_load((ROOT / "benchmarks" / "hardware" / "shapes.yaml").read_text())
+KEYS = ("mllm.micro_batch_tokens", "mllm.global_batch_tokens", "model.activation_checkpointing")
+CONFIG = """
+engine: mvp_engine.kit:MLLMEngine
+project: {name: tiny, dir: outputs}
+model: {type: language_model, path: model, activation_checkpointing: auto, compile: null}
+mllm:
+  micro_batch_tokens: auto
+  global_batch_tokens: 512
+  row_tokens: 128
+  sources:
+    images: {path: images.jsonl}
+data: {micro_batch_size: 1, num_workers: 0}
+optim: {lr: 0.01}
+loop: {total_steps: 4, precision: fp32}
+checkpoint: {best_metric: null, interval: 2}
+log: {backends: [jsonl], interval: 1}
+"""
+WHOLE_STEP = 1024.0 * GIB  # memory for all tokens of a step in one micro-batch
+
+
+def rows_of(lengths: list[int]) -> PackedBatch:
+    return PackedBatch.from_sequences([torch.zeros(length, dtype=torch.long) for length in lengths])
+
+
+def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations() -> None:
+    model = LanguageModel.on_meta(None, SHAPES["Qwen/Qwen3-1.7B"])
+    data = MLLMData(sources=[{"path": "x"}], micro_batch_tokens="auto", row_tokens=4096, global_batch_tokens=131072)  # type: ignore[list-item]
+    config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
+    tokens, modes, accumulation = [], [], []
+    for gib in (180, 139.8, 79.1, 44.4, 34):
+        work = Workload(
+            model,
+            EstimateSettings(),
+            lambda size: rows_of([512] * (size // 512)),
+            Gpu(989e12, gib * GIB, 4.8e12),
+            data_ranks=2,
+        )
+        found = choose(config, "mllm", data, None, work)
+        values = [found.values[key] for key in KEYS]
+        batch = work.batch(values[0])
+        settings = EstimateSettings(activation_checkpointing=values[2])
+        assert estimate_step(model, [batch], [batch], settings)["peak_gib"] <= USABLE * gib
+        assert 0.99 * 131072 <= values[1] <= 131072
+        assert values[1] % (2 * values[0]) == 0  # as many micro-batches on each rank
+        assert f"{values[0]:,} tokens" in found.reason
+        tokens.append(values[0])
+        modes.append(["none", "selective", "full"].index(values[2]))
+        accumulation.append(values[1] // values[0] // 2)
+    assert tokens[0] == 65536
+    assert accumulation[0] == 1
+    assert tokens[:4] == sorted(tokens[:4], reverse=True)
+    assert modes[0] == modes[1] == 0
+    assert modes == sorted(modes)
+    assert modes[-1] > 0
+    work = Workload(model, EstimateSettings(), work.batch, Gpu(989e12, 20 * GIB, 4.8e12), 1)
+    too_large = choose(config, "mllm", data, None, work)
+    assert "nothing fits" in too_large.reason
+    assert [too_large.values[key] for key in KEYS] == [4096, 131072, "full"]
+
+
+def test_choose_of_one_open_key_keeps_the_other() -> None:
+    model = LanguageModel.on_meta(None, SHAPES["Qwen/Qwen3-1.7B"])
+    gpu = Gpu(989e12, 44 * GIB, 4.8e12)
+    work = Workload(model, EstimateSettings(), lambda size: rows_of([512] * (size // 512)), gpu, 1)
+    data = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=16384)  # type: ignore[list-item]
+    open_mode = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
+    assert choose(open_mode, "mllm", data, 4, work).values == {KEYS[2]: "full"}
+    open_size = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="full"))
+    data = data.model_copy(update={"micro_batch_tokens": "auto", "row_tokens": 8192, "global_batch_tokens": 98304})
+    found = choose(open_size, "mllm", data, None, work)
+    assert found.values.keys() == set(KEYS[:2])
+    assert found.values[KEYS[0]] > 16384
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rows = [chat(f"Say {i}", " ".join(["yes"] * (i % 20 + 1))) for i in range(40)]
+    write(tmp_path / "images.jsonl", [*with_images(tmp_path, 40), *rows])
+    hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
+    qwen3_vl().save_pretrained(tmp_path / "model")
+    (tmp_path / "train.yaml").write_text(CONFIG)
+    return str(tmp_path / "train.yaml")
+
+
+def use_gpu(monkeypatch: pytest.MonkeyPatch, memory: float) -> None:
+    """Choose as for a GPU, and train on the CPU."""
+    monkeypatch.setattr(auto, "gpu_of_ranks", lambda device, world: Gpu(1e12, memory, 1e12))
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in list_runs(folder)[-1].records("train")]
+
+
+def test_train_records_its_choice_and_resumes_with_it_on_another_gpu(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    use_gpu(monkeypatch, WHOLE_STEP)
+    assert main(["train", config, "project.dir=whole"]) == 0
+    whole = list_runs(tmp_path / "whole")[-1]
+    assert [whole.info["auto"]["values"][key] for key in KEYS] == [512, 512, "none"]
+    saved = yaml.safe_load((whole.dir / "config.yaml").read_text())
+    assert saved["mllm"]["micro_batch_tokens"] == 512
+    use_gpu(monkeypatch, 1.0)  # nothing fits: a new run takes the smallest packs
+    middle = whole.checkpoint_list()[0]
+    assert main(["train", config, "project.dir=resumed", f"resume={middle}"]) == 0
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
+    assert main(["train", config, "project.dir=small", "loop.total_steps=2"]) == 0
+    assert main(["train", config, "project.dir=small", "resume=auto"]) == 0
+    small = list_runs(tmp_path / "small")[-1]
+    assert small.info["auto"]["values"][KEYS[0]] == 128
+    assert "full" in str(small.info["auto"]["values"][KEYS[2]])
+    (before,) = small.dir.glob("config.until_step_*")  # only the steps differ
+    assert yaml.safe_load(before.read_text())["mllm"] == yaml.safe_load((small.dir / "config.yaml").read_text())["mllm"]
+    assert main(["train", str(whole.dir / "config.yaml"), "project.dir=again", "resume=null"]) == 0
+    assert losses(tmp_path / "again") == losses(tmp_path / "whole")
+
+
+def test_train_without_a_gpu_takes_the_documented_default_and_tools_say_so(
+    config: str, tmp_path: Path, capsys: Any
+) -> None:
+    words = ["mllm.global_batch_tokens=16384", "loop.total_steps=1"]
+    assert main(["train", config, *words]) == 0
+    values = list_runs(tmp_path / "outputs")[-1].info["auto"]["values"]
+    assert [values[key] for key in KEYS] == [4096, 16384, "none"]
+    capsys.readouterr()
+    assert main(["estimate", config, "--gpu", "T4"]) == 0
+    assert "auto: 1 micro-batch of 512 tokens" in capsys.readouterr().out
+    assert main(["data", "inspect", config]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["mllm.row_tokens=null"], "needs mllm.row_tokens"),
+        (["mllm.global_batch_tokens=null"], "mllm.global_batch_tokens, the tokens of an optimizer step"),
+        (["data.global_batch_size=4"], "both set the global batch"),
+        (["mllm.global_batch_tokens=64"], "raise it to mllm.row_tokens=128"),
+        (["model.backend=megatron"], "are for model.backend=fsdp"),
+    ],
+)
+def test_auto_that_cannot_be_chosen_is_refused(config: str, words: list[str], message: str, capsys: Any) -> None:
+    assert main(["train", config, *words]) == EXIT_USER_ERROR
+    assert message in capsys.readouterr().err
