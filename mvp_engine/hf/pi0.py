@@ -230,6 +230,11 @@ class Pi0Policy(ActionModel):
 def _check_config(config: Any) -> None:
     prefix = config.vlm_config.text_config
     expert = config.dit_config
+    for name, part in {"vlm_config.text_config": prefix, "dit_config": expert}.items():
+        if part.model_type != "gemma":
+            raise UserError(
+                f"pi0: {name} is a {part.model_type} model; both must be gemma, as in lerobot/pi0_base"
+            )
     if prefix.num_hidden_layers != expert.num_hidden_layers:
         raise UserError(
             f"pi0: the prefix has {prefix.num_hidden_layers} layers and the expert {expert.num_hidden_layers}; each "
@@ -278,10 +283,25 @@ def _prefix_forward(
 def _forward_with_keys(
     layer: Any, hidden: Tensor, keys_only: bool = False, **kwargs: Any
 ) -> tuple[Tensor, ...]:
-    """The layer's own forward; its keys and values are outputs too. `keys_only`: without its MLP."""
-    found: list[Tensor] = []
+    """The layer's own forward; its keys and values are outputs too.
+
+    `keys_only`: nothing else is computed. A compiled layer would give weights that lead nowhere a gradient of zeros,
+    and weight decay would change them.
+    """
     if keys_only:
-        layer.self_attn(layer.input_layernorm(hidden), key_values=found, **kwargs)
-        return hidden, found[0], found[1]
+        return hidden, *_keys_and_values(layer, hidden, *kwargs["position_embeddings"])
+    found: list[Tensor] = []
     out = type(layer).forward(layer, hidden, key_values=found, **kwargs)
     return out, found[0], found[1]
+
+
+def _keys_and_values(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (1, K, T, d) as the attention of a Gemma layer computes them."""
+    from transformers.models.gemma.modeling_gemma import apply_rotary_pos_emb
+
+    normed = layer.input_layernorm(hidden)
+    heads = (*normed.shape[:-1], -1, layer.self_attn.head_dim)
+    key = layer.self_attn.k_proj(normed).view(heads).transpose(1, 2)
+    value = layer.self_attn.v_proj(normed).view(heads).transpose(1, 2)
+    _, key = apply_rotary_pos_emb(key, key, cos, sin)
+    return key, value
