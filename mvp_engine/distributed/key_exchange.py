@@ -73,6 +73,8 @@ class KeyExchange:
     sent_rows: Tensor  # own rows, those for rank 0 first
     # The same in a (context ranks, t) tensor. A row goes to several ranks, so its gradient is a sum over them.
     sent_places: Tensor
+    is_own: bool  # the keys of this rank's chunks are its own tokens: whole sequences
+    is_local: bool  # that is so on all ranks: nothing travels
 
     @classmethod
     def of(
@@ -102,6 +104,9 @@ class KeyExchange:
         total = sum(chunk.tokens for chunks in of_ranks for chunk in chunks)
         row_of_token = torch.zeros(total, dtype=torch.long)
         row_of_token[arrived] = torch.arange(len(arrived))
+        own_keys = [
+            all(keys_of_chunk(c) == (c.begin, c.end) for c in chunks) for chunks in of_ranks
+        ]
         sent_places = [rows + to * own_tokens for to, rows in enumerate(sent_rows)]
         return cls(
             keys=Keys.of(
@@ -111,6 +116,8 @@ class KeyExchange:
             received=tuple(received),
             sent_rows=to_device(torch.cat(sent_rows), device),
             sent_places=to_device(torch.cat(sent_places), device),
+            is_own=own_keys[rank],
+            is_local=all(own_keys),
         )
 
     def run(self, k_Ktd: Tensor, v_Ktd: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -118,6 +125,8 @@ class KeyExchange:
 
         The rows of a sequence with two chunks on this rank come twice.
         """
+        if self.is_local:
+            return [k_Ktd, v_Ktd]
         tensors = [x.transpose(0, 1).flatten(1) for x in (k_Ktd, v_Ktd)]
         own = torch.cat(tensors, dim=1)
         to_ranks = _SelectRows.apply(own, self.sent_rows, self.sent_places, len(self.sent))

@@ -49,7 +49,7 @@ def part_of(spec: AttnSpec, rank: int, lengths: list[int], device: str = "cpu") 
 
 @pytest.mark.parametrize("extra", [{}, {"softcap": 3.0}, {"sinks": torch.tensor([0.3, -0.2, 1.0, 0.5])}], ids=str)
 @pytest.mark.parametrize("options", MASKS, ids=str)
-def test_reference_on_chunks_of_queries_equals_thewhole_sequences(
+def test_reference_on_chunks_of_queries_equals_the_whole_sequences(
     options: dict[str, Any], extra: dict[str, Any]
 ) -> None:
     g = torch.Generator().manual_seed(0)
@@ -148,3 +148,27 @@ def test_key_exchange_of_a_window_receives_the_window_before_each_chunk() -> Non
     assert [plan.received for plan in plans] == [(20, 3), (3, 20)]
     assert plans[0].keys.tokens.tolist() == [*range(10), *range(27, 40)]
     assert plans[0].keys.cu_seqlens.tolist() == [0, 10, 23]
+
+
+def test_context_spec_of_whole_sequences_is_that_of_an_ordinary_pack() -> None:
+    lengths = [32] * RANKS
+    spec = AttnSpec(offsets_of(lengths, torch.device("cpu")), 32)
+    for rank in range(RANKS):
+        part, exchange = context_spec(spec, shard_of(rank, lengths))
+        assert part.keys is None
+        assert exchange.is_local
+        assert part.cu_seqlens.tolist() == [0, 32]
+    part, exchange = context_spec(spec, shard_of(0, LENGTHS))
+    assert part.keys is not None
+    assert not exchange.is_local
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_select_gives_a_row_the_sum_of_the_gradients_of_its_copies(rank: int) -> None:
+    keys = shard_of(rank, LENGTHS).keys(None).keys
+    received = torch.randn(int(keys.rows.max()) + 1, 3, requires_grad=True)
+    weight = torch.randn(len(keys.rows), 3)
+    expected = torch.autograd.grad(received.index_select(0, keys.rows), received, weight)[0]
+    found = torch.autograd.grad(keys.select(received), received, weight)[0]
+    assert keys.copies == 2
+    assert torch.allclose(found, expected)
