@@ -35,7 +35,7 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-Part = Literal["vision", "audio", "projector", "llm", "action"]
+Part = Literal["vision", "audio", "projector", "llm", "talker", "action"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
 

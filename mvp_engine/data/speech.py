@@ -7,13 +7,17 @@ frame predicts it.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
-from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 
 SPEECH = "speech"  # the key in `PackedBatch.media`
-FRAME_COUNTS = "frame_counts"  # the key in its `fields`; on the host, as grids are
+# Keys in its `fields`, one number per item; on the host, as grids are.
+FRAME_COUNTS = "frame_counts"
+SOURCE_COUNTS = "source_counts"  # rows that read a hidden state
 
 # Columns of `values`, which are int64.
 LABEL = 0  # the first code of the next frame, or the end of speech; IGNORE elsewhere
@@ -26,9 +30,28 @@ CODES = slice(6, None)  # ids whose embeddings are added, one per codebook; -1: 
 FIRST_CODE = 6
 
 
+def without_labels(media: dict[str, Media]) -> dict[str, Media]:
+    """The same media, speech without loss: for dummy sequences."""
+    if SPEECH not in media:
+        return media
+    speech = media[SPEECH]
+    values = speech.values.clone()
+    values[:, LABEL] = IGNORE
+    return {**media, SPEECH: dataclasses.replace(speech, values=values)}
+
+
 def num_speech_labels(batch: PackedBatch) -> Tensor:
     """The frames and ends of speech that carry loss, as a scalar on the batch's device."""
     speech = batch.media.get(SPEECH)
     if speech is None:
         return torch.zeros((), dtype=torch.long, device=batch.labels.device)
     return (speech.values[:, LABEL] != IGNORE).sum()
+
+
+def num_speech_frames(batch: PackedBatch) -> Tensor:
+    """The frames that carry loss, without ends of speech, as a scalar on the batch's device."""
+    speech = batch.media.get(SPEECH)
+    if speech is None:
+        return torch.zeros((), dtype=torch.long, device=batch.labels.device)
+    has_label = speech.values[:-1, LABEL] != IGNORE
+    return (has_label & (speech.values[1:, -1] >= 0)).sum()

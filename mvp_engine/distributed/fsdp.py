@@ -80,14 +80,23 @@ def _sharing(found: list[nn.Module]) -> list[nn.Module | list[nn.Module]]:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the entries of its outermost nn.ModuleLists."""
+    """The repeated blocks of a model: the entries of its outermost nn.ModuleLists.
+
+    Single layers in a list, such as the embeddings and heads of codebooks, are no blocks: a model may read their
+    weights without calling them.
+    """
     found: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList):
-            found += [entry for entry in child if any(True for _ in entry.parameters())]
+            found += [entry for entry in child if _is_block(entry)]
         else:
             found += blocks(child)
     return found
+
+
+def _is_block(entry: nn.Module) -> bool:
+    is_layer = isinstance(entry, nn.Linear | nn.Embedding)
+    return not is_layer and any(True for _ in entry.parameters())
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:

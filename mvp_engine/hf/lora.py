@@ -154,18 +154,18 @@ def _target_layers(
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """The plain linear layers of a model by name that its forward calls, without its head."""
-    prefix = ""
-    head = None
+    prefixes: tuple[str, ...] = ("",)
+    heads: list[nn.Module | None] = []
     if isinstance(model, PackedModel):
-        prefix = "hf."
-        head = model.hf.get_output_embeddings()  # type: ignore[operator]
+        prefixes = ("hf.", "talker.")
+        heads = model.heads()
     params = dict(model.named_parameters())  # a tied weight has its first name only
     linears: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
-        is_linear = type(module) is nn.Linear and module is not head
+        is_linear = type(module) is nn.Linear and module not in heads
         if name.rpartition(".")[2] in _READ_DIRECTLY:
             continue
-        if is_linear and name.startswith(prefix) and f"{name}.weight" in params:
+        if is_linear and name.startswith(prefixes) and f"{name}.weight" in params:
             linears[name] = module
     return linears
 

@@ -67,6 +67,9 @@ def merge(
         if model.whole is not None:  # its other parts are copied from there
             model.side_files = model.source
             model.source = base_folder
+    if info.base is None and model.whole is not None:  # trained from nothing
+        model.side_files = model.source
+        model.source = None
     saved.check_complete()
     target = model.export_target(dtype or info.dtype)
     fetch = merge_adapters(model, saved.fetch)

@@ -181,6 +181,10 @@ class PackedModel(nn.Module):
         """The part of the backbone that returns hidden states."""
         return self.hf
 
+    def heads(self) -> list[nn.Module | None]:
+        """The output layers, whose weights are read without a call of the layer."""
+        return [self.hf.get_output_embeddings()]  # type: ignore[operator]
+
     def export_target(self, dtype: torch.dtype | None = None) -> Target:
         """The contents of a Hugging Face folder of this model."""
         if self.whole is not None:

@@ -1,10 +1,11 @@
-"""Parts of a multimodal model: `vision`, `audio`, `projector`, `llm`, `action`. Each parameter has one.
+"""Parts of a multimodal model: `vision`, `audio`, `projector`, `llm`, `talker`, `action`. Each parameter has one.
 
 Config keys such as `model.freeze` or `optim.lr_by_part` accept these names. Parts are found by
 structure, not by a table of models: the decoder marks the text layers, and an encoder is a
 sub-model built from a vision or audio sub-config. Other children of the base connect the two, so
 they are the projector; without any, the projector is what follows the blocks inside the encoder.
-Heads (`lm_head`, the head of a value model) belong to `llm`; what turns a prefix into actions is `action`.
+Heads (`lm_head`, the head of a value model) belong to `llm`; what turns a prefix into actions is `action`, what speaks
+for an Omni model, code predictor included, is `talker`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.speech import SPEECH
 from mvp_engine.errors import UserError
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.preflight import TRIALS, _difference, _eager_eval, _hidden
@@ -107,7 +108,8 @@ class MediaPreflight:
 
 
 def _kinds(batch: PackedBatch) -> set[str]:
-    return {kind for kind, media in batch.media.items() if len(media.row_counts)}
+    kinds = {kind for kind, media in batch.media.items() if len(media.row_counts)}
+    return kinds - {SPEECH}  # no input of an encoder
 
 
 def _smallest_rows(batches: list[PackedBatch], kind: str) -> list[PackedBatch]:

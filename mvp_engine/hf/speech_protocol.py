@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, Media
-from mvp_engine.data.speech import CODES, FIRST_CODE, FRAME_COUNTS, LABEL, POSITIONS, SOURCE, TEXT
+from mvp_engine.data.speech import (
+    CODES,
+    FIRST_CODE,
+    FRAME_COUNTS,
+    LABEL,
+    POSITIONS,
+    SOURCE,
+    SOURCE_COUNTS,
+    TEXT,
+)
 from mvp_engine.errors import UserError
 
 ROLE_TOKENS = 3  # <|im_start|>, the role, a line break
@@ -121,7 +130,8 @@ class SpeechProtocol:
         """No spoken turn."""
         values = torch.zeros(0, FIRST_CODE + self.books, dtype=torch.long)
         nothing = torch.zeros(0, dtype=torch.long)
-        return Media(values, nothing, nothing.clone(), {FRAME_COUNTS: nothing.clone()})
+        fields = {FRAME_COUNTS: nothing.clone(), SOURCE_COUNTS: nothing.clone()}
+        return Media(values, nothing, nothing.clone(), fields)
 
     def num_rows(self, ids_T: Tensor, turns: Sequence[tuple[int, int]]) -> int:
         """The talker positions of (turn, frames) pairs of a sequence."""
@@ -142,7 +152,9 @@ class SpeechProtocol:
         counts = torch.tensor([len(item) for item in items])
         frames = torch.tensor([len(turn.codes) for turn in turns])
         owners = torch.zeros(len(items), dtype=torch.long)
-        return Media(torch.cat(items), counts, owners, {FRAME_COUNTS: frames})
+        sources = torch.stack([(item[:, SOURCE] >= 0).sum() for item in items])
+        fields = {FRAME_COUNTS: frames, SOURCE_COUNTS: sources}
+        return Media(torch.cat(items), counts, owners, fields)
 
     def _item(
         self, ids_T: Tensor, positions_3T: Tensor, segments: list[int], spoken: SpokenTurn

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mvp_engine.errors import UserError
 from mvp_engine.hf.export_plan import Target
+from mvp_engine.hf.load import Entries
 from mvp_engine.hf.weight_files import Index, WeightFiles
 
 if TYPE_CHECKING:
@@ -66,10 +67,14 @@ class WholeFolder:
         with torch.device("meta"):
             return model_class(config)
 
-    def export_target(self, model: PackedModel, dtype: torch.dtype) -> Target:
-        """The whole folder: our tensors, and the entries that the source has for the other parts."""
-        assert model.source is not None
-        carried = OtherParts(model.source, self.prefixes)
+    def export_target(
+        self, model: PackedModel, dtype: torch.dtype, fresh: Entries | None = None
+    ) -> Target:
+        """The whole folder: our tensors, and the entries that the source (else `fresh`) has for the other parts."""
+        carried = fresh
+        if carried is None:
+            assert model.source is not None
+            carried = OtherParts(model.source, self.prefixes)
         view = self.view()
         names: dict[str, str] = {}
         for name in view.model.state_dict():

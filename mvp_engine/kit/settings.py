@@ -25,6 +25,15 @@ class TokenLoss(Section):
     """The share of the target that is spread evenly over the vocabulary."""
 
 
+class SpeechLoss(Section):
+    """The config section of the loss of speech."""
+
+    residual_weight: NonNegative = 1.0
+    """Factor of the mean loss of the codebooks after the first."""
+    weight: NonNegative = 1.0
+    """Factor of the loss of speech next to that of text."""
+
+
 class EvalGeneration(Section):
     """Generation in every evaluation: completions of held-out prompts."""
 
@@ -48,6 +57,8 @@ class MLLMConfig(Config):
     """LoRA adapters on the frozen model; null: full fine-tuning."""
     loss: TokenLoss = TokenLoss()
     """Terms of the token loss."""
+    speech_loss: SpeechLoss = SpeechLoss()
+    """The loss of the speech of Omni models."""
     eval_generation: EvalGeneration | None = None
     """Generate answers in every evaluation; null: evaluations have losses only."""
     export: str | None = None

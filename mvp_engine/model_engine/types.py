@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from mvp_engine.hf import ActionModel, LanguageModel, ValueModel
+from mvp_engine.hf import ActionModel, LanguageModel, OmniModel, ValueModel
 from mvp_engine.model_engine.base import ModelSource
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
 from mvp_engine.model_engine.registry import register
@@ -17,6 +17,15 @@ class LanguageModelEngine(FSDPEngine):
     @classmethod
     def build_model(cls, source: ModelSource) -> nn.Module:
         return LanguageModel.on_meta(source.path, source.config)
+
+
+@register("omni_model", "fsdp")
+class OmniModelEngine(FSDPEngine):
+    """A language model that also speaks: the outputs of its thinker, and log-probs, entropy and loss of speech."""
+
+    @classmethod
+    def build_model(cls, source: ModelSource) -> nn.Module:
+        return OmniModel.on_meta(source.path, source.config)
 
 
 @register("value_model", "fsdp")

@@ -56,8 +56,7 @@ def qwen3_omni_settings() -> dict[str, Any]:
         "encoder_ffn_dim": 24,
         "output_dim": 32,
         "max_source_positions": 32,
-        "n_window": 4,
-        "n_window_infer": 16,
+        "n_window_infer": 100,
         "downsample_hidden_size": 8,
         "initializer_range": 0.2,
     }
@@ -212,3 +211,74 @@ def omni_folder(family: str, where: Path, **options: Any) -> Any:
     if family == "qwen2_5_omni":
         torch.save({}, where / "spk_dict.pt")
     return model
+
+
+def spoken_row(
+    turns: int = 1,
+    media: str = "",
+    spoken: tuple[int, ...] = (0,),
+    frames: int = 5,
+    seed: int = 0,
+    text: int = 3,
+    prompt_only: bool = False,
+) -> dict[str, Any]:
+    """Ids, media and codes of one row: a system turn, then `turns` questions and answers.
+
+    `media` ("", "image", "audio", or both) are in the last question; answers in `spoken` have codes.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def words(count: int) -> list[int]:
+        return torch.randint(FIRST_TEXT, VOCAB, (count,), generator=g).tolist()
+
+    ids = [IM_START, SYSTEM, NEWLINE, *words(2), IM_END, NEWLINE]
+    found: dict[str, Any] = {}
+    for turn in range(turns):
+        ids += [IM_START, USER, NEWLINE, *words(2)]
+        if turn == turns - 1 and "image" in media:
+            ids += [VISION_START, *[IMAGE] * 4, VISION_END]
+            found["pixel_values"] = torch.randn(16, 24, generator=g)
+            found["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+        if turn == turns - 1 and "audio" in media:
+            ids += [AUDIO_START, *[AUDIO] * 2, AUDIO_END]
+            found["input_features"] = torch.randn(1, 8, 10, generator=g)
+            found["feature_attention_mask"] = torch.ones(1, 10, dtype=torch.long)
+        ids += [*words(1), IM_END, NEWLINE, IM_START, ASSISTANT, NEWLINE]
+        if turn == turns - 1 and prompt_only:
+            break
+        ids += [*words(text), IM_END, NEWLINE]
+    codes = {turn: torch.randint(0, CODES, (frames + turn, BOOKS), generator=g) for turn in spoken}
+    return {"ids": torch.tensor(ids), "media": found, "codes": codes}
+
+
+def batch_of(config: Any, row: dict[str, Any], speaker: str | None = None) -> Any:
+    """A row as the data kit makes it: a batch of one sequence, answers with loss, speech planned."""
+    from mvp_engine.data.batch import Media, PackedBatch
+    from mvp_engine.data.speech import SPEECH
+    from mvp_engine.hf.speech_protocol import SpeechProtocol, SpokenTurn
+    from mvp_engine.kit.data.encode.rope_positions import RopePositions
+
+    ids, found = row["ids"], row["media"]
+    one = torch.tensor([0])
+    media: dict[str, Media] = {}
+    for kind, fields in {"pixel_values": "image_grid_thw", "input_features": "feature_attention_mask"}.items():
+        if kind in found:
+            count = torch.tensor([len(found[kind])])
+            media[kind] = Media(found[kind], count, one.clone(), {fields: found[fields]})
+        else:
+            shape = (0, 24) if kind == "pixel_values" else (0, 8, 10)
+            size = (0, 3) if kind == "pixel_values" else (0, 10)
+            nothing = torch.zeros(0, dtype=torch.long)
+            media[kind] = Media(torch.zeros(shape), nothing, nothing, {fields: torch.zeros(size, dtype=torch.long)})
+    positions = RopePositions(config)(ids, {}, media)
+    protocol = SpeechProtocol.for_config(config)
+    assert protocol is not None
+    turns = [SpokenTurn(turn, codes, speaker) for turn, codes in row["codes"].items()]
+    media[SPEECH] = protocol.plan(ids, positions, turns)
+    loss, role, inside = [], None, False
+    for place, token in enumerate(ids.tolist()):
+        if token == IM_START:
+            role, inside = int(ids[place + 1]), False
+        loss.append(inside and role == ASSISTANT)
+        inside = (inside or (token == NEWLINE and role is not None)) and token != IM_END
+    return PackedBatch.from_sequences([ids], [torch.tensor(loss)], position_ids=[positions], media=media)

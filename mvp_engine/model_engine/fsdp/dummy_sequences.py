@@ -164,7 +164,12 @@ def _cut(outputs: Any, kept_of: dict[int, int]) -> Any:
         kept = kept_of.get(len(outputs)) if outputs.ndim else None
         return outputs if kept is None else outputs[:kept]
     if isinstance(outputs, dict):  # also transformers' ModelOutput
-        return type(outputs)(**{name: _cut(outputs[name], kept_of) for name in outputs})
+        cut_values = {
+            # Outputs of speech are per frame; their model drops those of dummies.
+            name: outputs[name] if name.startswith("speech_") else _cut(outputs[name], kept_of)
+            for name in outputs
+        }
+        return type(outputs)(**cut_values)
     if isinstance(outputs, list | tuple):
         cut = [_cut(value, kept_of) for value in outputs]
         return type(outputs)(*cut) if hasattr(outputs, "_fields") else type(outputs)(cut)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.data.speech import without_labels
 from mvp_engine.data.step_plan import MediaKinds, StepPlan
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
@@ -241,7 +242,8 @@ def _smallest(batches: list[Any], kind: str) -> PackedBatch | None:
     if not found:
         return None
     smallest = _smallest_of(found, kind)
-    return dataclasses.replace(smallest, labels=torch.full_like(smallest.labels, IGNORE))
+    labels = torch.full_like(smallest.labels, IGNORE)
+    return dataclasses.replace(smallest, labels=labels, media=without_labels(smallest.media))
 
 
 def _smallest_of(samples: list[PackedBatch], kind: str) -> PackedBatch:

@@ -1,0 +1,248 @@
+"""OmniModel: a thinker and a talker on packed batches, in one teacher-forced pass.
+
+`hf` is the thinker, a language model with encoders; `talker` is transformers' talker with its code predictor. The
+vocoder is not part of the model: an export copies it from the source folder. `talker.py` holds the talker's pass.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.data.speech import FIRST_CODE, LABEL, SPEECH
+from mvp_engine.errors import UserError
+from mvp_engine.hf import attention, experts, input_hooks
+from mvp_engine.hf.auto_model import from_auto
+from mvp_engine.hf.export_plan import Target
+from mvp_engine.hf.language_model import LanguageModel
+from mvp_engine.hf.load import Entries
+from mvp_engine.hf.omni_config import add_undeclared_settings, check_talker
+from mvp_engine.hf.packed_model import Outputs
+from mvp_engine.hf.receive import TensorEntries
+from mvp_engine.hf.talker import (
+    SpeechRows,
+    codec_embeddings,
+    predictor_hidden,
+    predictor_labels,
+    talker_hidden,
+    talker_inputs,
+)
+from mvp_engine.hf.whole_folder import WholeFolder
+from mvp_engine.ops.batched_heads import batched_log_probs
+from mvp_engine.ops.linear_cross_entropy import linear_log_probs
+
+if TYPE_CHECKING:
+    from mvp_engine.hf.adapter import HFAdapter
+    from mvp_engine.hf.kv_cache import KVCache
+
+SPEECH_OUTPUTS = ("speech_loss", "speech_log_probs", "speech_entropy")
+VOCODER = "code2wav"
+
+
+class OmniModel(LanguageModel):
+    """A language model that also speaks. Its outputs are those of the thinker, and of the speech of a batch:
+
+    - `speech_log_probs`, `speech_entropy`: (P, K) float32, one row for each frame and each end of speech, one column
+      for each codebook; 0 where there is no label
+    - `speech_loss`: (2,), minus the summed log-probs of the first codebook, and minus the sum over frames of the mean
+      log-prob of the other codebooks
+
+    Where only speech is asked for and the batch has no media, no block of the thinker runs: its embeddings suffice.
+    With media, the blocks run up to the one whose output the talker reads.
+    """
+
+    model_type = "omni_model"
+    provides = (*LanguageModel.provides, *SPEECH_OUTPUTS)
+
+    def __init__(self, thinker: Any, talker: Any, config: Any) -> None:
+        super().__init__(thinker)
+        self.talker = talker
+        self.own_parts = {talker: "talker"}
+        self.whole = WholeFolder(config, {"hf.": "thinker.", "talker.": "talker."})
+        attention.use(talker.config)
+        experts.use(talker.config)
+        for decoder in (talker.model, talker.code_predictor.model):
+            decoder.register_forward_pre_hook(input_hooks.cast_decoder_inputs, with_kwargs=True)
+        talker.model.register_forward_pre_hook(attention.without_mask, with_kwargs=True)
+        _add_missing_init_rules(talker)
+        self._media_hidden: Tensor | None = None  # of this forward, (T, D)
+        depth = talker.config.accept_hidden_layer
+        layers: Any = self.decoder().layers
+        # transformers' hidden_states: outputs of layers, before deepstack features are added; at last, of the norm.
+        read = layers[depth - 1] if depth < len(layers) else self.decoder().norm
+        read.register_forward_hook(self._keep_media_hidden)
+
+    @classmethod
+    def from_config(cls, config: Any, **options: Any) -> OmniModel:
+        from transformers import AutoModelForMultimodalLM
+        from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+            Qwen3OmniMoeTalkerForConditionalGeneration,
+        )
+
+        check_talker(config)
+        add_undeclared_settings(config)
+        thinker = from_auto(AutoModelForMultimodalLM, config.thinker_config)
+        talker_config = config.talker_config
+        talker_config._attn_implementation = attention.register()
+        talker = Qwen3OmniMoeTalkerForConditionalGeneration._from_config(talker_config)
+        return cls(thinker, talker, config, **options)
+
+    def heads(self) -> list[nn.Module | None]:
+        return [*super().heads(), self.talker.codec_head, *self.talker.code_predictor.lm_head]
+
+    def engine_adapter(self) -> HFAdapter:
+        from mvp_engine.hf.omni_adapter import OmniAdapter
+
+        return OmniAdapter(self)
+
+    def check_source(self) -> None:
+        """Without a folder, an export has a vocoder with random weights."""
+
+    def export_target(self, dtype: torch.dtype | None = None) -> Target:
+        assert self.whole is not None
+        fresh = None if self.source is not None else self._random_vocoder()
+        return self.whole.export_target(self, dtype or self.export_dtype, fresh)
+
+    def _random_vocoder(self) -> Entries:
+        from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
+
+        assert self.whole is not None
+        config = copy.deepcopy(self.whole.config.code2wav_config)
+        config._attn_implementation = "eager"
+        with torch.random.fork_rng([]), torch.device("cpu"):
+            torch.default_generator.manual_seed(0)
+            vocoder = Qwen3OmniMoeCode2Wav._from_config(config)
+        return TensorEntries({f"{VOCODER}.{n}": v for n, v in vocoder.state_dict().items()})
+
+    def check(self, batch: PackedBatch) -> None:
+        super().check(batch)
+        speech = batch.media.get(SPEECH)
+        books = self.talker.config.num_code_groups
+        if speech is not None and speech.values.shape[1] != FIRST_CODE + books:
+            found = speech.values.shape[1] - FIRST_CODE
+            raise UserError(
+                f"speech has {found} codebooks, and the talker {books}: set mllm.speech.books={books}"
+            )
+
+    # ---- Forward --------------------------------------------------------------------------------------------------
+
+    def _compute(
+        self, batch: PackedBatch, wanted: tuple[str, ...], kv_cache: KVCache | None = None
+    ) -> Outputs:
+        of_speech = tuple(name for name in wanted if name in SPEECH_OUTPUTS)
+        of_text = tuple(name for name in wanted if name not in SPEECH_OUTPUTS)
+        if not of_speech:
+            return super()._compute(batch, wanted, kv_cache)
+        computed: Outputs = {}
+        try:
+            if of_text:
+                computed = super()._compute(batch, of_text, kv_cache)
+            elif _has_media(batch):
+                with self._first_layers():
+                    self.hidden(batch)
+            computed |= self._speech(batch, of_speech)
+        finally:
+            self._media_hidden = None
+        return {name: computed[name] for name in wanted}
+
+    def _keep_media_hidden(self, _: nn.Module, args: Any, output: Any) -> None:
+        self._media_hidden = output[0] if isinstance(output, tuple) else output
+
+    @contextmanager
+    def _first_layers(self) -> Iterator[None]:
+        """The thinker ends with the layer that the talker reads: nothing uses the layers above."""
+        decoder: Any = self.decoder()
+        layers = decoder.layers
+        depth = self.talker.config.accept_hidden_layer
+        decoder.layers = nn.ModuleList(list(layers)[:depth])
+        try:
+            yield
+        finally:
+            decoder.layers = layers
+
+    def _speech(self, batch: PackedBatch, wanted: tuple[str, ...]) -> Outputs:
+        rows = SpeechRows.of(batch)
+        if rows is None:
+            return self._no_speech(wanted)
+        talker = self.talker
+        codes_FK = rows.codes
+        embeds_FKD = codec_embeddings(talker, codes_FK)
+        hidden_TD = None if self._media_hidden is None else self._media_hidden[0]
+        embed: Any = self.hf.get_input_embeddings()  # type: ignore[operator]
+        inputs_RD = talker_inputs(talker, embed, rows, embeds_FKD, hidden_TD)
+        hidden_RD = talker_hidden(talker, rows, inputs_RD)
+        first = linear_log_probs(
+            hidden_RD[rows.labelled],
+            talker.codec_head.weight,
+            rows.values[rows.labelled, LABEL],
+            chunk=self.chunk,
+        )
+        heads_KFD = predictor_hidden(talker, hidden_RD[rows.frames - 1], embeds_FKD)
+        weights = torch.stack([head.weight for head in talker.code_predictor.lm_head])
+        rest_KF, entropy_KF = batched_log_probs(
+            heads_KFD, weights, predictor_labels(rows, codes_FK)
+        )
+        return self._speech_outputs(rows, first, rest_KF, entropy_KF, wanted)
+
+    def _speech_outputs(
+        self,
+        rows: SpeechRows,
+        first: Any,
+        rest_KF: Tensor,
+        entropy_KF: Tensor,
+        wanted: tuple[str, ...],
+    ) -> Outputs:
+        computed: Outputs = {}
+        if "speech_loss" in wanted:
+            loss = torch.stack([-first.log_probs.sum(), -rest_KF.mean(0).sum()])
+            computed["speech_loss"] = loss
+        has_label_P = rows.values[rows.labelled, LABEL] != IGNORE
+        at_P = rows.places_of_frames
+        kept = rows.num_real_labelled
+        if "speech_log_probs" in wanted:
+            computed["speech_log_probs"] = _table(first.log_probs, rest_KF, at_P)[:kept]
+        if "speech_entropy" in wanted:
+            entropy_P = torch.where(has_label_P, first.entropy, 0.0)
+            of_frames = torch.where(has_label_P[at_P], entropy_KF, 0.0)
+            computed["speech_entropy"] = _table(entropy_P, of_frames, at_P)[:kept]
+        return computed
+
+    def _no_speech(self, wanted: tuple[str, ...]) -> Outputs:
+        """Zeros with a gradient of zeros: a micro-batch without speech still needs a backward."""
+        head = self.talker.codec_head.weight
+        nothing = head.flatten()[:0].float().sum()
+        books = self.talker.config.num_code_groups
+        empty = nothing.expand(0, books)
+        return {name: nothing.expand(2) if name == "speech_loss" else empty for name in wanted}
+
+
+def _has_media(batch: PackedBatch) -> bool:
+    """Whether a batch has images, videos or audio; sharded ranks have the same kinds in a forward (`lockstep.py`)."""
+    kinds = [kind for kind, media in batch.media.items() if len(media.row_counts)]
+    return any(kind != SPEECH for kind in kinds)
+
+
+def _table(first_P: Tensor, rest_KF: Tensor, at_P: Tensor) -> Tensor:
+    """(P, K): the first codebook of all labelled rows, the others in the rows that predict a frame."""
+    rest_PK = first_P.new_zeros(len(first_P), len(rest_KF)).index_copy(0, at_P, rest_KF.T)
+    return torch.cat([first_P[:, None], rest_PK], dim=1)
+
+
+def _add_missing_init_rules(talker: Any) -> None:
+    """Rules for the talker's experts and routers: transformers' `_init_weights` has none for these classes."""
+    std = talker.config.initializer_range
+    for layer in talker.model.layers:
+        for module in (layer.mlp.experts, layer.mlp.gate):
+            module._init_weights = partial(_init_normal, std)
+
+
+def _init_normal(std: float, module: nn.Module) -> None:
+    for param in module.parameters(recurse=False):
+        nn.init.normal_(param, std=std)
