@@ -15,6 +15,7 @@ from typing import Any
 
 from mvp_engine.errors import UserError, did_you_mean, similar_path
 from mvp_engine.hf.hub import ADAPTER_CONFIG, local_folder
+from mvp_engine.hf.omni_config import add_undeclared_settings
 
 
 def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:
@@ -25,12 +26,15 @@ def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:
     else:
         known = _config_of_folder(path)
         settings = known.to_dict()
+    add_undeclared_settings(known)
     changes = {key: value for key, value in overrides.items() if key != "model_type"}
     _merge(known, settings, changes, "model.config")
     try:
-        return type(known).from_dict(settings)
+        config = type(known).from_dict(settings)
     except Exception as error:  # noqa: BLE001 - any error: the settings are the user's
         raise UserError(f"model.config does not fit {known.model_type}: {error}") from None
+    add_undeclared_settings(config)
+    return config
 
 
 def _default_config(model_type: str) -> Any:

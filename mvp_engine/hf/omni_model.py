@@ -76,7 +76,7 @@ class OmniModel(LanguageModel):
         depth = talker.config.accept_hidden_layer
         layers: Any = self.decoder().layers
         # transformers' hidden_states: outputs of layers, before deepstack features are added; at last, of the norm.
-        read = layers[depth - 1] if depth < len(layers) else self.decoder().norm
+        read: Any = layers[depth - 1] if depth < len(layers) else self.decoder().norm
         read.register_forward_hook(self._keep_media_hidden)
 
     @classmethod

@@ -33,8 +33,8 @@ from mvp_engine.data.speech import (
 from mvp_engine.distributed.key_exchange import to_device
 from mvp_engine.hf import attention
 
-# Masks of the predictor's layers: none, since attention is causal by itself. Without a dict, transformers would look for
-# packed sequences in the positions, which is a host sync.
+# Masks of the predictor's layers: none, since attention is causal by itself. Without a dict, transformers would look
+# for packed sequences in the positions, which is a host sync.
 _CAUSAL = {"full_attention": None, "sliding_attention": None}
 
 
@@ -126,7 +126,8 @@ def talker_inputs(
     """
     inputs_RD = talker.text_projection(embed(rows.values[:, TEXT]))
     if rows.sources is not None:
-        assert hidden_TD is not None and rows.source_tokens is not None
+        assert hidden_TD is not None
+        assert rows.source_tokens is not None
         media_MD = talker.hidden_projection(hidden_TD[rows.source_tokens])
         inputs_RD = inputs_RD.index_copy(0, rows.sources, media_MD.to(inputs_RD.dtype))
     first_R = rows.values[:, FIRST_CODE]

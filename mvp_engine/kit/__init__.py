@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from mvp_engine.kit.reward import RewardEngine, RewardLossKit
     from mvp_engine.kit.reward_settings import RewardConfig, RewardLoss
     from mvp_engine.kit.row_checks import check_labels, check_rows
-    from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, TokenLoss
+    from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, SpeechLoss, TokenLoss
     from mvp_engine.kit.speech.codec import Codec, open_codec
     from mvp_engine.kit.speech.kmeans import ResidualKMeans
+    from mvp_engine.kit.speech_loss import SpeechLossKit
 else:  # the sections of configs are here too, and `mvp config show` imports no torch
     _export = lazy_exports(__name__)
     _RENAMED = {"answer": "generate_answers", "made_once": "build_once"}
@@ -79,6 +80,8 @@ __all__ = [
     "RewardEngine",
     "RewardLoss",
     "RewardLossKit",
+    "SpeechLoss",
+    "SpeechLossKit",
     "StepTerms",
     "TokenLoss",
     "TokenNormedLossKit",

@@ -39,6 +39,7 @@ from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit
 from mvp_engine.kit.row_checks import check_rows, row_groups
 from mvp_engine.kit.settings import MLLMConfig
+from mvp_engine.kit.speech_loss import SpeechLossKit, trains_text
 from mvp_engine.report import write_report
 from mvp_engine.report.facts import metric_texts
 
@@ -91,8 +92,12 @@ class MLLMEngine(Engine):
         return OptimKit(self.config.optim, self.config.seed)
 
     @cached_property
-    def loss(self) -> TokenNormedLossKit:
-        return TokenNormedLossKit(self.config.loss)
+    def loss(self) -> TokenNormedLossKit | SpeechLossKit:
+        text = TokenNormedLossKit(self.config.loss)
+        if self.config.model.type != "omni_model":
+            return text
+        # Without text, no thinker block runs on rows of text.
+        return SpeechLossKit(self.config.speech_loss, text if trains_text(self.model) else None)
 
     @property
     def global_batch_size(self) -> int:

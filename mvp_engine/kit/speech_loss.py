@@ -14,6 +14,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import num_speech_frames, num_speech_labels
 from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
+from mvp_engine.hf.parts import parts_of
 from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.settings import SpeechLoss
 
@@ -62,3 +63,9 @@ class SpeechLossKit:
         text = (self.token_loss.per_token(outputs, batch.labels) * weight_T).sum()
         ctx.log("text_loss", text.detach(), weight_T.sum())
         return loss + text, weight + weight_T.sum()
+
+
+def trains_text(model: nn.Module) -> bool:
+    """Whether any parameter trains that the model's text depends on."""
+    parts = parts_of(model)
+    return any(p.requires_grad and parts[name] != "talker" for name, p in model.named_parameters())

@@ -180,7 +180,8 @@ def test_pack_of_spoken_and_silent_rows_equals_each_alone_with_every_gradient() 
     assert len(found[0]["speech_log_probs"]) == 6 + 6 + 7 + 7
     for name, packed in gradients[0].items():
         alone = gradients[1][name]
-        assert packed is not None and alone is not None, name
+        assert packed is not None, name
+        assert alone is not None, name
         torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
