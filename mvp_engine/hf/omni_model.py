@@ -140,17 +140,29 @@ class OmniModel(LanguageModel):
         of_text = tuple(name for name in wanted if name not in SPEECH_OUTPUTS)
         if not of_speech:
             return super()._compute(batch, wanted, kv_cache)
-        computed: Outputs = {}
+        if not of_text:
+            with self.media_hidden(batch) as hidden_TD:
+                return self._speech(batch, of_speech, hidden_TD)
         try:
-            if of_text:
-                computed = super()._compute(batch, of_text, kv_cache)
-            elif _has_media(batch):
-                with self._first_layers():
-                    self.hidden(batch)
-            computed |= self._speech(batch, of_speech)
+            computed = super()._compute(batch, of_text, kv_cache)
+            computed |= self._speech(batch, of_speech, self._kept_hidden())
         finally:
             self._media_hidden = None
         return {name: computed[name] for name in wanted}
+
+    @contextmanager
+    def media_hidden(self, batch: PackedBatch) -> Iterator[Tensor | None]:
+        """(T, D): the hidden states that the talker reads at media; None, and no thinker block runs, without any."""
+        try:
+            if _has_media(batch):
+                with self._first_layers():
+                    self.hidden(batch)
+            yield self._kept_hidden()
+        finally:
+            self._media_hidden = None
+
+    def _kept_hidden(self) -> Tensor | None:
+        return None if self._media_hidden is None else self._media_hidden[0]
 
     def _keep_media_hidden(self, _: nn.Module, args: Any, output: Any) -> None:
         self._media_hidden = output[0] if isinstance(output, tuple) else output
@@ -167,14 +179,15 @@ class OmniModel(LanguageModel):
         finally:
             decoder.layers = layers
 
-    def _speech(self, batch: PackedBatch, wanted: tuple[str, ...]) -> Outputs:
+    def _speech(
+        self, batch: PackedBatch, wanted: tuple[str, ...], hidden_TD: Tensor | None
+    ) -> Outputs:
         rows = SpeechRows.of(batch)
         if rows is None:
             return self._no_speech(wanted)
         talker = self.talker
         codes_FK = rows.codes
         embeds_FKD = codec_embeddings(talker, codes_FK)
-        hidden_TD = None if self._media_hidden is None else self._media_hidden[0]
         embed: Any = self.hf.get_input_embeddings()  # type: ignore[operator]
         inputs_RD = talker_inputs(talker, embed, rows, embeds_FKD, hidden_TD)
         hidden_RD = talker_hidden(talker, rows, inputs_RD)

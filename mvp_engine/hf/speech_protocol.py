@@ -133,6 +133,16 @@ class SpeechProtocol:
         fields = {FRAME_COUNTS: nothing.clone(), SOURCE_COUNTS: nothing.clone()}
         return Media(values, nothing, nothing.clone(), fields)
 
+    def num_answers(self, ids_T: Tensor) -> int:
+        """The assistant turns of a sequence, spoken or not."""
+        starts = self._segments(ids_T)[:-1]
+        return sum(self._role(ids_T, start) == self.assistant for start in starts)
+
+    def num_text_tokens(self, ids_T: Tensor, turn: int) -> int:
+        """The tokens of an answer that are spoken."""
+        place = self._turn(ids_T, self._segments(ids_T), turn)
+        return place.end - place.text
+
     def num_rows(self, ids_T: Tensor, turns: Sequence[tuple[int, int]]) -> int:
         """The talker positions of (turn, frames) pairs of a sequence."""
         segments = self._segments(ids_T)
