@@ -20,12 +20,19 @@ PAD = KNOWN + 5  # neither has this. Rows that had it would start from zeros, an
 PATCH = 16  # pixels of its side; 2 x 2 patches are a token
 
 TEXT = {
+    "qwen3_0_6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936},
     "qwen3_1_7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936},
     "qwen3_8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936},
     "small": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "vocab_size": 151936},
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": KNOWN + 16},
 }
-HEADS = {"qwen3_1_7b": (16, 8, 128), "qwen3_8b": (32, 8, 128), "small": (16, 8, 64), "tiny": (4, 2, 16)}
+HEADS = {
+    "qwen3_0_6b": (16, 8, 128),
+    "qwen3_1_7b": (16, 8, 128),
+    "qwen3_8b": (32, 8, 128),
+    "small": (16, 8, 64),
+    "tiny": (4, 2, 16),
+}
 HYBRID = {  # Qwen3.5: every fourth layer has attention, the others a gated delta net
     "qwen3_5_2b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "vocab_size": 248320}
     | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_value_heads": 16},

@@ -1,0 +1,401 @@
+"""The shipped GPU configs as users run them, on random folders of real shapes, and TRL on the same rows, in one table.
+
+    PYTHONPATH=. python benchmarks/recipes.py --out benchmarks/results/recipes.json
+    PYTHONPATH=. python benchmarks/recipes.py --only text_0.6b vlm_2b --limit 240 --out FILE --add
+    PYTHONPATH=. python benchmarks/recipes.py --tiny --steps 10         # tries everything on a CPU
+    python benchmarks/recipes.py --table FILE                           # prints the table of a file
+
+A row is a config of `recipes/`, a model folder with random weights in bf16, and a file of rows; nothing else is set but
+the paths, the number of steps, and that nothing is evaluated, saved or exported. Folders and rows are made once, in
+`--folder`. Each row is started twice, as a process of its own: with an empty compile cache (`cold`) and, for the
+profile, with the one that the first start filled (`warm`). `first step` and `full speed` are seconds from the command
+to the end of step 1, and to the first interval whose steps take at most 1.1 times the median of the second half, which
+is what counts for throughput. Times are read from the run's own metrics, idle time from `mvp profile`.
+
+Peers train the same folder on the same rows with packing, bf16 and fused AdamW: `TRL + Liger` where both are installed.
+Unsloth and Axolotl are reported if they are installed, and not run. MFU of a peer is ours times the ratio of tokens/s.
+`--limit` ends a process after so many seconds; what it had logged by then counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.sft import files
+from benchmarks.sft.data import KNOWN, PER_STEP, VISION, rows, shape
+
+ROOT = Path(__file__).parents[1]
+INTERVAL = 5  # steps of a log record
+FIRST_STEP = r"\bstep +1\b"  # in the output of `mvp profile`
+FULL_SPEED = 1.1  # times the steady step
+PEERS = {"TRL + Liger": ("trl", "liger-kernel")}
+NOT_RUN = ("unsloth", "axolotl")
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}{{- message.content + ' ' }}"
+    "{%- if message.role == 'assistant' %}<|im_end|>{%- endif %}{%- endfor %}"
+)
+TARGETS = {"text_0.6b": 0.45, "text_1.7b": 0.55, "lora_8b": 0.5, "vlm_2b": 0.5, "experts_a3b": 0.42, "long_128k": 0.5}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One row of the table."""
+
+    config: str
+    shape: str
+    tiny: str
+    rows: str  # chats, images, documents
+    words: list[str] = field(default_factory=list)
+    longest: int = 8192  # tokens of a row
+    lora: int | None = None
+    peers: bool = False
+
+
+WORKS = {
+    "text_0.6b": Work("qwen3/configs/sft_gpu1.yaml", "qwen3_0_6b", "tiny", "chats", peers=True),
+    "text_1.7b": Work("qwen3/configs/sft_gpu1.yaml", "qwen3_1_7b", "tiny", "chats", peers=True),
+    "lora_8b": Work("qwen3/configs/sft_gpu1_lora.yaml", "qwen3_8b", "tiny", "chats", lora=16, peers=True),
+    "vlm_2b": Work("qwen3_vl/configs/instruct_gpu1.yaml", "qwen3_vl_2b", "tiny_vl", "images"),
+    "experts_a3b": Work("qwen3/configs/sft_gpu1.yaml", "qwen3_a3b_6", "tiny_moe", "chats"),
+    "long_128k": Work(
+        "qwen3/configs/sft_gpu1.yaml",
+        "qwen3_1_7b",
+        "tiny",
+        "documents",
+        ["mllm.row_tokens=131072", "mllm.global_batch_tokens=131072"],
+        longest=131072,
+    ),
+}
+
+
+# ---- Folders and rows ----------------------------------------------------------------------------------------------
+
+
+def make_folder(name: str, longest: int, base: Path) -> Path:
+    """A Hugging Face folder with random weights in bf16, and a processor that reads numbers as words."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    folder = base / f"{name}-{longest}"
+    if (folder / "config.json").is_file():
+        return folder
+    settings = shape(name)
+    settings.get("text_config", settings)["max_position_embeddings"] = max(32768, longest)
+    auto: Any = AutoModelForImageTextToText if name in VISION else AutoModelForCausalLM
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = auto.from_config(AutoConfig.for_model(**settings), dtype=torch.bfloat16)
+    processor = files.processor()
+    if name not in VISION:
+        processor = processor.tokenizer
+        processor.chat_template = CHAT_TEMPLATE
+    processor.save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_rows(work: Work, count: int, base: Path) -> Path:
+    """A jsonl of `count` rows: chats or documents as numbers in words, or text behind JPEG files."""
+    folder = base / f"{work.rows}-{work.longest}-{count}"
+    file = folder / "rows.jsonl"
+    if file.is_file():
+        return file
+    folder.mkdir(parents=True, exist_ok=True)
+    if work.rows == "images":
+        files.write(folder, rows("images", -(-count // PER_STEP["images"])))
+        return file
+    dice = random.Random(0)
+    lines = []
+    for _ in range(count):
+        if work.rows == "documents":
+            lines.append({"text": words_of(dice, work.longest - 2)})
+            continue
+        size = min(4000, max(64, int(dice.lognormvariate(6.58, 0.9))))  # as chats have them: 1,030 on average
+        question = {"role": "user", "content": words_of(dice, size // 4)}
+        lines.append({"messages": [question, {"role": "assistant", "content": words_of(dice, size - size // 4)}]})
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def words_of(dice: random.Random, length: int) -> str:
+    """Each word is one of four that its predecessor allows, so that there is something to learn."""
+    found = [dice.randrange(KNOWN)]
+    for _ in range(length - 1):
+        found.append((found[-1] * 1103 + 12345 + dice.randrange(4) * 7) % KNOWN)
+    return " ".join(map(str, found))
+
+
+# ---- Our side ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Watched:
+    """What a process logged, with the seconds since its command."""
+
+    records: list[tuple[float, dict[str, Any]]]
+    seconds: float
+    code: int | None  # None: ended at the limit
+    output: str
+    first: float | None = None  # when a line of its output matched the pattern
+
+
+def watch(command: list[str], env: dict[str, str], folder: Path, limit: float, pattern: str | None = None) -> Watched:
+    """Run a command and read its metrics as they are written. The process and its children end at the limit."""
+    folder.mkdir(exist_ok=True)
+    first: float | None = None
+    records: list[tuple[float, dict[str, Any]]] = []
+    log = folder / "output.txt"
+    seen = 0
+    started = time.perf_counter()
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        while True:
+            code = process.poll()
+            now = time.perf_counter() - started
+            for file in folder.glob("runs/*/metrics.jsonl"):
+                lines = [line for line in file.read_text().split("\n")[:-1] if line]
+                records += [(now, json.loads(line)) for line in lines[seen:]]
+                seen = len(lines)
+            if pattern and first is None and re.search(pattern, log.read_text(), re.MULTILINE):
+                first = now
+            if code is not None or now > limit:
+                break
+            time.sleep(0.05)
+        if code is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return Watched(records, time.perf_counter() - started, code, log.read_text()[-3000:], first)
+
+
+def ours(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    config = ROOT / "recipes" / work.config
+    sources = [f"mllm.sources.{name}.path={data}" for name in ("chats", "held_chats")]
+    words = [*sources, f"model.path={model}", f"project.dir={scratch / 'runs'}", f"mllm.cache={scratch / 'costs'}"]
+    words += ["loop.eval_interval=null", "eval_generation=null", "checkpoint.interval=null", "export=null"]
+    words += ["loop.epochs=null", *work.words, *args.keys]
+    if args.tiny:
+        words += ["mllm.row_tokens=4096", "mllm.global_batch_tokens=8192", "data.num_workers=1", "model.compile=null"]
+        words += ["loop.precision=fp32", "cpu_threads=1"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if not args.warm:
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "inductor")
+    log = [f"loop.total_steps={args.steps}", f"log.interval={INTERVAL}", "log.backends=[jsonl,file]"]
+    train = [sys.executable, "-m", "mvp_engine.cli", "train", str(config), *words, *log]
+    cold = watch(train, env, scratch, args.limit)
+    found = {"command": shlex.join(train[2:]), **figures(cold)}
+    (run,) = list(scratch.glob("runs/*/run.json")) or [None]
+    if run is not None:
+        info = json.loads(run.read_text())
+        found["auto"] = info.get("auto", {}).get("reason")
+        setup = info.get("setup", {})
+        found["versions"] = setup.get("versions")
+        text = (run.parent / "log.txt").read_text() if (run.parent / "log.txt").is_file() else ""
+        found["recompiles"] = len(re.findall(r"recompile", text))
+    if args.profile and "why" not in found:
+        found |= profiled(config, words, env, args.limit, scratch)
+    return found
+
+
+def figures(seen: Watched) -> dict[str, Any]:
+    """Of a log: times from the command, and the throughput of the second half."""
+    train = [(when, record) for when, record in seen.records if record.get("split") == "train"]
+    if not train or (seen.code not in (0, None)):
+        return {"why": f"ended with {seen.code}", "output": seen.output}
+    found: dict[str, Any] = {"first_step_s": train[0][0], "seconds": seen.seconds}
+    intervals = [(when, record) for when, record in train if record["step"] > 1]
+    if len(intervals) < 2:
+        return {**found, "why": f"{len(intervals)} intervals within the limit", "output": seen.output}
+    counted = [record for _, record in intervals[len(intervals) // 2 :]]
+    steady = statistics.median(record["perf"]["step_s"] for record in counted)
+    begins = [train[0][0], *(when for when, _ in intervals)]
+    fast = [
+        begin
+        for begin, (_, one) in zip(begins, intervals, strict=False)
+        if one["perf"]["step_s"] <= FULL_SPEED * steady
+    ]
+    seconds = [record["perf"]["step_s"] for record in counted]
+
+    def mean(name: str) -> float | None:
+        values = [record["perf"].get(name) for record in counted]
+        if None in values:
+            return None
+        return sum(value * weight for value, weight in zip(values, seconds, strict=True)) / sum(seconds)
+
+    return {
+        **found,
+        "full_speed_s": fast[0] if fast else None,
+        "steps": train[-1][1]["step"],
+        "step_s": steady,
+        "tokens_per_s": mean("tokens_per_s"),
+        "mfu": mean("mfu"),
+        "data_wait": mean("data_wait"),
+        "memory_gib": counted[-1]["perf"]["memory_gib"],
+        "losses": [record["loss"] for _, record in train],
+    }
+
+
+def profiled(config: Path, words: list[str], env: dict[str, str], limit: float, scratch: Path) -> dict[str, Any]:
+    """Idle time of the GPU, kernels of a step, and the seconds of a second start."""
+    out = scratch / "profile"
+    command = [sys.executable, "-m", "mvp_engine.cli", "profile", str(config), "--out", str(out)]
+    seen = watch([*command, "--steps", "3", "--first", "6", *words], env, scratch / "second", limit, FIRST_STEP)
+    found: dict[str, Any] = {"second_start_s": seen.first}
+    if (out / "profile.json").is_file():
+        facts = json.loads((out / "profile.json").read_text())
+        kinds = {kind: facts[kind] for kind in ("idle", "launches") if kind in facts}
+        found |= {**kinds, "profile": {key: facts[key] for key in facts if key != "kernels"}}
+    else:
+        found["profile_why"] = seen.output
+    return found
+
+
+# ---- Peers ---------------------------------------------------------------------------------------------------------
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def peer(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    out = scratch / "peer.json"
+    how = {"model": str(model), "rows": str(data), "out": str(out), "steps": args.steps, "lora": work.lora}
+    how |= {"longest": 4096 if args.tiny else work.longest, "global_tokens": 8192 if args.tiny else 65536}
+    command = [sys.executable, str(ROOT / "benchmarks" / "recipes_trl.py"), json.dumps(how)]
+    seen = watch(command, {**os.environ, "PYTHONPATH": str(ROOT)}, scratch, args.limit)
+    if not out.is_file():
+        return {"why": f"ended with {seen.code}", "output": seen.output}
+    found = json.loads(out.read_text())
+    ends, tokens = found["ends"], found["tokens"]
+    half = len(ends) // 2
+    if half < 1:
+        return {"why": f"{len(ends)} steps within the limit", "output": seen.output}
+    seconds = ends[-1] - ends[half - 1]
+    step_s = seconds / (len(ends) - half)
+    rate = (tokens[-1] - tokens[half - 1]) / seconds
+    kept = {name: found[name] for name in ("memory_gib", "losses", "attention")}
+    return {"steps": len(ends), "step_s": step_s, "tokens_per_s": rate, "first_step_s": found["first_step_s"], **kept}
+
+
+# ---- The table -----------------------------------------------------------------------------------------------------
+
+
+def about() -> dict[str, Any]:
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for package in ("torch", "transformers", "trl", "liger-kernel", "peft", *NOT_RUN):
+        versions[package] = installed(package) or "not installed"
+    on_gpu = torch.cuda.is_available()
+    hardware = torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}"
+    return {"hardware": hardware, "cores": os.cpu_count(), "versions": versions}
+
+
+def table(result: dict[str, Any]) -> str:
+    head = ["work", "side", "tokens/s", "MFU", "target", "step", "data wait", "idle", "memory", "first step"]
+    head += ["full speed", "2nd start", "last loss"]
+    lines = [f"| {' | '.join(head)} |", "| --- | --- |" + " ---: |" * (len(head) - 2)]
+    for row in result["rows"]:
+        if "why" in row:
+            lines.append(f"| {row['work']} | {row['side']} | {row['why']} |" + " |" * (len(head) - 3))
+            continue
+        target = TARGETS.get(row["work"]) if row["side"] == "ours" else None
+        cells = [_number(row["tokens_per_s"], "{:,.0f}"), _percent(row.get("mfu")), _percent(target)]
+        cells += [_number(row["step_s"], "{:.3f} s"), _percent(row.get("data_wait")), _percent(row.get("idle"))]
+        cells += [_number(row.get("memory_gib"), "{:.0f} GiB")]
+        cells += [_number(row.get(key), "{:.0f} s") for key in ("first_step_s", "full_speed_s", "second_start_s")]
+        cells.append(_number(row["losses"][-1] if row["losses"] else None, "{:.3f}"))
+        lines.append(f"| {row['work']} | {row['side']} | {' | '.join(cells)} |")
+    lines += [f"\n{row['work']}: auto: {row['auto']}" for row in result["rows"] if row.get("auto")]
+    return "\n".join(lines)
+
+
+def _number(value: float | None, text: str) -> str:
+    return "-" if value is None else text.format(value)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    work = WORKS[name]
+    longest = 512 if args.tiny and work.longest > 8192 else work.longest
+    if args.tiny:
+        work = Work(work.config, work.tiny, work.tiny, work.rows, [], longest, work.lora, work.peers)
+    model = make_folder(work.shape, work.longest, args.folder)
+    per_step = {"chats": 72, "images": 160, "documents": 1}[work.rows]  # a little more than a step takes
+    count = 4 * args.steps if args.tiny else per_step * (args.steps + 12)
+    data = make_rows(work, count, args.folder)
+    with tempfile.TemporaryDirectory(prefix="mvp-recipes-") as scratch:
+        found = [{"work": name, "side": "ours", **ours(work, model, data, args, Path(scratch))}]
+    for side, packages in PEERS.items():
+        missing = [package for package in packages if installed(package) is None]
+        if not work.peers or not args.peers:
+            continue
+        if missing:
+            found.append({"work": name, "side": side, "why": f"not installed: {', '.join(missing)}"})
+            continue
+        with tempfile.TemporaryDirectory(prefix="mvp-recipes-") as scratch:
+            row = {"work": name, "side": side, **peer(work, model, data, args, Path(scratch))}
+        if "tokens_per_s" in row and found[0].get("mfu"):
+            row["mfu"] = found[0]["mfu"] * row["tokens_per_s"] / found[0]["tokens_per_s"]
+        found.append(row)
+    return found
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(WORKS), choices=WORKS, metavar="NAME", help=", ".join(WORKS))
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--limit", type=float, default=300, help="seconds of one process")
+    parser.add_argument("--tiny", action="store_true", help="small shapes and rows, for a CPU")
+    parser.add_argument("--warm", action="store_true", help="use the compile cache of the user in the first start too")
+    parser.add_argument("--no-profile", dest="profile", action="store_false")
+    parser.add_argument("--no-peers", dest="peers", action="store_false")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "mvp-recipes")
+    parser.add_argument("--out", type=Path, help="write everything as JSON")
+    parser.add_argument("--add", action="store_true", help="keep the other rows of --out")
+    parser.add_argument("--table", type=Path, help="only print the table of this JSON")
+    parser.add_argument("--keys", nargs="*", default=[], metavar="key=value", help="of our configs, to try others")
+    args = parser.parse_args(words)
+    if args.table:
+        print(table(json.loads(args.table.read_text())))
+        return
+    result: dict[str, Any] = {**about(), "commands": [], "rows": []}
+    if args.add and args.out and args.out.is_file():
+        before = json.loads(args.out.read_text())
+        result["commands"] = before["commands"]
+        result["rows"] = [row for row in before["rows"] if row["work"] not in args.only]
+    result["commands"].append(shlex.join(["python", "benchmarks/recipes.py", *(words or sys.argv[1:])]))
+    for name in args.only:
+        result["rows"] += measure(name, args)
+        print(table({"rows": result["rows"][-2:]}), file=sys.stderr, flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(table(result))
+    for package in NOT_RUN:
+        print(f"{package}: {installed(package) or 'not installed'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""benchmarks/recipes.py: times and throughput of a log, and a process that takes too long."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from mvp_engine.imports import import_file
+
+BENCH: Any = import_file(ROOT / "benchmarks" / "recipes.py")
+
+
+def record(step: int, step_s: float) -> dict[str, Any]:
+    perf = {"step_s": step_s, "tokens_per_s": 100 / step_s, "data_wait": 0.1, "memory_gib": 3.0}
+    return {"split": "train", "step": step, "loss": 2.0, "perf": perf}
+
+
+def test_figures_count_the_second_half_and_find_full_speed() -> None:
+    seen = [(20.0, record(1, 9.0)), (40.0, record(5, 4.0)), (50.0, record(10, 1.05)), (55.0, record(15, 1.0))]
+    seen += [(60.0, record(20, 1.0))]
+    found = BENCH.figures(BENCH.Watched(seen, 61.0, 0, ""))
+    assert (found["first_step_s"], found["full_speed_s"], found["steps"]) == (20.0, 40.0, 20)
+    assert found["tokens_per_s"] == pytest.approx(100)
+    assert found["mfu"] is None
+    row = {"work": "text_0.6b", "side": "ours", **found}
+    assert "| text_0.6b | ours | 100 | - | 45.0 % | 1.000 s | 10.0 % | - | 3 GiB | 20 s | 40 s |" in BENCH.table(
+        {"rows": [row]}
+    )
+    assert "ended with 1" in BENCH.figures(BENCH.Watched(seen, 61.0, 1, "no"))["why"]
+
+
+def test_watch_ends_a_process_and_its_children_at_the_limit(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print('step 1', flush=True); time.sleep(60)"
+    )
+    seen = BENCH.watch([sys.executable, "-c", code], dict(os.environ), tmp_path, 2.0, BENCH.FIRST_STEP)
+    assert seen.code is None
+    assert seen.first is not None
+    assert seen.seconds < 10
+
+
+@pytest.mark.parametrize("name", list(BENCH.WORKS))
+def test_works_name_shipped_configs_and_shapes(name: str) -> None:
+    work = BENCH.WORKS[name]
+    assert (ROOT / "recipes" / work.config).is_file()
+    assert BENCH.shape(work.shape)["model_type"] == BENCH.shape(work.tiny)["model_type"]
