@@ -28,7 +28,11 @@ NEIGHBOUR = 0.05  # of equal shapes, so nearly all of rounding is equal
 
 class ActionAdapter(HFAdapter):
     model: ActionModel
-    extra_forwards = (*HFAdapter.extra_forwards, "reference_velocity")
+
+    def __init__(self, model: ActionModel) -> None:
+        super().__init__(model)
+        if isinstance(model, Pi0Policy):
+            self.extra_forwards = (*HFAdapter.extra_forwards, "reference_velocity")
 
     def apply_tensor_parallel(self, mesh: DeviceMesh) -> None:
         raise UserError(

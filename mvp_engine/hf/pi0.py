@@ -106,17 +106,15 @@ class Pi0Policy(ActionModel):
                 if forward is not None:
                     module.forward = forward
 
-    def _prefix(self, batch: PackedBatch, keys_only: bool) -> tuple[Tensor, Keys]:
-        """Hidden states (T, D), and keys and values of each layer.
-
-        `keys_only`: the hidden states are not needed, nor is what follows the last layer's attention.
-        """
+    def _prefix(self, batch: PackedBatch, keys_only: bool) -> tuple[Tensor | None, Keys]:
+        """Hidden states (T, D), unless `keys_only`, and keys and values of each layer."""
         # Without token types every token of a prefix sees all others, which fused kernels compute.
         has_types = "token_type_ids" in batch.token_fields
         out = run_base(
             self, batch, need_types=False, is_bidirectional=not has_types, keys_only=keys_only
         )
-        return out.last_hidden_state[0], out.past_key_values
+        hidden_1TD = out.last_hidden_state
+        return None if keys_only else hidden_1TD[0], out.past_key_values
 
     # ---- The expert -----------------------------------------------------------------------------
 
@@ -171,7 +169,9 @@ class Pi0Policy(ActionModel):
     ) -> Outputs:
         needs_text = {*TEXT_OUTPUTS, "hidden_states"} & set(wanted)
         hidden_TD, keys = self._prefix(batch, keys_only=not needs_text)
-        computed: Outputs = {"hidden_states": hidden_TD}
+        computed: Outputs = {}
+        if hidden_TD is not None:
+            computed["hidden_states"] = hidden_TD
         if {"velocity", "action_losses"} & set(wanted):
             noise = field(batch, NOISE, "`velocity`").float()
             times = field(batch, TIMES, "`velocity`").float()
@@ -184,7 +184,7 @@ class Pi0Policy(ActionModel):
                 computed["action_losses"] = velocity_losses(velocity, clean, noise, mask).mean(1)
         if "actions" in wanted:
             computed["actions"] = self._sample(batch, keys)
-        if set(TEXT_OUTPUTS) & set(wanted):
+        if hidden_TD is not None and set(TEXT_OUTPUTS) & set(wanted):
             computed |= self.outputs(hidden_TD, batch.labels, wanted)
         return {name: computed[name] for name in wanted}
 
@@ -263,7 +263,7 @@ def _prefix_forward(
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     position_embeddings = decoder.rotary_emb(inputs_embeds, position_ids=position_ids)
-    hidden = inputs_embeds
+    hidden: Tensor | None = inputs_embeds
     found = []
     for index, layer in enumerate(decoder.layers):
         hidden, key, value = layer(
@@ -277,22 +277,25 @@ def _prefix_forward(
         )
         found.append((key, value))
     keys: Any = tuple(found)
-    return BaseModelOutputWithPast(last_hidden_state=decoder.norm(hidden), past_key_values=keys)
+    last: Any = None if hidden is None else decoder.norm(hidden)
+    return BaseModelOutputWithPast(last_hidden_state=last, past_key_values=keys)
 
 
 def _forward_with_keys(
     layer: Any, hidden: Tensor, keys_only: bool = False, **kwargs: Any
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """The layer's own forward; its keys and values are outputs too.
 
     `keys_only`: nothing else is computed. A compiled layer would give weights that lead nowhere a gradient of zeros,
     and weight decay would change them.
     """
     if keys_only:
-        return hidden, *_keys_and_values(layer, hidden, *kwargs["position_embeddings"])
+        key, value = _keys_and_values(layer, hidden, *kwargs["position_embeddings"])
+        return None, key, value
     found: list[Tensor] = []
     out = type(layer).forward(layer, hidden, key_values=found, **kwargs)
-    return out, found[0], found[1]
+    # FSDP2 warns about views: an in-place change of one would lose the hooks for the layer's weights.
+    return out, found[0].clone(), found[1].clone()
 
 
 def _keys_and_values(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,4 +307,4 @@ def _keys_and_values(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tu
     key = layer.self_attn.k_proj(normed).view(heads).transpose(1, 2)
     value = layer.self_attn.v_proj(normed).view(heads).transpose(1, 2)
     _, key = apply_rotary_pos_emb(key, key, cos, sin)
-    return key, value
+    return key, value.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,25 @@ from mvp_engine.config.compose import Composed, MissingKeys
 from mvp_engine.config.places import override_key
 from mvp_engine.config.shipped import shipped_configs
 from mvp_engine.data import accumulation_steps
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
+from mvp_engine.hf.action_model import ActionModel
+from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.hub import hub_model
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.kit import MLLMData
-from mvp_engine.kit.action_flops import language_backbone
 from mvp_engine.kit.data.settings import data_section
 from mvp_engine.kit.estimate.auto import data_packs
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.choice import Choice, Workload, choose, default_choice, is_open
 from mvp_engine.kit.estimate.memory import peak_memory
-from mvp_engine.kit.estimate.packs import MEDIA_SHARE, DataPacks, Packs, assumed_packs
+from mvp_engine.kit.estimate.packs import (
+    MEDIA_SHARE,
+    DataPacks,
+    Packs,
+    assumed_action_packs,
+    assumed_packs,
+)
 from mvp_engine.kit.estimate.sample import assumed_batches, sampled_batches
 from mvp_engine.kit.estimate.settings import GIB, EstimateSettings, gpu_by_name
 from mvp_engine.kit.estimate.step import estimate_step
@@ -88,13 +97,20 @@ class Estimator:
         settings = self.settings(plain)
         model = self.model(plain)
         if self.is_assumed:
-            batch = assumed_batches(language_backbone(model).config, data, self.media_share)
+            batch = self._assumed_batches(model, plain)
         else:
             batch = sampled_batches(config_data_kit(self.engine_class, plain))
         ranks = self.gpus // settings.text_ranks
         work = Workload(model, settings, batch, gpu_by_name(self.gpu), ranks)
         packs = data_packs(plain)
         return choose(self.config, self.section, data, packs, work)
+
+    def _assumed_batches(self, model: PackedModel, config: Any) -> Callable[[int], PackedBatch]:
+        """Micro-batches by their number of tokens."""
+        if not isinstance(model, ActionModel):
+            return assumed_batches(model.hf.config, self.data(config), self.media_share)
+        draws = num_draws(config)
+        return lambda tokens: assumed_action_packs(model, tokens, draws).largest[0]
 
     @property
     def default_gpus(self) -> int:
@@ -170,12 +186,22 @@ class Estimator:
         key = (data.pack_tokens, packs_per_step)
         if key not in self._packs:
             if self.is_assumed:
-                model_config = language_backbone(self.model(config)).config
-                self._packs[key] = assumed_packs(model_config, data, self.media_share)
+                self._packs[key] = self._assumed_packs(config, data)
             else:
                 kit = config_data_kit(self.engine_class, config)
                 self._packs[key] = DataPacks(kit, packs_per_step)
         return self._packs[key]
+
+    def _assumed_packs(self, config: Any, data: MLLMData) -> Packs:
+        model = self.model(config)
+        if isinstance(model, ActionModel):
+            return assumed_action_packs(model, data.pack_tokens, num_draws(config))
+        return assumed_packs(model.hf.config, data, self.media_share)
+
+
+def num_draws(config: Any) -> int:
+    """Noise draws per sample of an action model."""
+    return config.actions.draws if hasattr(config, "actions") else 1
 
 
 def _gpu_of_machine() -> str:
@@ -189,6 +215,8 @@ def compose_question(question: Question) -> tuple[Composed, bool]:
     if _is_model(question.what):
         file = MODEL_CONFIG
         words.insert(0, f"model.path={question.what}")
+        if hasattr(read_config(question.what, {}), "max_action_dim"):
+            words.insert(0, "model.type=action_model")
     try:
         return compose(file, words), question.tokens is not None
     except MissingKeys as error:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from test_action_model import tiny_regressor, transformers_pi0, with_actions
 from tiny_models import samples
-from tiny_pi0 import pi0_rows, reference, tiny_pi0
+from tiny_pi0 import pi0_rows, reference, tiny_pi0, tiny_pi0_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.errors import UserError
+from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import peak_memory
@@ -88,3 +90,22 @@ def test_estimate_of_pi0_counts_memory_of_all_parts() -> None:
         param.requires_grad_("dit.layers" in name)
     less = peak_memory(BlockCosts(frozen, settings), [batch])
     assert less["activations"] < sizes["activations"]
+
+
+def test_estimate_command_of_a_pi0_folder_assumes_rows_of_three_cameras(tmp_path: Any, capsys: Any) -> None:
+    import json
+
+    from mvp_engine.cli import main
+
+    model = tiny_pi0()
+    transformers_pi0(model).save_pretrained(tmp_path / "pi0")
+    assert main(["estimate", str(tmp_path / "pi0"), "--gpu", "H200", "--json", "--tokens", "440"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["packs"].startswith("packs of 10 rows, assumed: 3 cameras of 4 tokens and a prompt of 32")
+    assert found["peak_gib"] > 0
+    assert found["step_s"] > 0
+
+
+def test_language_model_of_a_pi0_folder_names_the_model_type() -> None:
+    with pytest.raises(UserError, match=r"predicts actions, not text: set model\.type=action_model"):
+        LanguageModel.from_config(tiny_pi0_config())

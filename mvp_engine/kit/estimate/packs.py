@@ -10,11 +10,15 @@ import numpy as np
 import torch
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.errors import count
+from mvp_engine.errors import UserError, count
+from mvp_engine.hf.action_model import NOISE, ActionModel
 from mvp_engine.kit import MLLMData, MLLMDataKit
+from mvp_engine.kit.action_flops import language_backbone
 
 SAMPLED_PACKS = 8  # micro-batches that are loaded for the time of a step
 IMAGE_TOKENS = 1024  # the most tokens of an assumed image, without mllm.limits.max_pixels
+CAMERAS = 3  # of an assumed row of an action model
+PROMPT_TOKENS = 32  # of its prompt
 MEDIA_SHARE = 0.75  # the share of image or audio tokens in assumed packs
 
 
@@ -84,6 +88,32 @@ def assumed_packs(model_config: Any, data: MLLMData, media_share: float) -> Pack
         text += "; the encoder is not counted"
     batch = PackedBatch.from_sequences(list(ids.split(row_tokens)), media=media)
     return Packs(batch, data.row_tokens, text)
+
+
+def assumed_action_packs(model: ActionModel, tokens: int, draws: int) -> Packs:
+    """Full packs of rows with three cameras and a prompt, each with `draws` of noise."""
+    config = language_backbone(model).config
+    spec = model.action_spec
+    one = _media(config, tokens, None)
+    if one is None:
+        raise UserError(f"an estimate does not know the images of {config.model_type}")
+    item_tokens = one[1]
+    row_tokens = CAMERAS * item_tokens + PROMPT_TOKENS
+    rows = max(1, tokens // row_tokens)
+    images = _media(config, CAMERAS * rows * item_tokens, None)
+    assert images is not None
+    media = {images[0]: images[2]}
+    ids = torch.zeros(rows, row_tokens, dtype=torch.long)
+    ids[:, : CAMERAS * item_tokens] = config.image_token_id
+    shape = (rows, draws, spec.chunk, spec.action_dim)
+    fields = {NOISE: torch.empty(shape, device="meta")}
+    no_loss = list(torch.zeros_like(ids, dtype=torch.bool))
+    batch = PackedBatch.from_sequences(list(ids), no_loss, sequence_fields=fields, media=media)
+    text = (
+        f"packs of {count(rows, 'row')}, assumed: {CAMERAS} cameras of {item_tokens:,} tokens and a prompt of "
+        f"{PROMPT_TOKENS}, {count(draws, 'draw')} of noise each"
+    )
+    return Packs(batch, row_tokens, text)
 
 
 def _has_encoder(config: Any) -> bool:

@@ -1,0 +1,273 @@
+"""Training pi0 on one GPU: this engine from AV1 videos, and transformers' own forward with AdamW, in one run.
+
+    PYTHONPATH=. python benchmarks/actions.py --out benchmarks/results/actions.json
+    PYTHONPATH=. python benchmarks/actions.py --tiny    # tries it on a CPU
+
+Each side is a process of its own. Both train all weights of a random pi0 in its real shape (3.5 B parameters) with
+bf16 autocast over float32 weights and AdamW, on three cameras of 224 x 224 pixels, a prompt, a state and a chunk of 50
+actions. Ours is `ActionEngine` on a LeRobot folder with AV1 videos, which the run writes first: decoding and packing
+are part of its time. transformers gets one batch in GPU memory, again and again, and pays for no data; it has no
+activation checkpointing, because its expert reads a cache that checkpointing turns off. `--ours` and `--theirs` list
+what is tried: samples of a micro-batch, and for ours the activation checkpointing and the noise draws per sample; the
+fastest of each side is compared. What does not fit is reported as out of memory. The first half of the steps warms up.
+
+MFU counts the FLOPs of one forward and backward (docs/mfu.md). `estimate_gib` is what `mvp estimate` predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+SIDE = {False: 224, True: 16}  # pixels, by --tiny
+CAMERAS = ("observation.images.left", "observation.images.right", "observation.images.wrist")
+WORDS = ["put", "the", "red", "green", "blue", "block", "cup", "on", "plate", "left", "right", "and", "then", "stop"]
+FRAMES = 60  # of an episode
+
+
+def model_config(tiny: bool) -> dict[str, Any]:
+    """pi0's defaults are its real shape."""
+    if not tiny:
+        return {"model_type": "pi0"}
+    text = {"model_type": "gemma", "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 300}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 24, "intermediate_size": 32}
+    vision |= {"num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4, "image_size": SIDE[True]}
+    vlm = {"model_type": "paligemma", "text_config": text, "image_token_id": 300, "projection_dim": 32}
+    vlm["vision_config"] = {**vision, "vision_use_head": False, "projection_dim": 32}
+    expert = {**text, "hidden_size": 16, "intermediate_size": 32}
+    return {"model_type": "pi0", "vlm_config": vlm, "dit_config": expert, "chunk_size": 5}
+
+
+def make(folder: Path, tiny: bool, episodes: int) -> None:
+    """A LeRobot folder with AV1 videos of noise that moves, and a tokenizer."""
+    from mvp_engine.kit.actions.write import LeRobotWriter
+    from mvp_engine.kit.tiny_processors import train_tokenizer
+
+    train_tokenizer([" ".join(WORDS)] * 4, 290, ("<image>",)).save_pretrained(folder / "tokenizer")
+    side = SIDE[tiny]
+    sizes = {"observation.state": 14, "action": 14}
+    dice = np.random.default_rng(0)
+    cameras = dict.fromkeys(CAMERAS, (side, side))
+    with LeRobotWriter(folder / "robot", fps=30, sizes=sizes, cameras=cameras, codec="libsvtav1") as writer:
+        for _ in range(episodes):
+            columns = {name: dice.standard_normal((FRAMES, size)).astype(np.float32) for name, size in sizes.items()}
+            images = {camera: moving_noise(dice, side) for camera in CAMERAS}
+            writer.add(columns, images, " ".join(dice.choice(WORDS, dice.integers(4, 12))))
+
+
+def moving_noise(dice: np.random.Generator, side: int) -> np.ndarray:
+    """Frames (FRAMES, side, side, 3): a coarse pattern that moves by a pixel each frame, and fine noise."""
+    cells = max(1, side // 14)
+    coarse = dice.integers(0, 255, (side // cells + 1, side // cells + 1, 3)).repeat(cells, 0).repeat(cells, 1)
+    frames = [np.roll(coarse, i, axis=1)[:side, :side] for i in range(FRAMES)]
+    return np.clip(np.stack(frames) + dice.integers(-8, 8, (FRAMES, side, side, 3)), 0, 255).astype(np.uint8)
+
+
+# ---- Ours ---------------------------------------------------------------------------------------------------------
+
+
+def tokens_of_a_sample(tiny: bool) -> int:
+    """The images of three cameras, and room for the longest prompt."""
+    from mvp_engine.hf.config_source import read_config
+
+    vision = read_config(None, model_config(tiny)).vlm_config.vision_config
+    return len(CAMERAS) * (vision.image_size // vision.patch_size) ** 2 + 32
+
+
+def ours_config(folder: Path, args: argparse.Namespace, samples: int, mode: str, draws: int) -> Path:
+    on_gpu = torch.cuda.is_available()
+    config = {
+        "engine": "mvp_engine.kit.actions.engine:ActionEngine",
+        "processor": str(folder / "tokenizer"),
+        "project": {"name": "pi0", "dir": str(folder / f"runs_{samples}_{mode}_{draws}")},
+        "model": {"type": "action_model", "config": model_config(args.tiny), "activation_checkpointing": mode},
+        "actions": {"draws": draws},
+        "mllm": {
+            "micro_batch_tokens": samples * tokens_of_a_sample(args.tiny),
+            "sources": {"robot": {"path": str(folder / "robot")}},
+            "cache": str(folder / "costs"),
+        },
+        "data": {"micro_batch_size": 1, "global_batch_size": 1, "num_workers": args.workers},
+        "loop": {"total_steps": args.steps, "precision": "auto", "clip_grad_norm": 1.0},
+        "optim": {"lr": 1e-5, "weight_decay": 0.0, "schedule": "constant"},
+        "log": {"interval": max(1, args.steps // 2), "backends": ["jsonl", "terminal"]},
+        "checkpoint": {"interval": None},
+    }
+    if not on_gpu:
+        config["model"]["compile"] = None  # type: ignore[index]
+    file = folder / f"ours_{samples}_{mode}_{draws}.yaml"
+    file.write_text(json.dumps(config))
+    return file
+
+
+def ours(folder: Path, args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    samples, mode, draws = int(words[0]), words[1], int(words[2])
+    file = ours_config(folder, args, samples, mode, draws)
+    subprocess.run([sys.executable, "-m", "mvp_engine.launch", "--config", str(file)], check=True)
+    (log,) = (folder / f"runs_{samples}_{mode}_{draws}").glob("*/metrics.jsonl")
+    record = [json.loads(line) for line in log.read_text().splitlines()][-1]
+    perf = record["perf"]
+    names = ("step_s", "data_wait", "memory_gib", "mfu")
+    found = {name: perf.get(name) for name in names}
+    estimate = estimated(file)
+    return {
+        "samples_per_s": perf["samples_per_s"],
+        "samples": samples,
+        "activation_checkpointing": mode,
+        "draws": draws,
+        **found,
+        "fill": record.get("fill"),
+        "estimate_gib": estimate.get("peak_gib"),
+        "estimate_step_s": estimate.get("step_s"),
+        "loss": record["loss"],
+    }
+
+
+def estimated(file: Path) -> dict[str, Any]:
+    """What `mvp estimate` predicts for the config; it exits with 2 where that does not fit."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "H200"
+    command = [sys.executable, "-m", "mvp_engine.cli", "estimate", str(file), "--gpu", name, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
+        return {}
+    return found
+
+
+# ---- transformers -------------------------------------------------------------------------------------------------
+
+
+def theirs(folder: Path, args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    from transformers import AutoConfig, PI0ForConditionalGeneration
+
+    samples = int(words[0])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = AutoConfig.for_model(**model_config(args.tiny))
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = PI0ForConditionalGeneration(config)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-5, weight_decay=0.0, fused=device == "cuda")
+    batch = their_batch(config, samples, args.tiny, device)
+    ends = []
+    for _ in range(args.steps):
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+    half = max(1, args.steps // 2)
+    step = (ends[-1] - ends[half - 1]) / max(1, args.steps - half)
+    return {
+        "samples_per_s": samples / step,
+        "samples": samples,
+        "step_s": step,
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+        "loss": float(loss.detach()),
+    }
+
+
+def their_batch(config: Any, samples: int, tiny: bool, device: str) -> dict[str, Any]:
+    """As `PI0Processor` makes it, with prompts padded to 48 tokens behind the images."""
+    vision = config.vlm_config.vision_config
+    images = len(CAMERAS) * (vision.image_size // vision.patch_size) ** 2
+    ids = torch.randint(5, 250, (samples, images + 48), device=device)
+    ids[:, :images] = config.vlm_config.image_token_id
+    attended = torch.ones_like(ids)
+    attended[:, images + 12 :] = 0
+    side = SIDE[tiny]
+    actions = (samples, config.chunk_size, config.max_action_dim)
+    return {
+        "input_ids": ids,
+        "attention_mask": attended,
+        "pixel_values": torch.randn(samples, len(CAMERAS), 3, side, side, device=device),
+        "pixel_attention_mask": torch.ones(samples, len(CAMERAS), dtype=torch.bool, device=device),
+        "state": torch.randn(samples, config.max_state_dim, device=device),
+        "actions": torch.randn(actions, device=device),
+    }
+
+
+# ---- The run ------------------------------------------------------------------------------------------------------
+
+
+def about() -> dict[str, Any]:
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "av"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    return {"hardware": hardware, "versions": versions, "command": shlex.join(["python", *sys.argv])}
+
+
+def run_side(side: str, tried: str, name: str) -> dict[str, Any]:
+    """One attempt in a process of its own; a failure is a row with its last lines."""
+    found = Path(name) / "found.json"
+    found.unlink(missing_ok=True)
+    command = [sys.executable, __file__, *sys.argv[1:], "--inside", side, tried, name]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if not found.exists():
+        is_memory = "OutOfMemory" in done.stderr or "out of memory" in done.stderr
+        error = "out of memory" if is_memory else done.stderr[-1500:]
+        return {"side": side, "tried": tried, "error": error}
+    return {"side": side, "tried": tried, **json.loads(found.read_text())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--episodes", type=int, default=16)
+    text = "samples:activation checkpointing:draws of each attempt"
+    parser.add_argument("--ours", nargs="*", default=["16:none:1", "32:selective:1", "32:selective:4"], help=text)
+    parser.add_argument("--theirs", nargs="*", default=["8", "16", "24"], help="samples of each attempt")
+    parser.add_argument("--inside", nargs=3, metavar=("SIDE", "TRIED", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.inside:
+        side, tried, folder = args.inside
+        found = (ours if side == "ours" else theirs)(Path(folder), args, tried.split(":"))
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        make(Path(name), args.tiny, args.episodes)
+        for side, attempts in {"ours": args.ours, "transformers": args.theirs}.items():
+            for tried in attempts:
+                rows.append(run_side(side, tried, name))
+                print(json.dumps(rows[-1]), flush=True)
+    best = {}
+    for side in ("ours", "transformers"):
+        rates = [
+            row["samples_per_s"] for row in rows if row["side"] == side and row.get("draws", 1) == 1 and "loss" in row
+        ]
+        best[side] = max(rates, default=float("nan"))
+    ratio = best["ours"] / best["transformers"]
+    print(f"ours / transformers: {ratio:.2f} x samples per second")
+    if args.out:
+        args.out.write_text(json.dumps({**about(), "ratio": ratio, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
