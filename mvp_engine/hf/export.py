@@ -26,11 +26,12 @@ from mvp_engine.hf.weight_files import HEADS, INDEX, SINGLE
 
 MAX_FILE_BYTES = 5 * 10**9
 
-# Copied from the source folder: tokenizer, processor, chat template, generation settings.
+# Copied from the source folder: tokenizer, processor, chat template, generation settings, statistics of actions.
 SIDE_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken",
     "chat_template*", "additional_chat_templates", "*preprocessor_config.json", "processor_config.json",
     "generation_config.json", "spiece*", "sentencepiece*", "spk_dict.pt",
+    "normalization.json", "act.py",
 )  # fmt: skip
 
 

@@ -8,6 +8,10 @@ from mvp_engine.kit.build_once import build_once
 if TYPE_CHECKING:
     from mvp_engine.hf.lora_settings import Lora
     from mvp_engine.kit.action_loss import action_loss
+    from mvp_engine.kit.actions.engine import ActionEngine
+    from mvp_engine.kit.actions.kit import ActionDataKit
+    from mvp_engine.kit.actions.rollout import rollout
+    from mvp_engine.kit.actions.settings import ActionConfig, ActionData
     from mvp_engine.kit.contrastive import ContrastiveEngine, ContrastiveLossKit
     from mvp_engine.kit.contrastive_settings import ContrastiveConfig, ContrastiveLoss
     from mvp_engine.kit.data import DataSource, Limits, MLLMData, MLLMDataKit, load_processor
@@ -45,6 +49,10 @@ else:  # the sections of configs are here too, and `mvp config show` imports no 
 
 
 __all__ = [
+    "ActionConfig",
+    "ActionData",
+    "ActionDataKit",
+    "ActionEngine",
     "Answer",
     "Codec",
     "Completion",
@@ -95,6 +103,7 @@ __all__ = [
     "generate_answers",
     "load_processor",
     "open_codec",
+    "rollout",
     "sample_actions",
     "stop_at",
 ]

@@ -23,6 +23,8 @@ def reference_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnS
     key_offsets = offsets if spec.keys is None else spec.keys.cu_seqlens.tolist()
     q_lengths = [end - start for start, end in pairwise(offsets)]
     k_lengths = [end - start for start, end in pairwise(key_offsets)]
+    if _can_batch(q_HTd, spec, q_lengths, k_lengths):
+        return _equal_sequences(q_HTd, k_KTd, v_KTd, spec, q_lengths, k_lengths[0])
     # split, not slices: backward then concatenates the gradients once, where each slice would allocate a gradient of
     # the whole length.
     q_parts = q_HTd.split(q_lengths, dim=1)
@@ -35,6 +37,40 @@ def reference_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnS
         allowed_LM = _mask(spec, rows, columns, q_HTd.device)
         outs.append(_one_sequence(q_HLd, k_parts[i], v_parts[i], allowed_LM, spec))
     return torch.cat(outs, dim=1)
+
+
+def _can_batch(q_HTd: Tensor, spec: AttnSpec, q_lengths: list[int], k_lengths: list[int]) -> bool:
+    """Whether all sequences have the same lengths and one mask, so that one call computes them, on a CPU.
+
+    The calls of 64 sequences of 24 tokens cost more than their arithmetic: one call halves the time.
+    """
+    if not q_HTd.is_cpu or len(q_lengths) == 1 or len({*q_lengths}) > 1 or len({*k_lengths}) > 1:
+        return False
+    is_plain = spec.mask_function is None and spec.softcap is None and spec.sinks is None
+    return is_plain and not spec.dropout
+
+
+def _equal_sequences(
+    q_HTd: Tensor,
+    k_KTd: Tensor,
+    v_KTd: Tensor,
+    spec: AttnSpec,
+    q_lengths: list[int],
+    keys: int,
+) -> Tensor:
+    queries = q_lengths[0]
+    allowed_LM = _mask(spec, slice(0, queries), slice(0, keys), q_HTd.device)
+    count = len(q_lengths)
+    out_SHLd = F.scaled_dot_product_attention(
+        q_HTd.unflatten(1, (count, queries)).transpose(0, 1),
+        k_KTd.unflatten(1, (count, keys)).transpose(0, 1),
+        v_KTd.unflatten(1, (count, keys)).transpose(0, 1),
+        attn_mask=allowed_LM,
+        is_causal=spec.causal and allowed_LM is None,
+        scale=spec.scale,
+        enable_gqa=q_HTd.shape[0] != k_KTd.shape[0],
+    )
+    return out_SHLd.transpose(0, 1).flatten(1, 2)
 
 
 def _mask(spec: AttnSpec, rows: slice, columns: slice, device: torch.device) -> Tensor | None:

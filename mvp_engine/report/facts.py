@@ -204,7 +204,8 @@ class RunFacts:
         config = yaml.safe_load(config_file.read_text()) if config_file.is_file() else {}
         steps = {}
         if (self.run.dir / "processor").is_dir():
-            steps["Chat with it"] = f"mvp chat {folder}"
+            if config.get("model", {}).get("type") != "action_model":
+                steps["Chat with it"] = f"mvp chat {folder}"
             if not any(self.run.dir.glob("hf_step_*")):
                 words = f"{shlex.quote(str(config_file))} workflow=export resume={folder}"
                 steps["Export it"] = f"mvp train {words}"

@@ -66,6 +66,7 @@ def schemas_of(config_file: str | None = None) -> list[type[Config]]:
     """The schema of a recipe's config; without one, those of the kits' engines, the most used one first."""
     if config_file is not None:
         return [find_schema(_read_incomplete(config_file, [])[0])[0]]
+    from mvp_engine.kit.actions.settings import ActionConfig
     from mvp_engine.kit.contrastive_settings import ContrastiveConfig
     from mvp_engine.kit.distil_settings import DistilConfig
     from mvp_engine.kit.preference_settings import PreferenceConfig
@@ -73,7 +74,8 @@ def schemas_of(config_file: str | None = None) -> list[type[Config]]:
     from mvp_engine.kit.settings import MLLMConfig
     from mvp_engine.rl.rl_settings import RLConfig
 
-    return [MLLMConfig, PreferenceConfig, RewardConfig, ContrastiveConfig, DistilConfig, RLConfig]
+    kits: list[type[Config]] = [MLLMConfig, PreferenceConfig, RewardConfig, ContrastiveConfig]
+    return [*kits, DistilConfig, ActionConfig, RLConfig]
 
 
 def json_schema(config: Config) -> dict[str, Any]:

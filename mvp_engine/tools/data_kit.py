@@ -6,6 +6,10 @@ import os
 from typing import Any
 
 from mvp_engine.errors import UserError
+from mvp_engine.hf.config_source import read_config
+from mvp_engine.kit.actions.kit import ActionDataKit
+from mvp_engine.kit.actions.rows import is_lerobot
+from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.processor import load_processor
 from mvp_engine.kit.data.settings import DATA_KIT_FIX, MLLMData, data_section
@@ -39,4 +43,11 @@ def file_data_kit(path: str, model: str, pack_tokens: int) -> MLLMDataKit:
             "max_bad_fraction": 1.0,
         }
     )
-    return MLLMDataKit(settings, load_processor(model), num_workers=os.cpu_count() or 1)
+    workers = os.cpu_count() or 1
+    processor = load_processor(model)
+    if is_lerobot(path):
+        model_config = read_config(model, {})
+        return ActionDataKit(
+            settings, ActionData(), processor, model_config=model_config, num_workers=workers
+        )
+    return MLLMDataKit(settings, processor, num_workers=workers)

@@ -61,6 +61,7 @@ def inspect_kit(
         facts = encoded_row(kit.row_encoder, mixture.sources[which], index, dataset.formats[which])
         number = int(dataset.first[which]) + index
         shown.append({"row": number, "source": mixture.names[which], **facts})
+    robot = getattr(kit, "robot_facts", None)  # of LeRobot folders
     # Rollouts are packed with their completions, when these are known.
     has_plan = kit.settings.prompt_only != "always"
     lengths = np.concatenate([cost.tokens[cost.tokens > 0] for cost in costs])
@@ -79,6 +80,7 @@ def inspect_kit(
         },
         "bad": count_bad(vars(record) for record in bad),
         "rows": shown,
+        **({} if robot is None else {"robot": robot(split)}),
     }
 
 

@@ -6,12 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from mvp_engine.kit.actions.robot_facts import robot_facts
+from mvp_engine.kit.actions.rows import FrameRows, is_lerobot
+from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_source import describe, open_media
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow, SpeechCodes
 from mvp_engine.kit.data.read.rows import read_row
-from mvp_engine.kit.data.read.sources import open_source
+from mvp_engine.kit.data.read.sources import Source, open_source
 from mvp_engine.kit.data.settings import DataSource, resolve_source
 from mvp_engine.tools.inspect_rows import bad_reason, find_row, plain_row
 from mvp_engine.tools.inspect_stats import count_bad, length_stats, sample_rows
@@ -20,7 +23,13 @@ from mvp_engine.tools.inspect_stats import count_bad, length_stats, sample_rows
 def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[str, Any]:
     """What is known without a model: formats, counts, bad rows, missing media files, and the messages of some rows."""
     settings = resolve_source(DataSource(path=path))
-    source = open_source(settings.path, settings.root)
+    robot: dict[str, Any] = {}
+    if is_lerobot(settings.path):
+        rows = FrameRows(str(settings.path), settings.label, ActionData(), chunk=1)
+        source = Source([rows], rows.folder.root)
+        robot = {"robot": robot_facts(rows)}
+    else:
+        source = open_source(settings.path, settings.root)
     # Whether sounds of answers may be spoken depends on the config, which is not known here.
     row_format = RowFormat(columns=settings.columns, speech=True)
     name = settings.label
@@ -67,4 +76,5 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
         "overlong": None,
         "bad": count_bad(bad),
         "rows": shown,
+        **robot,
     }

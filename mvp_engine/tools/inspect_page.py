@@ -19,6 +19,7 @@ DIM = "dim"
 ERROR = "red"
 MAX_CHARACTERS = 2000  # of a row's text, unless it is shown in full
 MAX_BAD_ROWS = 10
+MAX_ACTIONS = 3
 MAX_DETAIL = 300  # characters of a bad row's detail
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # could move the cursor or set colours
 OVERLONG = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}
@@ -78,6 +79,8 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
     if sample.get("reward_columns"):
         names = ", ".join(f"{name} {n:,}" for name, n in sample["reward_columns"].items())
         _line(console, "reward", f"{_clean(names)}{sampled}: columns that only the reward reads")
+    for name, words in facts.get("robot", {}).items():
+        _line(console, name, _clean(words))
     if sample["unused_columns"]:
         unused = ", ".join(f"{name} {n:,}" for name, n in sample["unused_columns"].items())
         words = f"{_clean(unused)}{sampled}: no reader uses these columns; rename with `columns`"
@@ -188,6 +191,23 @@ def _row(row: dict[str, Any], console: Console, plain: bool, in_full: bool) -> N
             text.append(f" ... {more:,} more characters: mvp data inspect --row {row['row']}", DIM)
         text.rstrip()
         console.print(text, overflow="fold")
+        if "actions" in sequence:
+            _actions(sequence, console, in_full)
+
+
+def _actions(sequence: dict[str, Any], console: Console, in_full: bool) -> None:
+    """The state and the actions to predict; only the first ones, unless all are wanted."""
+    _line(console, "state", _numbers(sequence["state"]))
+    actions = sequence["actions"]
+    shown = actions if in_full else actions[:MAX_ACTIONS]
+    for number, values in enumerate(shown):
+        _line(console, f"action {number}", Text(_numbers(values), WITH_LOSS))
+    if len(actions) > len(shown):
+        _line(console, "", Text(f"... {len(actions) - len(shown)} more in the chunk", DIM))
+
+
+def _numbers(values: list[float]) -> str:
+    return "  ".join(f"{value:.4g}" for value in values)
 
 
 def _spoken(spoken: dict[str, Any]) -> str:

@@ -74,9 +74,9 @@ def _sequence(row_encoder: RowEncoder, sequence: EncodedSequence, side: int) -> 
             item |= {"frames": info.num_frames}
         if info.kind != "image":
             item |= {"seconds": round(info.seconds, 3)}
-        item |= {"tokens": end - start, "encoder": row_encoder.media.cost(info).encoder}
+        item |= {"tokens": end - start, "encoder": row_encoder.item_cost(info)}
         media.append(item)
-    return {
+    facts = {
         "side": side,
         "tokens": len(sequence.ids),
         "learnt": sum(sequence.loss[1:]),  # no token predicts the first one
@@ -85,6 +85,8 @@ def _sequence(row_encoder: RowEncoder, sequence: EncodedSequence, side: int) -> 
         "talker": sequence.talker_positions,
         "text": _segments(row_encoder, sequence),
     }
+    actions_shown = getattr(sequence, "actions_shown", None)  # of a frame of a LeRobot folder
+    return facts if actions_shown is None else {**facts, **actions_shown()}
 
 
 def _spoken(row_encoder: RowEncoder, sequence: EncodedSequence) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.ops import attention, cudnn_attention, flex_attention, graph_breaks
-from mvp_engine.ops.attention import AttnSpec, varlen_attention
+from mvp_engine.ops.attention import AttnSpec, KeySpec, varlen_attention
 from mvp_engine.ops.reference_attention import reference_attention
 from mvp_engine.ops.size_bucket import round_up_to_bucket
 
@@ -88,3 +88,25 @@ sys.exit(f"ops imports {found}" if found else 0)
 """
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 2}, {"scale": 0.3}], ids=str)
+@pytest.mark.parametrize("keys", [4, 6])
+def test_reference_attention_of_equal_sequences_is_bit_equal_to_one_at_a_time(
+    options: dict[str, Any], keys: int
+) -> None:
+    g = torch.Generator().manual_seed(0)
+    sizes = ((4, 4 * 5), (2, keys * 5), (2, keys * 5))
+    q, k, v = (torch.randn(heads, tokens, 8, generator=g, requires_grad=True) for heads, tokens in sizes)
+
+    def spec(count: int) -> AttnSpec:
+        ends = torch.arange(count + 1, dtype=torch.int32)
+        key_spec = None if keys == 4 else KeySpec(ends * keys, keys, ends, ends)
+        return AttnSpec(ends * 4, 4, keys=key_spec, **options)
+
+    together = reference_attention(q, k, v, spec(5))
+    parts = zip(q.split(4, 1), k.split(keys, 1), v.split(keys, 1), strict=True)
+    alone = torch.cat([reference_attention(*part, spec(1)) for part in parts], 1)
+    assert torch.equal(together, alone)
+    grads = [torch.autograd.grad(out.square().sum(), [q, k, v]) for out in (together, alone)]
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))

@@ -46,6 +46,7 @@ SIZES = {
     "distil/cpu": ["made.rows=60", *FEW_TOKENS],
     "contrastive/train": [],
     "digits_flow/train": ["dit.width=16", "generated=20"],
+    "table_vla/cpu": ["table.demonstrations=40", "rollouts.episodes=4", "rollouts.max_steps=8"],
     "reverse_rl/sft": ["made.rows=60", *FEW_TOKENS],
     "digits_rl/sft": ["made.digits=60", *FEW_TOKENS],
     "qwen_audio/cpu": ["speech.sentences=60", "speech.held_out=10", *FEW_TOKENS],

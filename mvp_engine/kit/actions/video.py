@@ -123,4 +123,4 @@ def image_from_cell(cell: Any, root: Path) -> np.ndarray:
         source = path
     with decoder_errors("image"):
         opened = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
-        return np.asarray(opened.convert("RGB"))
+        return np.array(opened.convert("RGB"))

@@ -281,8 +281,12 @@ class RowEncoder:
         """
         cost = 0
         for side in sides:
-            cost += sum(self.media.cost(info).encoder for info in side.infos)
+            cost += sum(self.item_cost(info) for info in side.infos)
         return cost
+
+    def item_cost(self, info: MediaInfo) -> int:
+        """Numbers that an encoder reads of one item."""
+        return self.media.cost(info).encoder
 
     def media_names(self, kinds: Iterable[str]) -> frozenset[str]:
         """The keys that items of these kinds have in `PackedBatch.media`."""

@@ -93,3 +93,10 @@ class Row:
         for message in self.messages:
             parts += [part for part in message.parts if part.kind in MEDIA]
         return parts
+
+
+class ParsedRow(dict[str, Any]):
+    """A raw row whose source knows what it means, such as a frame of a robot's episode: no column is read."""
+
+    def parsed(self) -> Row:
+        raise NotImplementedError

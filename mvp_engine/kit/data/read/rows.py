@@ -41,7 +41,7 @@ from mvp_engine.kit.data.read.preference import (
     with_rejected_response,
 )
 from mvp_engine.kit.data.read.row_format import Columns, RowFormat
-from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, Part, Row
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, ParsedRow, Part, Row
 from mvp_engine.kit.data.read.speech_parts import take_speech
 from mvp_engine.kit.data.read.value_checks import (
     check_json_serializable,
@@ -79,6 +79,8 @@ def known_columns() -> set[str]:
 
 def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
     """The parsed row; `format` may be the name of one of FORMATS. Raises BadRow."""
+    if isinstance(raw, ParsedRow):
+        return raw.parsed()
     if not isinstance(format, RowFormat):
         format = RowFormat(format)
     if format.name is not None and format.name not in FORMATS:

@@ -1,0 +1,201 @@
+"""ActionEngine: trains an action model on LeRobot folders, and rolls it out in an environment.
+
+A recipe gives the environment, if it has one:
+
+    class TableEngine(ActionEngine):
+        def make_env(self, num_envs):
+            return Table(num_envs)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mvp_engine.config.schema import Config
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.engine import StepContext
+from mvp_engine.errors import UserError
+from mvp_engine.hf.config_source import read_config
+from mvp_engine.kit import flow
+from mvp_engine.kit.action_loss import action_loss
+from mvp_engine.kit.actions.act import Normalization
+from mvp_engine.kit.actions.kit import ActionDataKit
+from mvp_engine.kit.actions.rollout import EpisodeResult, Observation, VectorEnv, rollout
+from mvp_engine.kit.actions.settings import ActionConfig
+from mvp_engine.kit.actions.strips import strip_image
+from mvp_engine.kit.flow_policy import sample_actions
+from mvp_engine.kit.mllm import MLLMEngine
+from mvp_engine.report import Example, write_report
+
+ROLLOUTS_FILE = "rollouts.jsonl"
+
+
+class ActionEngine(MLLMEngine):
+    """An MLLMEngine whose rows are frames of robot episodes and whose model predicts chunks of actions."""
+
+    config_class: type[Config] = ActionConfig
+    config: ActionConfig
+    title = "What the policy does"
+    episodes: Sequence[EpisodeResult] = ()  # of the last evaluation
+
+    def make_env(self, num_envs: int) -> VectorEnv:
+        """The environment of rollouts, with gymnasium's vector API. A recipe with `rollouts` gives it."""
+        raise UserError(
+            f"rollouts: {type(self).__name__} has no environment. Give it make_env(num_envs), or set rollouts=null"
+        )
+
+    # ---- Parts --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def data_kit(cls, config: ActionConfig) -> ActionDataKit:  # type: ignore[override]
+        return ActionDataKit(
+            config.mllm,
+            config.actions,
+            cls.make_processor(config),
+            model_config=read_config(config.model.path, config.model.config),
+            num_workers=config.data.num_workers,
+        )
+
+    data: ActionDataKit
+
+    def prepare_model(self) -> nn.Module:
+        if self.config.model.type != "action_model":
+            raise UserError(
+                f"model.type={self.config.model.type}: LeRobot folders train an action model. Set "
+                "model.type=action_model"
+            )
+        return super().prepare_model()
+
+    def extra_state(self) -> dict[str, Any]:
+        return {**super().extra_state(), "normalization": self.data.normalization.spec}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """The statistics of the checkpoint are those that its weights were trained with, whatever the data is now."""
+        super().load_extra_state(state)
+        saved = Normalization(state["normalization"])
+        if self._training and saved.spec != self.data.normalization.spec:
+            now = self.data.normalization.spec
+            changed = [name for name, value in saved.spec.items() if value != now.get(name)]
+            raise UserError(
+                f"the checkpoint was trained with another normalization ({', '.join(changed)}): restore the data and "
+                "the section actions, set actions.statistics to the checkpoint's normalization.json, or start a new "
+                "run from its weights (model.path)"
+            )
+        self.data.normalization = saved
+        model: Any = self.model
+        if self.world.is_main:
+            saved.save(model.side_files)
+
+    def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        return action_loss(ctx, self.model, micro_batch, self.config.actions.text_weight)
+
+    # ---- Acting -------------------------------------------------------------------------------------------
+
+    def act(
+        self, observations: Sequence[Observation], seed: int, keys: Sequence[tuple[int, int]]
+    ) -> np.ndarray:
+        """Actions (observations, steps, size) in the units of the data. `keys` are (episode, decision)."""
+        batch = self.observation_batch(observations)
+        shape = (self.data.shape.chunk, self.data.shape.action_dim)
+        noise = [flow.draw(seed, decision, episode, shape).noise for episode, decision in keys]
+        settings = self.config.rollouts
+        chunks = sample_actions(
+            self.model_engine,
+            batch,
+            torch.cat(noise),
+            None if settings is None else settings.num_steps,
+            self.config.mllm.pack_tokens,
+        )
+        states = np.stack([one.state for one in observations])
+        return self.data.normalization.unnormalize_actions(chunks, states)
+
+    def observation_batch(self, observations: Sequence[Observation]) -> PackedBatch:
+        """The prefixes of observations as one packed batch."""
+        encoder = self.data.row_encoder
+        normalization = self.data.normalization
+        encoder.normalization = normalization
+        batches = []
+        for seen in observations:
+            cameras = [name for name in normalization.cameras if name in seen.images]
+            if not cameras:
+                raise UserError(
+                    f"an observation has the images {list(seen.images)}; the model was trained with "
+                    f"{normalization.cameras}"
+                )
+            images = [normalization.image(seen.images[name]) for name in cameras]
+            ids = encoder.prefix_ids(seen.task, len(cameras))
+            batches.append(encoder.observation(ids, images, seen.state, {}))
+        return PackedBatch.concat(batches)
+
+    def roll_out(self, task: str | None = None) -> list[EpisodeResult]:
+        """The rollouts that the config asks for, of all ranks. `task` replaces the instruction."""
+        settings = self.config.rollouts
+        assert settings is not None
+        # Where ranks run one forward together, all of them run the same episodes.
+        alone = self.layout.data_size == self.world.size and self.layout.shard_mesh is None
+        rank, ranks = (self.world.rank, self.world.size) if alone else (0, 1)
+        own = list(range(settings.episodes))[rank::ranks]
+        results: list[EpisodeResult] = []
+        if own:
+            results = rollout(
+                self,
+                self.make_env(min(settings.batch, len(own))),
+                settings.episodes,
+                settings.seed,
+                episodes=own,
+                execute=settings.execute,
+                max_steps=settings.max_steps,
+                task=task,
+                state_key=self.config.actions.state,
+                strips=settings.strips,
+            )
+        if alone:
+            results = list(chain.from_iterable(self.world.all_gather(results)))
+        return sorted(results, key=lambda result: result.index)
+
+    # ---- Evaluation and report ----------------------------------------------------------------------------
+
+    def eval_end(self, ctx: StepContext) -> None:
+        if self.config.rollouts is None:
+            return
+        self.episodes = self.roll_out()
+        self.log_rollouts(ctx, self.episodes)
+        if self.world.is_main:
+            with open(self.run.dir / ROLLOUTS_FILE, "a", encoding="utf-8") as out:
+                for one in self.episodes:
+                    entry = {"step": ctx.step, "episode": one.index, "task": one.task}
+                    entry |= {"success": one.success, "steps": one.steps}
+                    out.write(json.dumps(entry) + "\n")
+
+    def log_rollouts(self, ctx: StepContext, episodes: Sequence[EpisodeResult]) -> None:
+        """Log the success rate. All ranks have all episodes, so the mean over ranks is the rate."""
+        ctx.log("success", sum(one.success for one in episodes), len(episodes))
+
+    def write_page(
+        self, figures: Mapping[str, float | None] | None, answers: Any, export: Path | None
+    ) -> None:
+        examples = []
+        for one in self.episodes:
+            if one.strip:
+                result = f"{'success' if one.success else 'failure'} after {one.steps} steps"
+                media = partial(strip_image, one.strip)
+                examples.append(Example(media, one.task, "success", result, one.success))
+        write_report(
+            self.run.dir / "report.html",
+            self.run,
+            title=self.title,
+            subtitle=f"{self.run.id}, step {self.step}: rollouts of unseen episodes",
+            figures=None if figures is None else self.page_figures(figures),
+            examples=examples,
+            config=self.config.to_yaml(),
+        )
+        self.logger.info("report: %s", self.run.dir / "report.html")

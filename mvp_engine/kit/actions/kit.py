@@ -1,0 +1,286 @@
+"""ActionDataKit: the data kit for action models. Sources of `mllm.sources` that are LeRobot folders give frames.
+
+    kit = ActionDataKit(config.mllm, config.actions, tokenizer, model_config=config)
+    kit.normalization                            # from parquet files alone
+    loader = kit.engine_loader(engine, "train")  # in prepare_dataloader
+
+Other sources are chats with images as ever, so a mixture co-trains both kinds from the same packs.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.errors import UserError
+from mvp_engine.kit import flow
+from mvp_engine.kit.actions import act
+from mvp_engine.kit.actions.act import FORMAT, Normalization
+from mvp_engine.kit.actions.encode import ActionRowEncoder, ActionShape
+from mvp_engine.kit.actions.robot_facts import robot_facts
+from mvp_engine.kit.actions.rows import FrameRows, is_lerobot
+from mvp_engine.kit.actions.settings import ActionData
+from mvp_engine.kit.actions.stats import Stats, merged_stats, relative_parts
+from mvp_engine.kit.data.kit import MLLMDataKit
+from mvp_engine.kit.data.pack.cost_cache import Costs
+from mvp_engine.kit.data.pack.costs import MEDIA_BITS
+from mvp_engine.kit.data.pack.packs import PackDataset
+from mvp_engine.kit.data.read.bad_rows import BadRecord
+from mvp_engine.kit.data.read.row_format import RowFormat
+from mvp_engine.kit.data.read.sources import Source, split_rows
+from mvp_engine.kit.data.settings import DataSource, MLLMData
+
+
+class ActionPackDataset(PackDataset):
+    """Packs of frames with this epoch's noise and times, drawn in the worker from seed, epoch and sample id."""
+
+    draws: int = 1
+    times: flow.FlowTimes | None = None
+
+    def __getitem__(self, index: int) -> tuple[PackedBatch, list[BadRecord]]:
+        batch, bad = super().__getitem__(index)
+        shape = tuple(batch.sequence_fields["action_chunk"].shape[1:])
+        drawn = []
+        for sample in batch.sequence_fields["sample"].tolist():
+            drawn.append(flow.draw(self.seed, self.epoch, sample, shape, self.draws, self.times))
+        batch.sequence_fields["action_noise"] = torch.stack([one.noise for one in drawn])
+        batch.sequence_fields["action_times"] = torch.stack([one.times for one in drawn])
+        return batch, bad
+
+
+class ActionDataKit(MLLMDataKit):
+    """The data of an action model. `processor` is its tokenizer, or a processor for rows of images and text."""
+
+    row_encoder: ActionRowEncoder
+    encoder_class = ActionRowEncoder
+    dataset_class = ActionPackDataset
+
+    def __init__(
+        self,
+        settings: MLLMData,
+        actions: ActionData,
+        processor: Any,
+        *,
+        model_config: Any,
+        num_workers: int = 0,
+    ) -> None:
+        self.actions = actions
+        self.shape = ActionShape.of_config(model_config)
+        super().__init__(settings, processor, num_workers=num_workers)
+        self.row_encoder.set_shape(self.shape)
+        self.times = actions.times or flow.times_of_config(model_config)
+        self._folders: dict[str, FrameRows] = {}
+
+    # ---- Sources ------------------------------------------------------------------------------------
+
+    def open_rows(self, settings: DataSource) -> Source:
+        if not is_lerobot(settings.path):
+            return super().open_rows(settings)
+        rows = self.folder(settings)
+        source = Source([rows], rows.folder.root)
+        if not settings.hold_out:
+            return source
+        # Whole episodes are held out: frames of one episode resemble each other.
+        count = len(rows.folder.episodes)
+        if count == 1:
+            raise UserError(
+                f"data: {settings.label} has one episode: nothing can be held out (hold_out)"
+            )
+        held_out, trained = split_rows(count, settings.hold_out)
+        chosen = held_out if settings.split == "eval" else trained
+        return source.subset(np.flatnonzero(np.isin(rows.frames.episode, chosen)))
+
+    def folder(self, settings: DataSource) -> FrameRows:
+        """The frames of a source, read once."""
+        path = str(settings.path)
+        if path not in self._folders:
+            rows = FrameRows(path, settings.label, self.actions, self.shape.chunk)
+            self._check_sizes(rows)
+            self._folders[path] = rows
+        return self._folders[path]
+
+    def _check_sizes(self, rows: FrameRows) -> None:
+        limits = {
+            "state": (self.actions.state, rows.state_size, self.shape.state_dim),
+            "action": (self.actions.action, rows.action_size, self.shape.action_dim),
+        }
+        for kind, (key, size, limit) in limits.items():
+            if size > limit:
+                raise UserError(
+                    f"{rows.folder.root}: {key} has {size} values, and max_{kind}_dim of the model is {limit}. Set "
+                    f"model.config.max_{kind}_dim={size} for a model from scratch, or choose another feature with "
+                    f"actions.{kind}"
+                )
+        for other in self._folders.values():
+            if (other.state_size, other.action_size) != (rows.state_size, rows.action_size):
+                raise UserError(
+                    f"{rows.folder.root} has states and actions of {rows.state_size} and {rows.action_size} values, "
+                    f"{other.folder.root} of {other.state_size} and {other.action_size}: one training has one "
+                    "normalization. Train them in runs of their own"
+                )
+
+    def measure_source(self, name: str, source: Source, row_format: RowFormat) -> Costs:
+        rows = source.files[0]
+        if not isinstance(rows, FrameRows):
+            return super().measure_source(name, source, row_format)
+        # Known without a look at any frame: tokens of the instruction, and of each camera.
+        cameras = len(rows.cameras)
+        chosen = source.chosen_rows()
+        costs = Costs.zeros(len(source))
+        by_task: dict[tuple[int, int], int] = {}
+        for place, row in enumerate(chosen.tolist()):
+            if row in rows.frames.bad:
+                costs.bad[place] = rows.frames.bad[row]
+                continue
+            key = (int(rows.frames.task[row]), int(rows.frames.episode[row]))
+            if key not in by_task:
+                by_task[key] = len(self.row_encoder.prefix_ids(rows.task(row), cameras))
+            costs.tokens[place] = by_task[key]
+        used = costs.tokens > 0
+        costs.encoder[used] = cameras * 3 * self.shape.image_size**2
+        costs.media[used] = MEDIA_BITS["image"] if cameras else 0
+        costs.long = np.flatnonzero(costs.tokens > self.row_encoder.max_tokens)
+        for array in (costs.tokens, costs.encoder, costs.media):
+            array[costs.long] = 0
+        return costs
+
+    def dataset(self, split: str = "train", **options: Any) -> PackDataset:
+        self.row_encoder.normalization = self.normalization
+        dataset = super().dataset(split, **options)
+        assert isinstance(dataset, ActionPackDataset)
+        dataset.draws = self.actions.draws
+        dataset.times = self.times
+        return dataset
+
+    # ---- Normalization ------------------------------------------------------------------------------
+
+    def train_folders(self) -> list[tuple[FrameRows, np.ndarray]]:
+        """The LeRobot folders of split train, and which of their frames are trained on and are not bad."""
+        found = []
+        for settings in self.sources("train"):
+            if is_lerobot(settings.path):
+                rows = self.folder(settings)
+                used = np.zeros(len(rows.frames), bool)
+                used[self.open_rows(settings).chosen_rows()] = True
+                found.append((rows, used & rows.frames.good))
+        if not found:
+            raise UserError(
+                "mllm.sources: none of split train is a LeRobot folder (with meta/info.json), and an action model "
+                "learns from one"
+            )
+        return found
+
+    @cached_property
+    def relative(self) -> list[int]:
+        """The dimensions of the action that are relative to the state."""
+        rows = self.train_folders()[0][0]
+        known = min(rows.state_size, rows.action_size)
+        chosen = self.actions.relative
+        if chosen is True:
+            if rows.state_size < rows.action_size:
+                raise UserError(
+                    f"actions.relative=true: the action has {rows.action_size} values, the state {rows.state_size}. "
+                    f"List the dimensions that correspond, such as actions.relative={list(range(known))}"
+                )
+            return list(range(rows.action_size))
+        dims = sorted(set(chosen or []))
+        if dims and not 0 <= dims[0] <= dims[-1] < known:
+            raise UserError(
+                f"actions.relative={dims}: dimensions are 0 to {known - 1}, which state and action both have"
+            )
+        return dims
+
+    @cached_property
+    def normalization(self) -> Normalization:
+        """Statistics and everything else that acting needs; `actions.statistics`, or from the training frames."""
+        rows = self.train_folders()[0][0]
+        if self.actions.statistics is None:
+            stats = self.statistics()
+            entries = {name: one.to_json() for name, one in stats.items()}
+        else:
+            entries = self._given_statistics(Path(self.actions.statistics).expanduser())
+        for name, size in (("state", rows.state_size), ("action", rows.action_size)):
+            found = len(entries[name]["mean"])
+            if found != size:
+                raise UserError(
+                    f"actions.statistics={self.actions.statistics}: {name} has {found} values, the data {size}"
+                )
+        return Normalization(
+            {
+                "format": FORMAT,
+                "mode": self.actions.normalize,
+                "relative": self.relative,
+                "state": entries["state"],
+                "action": entries["action"],
+                "cameras": rows.cameras,
+                "image": self.shape.image_spec(),
+                "names": {
+                    "state": rows.folder.names_of(self.actions.state),
+                    "action": rows.folder.names_of(self.actions.action),
+                },
+                "chunk": self.shape.chunk,
+                "fps": rows.folder.fps,
+            }
+        )
+
+    def statistics(self) -> dict[str, Stats]:
+        """The statistics of the training frames: `state`, and `action` as it is trained, relative or absolute."""
+        states = []
+        actions = []
+        for rows, used in self.train_folders():
+            states.append(rows.states[used])
+            if not self.relative:
+                actions.append(rows.actions[used])
+                continue
+            last = rows.frames.ends[rows.frames.episode] - 1
+            index = np.flatnonzero(used)
+            # Chunks run over the frames that are used: a held-out episode is left out as a whole.
+            place = np.cumsum(used) - 1
+            last_used = place[last[index]]
+            actions += relative_parts(
+                rows.actions[used], rows.states[used], last_used, self.relative, self.shape.chunk
+            )
+        if not sum(map(len, states)):
+            raise UserError("no frame of the training folders can be used: see bad_rows.jsonl")
+        return {"state": merged_stats(states), "action": merged_stats(actions)}
+
+    def _given_statistics(self, path: Path) -> dict[str, Any]:
+        key = f"actions.statistics={path}"
+        file = path / act.FILE if path.is_dir() else path
+        if not file.is_file():
+            raise UserError(f"{key}: no such file")
+        spec = json.loads(file.read_text())
+        is_ours = "format" in spec
+        relative = spec.get("relative", []) if is_ours else []
+        if relative != self.relative:
+            theirs = f"of actions relative in {relative}" if relative else "of absolute actions"
+            wanted = f"relative in dimensions {self.relative}" if self.relative else "absolute"
+            raise UserError(
+                f"{key} has the statistics {theirs}, but actions.relative trains them {wanted}: they would be scaled "
+                "by the wrong numbers. Set actions.statistics=null to compute them from the data, or change "
+                "actions.relative"
+            )
+        names = ("state", "action") if is_ours else (self.actions.state, self.actions.action)
+        missing = [name for name in names if name not in spec]
+        if missing:
+            raise UserError(f"{key} has no entry {missing[0]!r}; it has {', '.join(spec)}")
+        return {"state": spec[names[0]], "action": spec[names[1]]}
+
+    def robot_facts(self, split: str) -> dict[str, str]:
+        """Facts of the first LeRobot folder of a split, for `mvp data inspect`."""
+        for settings in self.sources(split):
+            if is_lerobot(settings.path):
+                return robot_facts(self.folder(settings))
+        return {}
+
+    def save_processor(self, folder: Path, model: str | None = None) -> None:
+        """The tokenizer, normalization.json and act.py, which go into checkpoints and exports."""
+        super().save_processor(folder, model)
+        self.normalization.save(folder)
+        (folder / "act.py").write_text(Path(act.__file__).read_text())

@@ -1,0 +1,72 @@
+"""The config of an ActionEngine: which features of LeRobot folders are read, and how they are normalized.
+
+It imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from mvp_engine.config.schema import Count, NonNegative, Section
+from mvp_engine.kit.flow_settings import FlowTimes
+from mvp_engine.kit.settings import MLLMConfig
+
+
+class ActionData(Section):
+    """The config section of the action kit (`actions:`). The folders themselves are sources of `mllm.sources`."""
+
+    state: str = "observation.state"
+    """The feature with the robot's state."""
+    action: str = "action"
+    """The feature with the actions."""
+    cameras: list[str] | None = None
+    """The image features, in the order of the prompt; null: all, in the order of meta/info.json."""
+    normalize: Literal["mean_std", "min_max", "quantiles", "none"] = "mean_std"
+    """How states and actions are normalized: by mean and standard deviation, or their range (or that from the 1 % to
+    the 99 % quantile) mapped to -1..1."""
+    relative: bool | list[int] = False
+    """Dimensions of the action that are trained relative to the state at the first frame of the chunk; true: all."""
+    statistics: str | None = None
+    """A normalization.json, or a LeRobot stats.json, with the statistics; null: computed from the training frames."""
+    draws: Count = 1
+    """Draws of noise and time for each observation, which share its prefix."""
+    times: FlowTimes | None = None
+    """The distribution of flow-matching times; null: that of the model's config."""
+    text_weight: NonNegative = 0.0
+    """Weight of the token loss of other rows (images and text), which are trained with the same packs."""
+
+
+class Rollouts(Section):
+    """Closed-loop rollouts in every evaluation."""
+
+    episodes: Count = 50
+    """How many episodes are rolled out."""
+    batch: Count = 50
+    """How many environments run at a time."""
+    execute: Count | None = None
+    """Actions of a chunk that are executed before the next observation; null: the whole chunk."""
+    num_steps: Count | None = None
+    """Euler steps of a flow head; null: the model's own."""
+    max_steps: Count = 200
+    """The most steps of an episode."""
+    strips: int = Field(default=8, ge=0)
+    """Episodes whose frames are shown in the report."""
+    seed: int = Field(default=1_000_003, ge=0)
+    """Seed of the environments and of the noise."""
+
+
+class ActionConfig(MLLMConfig):
+    """The config of an ActionEngine."""
+
+    actions: ActionData = ActionData()
+    """Features of LeRobot folders, normalization, draws of noise."""
+    rollouts: Rollouts | None = None
+    """Roll out the policy in every evaluation; null: evaluations have losses only."""
+
+    @model_validator(mode="after")
+    def _generates_no_text(self) -> ActionConfig:
+        if self.eval_generation is not None:
+            raise ValueError("eval_generation: an action model answers no prompts. Use rollouts")
+        return self

@@ -1,0 +1,188 @@
+"""ActionDataKit: frames of LeRobot folders as packed batches, normalization, and the rows that are left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_lerobot import CAMERA, LENGTHS, color, write_folder
+from transformers import PI0Config
+
+from mvp_engine.errors import UserError
+from mvp_engine.kit.actions.act import Normalization
+from mvp_engine.kit.actions.kit import ActionDataKit
+from mvp_engine.kit.actions.settings import ActionData
+from mvp_engine.kit.data.settings import MLLMData
+from mvp_engine.kit.tiny_processors import train_tokenizer
+
+CHUNK = 4
+
+
+def model_config(**changes: Any) -> PI0Config:
+    text = {"model_type": "gemma", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 300}
+    vision = {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16, "hidden_size": 16}
+    sizes = {"chunk_size": CHUNK, "max_action_dim": 5, "max_state_dim": 6, **changes}
+    vlm = {"model_type": "paligemma", "text_config": text, "vision_config": vision, "image_token_id": 3}
+    return PI0Config(vlm_config=vlm, **sizes)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(["task 0\n", "task 1\n"], 300, ("<image>",))
+
+
+def make_kit(root: Path, tokenizer: Any, hold_out: float | None = None, **actions: Any) -> ActionDataKit:
+    data = MLLMData(
+        sources=[{"path": str(root), "name": "robot", "hold_out": hold_out}],  # type: ignore[list-item]
+        micro_batch_tokens=64,
+        global_batch_tokens=64,
+        max_bad_fraction=1.0,
+        cache=str(root.parent / "cache"),
+    )
+    return ActionDataKit(data, ActionData(**actions), tokenizer, model_config=model_config())
+
+
+@pytest.mark.parametrize(("version", "codec"), [("v2.1", "libx264"), ("v3.0", "libx264"), ("v3.0", None)])
+def test_action_kit_batches_hold_image_state_and_chunk_of_each_frame(tmp_path, tokenizer, version, codec) -> None:
+    kit = make_kit(write_folder(tmp_path / "robot", version, codec), tokenizer, draws=3)
+    [rows] = [rows for rows, _ in kit.train_folders()]
+    starts = np.concatenate([[0], np.cumsum(LENGTHS)])
+    seen = set()
+    for batch in kit.loader(folder=tmp_path):
+        fields = batch.sequence_fields
+        images = batch.media["pixel_values"]
+        assert images.values.shape[1:] == (3, 32, 32)
+        assert fields["action_noise"].shape == (batch.num_sequences, 3, CHUNK, 5)
+        for at, sample in enumerate(fields["sample"].tolist()):
+            seen.add(sample)
+            episode = int(np.searchsorted(starts, sample, side="right")) - 1
+            expected = color(episode, sample - int(starts[episode]))
+            middle = (images.values[at, :, 12:20].mean((1, 2)) * 0.5 + 0.5) * 255  # above and below is padding
+            assert np.abs(middle.numpy() - expected).max() < 5, sample
+            inside = min(CHUNK, int(starts[episode + 1]) - sample)
+            mask = fields["action_mask"][at]
+            assert mask[:inside, :3].all()
+            assert not mask[inside:].any()
+            assert not mask[:, 3:].any()
+            raw = rows.actions[sample : sample + inside]
+            back = kit.normalization.unnormalize_actions(fields["action_chunk"][at], rows.states[sample])
+            np.testing.assert_allclose(back[:inside], raw, rtol=1e-5, atol=1e-5)
+            assert not fields["action_chunk"][at][inside:].any()
+            state = (rows.states[sample] - rows.states.mean(0)) / rows.states.std(0)
+            np.testing.assert_allclose(fields["action_state"][at, :4], state, rtol=1e-4, atol=1e-5)
+            ids = batch.input_ids[batch.cu_seqlens[at] : batch.cu_seqlens[at + 1]].tolist()
+            assert ids == [3] * 4 + tokenizer(f"task {episode % 2}\n")["input_ids"]
+    assert seen == set(range(sum(LENGTHS)))
+
+
+def test_action_kit_draws_depend_on_seed_epoch_and_sample_alone(tmp_path, tokenizer) -> None:
+    root = write_folder(tmp_path / "robot", "v3.0", None)
+
+    def drawn(seed: int, epoch: int, workers: int) -> dict[int, torch.Tensor]:
+        loader = make_kit(root, tokenizer, draws=2).loader(seed=seed, num_workers=workers)
+        loader.dataset.set_epoch(epoch)
+        found = {}
+        for index in range(len(loader.dataset)):
+            fields = loader.dataset[index][0].sequence_fields
+            both = torch.cat([fields["action_noise"].flatten(1), fields["action_times"]], 1)
+            found |= dict(zip(fields["sample"].tolist(), both, strict=True))
+        return found
+
+    first = drawn(0, 0, 0)
+    again = drawn(0, 0, 0)
+    assert all(torch.equal(first[sample], again[sample]) for sample in first)
+    for other in (drawn(0, 1, 0), drawn(1, 0, 0)):
+        assert not any(torch.equal(first[sample], other[sample]) for sample in first)
+
+
+def test_action_kit_holds_out_whole_episodes(tmp_path, tokenizer) -> None:
+    kit = make_kit(write_folder(tmp_path / "robot", "v3.0", None), tokenizer, hold_out=0.4)
+    [(rows, used)] = kit.train_folders()
+    trained = set(rows.frames.episode[used].tolist())
+    held_out = {int(rows.frames.episode[row]) for row in kit.measured("eval")[0].sources[0].chosen_rows()}
+    assert held_out == {0, 1, 2} - trained
+    assert len(held_out) == 1
+    np.testing.assert_allclose(kit.normalization.spec["action"]["mean"], rows.actions[used].mean(0), rtol=1e-5)
+
+
+def test_action_kit_broken_video_and_missing_episode_are_bad_rows_by_frame(tmp_path, tokenizer) -> None:
+    root = write_folder(tmp_path / "robot", "v2.1", "libx264")
+    kit = make_kit(root, tokenizer)
+    rows = kit.train_folders()[0][0]
+    rows.folder.episodes[0].data_file.unlink()
+    broken = rows.folder.episodes[1].clips[CAMERA].file
+    broken.write_bytes(broken.read_bytes()[:300])
+    kit = make_kit(root, tokenizer)
+    loader = kit.loader(folder=tmp_path)
+    seen = [sample for batch in loader for sample in batch.sequence_fields["sample"].tolist() if sample >= 0]
+    assert sorted(seen) == list(range(19, 24))
+    listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
+    found = {(entry["where"], entry["reason"]) for entry in listed}
+    assert found == {(f"robot: episode 0, frame {i}", "missing_file") for i in range(7)} | {
+        (f"robot: episode 1, frame {i}", "corrupt") for i in range(12)
+    }
+
+
+def test_action_kit_missing_video_is_found_before_training(tmp_path, tokenizer) -> None:
+    root = write_folder(tmp_path / "robot", "v2.1", "libx264")
+    kit = make_kit(root, tokenizer)
+    kit.train_folders()[0][0].folder.episodes[2].clips[CAMERA].file.unlink()
+    bad = make_kit(root, tokenizer).bad_rows()
+    assert [one.where for one in bad] == [f"robot: episode 2, frame {i}" for i in range(5)]
+
+
+@pytest.mark.parametrize("mode", ["mean_std", "min_max", "quantiles", "none"])
+@pytest.mark.parametrize("relative", [[], [0, 2]])
+def test_normalization_survives_its_file_and_inverts(tmp_path, tokenizer, mode, relative) -> None:
+    root = write_folder(tmp_path / "robot", "v3.0", None)
+    kit = make_kit(root, tokenizer, normalize=mode, relative=relative)
+    kit.save_processor(tmp_path)
+    loaded = Normalization.load(tmp_path)
+    rows = kit.train_folders()[0][0]
+    chunk = loaded.normalize_actions(rows.actions[:4], rows.states[0], 5)
+    assert torch.equal(chunk, kit.normalization.normalize_actions(rows.actions[:4], rows.states[0], 5))
+    np.testing.assert_allclose(
+        loaded.unnormalize_actions(chunk, rows.states[0]), rows.actions[:4], rtol=2e-5, atol=1e-5
+    )
+    if mode == "min_max" and not relative:
+        assert chunk[:, :3].abs().max() <= 1 + 1e-6
+    assert (tmp_path / "act.py").is_file()
+
+
+def test_relative_actions_with_absolute_statistics_are_a_user_error(tmp_path, tokenizer) -> None:
+    root = write_folder(tmp_path / "robot", "v3.0", None)
+    stats = str(root / "meta/stats.json")
+    assert make_kit(root, tokenizer, statistics=stats).normalization.relative == []
+    with pytest.raises(UserError, match=r"statistics of absolute actions, but actions\.relative trains them relative"):
+        _ = make_kit(root, tokenizer, statistics=stats, relative=[0, 1]).normalization
+    make_kit(root, tokenizer, relative=[0, 1]).normalization.save(tmp_path)
+    with pytest.raises(UserError, match=r"relative in \[0, 1\], but actions\.relative trains them absolute"):
+        _ = make_kit(root, tokenizer, statistics=str(tmp_path)).normalization
+    assert make_kit(root, tokenizer, statistics=str(tmp_path), relative=[0, 1]).normalization.relative == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ({"cameras": ["observation.images.side"]}, r"has no camera 'observation\.images\.side'"),
+        ({"action": "actions"}, r"has no feature 'actions'\. Did you mean action\?"),
+        ({"relative": [3]}, r"actions\.relative=\[3\]: dimensions are 0 to 2"),
+        ({"statistics": "nowhere.json"}, r"actions\.statistics=nowhere\.json: no such file"),
+    ],
+)
+def test_action_kit_user_errors_name_the_key(tmp_path, tokenizer, actions, message) -> None:
+    kit = make_kit(write_folder(tmp_path / "robot", "v3.0", None), tokenizer, **actions)
+    with pytest.raises(UserError, match=message):
+        _ = kit.normalization
+
+
+def test_action_kit_action_larger_than_the_model_is_a_user_error(tmp_path, tokenizer) -> None:
+    root = write_folder(tmp_path / "robot", "v3.0", None)
+    data = MLLMData(sources=[{"path": str(root)}], micro_batch_tokens=64)  # type: ignore[list-item]
+    kit = ActionDataKit(data, ActionData(), tokenizer, model_config=model_config(max_action_dim=2))
+    with pytest.raises(UserError, match=r"action has 3 values, and max_action_dim of the model is 2"):
+        _ = kit.normalization

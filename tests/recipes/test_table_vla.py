@@ -1,0 +1,131 @@
+"""The table_vla recipe: it trains and rolls out, its export acts as the engine does, and the policy learns the task."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, read_metrics
+
+from mvp_engine.cli import main
+from mvp_engine.config import compose
+from mvp_engine.distributed import World
+from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.imports import import_file
+from mvp_engine.kit import flow
+from mvp_engine.kit.actions.rollout import Observation
+from mvp_engine.runs import Run
+
+CONFIGS = ROOT / "recipes" / "table_vla" / "configs"
+SHORT = ["table.demonstrations=40", "loop.total_steps=2", "loop.eval_interval=2", "data.num_workers=0"]
+SHORT += ["rollouts.episodes=4", "rollouts.max_steps=8", "log.backends=[jsonl]", "log.interval=1"]
+# Needs nothing but torch, numpy and transformers: it imports the file next to the weights.
+ACT = """
+import json, sys
+import numpy as np, torch
+sys.path.insert(0, ".")
+from act import Policy
+assert "mvp_engine" not in sys.modules
+seen = np.load("observations.npz")
+policy = Policy.from_pretrained(".")
+images = [{"observation.images.top": frame} for frame in seen["frames"]]
+actions = policy.act_batch(images, seen["states"], [str(one) for one in seen["tasks"]], torch.from_numpy(seen["noise"]))
+one = policy.act(images[0], seen["states"][0], str(seen["tasks"][0]), torch.from_numpy(seen["noise"][0]))
+assert np.abs(one - actions[0]).max() < 1e-5
+np.save("actions.npy", actions)
+"""
+
+
+@pytest.fixture(scope="module")
+def world() -> Any:
+    return import_file(ROOT / "recipes" / "table_vla" / "world.py")
+
+
+def test_table_expert_succeeds_and_a_guesser_gets_a_quarter(world: Any) -> None:
+    table = world.Table(200)
+    for guesses, low, high in ((False, 1.0, 1.0), (True, 0.15, 0.35)):
+        seen, _ = table.reset(seed=list(range(200)))
+        named = table.plate.copy()
+        if guesses:
+            table.plate = np.random.default_rng(0).integers(4, size=200)
+        for _ in range(40):
+            seen, *_ = table.step(table.expert())
+        assert table.done.all()
+        on_plate = np.abs(table.block - world.PLATES[named]).max(1) < world.PLATE
+        assert low <= on_plate.mean() <= high
+    assert seen[world.CAMERA].shape == (200, 32, 32, 3)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: Any) -> Any:
+    folder = tmp_path_factory.mktemp("table")
+    composed = compose(CONFIGS / "cpu.yaml", [*SHORT, f"project.dir={folder}"])
+    made: Any = composed.engine_class
+    return made(composed.config, World.join("cpu"), Run.create(folder, "table", None))
+
+
+@pytest.mark.slow
+def test_table_vla_export_acts_as_the_engine(engine: Any, world: Any, tmp_path: Path) -> None:
+    with engine:
+        engine.train()
+        metrics = read_metrics(engine.run.dir.parent, "eval")[-1]
+        assert {"success", "success_without_instruction"} <= metrics.keys()
+        export = engine.export()
+        table = world.Table(3)
+        seen, _ = table.reset(seed=[7, 8, 9])
+        shape = (engine.data.shape.chunk, engine.data.shape.action_dim)
+        noise = torch.cat([flow.draw(11, 0, index, shape).noise for index in range(3)])
+        tasks = ["put the block on the red plate", "move it", ""]
+        observations = []
+        for at in range(3):
+            images = {world.CAMERA: seen[world.CAMERA][at]}
+            observations.append(Observation(images, seen[world.STATE][at], tasks[at]))
+        expected = engine.act(observations, 11, [(0, 0), (1, 0), (2, 0)])
+    arrays = {"frames": seen[world.CAMERA], "states": seen[world.STATE]}
+    np.savez(export / "observations.npz", **arrays, tasks=np.array(tasks), noise=noise.numpy())
+    done = subprocess.run([sys.executable, "-I", "-c", ACT], cwd=export, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    acted = np.load(export / "actions.npy")
+    assert acted.shape == (3, 8, 3)
+    np.testing.assert_allclose(acted, expected, rtol=1e-5, atol=1e-5)
+    # The comparison notices other statistics, and a checkpoint has them too.
+    spec = json.loads((export / "normalization.json").read_text())
+    moved = np.abs(expected - spec["action"]["mean"]).max()
+    assert moved > 1e-2
+    checkpoint = next(engine.run.dir.glob("checkpoints/step_*"))
+    assert json.loads(next(checkpoint.rglob("normalization.json")).read_text()) == spec
+
+
+@pytest.mark.slow
+def test_table_vla_resume_with_another_normalization_is_a_user_error(tmp_path: Path, capsys: Any) -> None:
+    words = [str(CONFIGS / "cpu.yaml"), *SHORT, f"project.dir={tmp_path}", "rollouts=null", "loop.eval_interval=null"]
+    assert main(["train", *words, "table.version=v2.1", "table.codec=libx264"]) == 0
+    words += ["table.version=v2.1", "table.codec=libx264", "resume=auto", "loop.total_steps=3"]
+    capsys.readouterr()
+    assert main(["train", *words, "actions.normalize=min_max"]) == EXIT_USER_ERROR
+    assert "another normalization (mode)" in capsys.readouterr().err
+    assert main(["train", *words]) == 0
+
+
+@pytest.mark.parametrize("name", ["gpu1", "gpu8"])
+def test_table_vla_gpu_configs_compose(name: str) -> None:
+    words = ["model.path=x", "mllm.sources.robot.path=y"]
+    config: Any = compose(CONFIGS / f"{name}.yaml", words).config
+    assert config.model.type == "action_model"
+    assert config.table is None
+
+
+@pytest.mark.campaign(only=True)
+def test_table_vla_readme_command_learns_the_task(tmp_path: Path) -> None:
+    words = [str(CONFIGS / "cpu.yaml"), f"project.dir={tmp_path}", "log.backends=[jsonl]"]
+    assert main(["train", *words]) == 0
+    assert main(["evaluate", *words, "resume=auto", "rollouts.episodes=200"]) == 0
+    metrics = read_metrics(tmp_path, "eval")[-1]
+    assert metrics["success"] >= 0.8
+    assert metrics["success_without_instruction"] <= 0.35
