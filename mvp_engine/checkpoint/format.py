@@ -1,4 +1,4 @@
-"""The on-disk format of a checkpoint: one safetensors file for each rank, and `meta.json`, written last.
+"""The on-disk format of a checkpoint: one safetensors file for each rank, an index, and `meta.json`, written last.
 
 A file holds shards of tensors, and its header gives the tensor, the full shape and the offset of each. So each rank
 writes what it has without a collective, and a reader on any layout reads the slices that overlap its own shards.
@@ -35,6 +35,7 @@ from mvp_engine.checkpoint.checksums import (
     verify_folder,
     verify_rank_file,
 )
+from mvp_engine.checkpoint.index import INDEX, Index, dtype_of, shard_key, write_index
 from mvp_engine.checkpoint.safetensors_io import SafetensorsReader, write_safetensors
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import local_shards
@@ -67,7 +68,6 @@ class Entry(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
-    shards: dict[tuple[tuple[int, ...], tuple[int, ...]], SavedShard]  # by offset and shape
 
 
 def shards_of(tensors: dict[str, Tensor]) -> Iterator[Shard]:
@@ -85,8 +85,7 @@ def write(folder: Path, shards: Iterable[Shard], group: dist.ProcessGroup | None
         tensors: dict[str, Tensor] = {}
         header: dict[str, dict[str, Any]] = {}
         for shard in shards:
-            offset = ",".join(str(start) for start in shard.offset)
-            key = f"{shard.name}@{offset}"
+            key = shard_key(shard.name, shard.offset)
             tensors[key] = shard.data
             header[key] = {
                 "name": shard.name,
@@ -102,50 +101,79 @@ def write(folder: Path, shards: Iterable[Shard], group: dist.ProcessGroup | None
 
 
 class Reader:
-    """Reads one checkpoint folder. Opening it reads the headers only; data is read slice by slice.
+    """Reads one checkpoint folder. Opening it reads the index only; data is read slice by slice.
 
-    Shards that several ranks wrote count once. Different shards of a tensor never overlap, so their sizes add up to
-    the size of the tensor if all are present.
+    A folder without an index, of an earlier version, is opened by reading the headers of all its files. Shards that
+    several ranks wrote count once. Different shards of a tensor never overlap, so their sizes add up to the size of
+    the tensor if all are present.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
         self._files = SafetensorsReader()
-        if not any(folder.glob("rank_*.safetensors")):
+        self._index: Index | None = None
+        self._scanned: dict[str, dict[tuple[Any, Any], SavedShard]] = {}  # without an index
+        if (folder / INDEX).is_file():
+            self._open_index()
+        elif any(folder.glob("rank_*.safetensors")):
+            self._scan()
+        else:
             raise CorruptCheckpoint(f"{folder} is not a checkpoint: it has no rank_*.safetensors")
+
+    def shards(self, name: str) -> list[SavedShard]:
+        """All shards of a tensor. Raises `CorruptCheckpoint` if some are missing."""
+        if self._index is None:
+            shards = [*self._scanned[name].values()]
+        else:
+            with _corrupt(self.folder / INDEX):
+                indexed = self._index.shards(name)
+                shards = [
+                    SavedShard(
+                        one.offset,
+                        one.shape,
+                        rank_file(self.folder, one.rank),
+                        shard_key(name, one.offset),
+                    )
+                    for one in indexed
+                ]
+        if sum(prod(shard.shape) for shard in shards) != prod(self.entries[name].shape):
+            raise CorruptCheckpoint(
+                f"checkpoint {self.folder} has only some shards of {name}. {OLDER}"
+            )
+        return shards
+
+    def _open_index(self) -> None:
+        with _corrupt(self.folder / INDEX):
+            self._index = Index(self.folder)
+            for name, row in self._index.tensors.items():
+                self.entries[name] = Entry(torch.Size(row.shape), dtype_of(row.dtype))
+
+    def _scan(self) -> None:
+        """Read the headers of all files."""
         rank = 0
         num_ranks = 1  # until the first file has been read
         while rank < num_ranks:
-            num_ranks = self._read_header(rank_file(folder, rank))
+            num_ranks = self._read_header(rank_file(self.folder, rank))
             rank += 1
-        for name, entry in self.entries.items():
-            found = sum(prod(shard.shape) for shard in entry.shards.values())
-            if found != prod(entry.shape):
-                raise CorruptCheckpoint(
-                    f"checkpoint {folder} has only some shards of {name}. {OLDER}"
-                )
+        for name in self.entries:
+            self.shards(name)  # raises if some are missing
 
     def _read_header(self, path: Path) -> int:
-        """Add the shards of one file to `entries`; returns the number of files."""
-        try:
+        """Add the shards of one file; returns the number of files."""
+        with _corrupt(path):
             file = safe_open(path, "pt")
             metadata = file.metadata()
             for key, shard in json.loads(metadata["pieces"]).items():
-                dtype = getattr(torch, shard["dtype"].removeprefix("torch."))
-                if not isinstance(dtype, torch.dtype):
-                    raise TypeError(f"{shard['dtype']} is no dtype")
-                new = Entry(torch.Size(shard["shape"]), dtype, {})
-                entry = self.entries.setdefault(shard["name"], new)
+                name = shard["name"]
+                self.entries.setdefault(
+                    name, Entry(torch.Size(shard["shape"]), dtype_of(shard["dtype"]))
+                )
                 offset = tuple(shard["offset"])
                 shape = tuple(file.get_slice(key).get_shape())
-                entry.shards[offset, shape] = SavedShard(offset, shape, path, key)
+                found = self._scanned.setdefault(name, {})
+                found[offset, shape] = SavedShard(offset, shape, path, key)
             return int(metadata["ranks"])
-        except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise CorruptCheckpoint(
-                f"checkpoint file {path} cannot be read ({reason}). {OLDER}"
-            ) from error
 
     def read(
         self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
@@ -153,7 +181,7 @@ class Reader:
         """A slice of a tensor, or the full tensor, on the CPU."""
         entry = self.entries[name]
         out = torch.empty(torch.Size(entry.shape if shape is None else shape), dtype=entry.dtype)
-        self._copy(entry, (0,) * out.ndim if offset is None else offset, out)
+        self._copy(name, self.shards(name), (0,) * out.ndim if offset is None else offset, out)
         return out
 
     def fill(self, tensors: dict[str, Tensor]) -> None:
@@ -165,21 +193,37 @@ class Reader:
                     f"checkpoint {self.folder}: {name} has the shape {tuple(entry.shape)} there and "
                     f"{tuple(tensor.shape)} in this model"
                 )
+            saved = self.shards(name)
             for offset, shard in local_shards(tensor):
-                self._copy(entry, offset, shard)
+                self._copy(name, saved, offset, shard)
 
-    def _copy(self, entry: Entry, offset: Sequence[int], out: Tensor) -> None:
+    def _copy(self, name: str, saved: list[SavedShard], offset: Sequence[int], out: Tensor) -> None:
         """Fill `out`, which begins at `offset` in the full tensor, from all saved shards that overlap it."""
+        entry = self.entries[name]
         ends = [start + size for start, size in zip(offset, out.shape, strict=True)]
         if any(end > size for end, size in zip(ends, entry.shape, strict=True)):
             raise IndexError(
                 f"a slice {tuple(out.shape)} at {tuple(offset)} exceeds the shape {tuple(entry.shape)}"
             )
-        for shard in entry.shards.values():
+        for shard in saved:
             overlap = _overlap(offset, out.shape, shard.offset, shard.shape)
             if overlap is not None:
-                source = self._files.read(shard.file, shard.key, _relative(overlap, shard.offset))
+                with _corrupt(shard.file):
+                    part = _relative(overlap, shard.offset)
+                    source = self._files.read(shard.file, shard.key, part)
                 out[_relative(overlap, offset)].copy_(source)
+
+
+@contextlib.contextmanager
+def _corrupt(path: Path) -> Iterator[None]:
+    """A context in which an error of reading `path` becomes a `CorruptCheckpoint`."""
+    try:
+        yield
+    except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpoint(
+            f"checkpoint file {path} cannot be read ({reason}). {OLDER}"
+        ) from error
 
 
 def _overlap(
@@ -204,10 +248,12 @@ def _relative(slices: Sequence[slice], origin: Sequence[int]) -> tuple[slice, ..
 
 
 def publish(temporary: Path, final: Path, meta: dict[str, Any]) -> None:
-    """Write `meta.json`, which marks a checkpoint as complete, and give the checkpoint its name.
+    """Write the index, then `meta.json`, which marks a checkpoint as complete, and give the checkpoint its name.
 
-    An older checkpoint of the same name is replaced.
+    `meta`: has at least the `world_size`. An older checkpoint of the same name is replaced.
     """
+    write_index(temporary, [rank_file(temporary, rank) for rank in range(meta["world_size"])])
+    files.fsync_path(temporary / INDEX)
     versions = {"mvp_engine": __version__, "torch": torch.__version__, "saved": time.time()}
     checksums = {FILES: folder_checksums(temporary)}
     (temporary / META).write_text(json.dumps({**meta, **versions, **checksums}, indent=2) + "\n")
@@ -225,15 +271,17 @@ def verify(
 
     `names`: which entries of the files will be read; the others are not verified.
     """
+    found = set(folder.glob("rank_*.safetensors"))
     with contextlib.suppress(FileNotFoundError):  # written by hand; the reader names missing files
         try:
-            expected = json.loads((folder / META).read_text()).get(FILES, {})
+            meta = json.loads((folder / META).read_text())
         except ValueError:
             raise CorruptCheckpoint(
                 f"checkpoint file {folder / META} is not valid JSON. {OLDER}"
             ) from None
-        verify_folder(folder, expected if rank == 0 else {})
-    for file in sorted(folder.glob("rank_*.safetensors"))[rank::num_ranks]:
+        verify_folder(folder, meta.get(FILES, {}) if rank == 0 else {})
+        found |= {rank_file(folder, writer) for writer in range(meta.get("world_size", 0))}
+    for file in sorted(found)[rank::num_ranks]:
         verify_rank_file(file, names)
 
 

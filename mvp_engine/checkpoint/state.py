@@ -6,7 +6,7 @@ order of the parameter groups. How tensors lie on disk is in `format`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,31 @@ class SavedState:
     """The state of a run that is no tensor: `shared` by all ranks, and one entry of `ranks` for each saving rank."""
 
     shared: dict[str, Any]
-    ranks: list[dict[str, Any]]
+    ranks: Sequence[dict[str, Any]]
+
+
+class RankStates(Sequence[dict[str, Any]]):
+    """The entries of `SavedState.ranks`, read when they are asked for.
+
+    A rank usually needs its own and that of rank 0; all of them would be in as many files.
+    """
+
+    def __init__(self, reader: Reader, loaded: Iterable[int]) -> None:
+        """`loaded`: the ranks whose state is read at once, as far as they saved one."""
+        self._reader = reader
+        self._names = sorted(name for name in reader.entries if name.startswith("rank."))
+        self._loaded: dict[int, dict[str, Any]] = {}
+        for rank in loaded:
+            if rank < len(self):
+                self._loaded[rank] = self[rank]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, rank: Any) -> Any:
+        if rank in self._loaded:
+            return self._loaded[rank]
+        return from_bytes(self._reader.read(self._names[rank]))
 
 
 @dataclass(frozen=True)
@@ -188,8 +212,7 @@ def restore(
                 for key, value in param_state.items():
                     tensors[f"optim.{names[param]}.{key}"] = value
         reader.fill(tensors)
-        rank_names = sorted(name for name in reader.entries if name.startswith("rank."))
-        ranks = [from_bytes(reader.read(name)) for name in rank_names]
+        ranks = RankStates(reader, [0, group.rank() if group else 0])
     if shared["model_extra"]:
         model.load_state_dict(shared["model_extra"], strict=False)
     if optimizer is not None:

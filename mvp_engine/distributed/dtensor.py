@@ -166,13 +166,14 @@ def is_writer(name: str, tensor: Tensor, holders: range | None = None) -> bool:
     """Whether this rank writes its shards of a tensor, among the ranks that hold the same ones.
 
     `holders`: the ranks that hold the tensor; None: all. A hash of the name chooses one of them, which spreads the work
-    without a collective. Of a DTensor, the ranks write that hold the same replica as the chosen one: on the same mesh,
-    at its coordinate along the replicated dimensions.
+    without a collective; scalars, such as the step counts of an optimizer, are all written by the first, so that a
+    resume opens one file for them. Of a DTensor, the ranks write that hold the same replica as the chosen one: on the
+    same mesh, at its coordinate along the replicated dimensions.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     holders = holders or range(world_size)
-    chosen = holders[crc32(name.encode()) % len(holders)]
+    chosen = holders[crc32(name.encode()) % len(holders) if tensor.ndim else 0]
     if not isinstance(tensor, DTensor):
         return rank == chosen
     mesh = tensor.device_mesh.mesh

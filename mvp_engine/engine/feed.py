@@ -7,7 +7,7 @@ resumed by starting its epoch with the same random state and skipping what was u
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -126,31 +126,46 @@ class Feed:
         ranks = {"data_rank": self.data_rank, "data_size": self.data_size}
         return {"used": self.used, "epoch_rng": self._epoch_rng, "loader": own, **ranks}
 
-    def load_state_dict(self, state: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
-        """`of_ranks` has an entry for each rank that saved."""
+    def load_state_dict(
+        self, state: dict[str, Any], num_saved: int, rank_state: Callable[[int], dict[str, Any]]
+    ) -> None:
+        """`rank_state(n)` is the state of rank n of the `num_saved` ranks that saved; only what is needed is read."""
         self.epoch = state["epoch"]
         self.steps = state["steps"]
         self.used = 0
         self._steps_since_cursor = 0
         self._set_epoch()
+        first = rank_state(0)
         # Checkpoints of earlier versions do not say which ranks share their data.
-        knows = "data_size" in of_ranks[0]
+        knows = "data_size" in first
         own_rank = self.data_rank if knows else self.world.rank
         own_size = self.data_size if knows else self.world.size
-        saved_size = of_ranks[0].get("data_size", len(of_ranks))
-        by_rank: dict[int, dict[str, Any]] = {}
-        for rank, rank_state in enumerate(of_ranks):
-            by_rank[rank_state.get("data_rank", rank)] = rank_state
+        saved_size = first.get("data_size", num_saved)
         is_global = _has_global_cursor(self.loader)
         if saved_size != own_size and not is_global:
+            by_rank: dict[int, dict[str, Any]] = {}
+            for rank in range(num_saved):
+                one = rank_state(rank)
+                by_rank[one.get("data_rank", rank)] = one
             self._load_from_other_ranks(list(by_rank.values()), saved_size)
             return
-        own = by_rank[0 if is_global else own_rank]
+        own = first if is_global else self._saved_state(own_rank, num_saved, rank_state)
         if self._stateful:
             self._stateful.load_state_dict(own["loader"])
         elif own["epoch_rng"] is not None:
             self.used = own["used"]
             self._iterator = self._replay(own["epoch_rng"])
+
+    def _saved_state(
+        self, data_rank: int, num_saved: int, rank_state: Callable[[int], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The saved state of a data-parallel rank: on the same layout that of this rank itself."""
+        likely = self.world.rank % num_saved
+        for rank in [likely, *range(num_saved)]:
+            one = rank_state(rank)
+            if one.get("data_rank", rank) == data_rank:
+                return one
+        raise AssertionError(f"no rank saved the data of data-parallel rank {data_rank}")
 
     def _load_from_other_ranks(self, of_ranks: list[dict[str, Any]], saved_size: int) -> None:
         """Continue on another number of data-parallel ranks than that of the checkpoint."""

@@ -55,7 +55,9 @@ def restore_state(engine: Engine, checkpoint: Path) -> None:
     engine.evaluated_at = saved.shared["evaluated_at"]
     engine.saved_at = engine.step if _is_of_this_run(engine, checkpoint) else -1
     engine.guard.load_state_dict(saved.shared["guard"], engine.step)
-    engine.feed.load_state_dict(saved.shared["feed"], [own["feed"] for own in saved.ranks])
+    engine.feed.load_state_dict(
+        saved.shared["feed"], len(saved.ranks), lambda rank: saved.ranks[rank]["feed"]
+    )
     engine.epoch = engine.feed.epoch
     engine.load_extra_state(saved.shared["extra"])
     if len(saved.ranks) == engine.world.size and saved.shared["layout"] == _sizes(engine):

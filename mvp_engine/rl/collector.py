@@ -109,7 +109,8 @@ class Collector:
         if state is None:
             return
         self._cursor = state["cursor"]
-        self.feed.load_state_dict(self._cursor["all"], [self._cursor["rank"]])
+        of_rank = self._cursor["rank"]
+        self.feed.load_state_dict(self._cursor["all"], 1, lambda _: of_rank)
         read: list[Prompt] = []
         for _ in range(state["batches"]):
             taken = self._take()

@@ -162,7 +162,7 @@ def test_verify_folder_changed_tokenizer_file_is_corrupt(tmp_path: Path) -> None
     write(folder)
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text('{"hidden_size": 64}')
-    checkpoint_format.publish(folder, tmp_path / "step", {})
+    checkpoint_format.publish(folder, tmp_path / "step", {"world_size": 1})
     checkpoint_format.verify(tmp_path / "step")
     (tmp_path / "step" / "hf" / "config.json").write_text('{"hidden_size": 65}')
     with pytest.raises(CorruptCheckpoint, match=r"config\.json is corrupt"):

@@ -81,7 +81,8 @@ def test_checkpoint_with_a_pickle_payload_is_refused(train, tmp_path: Path, mark
     buffer = io.BytesIO()
     torch.save({"step": 3, "bad": Payload(marker)}, buffer)
     tensors[place] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    checkpoint_format.write(folder, checkpoint_format.shards_of(tensors), None)
+    checkpoint_format.write(tmp_path / "made", checkpoint_format.shards_of(tensors), None)
+    checkpoint_format.publish(tmp_path / "made", folder, {"world_size": 1, "step": 3})
     assert train("resume=auto", "loop.total_steps=6", dir=tmp_path / "runs") == EXIT_USER_ERROR
     assert "is not loaded, since that could run code" in capsys.readouterr().err
 
