@@ -97,6 +97,9 @@ class World:
         # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors too.
         own_gpu = own_gpu and self.device.type == "cuda"
         self.store = store
+        # A gloo group connects two ranks when they first exchange something, instead of all pairs at once: of 1,024
+        # ranks each would hold 1,023 sockets for every group, and uses about 12.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
             store=store,
