@@ -9,14 +9,13 @@ nor the order of tokens change. The selection bias (aux-free balancing) is updat
 
 The gradient of a loss is added where the router returns its scores, so `forward_step` and its loss stay as they are.
 Only real tokens count, once: not those of dummies and evaluations, and not those of the forward that activation
-checkpointing repeats. That forward finds the state of its own micro-batch in a keyword argument of its block, as
-`mixers/packed_mixers.py` passes boundaries.
+checkpointing repeats. That forward finds the state of its own micro-batch by `block_context.py`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,12 +25,11 @@ from torch import Tensor, nn
 
 from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.hf import experts as local_experts
+from mvp_engine.hf.block_context import BlockContext
 
-_KEY = "expert_routing"  # keyword argument of blocks
 _BIAS = "e_score_correction_bias"  # of routers that choose experts by score + bias
 _ROUTERS = ("gate", "router")  # names of routers next to their experts
 
@@ -45,14 +43,16 @@ class Routing:
     counted: set[int] = field(default_factory=set)  # layers
 
 
-class ExpertBalance:
+class ExpertBalance(BlockContext):
+    current: Routing | None
+
     def __init__(
         self, model: nn.Module, model_type: str, settings: Experts, device: torch.device
     ) -> None:
+        super().__init__("expert_routing")
         self.settings = settings
         self.is_active = False  # a training forward runs, on data that counts
         self.loss_scale: Tensor | None = None
-        self.current: Routing | None = None
         self.routers = _routers_of(model, model_type)
         self.sizes = [size for _, size in self.routers]
         shape = (len(self.sizes), max(self.sizes))
@@ -72,11 +72,7 @@ class ExpertBalance:
                     )
         for layer, (router, _) in enumerate(self.routers):
             router.register_forward_hook(functools.partial(self._after_router, layer))
-        inside = {router for router, _ in self.routers}
-        for block in blocks(model):
-            if not inside.isdisjoint(block.modules()):
-                block.register_forward_pre_hook(self._pass_routing, with_kwargs=True)
-                block.forward = functools.partial(self._run_block, block.forward)
+        self.add_to_blocks(model, {router for router, _ in self.routers})
 
     # ---- A forward ------------------------------------------------------------------------------------------------
 
@@ -91,23 +87,8 @@ class ExpertBalance:
         if real < batch.num_tokens:
             is_real_T = torch.arange(batch.num_tokens, device=batch.input_ids.device) < real
             is_real_T = is_real_T if shard is None else shard.cut(is_real_T)
-        self.current = Routing(is_real_T, self.loss_scale)
-        try:
+        with self.running(Routing(is_real_T, self.loss_scale)):
             yield
-        finally:
-            self.current = None
-
-    def _pass_routing(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return args, {**kwargs, _KEY: self.current}
-
-    def _run_block(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        routing = kwargs.pop(_KEY, None)
-        before = self.current
-        self.current = routing
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self.current = before
 
     @torch.compiler.disable
     def _after_router(self, layer: int, router: nn.Module, args: Any, output: Any) -> Any:

@@ -6,7 +6,11 @@ import argparse
 from typing import Any
 
 from mvp_engine import __version__
-from mvp_engine.tools.estimate_arguments import add_estimate_options, add_plan_options
+from mvp_engine.tools.estimate_arguments import (
+    add_estimate_options,
+    add_overrides,
+    add_plan_options,
+)
 from mvp_engine.tools.hinting_parser import HintingParser
 
 _RUN = "a run's folder or id, or latest"
@@ -106,9 +110,7 @@ def _add_doctor_command(commands: Any) -> None:
     doctor = _add_command(commands, "doctor", text)
     text = "also check the disk and the kernels for this YAML file or shipped config"
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help=text)
-    doctor.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
-    )
+    add_overrides(doctor)
     text = "folder of the runs (default: outputs, or project.dir of CONFIG)"
     doctor.add_argument("--dir", metavar="DIR", help=text)
     _add_node_options(doctor, "one per GPU")
@@ -213,9 +215,7 @@ def _add_data_commands(commands: Any) -> None:
         metavar="FILE|CONFIG",
         help="a data file of any format, hf://org/dataset, or a recipe's YAML file",
     )
-    inspect.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
-    )
+    add_overrides(inspect)
     inspect.add_argument(
         "--model",
         metavar="MODEL",
@@ -383,9 +383,7 @@ def _add_config_command(commands: Any, name: str, text: str) -> argparse.Argumen
     command = _add_command(commands, name, text)
     text = "a YAML file, or the config of a shipped recipe, such as sft/lora"
     command.add_argument("config", metavar="CONFIG", help=text)
-    command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
-    )
+    add_overrides(command)
     return command
 
 

@@ -1,8 +1,15 @@
-"""Options of `mvp estimate` and `mvp plan`."""
+"""Options of `mvp estimate` and `mvp plan`, and the words that commands on configs share."""
 
 from __future__ import annotations
 
 import argparse
+
+
+def add_overrides(command: argparse.ArgumentParser) -> None:
+    """The `key=value` words of a command on a config."""
+    command.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
+    )
 
 
 def add_estimate_options(command: argparse.ArgumentParser) -> None:
@@ -17,9 +24,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         metavar="CONFIG|MODEL",
         help="a YAML file, a shipped config such as sft/lora, a model folder or a Hub id",
     )
-    command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
-    )
+    add_overrides(command)
     text = "such as H100 or 'RTX 4090' (default: the GPU of this machine, else H200)"
     command.add_argument("--gpu", metavar="NAME", help=text)
     text = "number of GPUs (default: as many as the parallel layout needs)"

@@ -1,9 +1,7 @@
 """PackedMixers: the mixers of one model, changed to restart at sequence boundaries.
 
-How the boundaries reach a mixer: `PackedModel.hidden` calls `packing(...)`. A hook adds the boundaries to the keyword
-arguments of every block with mixers, and the block's forward takes them out again. So they are among the inputs that
-activation checkpointing saves, and the forward that it repeats in backward sees those of its own batch. Keyword
-arguments of transformers' forward would not do: some models do not pass them to their mixers.
+How the boundaries reach a mixer: `PackedModel.hidden` calls `packing(...)`, and `BlockContext` passes them to every
+block with mixers, also to the forward that activation checkpointing repeats in backward.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ import torch
 from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.distributed.ulysses import UlyssesShard
+from mvp_engine.hf.block_context import BlockContext
 from mvp_engine.hf.kv_cache import KVCache
 from mvp_engine.hf.mixers import kernels
 from mvp_engine.hf.mixers.by_sequence import (
@@ -37,15 +35,16 @@ from mvp_engine.hf.mixers.packing import Packing
 from mvp_engine.hf.mixers.states import keeps_states, run_with_states
 
 LOGGER = logging.getLogger("mvp_engine")
-_KEY = "mixer_packing"  # keyword argument of blocks
 
 
-class PackedMixers:
+class PackedMixers(BlockContext):
     """What the mixers of a model share: the boundaries of the forward that runs. None: no packed forward runs."""
+
+    current: Packing | None
 
     def __init__(self, decoder: nn.Module, others: Iterable[nn.Module] = ()) -> None:
         """`others`: modules that read `current`, too."""
-        self.current: Packing | None = None
+        super().__init__("mixer_packing")
         self.modules = mixers_of(decoder)
         inside = {part for module in (*self.modules.values(), *others) for part in module.modules()}
         self.is_used = bool(inside)
@@ -61,10 +60,7 @@ class PackedMixers:
             else:
                 self.operations |= {*operations}
                 mixer.forward = functools.partial(self._run, mixer, forward, forward)
-        for block in blocks(decoder):
-            if not inside.isdisjoint(block.modules()):
-                block.register_forward_pre_hook(self._pass_packing, with_kwargs=True)
-                block.forward = functools.partial(self._run_block, block.forward)
+        self.add_to_blocks(decoder, inside)
 
     @property
     def can_cache(self) -> bool:
@@ -92,23 +88,8 @@ class PackedMixers:
         if not self.is_used:
             yield
             return
-        self.current = Packing.of(batch, shard, cache)
-        try:
+        with self.running(Packing.of(batch, shard, cache)):
             yield
-        finally:
-            self.current = None
-
-    def _pass_packing(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return args, {**kwargs, _KEY: self.current}
-
-    def _run_block(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        packing = kwargs.pop(_KEY, None)
-        before = self.current
-        self.current = packing
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self.current = before
 
     @torch.compiler.disable
     def _run_by_sequence(
@@ -116,7 +97,7 @@ class PackedMixers:
     ) -> Any:
         def run(*inputs: Any, **options: Any) -> Any:
             packing = self.current
-            with self._without_packing():
+            with self.running(None):
                 return run_by_sequence(forward, packing, inputs, options)
 
         return self._run(mixer, forward, run, *args, **kwargs)
@@ -138,22 +119,13 @@ class PackedMixers:
             return forward(*args, **kwargs)
         args, kwargs = without_pack_arguments(args, kwargs)
         if packing.cache is not None:
-            with self._without_packing():
+            with self.running(None):
                 return run_with_states(mixer, forward, packing, args, kwargs)
         shard = packing.shard
         if shard is None:
             return on_pack(*args, **kwargs)
         args, kwargs = gather_tokens(args, kwargs, shard)
         return cut_tokens(on_pack(*args, **kwargs), shard)
-
-    @contextmanager
-    def _without_packing(self) -> Iterator[None]:
-        packing = self.current
-        self.current = None
-        try:
-            yield
-        finally:
-            self.current = packing
 
 
 class _Forwards:

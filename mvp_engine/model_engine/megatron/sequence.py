@@ -63,15 +63,19 @@ class SummedGrads(Function):
         return None, *(part.view_as(grad).to(grad.dtype) for part, grad in pairs)
 
 
-class Split(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.chunk(group.size())[group.rank()].clone()
+class _GatheredGrad(Function):
+    """The gradient of a rank's share is that of all shares."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_gather(grad, ctx.group), None
+
+
+class Split(_GatheredGrad):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.chunk(group.size())[group.rank()].clone()
 
 
 class Join(Function):
@@ -87,15 +91,11 @@ class Join(Function):
         return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
 
 
-class ReduceScatter(Function):
+class ReduceScatter(_GatheredGrad):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grad, ctx.group), None
 
 
 class GatheredLinear(Function):
