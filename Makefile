@@ -6,9 +6,10 @@ RL := recipes/reverse_rl/configs
 
 .PHONY: setup demo rl-demo test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron lint format clean
 
-# Two workers, each with its own rank processes. A file stays on one worker, so that module fixtures are built once;
-# conftest.py puts the longest files first, so that both workers end together.
-SPLIT := -n 2 --dist loadfile --no-loadscope-reorder
+# Three workers for two cores, since ranks wait for each other; each has its own rank processes, 1.5 GiB in all. A file
+# stays on one worker, so that module fixtures are built once; conftest.py puts the longest files first, so that all
+# workers end together.
+SPLIT := -n 3 --dist loadfile --no-loadscope-reorder
 
 setup: .venv/.ready
 
@@ -37,9 +38,12 @@ lint: setup
 format: setup
 	@.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
 
-# The whole suite on the CPU.
-test: lint
-	@.venv/bin/pytest $(SPLIT) --durations=25
+# The whole suite on the CPU. mypy runs beside it: it uses one core only.
+test: setup
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
+	@report=$$(mktemp); .venv/bin/mypy > $$report 2>&1 & types=$$!; \
+	.venv/bin/pytest $(SPLIT) --durations=25; tests=$$?; \
+	wait $$types; types=$$?; cat $$report; rm $$report; exit $$((tests || types))
 
 # Every folder, without the tests that take longest: about three minutes.
 test-quick: setup

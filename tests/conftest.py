@@ -14,39 +14,61 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import probe_once
 import pytest
-from forked import ForkedModule
-from ranks import RankPool
+from forked import ForkedModule, skip_fsync
+from ranks import RankPool, RankProcesses
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
 MAGIC = ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml"
 
-# The files that take longest, by measured seconds. Two workers take files from the front of the list: with the long
-# ones first, the many short files at the end let both workers finish together.
+# The files that take longest, by measured CPU seconds. Workers take files from the front: with the long ones
+# first, the many short files at the end let all workers finish together.
 LONGEST_FILES = [
-    "engine/test_signals_and_death.py",
     "model_engine/test_packed_layouts.py",
-    "model_engine/test_compiled.py",
-    "model_engine/test_mixed_ranks.py",
     "hf/test_hf_folders.py",
-    "kit/test_streams.py",
-    "test_check.py",
-    "kit/test_estimate.py",
-    "engine/test_layouts.py",
     "engine/test_exactness.py",
+    "model_engine/test_plan_ranks.py",
+    "engine/test_signals_and_death.py",
+    "engine/test_layouts.py",
+    "kit/test_estimate_advice.py",
+    "kit/test_mllm.py",
     "test_docs.py",
-    "kit/test_kill.py",
-    "test_recipe_new.py",
-    "kit/test_watch.py",
-    "test_cli.py",
-    "model_engine/test_api.py",
+    "model_engine/test_expert_parallel.py",
+    "model_engine/test_compiled.py",
+    "test_plan_command.py",
+    "test_hub_commands.py",
+    "model_engine/test_mixed_ranks.py",
     "recipes/test_qwen3.py",
-    "recipes/test_qwen3_vl.py",
+    "test_recipe_new.py",
     "recipes/test_vit_classification.py",
+    "recipes/test_qwen3_vl.py",
+    "engine/test_campaign.py",
+    "model_engine/test_pipeline.py",
+    "kit/test_estimate.py",
+    "recipes/test_preference.py",
+    "skills/test_recipe_skill.py",
+    "kit/test_optim_recipe.py",
+    "test_wheel.py",
+    "test_check.py",
+    "model_engine/test_expert_balance.py",
+    "kit/test_watch.py",
+    "kit/test_sampling.py",
+    "hf/test_sparse_attention.py",
+    "model_engine/test_context_layouts.py",
+    "recipes/test_reverse_rl.py",
+    "recipes/test_any_ranks.py",
+    "kit/test_vlm_sweep.py",
+    "kit/test_streams.py",
+    "engine/test_resume_corners.py",
+    "engine/test_context_runs.py",
+    "model_engine/test_even_shards.py",
+    "test_your_data.py",
 ]
 
 os.environ["OMP_NUM_THREADS"] = "1"
+skip_fsync()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,6 +88,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         campaign_only = any(marker.kwargs.get("only") for marker in item.iter_markers("campaign"))
         if campaign_only and not config.getoption("--campaign"):
             item.add_marker(pytest.mark.skip(reason="only in a campaign: make test-campaign"))
+
+
+def pytest_runtest_setup() -> None:
+    probe_once.install()
 
 
 def _missing_for_gpu(required: bool = True, package: str | None = None) -> str | None:
@@ -155,12 +181,17 @@ def run_process(*args: str, **options: Any) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="session")
-def ranks2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
+def rank_processes() -> Iterator[RankProcesses]:
+    processes = RankProcesses()
+    yield processes
+    processes.close()
 
 
 @pytest.fixture(scope="session")
-def ranks4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
+def ranks2(rank_processes: RankProcesses) -> RankPool:
+    return RankPool(2, rank_processes)
+
+
+@pytest.fixture(scope="session")
+def ranks4(rank_processes: RankProcesses) -> RankPool:
+    return RankPool(4, rank_processes)

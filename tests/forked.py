@@ -38,6 +38,11 @@ def fork_context() -> Any:
     return context
 
 
+def skip_fsync() -> None:
+    """Leave data in the page cache, which outlives a killed process: a launch calls fsync eight times, 5 ms each."""
+    os.fsync = lambda _: None
+
+
 class ForkedModule:
     """`python -m module args` or `python file.py args`, forked: the part of `subprocess.Popen` that the tests use."""
 
@@ -126,6 +131,7 @@ def _run_module(
     os.chdir(folder)
     sys.path.insert(0, folder)
     watchdog.PARENT = os.getppid()
+    skip_fsync()
     if threads := environment.get("OMP_NUM_THREADS"):  # OpenMP is loaded already
         torch.set_num_threads(int(threads))
     if server is not None:

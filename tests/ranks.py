@@ -14,7 +14,32 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from forked import fork_context
+import probe_once
+from forked import fork_context, skip_fsync
+
+
+class RankProcesses:
+    """Rank processes that pools of several sizes share: a pool of two uses the first two of a pool of four."""
+
+    def __init__(self) -> None:
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+
+    def grow(self, size: int) -> None:
+        context = fork_context()
+        for rank in range(len(self.processes), size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=False)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.pipes = []
+        self.processes = []
 
 
 class RankPool:
@@ -24,25 +49,26 @@ class RankPool:
     Each call sets torchrun's environment variables with a fresh port, so `f` may join and leave a process group.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, shared: RankProcesses | None = None) -> None:
+        """`shared`: processes that other pools use, too, and that outlive this one."""
         self.size = size
-        self._start()
+        self._shared = shared
+        self._own = shared or RankProcesses()
+        self._own.grow(size)
 
-    def _start(self) -> None:
-        context = fork_context()
-        self.pipes = []
-        self.processes = []
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, theirs), daemon=False)
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
+    @property
+    def pipes(self) -> list[Any]:
+        return self._own.pipes[: self.size]
+
+    @property
+    def processes(self) -> list[Any]:
+        return self._own.processes[: self.size]
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        self._own.grow(self.size)  # another pool may have ended them
         port = free_port()
         for pipe in self.pipes:
-            pipe.send((function, args, port))
+            pipe.send((function, args, self.size, port, probe_once.current_file()))
         answers = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(timeout):
@@ -66,17 +92,16 @@ class RankPool:
         """New processes, for the tests that follow; returns the exit code of a rank."""
         self.processes[rank].join(1.0)
         code = self.processes[rank].exitcode
-        self.close()
-        self._start()
+        self._own.close()
+        self._own.grow(self.size)
         return code
 
     def launch(self, config: Any, *overrides: str) -> list[int]:
         return self.run(_launch, str(config), list(overrides))
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
+        if self._shared is None:
+            self._own.close()
 
     def __enter__(self) -> RankPool:
         return self
@@ -91,17 +116,22 @@ def _launch(config: str, overrides: list[str]) -> int:
     return launch(config, overrides)
 
 
-def _serve(rank: int, size: int, pipe: Any) -> None:
+def _serve(rank: int, pipe: Any) -> None:
     import torch
+
+    import mvp_engine.hf.adapter  # noqa: F401 - for `probe_once`
 
     faulthandler.register(signal.SIGUSR1)
     multiprocessing.set_start_method("fork", force=True)  # as under torchrun; spawned loader workers import everything
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    skip_fsync()
+    probe_once.install(on_ranks=True)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     while True:
         gc.collect()  # models hold reference cycles, and with them process groups that cost time while they exist
         gc.freeze()  # keeps imported modules out of later collections
-        function, args, port = pipe.recv()
+        function, args, size, port, probe_once.FILE[0] = pipe.recv()
+        os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         try:
             answer = pickle.dumps((None, function(*args)))

@@ -169,7 +169,7 @@ def _check(folder: str, words: list[str]) -> int:
     return check.main(["--config", str(DIGITS), "--folder", folder, "--quiet", *words])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign(only=True)
 def test_check_on_two_ranks_equals_one_rank(ranks2: Any, digits: list[str], tmp_path: Path, capsys: Any) -> None:
     words = [*digits, "data.global_batch_size=4", "parallel.shard=2"]
     assert ranks2.run(_check, str(tmp_path), words) == [0, 0]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from test_even_shards import MODELS
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
@@ -90,6 +91,7 @@ def test_plan_of_pipeline_and_experts_has_a_kind_for_each_stage() -> None:
 def test_plan_bytes_of_ranks_equal_those_of_simulated_ranks() -> None:
     # 1,024 rows of embeddings on 6 ranks, 4 of attention: uneven shards.
     words = ["parallel.shard=3", "parallel.tensor=2", "model.config.hidden_size=100"]
+    words += ["model.config.num_hidden_layers=1"]
     estimator = Estimator(Question(CONFIG, words, gpu="H100", gpus=6, tokens=64))
     batches = micro_batches(estimator, estimator.config)[:1]
     simulation = Simulation(estimator.config, 6)
@@ -138,21 +140,7 @@ def test_ranks_text_shortens_even_steps() -> None:
     assert ranks_text((0, 5, 6)) == "ranks 0, 5, 6"
 
 
-QWEN3_235B = {
-    "model_type": "qwen3_moe",
-    "dtype": "bfloat16",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
+QWEN3_235B = {**MODELS["qwen3_235b"], "dtype": "bfloat16", "intermediate_size": 12288, "tie_word_embeddings": False}
 
 
 @pytest.mark.campaign(only=True)

@@ -43,7 +43,7 @@ def test_context_training_has_the_losses_of_one_rank_and_resumes_on_any_layout(
         assert evaluated[r["step"]] == pytest.approx(r["loss"], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign(only=True)
 def test_context_run_resumed_on_its_layout_is_bit_equal(ranks2, tmp_path: Path) -> None:
     words = [*WORDS, "parallel.context=2"]
     assert ranks2.launch(LM, *words, "loop.total_steps=6", f"project.dir={tmp_path / 'straight'}") == [0, 0]

@@ -334,7 +334,7 @@ def twice() -> str:
         world.close()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign(only=True)
 def test_magic_transformer_trained_sorts(train, tmp_path: Path, capsys) -> None:
     words = ["task.digits=4", "loop.total_steps=200", "loop.eval_interval=200", "task.eval_problems=200"]
     words += ["data.micro_batch_size=64", "data.global_batch_size=64", "log.backends=[jsonl]"]

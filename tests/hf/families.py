@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -302,6 +304,35 @@ def parallel(**sizes: int) -> Any:
     from mvp_engine.config.schema import Parallel
 
     return Parallel(**{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 60.0, **sizes})
+
+
+@contextmanager
+def layout_of(**sizes: int) -> Iterator[Any]:
+    """The layout of this rank process, while it is a member of a job."""
+    from mvp_engine.distributed import Layout, World
+
+    world = World.join("cpu")
+    try:
+        yield Layout.of(world, parallel(**sizes))
+    finally:
+        world.close()
+
+
+def mean_of_copies(layout: Any, value: Tensor) -> Any:
+    """The sum over data-parallel ranks: all ranks, each of which counts as one of the copies of its data."""
+    return sum(layout.world.all_gather(value)) / layout.model_parallel_size
+
+
+def refusal(sizes: dict[str, int], build: Callable[[Any], Any]) -> str:
+    """The message with which a user error ends `build(layout)`; empty if it ends without one."""
+    from mvp_engine.errors import UserError
+
+    with layout_of(**sizes) as layout:
+        try:
+            build(layout)
+        except UserError as error:
+            return str(error)
+    return ""
 
 
 def table() -> str:

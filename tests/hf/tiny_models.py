@@ -59,6 +59,17 @@ def samples(model: PackedModel, name: str) -> list[PackedBatch]:
     return [sample(model, forms, items, g) for items in ([], [forms[0]], [forms[0], forms[-1]])]
 
 
+def packs_of(
+    model: PackedModel, name: str, members: list[list[int]], lengths: list[tuple[int, ...]]
+) -> list[PackedBatch]:
+    """Packs of these members of `samples`; of a model without encoders, of random sequences of these lengths."""
+    if name in VISION:
+        ones = samples(model, name)
+        return [PackedBatch.concat([ones[i] for i in pack]) for pack in members]
+    g = torch.Generator().manual_seed(3)
+    return [PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in pack]) for pack in lengths]
+
+
 def sample(model: PackedModel, forms: list[str], items: list[str], g: torch.Generator) -> PackedBatch:
     """One sequence of text with the media `items` in between; `forms` are all media formats of the model."""
     row = [torch.randint(3, 90, (4,), generator=g)]

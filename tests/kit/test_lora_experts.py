@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import config_of, parallel
+from families import config_of, layout_of, parallel
 from folders import alone
 from lora_models import BATCH, LM, engine_of, steps, weights
 from safetensors.torch import load_file
@@ -91,13 +91,11 @@ def test_expert_adapters_get_the_gradients_of_peft(tmp_path: Path) -> None:
 
 
 def trained(base: str, folder: str, sizes: dict[str, int]) -> dict[str, Tensor]:
-    world = World.join("cpu")
-    engine = engine_of(Path(base), LORA, Layout.of(world, parallel(**sizes)))
-    steps(engine)
-    engine.save_checkpoint(folder)
-    found = weights(engine)
-    world.close()
-    return found
+    with layout_of(**sizes) as layout:
+        engine = engine_of(Path(base), LORA, layout)
+        steps(engine)
+        engine.save_checkpoint(folder)
+        return weights(engine)
 
 
 def test_expert_adapters_on_expert_parallel_ranks_train_and_save_as_on_one(ranks2, tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_label_outside_of_the_vocabulary_ends_with_step_row_and_value(config: st
     assert "Traceback" not in text
 
 
+@pytest.mark.campaign(only=True)
 def test_learning_rate_blow_up_of_a_packed_vlm_blames_the_weights_and_the_advice_works(
     config: str, tmp_path: Path, capsys: Any
 ) -> None:

@@ -197,7 +197,14 @@ def test_sampled_tokens_on_two_ranks_are_those_of_one(ranks2, sizes: dict[str, i
     check_layout(ranks2, 2, sizes)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"shard": 2, "ulysses": 2}, {"shard": 2, "tensor": 2}], ids=str)
+FOUR_RANKS = [
+    pytest.param({}, marks=pytest.mark.campaign(only=True)),
+    {"shard": 2, "ulysses": 2},
+    pytest.param({"shard": 2, "tensor": 2}, marks=pytest.mark.campaign(only=True)),
+]
+
+
+@pytest.mark.parametrize("sizes", FOUR_RANKS, ids=str)
 def test_sampled_tokens_on_four_ranks_are_those_of_one(ranks4, sizes: dict[str, int]) -> None:
     check_layout(ranks4, 4, sizes)
 

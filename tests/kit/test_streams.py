@@ -27,6 +27,7 @@ from mvp_engine.kit.data.read.bad_rows import BadRows
 from mvp_engine.kit.data.read.streams import Stream, StreamMixture
 
 ROWS = 400
+CAMPAIGN = pytest.mark.campaign(only=True)
 
 
 def texts(rows: int = ROWS, seed: int = 0) -> list[dict[str, str]]:
@@ -75,13 +76,13 @@ def test_stream_loader_order_depends_on_epoch_not_on_workers(file: Path) -> None
     ("stops", "workers"),
     [
         ((1, 1), (0, 0, 0)),
-        ((5, 17), (0, 0, 0)),
-        ((40, 3), (0, 0, 0)),
+        pytest.param((5, 17), (0, 0, 0), marks=CAMPAIGN),
+        pytest.param((40, 3), (0, 0, 0), marks=CAMPAIGN),
         ((9, 60), (0, 0, 0)),
-        ((1, 1), (2, 2, 2)),
+        pytest.param((1, 1), (2, 2, 2), marks=CAMPAIGN),
         ((9, 60), (2, 2, 2)),
         ((5, 17), (1, 0, 2)),
-        ((40, 3), (1, 0, 2)),
+        pytest.param((40, 3), (1, 0, 2), marks=CAMPAIGN),
     ],
 )
 def test_stream_loader_resumed_twice_in_an_epoch_is_bit_equal_to_one_run(

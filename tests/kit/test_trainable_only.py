@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import parallel
+from families import layout_of
 from folders import alone, entries, folder_of, same
 from lora_models import adam, steps
 from test_api import constant
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mvp_engine.checkpoint.format import Reader
 from mvp_engine.cli import main
-from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed import Layout
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.kit import Lora, MLLMModelKit
@@ -60,13 +60,11 @@ def tensors(engine: FSDPEngine) -> dict[str, Tensor]:
 
 
 def saved_by_two_shards(folder: str) -> dict[str, Tensor]:
-    world = World.join("cpu")
-    engine = plain_engine(0, Lora(rank=2), Layout.of(world, parallel(shard=2)))
-    step(engine)
-    engine.save_checkpoint(folder)
-    found = tensors(engine)
-    world.close()
-    return found
+    with layout_of(shard=2) as layout:
+        engine = plain_engine(0, Lora(rank=2), layout)
+        step(engine)
+        engine.save_checkpoint(folder)
+        return tensors(engine)
 
 
 def test_lora_on_a_plain_module_saves_what_trains_and_needs_the_same_base(ranks2, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_registry_unknown_and_duplicate_names_are_refused(train, capsys) -> None
             "gpt_oss",
             {"activation_checkpointing": "selective"},
         ),  # its experts have biases, which transformers adds in place
-        ("qwen3", {"compile": "aot_eager"}),
+        pytest.param("qwen3", {"compile": "aot_eager"}, marks=pytest.mark.campaign(only=True)),  # see test_compiled.py
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from families import parallel
 from functorch.compile import make_boxed_func
-from tiny_models import build_model, close, samples
+from tiny_models import build_model, close, packs_of
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.torch_version import TorchVersion
@@ -37,13 +37,8 @@ BLOCKS = {"qwen3": 1, "qwen3_vl": 3}  # kinds of them: text, encoder, merger
 
 def packs(model: LanguageModel, name: str) -> list[PackedBatch]:
     """Each with other lengths, and other numbers of sequences and images."""
-    if name == "qwen3_vl":
-        text, one, two = samples(model, name)
-        members = [[two, one], [one, text, one], [two, two, text, one], [one]]
-        return [PackedBatch.concat(ones) for ones in members]
-    g = torch.Generator().manual_seed(3)
-    lengths = [(7, 3, 11), (5, 9), (13, 2, 4, 6), (17,)]
-    return [PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in pack]) for pack in lengths]
+    members = [[2, 1], [1, 0, 1], [2, 2, 0, 1], [1]]
+    return packs_of(model, name, members, [(7, 3, 11), (5, 9), (13, 2, 4, 6), (17,)])
 
 
 def found(name: str, layout: Layout, **how: Any) -> Found:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import VISION, parallel
-from tiny_models import build_model, samples
+from families import layout_of
+from tiny_models import build_model, packs_of
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
@@ -25,19 +25,10 @@ OUTPUTS = ["log_probs", "entropy", "hidden_states"]
 LENGTHS = [(16, 1, 11, 1), (4, 4, 4, 4), (37, 2, 3, 1, 1, 5), (1, 2, 1), (4,)]
 
 
-def packs(model: LanguageModel, name: str) -> list[PackedBatch]:
-    if name in VISION:
-        text, one, two = samples(model, name)
-        members = [[two, one], [one], [text, two, two, one]]
-        return [PackedBatch.concat(ones) for ones in members]
-    g = torch.Generator().manual_seed(3)
-    return [PackedBatch.from_sequences([torch.randint(99, (n,), generator=g) for n in pack]) for pack in LENGTHS]
-
-
 def found(name: str, layout: Layout, **how: Any) -> Found:
     """Outputs of each pack, which all data ranks have, and the gradients of a step on all packs."""
     model = build_model(LanguageModel, name)
-    batches = packs(model, name)
+    batches = packs_of(model, name, [[2, 1], [1], [0, 2, 2, 1]], LENGTHS)
     engine = LanguageModelEngine(model, layout, Settings(**how))
     engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0))
     engine.model.eval()
@@ -58,11 +49,8 @@ def found(name: str, layout: Layout, **how: Any) -> Found:
 
 
 def on_ranks(names: list[str], sizes: dict[str, int], how: dict[str, Any]) -> dict[str, Found]:
-    world = World.join("cpu")
-    layout = Layout.of(world, parallel(**sizes))
-    results = {name: found(name, layout, **how) for name in names}
-    world.close()
-    return results
+    with layout_of(**sizes) as layout:
+        return {name: found(name, layout, **how) for name in names}
 
 
 @functools.cache
@@ -92,7 +80,8 @@ LONG = pytest.mark.campaign(only=True)
     [
         (2, {"context": 2}, FEW),
         pytest.param(4, {"context": 4}, FEW, marks=LONG),
-        pytest.param(4, {"context": 2, "ulysses": 2}, FEW, marks=pytest.mark.slow),
+        pytest.param(4, {"context": 2, "ulysses": 2}, ["gpt_oss", "qwen3_vl"], marks=pytest.mark.slow),
+        pytest.param(4, {"context": 2, "ulysses": 2}, ["qwen3", "gemma3_text"], marks=LONG),
         pytest.param(4, {"context": 2, "shard": 2}, FEW, marks=LONG),
         pytest.param(4, {"context": 2, "replicate": 2}, FEW, marks=LONG),
         pytest.param(4, {"context": 4, "expert": 2}, ["qwen3_moe", "gpt_oss"], marks=LONG),

@@ -92,7 +92,7 @@ def alone(family: str, **how: Any) -> LanguageModelEngine:
         ({"shard": 2, "expert": 2}, {"activation_checkpointing": "full"}),
         pytest.param({"ulysses": 2}, {"activation_checkpointing": "selective"}, marks=pytest.mark.campaign(only=True)),
         pytest.param({"tensor": 2}, {}, marks=pytest.mark.campaign(only=True)),
-        ({"context": 2}, {}),
+        pytest.param({"context": 2}, {}, marks=pytest.mark.campaign(only=True)),
         ({"pipeline": 2}, {}),
         pytest.param({"pipeline": 2, "shard": 2, "expert": 2}, {}, marks=pytest.mark.campaign(only=True)),
         pytest.param({"shard": 2, "expert": 2}, {"compile": "aot_eager"}, marks=pytest.mark.campaign(only=True)),

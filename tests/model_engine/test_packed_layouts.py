@@ -56,12 +56,12 @@ IN_CAMPAIGN = {
 }  # each has a neighbour that is not
 
 
-def marked(layouts: Iterable[tuple[int, ...]]) -> list[Any]:
+def marked(layouts: Iterable[tuple[int, ...]], in_campaign: set[tuple[int, ...]] = IN_CAMPAIGN) -> list[Any]:
     """Those on four ranks are marked `slow`, and some of them run in a campaign only."""
     found = []
     for layout in layouts:
         marks = [pytest.mark.slow] if layout[0] == 4 else []
-        marks += [pytest.mark.campaign(only=True)] if layout in IN_CAMPAIGN else []
+        marks += [pytest.mark.campaign(only=True)] if layout in in_campaign else []
         found.append(pytest.param(*layout, marks=marks))
     return found
 
@@ -123,7 +123,7 @@ def test_every_layout_gives_the_gradients_of_one_rank(
                 assert torch.allclose(result[family][name], grad, rtol=1e-5, atol=1e-5), (family, name)
 
 
-@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), marked(MIXED))
+@pytest.mark.parametrize(("ranks", "shard", "sequence", "tensor"), marked(MIXED, IN_CAMPAIGN | {(4, 2, 1, 2)}))
 def test_every_layout_gives_the_losses_of_one_rank_over_five_steps(
     request, one: Path, tmp_path: Path, ranks: int, shard: int, sequence: int, tensor: int
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, read_metrics
-from families import overrides_of, parallel
+from families import overrides_of, parallel, refusal
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -317,14 +317,7 @@ def test_pipeline_run_with_evaluation_and_resume_has_the_metrics_of_one_rank(
 
 
 def refused(changes: dict[str, Any], family: str) -> str:
-    world = World.join("cpu")
-    try:
-        build(config_of(family, changes), Layout.of(world, parallel(pipeline=2)))
-    except UserError as error:
-        return str(error)
-    finally:
-        world.close()
-    return ""
+    return refusal({"pipeline": 2}, lambda layout: build(config_of(family, changes), layout))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import TOKENS, VISION, parallel
+from families import TOKENS, VISION, layout_of, mean_of_copies
 from tiny_models import build_model, samples
 from torch import Tensor
 
@@ -79,12 +79,10 @@ def expected(name: str, layers: int, freeze: tuple[str, ...]) -> dict[str, Any]:
 
 
 def on_ranks(sizes: dict[str, int], name: str, layers: int, freeze: tuple[str, ...]) -> dict[str, Any]:
-    world = World.join("cpu")
-    layout = Layout.of(world, parallel(**sizes))
-    found = trained(name, layout, layers, freeze)
-    found["evaluated"] = sum(world.all_gather(found["evaluated"])) / layout.model_parallel_size  # type: ignore[assignment]
-    world.close()
-    return found
+    with layout_of(**sizes) as layout:
+        found = trained(name, layout, layers, freeze)
+        found["evaluated"] = mean_of_copies(layout, found["evaluated"])
+        return found
 
 
 @pytest.mark.parametrize(("ranks", "sizes", "name", "layers", "freeze"), CASES)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT, read_metrics
-from ranks import RankPool
+from ranks import RankPool, RankProcesses
 
 from mvp_engine.launch import launch
 
@@ -58,9 +58,8 @@ DEFAULT_SUITE = {"magic_transformer/train": ["3"], "digits_vlm/train": ["4"]}
 
 
 @pytest.fixture(scope="module")
-def ranks3() -> Iterator[RankPool]:
-    with RankPool(3) as pool:
-        yield pool
+def ranks3(rank_processes: RankProcesses) -> RankPool:
+    return RankPool(3, rank_processes)
 
 
 def config_file(name: str) -> Path:

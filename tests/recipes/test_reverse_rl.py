@@ -108,7 +108,9 @@ def test_rl_report_of_a_finished_run_evaluates_it_again_with_the_same_result(bas
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ("grpo", ["rl.behind=1", "rl.dynamic_sampling=1", "rl.kl=0.1"]),
+        pytest.param(
+            "grpo", ["rl.behind=1", "rl.dynamic_sampling=1", "rl.kl=0.1"], marks=pytest.mark.campaign(only=True)
+        ),  # see also tests/rl/test_rl_runs.py
         ("ppo", ["rl.prompts=6", "rl.group=1", "rl.updates=2", "rl.critic_warmup=1"]),
     ],
 )

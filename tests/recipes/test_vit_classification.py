@@ -56,12 +56,12 @@ def test_vit_readme_commands_run_and_reach_accuracy(tmp_path: Path, monkeypatch:
     for words in readme_commands("vit_classification"):
         if "--nproc" in words or any("gpu" in word for word in words):
             continue
-        fewer = ["loop.total_steps=100", "optim.warmup_steps=20", "data.num_workers=0"]
+        fewer = ["loop.total_steps=60", "optim.warmup_steps=20", "data.num_workers=0"]
         assert main([*words[1:], *fewer, f"project.dir={tmp_path}"]) == 0, words
         seen.append(words[1])
     assert seen == ["train", "train", "evaluate"]
     accuracy = read_metrics(tmp_path, "eval")[-1]["accuracy"]
-    assert accuracy > 0.4  # of ten classes, after 100 of 920 steps
+    assert accuracy > 0.25  # of ten classes, after 60 of 920 steps
 
 
 @pytest.fixture(scope="module")
