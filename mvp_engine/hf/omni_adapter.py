@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.config.schema import Experts
-from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
 from mvp_engine.hf.adapter import HFAdapter
@@ -21,9 +20,6 @@ class OmniAdapter(HFAdapter):
 
     def apply_expert_parallel(self, mesh: DeviceMesh) -> list[nn.Module]:
         raise _unsupported("parallel.expert > 1", "parallel.expert=1 and parallel.shard")
-
-    def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int) -> NoReturn:
-        raise _unsupported(f"{groups.keys} > 1", f"{groups.keys}=1 and parallel.shard")
 
     def cut_stage(self, link: StageLink, skeleton: nn.Module | None) -> NoReturn:
         raise _unsupported("parallel.pipeline > 1", "parallel.pipeline=1 and parallel.shard")

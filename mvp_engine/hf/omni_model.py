@@ -13,13 +13,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.data.speech import FIRST_CODE, LABEL, SPEECH
+from mvp_engine.distributed.context import SequenceGroups
+from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
 from mvp_engine.errors import UserError
 from mvp_engine.hf import attention, experts, input_hooks
 from mvp_engine.hf.auto_model import from_auto
+from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.export_plan import Target
 from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.hf.load import Entries
@@ -27,7 +31,9 @@ from mvp_engine.hf.omni_config import add_undeclared_settings, check_talker
 from mvp_engine.hf.packed_model import Outputs
 from mvp_engine.hf.receive import TensorEntries
 from mvp_engine.hf.talker import (
+    RowShare,
     SpeechRows,
+    SpeechScores,
     codec_embeddings,
     predictor_hidden,
     predictor_labels,
@@ -138,14 +144,13 @@ class OmniModel(LanguageModel):
     ) -> Outputs:
         of_speech = tuple(name for name in wanted if name in SPEECH_OUTPUTS)
         of_text = tuple(name for name in wanted if name not in SPEECH_OUTPUTS)
-        if not of_speech:
-            return super()._compute(batch, wanted, kv_cache)
         if not of_text:
             with self.media_hidden(batch) as hidden_TD:
                 return self._speech(batch, of_speech, hidden_TD)
         try:
             computed = super()._compute(batch, of_text, kv_cache)
-            computed |= self._speech(batch, of_speech, self._kept_hidden())
+            if of_speech:
+                computed |= self._speech(batch, of_speech, self._kept_hidden(batch))
         finally:
             self._media_hidden = None
         return {name: computed[name] for name in wanted}
@@ -155,14 +160,32 @@ class OmniModel(LanguageModel):
         """(T, D): the hidden states that the talker reads at media; None, and no thinker block runs, without any."""
         try:
             if _has_media(batch):
+                self.shard = self._shard_of(batch.host_lengths, batch.input_ids.device)
                 with self._first_layers():
-                    self.hidden(batch)
-            yield self._kept_hidden()
+                    self.hidden(batch, self.shard)
+            yield self._kept_hidden(batch)
         finally:
             self._media_hidden = None
+            self.shard = None
 
-    def _kept_hidden(self) -> Tensor | None:
-        return None if self._media_hidden is None else self._media_hidden[0]
+    def _kept_hidden(self, batch: PackedBatch) -> Tensor | None:
+        """Of all tokens, also where ranks share them: each reads others."""
+        if not _has_media(batch):
+            return None
+        assert self._media_hidden is not None
+        hidden_tD = self._media_hidden[0]
+        shard = self._shard_of(batch.host_lengths, hidden_tD.device)
+        return hidden_tD if shard is None else shard.gather_shared(hidden_tD)
+
+    def _shard_of(self, lengths: list[int], device: torch.device) -> UlyssesShard | None:
+        groups = self.sequence_groups
+        return None if groups is None else groups.shard(lengths, device, self.windows)
+
+    def enable_sequence_parallel(self, groups: SequenceGroups, tensor: int = 1) -> None:
+        super().enable_sequence_parallel(groups, tensor)
+        if groups.ulysses is not None:
+            heads = num_heads(self.talker.config.text_config)
+            check_heads(*heads, dist.get_world_size(groups.ulysses))
 
     def _keep_media_hidden(self, _: nn.Module, args: Any, output: Any) -> None:
         self._media_hidden = output[0] if isinstance(output, tuple) else output
@@ -190,40 +213,46 @@ class OmniModel(LanguageModel):
         embeds_FKD = codec_embeddings(talker, codes_FK)
         embed: Any = self.hf.get_input_embeddings()  # type: ignore[operator]
         inputs_RD = talker_inputs(talker, embed, rows, embeds_FKD, hidden_TD)
-        hidden_RD = talker_hidden(talker, rows, inputs_RD)
+        shard = self._shard_of(rows.lengths, inputs_RD.device)
+        hidden_RD = talker_hidden(talker, rows, inputs_RD, shard)
+        share = None if shard is None else RowShare.of(shard, rows)
+        labelled_P = rows.labelled if share is None else share.labelled.cut(rows.labelled)
         first = linear_log_probs(
-            hidden_RD[rows.labelled],
+            hidden_RD[labelled_P],
             talker.codec_head.weight,
-            rows.values[rows.labelled, LABEL],
+            rows.values[labelled_P, LABEL],
             chunk=self.chunk,
         )
-        heads_KFD = predictor_hidden(talker, hidden_RD[rows.frames - 1], embeds_FKD)
-        weights = torch.stack([head.weight for head in talker.code_predictor.lm_head])
-        rest_KF, entropy_KF = batched_log_probs(
-            heads_KFD, weights, predictor_labels(rows, codes_FK)
+        frames_F = torch.arange(len(rows.frames), device=codes_FK.device)
+        frames_F = frames_F if share is None else share.cut_frames(frames_F)
+        heads_KFD = predictor_hidden(
+            talker, hidden_RD[rows.frames[frames_F] - 1], embeds_FKD[frames_F]
         )
-        return self._speech_outputs(rows, first, rest_KF, entropy_KF, wanted)
+        weights = torch.stack([head.weight for head in talker.code_predictor.lm_head])
+        labels_KF = predictor_labels(rows, codes_FK)[:, frames_F]
+        rest_KF, entropy_KF = batched_log_probs(heads_KFD, weights, labels_KF)
+        scores = SpeechScores(first.log_probs, first.entropy, rest_KF, entropy_KF)
+        loss = None
+        if share is not None:
+            scores = share.own(scores)
+            loss = share.labelled.total(scores.loss())
+            scores = share.gather(scores)
+        return self._speech_outputs(rows, scores, loss, wanted)
 
     def _speech_outputs(
-        self,
-        rows: SpeechRows,
-        first: Any,
-        rest_KF: Tensor,
-        entropy_KF: Tensor,
-        wanted: tuple[str, ...],
+        self, rows: SpeechRows, scores: SpeechScores, loss: Tensor | None, wanted: tuple[str, ...]
     ) -> Outputs:
         computed: Outputs = {}
         if "speech_loss" in wanted:
-            loss = torch.stack([-first.log_probs.sum(), -rest_KF.mean(0).sum()])
-            computed["speech_loss"] = loss
+            computed["speech_loss"] = scores.loss() if loss is None else loss
         has_label_P = rows.values[rows.labelled, LABEL] != IGNORE
         at_P = rows.places_of_frames
         kept = rows.num_real_labelled
         if "speech_log_probs" in wanted:
-            computed["speech_log_probs"] = _table(first.log_probs, rest_KF, at_P)[:kept]
+            computed["speech_log_probs"] = _table(scores.first, scores.rest, at_P)[:kept]
         if "speech_entropy" in wanted:
-            entropy_P = torch.where(has_label_P, first.entropy, 0.0)
-            of_frames = torch.where(has_label_P[at_P], entropy_KF, 0.0)
+            entropy_P = torch.where(has_label_P, scores.first_entropy, 0.0)
+            of_frames = torch.where(has_label_P[at_P], scores.rest_entropy, 0.0)
             computed["speech_entropy"] = _table(entropy_P, of_frames, at_P)[:kept]
         return computed
 

@@ -12,7 +12,7 @@ sequences, where `generate` makes K - 1 passes. All sizes are known on the host:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from mvp_engine.data.speech import (
     TEXT,
 )
 from mvp_engine.distributed.key_exchange import to_device
+from mvp_engine.distributed.ulysses import UlyssesShard, even_sizes
 from mvp_engine.hf import attention
 
 # Masks of the predictor's layers: none, since attention is causal by itself. Without a dict, transformers would look
@@ -103,6 +104,55 @@ def _num_real(batch: PackedBatch, speech: Media) -> int:
     return int(speech.fields[FRAME_COUNTS][:items].sum()) + items
 
 
+class SpeechScores(NamedTuple):
+    """Log-probs and entropies of codes."""
+
+    first: Tensor  # (P,)
+    first_entropy: Tensor
+    rest: Tensor  # (K - 1, F)
+    rest_entropy: Tensor
+
+    def loss(self) -> Tensor:
+        """(2,): of the first codebook, and the mean over the others, each summed over frames."""
+        return torch.stack([-self.first.sum(), -self.rest.mean(0).sum()])
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """How the ranks of a sequence-parallel group share what comes after the talker's layers: heads, code predictor."""
+
+    labelled: UlyssesShard
+    frames: UlyssesShard
+
+    @classmethod
+    def of(cls, shard: UlyssesShard, rows: SpeechRows) -> RowShare:
+        def share(total: int) -> UlyssesShard:
+            sizes = even_sizes(total, len(shard.sizes))
+            return UlyssesShard(shard.group, shard.rank, sizes)
+
+        return cls(share(len(rows.labelled)), share(len(rows.frames)))
+
+    def cut_frames(self, frames_F: Tensor) -> Tensor:
+        """This rank's frames; one at least, since every rank runs the code predictor."""
+        own = self.frames.cut(frames_F)
+        return own if len(own) else frames_F[:1]
+
+    def own(self, scores: SpeechScores) -> SpeechScores:
+        """Without a frame that another rank has too."""
+        size = self.frames.sizes[self.frames.rank]
+        rest = scores.rest[:, :size]
+        return scores._replace(rest=rest, rest_entropy=scores.rest_entropy[:, :size])
+
+    def gather(self, scores: SpeechScores) -> SpeechScores:
+        """Of all rows, on every rank."""
+        return SpeechScores(
+            self.labelled.gather(scores.first),
+            self.labelled.gather(scores.first_entropy),
+            self.frames.gather(scores.rest.T.contiguous()).T,
+            self.frames.gather(scores.rest_entropy.T.contiguous()).T,
+        )
+
+
 def codec_embeddings(talker: Any, codes_FK: Tensor) -> Tensor:
     """(F, K, D): the embeddings of the codes of each frame; the first codebook is the talker's own."""
     first_FD = talker.get_input_embeddings()(codes_FK[:, 0])
@@ -137,16 +187,27 @@ def talker_inputs(
     return inputs_RD.index_add(0, rows.frames, rest_FD.to(inputs_RD.dtype))
 
 
-def talker_hidden(talker: Any, rows: SpeechRows, inputs_RD: Tensor, **options: Any) -> Tensor:
-    """(R, D): the last hidden states of the talker, each spoken turn a sequence of its own."""
+def talker_hidden(
+    talker: Any, rows: SpeechRows, inputs_RD: Tensor, shard: UlyssesShard | None = None
+) -> Tensor:
+    """(R, D): the last hidden states of the talker, each spoken turn a sequence of its own.
+
+    With `shard`, its ranks share the rows in the talker's layers; each gets the hidden states of all.
+    """
+    positions_3R = rows.values[:, POSITIONS].T
+    options: dict[str, Any] = attention.boundaries(rows.cu_seqlens, max(rows.lengths))
+    if shard is not None:
+        inputs_RD = shard.cut(inputs_RD)
+        positions_3R = shard.cut(positions_3R, dim=1)
+        options["ulysses_shard"] = shard
     out = talker.model(
         inputs_embeds=inputs_RD[None],
-        position_ids=rows.values[:, POSITIONS].T[:, None],
+        position_ids=positions_3R[:, None],
         use_cache=False,
-        **attention.boundaries(rows.cu_seqlens, max(rows.lengths)),
         **options,
     )
-    return out.last_hidden_state[0]
+    hidden_RD = out.last_hidden_state[0]
+    return hidden_RD if shard is None else shard.gather_shared(hidden_RD)
 
 
 def predictor_hidden(talker: Any, hidden_FD: Tensor, frame_embeds_FKD: Tensor) -> Tensor:

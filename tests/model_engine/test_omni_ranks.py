@@ -27,6 +27,7 @@ ROWS = [
     spoken_row(seed=7),
     spoken_row(turns=2, spoken=(0, 1), media="image", seed=8),
     spoken_row(turns=2, spoken=(1,), media="audio", seed=9),
+    spoken_row(seed=10, frames=1),
 ]
 SHARES = [[[2, 0], [0]], [[0, 1, 3]]]  # the micro-batches of two ranks: rows
 SILENT = [[[0], [0]], [[1], [1, 2]]]  # the first rank has no speech and no media
@@ -44,10 +45,15 @@ def micro_batch(members: list[int]) -> PackedBatch:
     return PackedBatch.concat([batch_of(config(), ROWS[member]) for member in members])
 
 
-def engine_on(layout: Layout, **settings: Any) -> OmniModelEngine:
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], 1e-2, weight_decay=0.1)
+
+
+def engine_on(layout: Layout, optimizer: Any = None, **settings: Any) -> OmniModelEngine:
     source = ModelSource(None, {"model_type": "qwen3_omni_moe", **qwen3_omni_settings()})
     engine = OmniModelEngine(OmniModelEngine.build_model(source), layout, Settings(seed=3, **settings))
-    engine.initialize(lambda m: torch.optim.SGD(m.parameters(), 0.0), lambda o: LambdaLR(o, lambda _: 1.0))
+    optimizer = optimizer or (lambda m: torch.optim.SGD(m.parameters(), 0.0))
+    engine.initialize(optimizer, lambda o: LambdaLR(o, lambda _: 1.0))
     return engine
 
 
@@ -109,13 +115,17 @@ CASES: dict[str, tuple[list[Any], dict[str, int], bool, dict[str, Any]]] = {
         True,
         {"activation_checkpointing": {"talker": "full", "llm": "selective"}},
     ),
+    "ulysses": (SHARES, {"ulysses": 2, "replicate": 1}, True, {}),
+    "ulysses, speech alone with media": (SILENT, {"ulysses": 2, "replicate": 1}, False, {}),
+    "ulysses, fewer frames than ranks": ([[[4]]], {"ulysses": 2, "replicate": 1}, True, {}),
+    "context": (SHARES, {"context": 2, "replicate": 1}, True, {}),
     "speech alone on text rows": (TEXT, {"shard": 2}, False, {}),
     "speech alone with media": (SILENT, {"shard": 2}, False, {}),
     "replicas, a rank without speech": (SILENT, {"replicate": 2}, True, {}),
 }
 
 
-IN_SUITE = ("a sharded rank without speech, checkpointed", "speech alone with media")
+IN_SUITE = ("ulysses", "a sharded rank without speech, checkpointed", "speech alone with media")
 
 
 @pytest.mark.slow
@@ -126,3 +136,56 @@ def test_ranks_with_and_without_speech_give_the_gradients_of_one(ranks2: Any, ca
     wanted = alone(shares, text)
     for of_rank in found:
         check_equal(of_rank, wanted)
+
+
+# ---- Checkpoints and exports ------------------------------------------------------------------------------------
+
+
+def losses_of(engine: OmniModelEngine, steps: range, ranks: list[int]) -> list[tuple[float, float]]:
+    """The loss sum and the weight of each step, on the rows of these ranks of two; rows depend on the step."""
+    ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
+    loss = SpeechLossKit(SpeechLoss(residual_weight=0.3), TokenNormedLossKit())
+    found = []
+    for step in steps:
+        rows = [[step % 4], [(step + 1) % 4, 0]]
+        batches = [micro_batch(rows[rank]) for rank in ranks]
+        numbers = engine.train_batch(batches, lambda batch: loss(ctx, engine.model, batch))
+        found.append((float(numbers.loss_sum), float(numbers.weight)))
+    return found
+
+
+def resumed(folder: str) -> list[list[tuple[float, float]]]:
+    """The losses of steps 2 and 3 of a training on two shards, and the same after a resume."""
+    world = World.join("cpu")
+    layout = Layout.of(world, parallel(shard=2))
+    straight = engine_on(layout, adamw)
+    losses_of(straight, range(2), [layout.data_rank])
+    straight.save_checkpoint(folder)
+    found = [losses_of(straight, range(2, 4), [layout.data_rank])]
+    again = engine_on(layout, adamw)
+    again.load_checkpoint(folder)
+    found.append(losses_of(again, range(2, 4), [layout.data_rank]))
+    world.close()
+    return found
+
+
+@pytest.mark.slow
+def test_resume_is_bit_equal_and_one_rank_continues_a_training_of_two(ranks2: Any, tmp_path: Any) -> None:
+    found = ranks2.run(resumed, str(tmp_path / "step_00000002"))
+    for straight, again in found:
+        assert straight == again
+    engine = engine_on(Layout(World(0, 1, 0, 1, torch.device("cpu"))), adamw)
+    engine.load_checkpoint(tmp_path / "step_00000002")
+    of_one = losses_of(engine, range(2, 4), [0, 1])
+    for step, numbers in enumerate(of_one):
+        of_two = [sum(of_rank[0][step][i] for of_rank in found) for i in range(2)]
+        assert numbers == pytest.approx(of_two, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.campaign(only=True)
+@pytest.mark.parametrize("text", [True, False])
+def test_shards_with_ulysses_give_the_gradients_of_one(ranks4: Any, text: bool) -> None:
+    found = ranks4.run(on_ranks, SILENT, {"shard": 2, "ulysses": 2, "replicate": 1}, text, {})
+    for of_rank in found:
+        check_equal(of_rank, alone(SILENT, text))
