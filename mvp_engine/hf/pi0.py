@@ -36,7 +36,7 @@ from mvp_engine.hf.action_model import (
     field,
     run_base,
 )
-from mvp_engine.hf.action_suffix import suffix_groups
+from mvp_engine.hf.action_suffix import Suffix, suffix_groups
 from mvp_engine.hf.auto_model import from_auto
 from mvp_engine.hf.head_probe import config_logit_steps
 from mvp_engine.hf.packed_model import Outputs, losses_of
@@ -119,13 +119,18 @@ class Pi0Policy(ActionModel):
     # ---- The expert -----------------------------------------------------------------------------
 
     def _velocity(
-        self, batch: PackedBatch, keys: Keys, noisy_SNCA: Tensor, times_SN: Tensor
+        self,
+        batch: PackedBatch,
+        keys: Keys,
+        noisy_SNCA: Tensor,
+        times_SN: Tensor,
+        suffix: Suffix | None = None,
     ) -> Tensor:
         """The velocity (S, N, C, A), float32, at noisy actions and their times."""
         hf: Any = self.hf
         draws = noisy_SNCA.shape[1]
         state_SQ = field(batch, STATE, "an action model")
-        suffix = suffix_groups(batch, 1, draws, self.action_spec.chunk)
+        suffix = suffix or suffix_groups(batch, 1, draws, self.action_spec.chunk)
         state_rows = state_SQ.repeat_interleave(draws, 0)
         # (S * N, 1 + C, D): a state, then the chunk
         embeds = hf.embed_action_time(state_rows, noisy_SNCA.flatten(0, 1), times_SN.flatten())
@@ -157,9 +162,10 @@ class Pi0Policy(ActionModel):
         """Actions (S, C, A) by Euler's method, from the first noise draw of the batch."""
         x = field(batch, NOISE, "`actions`")[:, :1].float()
         steps = self.num_steps
+        suffix = suffix_groups(batch, 1, 1, self.action_spec.chunk)
         for time in euler_times(steps):
             times = torch.full(x.shape[:2], time, dtype=torch.float32, device=x.device)
-            x = x - self._velocity(batch, keys, x, times) / steps
+            x = x - self._velocity(batch, keys, x, times, suffix) / steps
         return x[:, 0]
 
     # ---- Outputs --------------------------------------------------------------------------------
