@@ -90,7 +90,7 @@ def tokens_of_a_sample(tiny: bool) -> int:
 def ours_config(folder: Path, args: argparse.Namespace, samples: int, mode: str, draws: int) -> Path:
     on_gpu = torch.cuda.is_available()
     config = {
-        "engine": "mvp_engine.kit.actions.engine:ActionEngine",
+        "engine": f"{Path(__file__).resolve().parent / 'actions_engine.py'}:BenchEngine",
         "processor": str(folder / "tokenizer"),
         "project": {"name": "pi0", "dir": str(folder / f"runs_{samples}_{mode}_{draws}")},
         "model": {"type": "action_model", "config": model_config(args.tiny), "activation_checkpointing": mode},
