@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
+from mvp_engine.data.speech import SPEECH
 from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.hf.action_model import ActionModel
+from mvp_engine.hf.omni_model import OmniModel
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.pi0 import Pi0Policy
 from mvp_engine.kit.action_flops import (
@@ -34,6 +36,7 @@ from mvp_engine.kit.action_flops import (
     suffix_pairs,
 )
 from mvp_engine.kit.flop_costs import FlopCosts, flop_costs
+from mvp_engine.kit.speech_flops import add_speech_costs, speech_work, thinker_share
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -56,6 +59,8 @@ class MFUKit:
         costs = flop_costs(self.backbone)
         if isinstance(self.model, ActionModel):
             add_action_costs(costs, self.model)
+        if isinstance(self.model, OmniModel):
+            add_speech_costs(costs, self.model)
         return costs
 
     def count(self, ctx: StepContext) -> None:
@@ -89,14 +94,15 @@ class MFUKit:
         lengths_S = batch.cu_seqlens.diff().double()
         # The head computes logits where there is a label.
         num_logits = batch.num_loss_tokens if masked else batch.num_tokens
-        matmul = lengths_S.new_zeros(()) + costs.rows["text"] * batch.num_tokens
-        matmul += costs.rows.get("head", 0.0) * num_logits
+        share = thinker_share(self.model, batch)
+        matmul = lengths_S.new_zeros(()) + costs.rows["text"] * batch.num_tokens * share
+        matmul += costs.rows.get("head", 0.0) * num_logits * (share == 1.0)
         attention = torch.zeros_like(matmul)
         for (kind, window), cost in costs.pairs.items():
             if kind == "text":
                 is_causal = masked and not isinstance(self.model, Pi0Policy)
                 pairs_S = causal_pairs(lengths_S, window) if is_causal else lengths_S.square()
-                attention += cost * pairs_S.sum()
+                attention += cost * pairs_S.sum() * share
         if isinstance(self.model, ActionModel):
             matmul += costs.rows["action"] * num_suffix_rows(self.model, batch)
             attention += costs.pairs["action", None] * suffix_pairs(self.model, batch)
@@ -113,6 +119,10 @@ class MFUKit:
 
     def encoder_work(self, name: str, media: Media, ids: Tensor) -> Iterator[EncoderWork]:
         """The rows and attention pairs of the encoder that reads `batch.media[name]`; see `ids_with_own_media`."""
+        if name == SPEECH:
+            if isinstance(self.model, OmniModel):  # else nothing reads it
+                yield from speech_work(self.costs, media)
+            return
         pair_costs = {}
         for (kind, window), cost in self.costs.pairs.items():
             if kind == "encoder":

@@ -19,6 +19,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.action_model import ActionModel
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.hub import hub_model
+from mvp_engine.hf.omni_model import OmniModel
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.data.settings import data_section
@@ -32,6 +33,7 @@ from mvp_engine.kit.estimate.packs import (
     Packs,
     assumed_action_packs,
     assumed_packs,
+    assumed_speech_packs,
 )
 from mvp_engine.kit.estimate.sample import assumed_batches, sampled_batches
 from mvp_engine.kit.estimate.settings import GIB, EstimateSettings, gpu_by_name
@@ -72,7 +74,8 @@ class Estimator:
         self.config: Any = found.config
         if self.config.model.type == "module":
             raise UserError(
-                "mvp estimate supports Hugging Face models: model.type=language_model, value_model or action_model"
+                "mvp estimate supports Hugging Face models: model.type=language_model, omni_model, value_model or "
+                "action_model"
             )
         self.section, data = data_section(self.config)
         tokens_key = f"{self.section}.micro_batch_tokens"
@@ -107,6 +110,8 @@ class Estimator:
 
     def _assumed_batches(self, model: PackedModel, config: Any) -> Callable[[int], PackedBatch]:
         """Micro-batches by their number of tokens."""
+        if isinstance(model, OmniModel):
+            return lambda tokens: assumed_speech_packs(model, tokens).largest[0]
         if not isinstance(model, ActionModel):
             return assumed_batches(model.hf.config, self.data(config), self.media_share)
         draws = num_draws(config)
@@ -196,6 +201,8 @@ class Estimator:
         model = self.model(config)
         if isinstance(model, ActionModel):
             return assumed_action_packs(model, data.pack_tokens, num_draws(config))
+        if isinstance(model, OmniModel):
+            return assumed_speech_packs(model, data.pack_tokens)
         return assumed_packs(model.hf.config, data, self.media_share)
 
 

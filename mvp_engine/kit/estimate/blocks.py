@@ -12,8 +12,10 @@ from typing import Any
 from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.speech import SPEECH
 from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.encoder_share import largest_share
+from mvp_engine.hf.omni_model import OmniModel
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part, by_part
 from mvp_engine.hf.pi0 import Pi0Policy
@@ -21,6 +23,7 @@ from mvp_engine.kit.action_flops import language_backbone, num_suffix_rows
 from mvp_engine.kit.estimate.settings import EstimateSettings
 from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
 from mvp_engine.kit.mfu import MFUKit, ids_with_own_media
+from mvp_engine.kit.speech_flops import thinker_share
 from mvp_engine.ops import fp8
 from mvp_engine.ops.nf4 import quantized_layers
 
@@ -28,7 +31,7 @@ from mvp_engine.ops.nf4 import quantized_layers
 EAGER = 1.7
 
 # The kind of rows that the layers of a part process; all other parts are encoders.
-ROWS_OF_PART = {"llm": "text", "projector": "projector", "action": "action"}
+ROWS_OF_PART = {"llm": "text", "projector": "projector", "action": "action", "talker": "talker"}
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,15 @@ class Block:
     module: nn.Module
     part: str
     in_backward: bool  # it trains, or something before it does
+    is_predictor: bool = False  # of codes, which belongs to the talker
 
     @property
     def rows(self) -> str:
-        return ROWS_OF_PART.get(self.part, "encoder")
+        return "code" if self.is_predictor else ROWS_OF_PART.get(self.part, "encoder")
 
     @property
     def is_text(self) -> bool:
-        return self.rows in ("text", "action")
+        return self.rows in ("text", "action", "talker", "code")
 
 
 @dataclass
@@ -77,7 +81,8 @@ class BlockCosts:
         """Bytes that all blocks save for backward; `checkpointed=False` ignores activation checkpointing."""
         rows = self._rows(batch)
         tokens = rows["text"]
-        rows["text"] /= self.settings.sequence_ranks
+        for kind in {"text", "talker", "code"} & rows.keys():
+            rows[kind] /= self.settings.sequence_ranks
         size = self.settings.compute_bytes
         amount = Amount()
         for block in self.blocks:
@@ -99,11 +104,10 @@ class BlockCosts:
 
     def encoder_share(self, batch: PackedBatch) -> float:
         """The part of the encoders' work of the sequence parallel rank that has most of it."""
-        rows = {name: len(media.values) for name, media in batch.media.items()}
+        inputs = {name: media for name, media in batch.media.items() if name != SPEECH}
+        rows = {name: len(media.values) for name, media in inputs.items()}
         ranks = self.settings.sequence_ranks
-        largest = sum(
-            rows[name] * largest_share(media, ranks) for name, media in batch.media.items()
-        )
+        largest = sum(rows[name] * largest_share(media, ranks) for name, media in inputs.items())
         return largest / max(1, sum(rows.values()))
 
     def _gathered_elements(self) -> float:
@@ -126,6 +130,8 @@ class BlockCosts:
         for block in self.blocks:
             if block.in_backward and self.checkpointing.get(block.part) == "full":
                 config = text_config if block.is_text else None
+                if block.rows == "talker":
+                    config = self.model.talker.config.text_config  # type: ignore[attr-defined]
                 amount.add(block, _gemm_flops(block.module, config) * rows.get(block.rows, 0.0))
         return amount
 
@@ -173,7 +179,8 @@ class BlockCosts:
     def _rows(self, batch: PackedBatch) -> dict[str, float]:
         """The number of rows that the layers of each kind process."""
         suffix = float(num_suffix_rows(self.model, batch))
-        rows = {"text": float(batch.num_tokens), "action": suffix}
+        text = batch.num_tokens * thinker_share(self.model, batch)
+        rows = {"text": float(text), "action": suffix}
         if not isinstance(self.model, Pi0Policy):  # a chunk regressor has no blocks of its own
             rows["text"] += suffix
         for name, media in batch.media.items():
@@ -194,8 +201,13 @@ def _blocks(model: PackedModel) -> list[Block]:
             after_trained.add(module)
         has_trained = has_trained or _trains(module, recurse=False)
     found = []
+    predictor = set[nn.Module]()
+    if isinstance(model, OmniModel):
+        predictor = set(model.talker.code_predictor.modules())
+    speaks = isinstance(model, OmniModel) and _trains(model)  # the talker comes after everything
     for module, part in blocks_by_part(model):
-        found.append(Block(module, part, module in after_trained or _trains(module)))
+        in_backward = module in after_trained or _trains(module) or (speaks and part == "talker")
+        found.append(Block(module, part, in_backward, module in predictor))
     return found
 
 

@@ -19,6 +19,7 @@ from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.settings import EstimateSettings
+from mvp_engine.kit.speech_flops import speech_loss_bytes, thinker_share
 from mvp_engine.model_engine.base import DTYPES
 from mvp_engine.ops.nf4 import quantized_layers
 
@@ -100,7 +101,8 @@ def _dynamic(costs: BlockCosts, batch: PackedBatch) -> dict[str, float]:
         media += item.values.numel() * item.values.element_size()
     return {
         "activations": saved.text + saved.encoder,
-        "loss": _loss_bytes(costs, batch) / costs.settings.tensor,
+        "loss": _loss_bytes(costs, batch) / costs.settings.tensor
+        + speech_loss_bytes(costs.model, batch) / costs.settings.sequence_ranks,
         "batches": 2.0 * media + BYTES_PER_TOKEN * batch.num_tokens,
     }
 
@@ -108,7 +110,7 @@ def _dynamic(costs: BlockCosts, batch: PackedBatch) -> dict[str, float]:
 def _loss_bytes(costs: BlockCosts, batch: PackedBatch) -> float:
     """One chunk of logits, the gradient of the hidden states, and the head's gradient or its bf16 copy."""
     head: Any = costs.model.hf.get_output_embeddings()  # type: ignore[operator]
-    if head is None:
+    if head is None or thinker_share(costs.model, batch) < 1.0:
         return 0.0
     vocabulary, width = head.weight.shape
     chunk = min(getattr(costs.model, "chunk", DEFAULT_CHUNK), batch.num_tokens)

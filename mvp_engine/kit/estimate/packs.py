@@ -10,13 +10,19 @@ import numpy as np
 import torch
 
 from mvp_engine.data.batch import Media, PackedBatch
+from mvp_engine.data.speech import SPEECH
 from mvp_engine.errors import UserError, count
 from mvp_engine.hf.action_model import NOISE, ActionModel
+from mvp_engine.hf.omni_model import OmniModel
+from mvp_engine.hf.speech_protocol import HEADER
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.action_flops import language_backbone
+from mvp_engine.kit.speech_flops import assumed_speech
 
 SAMPLED_PACKS = 8  # micro-batches that are loaded for the time of a step
 IMAGE_TOKENS = 1024  # the most tokens of an assumed image, without mllm.limits.max_pixels
+ROW_TOKENS = 128  # text of an assumed row with speech
+FRAMES = 125  # of its answer
 CAMERAS = 3  # of an assumed row of an action model
 PROMPT_TOKENS = 32  # of its prompt
 MEDIA_SHARE = 0.75  # the share of image or audio tokens in assumed packs
@@ -114,6 +120,21 @@ def assumed_action_packs(model: ActionModel, tokens: int, draws: int) -> Packs:
         f"{PROMPT_TOKENS}, {count(draws, 'draw')} of noise each"
     )
     return Packs(batch, row_tokens, text)
+
+
+def assumed_speech_packs(model: OmniModel, tokens: int) -> Packs:
+    """Full packs of spoken answers: talker positions count as tokens, as the data kit counts them."""
+    user_tokens = ROW_TOKENS // 2
+    talker_rows = user_tokens + HEADER + FRAMES
+    rows = max(1, tokens // (ROW_TOKENS + talker_rows))
+    ids = torch.zeros(rows, ROW_TOKENS, dtype=torch.long)
+    media = {SPEECH: assumed_speech(model, rows, user_tokens, FRAMES)}
+    batch = PackedBatch.from_sequences(list(ids), media=media)
+    text = (
+        f"packs of {count(rows, 'row')}, assumed: {ROW_TOKENS} tokens of text and an answer of {FRAMES} frames, which "
+        f"is 10 seconds"
+    )
+    return Packs(batch, ROW_TOKENS + talker_rows, text)
 
 
 def _has_encoder(config: Any) -> bool:

@@ -1,0 +1,99 @@
+"""FLOPs of speech: the talker's positions, the codes of frames, and thinker blocks that do not run for speech alone.
+
+Legend: N spoken turns, F frames, K codebooks.
+
+Kinds of rows: `talker` (a position), `talker_media` (one that reads a hidden state), `codec_head` (a label of the first
+codebook), `code` (a position of the code predictor, K of each frame), `code_head` (a frame).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mvp_engine.data.batch import Media, PackedBatch
+from mvp_engine.data.speech import FIRST_CODE, FRAME_COUNTS, SOURCE_COUNTS, SPEECH
+from mvp_engine.hf.omni_model import OmniModel
+from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.speech_protocol import HEADER
+from mvp_engine.kit.flop_costs import FlopCosts, attention_flops, matmul_flops
+from mvp_engine.kit.speech_loss import trains_text
+from mvp_engine.ops.batched_heads import CHUNK_LOGITS
+
+
+def add_speech_costs(costs: FlopCosts, model: OmniModel) -> None:
+    talker: Any = model.talker
+    config = talker.config
+    predictor = talker.code_predictor
+    for layer in talker.model.layers:
+        _add_weights(costs, "talker", layer, config.text_config)
+        flops = 3 * attention_flops(layer.self_attn, config.text_config)
+        costs.add_pair("talker", None, flops)
+    _add_weights(costs, "talker", talker.text_projection, None)
+    _add_weights(costs, "talker_media", talker.hidden_projection, None)
+    _add_weights(costs, "codec_head", talker.codec_head, None)
+    for layer in predictor.model.layers:
+        _add_weights(costs, "code", layer, predictor.config)
+        costs.add_pair("code", None, 3 * attention_flops(layer.self_attn, predictor.config))
+    _add_weights(costs, "code_head", predictor.lm_head, None)
+
+
+def _add_weights(costs: FlopCosts, kind: str, module: nn.Module, config: Any) -> None:
+    """Forward, and backward to the inputs; to the weights, where they train."""
+    for part in module.modules():
+        for label, weight in part.named_parameters(recurse=False):
+            flops = matmul_flops(part, label, weight, config)
+            costs.add_row(kind, flops * (2 + weight.requires_grad))
+
+
+def speech_work(
+    costs: FlopCosts, media: Media
+) -> Iterator[tuple[str, Tensor | float, float | None]]:
+    """The rows of each kind, and the attention pairs with the cost of one, as `MFUKit.encoder_work` yields them."""
+    rows_N = media.row_counts.double()
+    frames = float(media.fields[FRAME_COUNTS].sum())
+    books = media.values.shape[1] - FIRST_CODE
+    yield "talker", float(rows_N.sum()), None
+    yield "talker_media", float(media.fields[SOURCE_COUNTS].sum()), None
+    yield "codec_head", frames + len(rows_N), None
+    yield "code", frames * books, None
+    yield "code_head", frames, None
+    yield "pair", float((rows_N * (rows_N + 1) / 2).sum()), costs.pairs["talker", None]
+    yield "pair", frames * books * (books + 1) / 2, costs.pairs["code", None]
+
+
+def thinker_share(model: PackedModel, batch: PackedBatch) -> float:
+    """The share of the thinker's text layers that run: all, or for speech alone none, or those below what is read."""
+    if not isinstance(model, OmniModel) or trains_text(model):
+        return 1.0
+    kinds = [kind for kind, media in batch.media.items() if len(media.row_counts)]
+    if not any(kind != SPEECH for kind in kinds):
+        return 0.0
+    layers: Any = model.decoder().layers
+    return model.talker.config.accept_hidden_layer / len(layers)
+
+
+def speech_loss_bytes(model: PackedModel, batch: PackedBatch) -> float:
+    """Memory around the heads of the talker: a chunk of logits in three copies, and the embeddings of all codes."""
+    speech = batch.media.get(SPEECH)
+    if not isinstance(model, OmniModel) or speech is None or not len(speech.row_counts):
+        return 0.0
+    predictor = model.talker.config.code_predictor_config
+    frames = int(speech.fields[FRAME_COUNTS].sum())
+    logits = frames * (predictor.num_code_groups - 1) * predictor.vocab_size
+    embeddings = frames * predictor.num_code_groups * predictor.hidden_size
+    weights = sum(p.numel() for p in model.talker.code_predictor.lm_head.parameters())
+    return 4.0 * (3 * min(logits, CHUNK_LOGITS) + 3 * embeddings + 2 * weights)
+
+
+def assumed_speech(model: OmniModel, rows: int, user_tokens: int, frames: int) -> Media:
+    """Speech of `rows` sequences, one spoken turn each; values on the meta device."""
+    talker_rows = user_tokens + HEADER + frames
+    books = model.talker.config.num_code_groups
+    values = torch.empty(rows * talker_rows, FIRST_CODE + books, dtype=torch.long, device="meta")
+    counts = torch.full((rows,), talker_rows)
+    fields = {FRAME_COUNTS: torch.full((rows,), frames), SOURCE_COUNTS: torch.zeros(rows).long()}
+    return Media(values, counts, torch.arange(rows), fields)
