@@ -131,7 +131,8 @@ class BlockCosts:
             if block.in_backward and self.checkpointing.get(block.part) == "full":
                 config = text_config if block.is_text else None
                 if block.rows == "talker":
-                    config = self.model.talker.config.text_config  # type: ignore[attr-defined]
+                    talker: Any = self.model.talker
+                    config = talker.config.text_config
                 amount.add(block, _gemm_flops(block.module, config) * rows.get(block.rows, 0.0))
         return amount
 
