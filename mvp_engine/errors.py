@@ -7,12 +7,16 @@ from pathlib import Path
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: everything is saved, launch again with resume=auto
+EXIT_TRY_AGAIN = 74  # EX_IOERR: the run starts again, with other sizes
 EXIT_CODE_FILE = "MVP_EXIT_CODE_FILE"  # environment variable: the file for rank 0's exit code
 ELASTIC = "MVP_ELASTIC"  # environment variable of a job that may lose nodes: where they meet, as HOST:PORT
 JOB_ID = (
     "MVP_JOB_ID"  # environment variable: the name of an elastic job, the same after each restart
 )
 ERROR_FILE = "error.txt"  # next to it: why ranks failed, for the launcher to print last
+TRY_AGAIN_FILE = (
+    "try_again"  # next to it: the launcher id of a run that its ranks want to start again
+)
 
 
 class UserError(ValueError):
@@ -64,3 +68,7 @@ def count(number: int, noun: str) -> str:
 
 class Interrupted(Exception):
     """SIGTERM or Ctrl-C: the step was finished and saved."""
+
+
+class TryAgain(Interrupted):
+    """The run can start again in another way, such as with smaller packs: the text says why and how."""

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import inspect
 import os
 import sys
@@ -30,14 +31,17 @@ from mvp_engine.errors import (
     EXIT_BUG,
     EXIT_CODE_FILE,
     EXIT_INTERRUPTED,
+    EXIT_TRY_AGAIN,
     EXIT_USER_ERROR,
+    TRY_AGAIN_FILE,
     Interrupted,
+    TryAgain,
     UserError,
 )
 from mvp_engine.log import EarlyMessages, backend_factory
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.report.summary import end_of_run
-from mvp_engine.runs import Run
+from mvp_engine.runs import Run, launcher_id
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,8 +102,36 @@ def launch(
 
 
 def _run(composed: Composed, world: World) -> int:
+    start = _agree_on_start(composed.config, world)
+    while True:
+        try:
+            return _attempt(composed, world, start)
+        except TryAgain as again:
+            text = str(again)
+        # Here the error, and with it the frames that hold the engine's tensors, is gone.
+        if world.size > 1:
+            _end_ranks(text)
+        print(f"mvp_engine: {text}", file=sys.stderr, flush=True)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        start.run.rewind_metrics(0)
+
+
+def _end_ranks(text: str) -> None:
+    """Of several ranks, the others may wait in a collective: all end, and `mvp train --nproc` starts them again."""
+    file = os.environ.get(EXIT_CODE_FILE)
+    launcher = launcher_id()
+    if file and launcher and "GROUP_WORLD_SIZE" in os.environ:
+        Path(file).with_name(TRY_AGAIN_FILE).write_text(launcher)
+    _show(f"mvp_engine: {text}")
+    sys.stderr.flush()
+    os._exit(leave(EXIT_TRY_AGAIN))
+
+
+def _attempt(composed: Composed, world: World, start: Start) -> int:
     config = composed.config
-    start = _agree_on_start(config, world)
     engine: Engine | None = None
     status = "failed"
     reason: str | None = None
@@ -110,10 +142,14 @@ def _run(composed: Composed, world: World) -> int:
             engine = composed.engine_class(
                 config, world, start.run, start.checkpoint, start.message
             )
+            engine.can_start_again = True
             with engine:
                 getattr(engine, config.workflow)()
         status = "finished"
         return 0
+    except TryAgain:
+        status = "running"
+        raise
     except Interrupted as stop:
         status = "interrupted"
         if world.is_main:
@@ -129,7 +165,7 @@ def _run(composed: Composed, world: World) -> int:
             status = "killed"  # the collective broke because another rank was: resume=auto continues the run
         raise
     finally:
-        if start.owned and world.rank in (0, first):
+        if start.owned and status != "running" and world.rank in (0, first):
             with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
                 step = engine.step if engine else 0
                 start.run.note(status=status, error=reason, step=step, ended=time.time())

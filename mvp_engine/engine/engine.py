@@ -66,6 +66,7 @@ class Engine(EngineHooks):
         self.run = run
         self.checkpoint = checkpoint
         self.greeting = greeting  # the first line of the log: which run and checkpoint, and why
+        self.can_start_again = False  # after a TryAgain; else errors are errors
         self.device = world.device
         self.layout = Layout.of(world, config.parallel)
         self.logger = logging.getLogger("mvp_engine")

@@ -30,7 +30,7 @@ from mvp_engine.files import atomic_symlink
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.parts import trained_parts
 from mvp_engine.kit.data import MLLMDataKit, load_processor
-from mvp_engine.kit.estimate.auto import with_choice
+from mvp_engine.kit.estimate.auto import smaller_after_out_of_memory, with_choice
 from mvp_engine.kit.examples import examples_of
 from mvp_engine.kit.generation import Answer, generate_answers, write_answers
 from mvp_engine.kit.loss import TokenNormedLossKit
@@ -151,6 +151,10 @@ class MLLMEngine(Engine):
             self._eval_loader = self._loader("eval")
         super().before_train()
         self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
+
+    def do_train(self) -> None:
+        with smaller_after_out_of_memory(self):
+            super().do_train()
 
     def train_pre_step(self, ctx: StepContext) -> None:
         model: Any = self.model

@@ -22,7 +22,10 @@ from mvp_engine.errors import (
     EXIT_BUG,
     EXIT_CODE_FILE,
     EXIT_INTERRUPTED,
+    EXIT_TRY_AGAIN,
     EXIT_USER_ERROR,
+    JOB_ID,
+    TRY_AGAIN_FILE,
     UserError,
 )
 from mvp_engine.process.signals import StopSignals
@@ -78,6 +81,14 @@ def run_module(module: str, nodes: Nodes, arguments: list[str]) -> int:
 
 
 def _torchrun(module: str, nodes: Nodes, arguments: list[str]) -> int:
+    """Run the ranks; those that want to start again (`TryAgain`) are started again if all are on this node."""
+    while True:
+        code = _torchrun_once(module, nodes, arguments)
+        if code != EXIT_TRY_AGAIN or nodes.count > 1:
+            return code
+
+
+def _torchrun_once(module: str, nodes: Nodes, arguments: list[str]) -> int:
     """Run torchrun in this process; returns the exit code of this node's rank that failed first."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nodes.nproc)))
     from torch.distributed import DistError
@@ -108,6 +119,9 @@ def _torchrun(module: str, nodes: Nodes, arguments: list[str]) -> int:
         try:
             run(parse_args(words))
         except ChildFailedError as error:
+            if (again := errors.with_name(TRY_AGAIN_FILE)).is_file():
+                os.environ[JOB_ID] = again.read_text()  # they find their run by it
+                return EXIT_TRY_AGAIN
             rank, failure = error.get_first_failure()
             if nodes.rank > 0 and nodes.least is None:
                 _record_failure(nodes, rank)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,3 +173,65 @@ def test_train_without_a_gpu_takes_the_documented_default_and_tools_say_so(
 def test_auto_that_cannot_be_chosen_is_refused(config: str, words: list[str], message: str, capsys: Any) -> None:
     assert main(["train", config, *words]) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err
+
+
+ENGINE = """
+import os
+import torch
+from mvp_engine.kit import MLLMEngine
+from mvp_engine.kit.estimate import auto
+from mvp_engine.kit.estimate.settings import Gpu
+
+auto.gpu_of_ranks = lambda device, world: Gpu(1e12, 2.0**40, 1e12)  # choose as for a GPU, and train on the CPU
+
+
+class Engine(MLLMEngine):
+    def forward_step(self, ctx, micro_batch):
+        least = int(os.environ["LEAST_TOKENS"])
+        # On one rank alone: the other one waits for it.
+        if ctx.split == "train" and self.world.rank == self.world.size - 1 and micro_batch.num_tokens > least:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return super().forward_step(ctx, micro_batch)
+"""
+
+
+def own_engine(config: str, tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text(ENGINE)
+    (tmp_path / "train.yaml").write_text(CONFIG.replace("mvp_engine.kit:MLLMEngine", f"{tmp_path}/engine.py:Engine"))
+
+
+def test_train_out_of_memory_in_the_first_step_starts_again_with_less(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    use_gpu(monkeypatch, 0.0)  # the engine's own
+    own_engine(config, tmp_path)
+    monkeypatch.setenv("LEAST_TOKENS", "400")
+    assert main(["train", config, "project.dir=oom"]) == 0
+    (run,) = list_runs(tmp_path / "oom")
+    assert run.info["auto"]["out_of_memory"][0]["values"][KEYS[0]] == 512
+    assert run.info["auto"]["values"][KEYS[0]] < 400
+    assert run.info["status"] == "finished"
+    assert [record["step"] for record in run.records("train")] == [1, 2, 3, 4]
+    assert capsys.readouterr().err.count("out of memory in step 1") == len(run.info["auto"]["out_of_memory"])
+    monkeypatch.setenv("LEAST_TOKENS", "10")
+    smallest = ["mllm.row_tokens=512", "model.activation_checkpointing=none"]  # nothing is left to lower
+    assert main(["train", config, "project.dir=none", *smallest]) == EXIT_USER_ERROR
+    assert "out of memory with the sizes that need least" in capsys.readouterr().err
+    # A run that was resumed keeps its packs, and fixed sizes are not lowered.
+    middle = run.checkpoint_list()[0]
+    assert main(["train", config, "project.dir=resumed", f"resume={middle}"]) == EXIT_USER_ERROR
+    assert "CUDA out of memory" in capsys.readouterr().err
+
+
+@pytest.mark.campaign(only=True)
+def test_train_out_of_memory_on_one_of_two_ranks_starts_both_again(config: str, tmp_path: Path) -> None:
+    own_engine(config, tmp_path)
+    env = {**os.environ, "LEAST_TOKENS": "200", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mvp_engine.cli", "train", config, "--nproc", "2", "loop.total_steps=2"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (run,) = list_runs(tmp_path / "outputs")
+    assert run.info["auto"]["out_of_memory"][0]["values"][KEYS[0]] == 256
+    assert run.info["auto"]["values"][KEYS[0]] < 200
+    assert run.info["status"] == "finished"
+    assert "out of memory in step 1" in done.stderr

@@ -6,8 +6,10 @@ accumulation and its results are those of the run without the interruption.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +17,10 @@ import torch
 
 from mvp_engine.distributed import World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
-from mvp_engine.errors import UserError
+from mvp_engine.errors import TryAgain, UserError
 from mvp_engine.kit.action_flops import language_backbone
 from mvp_engine.kit.data.settings import MLLMData, data_section
-from mvp_engine.kit.estimate.choice import USABLE, Choice, Workload, choose, default_choice, is_open
+from mvp_engine.kit.estimate.choice import Choice, Workload, choose, default_choice, is_open
 from mvp_engine.kit.estimate.sample import assumed_batches, sampled_batches
 from mvp_engine.kit.estimate.settings import Gpu, gpu_by_name
 from mvp_engine.kit.estimate.training import changed, meta_model, settings_of
@@ -30,10 +32,11 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("mvp_engine")
 NOTE = "auto"  # the key in run.json
 UNKNOWN_GPU = "H100"  # stands for the speed of a GPU that is not in the table
-IN_USE = 0.95  # a GPU with less free memory than this has other processes, and only its free memory counts
-OUT_OF_MEMORY = (
-    0.8  # the share of the memory that is filled, relative to a choice that ran out of memory
+LESS = 0.75  # of the estimated memory of a choice that ran out of it may be filled by the next one
+CHECKED_STEPS = (
+    3  # the first allocates everything, and packs are nearly full: later ones need no more
 )
+IN_USE = 0.95  # a GPU with less free memory than this has other processes, and only its free memory counts
 
 
 def with_defaults(config: Any) -> Any:
@@ -113,16 +116,54 @@ def _choose(engine: MLLMEngine, section: str, data: MLLMData, asked: dict[str, A
                     else sampled_batches(kit)
                 )
                 work = Workload(model, settings, batch, gpu, engine.layout.data_size)
-                packs = data_packs(plain)
-                usable = USABLE * OUT_OF_MEMORY ** note.get("out_of_memory", 0)
-                choice = choose(config, section, data, packs, work, usable)
+                choice = _choose_untried(config, section, work, note.get("out_of_memory", []))
             note = {**note, "asked": asked, "values": choice.values, "reason": choice.reason}
+            note["peak"] = choice.peak
             engine.run.note(**{NOTE: note})
     choice = engine.world.broadcast(choice)
     if kit is not None:
         kit.settings = data_section(changed(config, choice.values))[1]
         engine.data = kit  # what it measured need not be read again
     return choice
+
+
+def _choose_untried(
+    config: Any, section: str, work: Workload, tried: list[dict[str, Any]]
+) -> Choice:
+    """The choice that fills less of the memory than those that ran out of it."""
+    data = getattr(config, section)
+    packs = data_packs(changed(config, default_choice(config, section, data).values))
+    room = LESS * min(one["peak"] for one in tried) if tried else None
+    choice = choose(config, section, data, packs, work, room)
+    if choice.values in [one["values"] for one in tried]:
+        raise UserError(
+            f"out of memory with the sizes that need least ({choice.reason}): `mvp estimate CONFIG` prints settings "
+            "that fit"
+        )
+    return choice
+
+
+@contextlib.contextmanager
+def smaller_after_out_of_memory(engine: MLLMEngine) -> Iterator[None]:
+    """A context around the steps of a training: if the first ones run out of memory, the run starts again with less.
+
+    Not where a checkpoint was resumed: its packs are those of the recorded choice.
+    """
+    first = engine.step
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        note = engine.run.info.get(NOTE, {})
+        is_early = engine.checkpoint is None and engine.step - first < CHECKED_STEPS
+        if not (engine.can_start_again and is_early and note.get("values")):
+            raise
+        tried = [*note.get("out_of_memory", []), {"values": note["values"], "peak": note["peak"]}]
+        engine.run.note(**{NOTE: {**note, "values": None, "out_of_memory": tried}})
+        why = str(error).splitlines()[0]
+        raise TryAgain(
+            f"out of memory in step {engine.step + 1} with the sizes that auto chose ({note['reason']}): the run "
+            f"starts again with less. {why}"
+        ) from None
 
 
 def data_packs(config: Any) -> int | None:

@@ -53,6 +53,7 @@ class Choice:
 
     values: dict[str, Any]
     reason: str
+    peak: float = 0.0  # bytes by the estimate
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ def choose(
     data: MLLMData,
     packs_per_step: int | None,
     work: Workload,
-    usable: float = USABLE,
+    room: float | None = None,
 ) -> Choice:
-    """`packs_per_step`: those of a config that fixes the pack size. `usable`: the share of the memory to fill."""
+    """`packs_per_step`: those of a config that fixes the pack size. `room`: the bytes to fill, by default `USABLE`."""
     if data.micro_batch_tokens == AUTO:
         sizes = list(_pack_sizes(data, work.data_ranks))
     else:
@@ -99,7 +100,7 @@ def choose(
     modes: list[Mode] = [config.model.activation_checkpointing]
     if modes[0] == AUTO:
         modes = list(_modes(work))
-    room = usable * work.gpu.memory
+    room = USABLE * work.gpu.memory if room is None else room
     found = [one for mode in modes for one in _estimates(work, sizes, mode, room)]
     fitting = [one for one in found if one.peak <= room]
     if fitting:
@@ -113,7 +114,7 @@ def choose(
         values = _pack_values(section, best.tokens, best.packs)
     if config.model.activation_checkpointing == AUTO:
         values[CHECKPOINTING] = best.mode
-    return Choice(values, _reason(best, work, found, bool(fitting)))
+    return Choice(values, _reason(best, work, found, bool(fitting)), best.peak)
 
 
 def _checkpointed(mode: Mode) -> int:
