@@ -84,6 +84,17 @@ class Pi0Policy(ActionModel):
     def expert(self) -> Any:
         return self.hf.model.dit  # type: ignore[union-attr]
 
+    @property
+    def text_parameters(self) -> set[str]:
+        """Parameters that only text outputs use: actions end at the keys and values of the last prefix layer."""
+        decoder: Any = self.decoder()
+        last = decoder.layers[-1]
+        attention_part = last.self_attn
+        modules = [attention_part.q_proj, attention_part.o_proj, last.mlp]
+        modules += [last.post_attention_layernorm, decoder.norm]
+        own = {param for module in modules for param in module.parameters()}
+        return {name for name, param in self.named_parameters() if param in own}
+
     # ---- The prefix -----------------------------------------------------------------------------
 
     def _replace_forwards(self) -> None:

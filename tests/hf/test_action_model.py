@@ -54,7 +54,9 @@ def test_pi0_packed_equals_alone_and_transformers_with_every_gradient(image_toke
     packed = model(PackedBatch.concat(rows), ["velocity", "action_losses"])
     packed["action_losses"].sum().backward()
     of_pack = gradients(model.hf)
-    assert len(list(model.parameters())) - len(of_pack) == UNUSED
+    unused = {name for name, _ in model.named_parameters()} - {f"hf.{name}" for name in of_pack}
+    assert len(unused) == UNUSED
+    assert unused == {*model.text_parameters, "hf.model.dit.embed_tokens.weight"}
 
     model.zero_grad()
     for i, row in enumerate(rows):

@@ -223,6 +223,73 @@ def test_action_training_exports_what_transformers_loads_with_equal_velocities(t
         assert not close(start(row, ["velocity"])["velocity"][0], velocity)  # it learnt
 
 
+def renamed(name: str) -> str:
+    """The name of a tensor of transformers' pi0 in folders of lerobot."""
+    heads = {
+        "model.dit.embed_tokens.weight": "gemma_expert",
+        "model.vlm.language_model.embed_tokens.weight": "paligemma",
+    }
+    if name in heads:
+        return f"paligemma_with_expert.{heads[name]}.lm_head.weight"
+    for ours, theirs in {"model.vlm.": "paligemma.model.", "model.dit.": "gemma_expert.model."}.items():
+        if name.startswith(ours):
+            return f"paligemma_with_expert.{theirs}{name.removeprefix(ours)}"
+    return name.removeprefix("embed_action_time.")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pi0_folder_with_the_names_of_lerobot_loads_and_exports_bit_equal(tmp_path: Path, dtype: torch.dtype) -> None:
+    from safetensors.torch import load_file, save_file
+    from test_action_model import transformers_pi0
+
+    from mvp_engine.hf import ActionModel
+
+    plain = transformers_pi0(tiny_pi0()).to(dtype)
+    plain.save_pretrained(tmp_path / "folder")
+    entries = {renamed(name): value.clone().contiguous() for name, value in plain.state_dict().items()}
+    save_file(entries, tmp_path / "folder" / "model.safetensors", metadata={"format": "pt"})
+    engine = ActionModelEngine(ActionModel.on_meta(tmp_path / "folder"), PLAIN, Settings())
+    engine.initialize()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(engine.model.get_parameter(f"hf.{name}"), value.float()), name
+    engine.export_hf(tmp_path / "export")
+    again = ActionModel.on_meta(tmp_path / "export")
+    assert again.export_dtype == dtype
+    written = load_file(tmp_path / "export" / "model.safetensors")
+    assert sum(value.numel() for value in written.values()) == sum(p.numel() for p in plain.parameters())
+    assert {value.dtype for value in written.values()} == {dtype}
+
+
+def test_pi0_with_lora_exports_merged_weights_that_transformers_loads(tmp_path: Path) -> None:
+    from test_action_model import transformers_pi0
+    from tiny_pi0 import reference
+    from transformers import PI0ForConditionalGeneration
+
+    from mvp_engine.kit import Lora, MLLMModelKit
+    from mvp_engine.model_engine import ModelSource
+
+    start = tiny_pi0()
+    transformers_pi0(start).save_pretrained(tmp_path / "folder")
+    lora = Lora(rank=2, alpha=4, train=["action"])
+    model = MLLMModelKit(lora).build(ModelSource(str(tmp_path / "folder")), "action_model")
+    engine = ActionModelEngine(model, PLAIN, Settings())
+    engine.initialize(lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 1e-2))
+    rows = pi0_rows(start)
+    for _ in range(2):
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch([PackedBatch.concat(rows)], lambda b: (actions_sum(engine, b), b.num_sequences))
+        engine.optimizer_step()
+    engine.export_hf(tmp_path / "export")
+    loaded = PI0ForConditionalGeneration.from_pretrained(tmp_path / "export", attn_implementation="eager")
+    for row in rows:
+        assert close(engine.model(row, ["velocity"])["velocity"][0], reference(loaded, row)[0])
+
+
+def actions_sum(engine: Any, batch: PackedBatch) -> Tensor:
+    total: Tensor = engine.model(batch, ["action_losses"])["action_losses"].sum()
+    return total
+
+
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_action_training_killed_and_resumed_is_bit_equal(tmp_path: Path, campaign_size: Any) -> None:
