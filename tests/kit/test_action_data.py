@@ -23,11 +23,13 @@ CHUNK = 4
 
 
 def model_config(**changes: Any) -> PI0Config:
-    text = {"model_type": "gemma", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 300}
+    text = {"model_type": "gemma", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 300, "head_dim": 8}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
     vision = {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16, "hidden_size": 16}
+    vision |= {"num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32, "vision_use_head": False}
     sizes = {"chunk_size": CHUNK, "max_action_dim": 5, "max_state_dim": 6, **changes}
     vlm = {"model_type": "paligemma", "text_config": text, "vision_config": vision, "image_token_id": 3}
-    return PI0Config(vlm_config=vlm, **sizes)
+    return PI0Config(vlm_config=vlm | {"projection_dim": 16}, dit_config=text, **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def test_table_vla_export_acts_as_the_engine(engine: Any, world: Any, tmp_path: 
         export = engine.export()
         table = world.Table(3)
         seen, _ = table.reset(seed=[7, 8, 9])
-        shape = (engine.data.shape.chunk, engine.data.shape.action_dim)
+        shape = (engine.data.spec.chunk, engine.data.spec.action_dim)
         noise = torch.cat([flow.draw(11, 0, index, shape).noise for index in range(3)])
         tasks = ["put the block on the red plate", "move it", ""]
         observations = []

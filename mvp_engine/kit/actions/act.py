@@ -88,7 +88,7 @@ class Normalization:
 
     def image(self, frame: Any) -> Tensor:
         """A frame (H, W, 3) uint8 -> (3, height, width): resized to fit, centred on black, scaled."""
-        spec = self.spec["image"]
+        spec = self.spec["image"]  # null for models whose own processor prepares images
         pixels = torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1).float()
         pixels = _resize_with_pad(pixels, spec["height"], spec["width"])
         mean = torch.tensor(spec["mean"])[:, None, None]

@@ -105,13 +105,17 @@ class ActionEngine(MLLMEngine):
     ) -> np.ndarray:
         """Actions (observations, steps, size) in the units of the data. `keys` are (episode, decision)."""
         batch = self.observation_batch(observations)
-        shape = (self.data.shape.chunk, self.data.shape.action_dim)
-        noise = [flow.draw(seed, decision, episode, shape).noise for episode, decision in keys]
+        spec = self.data.spec
+        noise = None
+        if spec.kind == "flow":
+            shape = (spec.chunk, spec.action_dim)
+            drawn = [flow.draw(seed, decision, episode, shape) for episode, decision in keys]
+            noise = torch.cat([one.noise for one in drawn])
         settings = self.config.rollouts
         chunks = sample_actions(
             self.model_engine,
             batch,
-            torch.cat(noise),
+            noise,
             None if settings is None else settings.num_steps,
             self.config.mllm.pack_tokens,
         )
@@ -131,9 +135,8 @@ class ActionEngine(MLLMEngine):
                     f"an observation has the images {list(seen.images)}; the model was trained with "
                     f"{normalization.cameras}"
                 )
-            images = [normalization.image(seen.images[name]) for name in cameras]
-            ids = encoder.prefix_ids(seen.task, len(cameras))
-            batches.append(encoder.observation(ids, images, seen.state, {}))
+            images = [seen.images[name] for name in cameras]
+            batches.append(encoder.observation(seen.task, images, seen.state, {}))
         return PackedBatch.concat(batches)
 
     def roll_out(self, task: str | None = None) -> list[EpisodeResult]:

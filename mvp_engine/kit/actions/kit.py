@@ -22,7 +22,8 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit import flow
 from mvp_engine.kit.actions import act
 from mvp_engine.kit.actions.act import FORMAT, Normalization
-from mvp_engine.kit.actions.encode import ActionRowEncoder, ActionShape
+from mvp_engine.kit.actions.encode import ActionRowEncoder
+from mvp_engine.kit.actions.encode_pi0 import Pi0RowEncoder
 from mvp_engine.kit.actions.robot_facts import robot_facts
 from mvp_engine.kit.actions.rows import FrameRows, is_lerobot
 from mvp_engine.kit.actions.settings import ActionData
@@ -41,10 +42,12 @@ class ActionPackDataset(PackDataset):
     """Packs of frames with this epoch's noise and times, drawn in the worker from seed, epoch and sample id."""
 
     draws: int = 1
-    times: flow.FlowTimes | None = None
+    times: flow.FlowTimes | None = None  # None: the head is no flow and reads no noise
 
     def __getitem__(self, index: int) -> tuple[PackedBatch, list[BadRecord]]:
         batch, bad = super().__getitem__(index)
+        if self.times is None:
+            return batch, bad
         shape = tuple(batch.sequence_fields["action_chunk"].shape[1:])
         drawn = []
         for sample in batch.sequence_fields["sample"].tolist():
@@ -58,7 +61,6 @@ class ActionDataKit(MLLMDataKit):
     """The data of an action model. `processor` is its tokenizer, or a processor for rows of images and text."""
 
     row_encoder: ActionRowEncoder
-    encoder_class = ActionRowEncoder
     dataset_class = ActionPackDataset
 
     def __init__(
@@ -71,11 +73,37 @@ class ActionDataKit(MLLMDataKit):
         num_workers: int = 0,
     ) -> None:
         self.actions = actions
-        self.shape = ActionShape.of_config(model_config)
-        super().__init__(settings, processor, num_workers=num_workers)
-        self.row_encoder.set_shape(self.shape)
-        self.times = actions.times or flow.times_of_config(model_config)
+        is_pi0 = getattr(model_config, "model_type", None) == "pi0"
+        self.encoder_class = Pi0RowEncoder if is_pi0 else ActionRowEncoder
+        if is_pi0:  # its prefixes need no processor
+            processor = getattr(processor, "tokenizer", processor)
+        super().__init__(
+            settings,
+            processor,
+            model_config=None if is_pi0 else model_config,
+            num_workers=num_workers,
+        )
+        encoder = self.row_encoder
+        encoder.set_model(model_config)
+        self.spec = encoder.spec
+        self.times = None
+        if isinstance(encoder, Pi0RowEncoder):
+            self.times = actions.times or flow.times_of_config(model_config)
+            encoder.cotrains = not all(is_lerobot(one.path) for one in self._all_sources)
+            self._check_text(encoder.cotrains)
         self._folders: dict[str, FrameRows] = {}
+
+    def _check_text(self, cotrains: bool) -> None:
+        if cotrains and self.settings.overlong in ("truncate", "shrink"):
+            raise UserError(
+                f"mllm.overlong={self.settings.overlong}: rows of images and text for pi0 are not made shorter. Set "
+                "mllm.overlong=drop"
+            )
+        if self.actions.text_weight and not cotrains:
+            raise UserError(
+                f"actions.text_weight={self.actions.text_weight}: all of mllm.sources are LeRobot folders without text "
+                "to learn. Set it to 0, or add a source of questions and answers"
+            )
 
     # ---- Sources ------------------------------------------------------------------------------------
 
@@ -100,15 +128,15 @@ class ActionDataKit(MLLMDataKit):
         """The frames of a source, read once."""
         path = str(settings.path)
         if path not in self._folders:
-            rows = FrameRows(path, settings.label, self.actions, self.shape.chunk)
+            rows = FrameRows(path, settings.label, self.actions, self.spec.chunk)
             self._check_sizes(rows)
             self._folders[path] = rows
         return self._folders[path]
 
     def _check_sizes(self, rows: FrameRows) -> None:
         limits = {
-            "state": (self.actions.state, rows.state_size, self.shape.state_dim),
-            "action": (self.actions.action, rows.action_size, self.shape.action_dim),
+            "state": (self.actions.state, rows.state_size, self.spec.state_dim),
+            "action": (self.actions.action, rows.action_size, self.spec.action_dim),
         }
         for kind, (key, size, limit) in limits.items():
             if size > limit:
@@ -130,21 +158,19 @@ class ActionDataKit(MLLMDataKit):
         if not isinstance(rows, FrameRows):
             return super().measure_source(name, source, row_format)
         # Known without a look at any frame: tokens of the instruction, and of each camera.
-        cameras = len(rows.cameras)
         chosen = source.chosen_rows()
         costs = Costs.zeros(len(source))
-        by_task: dict[tuple[int, int], int] = {}
+        by_task: dict[tuple[int, int], tuple[int, int]] = {}
         for place, row in enumerate(chosen.tolist()):
             if row in rows.frames.bad:
                 costs.bad[place] = rows.frames.bad[row]
                 continue
             key = (int(rows.frames.task[row]), int(rows.frames.episode[row]))
             if key not in by_task:
-                by_task[key] = len(self.row_encoder.prefix_ids(rows.task(row), cameras))
-            costs.tokens[place] = by_task[key]
-        used = costs.tokens > 0
-        costs.encoder[used] = cameras * 3 * self.shape.image_size**2
-        costs.media[used] = MEDIA_BITS["image"] if cameras else 0
+                by_task[key] = self.row_encoder.prefix_cost(rows.task(row), rows.image_sizes)
+            costs.tokens[place] = by_task[key][0]
+            costs.encoder[place] = by_task[key][1]
+        costs.media[costs.tokens > 0] = MEDIA_BITS["image"] if rows.cameras else 0
         costs.long = np.flatnonzero(costs.tokens > self.row_encoder.max_tokens)
         for array in (costs.tokens, costs.encoder, costs.media):
             array[costs.long] = 0
@@ -219,12 +245,12 @@ class ActionDataKit(MLLMDataKit):
                 "state": entries["state"],
                 "action": entries["action"],
                 "cameras": rows.cameras,
-                "image": self.shape.image_spec(),
+                "image": self.row_encoder.image_spec(),
                 "names": {
                     "state": rows.folder.names_of(self.actions.state),
                     "action": rows.folder.names_of(self.actions.action),
                 },
-                "chunk": self.shape.chunk,
+                "chunk": self.spec.chunk,
                 "fps": rows.folder.fps,
             }
         )
@@ -244,7 +270,7 @@ class ActionDataKit(MLLMDataKit):
             place = np.cumsum(used) - 1
             last_used = place[last[index]]
             actions += relative_parts(
-                rows.actions[used], rows.states[used], last_used, self.relative, self.shape.chunk
+                rows.actions[used], rows.states[used], last_used, self.relative, self.spec.chunk
             )
         if not sum(map(len, states)):
             raise UserError("no frame of the training folders can be used: see bad_rows.jsonl")
@@ -280,7 +306,8 @@ class ActionDataKit(MLLMDataKit):
         return {}
 
     def save_processor(self, folder: Path, model: str | None = None) -> None:
-        """The tokenizer, normalization.json and act.py, which go into checkpoints and exports."""
+        """The tokenizer, normalization.json and (of pi0) act.py, which go into checkpoints and exports."""
         super().save_processor(folder, model)
         self.normalization.save(folder)
-        (folder / "act.py").write_text(Path(act.__file__).read_text())
+        if isinstance(self.row_encoder, Pi0RowEncoder):
+            (folder / "act.py").write_text(Path(act.__file__).read_text())

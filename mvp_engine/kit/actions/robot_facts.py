@@ -16,8 +16,7 @@ def robot_facts(rows: FrameRows) -> dict[str, str]:
     tasks = list(dict.fromkeys(folder.tasks.values()))
     shown = ", ".join(repr(task) for task in tasks[:MAX_TASKS])
     cameras = []
-    for camera in rows.cameras:
-        height, width = folder.features[camera]["shape"][:2]
+    for camera, (height, width) in zip(rows.cameras, rows.image_sizes, strict=True):
         kind = "video" if folder.is_video(camera) else "images"
         cameras.append(f"{camera} {width}x{height} {kind}")
     facts = {

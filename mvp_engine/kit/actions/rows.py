@@ -92,6 +92,18 @@ class FrameRows(RowFile):
         return self.folder.size_of(self.settings.action)
 
     @property
+    def image_sizes(self) -> list[tuple[int, int]]:
+        """(height, width) of the frames of each camera, as info.json announces them."""
+        found = []
+        for camera in self.cameras:
+            shape = self.folder.features[camera]["shape"]
+            names = self.folder.features[camera].get("names") or []
+            # Some folders write (channels, height, width).
+            first = 1 if len(names) == 3 and str(names[0]).startswith("channel") else 0
+            found.append((int(shape[first]), int(shape[first + 1])))
+        return found
+
+    @property
     def states(self) -> np.ndarray:
         return self.frames.columns[self.settings.state]
 
