@@ -9,12 +9,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.config.schema import Experts
+from mvp_engine.distributed import Layout
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
 from mvp_engine.hf.adapter import HFAdapter
+from mvp_engine.hf.language_model import LanguageModel
 
 
 class OmniAdapter(HFAdapter):
+    def preflight(self, layout: Layout, exact: bool) -> None:
+        if isinstance(self.model, LanguageModel):  # CSM has no text to compare
+            super().preflight(layout, exact)
+
     def apply_tensor_parallel(self, mesh: DeviceMesh) -> NoReturn:
         raise _unsupported("parallel.tensor > 1", "parallel.tensor=1 and parallel.shard")
 

@@ -36,7 +36,7 @@ def check_talker(config: Any) -> None:
         )
     if model_type != "qwen3_omni_moe":
         raise UserError(
-            f"model.type=omni_model is for models with a talker (qwen3_omni_moe), not for {model_type}: set "
+            f"model.type=omni_model is for models with a talker (qwen3_omni_moe, csm), not for {model_type}: set "
             "model.type=language_model"
         )
     if not config.enable_audio_output:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.data.speech import FIRST_CODE, LABEL, SPEECH
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.speech import FIRST_CODE, SPEECH
 from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
 from mvp_engine.errors import UserError
@@ -30,25 +30,15 @@ from mvp_engine.hf.load import Entries
 from mvp_engine.hf.omni_config import add_undeclared_settings, check_talker
 from mvp_engine.hf.packed_model import Outputs
 from mvp_engine.hf.receive import TensorEntries
-from mvp_engine.hf.talker import (
-    RowShare,
-    SpeechRows,
-    SpeechScores,
-    codec_embeddings,
-    predictor_hidden,
-    predictor_labels,
-    talker_hidden,
-    talker_inputs,
-)
+from mvp_engine.hf.speech_outputs import SPEECH_OUTPUTS, SpeechSizes, speech_outputs
+from mvp_engine.hf.speech_rows import SpeechRows
+from mvp_engine.hf.talker import Qwen3Talker
 from mvp_engine.hf.whole_folder import WholeFolder
-from mvp_engine.ops.batched_heads import batched_log_probs
-from mvp_engine.ops.linear_cross_entropy import linear_log_probs
 
 if TYPE_CHECKING:
     from mvp_engine.hf.adapter import HFAdapter
     from mvp_engine.hf.kv_cache import KVCache
 
-SPEECH_OUTPUTS = ("speech_loss", "speech_log_probs", "speech_entropy")
 VOCODER = "code2wav"
 
 
@@ -86,12 +76,17 @@ class OmniModel(LanguageModel):
         read.register_forward_hook(self._keep_media_hidden)
 
     @classmethod
-    def from_config(cls, config: Any, **options: Any) -> OmniModel:
+    def from_config(cls, config: Any, **options: Any) -> Any:
+        """The model of the config's family: this class, or `CsmModel`."""
         from transformers import AutoModelForMultimodalLM
         from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
             Qwen3OmniMoeTalkerForConditionalGeneration,
         )
 
+        if config.model_type == "csm":
+            from mvp_engine.hf.csm import CsmModel
+
+            return CsmModel.from_config(config)
         check_talker(config)
         add_undeclared_settings(config)
         thinker = from_auto(AutoModelForMultimodalLM, config.thinker_config)
@@ -168,6 +163,30 @@ class OmniModel(LanguageModel):
             self._media_hidden = None
             self.shard = None
 
+    @property
+    def predictor(self) -> nn.Module:
+        """The code predictor."""
+        return self.talker.code_predictor
+
+    @property
+    def speech_sizes(self) -> SpeechSizes:
+        config = self.talker.config.code_predictor_config
+        return SpeechSizes(config.num_code_groups, config.vocab_size, config.hidden_size)
+
+    def passes(self) -> Qwen3Talker:
+        """The passes of the talker."""
+        embed: Any = self.hf.get_input_embeddings()  # type: ignore[operator]
+        return Qwen3Talker(self.talker, embed)
+
+    def _speech(
+        self, batch: PackedBatch, wanted: tuple[str, ...], hidden_TD: Tensor | None
+    ) -> Outputs:
+        rows = SpeechRows.of(batch)
+        shard = None if rows is None else self._shard_of(rows.lengths, rows.values.device)
+        return speech_outputs(
+            self.passes(), rows, wanted, shard=shard, hidden_TD=hidden_TD, chunk=self.chunk
+        )
+
     def _kept_hidden(self, batch: PackedBatch) -> Tensor | None:
         """Of all tokens, also where ranks share them: each reads others."""
         if not _has_media(batch):
@@ -202,79 +221,11 @@ class OmniModel(LanguageModel):
         finally:
             decoder.layers = layers
 
-    def _speech(
-        self, batch: PackedBatch, wanted: tuple[str, ...], hidden_TD: Tensor | None
-    ) -> Outputs:
-        rows = SpeechRows.of(batch)
-        if rows is None:
-            return self._no_speech(wanted)
-        talker = self.talker
-        codes_FK = rows.codes
-        embeds_FKD = codec_embeddings(talker, codes_FK)
-        embed: Any = self.hf.get_input_embeddings()  # type: ignore[operator]
-        inputs_RD = talker_inputs(talker, embed, rows, embeds_FKD, hidden_TD)
-        shard = self._shard_of(rows.lengths, inputs_RD.device)
-        hidden_RD = talker_hidden(talker, rows, inputs_RD, shard)
-        share = None if shard is None else RowShare.of(shard, rows)
-        labelled_P = rows.labelled if share is None else share.labelled.cut(rows.labelled)
-        first = linear_log_probs(
-            hidden_RD[labelled_P],
-            talker.codec_head.weight,
-            rows.values[labelled_P, LABEL],
-            chunk=self.chunk,
-        )
-        frames_F = torch.arange(len(rows.frames), device=codes_FK.device)
-        frames_F = frames_F if share is None else share.cut_frames(frames_F)
-        heads_KFD = predictor_hidden(
-            talker, hidden_RD[rows.frames[frames_F] - 1], embeds_FKD[frames_F]
-        )
-        weights = torch.stack([head.weight for head in talker.code_predictor.lm_head])
-        labels_KF = predictor_labels(rows, codes_FK)[:, frames_F]
-        rest_KF, entropy_KF = batched_log_probs(heads_KFD, weights, labels_KF)
-        scores = SpeechScores(first.log_probs, first.entropy, rest_KF, entropy_KF)
-        loss = None
-        if share is not None:
-            scores = share.own(scores)
-            loss = share.labelled.total(scores.loss())
-            scores = share.gather(scores)
-        return self._speech_outputs(rows, scores, loss, wanted)
-
-    def _speech_outputs(
-        self, rows: SpeechRows, scores: SpeechScores, loss: Tensor | None, wanted: tuple[str, ...]
-    ) -> Outputs:
-        computed: Outputs = {}
-        if "speech_loss" in wanted:
-            computed["speech_loss"] = scores.loss() if loss is None else loss
-        has_label_P = rows.values[rows.labelled, LABEL] != IGNORE
-        at_P = rows.places_of_frames
-        kept = rows.num_real_labelled
-        if "speech_log_probs" in wanted:
-            computed["speech_log_probs"] = _table(scores.first, scores.rest, at_P)[:kept]
-        if "speech_entropy" in wanted:
-            entropy_P = torch.where(has_label_P, scores.first_entropy, 0.0)
-            of_frames = torch.where(has_label_P[at_P], scores.rest_entropy, 0.0)
-            computed["speech_entropy"] = _table(entropy_P, of_frames, at_P)[:kept]
-        return computed
-
-    def _no_speech(self, wanted: tuple[str, ...]) -> Outputs:
-        """Zeros with a gradient of zeros: a micro-batch without speech still needs a backward."""
-        head = self.talker.codec_head.weight
-        nothing = head.flatten()[:0].float().sum()
-        books = self.talker.config.num_code_groups
-        empty = nothing.expand(0, books)
-        return {name: nothing.expand(2) if name == "speech_loss" else empty for name in wanted}
-
 
 def _has_media(batch: PackedBatch) -> bool:
     """Whether a batch has images, videos or audio; sharded ranks have the same kinds in a forward (`lockstep.py`)."""
     kinds = [kind for kind, media in batch.media.items() if len(media.row_counts)]
     return any(kind != SPEECH for kind in kinds)
-
-
-def _table(first_P: Tensor, rest_KF: Tensor, at_P: Tensor) -> Tensor:
-    """(P, K): the first codebook of all labelled rows, the others in the rows that predict a frame."""
-    rest_PK = first_P.new_zeros(len(first_P), len(rest_KF)).index_copy(0, at_P, rest_KF.T)
-    return torch.cat([first_P[:, None], rest_PK], dim=1)
 
 
 def _add_missing_init_rules(talker: Any) -> None:

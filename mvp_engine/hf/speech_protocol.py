@@ -92,6 +92,10 @@ class SpeechProtocol:
                 "mllm.speech: Qwen2.5-Omni's codec encoder was never released, so nobody can make codes of speech for "
                 "its talker: fine-tune its thinker (model.type=language_model), or use Qwen3-Omni"
             )
+        if model_type == "csm":
+            from mvp_engine.hf.csm import CsmProtocol
+
+            return CsmProtocol.of(config)
         if model_type != "qwen3_omni_moe" or not getattr(config, "enable_audio_output", True):
             return None
         talker = config.talker_config
@@ -160,7 +164,7 @@ class SpeechProtocol:
         positions_3T = position_ids.expand(3, -1) if position_ids.ndim == 1 else position_ids[-3:]
         items = [self._item(ids_T, positions_3T, segments, turn) for turn in turns]
         counts = torch.tensor([len(item) for item in items])
-        frames = torch.tensor([len(turn.codes) for turn in turns])
+        frames = torch.stack([(item[:, -1] >= 0).sum() for item in items])
         owners = torch.zeros(len(items), dtype=torch.long)
         sources = torch.stack([(item[:, SOURCE] >= 0).sum() for item in items])
         fields = {FRAME_COUNTS: frames, SOURCE_COUNTS: sources}

@@ -59,11 +59,11 @@ class WholeFolder:
 
     def skeleton(self) -> Any:
         """The whole model, on the meta device."""
-        from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING
+        from transformers import MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING
 
         config = copy.deepcopy(self.config)
         config._attn_implementation = "eager"
-        model_class: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+        model_class: Any = MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING[type(config)]
         with torch.device("meta"):
             return model_class(config)
 
@@ -109,6 +109,11 @@ def check_folder(model: PackedModel) -> None:
     """Raise for a part of a folder that is not there: an export would have nothing to copy the other parts from."""
     if model.whole is not None and model.source is None:
         kind = model.whole.config.model_type
+        if kind == "csm":
+            raise UserError(
+                "model.config.model_type=csm without model.path: an export copies the codec from the folder. Set "
+                "model.path"
+            )
         raise UserError(
             f"model.config.model_type={kind} without model.path: model.type={model.model_type} trains the thinker, and "
             f"an export copies the talker and the vocoder from the folder. Set model.path, or "

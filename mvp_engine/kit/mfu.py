@@ -26,6 +26,7 @@ from mvp_engine.data.speech import SPEECH
 from mvp_engine.engine.context import StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.hf.action_model import ActionModel
+from mvp_engine.hf.csm import CsmModel
 from mvp_engine.hf.omni_model import OmniModel
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.pi0 import Pi0Policy
@@ -36,7 +37,13 @@ from mvp_engine.kit.action_flops import (
     suffix_pairs,
 )
 from mvp_engine.kit.flop_costs import FlopCosts, flop_costs
-from mvp_engine.kit.speech_flops import add_speech_costs, speech_work, thinker_share
+from mvp_engine.kit.speech_flops import (
+    SPEAKING,
+    add_speech_costs,
+    speech_costs_alone,
+    speech_work,
+    thinker_share,
+)
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -56,6 +63,8 @@ class MFUKit:
     @cached_property
     def costs(self) -> FlopCosts:
         """Computed with the first batch, when the engine has frozen what it should."""
+        if isinstance(self.model, CsmModel):
+            return speech_costs_alone(self.model)
         costs = flop_costs(self.backbone)
         if isinstance(self.model, ActionModel):
             add_action_costs(costs, self.model)
@@ -120,7 +129,7 @@ class MFUKit:
     def encoder_work(self, name: str, media: Media, ids: Tensor) -> Iterator[EncoderWork]:
         """The rows and attention pairs of the encoder that reads `batch.media[name]`; see `ids_with_own_media`."""
         if name == SPEECH:
-            if isinstance(self.model, OmniModel):  # else nothing reads it
+            if isinstance(self.model, SPEAKING):  # else nothing reads it
                 yield from speech_work(self.costs, media)
             return
         pair_costs = {}

@@ -16,12 +16,35 @@ from torch import Tensor, nn
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.data.speech import FIRST_CODE, FRAME_COUNTS, SOURCE_COUNTS, SPEECH
+from mvp_engine.hf.csm import CsmModel
 from mvp_engine.hf.omni_model import OmniModel
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.speech_protocol import HEADER
 from mvp_engine.kit.flop_costs import FlopCosts, attention_flops, matmul_flops
 from mvp_engine.kit.speech_loss import trains_text
 from mvp_engine.ops.batched_heads import CHUNK_LOGITS
+
+SPEAKING = (OmniModel, CsmModel)
+SpeakingModel = OmniModel | CsmModel
+
+
+def speech_costs_alone(model: CsmModel) -> FlopCosts:
+    """The costs of CSM, which computes nothing for the text of a batch: it reads text in its speech rows."""
+    csm: Any = model.hf
+    config = csm.config
+    depth = csm.depth_decoder
+    costs = FlopCosts(rows={"text": 0.0})
+    for layer in csm.backbone_model.layers:
+        _add_weights(costs, "talker", layer, config)
+        costs.add_pair("talker", None, 3 * attention_flops(layer.self_attn, config))
+    _add_weights(costs, "codec_head", csm.lm_head, None)
+    for layer in depth.model.layers:
+        _add_weights(costs, "code", layer, depth.config)
+        costs.add_pair("code", None, 3 * attention_flops(layer.self_attn, depth.config))
+    _add_weights(costs, "code", depth.model.inputs_embeds_projector, None)
+    head = depth.codebooks_head.weight
+    costs.add_row("code_head", 2.0 * head.numel() * (2 + head.requires_grad))
+    return costs
 
 
 def add_speech_costs(costs: FlopCosts, model: OmniModel) -> None:
@@ -57,7 +80,8 @@ def speech_work(
     frames = float(media.fields[FRAME_COUNTS].sum())
     books = media.values.shape[1] - FIRST_CODE
     yield "talker", float(rows_N.sum()), None
-    yield "talker_media", float(media.fields[SOURCE_COUNTS].sum()), None
+    if "talker_media" in costs.rows:
+        yield "talker_media", float(media.fields[SOURCE_COUNTS].sum()), None
     yield "codec_head", frames + len(rows_N), None
     yield "code", frames * books, None
     yield "code_head", frames, None
@@ -79,20 +103,20 @@ def thinker_share(model: PackedModel, batch: PackedBatch) -> float:
 def speech_loss_bytes(model: PackedModel, batch: PackedBatch) -> float:
     """Memory around the heads of the talker: a chunk of logits in three copies, and the embeddings of all codes."""
     speech = batch.media.get(SPEECH)
-    if not isinstance(model, OmniModel) or speech is None or not len(speech.row_counts):
+    if not isinstance(model, SPEAKING) or speech is None or not len(speech.row_counts):
         return 0.0
-    predictor = model.talker.config.code_predictor_config
+    sizes = model.speech_sizes
     frames = int(speech.fields[FRAME_COUNTS].sum())
-    logits = frames * (predictor.num_code_groups - 1) * predictor.vocab_size
-    embeddings = frames * predictor.num_code_groups * predictor.hidden_size
-    weights = sum(p.numel() for p in model.talker.code_predictor.lm_head.parameters())
+    logits = frames * (sizes.books - 1) * sizes.codes
+    embeddings = frames * sizes.books * sizes.width
+    weights = (sizes.books - 1) * sizes.codes * sizes.width
     return 4.0 * (3 * min(logits, CHUNK_LOGITS) + 3 * embeddings + 2 * weights)
 
 
-def assumed_speech(model: OmniModel, rows: int, user_tokens: int, frames: int) -> Media:
+def assumed_speech(model: SpeakingModel, rows: int, user_tokens: int, frames: int) -> Media:
     """Speech of `rows` sequences, one spoken turn each; values on the meta device."""
     talker_rows = user_tokens + HEADER + frames
-    books = model.talker.config.num_code_groups
+    books = model.speech_sizes.books
     values = torch.empty(rows * talker_rows, FIRST_CODE + books, dtype=torch.long, device="meta")
     counts = torch.full((rows,), talker_rows)
     fields = {FRAME_COUNTS: torch.full((rows,), frames), SOURCE_COUNTS: torch.zeros(rows).long()}

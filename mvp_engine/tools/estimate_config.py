@@ -19,7 +19,6 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.action_model import ActionModel
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.hub import hub_model
-from mvp_engine.hf.omni_model import OmniModel
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.data.settings import data_section
@@ -39,6 +38,7 @@ from mvp_engine.kit.estimate.sample import assumed_batches, sampled_batches
 from mvp_engine.kit.estimate.settings import GIB, EstimateSettings, gpu_by_name
 from mvp_engine.kit.estimate.step import estimate_step
 from mvp_engine.kit.estimate.training import changed, meta_model, settings_of
+from mvp_engine.kit.speech_flops import SPEAKING
 from mvp_engine.tools.data_kit import config_data_kit
 
 MODEL_CONFIG = Path(__file__).parent / "estimate_model.yaml"
@@ -110,7 +110,7 @@ class Estimator:
 
     def _assumed_batches(self, model: PackedModel, config: Any) -> Callable[[int], PackedBatch]:
         """Micro-batches by their number of tokens."""
-        if isinstance(model, OmniModel):
+        if isinstance(model, SPEAKING):
             return lambda tokens: assumed_speech_packs(model, tokens).largest[0]
         if not isinstance(model, ActionModel):
             return assumed_batches(model.hf.config, self.data(config), self.media_share)
@@ -201,7 +201,7 @@ class Estimator:
         model = self.model(config)
         if isinstance(model, ActionModel):
             return assumed_action_packs(model, data.pack_tokens, num_draws(config))
-        if isinstance(model, OmniModel):
+        if isinstance(model, SPEAKING):
             return assumed_speech_packs(model, data.pack_tokens)
         return assumed_packs(model.hf.config, data, self.media_share)
 

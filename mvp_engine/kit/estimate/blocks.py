@@ -14,6 +14,7 @@ from torch import nn
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import SPEECH
 from mvp_engine.hf.config_facts import num_heads
+from mvp_engine.hf.csm import CsmModel
 from mvp_engine.hf.encoder_share import largest_share
 from mvp_engine.hf.omni_model import OmniModel
 from mvp_engine.hf.packed_model import PackedModel
@@ -23,7 +24,7 @@ from mvp_engine.kit.action_flops import language_backbone, num_suffix_rows
 from mvp_engine.kit.estimate.settings import EstimateSettings
 from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
 from mvp_engine.kit.mfu import MFUKit, ids_with_own_media
-from mvp_engine.kit.speech_flops import thinker_share
+from mvp_engine.kit.speech_flops import SPEAKING, thinker_share
 from mvp_engine.ops import fp8
 from mvp_engine.ops.nf4 import quantized_layers
 
@@ -130,7 +131,7 @@ class BlockCosts:
         for block in self.blocks:
             if block.in_backward and self.checkpointing.get(block.part) == "full":
                 config = text_config if block.is_text else None
-                if block.rows == "talker":
+                if block.rows == "talker" and isinstance(self.model, OmniModel):
                     talker: Any = self.model.talker
                     config = talker.config.text_config
                 amount.add(block, _gemm_flops(block.module, config) * rows.get(block.rows, 0.0))
@@ -197,15 +198,18 @@ class BlockCosts:
 def _blocks(model: PackedModel) -> list[Block]:
     after_trained = set[nn.Module]()
     has_trained = False
-    for module, _, _ in modules_in_forward_order(language_backbone(model)):
+    ordered = (
+        [] if isinstance(model, CsmModel) else modules_in_forward_order(language_backbone(model))
+    )
+    for module, _, _ in ordered:
         if has_trained:
             after_trained.add(module)
         has_trained = has_trained or _trains(module, recurse=False)
     found = []
     predictor = set[nn.Module]()
-    if isinstance(model, OmniModel):
-        predictor = set(model.talker.code_predictor.modules())
-    speaks = isinstance(model, OmniModel) and _trains(model)  # the talker comes after everything
+    if isinstance(model, SPEAKING):
+        predictor = set(model.predictor.modules())
+    speaks = isinstance(model, SPEAKING) and _trains(model)  # the talker comes after everything
     for module, part in blocks_by_part(model):
         in_backward = module in after_trained or _trains(module) or (speaks and part == "talker")
         found.append(Block(module, part, in_backward, module in predictor))

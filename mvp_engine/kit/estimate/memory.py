@@ -15,6 +15,7 @@ from torch import nn
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.hf import experts
+from mvp_engine.hf.csm import CsmModel
 from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.kit.estimate.blocks import BlockCosts
@@ -110,7 +111,7 @@ def _dynamic(costs: BlockCosts, batch: PackedBatch) -> dict[str, float]:
 def _loss_bytes(costs: BlockCosts, batch: PackedBatch) -> float:
     """One chunk of logits, the gradient of the hidden states, and the head's gradient or its bf16 copy."""
     head: Any = costs.model.hf.get_output_embeddings()  # type: ignore[operator]
-    if head is None or thinker_share(costs.model, batch) < 1.0:
+    if head is None or isinstance(costs.model, CsmModel) or thinker_share(costs.model, batch) < 1.0:
         return 0.0
     vocabulary, width = head.weight.shape
     chunk = min(getattr(costs.model, "chunk", DEFAULT_CHUNK), batch.num_tokens)

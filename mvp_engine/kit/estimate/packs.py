@@ -13,11 +13,10 @@ from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.data.speech import SPEECH
 from mvp_engine.errors import UserError, count
 from mvp_engine.hf.action_model import NOISE, ActionModel
-from mvp_engine.hf.omni_model import OmniModel
 from mvp_engine.hf.speech_protocol import HEADER
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.action_flops import language_backbone
-from mvp_engine.kit.speech_flops import assumed_speech
+from mvp_engine.kit.speech_flops import SpeakingModel, assumed_speech
 
 SAMPLED_PACKS = 8  # micro-batches that are loaded for the time of a step
 IMAGE_TOKENS = 1024  # the most tokens of an assumed image, without mllm.limits.max_pixels
@@ -122,7 +121,7 @@ def assumed_action_packs(model: ActionModel, tokens: int, draws: int) -> Packs:
     return Packs(batch, row_tokens, text)
 
 
-def assumed_speech_packs(model: OmniModel, tokens: int) -> Packs:
+def assumed_speech_packs(model: SpeakingModel, tokens: int) -> Packs:
     """Full packs of spoken answers: talker positions count as tokens, as the data kit counts them."""
     user_tokens = ROW_TOKENS // 2
     talker_rows = user_tokens + HEADER + FRAMES

@@ -1,0 +1,239 @@
+"""CSM by `model.type=omni_model`: one pass equals generation, packs equal each alone, exports keep the codec."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from families import parallel
+from folders import alone, entries
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.speech import SPEECH, num_speech_labels
+from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.errors import UserError
+from mvp_engine.hf import OmniModel, speech_outputs
+from mvp_engine.hf.csm import CsmModel
+from mvp_engine.hf.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
+from mvp_engine.kit import MFUKit
+from mvp_engine.kit.estimate.blocks import BlockCosts
+from mvp_engine.kit.estimate.memory import peak_memory
+from mvp_engine.kit.estimate.settings import EstimateSettings
+from mvp_engine.kit.speech_loss import SpeechLossKit, trains_text
+from mvp_engine.model_engine import ModelSource, Settings
+from mvp_engine.model_engine.types import OmniModelEngine
+
+BOOKS, VOCAB, FRAMES = 4, 35, 6
+
+
+def settings(tied: bool = True) -> dict[str, Any]:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    common = {"num_codebooks": BOOKS, "vocab_size": VOCAB, "initializer_range": 0.2, "head_dim": 8, **sizes}
+    depth = {**common, "hidden_size": 16, "backbone_hidden_size": 32, "max_position_embeddings": BOOKS + 1}
+    codec = {
+        "model_type": "mimi",
+        "hidden_size": 16,
+        "num_filters": 4,
+        "num_residual_layers": 1,
+        "upsampling_ratios": [2, 2],
+        "codebook_size": 32,
+        "codebook_dim": 8,
+        "vector_quantization_hidden_dimension": 8,
+        "num_quantizers": BOOKS,
+        "upsample_groups": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 16,
+    }
+    return {
+        **common,
+        "hidden_size": 32,
+        "text_vocab_size": 60,
+        "codebook_pad_token_id": 34,
+        "codebook_eos_token_id": 0,
+        "audio_token_id": 58,
+        "audio_eos_token_id": 59,
+        "pad_token_id": 58,
+        "bos_token_id": 57,
+        "tie_codebooks_embeddings": tied,
+        "depth_decoder_config": depth,
+        "codec_config": codec,
+    }
+
+
+def config(tied: bool = True) -> Any:
+    from transformers import CsmConfig
+
+    return CsmConfig(**settings(tied))
+
+
+@cache
+def whole(tied: bool = True) -> Any:
+    from transformers import CsmForConditionalGeneration
+
+    torch.manual_seed(2)
+    return CsmForConditionalGeneration(config(tied)).eval()
+
+
+def csm(tied: bool = True) -> CsmModel:
+    model = OmniModel.from_config(config(tied))
+    state = {name: value for name, value in whole(tied).state_dict().items() if not name.startswith("codec_model.")}
+    model.hf.load_state_dict(state)
+    return model.eval()
+
+
+def batch_of(ids: Tensor, codes: Tensor | None, ends: bool = True) -> PackedBatch:
+    protocol = SpeechProtocol.for_config(config())
+    assert protocol is not None
+    turns = [] if codes is None else [SpokenTurn(0, codes, ends=ends)]
+    media = {SPEECH: protocol.plan(ids, torch.arange(len(ids)), turns)}
+    return PackedBatch.from_sequences([ids], [torch.zeros(len(ids))], media=media)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_one_pass_of_csm_has_the_logits_of_step_by_step_generation(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = whole(tied)
+    ids = torch.tensor([57, 5, 6, 7, 8])
+    logits: list[list[Tensor]] = [[], []]
+    hooks = [
+        theirs.lm_head.register_forward_hook(lambda m, a, out: logits[0].append(out[0, -1])),
+        theirs.depth_decoder.codebooks_head.register_forward_hook(lambda m, a, out: logits[1].append(out[0, -1])),
+    ]
+    codes = theirs.generate(ids[None], max_new_tokens=FRAMES, do_sample=False, depth_decoder_do_sample=False)[0]
+    for hook in hooks:
+        hook.remove()
+    found: dict[str, Tensor] = {}
+    first, rest = speech_outputs.linear_log_probs, speech_outputs.batched_log_probs
+
+    def of_first(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Any:
+        found["first"] = hidden @ weight.T
+        return first(hidden, weight, labels, **options)
+
+    def of_rest(hidden: Tensor, weight: Tensor, labels: Tensor) -> Any:
+        found["rest"] = torch.bmm(hidden, weight.transpose(1, 2))
+        return rest(hidden, weight, labels)
+
+    monkeypatch.setattr(speech_outputs, "linear_log_probs", of_first)
+    monkeypatch.setattr(speech_outputs, "batched_log_probs", of_rest)
+    assert codes.shape[1] == BOOKS
+    with torch.no_grad():
+        csm(tied)(batch_of(ids, codes, ends=False), ["speech_loss"])
+    steps = len(logits[0])
+    assert steps == len(codes) > 2
+    torch.testing.assert_close(found["first"][:steps], torch.stack(logits[0]), rtol=0, atol=1e-5)
+    by_frame = torch.stack(logits[1]).view(steps, BOOKS - 1, VOCAB)
+    torch.testing.assert_close(found["rest"].transpose(0, 1), by_frame, rtol=0, atol=1e-5)
+
+
+def rows() -> list[PackedBatch]:
+    g = torch.Generator().manual_seed(0)
+    found = []
+    for length, frames in ((4, 3), (6, None), (3, 7)):
+        ids = torch.randint(1, 57, (length,), generator=g)
+        codes = None if frames is None else torch.randint(1, 32, (frames, BOOKS), generator=g)
+        found.append(batch_of(ids, codes))
+    return found
+
+
+def test_pack_of_csm_rows_equals_each_alone_with_every_gradient() -> None:
+    model = csm()
+    batches = rows()
+    assert num_speech_labels(PackedBatch.concat(batches)) == 3 + 1 + 7 + 1
+    gradients, outputs = [], []
+    for group in ([PackedBatch.concat(batches)], batches):
+        model.zero_grad()
+        for batch in group:
+            model(batch, ["speech_loss"])["speech_loss"].sum().backward()
+        gradients.append({name: param.grad for name, param in model.named_parameters()})
+        outputs.append(torch.cat([model(batch, ["speech_log_probs"])["speech_log_probs"] for batch in group]))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-5)
+    for name, packed in gradients[0].items():
+        assert packed is not None, name
+        torch.testing.assert_close(packed, gradients[1][name], rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+def test_export_of_a_trained_csm_keeps_the_codec(tmp_path: Path) -> None:
+    from transformers import CsmForConditionalGeneration
+
+    whole().save_pretrained(tmp_path / "in")
+    model = OmniModelEngine.build_model(ModelSource(str(tmp_path / "in")))
+    engine = OmniModelEngine(model, alone(), Settings(seed=7))
+    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not trains_text(engine.model)
+    ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
+    loss = SpeechLossKit()
+    engine.train_batch(rows(), lambda batch: loss(ctx, engine.model, batch))
+    engine.export_hf(tmp_path / "out")
+    old, new = (dict(entries(tmp_path / name / "model.safetensors")) for name in ("in", "out"))
+    assert old.keys() == new.keys()
+    for name, value in old.items():
+        assert torch.equal(value, new[name]) == name.startswith("codec_model."), name
+    _, info = CsmForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def test_csm_names_what_it_cannot_speak() -> None:
+    protocol = SpeechProtocol.for_config(config())
+    assert protocol is not None
+    ids = torch.tensor([57, 5])
+    codes = torch.zeros(2, BOOKS, dtype=torch.long)
+    with pytest.raises(SpeechError, match="one spoken turn"):
+        protocol.plan(ids, torch.arange(2), [SpokenTurn(1, codes)])
+    with pytest.raises(SpeechError, match=r"as \[0\]"):
+        protocol.plan(ids, torch.arange(2), [SpokenTurn(0, codes, "ethan")])
+    with pytest.raises(UserError, match="copies the codec from the folder"):
+        OmniModel.on_meta(None, {"model_type": "csm", **settings()})
+
+
+def test_mfu_and_estimate_of_csm_count_its_rows_of_speech() -> None:
+    model = csm()
+    batch = PackedBatch.concat(rows())
+    with FlopCounterMode(display=False) as counter:
+        model(batch, ["speech_loss"])["speech_loss"].sum().backward()
+    assert float(MFUKit(model).flops(batch)) == pytest.approx(counter.get_total_flops(), rel=0.2)
+    found = peak_memory(BlockCosts(model, EstimateSettings(precision="bf16")), [batch])
+    assert found["activations"] > 0
+    assert found["loss"] > 0
+
+
+# ---- Ranks --------------------------------------------------------------------------------------------------------
+
+
+def gradients_of(layout: Layout, members: list[list[int]]) -> dict[str, Tensor]:
+    engine = OmniModelEngine(csm(), layout, Settings())
+    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
+    ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
+    loss = SpeechLossKit()
+    batches = [PackedBatch.concat([rows()[member] for member in one]) for one in members]
+    engine.train_batch(batches, lambda batch: loss(ctx, engine.model, batch))
+    return {name: full_tensor(param.grad) for name, param in engine.model.named_parameters() if param.grad is not None}
+
+
+def on_ranks(sizes: dict[str, int]) -> dict[str, Tensor]:
+    world = World.join("cpu")
+    layout = Layout.of(world, parallel(**sizes))
+    shares = [[[1]], [[0], [2, 1]]]  # the first rank has no speech
+    mine = [one for share in shares[layout.data_rank :: layout.data_size] for one in share]
+    found = gradients_of(layout, mine)
+    world.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.campaign(only=True)
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"ulysses": 2, "replicate": 1}])
+def test_ranks_of_csm_give_the_gradients_of_one(ranks2: Any, sizes: dict[str, int]) -> None:
+    wanted = gradients_of(alone(), [[1, 0, 2, 1]])
+    for found in ranks2.run(on_ranks, sizes):
+        assert found.keys() == wanted.keys()
+        for name, grad in wanted.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")  # noqa: B023
