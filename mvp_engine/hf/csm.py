@@ -106,7 +106,7 @@ class CsmModel(PackedModel):
 
     def check(self, batch: PackedBatch) -> None:
         speech = batch.media.get(SPEECH)
-        books = self.hf.config.num_codebooks  # type: ignore[union-attr]
+        books = self.speech_sizes.books
         if speech is not None and speech.values.shape[1] != FIRST_CODE + books:
             found = speech.values.shape[1] - FIRST_CODE
             raise UserError(
