@@ -103,6 +103,7 @@ class Model(Section):
         Literal["auto"] | ActivationCheckpointing | dict[Part, ActivationCheckpointing]
     )
     compile: str | dict[Part, str | None] | None
+    compile_cache: str | None = None
     fp8: bool | dict[Part, bool]
     quantize: dict[Part, Literal["nf4"]]
     sequence_parallel: bool | None

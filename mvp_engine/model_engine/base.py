@@ -52,6 +52,7 @@ class Settings:
     freeze: tuple[str, ...] = ()  # parts, or patterns of parameter names
     activation_checkpointing: str | Mapping[Any, str] = "none"  # none, selective, full; or by part
     compile: str | Mapping[Any, str | None] | None = None  # torch.compile backend, auto; or by part
+    compile_cache: str | None = None  # the folder of compiled graphs; None: in the user's cache
     fp8: bool | Mapping[Any, bool] = False  # linear layers in FP8; or by part
     quantize: Mapping[Any, str] = field(default_factory=dict)  # nf4 by part; needs LoRA
     sequence_parallel: bool | None = None  # Megatron's, over tensor-parallel ranks; None: yes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -210,3 +211,39 @@ def test_ulysses_layer_has_one_functional_all_to_all_each_way(ranks2) -> None:
     assert all(torch.equal(one, again) for _, one, _, again in results)
     for i, grad in enumerate(grads):
         assert close(torch.cat([its_grads[i] for _, _, its_grads, _ in results], dim=1), grad)
+
+
+def test_compiled_block_has_one_graph_for_all_packs_and_late_ones_are_counted(monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(compile.LOGGER, "warning", lambda text, *words: said.append(text % words))
+    with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense):
+        outs, grads, graphs = found("qwen3", PLAIN, compile="aot_eager")
+        assert graphs == [1, 1, 1, 1]
+        assert all(close(mine, one) for mine, one in zip(outs, expected("qwen3")[0], strict=True))
+        assert all(close(grads[n], grad) for n, grad in expected("qwen3")[1].items())
+    watch = compile.RecompileWatch()
+    double = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+    for step in range(1, 6):
+        double(torch.ones(2 if step < 5 else 3))
+        watch.after_step()
+    assert watch.recompiles == len(said) == 1
+    assert "size mismatch" in said[0]
+    double(torch.ones(4))
+    watch.forget()  # as after an evaluation
+    watch.after_step()
+    assert watch.recompiles == 1
+
+
+def test_compile_cache_is_the_folder_of_the_config_or_environment_or_user(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of the environment")
+    compile.use_cache(None)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "of the environment"
+    compile.use_cache(str(tmp_path / "own"))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compile.use_cache(None)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mvp_engine" / "compile")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"model\.compile_cache"):
+        compile.use_cache(str(tmp_path / "file" / "below"))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from mvp_engine.errors import UserError
-from mvp_engine.model_engine.fsdp.compile import compile_options
+from mvp_engine.model_engine.fsdp.compile import compile_arguments
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -70,7 +70,7 @@ def checkpoint_block(block: nn.Module, selective: bool, backend: str | None) -> 
     forward = block.forward
     inner = forward
     if backend is not None and not selective:
-        inner = torch.compile(forward, backend=backend, options=compile_options(backend))
+        inner = torch.compile(forward, **compile_arguments(backend))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

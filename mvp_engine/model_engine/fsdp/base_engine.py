@@ -27,6 +27,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.model_engine.adapter import adapter_of
 from mvp_engine.model_engine.base import DTYPES, ModelEngine, Settings
 from mvp_engine.model_engine.fsdp import schedule_state
+from mvp_engine.model_engine.fsdp.compile import RecompileWatch
 from mvp_engine.model_engine.fsdp.init_weights import materialize_weights
 from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, Scheduled
 from mvp_engine.model_engine.fsdp.loss_scale import LossScale
@@ -50,6 +51,7 @@ class FSDPBaseEngine(ModelEngine):
         self._link: StageLink | None = None  # to other pipeline stages
         self._initialized = False
         self._lockstep = LockstepScheduler(layout)
+        self._recompiles = RecompileWatch()
         self._offloader = Offloader(self.settings.offload, self._move)
         self._status = StatusReader(
             self.settings.precision == "fp16",
@@ -189,6 +191,7 @@ class FSDPBaseEngine(ModelEngine):
             # Gathered parameters must not outlive a change of the weights.
             for part in self.sharded:
                 part.reshard()
+            self._recompiles.forget()  # graphs without gradients
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
         if model:

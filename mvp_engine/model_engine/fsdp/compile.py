@@ -1,19 +1,26 @@
-"""Which torch.compile backend each part of a model uses."""
+"""torch.compile of blocks: the backend of each part, the options, the cache on disk, and late recompiles."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from mvp_engine.distributed import Layout
-from mvp_engine.errors import UserError, did_you_mean
+from mvp_engine.errors import UserError, count, did_you_mean
 from mvp_engine.hf.parts import by_part
 
 LOGGER = logging.getLogger("mvp_engine")
+NON_STRICT = "triton.mix_order_reduction_non_strict_mode"  # of Inductor; not every torch has it
+WARM_UP_STEPS = 3  # in which every kind of block is compiled
+MOST_GRAPHS = 3  # that a warning lists
+REASON_LENGTH = 200
 
 
 def compile_backends(
@@ -46,6 +53,88 @@ def compile_options(backend: str) -> dict[str, Any] | None:
     """What torch.compile is asked for besides its defaults.
 
     Inductor pads strides to 128 bytes. In torch 2.11 a bf16 block with head size 32 then computes wrong values, or NaN,
-    from an odd number of tokens.
+    from an odd number of tokens. And it fuses the two reductions of a norm's backward only above some numbers of
+    tokens, by guards: each pack size on the other side of one would be compiled again. Non-strict mode has no guards.
     """
-    return {"comprehensive_padding": False} if backend == "inductor" else None
+    if backend != "inductor":
+        return None
+    from torch._inductor import config
+
+    options: dict[str, Any] = {"comprehensive_padding": False}
+    if NON_STRICT in config.get_config_copy():
+        options[NON_STRICT] = True
+    return options
+
+
+def compile_arguments(backend: str) -> dict[str, Any]:
+    """Keyword arguments of torch.compile for a block. Packs differ in size: one graph is for all of them."""
+    return {"backend": backend, "options": compile_options(backend), "dynamic": True}
+
+
+def use_cache(folder: str | None) -> None:
+    """Keep what Inductor compiles in `folder`, by default in the user's cache: later starts and other ranks read it.
+
+    A folder that the environment names stays.
+    """
+    if folder is None:
+        if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+            return
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = str(Path(cache) / "mvp_engine" / "compile")
+    path = Path(folder).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise UserError(
+            f"model.compile_cache: {path} cannot be written to: {error.strerror}. Set it to another folder"
+        ) from None
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path)
+
+
+class RecompileWatch:
+    """Warns of graphs that are compiled after the first steps: each takes seconds to minutes."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.recompiles = 0  # after the first steps
+        self._seen: set[str] = set()
+
+    def after_step(self) -> None:
+        self.steps += 1
+        found = self._new_graphs()
+        if self.steps <= WARM_UP_STEPS or not found:
+            return
+        self.recompiles += len(found)
+        where = "; ".join(f"{_place(one)}: {_reason(one)}" for one in found[:MOST_GRAPHS])
+        LOGGER.warning(
+            "%s compiled after the first %d steps, %d so far (%.0f s): %s",
+            count(len(found), "graph"),
+            WARM_UP_STEPS,
+            self.recompiles,
+            sum(one.entire_frame_compile_time_s or 0.0 for one in found),
+            where,
+        )
+
+    def forget(self) -> None:
+        """What was compiled until now is expected, such as the graphs of a first evaluation."""
+        self._new_graphs()
+
+    def _new_graphs(self) -> list[Any]:
+        dynamo = sys.modules.get("torch._dynamo.utils")  # not imported: nothing is compiled
+        if dynamo is None:
+            return []
+        graphs = [one for one in dynamo.get_compilation_metrics() if one.is_forward is not False]
+        new = [one for one in graphs if one.compile_id and one.compile_id not in self._seen]
+        self._seen.update(one.compile_id for one in new)
+        return new
+
+
+def _place(graph: Any) -> str:
+    return f"{graph.co_name} ({Path(graph.co_filename or '?').name}:{graph.co_firstlineno})"
+
+
+def _reason(graph: Any) -> str:
+    lines = (graph.recompile_reason or "not compiled before").strip().splitlines()
+    return lines[0][:REASON_LENGTH]

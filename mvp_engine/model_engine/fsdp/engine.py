@@ -233,6 +233,7 @@ class FSDPEngine(FSDPBaseEngine):
             loss = torch.where(code > 0, torch.nan, loss_sum / weight)
             code = code + self.spike_detector.is_spike(loss) * LOSS_SPIKE
         self._update(code, loss_sum / weight)
+        self._recompiles.after_step()
         metrics: dict[str, Tensor] = {}
         if self.adapter.expert_balance:
             metrics = self.adapter.expert_balance.update(reduced[3:], weight, code > 0)

@@ -26,7 +26,11 @@ from mvp_engine.hf.parts import PARTS, blocks_by_part, by_part, matching
 from mvp_engine.model_engine.adapter import ModelAdapter
 from mvp_engine.model_engine.base import DTYPES, Settings
 from mvp_engine.model_engine.fsdp.activation_checkpoint import checkpoint_block
-from mvp_engine.model_engine.fsdp.compile import compile_backends, compile_options
+from mvp_engine.model_engine.fsdp.compile import (
+    compile_arguments,
+    compile_backends,
+    use_cache,
+)
 from mvp_engine.model_engine.fsdp.dummy_sequences import run_dummies_along
 from mvp_engine.ops import fp8
 
@@ -41,6 +45,8 @@ def parallelize_model(
     world = layout.world
     dtype = DTYPES[settings.precision]
     backends = compile_backends(model, settings.compile, layout, adapter.compiles_by_default)
+    if "inductor" in backends.values():
+        use_cache(settings.compile_cache)
     fp8_parts = _fp8_parts(model, layout, settings)
     freeze(model, settings.freeze)
     adapter.before_parallelize(dtype)
@@ -97,7 +103,7 @@ def _change_blocks(
         if mode != "none":
             checkpoint_block(block, mode == "selective", backend)
         if backend is not None:
-            block.compile(backend=backend, options=compile_options(backend))
+            block.compile(**compile_arguments(backend))
     if any(fp8_parts.values()) and any(
         p.ndim > 2 for b, _ in blocks_by_part(model) for p in b.parameters()
     ):
