@@ -40,6 +40,19 @@ def without_labels(media: dict[str, Media]) -> dict[str, Media]:
     return {**media, SPEECH: dataclasses.replace(speech, values=values)}
 
 
+def num_positions(batch: PackedBatch) -> int:
+    """What a pack holds of its budget: tokens, and the talker's positions."""
+    speech = batch.media.get(SPEECH)
+    return batch.num_tokens + (0 if speech is None else len(speech.values))
+
+
+def without_speech(batch: PackedBatch) -> PackedBatch:
+    """The batch without its targets, as a prompt of generation."""
+    if SPEECH not in batch.media:
+        return batch
+    return dataclasses.replace(batch, media={**batch.media, SPEECH: batch.media[SPEECH].select([])})
+
+
 def num_speech_labels(batch: PackedBatch) -> Tensor:
     """The frames and ends of speech that carry loss, as a scalar on the batch's device."""
     speech = batch.media.get(SPEECH)

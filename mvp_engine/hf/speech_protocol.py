@@ -33,6 +33,7 @@ from mvp_engine.errors import UserError
 
 ROLE_TOKENS = 3  # <|im_start|>, the role, a line break
 HEADER = 9  # role tokens, four pads, the begin of speech, the first token of the text
+SPEAKER_FROM_FRAMES = 3  # rows from the speaker's to the first frame
 VOCODER_RATE = 24_000  # of Qwen3-Omni; its config does not say
 
 
@@ -169,6 +170,11 @@ class SpeechProtocol:
         sources = torch.stack([(item[:, SOURCE] >= 0).sum() for item in items])
         fields = {FRAME_COUNTS: frames, SOURCE_COUNTS: sources}
         return Media(torch.cat(items), counts, owners, fields)
+
+    def speaker_of(self, rows: Tensor, num_frames: int) -> str | None:
+        """The speaker of one item."""
+        id = int(rows[-num_frames - SPEAKER_FROM_FRAMES, FIRST_CODE])
+        return next((name for name, known in self.speakers.items() if known == id), None)
 
     def _item(
         self, ids_T: Tensor, positions_3T: Tensor, segments: list[int], spoken: SpokenTurn

@@ -27,9 +27,12 @@ from mvp_engine.kit.data.processor import GENERATION_CONFIG, load_processor
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
-from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
+from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at, with_completion
+from mvp_engine.kit.settings import SpeechGeneration
+from mvp_engine.kit.speak import Player, Sound, speak
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, precision_on
 from mvp_engine.model_engine.base import DTYPES
+from mvp_engine.model_engine.types import OmniModelEngine
 
 Message = Mapping[str, Any]
 _ADAPTER_PREFIX = "base_model.model."
@@ -47,7 +50,7 @@ _PLAIN_ADAPTER = {
 class ChatModel:
     """A model and its processor. `adapter` is a folder of a LoRA adapter in peft's format for this model.
 
-    An answer ends before the first of `stop_strings`.
+    An answer ends before the first of `stop_strings`. With `speaks`, the talker of an Omni folder is loaded too.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class ChatModel:
         adapter: Path | None = None,
         device: str | None = None,
         stop_strings: Sequence[str] = (),
+        speaks: bool = False,
     ) -> None:
         place = _find_device(device)
         self.encoder = RowEncoder(
@@ -64,11 +68,12 @@ class ChatModel:
             max_tokens=2**40,
             positions=RopePositions.for_config(read_config(folder, {})),
         )
-        model: Any = LanguageModelEngine.build_model(ModelSource(str(folder)))
+        engine_class = OmniModelEngine if speaks else LanguageModelEngine
+        model: Any = engine_class.build_model(ModelSource(str(folder)))
         settings = Settings(precision=precision_on(place, "auto"))
         if settings.precision != "fp32":
             cast_frozen_weights(model.requires_grad_(False), DTYPES[settings.precision])
-        self.engine = LanguageModelEngine(model, Layout(World(0, 1, 0, 1, place)), settings)
+        self.engine = engine_class(model, Layout(World(0, 1, 0, 1, place)), settings)
         self.engine.initialize()
         if adapter is not None:
             merge_adapter(self.engine.model, adapter)
@@ -116,6 +121,22 @@ class ChatModel:
         if stream is not None:
             stream.end(self.text(completion.tokens))
         return completion
+
+    def speak(
+        self,
+        messages: Sequence[Message],
+        completion: Completion,
+        player: Player,
+        speaker: str | None = None,
+        settings: SpeechGeneration | None = None,
+    ) -> Sound:
+        """The sound of an answer to `messages`."""
+        tokens = [token for token in completion.tokens if token not in self.stop]
+        if not tokens:
+            raise UserError("the answer has no text, so there is nothing to speak")
+        prompt = with_completion(self.prompt(messages), None, tokens)
+        (sound,) = speak(self.engine.model, [prompt], player, [speaker], settings)
+        return sound
 
     def text(self, tokens: Sequence[int]) -> str:
         text = str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

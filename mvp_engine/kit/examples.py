@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import wave
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,8 +41,16 @@ def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer]) -> list
         # A row that is a caption has no messages before its answer: the prompt is its media alone.
         question = conversation_text(messages) if messages else answer.prompt
         right = None if answer.is_continuation else answer.right
-        found.append(Example(media, question, answer.expected, answer.written, right))
+        example = Example(media, question, answer.expected, answer.written, right)
+        if answer.speech:
+            example = replace(example, spoken=partial(_sound_file, answer.speech))
+        found.append(example)
     return found
+
+
+def _sound_file(file: str) -> list[bytes]:
+    path = Path(file)
+    return [path.read_bytes()] if path.is_file() else []
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
@@ -74,7 +84,8 @@ def media_files(kit: MLLMDataKit, source: Any, messages: Sequence[Message]) -> l
             files.append(b"")
             continue
         if part.kind == "audio":
-            files.append(_wav(item, handler.sampling_rate))
+            rate = handler.sampling_rate
+            files.append(wav_file(item[: MAX_AUDIO_SECONDS * rate], rate))
             continue
         frames = [item]
         if part.kind == "video":
@@ -97,9 +108,10 @@ def _image_file(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def _wav(samples: np.ndarray, rate: int) -> bytes:
+def wav_file(samples: np.ndarray, rate: int) -> bytes:
+    """A WAV file of 16 bits."""
     file = io.BytesIO()
-    clipped = np.clip(samples[: MAX_AUDIO_SECONDS * rate], -1, 1)
+    clipped = np.clip(samples, -1, 1)
     with wave.open(file, "wb") as out:
         out.setparams((1, 2, rate, 0, "NONE", ""))
         out.writeframes((clipped * 32767).astype("<i2").tobytes())

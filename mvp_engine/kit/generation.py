@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.data.speech import without_speech
 from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.decoding import Decoding, complete, with_completion
 from mvp_engine.model_engine import ModelEngine
@@ -30,6 +31,9 @@ class Answer:
     prompt: str = ""
     # The row is plain text, not a chat: no completion is right or wrong.
     is_continuation: bool = False
+    speech: str = ""  # the file of the spoken answer
+    speaker: str | None = None
+    speech_ended: bool | None = None  # whether the model itself ended it
 
     @property
     def right(self) -> bool:
@@ -55,17 +59,20 @@ def generate_answers(
     prompt_tokens: int = 1,
     stop: Collection[int] | None = None,
     budget: int | None = None,
+    keep: list[tuple[Prompt, list[int]]] | None = None,
 ) -> list[Answer]:
     """Complete the last prompt of each row in batches of a data kit, decoded without special tokens.
 
     The prompt of a row of plain text is its first `prompt_tokens` tokens, and the expected text is then cut to
     `max_new_tokens`. `stop` defaults to the tokenizer's end-of-sequence token. Ranks call it together, as they call
-    `generate`; some may have no batches.
+    `generate`; some may have no batches. `keep` gets the prompts with the tokens of their completions.
     """
     rows = []
     for batch in batches:
         rows += [(batch, prompt) for prompt in split_prompts(batch, prompt_tokens)]
-    packed = PackedBatch.concat([prompt.batch for _, prompt in rows]) if rows else None
+    packed = (
+        PackedBatch.concat([without_speech(prompt.batch) for _, prompt in rows]) if rows else None
+    )
     completions = generate(
         engine,
         packed,
@@ -73,6 +80,8 @@ def generate_answers(
         stop={tokenizer.eos_token_id} if stop is None else stop,
         budget=budget,
     )
+    if keep is not None:
+        keep += [(prompt, tokens) for (_, prompt), tokens in zip(rows, completions, strict=True)]
     answers = []
     for (batch, prompt), completion in zip(rows, completions, strict=True):
         fields = batch.sequence_fields

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mvp_engine.config.schema import Config
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.speech import num_positions
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_symlink
@@ -32,13 +34,13 @@ from mvp_engine.hf.parts import trained_parts
 from mvp_engine.kit.data import MLLMDataKit, load_processor
 from mvp_engine.kit.estimate.auto import smaller_after_out_of_memory, with_choice
 from mvp_engine.kit.examples import examples_of
-from mvp_engine.kit.generation import Answer, generate_answers, write_answers
+from mvp_engine.kit.generation import Answer, Prompt, generate_answers, write_answers
 from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit
 from mvp_engine.kit.row_checks import check_rows, row_groups
-from mvp_engine.kit.settings import MLLMConfig
+from mvp_engine.kit.settings import MLLMConfig, SpeechGeneration
 from mvp_engine.kit.speech_loss import SpeechLossKit, trains_text
 from mvp_engine.report import write_report
 from mvp_engine.report.facts import metric_texts
@@ -86,6 +88,18 @@ class MLLMEngine(Engine):
     @cached_property
     def data(self) -> MLLMDataKit:
         return self.data_kit(self.config)
+
+    @cached_property
+    def player(self) -> Any:
+        """What plays codes: the vocoder of the model's folder; without one, the codec of `mllm.speech`."""
+        from mvp_engine.kit.speak import Player
+
+        if self.config.model.path is not None:
+            return Player.of_folder(self.config.model.path)
+        speech = self.data.row_encoder.speech
+        assert speech is not None
+        assert speech.store is not None
+        return Player.of_codec(speech.store.codec)
 
     @cached_property
     def optim(self) -> OptimKit:
@@ -162,6 +176,9 @@ class MLLMEngine(Engine):
         self.mfu.count(ctx)
         num_tokens = sum(batch.num_tokens for batch in ctx.micro_batches)
         capacity = self.config.mllm.pack_tokens * len(ctx.micro_batches)
+
+        num_tokens = sum(map(num_positions, ctx.micro_batches))
+        capacity = self.config.mllm.micro_batch_tokens * len(ctx.micro_batches)
         ctx.log("fill", num_tokens, capacity)  # the share of the packs that is no free space
         if ctx.plan is None:  # of a stream; else the plan has the number of rows
             ctx.count("samples", sum(len(row_groups(batch)) for batch in ctx.micro_batches))
@@ -218,6 +235,7 @@ class MLLMEngine(Engine):
         if settings is None:
             return
         self.answers = []
+        completions: list[tuple[Prompt, list[int]]] = []
         # Where ranks run one forward together, the others wait in it: then the job cannot continue.
         runs_alone = self.layout.data_size == self.world.size and self.layout.shard_mesh is None
         with self._keep_training(ctx, "generation", runs_alone):
@@ -229,7 +247,11 @@ class MLLMEngine(Engine):
                 prompt_tokens=settings.prompt_tokens,
                 stop=self.data.eos_token_ids,
                 budget=self.config.mllm.pack_tokens,
+                keep=completions,
             )
+        if settings.speech is not None:
+            with self._keep_training(ctx, "speech"):
+                self.answers = self._speak(ctx, settings.speech, completions)
         with self._keep_training(ctx, "score"):
             for i, name in enumerate(self.data.source_names("eval")):
                 self.score(ctx, name, [answer for answer in self.answers if answer.source == i])
@@ -238,6 +260,30 @@ class MLLMEngine(Engine):
             if self.world.is_main:
                 names = self.data.source_names("eval")
                 write_answers(self.run.dir / "answers.jsonl", ctx.step, names, answers)
+
+    def _speak(
+        self,
+        ctx: StepContext,
+        settings: SpeechGeneration,
+        completions: Sequence[tuple[Prompt, Any]],
+    ) -> list[Answer]:
+        """The answers with their sounds, which are written into the run folder."""
+        from mvp_engine.kit.speak import speak_completions
+
+        speech = self.data.row_encoder.speech
+        assert speech is not None, "the config is checked"
+        model: Any = self.model_engine.model
+        sounds = speak_completions(model, completions, self.player, speech.protocol, settings)
+        folder = self.run.dir / "speech" / f"step_{ctx.step}"
+        answers = []
+        for answer, sound in zip(self.answers, sounds, strict=True):
+            file = folder / f"{answer.source}_{answer.sample}.wav"
+            sound.save(file)
+            spoken = {"speech": str(file), "speaker": sound.speaker, "speech_ended": sound.ended}
+            answers.append(replace(answer, **spoken))
+        ended = sum(sound.ended for sound in sounds)
+        ctx.log("speech_ended", ended, len(sounds))
+        return answers
 
     @contextmanager
     def _keep_training(

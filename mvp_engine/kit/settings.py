@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from mvp_engine.config.schema import Config, Count, Fraction, NonNegative, Section
+from mvp_engine.config.schema import Config, Count, Fraction, NonNegative, Positive, Section
 from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.kit.data.cpus import default_num_workers
 from mvp_engine.kit.data.settings import MLLMData
@@ -34,6 +34,17 @@ class SpeechLoss(Section):
     """Factor of the loss of speech next to that of text."""
 
 
+class SpeechGeneration(Section):
+    """Generation of speech, as Qwen3-Omni's own `generate` does it by default."""
+
+    max_frames: Count = 1024
+    """The most frames of a sound."""
+    temperature: NonNegative = 0.9
+    """Of the first code of a frame; 0: greedy."""
+    repetition_penalty: Positive = 1.05
+    """Codes of earlier frames are this much less likely."""
+
+
 class EvalGeneration(Section):
     """Generation in every evaluation: completions of held-out prompts."""
 
@@ -43,6 +54,8 @@ class EvalGeneration(Section):
     """Every n-th held-out row is completed."""
     prompt_tokens: Count = 16
     """The prompt of a row that is plain text, not a chat: its first tokens, this many."""
+    speech: SpeechGeneration | None = None
+    """Speak the completions too, of a model that speaks; null: text alone. The report page plays them."""
 
 
 class MLLMConfig(Config):
@@ -75,4 +88,16 @@ class MLLMConfig(Config):
     @model_validator(mode="after")
     def _one_global_batch(self) -> MLLMConfig:
         self.mllm.check_global_batch(self.data.global_batch_size)  # raises if two keys set it
+
+    def _check_sections(self) -> MLLMConfig:
+        self.mllm.global_batch_packs(self.data.global_batch_size)  # raises if two keys set it
+        speech = None if self.eval_generation is None else self.eval_generation.speech
+        if speech is not None and self.mllm.speech is None:
+            raise ValueError(
+                "eval_generation.speech needs a model that speaks: set mllm.speech, or remove it"
+            )
+        if speech is not None and self.model.path is None and self.mllm.speech.codec is None:
+            raise ValueError(
+                "eval_generation.speech has nothing to play codes with: set mllm.speech.codec"
+            )
         return self

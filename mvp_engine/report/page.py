@@ -35,6 +35,7 @@ class Example:
     expected: str
     written: str
     right: bool | None  # None: neither right nor wrong, as for the continuation of a text
+    spoken: Callable[[], Sequence[bytes]] = list  # the answer as speech: WAV files
 
 
 def write_report(
@@ -188,6 +189,8 @@ def _example(example: Example, names: Sequence[str]) -> str:
     for name, text in zip(names, texts, strict=True):
         collapsed = _EMPTY_LINES.sub("\n\n", text)
         html += f"<dt>{name}<dd>{escape(collapsed)}" if text else f"<dt>{name}<dd class=dim>(empty)"
+    spoken = "".join(media_item(data) for data in example.spoken())
+    html += f"<dt>spoken<dd class=media>{spoken}" if spoken else ""
     if example.right is None:
         return f"<div class=card>{html}</dl></div>"
     mark = "right" if example.right else "wrong"

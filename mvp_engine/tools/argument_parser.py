@@ -287,6 +287,13 @@ def _add_chat_command(commands: Any) -> None:
     )
     text = "an answer ends before this text; may be given several times"
     chat.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
+    text = "speak the answers of an Omni model into this WAV file; later answers get a number"
+    chat.add_argument("--speak", metavar="FILE", help=text)
+    chat.add_argument("--speaker", metavar="NAME", help="the voice (default: the model's first)")
+    text = "play codes with this codec, a folder or file.py:Class (default: the model's vocoder)"
+    chat.add_argument("--codec", metavar="CODEC", help=text)
+    text = "of the spoken codes; 0: greedy (default: 0.9)"
+    chat.add_argument("--speech-temperature", type=float, default=0.9, metavar="T", help=text)
     chat.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU if present)")
     chat.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
     _add_json_option(chat)

@@ -21,6 +21,7 @@ from mvp_engine.hf.merge import merge
 from mvp_engine.kit.chat import ChatModel
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.runs import Run, checkpoint_step, complete_checkpoints, list_runs, open_run
+from mvp_engine.tools.chat_speech import SpeechOutput
 from mvp_engine.tools.merge import build_model
 
 HELP = "/image FILE, /video FILE, /audio FILE: with your next message   /reset: a new conversation   /exit"
@@ -64,6 +65,7 @@ def chat(
     stop_strings: list[str],
     device: str | None,
     as_json: bool,
+    speech: SpeechOutput | None = None,
 ) -> int:
     """Answer one `prompt`, or each line of the standard input in one conversation; returns the exit code."""
     conversation = Conversation(system)
@@ -71,20 +73,28 @@ def chat(
     for kind, file in media:
         conversation.add_media(kind, file)
     with model_folders(target, Path(root)) as (folder, adapter):
-        model = ChatModel(folder, adapter, device, stop_strings)
+        model = ChatModel(folder, adapter, device, stop_strings, speaks=speech is not None)
+        if speech is not None:
+            speech.open_player(folder)
         try:
             if prompt is not None:
                 conversation.ask(prompt)
-                _answer(model, conversation, decoding, as_json)
+                _answer(model, conversation, decoding, as_json, speech)
             else:
-                _loop(model, conversation, decoding, as_json)
+                _loop(model, conversation, decoding, as_json, speech)
         except KeyboardInterrupt:
             print()
             return 128 + signal.SIGINT
     return 0
 
 
-def _loop(model: ChatModel, conversation: Conversation, decoding: Decoding, as_json: bool) -> None:
+def _loop(
+    model: ChatModel,
+    conversation: Conversation,
+    decoding: Decoding,
+    as_json: bool,
+    speech: SpeechOutput | None,
+) -> None:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(HELP)
@@ -107,7 +117,7 @@ def _loop(model: ChatModel, conversation: Conversation, decoding: Decoding, as_j
                 print(HELP)
             elif line:
                 conversation.ask(line)
-                _answer(model, conversation, decoding, as_json)
+                _answer(model, conversation, decoding, as_json, speech)
         except UserError as error:
             if not is_terminal:
                 raise
@@ -119,7 +129,11 @@ def _loop(model: ChatModel, conversation: Conversation, decoding: Decoding, as_j
 
 
 def _answer(
-    model: ChatModel, conversation: Conversation, decoding: Decoding, as_json: bool
+    model: ChatModel,
+    conversation: Conversation,
+    decoding: Decoding,
+    as_json: bool,
+    speech: SpeechOutput | None,
 ) -> None:
     start = time.perf_counter()
     shown: list[str] = []
@@ -137,9 +151,13 @@ def _answer(
         conversation.messages.append({"role": "assistant", "content": "".join(shown)})
         raise
     text = model.text(completion.tokens)
+    spoken = None if speech is None else speech.write(model, conversation.messages, completion)
     conversation.messages.append({"role": "assistant", "content": text})
     if not as_json:
         print()
+        if spoken is not None:
+            end = "" if spoken["ended"] else ", cut off at the limit of frames"
+            print(f"[{spoken['file']}: {spoken['seconds']:.1f} s{end}]", file=sys.stderr)
         return
     record = {
         "messages": conversation.messages[:-1],
@@ -149,6 +167,8 @@ def _answer(
         "log_prob": sum(completion.log_probs),
         "seconds": round(time.perf_counter() - start, 3),
     }
+    if spoken is not None:
+        record["speech"] = spoken
     print(json.dumps(record, ensure_ascii=False))
 
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from mvp_engine.kit import build_once, load_processor
 from mvp_engine.kit.data.read.media_source import require_package
+from mvp_engine.kit.speech.espeak import Speaker
 from mvp_engine.kit.tiny_processors import train_tokenizer
-
-from .speech import Speaker
 
 WORDS = "zero one two three four five six seven eight nine red green blue yellow black white go stop left right up down"
 QUESTION = "Write down what is said."

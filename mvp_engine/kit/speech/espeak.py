@@ -27,7 +27,9 @@ def library() -> tuple[str, str | None]:
     name = ctypes.util.find_library("espeak-ng")
     if name:
         return name, None
-    raise UserError("this recipe's speech needs eSpeak NG: pip install 'mvp-engine[demo]' (or apt install espeak-ng)")
+    raise UserError(
+        "synthetic speech needs eSpeak NG: pip install 'mvp-engine[demo]' (or apt install espeak-ng)"
+    )
 
 
 class Speaker:
@@ -37,15 +39,23 @@ class Speaker:
         file, voices = library()
         self._lib = ctypes.CDLL(file)
         folder = None if voices is None else voices.encode()
-        self.rate = int(self._lib.espeak_Initialize(AUDIO_OUTPUT_SYNCHRONOUS, 0, folder, INITIALIZE_DONT_EXIT))
+        self.rate = int(
+            self._lib.espeak_Initialize(AUDIO_OUTPUT_SYNCHRONOUS, 0, folder, INITIALIZE_DONT_EXIT)
+        )
         if self.rate <= 0:
-            raise UserError(f"eSpeak NG ({file}) cannot be started: is it complete? pip install 'mvp-engine[demo]'")
+            raise UserError(
+                f"eSpeak NG ({file}) cannot be started: is it complete? pip install 'mvp-engine[demo]'"
+            )
         # Missing in version 1.50. Without it, the breath noise differs from call to call.
         if hasattr(self._lib, "espeak_ng_SetRandSeed"):
             self._lib.espeak_ng_SetRandSeed(ctypes.c_long(1))
         self._chunks: list[bytes] = []
-        callback_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-        self._callback = callback_type(self._append)  # referenced here, because the library calls it later
+        callback_type = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
+        )
+        self._callback = callback_type(
+            self._append
+        )  # referenced here, because the library calls it later
         self._lib.espeak_SetSynthCallback(self._callback)
 
     def say(self, text: str, voice: str, speed: int, pitch: int) -> np.ndarray:

@@ -1,0 +1,132 @@
+"""Speech of a model: codes by generation, and a waveform by the model's vocoder or by a codec.
+
+player = Player.of_folder("Qwen/Qwen3-Omni-30B-A3B-Instruct")   # or Player.of_codec(open_codec(FOLDER))
+(sound,) = speak(model, [prompt], player)
+sound.save(Path("answer.wav"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.speech import FRAME_COUNTS, SPEECH, without_speech
+from mvp_engine.files import atomic_path
+from mvp_engine.hf.omni_generate import Spoken, generate_codes, load_vocoder
+from mvp_engine.hf.speech_protocol import SpeechProtocol
+from mvp_engine.kit.decoding import with_completion
+from mvp_engine.kit.examples import wav_file
+from mvp_engine.kit.generation import Prompt
+from mvp_engine.kit.settings import SpeechGeneration
+from mvp_engine.kit.speech.codec import Codec
+
+TOGETHER = 64  # prompts that are spoken in one batch
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Generated speech."""
+
+    codes: Tensor  # (frames, books)
+    waveform: np.ndarray  # float32
+    sampling_rate: int
+    ended: bool  # by the model itself, not by the limit of frames
+    speaker: str | None = None  # None: the model's first one
+
+    @property
+    def seconds(self) -> float:
+        return len(self.waveform) / self.sampling_rate
+
+    def save(self, file: Path) -> None:
+        """Write a WAV file of 16 bits."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(file) as temporary:
+            temporary.write_bytes(wav_file(self.waveform, self.sampling_rate))
+
+
+@dataclass(frozen=True)
+class Player:
+    """Codes (frames, books) to a waveform."""
+
+    play: Callable[[Tensor], np.ndarray]
+    sampling_rate: int
+
+    @classmethod
+    def of_codec(cls, codec: Codec) -> Player:
+        return cls(lambda codes: codec.decode(codes.cpu().numpy()), codec.sampling_rate)
+
+    @classmethod
+    def of_folder(cls, folder: str | Path) -> Player:
+        """The vocoder of an Omni folder."""
+        vocoder: Any = load_vocoder(folder)
+
+        def play(codes: Tensor) -> np.ndarray:
+            with torch.inference_mode():
+                return vocoder(codes).float().cpu().numpy()
+
+        return cls(play, vocoder.sampling_rate)
+
+
+def speak(
+    model: Any,
+    prompts: Sequence[PackedBatch],
+    player: Player,
+    speakers: Sequence[str | None] | None = None,
+    settings: SpeechGeneration | None = None,
+) -> list[Sound]:
+    """The sound of each prompt: one sequence that ends with the text of the assistant's turn, and its media.
+
+    `model` is an OmniModel that is not sharded.
+    """
+    settings = settings or SpeechGeneration()
+    names = list(speakers or [None] * len(prompts))
+    found: list[Spoken] = []
+    for first in range(0, len(prompts), TOGETHER):
+        some = [without_speech(prompt) for prompt in prompts[first : first + TOGETHER]]
+        found += generate_codes(
+            model,
+            some,
+            names[first : first + TOGETHER],
+            max_frames=settings.max_frames,
+            do_sample=settings.temperature > 0,
+            temperature=settings.temperature or 1.0,
+            repetition_penalty=settings.repetition_penalty,
+        )
+    sounds = []
+    for spoken, name in zip(found, names, strict=True):
+        waveform = np.zeros(0, np.float32)
+        if len(spoken.codes):
+            waveform = np.asarray(player.play(spoken.codes), np.float32)
+        sounds.append(Sound(spoken.codes.cpu(), waveform, player.sampling_rate, spoken.ended, name))
+    return sounds
+
+
+def speak_completions(
+    model: Any,
+    completions: Sequence[tuple[Prompt, list[int]]],
+    player: Player,
+    protocol: SpeechProtocol,
+    settings: SpeechGeneration,
+) -> list[Sound]:
+    """The sounds of the completions of rows, each by the speaker of the row's own last sound, if it has one."""
+    prompts = []
+    speakers = []
+    for prompt, tokens in completions:
+        prompts.append(with_completion(prompt.batch, None, tokens))
+        speakers.append(_speaker(prompt.batch, protocol))
+    return speak(model, prompts, player, speakers, settings)
+
+
+def _speaker(prompt: PackedBatch, protocol: SpeechProtocol) -> str | None:
+    speech = prompt.media.get(SPEECH)
+    if speech is None or not len(speech.row_counts):
+        return None
+    rows = int(speech.row_counts[-1])
+    return protocol.speaker_of(speech.values[-rows:], int(speech.fields[FRAME_COUNTS][-1]))
