@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mvp_engine.kit.reward_settings import RewardConfig, RewardLoss
     from mvp_engine.kit.row_checks import check_labels, check_rows
     from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, SpeechLoss, TokenLoss
+    from mvp_engine.kit.speak import Player, Sound, speak
     from mvp_engine.kit.speech.codec import Codec, open_codec
     from mvp_engine.kit.speech.kmeans import ResidualKMeans
     from mvp_engine.kit.speech_loss import SpeechLossKit
@@ -79,6 +80,7 @@ __all__ = [
     "MLLMModelKit",
     "OptimKit",
     "OptimSettings",
+    "Player",
     "PreferenceConfig",
     "PreferenceEngine",
     "PreferenceLoss",
@@ -88,6 +90,7 @@ __all__ = [
     "RewardEngine",
     "RewardLoss",
     "RewardLossKit",
+    "Sound",
     "SpeechLoss",
     "SpeechLossKit",
     "StepTerms",
@@ -105,5 +108,6 @@ __all__ = [
     "open_codec",
     "rollout",
     "sample_actions",
+    "speak",
     "stop_at",
 ]

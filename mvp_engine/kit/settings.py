@@ -86,11 +86,8 @@ class MLLMConfig(Config):
         return values
 
     @model_validator(mode="after")
-    def _one_global_batch(self) -> MLLMConfig:
-        self.mllm.check_global_batch(self.data.global_batch_size)  # raises if two keys set it
-
     def _check_sections(self) -> MLLMConfig:
-        self.mllm.global_batch_packs(self.data.global_batch_size)  # raises if two keys set it
+        self.mllm.check_global_batch(self.data.global_batch_size)  # raises if two keys set it
         speech = None if self.eval_generation is None else self.eval_generation.speech
         if speech is not None and self.mllm.speech is None:
             raise ValueError(

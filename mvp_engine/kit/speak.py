@@ -8,7 +8,8 @@ sound.save(Path("answer.wav"))
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,27 @@ def speak_completions(
     protocol: SpeechProtocol,
     settings: SpeechGeneration,
 ) -> list[Sound]:
-    """The sounds of the completions of rows, each by the speaker of the row's own last sound, if it has one."""
-    prompts = []
-    speakers = []
-    for prompt, tokens in completions:
-        prompts.append(with_completion(prompt.batch, None, tokens))
-        speakers.append(_speaker(prompt.batch, protocol))
-    return speak(model, prompts, player, speakers, settings)
+    """The sounds of the completions of rows, each by the speaker of the row's own last sound, if it has one.
+
+    A completion without text has an empty sound that did not end.
+    """
+    speakers = [_speaker(prompt.batch, protocol) for prompt, _ in completions]
+    nothing = torch.zeros(0, protocol.books, dtype=torch.long)
+    silence = Sound(nothing, np.zeros(0, np.float32), player.sampling_rate, ended=False)
+    sounds = [replace(silence, speaker=speaker) for speaker in speakers]
+    texts = [spoken_tokens(tokens, protocol) for _, tokens in completions]
+    with_text = [index for index, text in enumerate(texts) if text]
+    prompts = [with_completion(completions[i][0].batch, None, texts[i]) for i in with_text]
+    found = speak(model, prompts, player, [speakers[i] for i in with_text], settings)
+    for index, sound in zip(with_text, found, strict=True):
+        sounds[index] = sound
+    return sounds
+
+
+def spoken_tokens(tokens: Sequence[int], protocol: SpeechProtocol) -> list[int]:
+    """The text of a completion: its tokens up to the first that ends or starts a turn."""
+    turns = {protocol.im_start, protocol.im_end}
+    return list(takewhile(lambda token: token not in turns, tokens))
 
 
 def _speaker(prompt: PackedBatch, protocol: SpeechProtocol) -> str | None:

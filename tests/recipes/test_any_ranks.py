@@ -50,6 +50,7 @@ SIZES = {
     "reverse_rl/sft": ["made.rows=60", *FEW_TOKENS],
     "digits_rl/sft": ["made.digits=60", *FEW_TOKENS],
     "qwen_audio/cpu": ["speech.sentences=60", "speech.held_out=10", *FEW_TOKENS],
+    "qwen_omni/cpu": ["spoken.sentences=120", "spoken.held_out=10", "eval_generation.speech=null", *FEW_TOKENS],
 }
 SHARDED = "2, sharded"
 # Ranks. The default suite has uneven parts of a step: samples of one micro-batch, packs, and fewer packs than ranks.

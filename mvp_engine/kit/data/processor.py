@@ -57,13 +57,16 @@ def _refuse_files_outside(folder: Path) -> None:
 
 
 def _is_text_only(folder: Path) -> bool:
-    """Whether a folder has neither files of a processor nor a model with encoders."""
+    """Whether a folder has neither files of a processor nor a model with encoders.
+
+    An Omni model may have been trained with a tokenizer alone: to speak.
+    """
     if any(folder.glob("*processor_config.json")):
         return False
     config = folder / "config.json"
     settings = json.loads(config.read_text()) if config.is_file() else {}
     return (folder / "tokenizer_config.json").is_file() and not any(
-        name in settings for name in ("vision_config", "audio_config", "thinker_config")
+        name in settings for name in ("vision_config", "audio_config")
     )
 
 

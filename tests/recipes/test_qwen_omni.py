@@ -1,0 +1,129 @@
+"""The qwen_omni recipe: the README's commands, spoken answers on the page, the export in transformers, the judge."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT, read_metrics, readme_commands
+
+from mvp_engine.cli import main
+from mvp_engine.config import compose
+from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.launch import launch
+from mvp_engine.runs import list_runs
+
+pytestmark = pytest.mark.slow
+CONFIGS = ROOT / "recipes" / "qwen_omni" / "configs"
+FEW = ["spoken.sentences=120", "spoken.held_out=4", "data.num_workers=0", "log.interval=1"]
+HAS_SPEECH = (
+    importlib.util.find_spec("espeakng_loader") is not None or ctypes.util.find_library("espeak-ng") is not None
+)
+speaks = pytest.mark.skipif(not HAS_SPEECH, reason="eSpeak NG is not installed")
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    sizes = ["loop.total_steps=3", "loop.eval_interval=3", "eval_generation.speech.max_frames=6"]
+    return [f"project.dir={folder}", *FEW, *sizes, "log.backends=[terminal,file,jsonl]", *more]
+
+
+@speaks
+def test_qwen_omni_readme_commands_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(ROOT)
+    seen = []
+    for command in readme_commands("qwen_omni"):
+        if "--nproc" in command or any("gpu" in word for word in command) or command[1] == "chat":
+            continue
+        fewer = words(tmp_path) if command[1] == "train" else [f"project.dir={tmp_path}", *FEW]
+        assert main([*command[1:], *fewer]) == 0, command
+        seen.append(command[1])
+    assert seen == ["train", "train", "data", "data"]
+    assert re.search(r"train/train: \d+ sounds: 0 encoded now", capsys.readouterr().out)
+    last = read_metrics(tmp_path, "eval")[-1]
+    assert {"word_accuracy_eval", "exact_eval", "speech_ended", "speech_first", "text_loss"} <= set(last)
+    run = list_runs(tmp_path)[-1].dir
+    answers = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
+    assert {answer["speaker"] for answer in answers} <= {"ann", "bob"}
+    assert all(Path(answer["speech"]).is_file() for answer in answers)
+    page = (run / "report.html").read_text()
+    assert page.count("<audio controls") == len({answer["sample"] for answer in answers})
+
+
+@speaks
+def test_qwen_omni_data_matches_config_ids_and_holds_out_sentences(tmp_path: Path) -> None:
+    composed: Any = compose(str(CONFIGS / "cpu.yaml"), [])
+    from qwen_omni import data
+
+    ids = data.make_tokenizer().get_vocab()
+    config = composed.config.model.config
+    names = {"im_start_token_id": "<|im_start|>", "im_end_token_id": "<|im_end|>", "user_token_id": "user"}
+    names |= {"assistant_token_id": "assistant", "system_token_id": "system", "tts_pad_token_id": "<tts_pad>"}
+    names |= {"tts_bos_token_id": "<tts_bos>", "tts_eos_token_id": "<tts_eos>"}
+    assert {key: config[key] for key in names} == {key: ids[token] for key, token in names.items()}
+    assert max(ids.values()) < config["thinker_config"]["audio_token_id"]
+    talker = config["talker_config"]
+    assert talker["num_code_groups"] == composed.config.mllm.speech.books == data.BOOKS
+    assert talker["code_predictor_config"]["vocab_size"] == data.CODES == talker["codec_eos_token_id"]
+    assert set(talker["speaker_id"]) == set(data.VOICES)
+    random = np.random.default_rng(0)
+    held_out = {data.sentence(random, held_out=True) for _ in range(300)}
+    assert not held_out & {data.sentence(random, held_out=False) for _ in range(3000)}
+
+
+@speaks
+def test_judge_hears_espeak_and_codec_and_not_other_sentences() -> None:
+    compose(str(CONFIGS / "cpu.yaml"), [])
+    from qwen_omni import data
+    from qwen_omni.judge import Judge, word_errors
+
+    judge = Judge()
+    speaker = data.Speaker()
+    random = np.random.default_rng(5)
+    texts = [data.sentence(random, held_out=True) for _ in range(24)]
+    voices = ["ann", "bob"] * 12
+    sounds = [data.say(speaker, text, voice) for text, voice in zip(texts, voices, strict=True)]
+
+    def accuracy(waveforms: list[np.ndarray]) -> float:
+        errors = 0
+        for text, voice, waveform in zip(texts, voices, waveforms, strict=True):
+            errors += word_errors(judge.words(waveform, voice), text.split())
+        return 1 - errors / sum(len(text.split()) for text in texts)
+
+    assert accuracy(sounds) > 0.9
+    assert accuracy(sounds[2:] + sounds[:2]) < 0.3
+    assert judge.words(np.zeros(100, np.float32), "ann") == []
+    codec = data.ResidualKMeans.fit(sounds * 3, speaker.rate, books=4, size=128)
+    assert accuracy([codec.decode(codec.encode(sound)) for sound in sounds]) > 0.85
+
+
+def test_word_errors_counts_insertions_deletions_and_substitutions() -> None:
+    compose(str(CONFIGS / "cpu.yaml"), [])
+    from qwen_omni.judge import word_errors
+
+    expected = ["go", "left", "four"]
+    assert word_errors(expected, expected) == 0
+    assert word_errors(["go", "four"], expected) == word_errors(["go", "go", "left", "four"], expected) == 1
+    assert word_errors([], expected) == 3
+
+
+def test_qwen_omni_gpu_configs_compose_and_name_missing_keys(tmp_path: Path, capsys: Any) -> None:
+    for name in ("gpu1", "gpu8"):
+        file = str(CONFIGS / f"{name}.yaml")
+        assert launch(file, []) == EXIT_USER_ERROR
+        assert "mllm.sources.eval.path=... mllm.sources.train.path=..." in capsys.readouterr().err
+        given = [f"project.dir={tmp_path}", "mllm.sources.train.path=a.jsonl", "mllm.sources.eval.path=b.jsonl"]
+        config: Any = compose(file, given).config
+        assert config.mllm.speech.books == 16
+        assert config.model.type == "omni_model"
+
+
+def test_eval_generation_speech_without_speech_targets_is_a_config_error(capsys: Any) -> None:
+    file = str(CONFIGS / "cpu.yaml")
+    assert launch(file, ["mllm.speech=null"]) == EXIT_USER_ERROR
+    assert "eval_generation.speech needs a model that speaks" in capsys.readouterr().err
