@@ -174,11 +174,8 @@ class MLLMEngine(Engine):
         model: Any = self.model
         check_rows(self, ctx, model.check)  # on the host: on a GPU it would be a host sync
         self.mfu.count(ctx)
-        num_tokens = sum(batch.num_tokens for batch in ctx.micro_batches)
-        capacity = self.config.mllm.pack_tokens * len(ctx.micro_batches)
-
         num_tokens = sum(map(num_positions, ctx.micro_batches))
-        capacity = self.config.mllm.micro_batch_tokens * len(ctx.micro_batches)
+        capacity = self.config.mllm.pack_tokens * len(ctx.micro_batches)
         ctx.log("fill", num_tokens, capacity)  # the share of the packs that is no free space
         if ctx.plan is None:  # of a stream; else the plan has the number of rows
             ctx.count("samples", sum(len(row_groups(batch)) for batch in ctx.micro_batches))
@@ -279,8 +276,9 @@ class MLLMEngine(Engine):
         for answer, sound in zip(self.answers, sounds, strict=True):
             file = folder / f"{answer.source}_{answer.sample}.wav"
             sound.save(file)
-            spoken = {"speech": str(file), "speaker": sound.speaker, "speech_ended": sound.ended}
-            answers.append(replace(answer, **spoken))
+            answers.append(
+                replace(answer, speech=str(file), speaker=sound.speaker, speech_ended=sound.ended)
+            )
         ended = sum(sound.ended for sound in sounds)
         ctx.log("speech_ended", ended, len(sounds))
         return answers

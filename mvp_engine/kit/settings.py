@@ -88,12 +88,13 @@ class MLLMConfig(Config):
     @model_validator(mode="after")
     def _check_sections(self) -> MLLMConfig:
         self.mllm.check_global_batch(self.data.global_batch_size)  # raises if two keys set it
-        speech = None if self.eval_generation is None else self.eval_generation.speech
-        if speech is not None and self.mllm.speech is None:
+        if self.eval_generation is None or self.eval_generation.speech is None:
+            return self
+        if self.mllm.speech is None:
             raise ValueError(
                 "eval_generation.speech needs a model that speaks: set mllm.speech, or remove it"
             )
-        if speech is not None and self.model.path is None and self.mllm.speech.codec is None:
+        if self.model.path is None and self.mllm.speech.codec is None:
             raise ValueError(
                 "eval_generation.speech has nothing to play codes with: set mllm.speech.codec"
             )
