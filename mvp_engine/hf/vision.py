@@ -155,4 +155,5 @@ def _compute_plan(encoder: Any, size: tuple[int, ...], device: torch.device) -> 
         spatial_merge_size=encoder.spatial_merge_size,
     )
     position_ids = get_vision_position_ids(grid, encoder.spatial_merge_size)
-    return GridPlan(indices.to(device), weights.to(device), position_ids.to(device))
+    on_host = (indices, weights, position_ids)
+    return GridPlan(*(copy_to_device(one, device) for one in on_host))

@@ -86,7 +86,8 @@ class MFUKit:
             LOGGER.warning("no MFU: %s", error)
             return
         for amount in flops:
-            ctx.count("flops", amount)
+            # Of a batch on the host: as a tensor it would be copied, and added by kernels.
+            ctx.count("flops", amount if amount.is_cuda else float(amount))
 
     def flops(self, batch: PackedBatch, *, masked: bool = True) -> Tensor:
         """FLOPs of forward and backward, as a float64 scalar on the batch's device.

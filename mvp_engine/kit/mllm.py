@@ -134,9 +134,17 @@ class MLLMEngine(Engine):
 
     def generation_rows(self, micro_batch: PackedBatch) -> Tensor:
         """Which sequences of an evaluation get a generated answer: a mask. By default every n-th sample."""
-        assert self.config.eval_generation is not None
-        every = self.config.eval_generation.every_n_samples
-        return micro_batch.sequence_fields["sample"] % every == 0
+        settings = self.config.eval_generation
+        assert settings is not None
+        sample_S = micro_batch.sequence_fields["sample"]
+        every = settings.every_n_samples
+        if settings.max_samples is None:
+            return sample_S % every == 0
+        if self.data.is_stream("eval"):  # of unknown length: the first ones
+            return (sample_S % every == 0) & (sample_S < every * settings.max_samples)
+        rows = sum(len(source) for source in self.data.measured("eval")[0].sources)
+        every = max(every, -(-rows // settings.max_samples))
+        return sample_S % every == 0
 
     # ---- Hooks --------------------------------------------------------------------------------------------
 

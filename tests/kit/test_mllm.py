@@ -99,6 +99,16 @@ def test_export_with_and_without_ema_writes_two_folders_and_never_overwrites_a_f
         assert "nothing can be written into" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_eval_generation_completes_at_most_max_samples_rows(config: str, tmp_path: Path, stream: str) -> None:
+    write(tmp_path / "held.jsonl", with_images(tmp_path, 7))
+    words = ["eval_generation.max_samples=3", f"mllm.sources.held.stream={stream}"]
+    assert main(["train", config, *words]) == 0
+    (file,) = tmp_path.glob("outputs/*/answers.jsonl")
+    samples = [json.loads(line)["sample"] for line in file.read_text().splitlines()]
+    assert sorted(samples) == ([0, 1, 2] if stream == "true" else [0, 3, 6])
+
+
 @pytest.mark.parametrize("word", ["mllm.sources.held.path=gone.jsonl", "mllm.sources.held=null"])
 def test_train_with_missing_eval_rows_fails_before_the_first_step(config: str, tmp_path: Path, word: str) -> None:
     assert main(["train", config, word]) == EXIT_USER_ERROR
