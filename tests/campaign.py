@@ -3,9 +3,11 @@
     python tests/campaign.py [--kills 200] [--storms 30] [--disks 12] [--seed 0] [--out FILE]
 
 Each launch of a training gets one fault at a random moment and is then launched again with resume=auto, until the
-training ends. Counted are launches that could not continue (lost), processes that were still alive `HUNG_SECONDS` after
-a fault (hung), and trainings whose metrics or final weights differ in any bit from the undisturbed one (unequal). Ranks
-are forked from a server that has imported everything, and watch each other and are stopped as under torchrun.
+training ends. After every launch the metrics of all steps so far are compared with those of the undisturbed training,
+and at its end all weights and optimizer states, too. Counted are launches that could not continue (lost), processes
+that were still alive `HUNG_SECONDS` after a fault (hung), and launches or trainings that differ in any bit (unequal).
+Ranks are forked from a server that has imported everything, and watch each other and are stopped as under torchrun.
+`--minutes` ends the campaign earlier, each kind of fault after its share of the time.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class Tally:
     """A row of the table."""
 
     runs: int = 0  # launches
-    compared: int = 0  # trainings that ended and were compared
+    compared: int = 0  # launches whose metrics were compared
+    steps: int = 0  # that were compared, each once for every launch that has it in its log
+    ended: int = 0  # trainings, whose weights were compared
     faults: Counter[str] = field(default_factory=Counter)
     lost: int = 0
     hung: int = 0
@@ -131,6 +135,7 @@ class Campaign:
         self.steps = steps
         self.log = folder / "output.txt"
         self.log.touch()
+        self.deadline = float("inf")  # of the kind of fault that is tried
         self._straight: dict[str, Path] = {}
 
     def words(self, extra: list[str], runs: Path) -> list[str]:
@@ -154,12 +159,12 @@ class Campaign:
 
     def disturb(self, tally: Tally, fault: Callable[[Job, Path], str | None], wanted: int, **options: Any) -> None:
         """Train under faults, one for each launch, until `wanted` of them have happened."""
-        while sum(tally.faults.values()) < wanted and not tally.lost + tally.hung > 20:
+        while not self._has_enough(tally, wanted) and not tally.lost + tally.hung > 20:
             nproc, extra = self.dice.choice(options.get("jobs", JOBS))
             expected = self.straight(nproc, extra)
             runs = Path(tempfile.mkdtemp(prefix="run-", dir=options.get("folder", self.folder)))
             self._train(tally, fault, wanted, nproc, extra, runs, options)
-            tally.compared += 1
+            tally.ended += 1
             problem = difference(expected, runs, all_records=options.get("all_records", True))
             if problem:
                 tally.unequal += 1
@@ -174,12 +179,12 @@ class Campaign:
         for _ in range(1000):
             tally.runs += 1
             job = Job(nproc, words, self.log, options.get("module", "mvp_engine.launch"), **options.get("env", {}))
-            enough = sum(tally.faults.values()) >= wanted
-            kind = None if enough else fault(job, runs)
+            kind = None if self._has_enough(tally, wanted) else fault(job, runs)
             began = time.monotonic()
             if not job.wait(HUNG_SECONDS if kind else 600.0):
                 tally.hung += 1
                 tally.notes.append(f"hung after {kind}: {self.tail()}")
+            self._compare(tally, nproc, extra, runs)
             if kind:
                 tally.faults[kind] += 1
                 if set(job.codes) != {0}:
@@ -191,6 +196,27 @@ class Campaign:
                 tally.lost += 1
                 tally.notes.append(f"exit codes {job.codes} after {kind}: {self.tail()}")
                 return
+
+    def _has_enough(self, tally: Tally, wanted: int) -> bool:
+        return sum(tally.faults.values()) >= wanted or time.monotonic() > self.deadline
+
+    def _compare(self, tally: Tally, nproc: int, extra: list[str], runs: Path) -> None:
+        """Compare the metrics that a launch left, whatever ended it, with those of the undisturbed training."""
+        if not list_runs(runs):
+            return  # it was ended before it had a run
+        want = records(self.straight(nproc, extra))
+        try:
+            have = records(runs, cut_short=True)
+        except (AssertionError, ValueError) as error:
+            have = {}
+            tally.unequal += 1
+            tally.notes.append(f"{nproc} ranks, {extra}: metrics: {error} ({runs})")
+        tally.compared += 1
+        tally.steps += len(have)
+        wrong = [place for place, record in have.items() if want.get(place) != record]
+        if wrong:
+            tally.unequal += 1
+            tally.notes.append(f"{nproc} ranks, {extra}: {wrong[:3]} differ ({runs})")
 
     def kill_rank(self, job: Job, runs: Path) -> str | None:
         """Kill -9 of one random rank, or of all of them."""
@@ -279,11 +305,15 @@ def last_step(runs: Path) -> int:
     return -1
 
 
-def records(runs: Path) -> dict[tuple[int, str], dict[str, Any]]:
-    """All metrics of a training but its timings, by step and split."""
+def records(runs: Path, cut_short: bool = False) -> dict[tuple[int, str], dict[str, Any]]:
+    """All metrics of a training but its timings, by step and split; `cut_short`: the last line may not be complete."""
     [run] = list_runs(runs)
     found: dict[tuple[int, str], dict[str, Any]] = {}
-    for line in (run.dir / "metrics.jsonl").read_text().splitlines():
+    file = run.dir / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() or not cut_short else []
+    if cut_short and lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    for line in lines:
         record = {key: value for key, value in json.loads(line).items() if key != "perf"}
         place = (record["step"], record["split"])
         assert place not in found, f"step {place} is logged twice"
@@ -334,13 +364,23 @@ def small_disk(parent: Path) -> Iterator[Path | None]:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def run(folder: Path, kills: int, storms: int, disks: int, seed: int = 0, steps: int = 120) -> dict[str, Tally]:
+def run(
+    folder: Path,
+    kills: int,
+    storms: int,
+    disks: int,
+    seed: int = 0,
+    steps: int = 120,
+    minutes: float = float("inf"),
+) -> dict[str, Tally]:
     table: dict[str, Tally] = {}
     campaign = Campaign(folder, seed, steps)
+    total = kills + storms + 3 * disks
 
     def add(name: str, fault: Any, wanted: int, **options: Any) -> None:
         if wanted:
             table[name] = Tally()
+            campaign.deadline = time.monotonic() + 60 * minutes * wanted / total
             campaign.disturb(table[name], fault, wanted, **options)
             print(row(name, table[name]), flush=True)
             print("\n".join(table[name].notes), flush=True)
@@ -361,11 +401,13 @@ def run(folder: Path, kills: int, storms: int, disks: int, seed: int = 0, steps:
 def row(name: str, tally: Tally) -> str:
     faults = sum(tally.faults.values())
     moments = ", ".join(f"{kind} {number}" for kind, number in sorted(tally.faults.items()))
-    numbers = [tally.runs, faults, tally.compared, tally.lost, tally.hung, tally.unequal, f"{tally.slowest:.1f} s"]
+    numbers = [tally.runs, faults, tally.compared, tally.steps, tally.ended, tally.lost, tally.hung, tally.unequal]
+    numbers += [f"{tally.slowest:.1f} s"]
     return " | ".join(["", name, *map(str, numbers), moments, ""]).strip()
 
 
-HEADER = "| fault | runs | faults | trainings | lost | hung | unequal | slowest end | moments |\n| --- |" + " --- |" * 8
+HEADER = "| fault | runs | faults | runs compared | steps compared | trainings | lost | hung | unequal | slowest end "
+HEADER += "| moments |\n| --- |" + " --- |" * 10
 
 
 def main() -> int:
@@ -375,10 +417,11 @@ def main() -> int:
     parser.add_argument("--disks", type=int, default=12)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="campaign-"))
-    table = run(folder, args.kills, args.storms, args.disks, args.seed, args.steps)
+    table = run(folder, args.kills, args.storms, args.disks, args.seed, args.steps, args.minutes)
     text = "\n".join([HEADER, *(row(name, tally) for name, tally in table.items())])
     print(text)
     if args.out:

@@ -12,6 +12,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -100,7 +101,8 @@ class ForkedWorker(ForkedModule):
     def __init__(self, command: tuple[str, ...], environment: dict[str, str]) -> None:
         module = command.index("-m") + 1
         output = Connection(os.dup(1), readable=False)
-        target_args = (command[module], list(command[module + 1 :]), environment, os.getcwd(), output, None)
+        words = list(command[module + 1 :])
+        target_args = (command[module], words, environment, os.getcwd(), output, None, os.getpid())
         self._process = fork_context().Process(target=_run_module, args=target_args, daemon=False)
         self._process.start()
         output.close()
@@ -117,10 +119,24 @@ def _fork_workers(server: str) -> None:
     handler._popen = lambda self, command, environment: ForkedWorker(command, environment)
 
 
+def _end_with(launcher: int) -> None:
+    """End this process when its launcher has: a child of torchrun would notice, one of the fork server would not."""
+    select.select([os.pidfd_open(launcher)], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _run_module(
-    module: str, args: list[str], environment: dict[str, str], folder: str, output: Any, server: str | None
+    module: str,
+    args: list[str],
+    environment: dict[str, str],
+    folder: str,
+    output: Any,
+    server: str | None,
+    launcher: int | None = None,
 ) -> None:
     os.setsid()
+    if launcher is not None:
+        threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     output.close()

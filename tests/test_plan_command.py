@@ -156,7 +156,7 @@ def test_plan_of_qwen3_235b_on_1024_ranks_takes_a_minute_and_two_gib(tmp_path: P
     assert facts["hangs"] == []
     assert facts["parameters"] == 235_093_634_560
     assert [kind["stage"] for kind in facts["kinds"]] == [0, 1, 2, 3]
-    for kind in facts["kinds"]:
-        assert kind["held_gib_largest"] <= 1.05 * kind["held_gib_smallest"]
+    largest = max(kind["held_gib_largest"] for kind in facts["kinds"])
+    assert largest <= 1.05 * min(kind["held_gib_smallest"] for kind in facts["kinds"])
     assert used.ru_utime + used.ru_stime < 60  # CPU seconds, of one core
     assert used.ru_maxrss / 2**20 < 2

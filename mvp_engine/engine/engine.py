@@ -28,10 +28,10 @@ from mvp_engine.data import (
 )
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout, World
+from mvp_engine.distributed.hang import HangWatch
 from mvp_engine.engine.context import StepContext
 from mvp_engine.engine.feed import Feed, micro_batches_per_step
 from mvp_engine.engine.guard import SkipGuard
-from mvp_engine.engine.hang import HangWatch
 from mvp_engine.engine.hooks import EngineHooks
 from mvp_engine.engine.meter import Meter
 from mvp_engine.engine.resume import record_config, refuse_beyond_the_end

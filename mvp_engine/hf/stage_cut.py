@@ -37,7 +37,9 @@ def cut_model(model: PackedModel, link: StageLink, skeleton: Any) -> None:
     blocks = decoder_blocks(model, key)
     ran_before = check_cut(skeleton, key)
     before, after = _ends(model, blocks, ran_before)
-    bounds = stage_bounds(len(blocks), link.stages, deepstack_layers(model), key)
+    of_block = _num_params(blocks) / len(blocks)
+    ends = (_num_params(before) / of_block, _num_params(after) / of_block)
+    bounds = stage_bounds(len(blocks), link.stages, deepstack_layers(model), key, ends)
     parts = parts_of(model)
     every: dict[str, OtherTensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -73,11 +75,26 @@ def cut_model(model: PackedModel, link: StageLink, skeleton: Any) -> None:
         decoder.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
 
-def stage_bounds(blocks: int, stages: int, first_at_least: int, key: str) -> list[int]:
-    """The first block of each stage, and the number of all. Later stages have fewer: the last one has the head."""
+def stage_bounds(
+    blocks: int,
+    stages: int,
+    first_at_least: int,
+    key: str,
+    ends: tuple[float, float] = (0.0, 0.0),
+) -> list[int]:
+    """The first block of each stage, and the number of all.
+
+    Stages differ by one block at most. `ends`: parameters of the first stage and of the last one outside of blocks
+    (embeddings and encoders; head), in units of a block: what does not divide goes to the stages with least.
+    """
     if blocks < stages:
         raise UserError(f"{key}: the model has {count(blocks, 'block')}, and each stage needs one")
-    sizes = [blocks // stages + (stage < blocks % stages) for stage in range(stages)]
+    sizes = [blocks // stages] * stages
+    more = [0.0] * stages
+    more[0] += ends[0]
+    more[-1] += ends[1]
+    for stage in sorted(range(stages), key=lambda stage: more[stage])[: blocks % stages]:
+        sizes[stage] += 1
     while sizes[0] < first_at_least:
         largest = max(range(1, stages), key=lambda stage: (sizes[stage], stage))
         if sizes[largest] == 1:
@@ -92,6 +109,10 @@ def stage_bounds(blocks: int, stages: int, first_at_least: int, key: str) -> lis
     for size in sizes:
         bounds.append(bounds[-1] + size)
     return bounds
+
+
+def _num_params(modules: Iterable[nn.Module]) -> int:
+    return sum(param.numel() for module in modules for param in module.parameters())
 
 
 def deepstack_layers(model: PackedModel) -> int:

@@ -7,8 +7,8 @@ and resume are those of every Engine; the models are in `ModelGroups`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -179,6 +179,7 @@ class RLEngine(MLLMEngine):
 
     def do_train(self) -> None:
         while not self.done:
+            self.hang.beat(self.step + 1)
             is_last = self.total_steps is not None and self.step + 1 >= self.total_steps
             experience = self.collector.next(self._sync_weights, is_last)
             if experience is None:
@@ -194,7 +195,7 @@ class RLEngine(MLLMEngine):
                 ctx.step, "train", prompts, experience.samples, experience.rewards
             )
             _log_all(ctx, experience.metrics)
-            with self.meter.timed("update"):
+            with self._phase("update"):
                 updates = self._learn(ctx, experience)
             self.model_engine.add_status(updates.actor, updates.critic)
             _log_all(ctx, updates.metrics())
@@ -202,6 +203,13 @@ class RLEngine(MLLMEngine):
             self.step = ctx.step
             self.train_post_step(ctx)
             self._after_step(ctx, ctx.numbers)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """A part of a step, which is timed; `guard.hang_seconds` counts from its begin."""
+        self.hang.beat(self.step + 1, f"{name} of step")
+        with self.meter.timed(name):
+            yield
 
     def _learn(self, ctx: StepContext, experience: Experience) -> Updates:
         """Prepare the batch of a step, and update the models with it."""
@@ -241,7 +249,7 @@ class RLEngine(MLLMEngine):
             weights = actor.weights(on_device=between_gpus)
         elif self.model_engine.sampler is not None:
             weights = actor.weights(dtype=torch.float32)  # exact
-        with self.meter.timed("sync"):
+        with self._phase("sync"):
             self.rollout.sync(weights, self.step)
 
     def _sample(self, prompts: list[Prompt]) -> Experience:
@@ -254,9 +262,9 @@ class RLEngine(MLLMEngine):
             seed=derived_seed(self.config.seed, "rollout"),
             stop=tuple(self.data.eos_token_ids),
         )
-        with self.meter.timed("generate"):
+        with self._phase("generate"):
             samples = self.rollout.generate(prompts, sampling)
-        with self.meter.timed("reward"):
+        with self._phase("reward"):
             rewards = self.rewards(prompts, samples)
         made = Experience(prompts, samples, rewards)
         made.metrics = reward_metrics(rewards) | _sample_metrics(samples)

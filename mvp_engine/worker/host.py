@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mvp_engine.checkpoint import CorruptCheckpoint
 from mvp_engine.distributed import World
+from mvp_engine.distributed.hang import HangWatch
 from mvp_engine.errors import UserError, reason_of
 from mvp_engine.imports import add_packages, added_packages
 from mvp_engine.process.watchdog import RankWatchdog
@@ -61,10 +62,14 @@ class Place:
 
 
 class WorkerHost:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, *, in_controller: bool = False) -> None:
+        """`in_controller`: the process is the controller's own, which watches its steps itself."""
         add_packages(place.packages)
         self.place = place
         self.workers: dict[str, Worker] = {}
+        self.hang: HangWatch | None = None
+        self._in_controller = in_controller
+        self._calls = 0
         if place.rank:  # every rank would repeat a warning
             logging.getLogger("mvp_engine").setLevel(logging.ERROR)
 
@@ -74,7 +79,10 @@ class WorkerHost:
 
     def call(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a worker; an exception becomes a WorkerError."""
+        self._calls += 1
         try:
+            if self.hang is not None:
+                self.hang.beat(self._calls, f"{shown(method)} of group {name}, call")
             if method == START:
                 return self._start(name, *args)
             if method == STOP:
@@ -91,8 +99,14 @@ class WorkerHost:
                 kind = WorkerCorruptCheckpoint if is_corrupt else WorkerUserError
             remote = traceback.format_exc() if kind is WorkerError else ""
             raise kind(name, self.place.rank, shown(method), reason_of(error), remote) from error
+        finally:
+            if self.hang is not None:
+                self.hang.pause()
 
     def _start(self, name: str, spec: WorkerSpec) -> None:
+        if self.hang is None and not self._in_controller:
+            # An error, since ranks other than 0 log nothing else.
+            self.hang = HangWatch(spec.hang_seconds, self.world, logging.ERROR).__enter__()
         self.workers[name] = Worker(spec, self.world)
 
     def _copy(self, name: str, source: str, dtype: torch.dtype | None) -> None:

@@ -63,7 +63,7 @@ class Launcher(Protocol):
 
 class LocalRank:
     def __init__(self, device: str) -> None:
-        self.host = WorkerHost(Place(0, 1, device))
+        self.host = WorkerHost(Place(0, 1, device), in_controller=True)
 
     def submit(self, name: str, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

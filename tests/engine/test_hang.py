@@ -17,7 +17,8 @@ from conftest import TINY, spawn
 from kill_resume import child_pids
 
 from mvp_engine.distributed import World
-from mvp_engine.engine.hang import HangWatch, describe
+from mvp_engine.distributed.hang import HangWatch, describe
+from mvp_engine.worker.host import Place, WorkerHost
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -51,7 +52,12 @@ def test_hang_watch_reports_a_slow_step_once_and_a_quick_one_never(reports: list
 
 
 def answer(step: int, *frames: str) -> dict[str, Any]:
-    return {"time": 0.0, "step": step, "stack": [f'  File "{frame}", line 1, in f\n' for frame in frames]}
+    return {
+        "time": 0.0,
+        "step": step,
+        "what": "step",
+        "stack": [f'  File "{frame}", line 1, in f\n' for frame in frames],
+    }
 
 
 COLLECTIVE = ("engine.py", "/x/mvp_engine/distributed/world.py", "/x/torch/distributed/c10d.py")
@@ -94,3 +100,25 @@ def test_training_names_the_rank_that_hangs_with_its_stack(tmp_path: Path, how: 
         assert "rank 0 in step" in text
     else:
         assert "rank 1 did not answer" in text, text
+
+
+# ---- Worker groups ------------------------------------------------------------------------------------------------
+
+
+class Sleeper:
+    def update(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "done"
+
+
+def test_worker_host_reports_a_call_that_hangs_and_not_the_time_between_calls(reports: list[str]) -> None:
+    host = WorkerHost(Place(0, 1, "cpu"))
+    host.workers["actor"] = Sleeper()  # type: ignore[assignment]
+    with HangWatch(0.2, ALONE) as host.hang:
+        assert host.call("actor", "update", 0.01) == "done"
+        time.sleep(0.6)
+        assert not reports
+        assert host.call("actor", "update", 0.8) == "done"
+    [text] = reports
+    assert text.startswith("update of group actor, call 2 takes longer than guard.hang_seconds=0.2")
+    assert "time.sleep(seconds)" in text

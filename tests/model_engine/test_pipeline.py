@@ -194,8 +194,15 @@ def test_schedule_runs_every_forward_and_backward_and_keeps_few_micro_batches(mi
         assert max(kept, default=0) == min(micro_batches, stages - stage)
 
 
-def test_stage_bounds_give_early_stages_more_blocks_and_deepstack_to_the_first() -> None:
+def test_stage_bounds_give_blocks_to_stages_with_fewest_parameters_and_deepstack_to_the_first() -> None:
     assert stage_bounds(7, 3, 0, "") == [0, 3, 5, 7]
+    assert stage_bounds(7, 3, 0, "", (0.5, 0.1)) == [0, 2, 5, 7]
+    assert stage_bounds(8, 3, 0, "", (0.5, 0.1)) == [0, 2, 5, 8]
+    # Qwen3-235B, whose embeddings are a quarter of a block: 1.032 between the stages with most and least.
+    bounds = stage_bounds(94, 4, 0, "", (0.25, 0.25))
+    assert bounds == [0, 23, 47, 71, 94]
+    sizes = [b - a + end for a, b, end in zip(bounds, bounds[1:], (0.25, 0, 0, 0.25), strict=False)]
+    assert max(sizes) / min(sizes) <= 1.05
     assert stage_bounds(6, 3, 3, "") == [0, 3, 5, 6]
     with pytest.raises(UserError, match="each stage needs one"):
         stage_bounds(2, 3, 0, "")

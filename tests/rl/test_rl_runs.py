@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from tiny_rl import write_recipe
 from tiny_vlm import TEXT
 
 from mvp_engine.cli import main
+from mvp_engine.distributed import hang
 from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.rl.learner import Learner
 from mvp_engine.rl.rollout_log import read_rollouts
 from mvp_engine.runs import list_runs
 
@@ -136,3 +139,19 @@ def test_check_of_an_rl_config_warns_of_rewards_that_teach_nothing(
     assert len(found["rollouts"]["reward"]) == 4
     assert max(found["rollouts"]["gap"]) < 1e-5
     assert found["rollouts"]["gap_by_modality"]["text"] < 1e-5
+
+
+def test_rl_training_reports_the_part_of_a_step_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See also tests/engine/test_hang.py."""
+    update = Learner.update
+    warnings: list[str] = []
+
+    def slow(self: Learner, *args: Any) -> Any:
+        time.sleep(1.5)
+        return update(self, *args)
+
+    monkeypatch.setattr(Learner, "update", slow)
+    monkeypatch.setattr(hang.LOGGER, "log", lambda level, text, *words: warnings.append(text % words))
+    trained(write_recipe(tmp_path, LENGTH), "loop.total_steps=1", "guard.hang_seconds=0.5")
+    [text] = [text for text in warnings if text.startswith("update of step 1 takes longer than guard.hang_seconds=0.5")]
+    assert "time.sleep(1.5)" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +37,10 @@ class PlanOptions:
 
 def print_plan(question: Question, options: PlanOptions, *, as_json: bool) -> int:
     """Print the plan; the exit code is 2 if ranks would hang or the training does not fit."""
-    facts = plan(question, options)
+    with warnings.catch_warnings():
+        # torch's own FSDP calls them.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+        facts = plan(question, options)
     print(json.dumps(facts, indent=2) if as_json else page(facts))
     return 0 if facts["fits"] and not facts["hangs"] else EXIT_USER_ERROR
 

@@ -6,7 +6,7 @@ sequences, keep their values: code on the host reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -29,6 +29,7 @@ from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.model_engine.fsdp.unused_params import Places
 from mvp_engine.tools.plan.record import CollectiveRecorder
 
+WITHOUT_VALUES = (FakeTensor, DTensor, nn.Parameter)
 MOST_KNOWN = 2**22  # elements of a tensor whose values are kept
 
 
@@ -95,7 +96,11 @@ class ShapesOnly(CollectiveRecorder):
     ) -> Any:
         kwargs = kwargs or {}
         self.record(func, args, kwargs)
-        if _has_known_values(func, args, kwargs):
+        leaves = list[Any]()
+        _add_leaves(args, leaves)
+        _add_leaves([*kwargs.values()], leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if func.namespace == "aten" and _has_known_values(func, kwargs, leaves, tensors):
             with _disable_current_modes():
                 return func(*args, **kwargs)
         if func is torch.ops.aten._grouped_mm.default:  # its shape function accepts bfloat16 only
@@ -104,7 +109,8 @@ class ShapesOnly(CollectiveRecorder):
         if func.namespace == "c10d":
             with _disable_current_modes():
                 self._answer(func, args)
-        args, kwargs = tree_map_only(Tensor, _as_plain, (args, kwargs))
+        if any(type(one) is not Tensor and _is_known(one) for one in tensors):
+            args, kwargs = tree_map_only(Tensor, _as_plain, (args, kwargs))
         return func(*args, **kwargs)
 
     def _answer(self, func: Any, args: tuple[Any, ...]) -> None:
@@ -131,8 +137,18 @@ def _as_bfloat16(tensor: Tensor) -> Tensor:
     return tensor.bfloat16() if tensor.is_floating_point() else tensor
 
 
+def _add_leaves(values: Sequence[Any], leaves: list[Any]) -> None:
+    """Append the arguments of an operator without their lists; torch's pytree takes longer than the operator."""
+    for value in values:
+        if type(value) is list or type(value) is tuple:
+            _add_leaves(value, leaves)
+        else:
+            leaves.append(value)
+
+
 def _is_known(tensor: Tensor) -> bool:
-    return tensor.is_cpu and not isinstance(tensor, FakeTensor | DTensor | nn.Parameter)
+    # The type first: the device of a fake tensor is an operator of its own.
+    return not isinstance(tensor, WITHOUT_VALUES) and tensor.is_cpu
 
 
 def _as_plain(tensor: Tensor) -> Tensor:
@@ -142,12 +158,13 @@ def _as_plain(tensor: Tensor) -> Tensor:
     )
 
 
-def _has_known_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Integers and flags, and what is computed from them alone, unless the result is large."""
-    if func.namespace != "aten":
-        return False
-    leaves = tree_leaves((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+def _has_known_values(
+    func: Any, kwargs: dict[str, Any], leaves: list[Any], tensors: list[Tensor]
+) -> bool:
+    """Integers and flags, and what is computed from them alone, unless the result is large.
+
+    `leaves`: all arguments; `tensors`: those among them.
+    """
     if tensors:
         if not all(map(_is_known, tensors)):
             return False

@@ -1,4 +1,4 @@
-"""HangWatch: names the rank that a step waits for, with its stack.
+"""HangWatch: names the rank that a step, or a call of a worker group, waits for, with its stack.
 
 A rank that hangs in a loader, a lock or an endless loop makes all others wait in their next collective, and their
 time-out says nothing about it. A thread of each rank notices a step that takes too long, and writes where its main
@@ -15,7 +15,7 @@ import time
 import traceback
 from typing import Any
 
-from mvp_engine.distributed import World
+from mvp_engine.distributed.world import World
 from mvp_engine.errors import count
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -27,11 +27,14 @@ COLLECTIVES = ("torch/distributed/", "mvp_engine/distributed/")
 class HangWatch:
     """A context in which a step that takes longer than `seconds` is reported, once; None: no step is."""
 
-    def __init__(self, seconds: float | None, world: World) -> None:
+    def __init__(self, seconds: float | None, world: World, level: int = logging.WARNING) -> None:
+        """`level`: of the report in the log."""
         self.seconds = seconds
         self.world = world
+        self._level = level
         self._at: float | None = None  # of the last beat
         self._step = 0
+        self._what = "step"
         self._ended = threading.Event()
         self._main = threading.get_ident()
 
@@ -44,10 +47,15 @@ class HangWatch:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
 
-    def beat(self, step: int) -> None:
-        """A step, or a batch of an evaluation, begins."""
+    def beat(self, step: int, what: str = "step") -> None:
+        """A step begins, or a batch of an evaluation, or another numbered thing."""
         self._step = step
+        self._what = what
         self._at = time.monotonic()
+
+    def pause(self) -> None:
+        """Nothing runs until the next beat."""
+        self._at = None
 
     def _watch(self) -> None:
         assert self.seconds is not None
@@ -61,11 +69,14 @@ class HangWatch:
                     self._report(self.seconds)
                 except RuntimeError as error:  # the store is gone with its host
                     LOGGER.warning(
-                        "step %d hangs; the other ranks gave no answer: %s", self._step, error
+                        "%s %d hangs; the other ranks gave no answer: %s",
+                        self._what,
+                        self._step,
+                        error,
                     )
 
     def _report(self, seconds: float) -> None:
-        own: dict[str, Any] = {"time": time.time(), "step": self._step}
+        own: dict[str, Any] = {"time": time.time(), "step": self._step, "what": self._what}
         own["stack"] = _stack(self._main)
         found = {self.world.rank: own}
         if self.world.store is not None:
@@ -77,7 +88,7 @@ class HangWatch:
                 if time.monotonic() > deadline:
                     break
         if self.world.rank == min(found) and not self._ended.is_set():
-            LOGGER.warning("%s", describe(found, self.world.size, seconds))
+            LOGGER.log(self._level, "%s", describe(found, self.world.size, seconds))
 
     def _answers(self, since: float) -> dict[int, dict[str, Any]]:
         """What the ranks wrote that are late now, by rank."""
@@ -97,8 +108,8 @@ def describe(found: dict[int, dict[str, Any]], size: int, seconds: float) -> str
     waiting = [rank for rank, answer in found.items() if _waits(answer["stack"])]
     missing = [rank for rank in found if rank not in waiting]
     silent = [rank for rank in range(size) if rank not in found]
-    step = min(answer["step"] for answer in found.values())
-    lines = [f"step {step} takes longer than guard.hang_seconds={seconds:g}"]
+    first = min(found.values(), key=lambda answer: answer["step"])
+    lines = [f"{_place(first)} takes longer than guard.hang_seconds={seconds:g}"]
     if size > 1:
         if silent:
             lines[0] += f"; {_ranks(silent)} did not answer: stopped, or without a network"
@@ -110,9 +121,13 @@ def describe(found: dict[int, dict[str, Any]], size: int, seconds: float) -> str
     for rank in [*missing, *waiting]:
         what = "in a collective" if rank in waiting else "at"
         stack = "".join(found[rank]["stack"])
-        shown.setdefault(f"in step {found[rank]['step']}, {what}:\n{stack}", []).append(rank)
+        shown.setdefault(f"in {_place(found[rank])}, {what}:\n{stack}", []).append(rank)
     lines += [f"{_ranks(ranks)} {text.rstrip()}" for text, ranks in shown.items()]
     return "\n".join(lines)
+
+
+def _place(answer: dict[str, Any]) -> str:
+    return f"{answer['what']} {answer['step']}"
 
 
 def _ranks(ranks: list[int]) -> str:
