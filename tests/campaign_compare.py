@@ -1,0 +1,69 @@
+"""What a training of the fault campaign left: last step, metrics, and how it differs from an undisturbed one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mvp_engine.checkpoint.format import Reader, verify
+from mvp_engine.runs import list_runs
+
+
+def size_of(runs: Path, name: str) -> int:
+    return sum(file.stat().st_size for file in runs.glob(f"*/{name}"))
+
+
+def last_step(runs: Path) -> int:
+    """The step of the last line of `metrics.jsonl`."""
+    for file in runs.glob("*/metrics.jsonl"):
+        with open(file, "rb") as lines:
+            lines.seek(max(0, file.stat().st_size - 2000))
+            with contextlib.suppress(json.JSONDecodeError, IndexError):
+                return int(json.loads(lines.read().splitlines()[-1])["step"])
+    return -1
+
+
+def records(runs: Path, cut_short: bool = False) -> dict[tuple[int, str], dict[str, Any]]:
+    """All metrics of a training but its timings, by step and split; `cut_short`: the last line may not be complete."""
+    [run] = list_runs(runs)
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    file = run.dir / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() or not cut_short else []
+    if cut_short and lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    for line in lines:
+        record = {key: value for key, value in json.loads(line).items() if key != "perf"}
+        place = (record["step"], record["split"])
+        assert place not in found, f"step {place} is logged twice"
+        found[place] = record
+    return found
+
+
+def difference(expected: Path, found: Path, all_records: bool) -> str | None:
+    """How two trainings differ: in the metrics of a step, in a bit of the last checkpoint, in its position."""
+    if not list_runs(found):
+        return "there is no run"
+    try:
+        want = records(expected)
+        have = records(found)
+    except (AssertionError, ValueError) as error:
+        return f"metrics: {error}"
+    if all_records and want.keys() != have.keys():
+        return f"steps without a record, or too many: {sorted(want.keys() ^ have.keys())[:5]}"
+    for place, record in have.items():
+        if want.get(place) != record:
+            return f"{place}: {record} instead of {want.get(place)}"
+    last = [list_runs(runs)[0].checkpoint_list()[-1] for runs in (expected, found)]
+    for folder in list_runs(found)[0].checkpoint_list():
+        verify(folder)
+    readers = [Reader(folder) for folder in last]
+    if last[0].name != last[1].name or readers[0].entries.keys() != readers[1].entries.keys():
+        return f"last checkpoints {last[0].name} and {last[1].name}, or their contents, differ"
+    for name in readers[0].entries:
+        if name.startswith(("model.", "optim.")) and not torch.equal(*(reader.read(name) for reader in readers)):
+            return f"{name} differs"
+    return None
