@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -158,6 +159,11 @@ def test_train_without_a_gpu_takes_the_documented_default_and_tools_say_so(
     assert main(["estimate", config, "--gpu", "T4"]) == 0
     assert "auto: 1 micro-batch of 512 tokens" in capsys.readouterr().out
     assert main(["data", "inspect", config]) == 0
+    capsys.readouterr()
+    assert main(["check", config, "--json", *words]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["auto"] == {**values, "reason": "the default without a GPU"}
+    assert "auto: the default without a GPU" in facts["stages"][0]["says"]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ class CheckRecord:
             "engine": None,
             "device": None,
             "processes": 1,
+            "auto": None,
             "stages": [],
             "problems": [],
             "warnings": [],

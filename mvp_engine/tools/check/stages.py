@@ -89,9 +89,11 @@ class Check:
         check_environment(config, record)
         engine = self._build_engine(composed, world)
         precision = precision_on(device, config.loop.precision)
-        record.end_stage(
-            f"{config.project.name}: {name}, {precision} on {world.size} x {device.type}"
-        )
+        text = f"{config.project.name}: {name}, {precision} on {world.size} x {device.type}"
+        if auto := engine.run.info.get("auto"):
+            record["auto"] = {**auto["values"], "reason": auto["reason"]}
+            text += f"; auto: {auto['reason']}"
+        record.end_stage(text)
         warnings = WarningCollector(record["warnings"])
         LOGGER.addHandler(warnings)
         try:
