@@ -60,6 +60,23 @@ def test_video_frames_in_any_order_match_their_timestamp(tmp_path: Path, version
         assert len({episode.data_file for episode in folder.episodes}) == 3 - (7 + 12 <= 15) - (12 + 5 <= 15)
 
 
+def test_video_frames_with_b_frames_and_few_key_frames_match_their_timestamp(tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    file = tmp_path / "long.mp4"
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("libx264", 10, options={"g": "12", "bf": "3", "crf": "5"})
+        stream.height = 48
+        stream.width = 64
+        stream.pix_fmt = "yuv420p"
+        for number in range(60):
+            pixels = np.full((48, 64, 3), 4 * number, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+    videos = VideoFrames()
+    for number in np.random.default_rng(0).permutation(60).tolist():
+        assert abs(videos.frame(file, number / 10, 10).mean() - 4 * number) < 2, number
+
+
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])
 def test_folder_numbers_and_tasks_equal_what_was_written(tmp_path: Path, version: str) -> None:
     folder = LeRobotFolder(write_folder(tmp_path / "data", version, None))

@@ -102,7 +102,7 @@ def test_table_vla_export_acts_as_the_engine(engine: Any, world: Any, tmp_path: 
     assert json.loads(next(checkpoint.rglob("normalization.json")).read_text()) == spec
 
 
-@pytest.mark.slow
+@pytest.mark.campaign(only=True)  # three trainings
 def test_table_vla_resume_with_another_normalization_is_a_user_error(tmp_path: Path, capsys: Any) -> None:
     words = [str(CONFIGS / "cpu.yaml"), *SHORT, f"project.dir={tmp_path}", "rollouts=null", "loop.eval_interval=null"]
     assert main(["train", *words, "table.version=v2.1", "table.codec=libx264"]) == 0
