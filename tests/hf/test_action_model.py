@@ -159,7 +159,7 @@ def test_pi0_co_training_text_loss_equals_paligemma_and_actions_do_not_change() 
         token_type_ids=chat.token_fields["token_type_ids"][None],
         labels=labels[None],
     ).loss
-    assert float(found["loss"]) == pytest.approx(3 * float(wanted), rel=1e-5)
+    assert found["loss"].item() == pytest.approx(3 * wanted.item(), rel=1e-5)
     found["loss"].backward()
     assert model.decoder().norm.weight.grad is not None  # unused without text
 

@@ -70,11 +70,13 @@ def test_cut_keeps_the_type_of_outputs() -> None:
         tokens: torch.Tensor
         scalar: torch.Tensor
 
-    pair = _cut(Pair(torch.arange(5), torch.tensor(1.0)), total=5, kept=3)
+    pair = _cut(Pair(torch.arange(5), torch.tensor(1.0)), {5: 3})
     assert isinstance(pair, Pair)
     assert pair.tokens.tolist() == [0, 1, 2]
-    output = _cut(BaseModelOutput(last_hidden_state=torch.zeros(5, 2)), total=5, kept=3)
+    output = _cut(BaseModelOutput(last_hidden_state=torch.zeros(5, 2)), {5: 3})
     assert output.last_hidden_state.shape == (3, 2)
+    both = _cut({"tokens": torch.zeros(5), "actions": torch.zeros(2, 4)}, {2: 1, 5: 3})  # per token, per sequence
+    assert [len(value) for value in both.values()] == [3, 1]
 
 
 def test_scheduler_adds_one_token_dummies_without_placeholders_for_ulysses_ranks() -> None:

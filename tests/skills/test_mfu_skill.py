@@ -27,8 +27,8 @@ def test_check_of_the_kit_passes(problems: Any) -> None:
 
 
 def test_check_with_a_wrong_head_size_fails(problems: Any, monkeypatch) -> None:
-    correct = flop_costs._pair_flops
-    monkeypatch.setattr(flop_costs, "_pair_flops", lambda module, config: correct(module, config) / 2)
+    correct = flop_costs.attention_flops
+    monkeypatch.setattr(flop_costs, "attention_flops", lambda module, config: correct(module, config) / 2)
     assert any("off torch's counter" in problem for problem in problems())
 
 
