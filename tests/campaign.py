@@ -202,19 +202,18 @@ class Campaign:
         """Compare the metrics that a launch left, whatever ended it, with those of the undisturbed training."""
         if not list_runs(runs):
             return  # it was ended before it had a run
-        want = records(self.straight(nproc, extra))
-        try:
-            have = records(runs, cut_short=True)
-        except (AssertionError, ValueError) as error:
-            have = {}
-            tally.unequal += 1
-            tally.notes.append(f"{nproc} ranks, {extra}: metrics: {error} ({runs})")
         tally.compared += 1
-        tally.steps += len(have)
-        wrong = [place for place, record in have.items() if want.get(place) != record]
-        if wrong:
-            tally.unequal += 1
-            tally.notes.append(f"{nproc} ranks, {extra}: {wrong[:3]} differ ({runs})")
+        want = records(list_runs(self.straight(nproc, extra))[-1])
+        for run in list_runs(runs):
+            try:
+                have = records(run, cut_short=True)
+                wrong = [place for place, record in have.items() if want.get(place) != record]
+            except (AssertionError, ValueError) as error:
+                have, wrong = {}, [error]
+            tally.steps += len(have)
+            if wrong:
+                tally.unequal += 1
+                tally.notes.append(f"{nproc} ranks, {extra}: {wrong[:3]} differ ({run.dir})")
 
     def kill_rank(self, job: Job, runs: Path) -> str | None:
         """Kill -9 of one random rank, or of all of them."""

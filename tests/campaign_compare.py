@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mvp_engine.checkpoint.format import Reader, verify
-from mvp_engine.runs import list_runs
+from mvp_engine.runs import Run, list_runs
 
 
 def size_of(runs: Path, name: str) -> int:
@@ -27,9 +27,8 @@ def last_step(runs: Path) -> int:
     return -1
 
 
-def records(runs: Path, cut_short: bool = False) -> dict[tuple[int, str], dict[str, Any]]:
-    """All metrics of a training but its timings, by step and split; `cut_short`: the last line may not be complete."""
-    [run] = list_runs(runs)
+def records(run: Run, cut_short: bool = False) -> dict[tuple[int, str], dict[str, Any]]:
+    """All metrics of a run but its timings, by step and split; `cut_short`: the last line may not be complete."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
     file = run.dir / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.is_file() or not cut_short else []
@@ -44,12 +43,15 @@ def records(runs: Path, cut_short: bool = False) -> dict[tuple[int, str], dict[s
 
 
 def difference(expected: Path, found: Path, all_records: bool) -> str | None:
-    """How two trainings differ: in the metrics of a step, in a bit of the last checkpoint, in its position."""
+    """How two trainings differ: in the metrics of a step, in a bit of the last checkpoint, in its position.
+
+    Of several runs the newest counts: a launch that fails before the first checkpoint is not resumed.
+    """
     if not list_runs(found):
         return "there is no run"
     try:
-        want = records(expected)
-        have = records(found)
+        want = records(list_runs(expected)[-1])
+        have = records(list_runs(found)[-1])
     except (AssertionError, ValueError) as error:
         return f"metrics: {error}"
     if all_records and want.keys() != have.keys():
@@ -57,8 +59,8 @@ def difference(expected: Path, found: Path, all_records: bool) -> str | None:
     for place, record in have.items():
         if want.get(place) != record:
             return f"{place}: {record} instead of {want.get(place)}"
-    last = [list_runs(runs)[0].checkpoint_list()[-1] for runs in (expected, found)]
-    for folder in list_runs(found)[0].checkpoint_list():
+    last = [list_runs(runs)[-1].checkpoint_list()[-1] for runs in (expected, found)]
+    for folder in list_runs(found)[-1].checkpoint_list():
         verify(folder)
     readers = [Reader(folder) for folder in last]
     if last[0].name != last[1].name or readers[0].entries.keys() != readers[1].entries.keys():

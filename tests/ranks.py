@@ -85,6 +85,7 @@ class RankPool:
                 raise EOFError(f"rank {rank} of {self.size} died with exit code {code}") from None
         for rank, (error, _) in enumerate(answers):
             if error:
+                self._own.close()  # a process group that was left open would fail the tests that follow
                 raise AssertionError(f"rank {rank} failed:\n{error}")
         return [value for _, value in answers]
 

@@ -327,11 +327,11 @@ def refusal(sizes: dict[str, int], build: Callable[[Any], Any]) -> str:
     """The message with which a user error ends `build(layout)`; empty if it ends without one."""
     from mvp_engine.errors import UserError
 
-    with layout_of(**sizes) as layout:
-        try:
+    try:
+        with layout_of(**sizes) as layout:
             build(layout)
-        except UserError as error:
-            return str(error)
+    except UserError as error:
+        return str(error)
     return ""
 
 
