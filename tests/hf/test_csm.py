@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,18 +12,22 @@ import pytest
 import torch
 from families import parallel
 from folders import alone, entries
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedTokenizerFast
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import SPEECH, num_speech_labels
+from mvp_engine.data.speech import CODES, SPEECH, TEXT, num_speech_labels
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import OmniModel, speech_outputs
 from mvp_engine.hf.csm import CsmModel
 from mvp_engine.hf.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
-from mvp_engine.kit import MFUKit
+from mvp_engine.kit import MFUKit, MLLMData, MLLMDataKit
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import peak_memory
 from mvp_engine.kit.estimate.settings import EstimateSettings
@@ -179,6 +184,27 @@ def test_export_of_a_trained_csm_keeps_the_codec(tmp_path: Path) -> None:
         assert torch.equal(value, new[name]) == name.startswith("codec_model."), name
     _, info = CsmForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def test_data_kit_makes_rows_of_csm_from_codes(tmp_path: Path) -> None:
+    codes = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    content = [{"type": "text", "text": "[0]hi"}, {"type": "audio", "codes": codes}]
+    row = {"messages": [{"role": "assistant", "content": content}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    letters = {letter: index for index, letter in enumerate("[]0hi<>?")}
+    bare = Tokenizer(WordLevel(letters, unk_token="?"))
+    bare.pre_tokenizer = Split("", "isolated")
+    processor = PreTrainedTokenizerFast(tokenizer_object=bare, bos_token="<", eos_token=">", unk_token="?")
+    processor.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    sources = {"train": {"path": str(tmp_path / "rows.jsonl")}}
+    speech = {"codec": None, "books": BOOKS}
+    data = MLLMData(sources=sources, micro_batch_tokens=64, cache=str(tmp_path / "cache"), speech=speech)
+    kit = MLLMDataKit(data, processor, model_config=config(), num_workers=0)
+    (batch,) = list(kit.loader("train", shuffle=False, global_batch_size=1))
+    values = batch.media[SPEECH].values
+    assert values[:, TEXT].tolist() == [*batch.input_ids.tolist(), -1, -1, -1]
+    assert values[-3:, CODES].tolist() == [*codes, [0] * BOOKS]
+    assert float(csm()(batch, ["speech_loss"])["speech_loss"].detach().sum()) > 0
 
 
 def test_csm_names_what_it_cannot_speak() -> None:

@@ -28,6 +28,8 @@ class RopePositions:
     @classmethod
     def for_config(cls, config: Any) -> RopePositions | None:
         """None for a model with one-dimensional positions."""
+        if getattr(config, "depth_decoder_config", None) is not None:
+            return None  # CSM, which is no language model
         positions = cls(config)
         return positions if hasattr(positions._model, "get_rope_index") else None
 
