@@ -123,8 +123,10 @@ def _end_ranks(text: str) -> None:
     """Of several ranks, the others may wait in a collective: all end, and `mvp train --nproc` starts them again."""
     file = os.environ.get(EXIT_CODE_FILE)
     launcher = launcher_id()
-    if file and launcher and "GROUP_WORLD_SIZE" in os.environ:
+    if file and launcher and os.environ.get("GROUP_WORLD_SIZE") == "1":
         Path(file).with_name(TRY_AGAIN_FILE).write_text(launcher)
+    else:  # several nodes, or torchrun without `mvp train`
+        text += " Launch it again with resume=auto"
     _show(f"mvp_engine: {text}")
     sys.stderr.flush()
     os._exit(leave(EXIT_TRY_AGAIN))
