@@ -165,7 +165,10 @@ class CheckpointManager:
     def _link_best(self) -> None:
         name = _folder_name(self._best or 0)
         if self.world.is_main and (self.folder / name / META).is_file():
-            atomic_symlink(self.folder / "best", name)
+            try:
+                atomic_symlink(self.folder / "best", name)
+            except OSError as error:  # tried again after the next checkpoint
+                LOGGER.error("%s could not be linked: %s", self.folder / "best", error)
 
     def _prune(self) -> None:
         """Delete old checkpoints, but not the newest `keep_n`, every `keep_every`-th step and the best one."""

@@ -67,6 +67,18 @@ def test_mark_best_of_a_checkpoint_being_written_is_linked_afterwards(tmp_path: 
     assert names(tmp_path) == ["step_00000002", "step_00000003"]
 
 
+def test_mark_best_on_a_read_only_disk_is_linked_after_a_later_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    checkpoints = manager(tmp_path)
+    save(checkpoints, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("mvp_engine.checkpoint.manager.atomic_symlink", _refuse)
+        checkpoints.mark_best(1)
+        checkpoints.wait()
+    assert not (tmp_path / "best").exists()
+    save(checkpoints, 2)
+    assert (tmp_path / "best").resolve().name == "step_00000001"
+
+
 def test_manager_unrelated_files_are_ignored_and_kept(tmp_path: Path) -> None:
     strays = ["notes.txt", "step_best", "step_00000007", "step_12.bak"]
     for stray in strays:
