@@ -209,7 +209,7 @@ def ours(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch:
         setup = info.get("setup", {})
         found["versions"] = setup.get("versions")
         text = (run.parent / "log.txt").read_text() if (run.parent / "log.txt").is_file() else ""
-        found["recompiles"] = len(re.findall(r"recompile", text))
+        found["recompiles"] = len(re.findall(r"compiled after the first", text))
     if args.profile and "why" not in found:
         found |= profiled(config, words, env, args.limit, scratch)
     return found

@@ -17,9 +17,11 @@ from mvp_engine.errors import UserError, count, did_you_mean
 from mvp_engine.hf.parts import by_part
 
 LOGGER = logging.getLogger("mvp_engine")
-NON_STRICT = "triton.mix_order_reduction_non_strict_mode"  # of Inductor; not every torch has it
 WARM_UP_STEPS = 3  # in which every kind of block is compiled
 MOST_GRAPHS = 3  # that a warning lists
+# Graphs of one function. Checkpointed blocks of all kinds share one, and an image-text model has nine with and without
+# gradients; torch runs the rest uncompiled after 8.
+RECOMPILE_LIMIT = 64
 REASON_LENGTH = 200
 
 
@@ -49,26 +51,21 @@ def compile_backends(
     return {part: auto if backend == "auto" else backend for part, backend in asked.items()}
 
 
-def compile_options(backend: str) -> dict[str, Any] | None:
-    """What torch.compile is asked for besides its defaults.
+def compile_arguments(backend: str) -> dict[str, Any]:
+    """Keyword arguments of torch.compile for a block.
 
     Inductor pads strides to 128 bytes. In torch 2.11 a bf16 block with head size 32 then computes wrong values, or NaN,
-    from an odd number of tokens. And it fuses the two reductions of a norm's backward only above some numbers of
-    tokens, by guards: each pack size on the other side of one would be compiled again. Non-strict mode has no guards.
+    from an odd number of tokens.
     """
-    if backend != "inductor":
-        return None
-    from torch._inductor import config
-
-    options: dict[str, Any] = {"comprehensive_padding": False}
-    if NON_STRICT in config.get_config_copy():
-        options[NON_STRICT] = True
-    return options
+    options = {"comprehensive_padding": False} if backend == "inductor" else None
+    return {"backend": backend, "options": options}
 
 
-def compile_arguments(backend: str) -> dict[str, Any]:
-    """Keyword arguments of torch.compile for a block. Packs differ in size: one graph is for all of them."""
-    return {"backend": backend, "options": compile_options(backend), "dynamic": True}
+def allow_graphs() -> None:
+    """Let torch compile as many graphs as a model has kinds of blocks."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
 
 
 def use_cache(folder: str | None) -> None:

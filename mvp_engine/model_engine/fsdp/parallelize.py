@@ -27,6 +27,7 @@ from mvp_engine.model_engine.adapter import ModelAdapter
 from mvp_engine.model_engine.base import DTYPES, Settings
 from mvp_engine.model_engine.fsdp.activation_checkpoint import checkpoint_block
 from mvp_engine.model_engine.fsdp.compile import (
+    allow_graphs,
     compile_arguments,
     compile_backends,
     use_cache,
@@ -45,6 +46,8 @@ def parallelize_model(
     world = layout.world
     dtype = DTYPES[settings.precision]
     backends = compile_backends(model, settings.compile, layout, adapter.compiles_by_default)
+    if any(backends.values()):
+        allow_graphs()
     if "inductor" in backends.values():
         use_cache(settings.compile_cache)
     fp8_parts = _fp8_parts(model, layout, settings)
