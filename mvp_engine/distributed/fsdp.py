@@ -82,21 +82,15 @@ def _sharing(found: list[nn.Module]) -> list[nn.Module | list[nn.Module]]:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model: the entries of its outermost nn.ModuleLists.
 
-    Single layers in a list, such as the embeddings and heads of codebooks, are no blocks: a model may read their
-    weights without calling them.
+    A list with `holds_no_blocks` is left out: the model reads the weights of its entries without calling them.
     """
     found: list[nn.Module] = []
     for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            found += [entry for entry in child if _is_block(entry)]
-        else:
+        if not isinstance(child, nn.ModuleList):
             found += blocks(child)
+        elif not getattr(child, "holds_no_blocks", False):
+            found += [entry for entry in child if any(True for _ in entry.parameters())]
     return found
-
-
-def _is_block(entry: nn.Module) -> bool:
-    is_layer = isinstance(entry, nn.Linear | nn.Embedding)
-    return not is_layer and any(True for _ in entry.parameters())
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:

@@ -189,8 +189,13 @@ class HFAdapter:
 
 
 def cast_frozen_base(model: PackedModel, dtype: torch.dtype) -> None:
-    """Under LoRA, keep frozen weights in the half precision that both their folder and the computation have."""
-    if model.lora is not None and model.export_dtype == dtype and dtype != torch.float32:
+    """Keep frozen weights in the half precision that both their folder and the computation have.
+
+    Under LoRA, and in models of which most is frozen (`casts_frozen`); others keep float32, as a later stage may train
+    what this one freezes.
+    """
+    is_half = model.export_dtype == dtype and dtype != torch.float32
+    if is_half and (model.lora is not None or model.casts_frozen):
         cast_frozen_weights(model, dtype)
 
 

@@ -55,6 +55,7 @@ class OmniModel(LanguageModel):
     """
 
     model_type = "omni_model"
+    casts_frozen = True  # talker SFT: 32 of 35 G parameters are frozen
     provides = (*LanguageModel.provides, *SPEECH_OUTPUTS)
 
     def __init__(self, thinker: Any, talker: Any, config: Any) -> None:
@@ -67,6 +68,11 @@ class OmniModel(LanguageModel):
         for decoder in (talker.model, talker.code_predictor.model):
             decoder.register_forward_pre_hook(input_hooks.cast_decoder_inputs, with_kwargs=True)
         talker.model.register_forward_pre_hook(attention.without_mask, with_kwargs=True)
+        for of_codebooks in (
+            talker.code_predictor.lm_head,
+            talker.code_predictor.model.codec_embedding,
+        ):
+            of_codebooks.holds_no_blocks = True
         _add_missing_init_rules(talker)
         self._media_hidden: Tensor | None = None  # of this forward, (T, D)
         depth = talker.config.accept_hidden_layer

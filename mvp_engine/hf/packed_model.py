@@ -69,6 +69,7 @@ class PackedModel(nn.Module):
     source: Path | None = None  # the Hugging Face folder that the weights are loaded from
     side_files: Path | None = None  # the folder of tokenizer and processor files, if not `source`
     export_dtype = torch.float32  # dtype of exported weights: that of the source folder
+    casts_frozen = False  # frozen weights are kept in half precision without LoRA, too
     lora: Lora | None = None  # settings of its adapters; None without adapters
     quantize: dict[str, str] | None = None  # formats of quantized weights by part
     expert_balance: ExpertBalance | None = None  # of experts in training

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.data.speech import SPEECH
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import STATE_BYTES, peak_memory
@@ -91,8 +92,9 @@ def _step_seconds(costs: BlockCosts, step: Sequence[PackedBatch], gpu: Gpu) -> d
 
 
 def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str, float]:
-    """Seconds of one micro-batch. Sequence parallel ranks share text and media items, tensor parallel the text."""
-    text_gemm, text_attention = _flops(costs, replace(batch, media={}))
+    """Seconds of one micro-batch. Sequence parallel ranks share all of it, tensor parallel ranks the text."""
+    speech = {name: media for name, media in batch.media.items() if name == SPEECH}
+    text_gemm, text_attention = _flops(costs, replace(batch, media=speech))
     all_gemm, all_attention = _flops(costs, batch)
     saved = costs.saved_bytes(batch, checkpointed=False)
     repeated = costs.repeated_flops(batch)
