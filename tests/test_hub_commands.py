@@ -105,7 +105,8 @@ def test_readme_four_commands_run_on_a_model_of_the_hub_online_then_offline(
     (tmp_path / "photos").mkdir()
     Image.new("RGB", (20, 16), "red").save(tmp_path / "photos" / "0001.jpg")
     (tmp_path / "photos.jsonl").write_text(row * 60)
-    small = ["mllm.micro_batch_tokens=256", "data.num_workers=0", "loop.epochs=1", "log.backends=[jsonl]"]
+    small = ["mllm.micro_batch_tokens=256", "mllm.global_batch_tokens=512", "data.num_workers=0"]
+    small += ["loop.epochs=1", "log.backends=[jsonl]"]
     small.append("cpu_threads=1")
     assert "60 rows" in run(capsys, *inspect)
     assert "ready to train" in run(capsys, *check, *small)

@@ -186,3 +186,16 @@ def test_test_files_have_names_of_their_own() -> None:
     """pytest imports them as top-level modules, and ranks find functions by module name."""
     names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
     assert [name for name in set(names) if names.count(name) > 1] == []
+
+
+def test_lazy_export_has_no_submodule_of_its_name() -> None:
+    """An import of the submodule would put itself in place of the export."""
+    for file in (ROOT / "mvp_engine").rglob("__init__.py"):
+        text = file.read_text()
+        if "lazy_exports(" not in text:
+            continue
+        lazy = text.partition("if TYPE_CHECKING:")[2]
+        names = set(re.findall(r"^    from \S+ import (.+)$", lazy, re.MULTILINE))
+        exported = {name.strip() for line in names for name in line.split(",")}
+        modules = {path.stem for path in file.parent.iterdir()}
+        assert not exported & modules, file

@@ -7,7 +7,7 @@ from mvp_engine.kit.build_once import build_once
 
 if TYPE_CHECKING:
     from mvp_engine.hf.lora_settings import Lora
-    from mvp_engine.kit.action_loss import action_loss
+    from mvp_engine.kit.action_losses import action_loss
     from mvp_engine.kit.actions.engine import ActionEngine
     from mvp_engine.kit.actions.kit import ActionDataKit
     from mvp_engine.kit.actions.rollout import rollout
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mvp_engine.kit.mllm import MLLMEngine
     from mvp_engine.kit.model import MLLMModelKit
     from mvp_engine.kit.optim import OptimKit, OptimSettings
+    from mvp_engine.kit.player import Player, Sound, speak
     from mvp_engine.kit.preference import PreferenceLossKit, StepTerms
     from mvp_engine.kit.preference_engine import PreferenceEngine
     from mvp_engine.kit.preference_settings import PreferenceConfig, PreferenceLoss
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from mvp_engine.kit.reward_settings import RewardConfig, RewardLoss
     from mvp_engine.kit.row_checks import check_labels, check_rows
     from mvp_engine.kit.settings import EvalGeneration, MLLMConfig, SpeechLoss, TokenLoss
-    from mvp_engine.kit.speak import Player, Sound, speak
     from mvp_engine.kit.speech.codec import Codec, open_codec
     from mvp_engine.kit.speech.kmeans import ResidualKMeans
     from mvp_engine.kit.speech_loss import SpeechLossKit

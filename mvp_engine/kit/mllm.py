@@ -92,7 +92,7 @@ class MLLMEngine(Engine):
     @cached_property
     def player(self) -> Any:
         """What plays codes: the vocoder of the model's folder; without one, the codec of `mllm.speech`."""
-        from mvp_engine.kit.speak import Player
+        from mvp_engine.kit.player import Player
 
         if self.config.model.path is not None:
             return Player.of_folder(self.config.model.path)
@@ -273,7 +273,7 @@ class MLLMEngine(Engine):
         completions: Sequence[tuple[Prompt, Any]],
     ) -> list[Answer]:
         """The answers with their sounds, which are written into the run folder."""
-        from mvp_engine.kit.speak import speak_completions
+        from mvp_engine.kit.player import speak_completions
 
         speech = self.data.row_encoder.speech
         assert speech is not None, "the config is checked"

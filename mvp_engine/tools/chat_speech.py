@@ -14,7 +14,7 @@ from mvp_engine.kit.settings import SpeechGeneration
 if TYPE_CHECKING:  # they import torch
     from mvp_engine.kit.chat import ChatModel
     from mvp_engine.kit.decoding import Completion
-    from mvp_engine.kit.speak import Player
+    from mvp_engine.kit.player import Player
 
 
 @dataclass
@@ -30,7 +30,7 @@ class SpeechOutput:
 
     def open_player(self, folder: Path) -> None:
         """Open the codec, or else the vocoder of the model's folder."""
-        from mvp_engine.kit.speak import Player
+        from mvp_engine.kit.player import Player
         from mvp_engine.kit.speech.codec import open_codec
 
         if self.codec is None:

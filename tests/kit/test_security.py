@@ -355,6 +355,9 @@ def test_report_page_shows_hostile_text_as_text(tmp_path: Path) -> None:
         def media(self) -> list[Any]:
             return []
 
+        def spoken(self) -> list[Any]:
+            return []
+
     html = _example(Hostile(), ["question", "expected", "written"])  # type: ignore[arg-type]
     assert "<script" not in html
     assert "<img" not in html

@@ -113,7 +113,7 @@ def test_registry_unknown_and_duplicate_names_are_refused(train, capsys) -> None
         register("module", "fsdp")(LanguageModelEngine)
     assert engine_class("module") is FSDPEngine
     assert train("model.type=language_model", "model.backend=mcore", config=LM) == 2
-    assert "Registered: language_model on fsdp, language_model on megatron, module on fsdp" in capsys.readouterr().err
+    assert "language_model on fsdp, language_model on megatron, module on fsdp" in capsys.readouterr().err
 
 
 @pytest.mark.slow

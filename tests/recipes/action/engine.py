@@ -118,7 +118,9 @@ class ActionTestEngine(Engine):
         ctx.log("mean_action", actions.abs().mean())
 
     def export(self) -> None:
-        self.model_engine.export_hf(self.run.dir / "export")
+        folder = self.run.dir / "export"
+        if not self.world.broadcast(folder.exists()):  # a run that was killed after its export
+            self.model_engine.export_hf(folder)
 
     def after_train(self) -> None:
         super().after_train()
