@@ -54,7 +54,8 @@ class StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._handlers_before[number] = signal.signal(number, self._handle)
         os.register_at_fork(after_in_child=self._ignore_in_fork)
-        threading.Thread(target=self._watch, name="mvp-signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="mvp-signals", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,6 +65,7 @@ class StopSignals:
             self._handlers_before = {}
             signal.set_wakeup_fd(self._fd_before)
             self._write.close()  # ends the thread
+            self._thread.join(1.0)  # on a loaded machine its message may still be to come
 
     def _ignore_in_fork(self) -> None:
         if self._handlers_before:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 from mvp_engine.config import compose
@@ -17,7 +19,11 @@ LOGGER = logging.getLogger("mvp_engine")
 
 def print_codes(file: str, overrides: list[str], *, as_json: bool) -> None:
     """Make the codes of every split, with progress on stderr, and print what was made by source."""
-    _show_progress()
+    with _progress_shown():
+        _print_codes(file, overrides, as_json)
+
+
+def _print_codes(file: str, overrides: list[str], as_json: bool) -> None:
     composed = compose(file, overrides)
     kit = config_data_kit(composed.engine_class, composed.config)
     speech = kit.row_encoder.speech
@@ -43,9 +49,13 @@ def print_codes(file: str, overrides: list[str], *, as_json: bool) -> None:
     print(f"codes: {speech.store.folder}")
 
 
-def _show_progress() -> None:
-    if not LOGGER.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        LOGGER.addHandler(handler)
-        LOGGER.setLevel(logging.INFO)
+@contextmanager
+def _progress_shown() -> Iterator[None]:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
