@@ -213,8 +213,8 @@ def test_torchrun_restart_resumes_from_the_last_checkpoint(tmp_path: Path) -> No
     assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 13))
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.campaign(only=True))])
+@pytest.mark.campaign(only=True)
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_kill_9_at_random_moments_resumes_bit_equal(
     tmp_path: Path, nproc: int, campaign_size: Callable[[int, int], int]
 ) -> None:
