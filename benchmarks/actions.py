@@ -31,6 +31,10 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.attempt import FOUND, attempt
+
 SIDE = {False: 224, True: 16}  # pixels, by --tiny
 CAMERAS = ("observation.images.left", "observation.images.right", "observation.images.wrist")
 WORDS = ["put", "the", "red", "green", "blue", "block", "cup", "on", "plate", "left", "right", "and", "then", "stop"]
@@ -220,19 +224,6 @@ def about() -> dict[str, Any]:
     return {"hardware": hardware, "versions": versions, "command": shlex.join(["python", *sys.argv])}
 
 
-def run_side(side: str, tried: str, name: str) -> dict[str, Any]:
-    """One attempt in a process of its own; a failure is a row with its last lines."""
-    found = Path(name) / "found.json"
-    found.unlink(missing_ok=True)
-    command = [sys.executable, __file__, *sys.argv[1:], "--inside", side, tried, name]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    if not found.exists():
-        is_memory = "OutOfMemory" in done.stderr or "out of memory" in done.stderr
-        error = "out of memory" if is_memory else done.stderr[-1500:]
-        return {"side": side, "tried": tried, "error": error}
-    return {"side": side, "tried": tried, **json.loads(found.read_text())}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -248,14 +239,14 @@ def main() -> None:
     if args.inside:
         side, tried, folder = args.inside
         found = (ours if side == "ours" else theirs)(Path(folder), args, tried.split(":"))
-        (Path(folder) / "found.json").write_text(json.dumps(found))
+        (Path(folder) / FOUND).write_text(json.dumps(found))
         return
     rows = []
     with tempfile.TemporaryDirectory() as name:
         make(Path(name), args.tiny, args.episodes)
         for side, attempts in {"ours": args.ours, "transformers": args.theirs}.items():
             for tried in attempts:
-                rows.append(run_side(side, tried, name))
+                rows.append({"side": side} | attempt(__file__, side, tried, name))
                 print(json.dumps(rows[-1]), flush=True)
     best = {}
     for side in ("ours", "transformers"):

@@ -88,9 +88,6 @@ WORKS = {
 }
 
 
-# ---- Folders and rows ----------------------------------------------------------------------------------------------
-
-
 def make_folder(name: str, longest: int, base: Path) -> Path:
     """A Hugging Face folder with random weights in bf16, and a processor that reads numbers as words."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText

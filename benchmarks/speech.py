@@ -34,6 +34,10 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.attempt import FOUND, attempt
+
 FRAME_RATE = 12.5
 WORDS = "the a of to and in is you that it he was for on are as with his they at be this have from or one".split()  # noqa: SIM905
 TTS = ("<tts_pad>", "<tts_bos>", "<tts_eos>")
@@ -348,18 +352,6 @@ def about() -> dict[str, Any]:
     return {"hardware": hardware, "versions": versions, "command": shlex.join(["python", *sys.argv])}
 
 
-def run_part(part: str, tried: str, name: str) -> dict[str, Any]:
-    """One attempt in a process of its own; a failure is a row with its last lines."""
-    found = Path(name) / "found.json"
-    found.unlink(missing_ok=True)
-    command = [sys.executable, __file__, *sys.argv[1:], "--inside", part, tried, name]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    if not found.exists():
-        is_memory = "OutOfMemory" in done.stderr or "out of memory" in done.stderr
-        return {"part": part, "tried": tried, "error": "out of memory" if is_memory else done.stderr[-1500:]}
-    return {"part": part, "tried": tried, **json.loads(found.read_text())}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -376,7 +368,7 @@ def main() -> None:
         args.steps, args.workers, args.rows = min(args.steps, 2), 0, 12
     if args.inside:
         part, tried, folder = args.inside
-        (Path(folder) / "found.json").write_text(json.dumps(PARTS[part](Path(folder), args, tried)))
+        (Path(folder) / FOUND).write_text(json.dumps(PARTS[part](Path(folder), args, tried)))
         return
     attempts = {"train": args.tried, "predictor": ["4096"], "sync": ["8192"], "mimi": ["64"]}
     if args.tiny:
@@ -386,7 +378,7 @@ def main() -> None:
         make_rows(Path(name), args.rows, args.tiny)
         for part in args.parts:
             for tried in attempts[part]:
-                rows.append(run_part(part, tried, name))
+                rows.append({"part": part} | attempt(__file__, part, tried, name))
                 print(json.dumps(rows[-1]), flush=True)
     if args.out:
         args.out.write_text(json.dumps({**about(), "rows": rows}, indent=2) + "\n")

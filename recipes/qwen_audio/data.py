@@ -89,16 +89,3 @@ def make_processor() -> Any:
 def words_of(text: str) -> list[str]:
     """The words of a transcript, in lower case and without punctuation."""
     return re.findall(r"[\w']+", text.lower())
-
-
-def edit_distance(written: list[str], expected: list[str]) -> int:
-    """The Levenshtein distance: how many words must be inserted, deleted or replaced."""
-    row = list(range(len(expected) + 1))
-    for i, word in enumerate(written, 1):
-        diagonal = row[0]
-        row[0] = i
-        for j, other in enumerate(expected, 1):
-            cost = min(row[j] + 1, row[j - 1] + 1, diagonal + (word != other))
-            diagonal = row[j]
-            row[j] = cost
-    return row[-1]

@@ -5,8 +5,9 @@ from typing import Any
 from mvp_engine.config import Section
 from mvp_engine.engine import StepContext
 from mvp_engine.kit import Answer, MLLMConfig, MLLMEngine
+from mvp_engine.kit.speech.transcript import word_errors
 
-from .data import edit_distance, prepare, words_of
+from .data import prepare, words_of
 
 
 class Speech(Section):
@@ -43,6 +44,6 @@ class AudioEngine(MLLMEngine):
         for answer in answers:
             expected = words_of(answer.expected)
             num_words += len(expected)
-            num_errors += edit_distance(words_of(answer.written), expected)
+            num_errors += word_errors(words_of(answer.written), expected)
         ctx.log(f"word_accuracy_{name}", num_words - num_errors, num_words)
         super().score(ctx, name, answers)

@@ -7,9 +7,10 @@ from mvp_engine.config import Section
 from mvp_engine.engine import StepContext
 from mvp_engine.kit import Answer, MLLMConfig, MLLMEngine
 from mvp_engine.kit.data.read.media_source import require_package
+from mvp_engine.kit.speech.transcript import word_errors
 
 from .data import prepare
-from .judge import Judge, word_errors
+from .judge import Judge
 
 
 class Spoken(Section):

@@ -93,16 +93,3 @@ def _step(path: _Path, distance_L: np.ndarray, before: float, frame: int) -> _Pa
     starts = np.stack([moved_start, start, skipped_start])
     places = np.arange(len(cost))
     return _Path(choices[chosen, places] + distance_L, starts[chosen, places])
-
-
-def word_errors(heard: list[str], expected: list[str]) -> int:
-    """The Levenshtein distance: how many words must be inserted, deleted or replaced."""
-    row = list(range(len(expected) + 1))
-    for i, word in enumerate(heard, 1):
-        diagonal = row[0]
-        row[0] = i
-        for j, other in enumerate(expected, 1):
-            cost = min(row[j] + 1, row[j - 1] + 1, diagonal + (word != other))
-            diagonal = row[j]
-            row[j] = cost
-    return row[-1]

@@ -120,12 +120,14 @@ def test_qwen_audio_data_holds_out_sentences_and_matches_config_sizes(folder: Pa
     assert "Bad rows: none" in summary  # no sentence is longer than the audio window
 
 
-def test_edit_distance_counts_insertions_deletions_and_substitutions() -> None:
+def test_word_errors_of_transcripts_count_insertions_deletions_and_substitutions() -> None:
     compose(str(CONFIGS / "cpu.yaml"), [])  # which imports the recipe
-    from qwen_audio.data import edit_distance, words_of
+    from qwen_audio.data import words_of
+
+    from mvp_engine.kit.speech.transcript import word_errors
 
     def cost(written: str, expected: str) -> int:
-        return edit_distance(words_of(written), words_of(expected))
+        return word_errors(words_of(written), words_of(expected))
 
     assert cost("Go left, four!", "go left four") == 0
     assert cost("go four", "go left four") == 1

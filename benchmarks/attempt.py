@@ -1,0 +1,23 @@
+"""One attempt of a benchmark in a process of its own, so that one that runs out of memory is a row like any other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+FOUND = "found.json"  # in the folder of the attempt: what the process measured
+
+
+def attempt(script: str, what: str, tried: str, folder: str) -> dict[str, Any]:
+    """Run `script` with the words of this command and `--inside`; a failure is a row with its last lines."""
+    found = Path(folder) / FOUND
+    found.unlink(missing_ok=True)
+    command = [sys.executable, script, *sys.argv[1:], "--inside", what, tried, folder]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if found.exists():
+        return {"tried": tried, **json.loads(found.read_text())}
+    is_memory = "OutOfMemory" in done.stderr or "out of memory" in done.stderr
+    return {"tried": tried, "error": "out of memory" if is_memory else done.stderr[-1500:]}
