@@ -1,28 +1,33 @@
 """Training a talker on one GPU: Qwen3-Omni's in its real shape, on synthetic speech of 2 to 30 seconds.
 
     PYTHONPATH=. python benchmarks/speech.py --out benchmarks/results/speech.json
+    PYTHONPATH=. python benchmarks/speech.py --only predictor mimi --limit 60 --out FILE --add
     PYTHONPATH=. python benchmarks/speech.py --tiny    # tries it on a CPU
 
-What is measured, each in a process of its own:
+What is measured, each in processes of its own, so that a part that fails is a row with its error:
 
 - `train`: `MLLMEngine` with `model.type=omni_model`, talker SFT: the thinker is frozen, and since rows are text its
   blocks do not run (it has one layer here, and its whole embedding). Rows have codes of 2 to 30 s at 12.5 frames per
-  second. Frames per second, MFU (the FLOPs of talker and code predictor by formula, and the log's own where it has
-  one), peak memory, and what `mvp estimate` predicts. `--tried` lists pack sizes and activation checkpointing.
+  second. Frames per second, MFU, peak memory, and what `mvp estimate` predicts. `--tried` lists trainings as
+  TOKENS:CHECKPOINTING:COMPILE. The first half of the steps warms up; a training that reaches `--limit` before its last
+  step counts with the steps it logged. It ends without a checkpoint.
 - `predictor`: forward and backward of the code predictor on the same frames, in one pass over 16 positions, and in 15
   passes of growing length, as `generate` runs it.
 - `sync`: a forward and backward under `torch.cuda.set_sync_debug_mode("error")`.
 - `mimi`: encoding of waveforms of 2 to 30 s to 16 codebooks by a random Mimi, as a multiple of real time.
 
-The first half of the steps warms up.
+Random weights are drawn on the GPU; those of `train` are a folder in bf16, written once. `--out` is written after each
+row.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,9 +44,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.attempt import FOUND, attempt
 
 FRAME_RATE = 12.5
+INTERVAL = 2  # steps of a log record
 WORDS = "the a of to and in is you that it he was for on are as with his they at be this have from or one".split()  # noqa: SIM905
 TTS = ("<tts_pad>", "<tts_bos>", "<tts_eos>")
-PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 
@@ -121,7 +126,9 @@ def seconds(dice: np.random.Generator, count: int, tiny: bool) -> list[float]:
 def make_rows(folder: Path, count: int, tiny: bool) -> None:
     """Chats of about three words per second, and their codes."""
     dice = np.random.default_rng(0)
-    (folder / "codes").mkdir()
+    if (folder / "tokenizer").is_dir():
+        return
+    (folder / "codes").mkdir(parents=True, exist_ok=True)
     with (folder / "rows.jsonl").open("w") as rows:
         for i, length in enumerate(seconds(dice, count, tiny)):
             codes = dice.integers(0, 2048, (round(length * FRAME_RATE), 16))
@@ -137,17 +144,50 @@ def make_rows(folder: Path, count: int, tiny: bool) -> None:
 # ---- Training -----------------------------------------------------------------------------------------------------
 
 
+def make_model(folder: Path, tiny: bool) -> Path:
+    """A Qwen3-Omni folder with random weights in bf16, drawn on the GPU: the training's own initialization is slow."""
+    from transformers import Qwen3OmniMoeForConditionalGeneration
+
+    from mvp_engine.hf.config_source import read_config
+    from mvp_engine.hf.omni_config import add_undeclared_settings
+
+    out = folder / "model"
+    if out.is_dir():
+        return out
+    config = read_config(None, model_config(tiny))
+    add_undeclared_settings(config)
+    config.dtype = torch.bfloat16
+    with torch.device(DEVICE):
+        whole: Any = Qwen3OmniMoeForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    draw_weights(whole)
+    whole.save_pretrained(out)
+    del whole
+    if ON_GPU:
+        torch.cuda.empty_cache()
+    return out
+
+
+def draw_weights(model: torch.nn.Module) -> None:
+    """transformers does not initialize the talker's experts."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
+
+
 def train(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
-    tokens, mode = tried.split(":")
+    tokens, mode, backend = tried.split(":")
+    name = tried.replace(":", "_")
     config = {
         "engine": "mvp_engine.kit.mllm:MLLMEngine",
         "processor": str(folder / "tokenizer"),
-        "project": {"name": "speech", "dir": str(folder / f"runs_{tokens}_{mode}")},
+        "project": {"name": "speech", "dir": str(folder / name)},
         "model": {
             "type": "omni_model",
-            "config": model_config(args.tiny),
+            "path": str(make_model(folder, args.tiny)),
             "freeze": ["vision", "audio", "projector", "llm"],
             "activation_checkpointing": {"talker": mode},
+            "compile": None if backend == "null" else backend,
         },
         "mllm": {
             "micro_batch_tokens": int(tokens),
@@ -156,75 +196,59 @@ def train(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
             "speech": {"books": 16, "require": True},
         },
         "data": {"micro_batch_size": 1, "global_batch_size": 1, "num_workers": args.workers},
-        "loop": {"total_steps": args.steps, "precision": "auto", "clip_grad_norm": 1.0},
+        "loop": {"total_steps": 1_000_000, "precision": "auto", "clip_grad_norm": 1.0},
         "optim": {"lr": 1e-5, "weight_decay": 0.0, "schedule": "constant"},
-        "log": {"interval": max(1, args.steps // 2), "backends": ["jsonl", "terminal"]},
-        "checkpoint": {"interval": None},
+        "log": {"interval": INTERVAL, "backends": ["jsonl", "terminal"]},
     }
-    file = folder / f"train_{tokens}_{mode}.yaml"
+    file = folder / f"{name}.yaml"
     file.write_text(json.dumps(config))
-    subprocess.run([sys.executable, "-m", "mvp_engine.launch", "--config", str(file)], check=True)
-    (log,) = (folder / f"runs_{tokens}_{mode}").glob("*/metrics.jsonl")
-    record = [json.loads(line) for line in log.read_text().splitlines()][-1]
-    perf = record["perf"]
-    frames = perf.get("frames_per_s")
-    found = {name: perf.get(name) for name in ("step_s", "data_wait", "memory_gib", "mfu")}
-    found |= {"frames_per_s": frames, "real_time": frames and frames / FRAME_RATE, "fill": record.get("fill")}
-    estimate = estimated(file)
-    found |= {"estimate_gib": estimate.get("peak_gib"), "estimate_step_s": estimate.get("step_s")}
-    peak = PEAK_FLOPS.get(torch.cuda.get_device_name()) if ON_GPU else None
-    if peak and frames:
-        found["mfu_by_formula"] = frames * flops_per_frame(folder, args.tiny, int(tokens)) / peak
-    return found
-
-
-def estimated(file: Path) -> dict[str, Any]:
-    """What `mvp estimate` predicts for the config; it exits with 2 where that does not fit."""
-    name = torch.cuda.get_device_name() if ON_GPU else "H200"
-    command = [sys.executable, "-m", "mvp_engine.cli", "estimate", str(file), "--gpu", name, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    gpu = torch.cuda.get_device_name() if ON_GPU else "H200"
+    predict = [sys.executable, "-m", "mvp_engine.cli", "estimate", str(file), "--gpu", gpu, "--json"]
+    started = time.perf_counter()
+    with subprocess.Popen(predict, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as prediction:
+        records, output = run_until(file, folder / name, args.steps, args.limit)
+        predicted, why = prediction.communicate()
+    trained = [record for _, record in records if record.get("split") == "train"]
+    counted = [record["perf"] for record in trained[len(trained) // 2 :]]
+    if not counted:
+        return {"error": output[-2000:]}
+    found: dict[str, Any] = {"steps": trained[-1]["step"], "first_record_s": records[0][0] - started}
+    seconds = sum(perf["step_s"] for perf in counted)
+    for key in ("frames_per_s", "mfu", "data_wait"):
+        if all(perf.get(key) is not None for perf in counted):
+            found[key] = sum(perf[key] * perf["step_s"] for perf in counted) / seconds
+    found |= {"step_s": seconds / len(counted), "memory_gib": counted[-1]["memory_gib"]}
+    if "frames_per_s" in found:
+        found["real_time"] = found["frames_per_s"] / FRAME_RATE
     try:
-        found: dict[str, Any] = json.loads(done.stdout)
+        estimate = json.loads(predicted)
     except json.JSONDecodeError:
-        print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
-        return {}
+        return {**found, "estimate_error": (predicted + why)[-1000:]}
+    found |= {"estimate_gib": estimate.get("peak_gib"), "estimate_step_s": estimate.get("step_s")}
+    if estimate.get("peak_gib") and ON_GPU:
+        found["memory_of_estimate"] = found["memory_gib"] / estimate["peak_gib"]
     return found
 
 
-def flops_per_frame(folder: Path, tiny: bool, tokens: int) -> float:
-    """FLOPs of forward and backward of talker and predictor, per frame of the rows of one pack.
-
-    Matmuls count 6 times their active weights for each row; causal attention 6 times pairs times hidden size of the
-    heads, twice (scores and values).
-    """
-    batch = one_batch(folder, tiny, tokens)
-    speech = batch.media["speech"]
-    lengths = speech.row_counts.double()
-    frames = float(speech.fields["frame_counts"].sum())
-    config = model_config(tiny)["talker_config"]
-    from mvp_engine.hf.config_source import read_config
-
-    talker = read_config(None, model_config(tiny)).talker_config
-    text, predictor = talker.text_config, talker.code_predictor_config
-    heads = text.num_attention_heads * text.head_dim
-    keys = text.num_key_value_heads * text.head_dim
-    experts = text.num_experts_per_tok * text.moe_intermediate_size + config["text_config"].get(
-        "shared_expert_intermediate_size", 0
-    )
-    layer = text.hidden_size * (2 * heads + 2 * keys) + 3 * text.hidden_size * experts
-    projection = (talker.thinker_hidden_size + text.hidden_size) * text.intermediate_size
-    rows = float(lengths.sum())
-    total = 6 * rows * (text.num_hidden_layers * layer + projection)
-    total += 6 * (frames + len(lengths)) * text.hidden_size * text.vocab_size
-    total += 6 * text.num_hidden_layers * heads * float((lengths * (lengths + 1)).sum())
-    books = talker.num_code_groups
-    heads = predictor.num_attention_heads * predictor.head_dim
-    keys = predictor.num_key_value_heads * predictor.head_dim
-    layer = predictor.hidden_size * (2 * heads + 2 * keys) + 3 * predictor.hidden_size * predictor.intermediate_size
-    total += 6 * frames * books * predictor.num_hidden_layers * layer
-    total += 6 * frames * (books - 1) * predictor.hidden_size * predictor.vocab_size
-    total += 6 * predictor.num_hidden_layers * heads * frames * books * (books + 1)
-    return total / frames
+def run_until(file: Path, runs: Path, steps: int, limit: float) -> tuple[list[tuple[float, dict[str, Any]]], str]:
+    """Train until a step is logged or `limit` seconds are over: the records, with their times, and the output."""
+    log = runs.with_suffix(".log")
+    command = [sys.executable, "-m", "mvp_engine.launch", "--config", str(file)]
+    records: list[tuple[float, dict[str, Any]]] = []
+    started = time.perf_counter()
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        while process.poll() is None and time.perf_counter() - started < limit:
+            time.sleep(0.05)
+            for metrics in runs.glob("*/metrics.jsonl"):
+                lines = metrics.read_text().split("\n")[:-1]
+                records += [(time.perf_counter(), json.loads(line)) for line in lines[len(records) :]]
+            if records and records[-1][1]["step"] >= steps:
+                break
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # no checkpoint of 40 GB
+            process.wait()
+    return records, log.read_text()
 
 
 # ---- Parts --------------------------------------------------------------------------------------------------------
@@ -249,12 +273,16 @@ def build(tiny: bool) -> Any:
     from mvp_engine.hf.config_source import read_config
     from mvp_engine.hf.omni_model import OmniModel
 
-    torch.manual_seed(0)
+    config = read_config(None, model_config(tiny))
     dtype = torch.bfloat16 if ON_GPU else torch.float32
-    with torch.device(DEVICE):
-        model = OmniModel.from_config(read_config(None, model_config(tiny))).to(dtype)
-    for parameter in model.parameters():  # experts are not initialised without a folder
-        torch.nn.init.normal_(parameter, std=0.02)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(DEVICE):
+            model = OmniModel.from_config(config).to(dtype)
+    finally:
+        torch.set_default_dtype(default)
+    draw_weights(model)
     model.requires_grad_(False)
     model.talker.requires_grad_(True)
     return model
@@ -275,24 +303,26 @@ def timed(work: Any, steps: int) -> float:
 
 def predictor(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
     model = build(args.tiny)
+    passes = model.passes()
     decoder = model.talker.code_predictor.model
     heads = model.talker.code_predictor.lm_head
     size, books = decoder.config.hidden_size, decoder.config.num_code_groups
     frames = int(tried)
     embeds = torch.randn(frames, books, size, device=DEVICE, dtype=next(decoder.parameters()).dtype)
+    hidden = torch.randn_like(embeds[:, 0])
 
     def one_pass() -> None:
-        hidden = decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state[:, 1:]
-        weights = torch.stack([head.weight for head in heads])
-        torch.bmm(hidden.transpose(0, 1), weights.transpose(1, 2)).float().logsumexp(-1).sum().backward()
+        rest = passes.rest_hidden(hidden, embeds)
+        torch.bmm(rest, passes.rest_heads().transpose(1, 2)).float().logsumexp(-1).sum().backward()
 
     def growing_passes() -> None:
+        inputs = torch.cat([hidden[:, None], embeds[:, :-1]], 1)
         for step, head in enumerate(heads):
-            hidden = decoder(inputs_embeds=embeds[:, : step + 2], use_cache=False).last_hidden_state[:, -1]
-            head(hidden).float().logsumexp(-1).sum().backward()
+            last = decoder(inputs_embeds=inputs[:, : step + 2], use_cache=False).last_hidden_state[:, -1]
+            head(last).float().logsumexp(-1).sum().backward()
 
-    one = timed(one_pass, args.steps)
-    many = timed(growing_passes, max(1, args.steps // 4))
+    one = timed(one_pass, max(1, args.steps // 4))
+    many = timed(growing_passes, max(1, args.steps // 8))
     return {"frames": frames, "one_pass_ms": 1e3 * one, "growing_passes_ms": 1e3 * many, "ratio": many / one}
 
 
@@ -339,7 +369,7 @@ def mimi(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
         dice.normal(0, 0.1, round(24_000 * one)).astype(np.float32) for one in seconds(dice, int(tried), args.tiny)
     ]
     total = sum(map(len, sounds)) / 24_000
-    took = timed(lambda: codec.encode_many(sounds), max(1, args.steps // 4))
+    took = timed(lambda: codec.encode_many(sounds), max(1, args.steps // 8))
     return {"sounds": len(sounds), "audio_seconds": total, "seconds": took, "real_time": total / took}
 
 
@@ -354,34 +384,42 @@ def about() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--only", nargs="*", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--out", type=Path, help="write the figures as JSON, after each row")
+    parser.add_argument("--add", action="store_true", help="keep the other rows of --out")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=24, help="of a training; other parts repeat a quarter of it")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of one training")
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=512)
-    text = "tokens of a pack, and activation checkpointing, of each training"
-    parser.add_argument("--tried", nargs="*", default=["8192:none", "16384:none", "32768:selective"], help=text)
-    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--rows", type=int, default=2048)
+    text = "tokens of a pack, activation checkpointing and compile backend (or null) of each training"
+    tried = ["16384:none:inductor", "8192:none:inductor", "32768:selective:inductor"]
+    parser.add_argument("--tried", nargs="*", default=tried, help=text)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "mvp-speech", help="rows, weights")
     parser.add_argument("--inside", nargs=3, metavar=("PART", "TRIED", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tiny:
-        args.steps, args.workers, args.rows = min(args.steps, 2), 0, 12
+        args.steps, args.workers, args.rows = min(args.steps, 4), 0, 12
     if args.inside:
-        part, tried, folder = args.inside
-        (Path(folder) / FOUND).write_text(json.dumps(PARTS[part](Path(folder), args, tried)))
+        part, tried_one, folder = args.inside
+        found = PARTS[part](Path(folder), args, tried_one)
+        (Path(folder) / FOUND).write_text(json.dumps(found))
         return
     attempts = {"train": args.tried, "predictor": ["4096"], "sync": ["8192"], "mimi": ["64"]}
     if args.tiny:
-        attempts = {"train": ["512:none"], "predictor": ["32"], "sync": ["512"], "mimi": ["4"]}
-    rows = []
-    with tempfile.TemporaryDirectory() as name:
-        make_rows(Path(name), args.rows, args.tiny)
-        for part in args.parts:
-            for tried in attempts[part]:
-                rows.append({"part": part} | attempt(__file__, part, tried, name))
-                print(json.dumps(rows[-1]), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps({**about(), "rows": rows}, indent=2) + "\n")
+        attempts = {"train": ["512:none:null"], "predictor": ["32"], "sync": ["512"], "mimi": ["4"]}
+    folder = args.folder / ("tiny" if args.tiny else f"rows_{args.rows}")
+    make_rows(folder, args.rows, args.tiny)
+    result: dict[str, Any] = {**about(), "rows": []}
+    if args.add and args.out and args.out.is_file():
+        result["rows"] = json.loads(args.out.read_text())["rows"]
+    for part in args.only:
+        for tried_one in attempts[part]:
+            row = {"part": part} | attempt(__file__, part, tried_one, str(folder))
+            print(json.dumps(row), flush=True)
+            result["rows"].append(row)
+            if args.out:
+                args.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
