@@ -183,6 +183,11 @@ def watch(command: list[str], env: dict[str, str], folder: Path, limit: float, p
     return Watched(records, time.perf_counter() - started, code, log.read_text()[-3000:], first)
 
 
+def environment() -> dict[str, str]:
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
+
+
 def ours(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     config = ROOT / "recipes" / work.config
     sources = [f"mllm.sources.{name}.path={data}" for name in ("chats", "held_chats")]
@@ -192,7 +197,7 @@ def ours(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch:
     if args.tiny:
         words += ["mllm.row_tokens=4096", "mllm.global_batch_tokens=8192", "data.num_workers=1", "model.compile=null"]
         words += ["loop.precision=fp32", "cpu_threads=1"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = environment()
     if not args.warm:
         env["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "inductor")
     log = [f"loop.total_steps={args.steps}", f"log.interval={INTERVAL}", "log.backends=[jsonl,file]"]
@@ -280,7 +285,7 @@ def peer(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch:
     how = {"model": str(model), "rows": str(data), "out": str(out), "steps": args.steps, "lora": work.lora}
     how |= {"longest": 4096 if args.tiny else work.longest, "global_tokens": 8192 if args.tiny else 65536}
     command = [sys.executable, str(ROOT / "benchmarks" / "recipes_trl.py"), json.dumps(how)]
-    seen = watch(command, {**os.environ, "PYTHONPATH": str(ROOT)}, scratch, args.limit)
+    seen = watch(command, environment(), scratch, args.limit)
     if not out.is_file():
         return {"why": f"ended with {seen.code}", "output": seen.output}
     found = json.loads(out.read_text())
