@@ -6,14 +6,22 @@ import argparse
 from typing import Any
 
 from mvp_engine import __version__
-from mvp_engine.tools.estimate_arguments import (
-    add_estimate_options,
+from mvp_engine.tools.command_parsers import (
+    add_command,
+    add_config_command,
+    add_group,
+    add_json_option,
     add_overrides,
-    add_plan_options,
 )
 from mvp_engine.tools.hinting_parser import HintingParser
-
-_RUN = "a run's folder or id, or latest"
+from mvp_engine.tools.training_arguments import (
+    RUN,
+    add_doctor_command,
+    add_estimate_commands,
+    add_launch_commands,
+    add_replay_command,
+    add_training_commands,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -21,148 +29,39 @@ def build_parser() -> argparse.ArgumentParser:
     parser = HintingParser(prog="mvp", description=text)
     parser.add_argument("--version", action="version", version=f"mvp_engine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_training_commands(commands)
-    _add_launch_commands(commands)
+    add_training_commands(commands)
+    add_launch_commands(commands)
     _add_chat_command(commands)
     _add_data_commands(commands)
-    _add_estimate_commands(commands)
+    add_estimate_commands(commands)
     _add_models_command(commands)
-    _add_doctor_command(commands)
+    add_doctor_command(commands)
     _add_config_commands(commands)
     _add_recipe_commands(commands)
     _add_runs_commands(commands)
     _add_merge_command(commands)
     _add_push_command(commands)
-    _add_replay_command(commands)
+    add_replay_command(commands)
     _add_skills_commands(commands)
     return parser
 
 
-def _add_training_commands(commands: Any) -> None:
-    """Commands that run a config on one or more ranks."""
-    train = _add_config_command(commands, "train", "train the model of a config, or resume its run")
-    train.set_defaults(run="train")
-
-    text = "evaluate a checkpoint, by default the newest run's (or resume=PATH)"
-    evaluate = _add_config_command(commands, "evaluate", text)
-    evaluate.set_defaults(run="evaluate")
-
-    text = (
-        "dry-run a config: data, model, a few training steps, one evaluation batch; leaves no files"
-    )
-    check = _add_config_command(commands, "check", text)
-    _add_json_option(check)
-    check.set_defaults(run="check")
-
-    text = "profile training steps: where their time and memory go, as a page and a trace"
-    profile = _add_config_command(commands, "profile", text)
-    profile.add_argument(
-        "--out", default="profile", metavar="DIR", help="output folder (default: profile)"
-    )
-    profile.add_argument(
-        "--steps", type=int, default=3, metavar="N", help="number of steps to profile (default: 3)"
-    )
-    text = "first measured step; the ones before it warm up (default: 6)"
-    profile.add_argument("--first", type=int, default=6, metavar="N", help=text)
-    profile.set_defaults(run="profile")
-
-    for command in (train, evaluate, check, profile):
-        _add_node_options(command)
-
-
-def _add_node_options(
-    command: argparse.ArgumentParser, ranks: str = "1; under srun, one per GPU"
-) -> None:
-    text = f"processes (ranks) on this machine (default: {ranks})"
-    command.add_argument("--nproc", type=int, metavar="N", help=text)
-    text = "machines that train together; srun sets this and the next three by itself (default: 1). 1:2: elastic, it "
-    text += "continues with one of two when the other is lost"
-    command.add_argument("--nnodes", metavar="N", help=text)
-    command.add_argument("--node-rank", type=int, metavar="N", help="which of them this is, from 0")
-    command.add_argument("--master-addr", metavar="HOST", help="host name of node 0")
-    text = "a free port of node 0 (default: 29500)"
-    command.add_argument("--master-port", type=int, metavar="PORT", help=text)
-
-
-def _add_launch_commands(commands: Any) -> None:
-    launch = _add_group(commands, "launch", "scripts that start a training on a cluster")
-    text = "print an sbatch script, which saves and queues itself again when its time is over"
-    slurm = _add_config_command(launch, "slurm", text)
-    slurm.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)"
-    )
-    slurm.add_argument(
-        "--gpus", type=int, default=8, metavar="N", help="GPUs per node (default: 8)"
-    )
-    slurm.add_argument("--cpus", type=int, metavar="N", help="CPU cores per node")
-    slurm.add_argument(
-        "--time", default="24:00:00", metavar="TIME", help="as for sbatch (default: 24:00:00)"
-    )
-    text = "seconds before the end of the time at which the training saves (default: 600)"
-    slurm.add_argument("--grace", type=int, default=600, metavar="S", help=text)
-    text = "another option of sbatch, such as --sbatch=--partition=gpu; may be repeated"
-    slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=text)
-    slurm.set_defaults(run="launch_slurm")
-
-
-def _add_doctor_command(commands: Any) -> None:
-    text = "check this machine: versions, GPUs, kernels, media, disk, all-reduce; each line ok or a fix"
-    doctor = _add_command(commands, "doctor", text)
-    text = "also check the disk and the kernels for this YAML file or shipped config"
-    doctor.add_argument("config", nargs="?", metavar="CONFIG", help=text)
-    add_overrides(doctor)
-    text = "folder of the runs (default: outputs, or project.dir of CONFIG)"
-    doctor.add_argument("--dir", metavar="DIR", help=text)
-    _add_node_options(doctor, "one per GPU")
-    _add_json_option(doctor)
-    doctor.set_defaults(run="doctor")
-
-
 def _add_models_command(commands: Any) -> None:
     text = "list the model types of transformers: what each supports, or why not"
-    models = _add_command(commands, "models", text)
+    models = add_command(commands, "models", text)
     text = "one model type, such as qwen3 (model_type in its config.json): prints the reasons"
     models.add_argument("name", nargs="?", metavar="NAME", help=text)
-    _add_json_option(models)
+    add_json_option(models)
     models.set_defaults(run="models")
 
 
-def _add_replay_command(commands: Any) -> None:
-    text = "find the rows and the parameter that made a step of a run non-finite, or fail"
-    replay = _add_command(commands, "replay", text)
-    replay.add_argument("name", metavar="RUN", help=_RUN)
-    replay.add_argument("overrides", nargs="*", metavar="key=value", help="changes to its config")
-    text = "the step (default: the last that was skipped or failed; of a streak, its first)"
-    replay.add_argument("--step", type=int, metavar="N", help=text)
-    text = "processes (default: as many as the run had)"
-    replay.add_argument("--nproc", type=int, metavar="N", help=text)
-    replay.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
-    _add_json_option(replay)
-    replay.set_defaults(run="replay")
-
-
-def _add_estimate_commands(commands: Any) -> None:
-    text = (
-        "predict memory and time on GPUs that need not be present; exit code 2 if it does not fit"
-    )
-    estimate = _add_command(commands, "estimate", text)
-    add_estimate_options(estimate)
-    estimate.set_defaults(run="estimate")
-    text = "simulate a training step on any number of ranks: memory, collectives, hangs"
-    plan = _add_command(commands, "plan", text)
-    add_plan_options(plan)
-    plan.set_defaults(run="plan")
-    for command in (estimate, plan):
-        _add_json_option(command)
-
-
 def _add_recipe_commands(commands: Any) -> None:
-    recipe = _add_group(commands, "recipe", "list recipes, or create one from another")
-    listing = _add_command(recipe, "list", "list all recipes")
-    _add_json_option(listing)
+    recipe = add_group(commands, "recipe", "list recipes, or create one from another")
+    listing = add_command(recipe, "list", "list all recipes")
+    add_json_option(listing)
     listing.set_defaults(run="recipe_list")
 
-    new = _add_command(recipe, "new", "create a recipe as a copy of another; it runs at once")
+    new = add_command(recipe, "new", "create a recipe as a copy of another; it runs at once")
     new.add_argument("name", metavar="NAME", help="letters, digits and underscores")
     new.add_argument(
         "--from", dest="origin", required=True, metavar="RECIPE", help="name or folder of a recipe"
@@ -173,8 +72,8 @@ def _add_recipe_commands(commands: Any) -> None:
 
 
 def _add_skills_commands(commands: Any) -> None:
-    skills = _add_group(commands, "skills", "skills for coding agents")
-    install = _add_command(skills, "install", "copy skills to .agents/skills, link .claude/skills")
+    skills = add_group(commands, "skills", "skills for coding agents")
+    install = add_command(skills, "install", "copy skills to .agents/skills, link .claude/skills")
     install.add_argument(
         "--dir",
         default=".",
@@ -187,14 +86,14 @@ def _add_skills_commands(commands: Any) -> None:
 
 def _add_config_commands(commands: Any) -> None:
     text = "print a resolved config, its JSON Schema, or what a key means"
-    config = _add_group(commands, "config", text)
-    show = _add_config_command(config, "show", "print the resolved config as YAML")
+    config = add_group(commands, "config", text)
+    show = add_config_command(config, "show", "print the resolved config as YAML")
     show.set_defaults(run="config_show")
-    schema = _add_config_command(config, "schema", "print the JSON Schema of a recipe's config")
+    schema = add_config_command(config, "schema", "print the JSON Schema of a recipe's config")
     schema.set_defaults(run="config_schema")
-    explain = _add_command(config, "explain", "type, default and meaning of a key or a section")
+    explain = add_command(config, "explain", "type, default and meaning of a key or a section")
     explain.add_argument("key", metavar="KEY", help="such as optim.lr, or parallel")
-    reference = _add_command(config, "reference", "print a Markdown page of all keys")
+    reference = add_command(config, "reference", "print a Markdown page of all keys")
     for command in (explain, reference):
         command.add_argument(
             "config",
@@ -207,9 +106,9 @@ def _add_config_commands(commands: Any) -> None:
 
 
 def _add_data_commands(commands: Any) -> None:
-    data = _add_group(commands, "data", "inspect training data, make codes of speech")
+    data = add_group(commands, "data", "inspect training data, make codes of speech")
     text = "show rows as the model sees them, the tokens with loss, lengths, packing and bad rows"
-    inspect = _add_command(data, "inspect", text)
+    inspect = add_command(data, "inspect", text)
     inspect.add_argument(
         "what",
         metavar="FILE|CONFIG",
@@ -235,23 +134,23 @@ def _add_data_commands(commands: Any) -> None:
     inspect.add_argument("--decode", action="store_true", help=text)
     text = "exit with 2 if a row is bad or dropped, as a check before a training"
     inspect.add_argument("--strict", action="store_true", help=text)
-    _add_json_option(inspect)
+    add_json_option(inspect)
     inspect.set_defaults(run="data_inspect")
     text = "make the codes of all sounds that a config's model learns to speak, on a GPU if there is one"
-    codes = _add_command(data, "codes", text)
+    codes = add_command(data, "codes", text)
     codes.add_argument("config", metavar="CONFIG", help="a recipe's YAML file with mllm.speech")
     codes.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of config keys")
-    _add_json_option(codes)
+    add_json_option(codes)
     codes.set_defaults(run="data_codes")
 
 
 def _add_chat_command(commands: Any) -> None:
     text = "chat with a trained model: a run, a Hugging Face folder or a LoRA adapter"
-    chat = _add_command(commands, "chat", text)
+    chat = add_command(commands, "chat", text)
     chat.add_argument(
         "target",
         metavar="RUN|FOLDER|ADAPTER",
-        help=f"{_RUN}; the folder of a model or an adapter; or a Hub id",
+        help=f"{RUN}; the folder of a model or an adapter; or a Hub id",
     )
     for kind in ("image", "video", "audio"):
         chat.add_argument(
@@ -296,13 +195,13 @@ def _add_chat_command(commands: Any) -> None:
     chat.add_argument("--speech-temperature", type=float, default=0.9, metavar="T", help=text)
     chat.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU if present)")
     chat.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
-    _add_json_option(chat)
+    add_json_option(chat)
     chat.set_defaults(run="chat")
 
 
 def _add_merge_command(commands: Any) -> None:
     text = "convert a checkpoint to a Hugging Face folder, on a CPU, one weight file at a time"
-    merge = _add_command(commands, "merge", text)
+    merge = add_command(commands, "merge", text)
     text = "a checkpoint, or a run folder (its newest one)"
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help=text)
     merge.add_argument("out", metavar="OUT", help="the folder to write")
@@ -329,8 +228,8 @@ def _add_merge_command(commands: Any) -> None:
 
 def _add_push_command(commands: Any) -> None:
     text = "upload a run's model to the Hugging Face Hub, with a model card; private by default"
-    push = _add_command(commands, "push", text)
-    push.add_argument("name", metavar="RUN", help=_RUN)
+    push = add_command(commands, "push", text)
+    push.add_argument("name", metavar="RUN", help=RUN)
     text = "repository on the Hub, created if it does not exist"
     push.add_argument("repository", metavar="ORG/NAME", help=text)
     push.add_argument("--public", action="store_true", help="a public repository")
@@ -343,56 +242,32 @@ def _add_push_command(commands: Any) -> None:
     )
     push.add_argument("--dry-run", action="store_true", help="print files and card, upload nothing")
     push.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
-    _add_json_option(push)
+    add_json_option(push)
     push.set_defaults(run="push")
 
 
 def _add_runs_commands(commands: Any) -> None:
-    runs = _add_group(commands, "runs", "list, show, plot and compare runs")
-    listing = _add_command(runs, "list", "list all runs, oldest first")
+    runs = add_group(commands, "runs", "list, show, plot and compare runs")
+    listing = add_command(runs, "list", "list all runs, oldest first")
     listing.set_defaults(run="runs_list")
 
-    show = _add_command(runs, "show", "show one run: status, last metrics, checkpoints")
+    show = add_command(runs, "show", "show one run: status, last metrics, checkpoints")
     show.add_argument("name", nargs="?", metavar="RUN", help="folder or id (default: the newest)")
     show.set_defaults(run="runs_show")
 
-    plot = _add_command(runs, "plot", "plot a metric of one or more runs")
-    plot.add_argument("names", nargs="+", metavar="RUN", help=_RUN)
+    plot = add_command(runs, "plot", "plot a metric of one or more runs")
+    plot.add_argument("names", nargs="+", metavar="RUN", help=RUN)
     plot.add_argument("--metric", default="loss", help="name of the metric (default: loss)")
     text = "output file (default: <metric>.png in the first run's folder)"
     plot.add_argument("--out", metavar="PNG", help=text)
     plot.set_defaults(run="runs_plot")
 
-    diff = _add_command(runs, "diff", "compare the configs and last metrics of two runs")
-    diff.add_argument("names", nargs=2, metavar="RUN", help=_RUN)
+    diff = add_command(runs, "diff", "compare the configs and last metrics of two runs")
+    diff.add_argument("names", nargs=2, metavar="RUN", help=RUN)
     diff.set_defaults(run="runs_diff")
 
     for command in (listing, show, plot, diff):
         command.add_argument(
             "--dir", default="outputs", help="folder of the runs, project.dir (default: outputs)"
         )
-        _add_json_option(command)
-
-
-def _add_group(commands: Any, name: str, text: str) -> Any:
-    group = commands.add_parser(name, help=text, description=text)
-    return group.add_subparsers(required=True, metavar="COMMAND")
-
-
-def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    command.set_defaults(parser=command)  # it reports unknown options
-    return command
-
-
-def _add_config_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    """A command on a config file and its overrides."""
-    command = _add_command(commands, name, text)
-    text = "a YAML file, or the config of a shipped recipe, such as sft/lora"
-    command.add_argument("config", metavar="CONFIG", help=text)
-    add_overrides(command)
-    return command
-
-
-def _add_json_option(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print JSON, for programs")
+        add_json_option(command)

@@ -1,15 +1,10 @@
-"""Options of `mvp estimate` and `mvp plan`, and the words that commands on configs share."""
+"""Options of `mvp estimate` and `mvp plan`."""
 
 from __future__ import annotations
 
 import argparse
 
-
-def add_overrides(command: argparse.ArgumentParser) -> None:
-    """The `key=value` words of a command on a config."""
-    command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
-    )
+from mvp_engine.tools.command_parsers import add_overrides
 
 
 def add_estimate_options(command: argparse.ArgumentParser) -> None:
