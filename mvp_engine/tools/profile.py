@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
 from mvp_engine.process.pipes import ignore_broken_pipes
-from mvp_engine.runs import Run
 from mvp_engine.tools.profile_kernels import (
     DATA_WAIT,
     collectives_of,
@@ -30,6 +28,7 @@ from mvp_engine.tools.profile_kernels import (
     summary,
 )
 from mvp_engine.tools.profile_page import page
+from mvp_engine.tools.temporary_run import temporary_run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,12 +65,7 @@ def _profile(out: Path, first: int, steps: int, composed: Composed, world: World
             raise UserError(
                 f"--out {out}: {error.strerror}. Name a folder that can be written to"
             ) from None
-    with tempfile.TemporaryDirectory(prefix="mvp-profile-") as folder:
-        # In rank 0's folder; those of the other ranks stay empty.
-        place: Path | None = None
-        if world.is_main:
-            place = Run.create(Path(folder), composed.config.project.name, None).dir
-        run = Run(world.broadcast(place))
+    with temporary_run(world, composed.config.project.name, "mvp-profile-") as run:
         with engine_class(composed.config, world, run, None, "a profile") as engine:
             engine.train()
         world.barrier()
