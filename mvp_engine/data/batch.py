@@ -24,7 +24,8 @@ from mvp_engine.renamed import raise_renamed
 __all__ = ["IGNORE", "Media", "PackedBatch", "Split", "tensor_versions"]
 
 IGNORE = -100
-HOST_FIELDS = ("grid_thw", "merge_sizes", "_counts")  # of media; what names end with
+# Of media; what names end with.
+HOST_FIELDS = ("grid_thw", "merge_sizes", "_counts", "feature_attention_mask")
 RENAMED = {
     "tokens": "token_fields",
     "sequences": "sequence_fields",

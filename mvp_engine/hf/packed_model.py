@@ -1,7 +1,7 @@
 """PackedModel: a Hugging Face backbone on packed batches, the base class of models with a head.
 
 transformers' classes are not modified. Attention and experts go through transformers' registries
-and inputs are changed by forward hooks; `vision.py`, `media_features.py` and `shared_media.py`
+and inputs are changed by forward hooks; `vision.py`, `audio.py`, `media_features.py` and `shared_media.py`
 change single layers and methods of the *instance*. `batch.media` (images, videos, audio) is passed to the backbone
 under the names of its own forward. Heads are subclasses: `language_model.py`, `value_model.py`.
 Models that cannot be packed are found by `preflight.py`, not by a list.
@@ -26,6 +26,7 @@ from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
 from mvp_engine.errors import UserError
 from mvp_engine.hf import (
     attention,
+    audio,
     experts,
     input_hooks,
     media_features,
@@ -95,6 +96,7 @@ class PackedModel(nn.Module):
         self.mixers = PackedMixers(self.decoder(), sparse)
         run_sparse_attention_by_sequence(sparse, self.mixers, own_attention(type(backbone)))
         vision.apply_sync_free_vision(backbone)
+        audio.apply_sync_free_audio(backbone)
         media_features.apply_sync_free_features(backbone, self.decoder())
         shared_media.apply_shared_features(self.base())
 

@@ -21,6 +21,7 @@ from mvp_engine.data.batch import Media
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.hf.attention_mask import PACK_ARGUMENTS
+from mvp_engine.hf.audio import FRAME_MASK, frame_mask
 from mvp_engine.hf.encoder_share import EncoderShare
 from mvp_engine.hf.media_features import copy_to_device
 
@@ -103,7 +104,10 @@ def encoder_inputs(
         _FRAMES[media.values] = media.row_counts.tolist()
     if _METHODS.get(kind, "") in base.__dict__ and (share := EncoderShare.of(media, shard)):
         _SHARES[media.values] = share
-    return {kind: media.values, **media.fields}
+    fields = dict(media.fields)
+    if FRAME_MASK in fields:
+        fields[FRAME_MASK] = frame_mask(base, fields[FRAME_MASK], media.values.device)
+    return {kind: media.values, **fields}
 
 
 def _unshared(media: Media) -> Media:

@@ -46,8 +46,10 @@ def test_omni_model_in_bf16_on_a_gpu_equals_float32_to_five_percent(how: dict[st
 
 @pytest.mark.parametrize("compile", [None, "inductor"])
 @pytest.mark.parametrize("text", [True, False])
-def test_step_of_an_omni_model_on_text_rows_has_no_host_sync(compile: str | None, text: bool) -> None:
-    """Rows of text: the audio encoder of transformers reads lengths on the host."""
+@pytest.mark.parametrize("rows", [([1, 0], [1, 4]), ([2, 3, 1], [3, 2])], ids=["text", "media"])
+def test_step_of_an_omni_model_has_no_host_sync(
+    compile: str | None, text: bool, rows: tuple[list[int], list[int]]
+) -> None:
     engine = engine_on(
         layout("cuda:0"),
         lambda model: torch.optim.AdamW(model.parameters(), 1e-3, fused=True),
@@ -55,7 +57,7 @@ def test_step_of_an_omni_model_on_text_rows_has_no_host_sync(compile: str | None
         compile=compile,
     )
     kit = SpeechLossKit(token_loss=TokenNormedLossKit() if text else None)
-    batches = [micro_batch([1, 0]).pin_memory(), micro_batch([1, 4]).pin_memory()]
+    batches = [micro_batch(members).pin_memory() for members in rows]
     for _ in range(3):  # allocate and compile
         engine.train_batch(batches, lambda batch: kit(CTX, engine.model, batch))
     torch.cuda.synchronize()
