@@ -10,6 +10,8 @@ are part of its time. transformers gets one batch in GPU memory, again and again
 activation checkpointing, because its expert reads a cache that checkpointing turns off. `--ours` and `--theirs` list
 what is tried: samples of a micro-batch, and for ours the activation checkpointing and the noise draws per sample; the
 fastest of each side is compared. What does not fit is reported as out of memory. The first half of the steps warms up.
+Random weights are drawn on the GPU. Each attempt is printed and written to `--out` when it ends, so that one that fails
+or runs past `--limit` leaves the others. Without PyAV, or with `--codec png`, images are PNG in parquet files.
 
 MFU counts the FLOPs of one forward and backward (docs/mfu.md). `estimate_gib` is what `mvp estimate` predicts.
 """
@@ -17,10 +19,13 @@ MFU counts the FLOPs of one forward and backward (docs/mfu.md). `estimate_gib` i
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
+import io
 import json
+import os
 import platform
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +44,7 @@ SIDE = {False: 224, True: 16}  # pixels, by --tiny
 CAMERAS = ("observation.images.left", "observation.images.right", "observation.images.wrist")
 WORDS = ["put", "the", "red", "green", "blue", "block", "cup", "on", "plate", "left", "right", "and", "then", "stop"]
 FRAMES = 60  # of an episode
+os.environ.setdefault("SVT_LOG", "1")  # errors only
 
 
 def model_config(tiny: bool) -> dict[str, Any]:
@@ -55,8 +61,8 @@ def model_config(tiny: bool) -> dict[str, Any]:
     return {"model_type": "pi0", "vlm_config": vlm, "dit_config": expert, "chunk_size": 5}
 
 
-def make(folder: Path, tiny: bool, episodes: int) -> None:
-    """A LeRobot folder with AV1 videos of noise that moves, and a tokenizer."""
+def make(folder: Path, tiny: bool, episodes: int, codec: str | None = "libsvtav1") -> None:
+    """A LeRobot folder with images of noise that moves, by default AV1 videos, and a tokenizer."""
     from mvp_engine.kit.actions.write import LeRobotWriter
     from mvp_engine.kit.tiny_processors import train_tokenizer
 
@@ -65,7 +71,7 @@ def make(folder: Path, tiny: bool, episodes: int) -> None:
     sizes = {"observation.state": 14, "action": 14}
     dice = np.random.default_rng(0)
     cameras = dict.fromkeys(CAMERAS, (side, side))
-    with LeRobotWriter(folder / "robot", fps=30, sizes=sizes, cameras=cameras, codec="libsvtav1") as writer:
+    with LeRobotWriter(folder / "robot", fps=30, sizes=sizes, cameras=cameras, codec=codec) as writer:
         for _ in range(episodes):
             columns = {name: dice.standard_normal((FRAMES, size)).astype(np.float32) for name, size in sizes.items()}
             images = {camera: moving_noise(dice, side) for camera in CAMERAS}
@@ -118,39 +124,49 @@ def ours_config(folder: Path, args: argparse.Namespace, samples: int, mode: str,
 
 
 def ours(folder: Path, args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    from mvp_engine.launch import launch
+
     samples, mode, draws = int(words[0]), words[1], int(words[2])
     file = ours_config(folder, args, samples, mode, draws)
-    subprocess.run([sys.executable, "-m", "mvp_engine.launch", "--config", str(file)], check=True)
+    started = time.perf_counter()
+    code = launch(str(file), [])  # in this process: importing everything again takes seconds
+    if code:
+        raise SystemExit(code)
     (log,) = (folder / f"runs_{samples}_{mode}_{draws}").glob("*/metrics.jsonl")
     record = [json.loads(line) for line in log.read_text().splitlines()][-1]
     perf = record["perf"]
     names = ("step_s", "data_wait", "memory_gib", "mfu")
-    found = {name: perf.get(name) for name in names}
-    estimate = estimated(file)
     return {
         "samples_per_s": perf["samples_per_s"],
         "samples": samples,
         "activation_checkpointing": mode,
         "draws": draws,
-        **found,
+        **{name: perf.get(name) for name in names},
         "fill": record.get("fill"),
-        "estimate_gib": estimate.get("peak_gib"),
-        "estimate_step_s": estimate.get("step_s"),
         "loss": record["loss"],
+        "run_s": time.perf_counter() - started,
+        **estimated(file),
     }
 
 
 def estimated(file: Path) -> dict[str, Any]:
-    """What `mvp estimate` predicts for the config; it exits with 2 where that does not fit."""
+    """What `mvp estimate` predicts for the config. A failure must not lose what was measured."""
+    from mvp_engine.cli import main
+
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "H200"
-    command = [sys.executable, "-m", "mvp_engine.cli", "estimate", str(file), "--gpu", name, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    text = io.StringIO()
     try:
-        found: dict[str, Any] = json.loads(done.stdout)
-    except json.JSONDecodeError:
-        print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
-        return {}
-    return found
+        with contextlib.redirect_stdout(text):
+            main(["estimate", str(file), "--gpu", name, "--json"])  # 2: it does not fit
+        found = json.loads(text.getvalue())
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - shown in the row
+        return {"estimate_error": f"{type(error).__name__}: {error}"}
+    return {
+        "estimate_gib": found["peak_gib"],
+        "estimate_memory": found["memory_gib"],
+        "estimate_step_s": found["step_s"],
+        "estimate_mfu": found["mfu"],
+    }
 
 
 # ---- transformers -------------------------------------------------------------------------------------------------
@@ -230,7 +246,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--episodes", type=int, default=16)
+    parser.add_argument("--episodes", type=int, default=8)
+    parser.add_argument("--codec", default="libsvtav1", choices=("libsvtav1", "libx264", "png"))
+    parser.add_argument("--limit", type=float, help="seconds of one attempt")
     text = "samples:activation checkpointing:draws of each attempt"
     parser.add_argument("--ours", nargs="*", default=["16:none:1", "32:selective:1", "32:selective:4"], help=text)
     parser.add_argument("--theirs", nargs="*", default=["8", "16", "24"], help="samples of each attempt")
@@ -241,21 +259,37 @@ def main() -> None:
         found = (ours if side == "ours" else theirs)(Path(folder), args, tried.split(":"))
         (Path(folder) / FOUND).write_text(json.dumps(found))
         return
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        make(Path(name), args.tiny, args.episodes)
+        if args.ours:
+            started = time.perf_counter()
+            make(Path(name), args.tiny, args.episodes, codec_of(args.codec))
+            print(f"data: {time.perf_counter() - started:.1f} s", flush=True)
         for side, attempts in {"ours": args.ours, "transformers": args.theirs}.items():
             for tried in attempts:
-                rows.append({"side": side} | attempt(__file__, side, tried, name))
+                started = time.perf_counter()
+                row = {"side": side} | attempt(__file__, side, tried, name, args.limit)
+                rows.append(row | {"wall_s": time.perf_counter() - started})
                 print(json.dumps(rows[-1]), flush=True)
+                write(args, rows)
+
+
+def codec_of(word: str) -> str | None:
+    """The encoder of the videos; None: PNG images."""
+    if word == "png" or importlib.util.find_spec("av") is None:
+        return None
+    return word
+
+
+def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Compare what is there so far; text goes to stdout, all figures to `--out`."""
     best = {}
     for side in ("ours", "transformers"):
-        rates = [
-            row["samples_per_s"] for row in rows if row["side"] == side and row.get("draws", 1) == 1 and "loss" in row
-        ]
-        best[side] = max(rates, default=float("nan"))
-    ratio = best["ours"] / best["transformers"]
-    print(f"ours / transformers: {ratio:.2f} x samples per second")
+        done = [row for row in rows if row["side"] == side and row.get("draws", 1) == 1 and "loss" in row]
+        best[side] = max((row["samples_per_s"] for row in done), default=None)
+    ratio = best["ours"] / best["transformers"] if all(best.values()) else None
+    if ratio:
+        print(f"ours / transformers: {ratio:.2f} x samples per second", flush=True)
     if args.out:
         args.out.write_text(json.dumps({**about(), "ratio": ratio, "rows": rows}, indent=2) + "\n")
 

@@ -11,12 +11,19 @@ from typing import Any
 FOUND = "found.json"  # in the folder of the attempt: what the process measured
 
 
-def attempt(script: str, what: str, tried: str, folder: str) -> dict[str, Any]:
-    """Run `script` with the words of this command and `--inside`; a failure is a row with its last lines."""
+def attempt(script: str, what: str, tried: str, folder: str, limit: float | None = None) -> dict[str, Any]:
+    """Run `script` with the words of this command and `--inside`; a failure is a row with its last lines.
+
+    `limit`: seconds after which it is killed.
+    """
     found = Path(folder) / FOUND
     found.unlink(missing_ok=True)
     command = [sys.executable, script, *sys.argv[1:], "--inside", what, tried, folder]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=limit)
+    except subprocess.TimeoutExpired as late:
+        shown = (late.stderr or b"").decode(errors="replace")
+        return {"tried": tried, "error": f"not done after {limit:.0f} s", "stderr": shown[-1500:]}
     if found.exists():
         return {"tried": tried, **json.loads(found.read_text())}
     is_memory = "OutOfMemory" in done.stderr or "out of memory" in done.stderr

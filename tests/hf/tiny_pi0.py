@@ -14,7 +14,7 @@ from mvp_engine.hf.pi0 import Pi0Policy
 VOCABULARY = 120
 
 
-def tiny_pi0_config(image_token_id: int = VOCABULARY, **changes: Any) -> Any:
+def tiny_pi0_config(image_token_id: int = VOCABULARY, head_dim: int = 8, **changes: Any) -> Any:
     """As in the real one, the image token lies outside of the vocabulary."""
     from transformers import PI0Config
 
@@ -25,7 +25,7 @@ def tiny_pi0_config(image_token_id: int = VOCABULARY, **changes: Any) -> Any:
         "intermediate_size": 48,
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
-        "head_dim": 8,
+        "head_dim": head_dim,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 512,
     }

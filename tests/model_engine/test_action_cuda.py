@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from test_action_engine import PLAIN, micro_batches
-from test_action_model import tiny_regressor
-from tiny_pi0 import tiny_pi0
+from test_action_model import tiny_regressor, typed, vlm_row
+from tiny_pi0 import pi0_rows, tiny_pi0
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.model_engine import ActionModelEngine, Settings
+from mvp_engine.ops import flex_attention
 
 pytestmark = pytest.mark.gpu
 WAYS: list[dict[str, Any]] = [
@@ -25,16 +26,23 @@ WAYS: list[dict[str, Any]] = [
 
 
 def losses_and_norm(head: str, layout: Layout, **how: Any) -> tuple[Tensor, float]:
-    model = tiny_regressor() if head == "regressor" else tiny_pi0()
+    # Co-training packs of pi0 need FlexAttention, whose heads have at least 16 values.
+    model = tiny_regressor() if head == "regressor" else tiny_pi0(head_dim=32 if head == "co" else 8)
     batches = micro_batches(model, head)
+    if head == "co":  # rows with actions and rows with text in one pack
+        rows = pi0_rows(model)
+        batches[0] = PackedBatch.concat([typed(rows[1]), vlm_row(model, rows[0]), typed(rows[2])])
     engine = ActionModelEngine(model, layout, Settings(**how))
     engine.initialize(lambda m: torch.optim.AdamW(m.parameters(), 1e-3))
+    names = ["action_losses", "losses"] if head == "co" else ["action_losses"]
     found = []
 
     def loss(batch: PackedBatch) -> tuple[Tensor, int]:
-        losses = engine.model(batch, ["action_losses"])["action_losses"]
-        found.append(losses.detach().flatten(1).sum(1).cpu())
-        return losses.sum(), batch.num_sequences
+        outputs = engine.model(batch, names)
+        found.append(outputs["action_losses"].detach().flatten(1).sum(1).cpu())
+        if "losses" in outputs:
+            found.append(outputs["losses"].detach().sum()[None].cpu())
+        return sum(losses.sum() for losses in outputs.values()), batch.num_sequences  # type: ignore[return-value]
 
     engine.optimizer_zero_grad()
     engine.forward_backward_batch(batches, loss)
@@ -43,9 +51,15 @@ def losses_and_norm(head: str, layout: Layout, **how: Any) -> tuple[Tensor, floa
 
 @pytest.mark.parametrize("head", ["pi0", "co", "regressor"])
 @pytest.mark.parametrize("how", WAYS, ids=str)
-def test_action_model_in_bf16_on_a_gpu_equals_float32_to_three_percent(head: str, how: dict[str, Any]) -> None:
+def test_action_model_in_bf16_on_a_gpu_equals_float32_to_three_percent(
+    head: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flex_calls = []
+    block_mask_of = flex_attention.block_mask_of
+    monkeypatch.setattr(flex_attention, "block_mask_of", lambda *args: flex_calls.append(args) or block_mask_of(*args))
     wanted, norm = losses_and_norm(head, PLAIN)
     layout = Layout(World(0, 1, 0, 1, torch.device("cuda", 0)))
     found, its_norm = losses_and_norm(head, layout, precision="bf16", **how)
     assert torch.allclose(found, wanted, rtol=0.03)
     assert its_norm == pytest.approx(norm, rel=0.03)
+    assert bool(flex_calls) == (head == "co")
