@@ -16,7 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mvp_engine.checkpoint import CheckpointManager
 from mvp_engine.config.schema import Config
@@ -118,15 +119,10 @@ class Engine(EngineHooks):
         if config.loop.total_steps is None and config.loop.epochs is None:
             raise UserError("how long to train? Set loop.total_steps or loop.epochs")
         self._training = True
-        loader = self._loader("train")
-        accumulation = micro_batches_per_step(
-            loader, self.global_batch_size, config.data.micro_batch_size, self.layout
-        )
-        feed = Feed(loader, accumulation, self.world, self.layout)
-        self.feed = self._closing.enter_context(closing(feed))
-        self.total_steps = self._planned_steps()
+        if not self.model_before_data:
+            self._open_feed()
         self.model_engine = self._build_model_engine()
-        self.model_engine.initialize(self.prepare_optimizer, self.prepare_scheduler)
+        self.model_engine.initialize(self._optimizer_after_data, self.prepare_scheduler)
         if config.loop.eval_interval and self._eval_loader is None:
             # Here a stop signal ends the measuring of rows at once, and errors come before hours of training.
             self._eval_loader = self._loader("eval")
@@ -139,7 +135,7 @@ class Engine(EngineHooks):
             refuse_beyond_the_end(self.run, self.step, self.total_steps)
         self._open_log()
         self._open_checkpoints()
-        record_setup(self, accumulation)
+        record_setup(self, self.feed.accumulation)
         if self.done:
             self.logger.info("nothing left to do: raise loop.total_steps or loop.epochs")
 
@@ -362,13 +358,19 @@ class Engine(EngineHooks):
             raise UserError(f"prepare_dataloader({split!r}) gave None, so there is no data for it")
         return loader
 
-    def _planned_steps(self) -> int | None:
-        loop = self.config.loop
-        of_ranks = self.world.all_gather(self.feed.steps_per_epoch)  # loaders may differ in length
-        limits = [loop.total_steps]
-        if loop.epochs is not None and None not in of_ranks:
-            limits.append(loop.epochs * max(of_ranks))
-        return min((limit for limit in limits if limit is not None), default=None)
+    def _open_feed(self) -> None:
+        loader = self._loader("train")
+        batch_sizes = self.global_batch_size, self.config.data.micro_batch_size
+        accumulation = micro_batches_per_step(loader, *batch_sizes, self.layout)
+        feed = Feed(loader, accumulation, self.world, self.layout)
+        self.feed = self._closing.enter_context(closing(feed))
+        self.total_steps = feed.planned_steps(self.config.loop)
+
+    def _optimizer_after_data(self, model: nn.Module) -> Optimizer:
+        """The optimizer; by now the model has its weights, and the schedule needs the number of steps."""
+        if self.model_before_data:
+            self._open_feed()
+        return self.prepare_optimizer(model)
 
     def _open_log(self) -> None:
         config = self.config

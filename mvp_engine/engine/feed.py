@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from mvp_engine.config.schema import Loop
 from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.data.protocols import (
     KnowsLength,
@@ -60,6 +61,14 @@ class Feed:
             return -(-len(self.loader) // self.accumulation)  # type: ignore[arg-type]
         except TypeError:
             return None
+
+    def planned_steps(self, loop: Loop) -> int | None:
+        """Optimizer steps of the training, if they are known. All ranks must call it."""
+        of_ranks = self.world.all_gather(self.steps_per_epoch)  # loaders may differ in length
+        limits = [loop.total_steps]
+        if loop.epochs is not None and None not in of_ranks:
+            limits.append(loop.epochs * max(of_ranks))
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def next_plan(self) -> StepPlan | None:
         """What all ranks hold in the next step, if the loader knows."""

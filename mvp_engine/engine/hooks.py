@@ -27,6 +27,7 @@ class EngineHooks:
     layout: Layout
     total_steps: int | None
     batch_unit = "sample"  # what `global_batch_size` counts
+    model_before_data = False  # True: the model gets its weights before prepare_dataloader("train")
 
     # ---- Parts ----------------------------------------------------------------------------------------------------
 

@@ -31,9 +31,11 @@ from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_symlink
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.parts import trained_parts
+from mvp_engine.kit.compile_ahead import compile_blocks
 from mvp_engine.kit.data import MLLMDataKit, load_processor
 from mvp_engine.kit.estimate.auto import smaller_after_out_of_memory, with_choice
 from mvp_engine.kit.examples import examples_of
+from mvp_engine.kit.export_link import export_link
 from mvp_engine.kit.generation import Answer, Prompt, generate_answers, write_answers
 from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.mfu import MFUKit
@@ -53,6 +55,7 @@ class MLLMEngine(Engine):
     config: MLLMConfig
     title = "What the model answers"  # of the report
     batch_unit = "pack"
+    model_before_data = True  # rows are measured meanwhile
     # Of the last evaluation.
     eval_metrics: dict[str, float | None] | None = None
     answers: Sequence[Answer] = ()
@@ -167,12 +170,24 @@ class MLLMEngine(Engine):
         return self.data.engine_loader(self, split)
 
     def before_train(self) -> None:
-        self._export_link()
+        export_link(self.config.export)
+        self._closing.callback(self.data.stop_measuring)
+        self._measures = self.data.measure_ahead(self.measured_splits)
+        super().before_train()
+        self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
+
+    @property
+    def measured_splits(self) -> list[str]:
+        return ["train", "eval"] if self.config.loop.eval_interval else ["train"]
+
+    def _open_feed(self) -> None:
+        if self.world.any(self._measures)[0]:
+            with smaller_after_out_of_memory(self):
+                compile_blocks(self)
         if self.config.loop.eval_interval:
             # Errors in held-out rows are raised now, not after hours of training.
             self._eval_loader = self._loader("eval")
-        super().before_train()
-        self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
+        super()._open_feed()
 
     def do_train(self) -> None:
         with smaller_after_out_of_memory(self):
@@ -318,7 +333,7 @@ class MLLMEngine(Engine):
 
     def export(self) -> Path:
         """Write a Hugging Face folder of the current weights, or of their averages (EMA); adapters are merged."""
-        link = self._export_link()
+        link = export_link(self.config.export)
         if not self._training and not hasattr(self, "model_engine"):
             self.before_evaluate()
         suffix = "" if self.config.optim.ema is None else "_ema"
@@ -335,7 +350,7 @@ class MLLMEngine(Engine):
 
     def report(self) -> None:
         """Evaluate a checkpoint, export it, and write a page with curves, prompts, their media, and answers."""
-        self._export_link()
+        export_link(self.config.export)
         figures = self.evaluate()
         export = self.export()
         answers = self._gather_answers()
@@ -381,19 +396,3 @@ class MLLMEngine(Engine):
         losses = self.data.source_losses(-loss_T, micro_batch, ctx.split)
         for name, (loss_sum, weight) in losses.items():
             ctx.log(name, loss_sum, weight)
-
-    def _export_link(self) -> Path | None:
-        """The symlink that `export` names, after a check that it can be written."""
-        if self.config.export is None:
-            return None
-        link = Path(self.config.export).expanduser()
-        if link.exists() and not link.is_symlink():
-            raise UserError(
-                f"export={link} exists and is no link of an earlier run: set export to another path"
-            )
-        parent = next(folder for folder in link.absolute().parents if folder.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise UserError(
-                f"export={link}: nothing can be written into {parent}. Set export to another path"
-            )
-        return link

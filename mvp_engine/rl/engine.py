@@ -52,6 +52,7 @@ class RLEngine(MLLMEngine):
     config: RLConfig
     title = "What the policy answers"
     batch_unit = "prompt"
+    model_before_data = False  # the workers' schedules need the number of steps
     model_engine: ModelGroups  # type: ignore[assignment]
     meter: RLMeter
 

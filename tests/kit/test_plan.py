@@ -236,13 +236,13 @@ def test_measure_costs_unchanged_data_uses_the_cache_and_changed_data_does_not(
     write_texts(tmp_path / "a.jsonl", 150)
     write_texts(tmp_path / "b.jsonl", 60, seed=1)
     measured: list[int] = []
-    append = costing._Records.append
+    append = costing.Records.append
 
     def counted(records: Any, found: Any) -> None:
         measured.append(len(found.new_rows))
         append(records, found)
 
-    monkeypatch.setattr(costing._Records, "append", counted)
+    monkeypatch.setattr(costing.Records, "append", counted)
     first = kit(tmp_path, workers=2).dataset("train").plan
     assert sum(measured) == 208  # two rows are in both files
     measured.clear()

@@ -9,7 +9,6 @@ For text-only data, pass a tokenizer as the processor.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -22,27 +21,15 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.encode.speech_targets import SpeechTargets
-from mvp_engine.kit.data.left_out import (
-    describe_left_out,
-    no_rows,
-    no_source,
-    overlong_records,
-    refuse_overlong,
-    warn_of_missing_columns,
-)
-from mvp_engine.kit.data.make_codes import make_codes
-from mvp_engine.kit.data.pack.cost_cache import Costs, default_cache
-from mvp_engine.kit.data.pack.costs import measure_costs
-from mvp_engine.kit.data.pack.mixture import Mixture
+from mvp_engine.kit.data.left_out import no_rows
+from mvp_engine.kit.data.measured_sources import MeasuredSources
 from mvp_engine.kit.data.pack.packs import PackDataset, PackLoader
 from mvp_engine.kit.data.pack.stream_loader import StreamLoader
 from mvp_engine.kit.data.pack.stream_packs import StreamPackDataset
 from mvp_engine.kit.data.processor import save_generation_config
-from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows, append_new
-from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.sources import Source, open_source
+from mvp_engine.kit.data.read.bad_rows import BadRows, append_new
 from mvp_engine.kit.data.read.streams import Stream, StreamMixture
-from mvp_engine.kit.data.settings import DataSource, MLLMData, resolve_source, with_held_out
+from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.kit.data.source_losses import source_losses
 from mvp_engine.model_engine import precision_on
 
@@ -53,7 +40,7 @@ OVERLONG_ROWS_FILE = "overlong_rows.jsonl"
 MIN_STREAM_ROWS = 1000
 
 
-class MLLMDataKit:
+class MLLMDataKit(MeasuredSources):
     """The data of one model. `processor` may be a tokenizer; `kit.processor` is the one to save with the model.
 
     `model_config` is the model's Hugging Face config, needed for models with three-axis positions (M-RoPE).
@@ -65,10 +52,7 @@ class MLLMDataKit:
     def __init__(
         self, settings: MLLMData, processor: Any, *, model_config: Any = None, num_workers: int = 0
     ) -> None:
-        self.settings = settings
-        self.num_workers = num_workers
-        self._all_sources = with_held_out([resolve_source(source) for source in settings.sources])
-        self.cache = Path(settings.cache).expanduser() if settings.cache else default_cache()
+        super().__init__(settings, num_workers)
         row_tokens = settings.row_tokens or settings.pack_tokens
         self.row_encoder = self.encoder_class(
             processor,
@@ -84,51 +68,6 @@ class MLLMDataKit:
         if settings.media_dtype == "bfloat16":
             self.row_encoder.dtype = torch.bfloat16
         self.processor = self.row_encoder.media.processor
-        self._measured: dict[str, tuple[Mixture, list[Costs]]] = {}
-
-    # ---- Sources --------------------------------------------------------------------------------
-
-    def has_split(self, split: str) -> bool:
-        return any(source.split == split for source in self._all_sources)
-
-    def is_stream(self, split: str = "train") -> bool:
-        return self.sources(split)[0].stream
-
-    def source_names(self, split: str = "train") -> list[str]:
-        """The names of the sources; a batch's `sequence_fields["source"]` is an index into them."""
-        return [source.label for source in self.sources(split)]
-
-    def row_formats(self, split: str = "train") -> list[RowFormat]:
-        """How the rows of each source are read."""
-        return [source.row_format(self.settings) for source in self.sources(split)]
-
-    def row(self, split: str, sample: int) -> tuple[Source, Any, RowFormat]:
-        """The source, the raw row and how it is read, for a value of `sequence_fields["sample"]`."""
-        mixture, _ = self.measured(split)
-        for settings, source in zip(self.sources(split), mixture.sources, strict=True):
-            if sample < len(source):
-                return source, source[sample], settings.row_format(self.settings)
-            sample -= len(source)
-        raise IndexError(f"{split} has no sample {sample}")
-
-    def bad_rows(self, split: str = "train") -> list[BadRecord]:
-        """The rows that were found to be bad before any media were decoded."""
-        mixture, costs = self.measured(split)
-        found = []
-        for name, source, cost in zip(mixture.names, mixture.sources, costs, strict=True):
-            for row, (reason, detail) in sorted(cost.bad.items()):
-                found.append(BadRecord(name, source.where(row), reason, detail))
-        return found
-
-    def overlong_rows(self, split: str = "train") -> list[BadRecord]:
-        """The rows with more tokens than allowed, which `mllm.overlong` says what to do with."""
-        return overlong_records(*self.measured(split), self.row_encoder.max_tokens)
-
-    def measured(self, split: str) -> tuple[Mixture, list[Costs]]:
-        """The sources of a split as a mixture, and the costs of their rows; measured at the first call."""
-        if split not in self._measured:
-            self._measured[split] = self._measure(split)
-        return self._measured[split]
 
     # ---- Loaders --------------------------------------------------------------------------------
 
@@ -271,16 +210,7 @@ class MLLMDataKit:
     def summary(self, split: str = "train", *, dataset: PackDataset | None = None) -> str:
         """One line with rows, tokens, packs, steps and bad rows."""
         dataset = dataset or self.dataset(split)
-        plan = dataset.plan
-        counts = dataset.mixture.counts
-        sources = []
-        for name, count in zip(dataset.mixture.names, counts, strict=True):
-            sources.append(f"{name}: {count:,}")
-        return (
-            f"{split}: {sum(counts):,} rows an epoch ({', '.join(sources)}) -> {len(plan.rows):,} rows with "
-            f"{int(plan.tokens.sum()):,} tokens in {len(plan):,} packs of {plan.budget:,}, {plan.fill_ratio:.1%} full; "
-            f"{plan.steps:,} steps of {plan.packs_per_step}. {self.left_out(split)}"
-        )
+        return f"{split}: {dataset.summary()} {self.left_out(split)}"
 
     def source_losses(
         self, log_probs_T: Tensor, batch: PackedBatch, split: str = "train"
@@ -324,16 +254,6 @@ class MLLMDataKit:
             )
         return engine.global_batch_size
 
-    @property
-    def splits(self) -> list[str]:
-        return list(dict.fromkeys(source.split for source in self._all_sources))
-
-    def sources(self, split: str) -> list[DataSource]:
-        found = [source for source in self._all_sources if source.split == split]
-        if not found:
-            raise no_source(split)
-        return found
-
     def streams(self, split: str) -> list[Stream]:
         sources = self.sources(split)
         if not sources[0].stream:
@@ -352,49 +272,8 @@ class MLLMDataKit:
         shares = [weight / sum(weights) for weight in weights]
         return dict(zip(self.source_names(split), shares, strict=True))
 
-    def _measure(self, split: str) -> tuple[Mixture, list[Costs]]:
-        settings = self.sources(split)
-        if settings[0].stream:
-            raise UserError(
-                f"data: the sources of {split} are streams, which have no packing plan: use stream_loader"
-            )
-        sources = [self.open_rows(one) for one in settings]
-        names = self.source_names(split)
-        by = "weight" if settings[0].weight is not None else "repeats"
-        shares = [getattr(one, by) or 1.0 for one in settings]
-        mixture = Mixture(list(zip(names, sources, shares, strict=True)), by)
-        costs = []
-        formats = self.row_formats(split)
-        for name, source, row_format in zip(names, sources, formats, strict=True):
-            costs.append(self.measure_source(name, source, row_format))
-        if self.settings.overlong == "error":
-            refuse_overlong(mixture, costs, self.row_encoder.max_tokens)
-        return mixture, costs
-
-    def open_rows(self, settings: DataSource) -> Source:
-        """The rows of a source that belong to its split."""
-        source = open_source(settings.path, settings.root)
-        if not settings.hold_out:
-            return source
-        return source.split(settings.hold_out, settings.split == "eval", settings.label)
-
-    def measure_source(self, name: str, source: Source, row_format: RowFormat) -> Costs:
-        """The costs of the rows of a source."""
-        warn_of_missing_columns(name, source, row_format)
-        make_codes(name, source, row_format, self.row_encoder.speech)
-        encoder = self.row_encoder
-        return measure_costs(source, row_format, encoder, self.cache, self.num_workers, name)
-
     def bad_rows_list(
         self, split: str, num_rows: int, folder: str | Path | None, min_rows: int = 0
     ) -> BadRows:
         file = None if folder is None else Path(folder) / BAD_ROWS_FILE
         return BadRows(self.settings, num_rows, self.source_names(split), file, min_rows)
-
-    def left_out(self, split: str) -> str:
-        return describe_left_out(*self.measured(split), self.settings.overlong)
-
-    def data_id(self, split: str) -> str:
-        mixture, _ = self.measured(split)
-        fingerprints = " ".join(source.fingerprint for source in mixture.sources)
-        return hashlib.blake2b(fingerprints.encode(), digest_size=8).hexdigest()

@@ -102,7 +102,7 @@ def _choose(engine: MLLMEngine, section: str, data: MLLMData, asked: dict[str, A
     gpu = gpu_of_ranks(engine.device, engine.world)
     kit = None if gpu is None else engine.data_kit(plain)
     if kit is not None and not kit.is_stream():
-        kit.measured("train")  # on all ranks: one process of each node measures, the others wait
+        kit.measure_ahead(engine.measured_splits)  # the choice needs no more than a few rows
     with raise_on_all_ranks(engine.world.host_group):
         if engine.world.is_main:
             note = engine.run.info.get(NOTE, {})

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -124,10 +125,25 @@ def locked(file: Path, name: str) -> Iterator[None]:
                     file,
                 )
             time.sleep(POLL_SECONDS)
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
+        _sign(lock)
         yield
+
+
+def try_locked(file: Path) -> IO[str] | None:
+    """The lock of `locked`, held until the returned file is closed; None if another process has it."""
+    lock = open(file, "a+")  # noqa: SIM115 - the caller closes it
+    if not _try_lock(lock):
+        lock.close()
+        return None
+    _sign(lock)
+    return lock
+
+
+def _sign(lock: IO[str]) -> None:
+    """Name the owner in the file, for those who wait."""
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
 
 
 def _try_lock(file: object) -> bool:

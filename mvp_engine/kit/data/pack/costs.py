@@ -34,7 +34,7 @@ from mvp_engine.kit.data.pack.cost_cache import (
 )
 from mvp_engine.kit.data.pack.measure_workers import WorkerDied, map_chunks
 from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Part
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, ParsedRow, Part
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.size_cache import SIZE_RECORD, SizeCache, row_key
 from mvp_engine.kit.data.read.sources import Source
@@ -57,9 +57,9 @@ class ChunkCosts(NamedTuple):
     new_sizes: np.ndarray
 
 
-class _RawRow(NamedTuple):
+class _ReadRow(NamedTuple):
     row: int
-    raw: Any
+    content: Any  # parsed, so that encoding does not parse it again; a ParsedRow as it is
     key: bytes
     parts: list[Part]
 
@@ -75,9 +75,14 @@ class Measure:
     known: dict[bytes, RowCost] = field(default_factory=dict)  # by `row_key`
     sizes: SizeCache = field(default_factory=SizeCache)
 
+    @property
+    def setup(self) -> str:
+        """What the costs of a row depend on, besides its content."""
+        return f"{self.source.root} {self.format} {self.row_encoder.fingerprint}"
+
     def __call__(self, rows: Sequence[int]) -> ChunkCosts:
         costs: dict[int, RowCost] = {}
-        unknown: list[_RawRow] = []
+        unknown: list[_ReadRow] = []
         for row in rows:
             try:
                 read = self._read(row)
@@ -104,7 +109,7 @@ class Measure:
         records = np.array(new_rows, ROW_RECORD)
         return ChunkCosts([costs[row] for row in rows], records, self.sizes.take_new())
 
-    def _read(self, row: int) -> _RawRow:
+    def _read(self, row: int) -> _ReadRow:
         try:
             raw = self.source[row]
             parsed = read_row(raw, self.format)
@@ -114,16 +119,16 @@ class Measure:
             targets = [message.speech for message in parsed.messages if message.speech]
             limits = self.row_encoder.media.limits
             key = row_key(raw, [*parts, *targets], self.sizes, limits, self.source.root)
-            return _RawRow(row, raw, key, parts)
+            return _ReadRow(row, raw if isinstance(raw, ParsedRow) else parsed, key, parts)
         except BadRow:
             raise
         except Exception as error:
             error.add_note(f"while reading {self.source.where(row)}")
             raise
 
-    def _measure_row(self, read: _RawRow) -> RowCost:
+    def _measure_row(self, read: _ReadRow) -> RowCost:
         try:
-            sides = self.row_encoder.encode(read.raw, self.format, self.source.root, self.fit)
+            sides = self.row_encoder.encode(read.content, self.format, self.source.root, self.fit)
             tokens = sum(side.num_positions for side in sides)
             kinds = {info.kind for info in chain.from_iterable(side.infos for side in sides)}
             if any(side.spoken for side in sides):
@@ -144,16 +149,17 @@ def measure_costs(
     cache: Path,
     num_workers: int = 0,
     name: str = "data",
+    since: float | None = None,
 ) -> Costs:
     """The costs of all rows of a source, from the cache where possible. `num_workers` is data.num_workers.
 
     Over-long rows are measured again as truncated or shrunk, if the encoder does that; otherwise they cost 0 tokens,
-    which drops them.
+    which drops them. Costs that were written after the time `since` are this start's own, ahead or of another rank.
     """
     measure = Measure(source, format, row_encoder)
     workers = num_processes(num_workers)
-    setup = f"{source.root} {format} {row_encoder.fingerprint}"
-    whole = _cached(measure, range(len(source)), cache, setup, workers, name)
+    setup = measure.setup
+    whole = _cached(measure, range(len(source)), cache, setup, workers, name, since)
     long = np.flatnonzero(whole.tokens > row_encoder.max_tokens)
     arrays = (whole.tokens.copy(), whole.encoder.copy(), whole.media.copy())
     costs = Costs(*arrays, dict(whole.bad), long)
@@ -175,16 +181,20 @@ def measure_costs(
 
 
 def _cached(
-    measure: Measure, rows: Sequence[int], cache: Path, setup: str, workers: int, name: str
+    measure: Measure,
+    rows: Sequence[int],
+    cache: Path,
+    setup: str,
+    workers: int,
+    name: str,
+    since: float | None = None,
 ) -> Costs:
     """The costs of these rows from the cache file. Of several processes one measures, the others wait for it.
 
     Rows that were bad are measured again at each start, because their files may have been fixed since.
     """
-    started = time.time()
-    cache.mkdir(parents=True, exist_ok=True)
-    key = f"{CACHE_FORMAT} {measure.source.fingerprint} {setup}"
-    file = cache / f"{_hash(key)}.npz"
+    started = time.time() if since is None else since
+    file = cost_file(measure, cache, setup)
     with locked(file.with_suffix(".lock"), name):
         if not file.exists():
             costs = Costs.zeros(len(rows))
@@ -197,12 +207,19 @@ def _cached(
             places = sorted(costs.bad)
             costs.bad = {}
             name = f"{name}, bad rows again"
-        _measure_into(costs, measure, places, rows, _Records(cache, setup, measure), workers, name)
+        _measure_into(costs, measure, places, rows, Records(cache, setup, measure), workers, name)
         write_costs(file, costs)
         return costs
 
 
-class _Records:
+def cost_file(measure: Measure, cache: Path, setup: str) -> Path:
+    """The cache file of the finished costs; its folder exists."""
+    cache.mkdir(parents=True, exist_ok=True)
+    key = f"{CACHE_FORMAT} {measure.source.fingerprint} {setup}"
+    return cache / f"{_hash(key)}.npz"
+
+
+class Records:
     """The record files of one measurement."""
 
     def __init__(self, cache: Path, setup: str, measure: Measure) -> None:
@@ -225,7 +242,7 @@ def _measure_into(
     measure: Measure,
     places: Sequence[int],
     rows: Sequence[int],
-    records: _Records,
+    records: Records,
     workers: int,
     name: str,
 ) -> None:
@@ -233,13 +250,13 @@ def _measure_into(
     place_of = {rows[place]: place for place in places}
     wanted = list(place_of)
     chunks = [wanted[i : i + CHUNK_ROWS] for i in range(0, len(wanted), CHUNK_ROWS)]
-    progress = _Progress(name, len(wanted), workers, records.cache)
+    progress = Progress(name, len(wanted), workers, records.cache)
     try:
         with closing(map_chunks(measure, chunks, workers)) as results:
             for chunk, found in results:
                 records.append(found)
                 for row, cost in zip(chunk, found.costs, strict=True):
-                    _set_cost(costs, place_of[row], cost)
+                    set_cost(costs, place_of[row], cost)
                 progress.add(len(chunk))
     except WorkerDied as error:
         first = measure.source.where(error.rows[0])
@@ -250,7 +267,7 @@ def _measure_into(
         ) from None
 
 
-def _set_cost(costs: Costs, place: int, cost: RowCost) -> None:
+def set_cost(costs: Costs, place: int, cost: RowCost) -> None:
     if len(cost) == 2:
         costs.bad[place] = cost
     else:
@@ -259,7 +276,7 @@ def _set_cost(costs: Costs, place: int, cost: RowCost) -> None:
         costs.media[place] = cost[2]
 
 
-class _Progress:
+class Progress:
     """A message every PROGRESS_SECONDS: how far, how long still, in how many processes, and where it is kept."""
 
     def __init__(self, name: str, total: int, workers: int, cache: Path) -> None:

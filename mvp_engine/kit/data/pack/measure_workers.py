@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -26,29 +26,47 @@ def map_chunks(
         for chunk in chunks:
             yield chunk, measure(chunk)
         return
-    context = multiprocessing.get_context("fork")
-    left = iter(chunks)
-    processes = []
-    busy: dict[Any, Chunk] = {}
+    pool = MeasureWorkers(measure, chunks, workers)
     try:
-        for _ in range(min(workers, len(chunks))):
-            ours, theirs = context.Pipe()
-            arguments = (measure, theirs, os.getpid())
-            process = context.Process(target=_work, args=arguments, daemon=True)
-            process.start()
-            processes.append(process)
-            theirs.close()
-            _give(ours, next(left, None), busy)
-        while busy:
-            for connection in wait(list(busy)):
-                chunk = busy.pop(connection)
-                found = _receive(connection, chunk)
-                _give(connection, next(left, None), busy)
-                yield chunk, found
+        yield from pool.results()
     finally:
-        for process in processes:
+        pool.kill()
+
+
+class MeasureWorkers:
+    """Processes that are forked here and now; their results may be taken by another thread."""
+
+    def __init__(self, measure: Callable[[Any], Any], chunks: Sequence[Any], workers: int) -> None:
+        self._left = iter(chunks)
+        self._busy: dict[Any, Any] = {}
+        self._processes: list[Any] = []
+        context = multiprocessing.get_context("fork")
+        try:
+            for _ in range(min(workers, len(chunks))):
+                ours, theirs = context.Pipe()
+                arguments = (measure, theirs, os.getpid())
+                process = context.Process(target=_work, args=arguments, daemon=True)
+                process.start()
+                self._processes.append(process)
+                theirs.close()
+                _give(ours, next(self._left, None), self._busy)
+        except BaseException:
+            self.kill()
+            raise
+
+    def results(self) -> Iterator[tuple[Any, Any]]:
+        """Each chunk with its result, as they are finished."""
+        while self._busy:
+            for connection in wait(list(self._busy)):
+                chunk = self._busy.pop(connection)
+                found = _receive(connection, chunk)
+                _give(connection, next(self._left, None), self._busy)
+                yield chunk, found
+
+    def kill(self) -> None:
+        for process in self._processes:
             process.kill()
-        for process in processes:
+        for process in self._processes:
             process.join()
 
 

@@ -82,6 +82,17 @@ class PackDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.plan)
 
+    def summary(self) -> str:
+        """Rows, tokens, packs and steps of this epoch."""
+        counts = self.mixture.counts
+        sources = [f"{name}: {n:,}" for name, n in zip(self.mixture.names, counts, strict=True)]
+        plan = self.plan
+        return (
+            f"{sum(counts):,} rows an epoch ({', '.join(sources)}) -> {len(plan.rows):,} rows with "
+            f"{int(plan.tokens.sum()):,} tokens in {len(plan):,} packs of {plan.budget:,}, {plan.fill_ratio:.1%} full; "
+            f"{plan.steps:,} steps of {plan.packs_per_step}."
+        )
+
     def media_kinds(self, index: int) -> frozenset[str]:
         """The kinds of media that pack `index` is planned to hold."""
         rows, _ = self.plan.pack(index)

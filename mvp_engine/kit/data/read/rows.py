@@ -78,7 +78,9 @@ def known_columns() -> set[str]:
 
 
 def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
-    """The parsed row; `format` may be the name of one of FORMATS. Raises BadRow."""
+    """The parsed row, which `raw` may be already; `format` may be the name of one of FORMATS. Raises BadRow."""
+    if isinstance(raw, Row):
+        return raw
     if isinstance(raw, ParsedRow):
         return raw.parsed()
     if not isinstance(format, RowFormat):

@@ -1,0 +1,162 @@
+"""Where the time between a command and its first steps goes: seconds of wall and CPU time at each stage of one start.
+
+    PYTHONPATH=. python benchmarks/start_times.py text_0.6b [--rows 5000] [--steps 4] [--out FILE] [key=value ...]
+    PYTHONPATH=. python benchmarks/start_times.py text_0.6b --tiny      # a small model on a CPU
+
+The work is one of `benchmarks/recipes.py`: its config, a folder of random weights and a file of rows. It is started
+twice with the same caches: `first` has no measured rows and no compiled graphs, `second` finds both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+# What is timed: (module, class or "", function).
+STAGES = [
+    ("mvp_engine.launch", "", "compose"),
+    ("mvp_engine.kit.mllm", "", "with_choice"),
+    ("mvp_engine.kit.mllm", "MLLMEngine", "make_processor"),
+    ("mvp_engine.kit.data.measured_sources", "MeasuredSources", "measure_ahead"),
+    ("mvp_engine.kit.data.measured_sources", "MeasuredSources", "sample"),
+    ("mvp_engine.kit.data.measured_sources", "MeasuredSources", "measured"),
+    ("mvp_engine.kit.mllm", "MLLMEngine", "prepare_model"),
+    ("mvp_engine.model_engine.fsdp.base_engine", "", "parallelize_model"),
+    ("mvp_engine.model_engine.fsdp.base_engine", "FSDPBaseEngine", "_materialize"),
+    ("mvp_engine.hf.preflight", "", "check_packing"),
+    ("mvp_engine.kit.mllm", "", "compile_blocks"),
+    ("mvp_engine.kit.mllm", "MLLMEngine", "prepare_dataloader"),
+    ("mvp_engine.kit.mllm", "MLLMEngine", "prepare_optimizer"),
+    ("mvp_engine.engine.engine", "", "record_setup"),
+    ("mvp_engine.engine.feed", "Feed", "take"),
+    ("mvp_engine.model_engine.base", "ModelEngine", "train_batch"),
+    ("mvp_engine.model_engine.fsdp.engine", "FSDPEngine", "optimizer_step"),
+]
+
+
+class Stages:
+    """Times of stages, written after each of them: a start that is ended leaves what it had."""
+
+    def __init__(self, file: Path, started: float) -> None:
+        self.file = file
+        self.started = started
+        self.found: list[dict[str, Any]] = []
+        self.depth = 0
+
+    def note(self, name: str, begin: float, cpu: float, depth: int) -> None:
+        now = time.time()
+        row = {"stage": name, "depth": depth, "begin_s": begin - self.started, "wall_s": now - begin}
+        self.found.append({**row, "cpu_s": time.process_time() - cpu})
+        self.file.write_text(json.dumps(self.found))
+
+    def watch(self, module: str, owner: str, name: str) -> None:
+        found = importlib.import_module(module)
+        place = getattr(found, owner) if owner else found
+        inner = place.__dict__[name]
+        call = inner.__func__ if isinstance(inner, classmethod) else inner
+
+        def timed(*args: Any, **options: Any) -> Any:
+            begin, cpu, depth = time.time(), time.process_time(), self.depth
+            self.depth += 1
+            try:
+                return call(*args, **options)
+            finally:
+                self.depth -= 1
+                self.note(name, begin, cpu, depth)
+
+        setattr(place, name, classmethod(timed) if isinstance(inner, classmethod) else timed)
+
+
+def inside(file: str, started: str, words: list[str]) -> None:
+    """The start itself, in its own process."""
+    stages = Stages(Path(file), float(started))
+    stages.note("python", stages.started, 0.0, 0)
+    begin = time.time()
+    launch = importlib.import_module("mvp_engine.launch")
+    importlib.import_module("mvp_engine.kit.mllm")
+    stages.note("imports", begin, 0.0, 0)
+    for stage in STAGES:
+        stages.watch(*stage)
+    sys.exit(launch.main(words))
+
+
+def start(words: list[str], env: dict[str, str], scratch: Path, limit: float) -> list[dict[str, Any]]:
+    file = scratch / "stages.json"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--inside", str(file), str(time.time()), *words]
+    log = scratch / "output.txt"
+    with log.open("w") as out:
+        try:
+            done = subprocess.run(command, env=env, stdout=out, stderr=subprocess.STDOUT, timeout=limit, check=False)
+            code: int | None = done.returncode
+        except subprocess.TimeoutExpired:
+            code = None
+    if code not in (0, None):
+        raise SystemExit(log.read_text()[-3000:])
+    found: list[dict[str, Any]] = json.loads(file.read_text())
+    return sorted(found, key=lambda row: row["begin_s"])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| stage | begins | wall s | CPU s |", "| --- | ---: | ---: | ---: |"]
+    for row in rows:
+        if row["wall_s"] > 0.005:
+            name = "&nbsp;" * 2 * row["depth"] + row["stage"]
+            lines.append(f"| {name} | {row['begin_s']:.2f} | {row['wall_s']:.2f} | {row['cpu_s']:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--inside"]:
+        inside(sys.argv[2], sys.argv[3], sys.argv[4:])
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.recipes import WORKS, about, make_folder, make_rows
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", choices=WORKS)
+    parser.add_argument("keys", nargs="*", metavar="key=value")
+    parser.add_argument("--rows", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--limit", type=float, default=240, help="seconds of one start")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "mvp-recipes")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    work = WORKS[args.work]
+    model = make_folder(work.tiny if args.tiny else work.shape, work.longest, args.folder)
+    data = make_rows(work, args.rows, args.folder)
+    result: dict[str, Any] = {**about(), "work": args.work, "rows": args.rows}
+    with tempfile.TemporaryDirectory(prefix="mvp-start-") as name:
+        scratch = Path(name)
+        words = [f"mllm.sources.{source}.path={data}" for source in ("chats", "held_chats")]
+        words += [f"model.path={model}", f"mllm.cache={scratch / 'costs'}", *work.words]
+        words += ["loop.eval_interval=null", "eval_generation=null", "checkpoint.interval=null", "export=null"]
+        words += ["loop.epochs=null", f"loop.total_steps={args.steps}", "log.backends=[jsonl]"]
+        if args.tiny:
+            words += ["mllm.row_tokens=4096", "mllm.global_batch_tokens=8192", "loop.precision=fp32", "cpu_threads=1"]
+            words += ["model.compile=null", "data.num_workers=2"]
+        config = ["--config", str(ROOT / "recipes" / work.config)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
+        for which in ("first", "second"):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            found = start([*config, *words, f"project.dir={scratch / which}", *args.keys], env, scratch, args.limit)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            result[which] = {"cpu_s": cpu, "stages": found}
+            print(f"\n{which} start, {cpu:.1f} s of CPU time with all processes\n\n{table(found)}", flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""compile_blocks: the blocks of a model are compiled on a few rows, while the costs of all rows are measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mvp_engine.data import rng_state, set_rng_state
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.kit.estimate.sample import repeated
+
+if TYPE_CHECKING:
+    from mvp_engine.kit.mllm import MLLMEngine
+
+# Sizes of the two packs, in packs: torch compiles for the first one's size alone, and then for all.
+SHARES = (1.0, 0.9)
+
+
+def compile_blocks(engine: MLLMEngine) -> None:
+    """Run forward and backward on two packs of sampled rows, if blocks are compiled. Nothing of it stays but graphs.
+
+    All ranks must call it: they run the same rows.
+    """
+    model: Any = engine.model
+    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    if not is_compiled or engine.layout.pipeline > 1 or engine.data.is_stream():
+        return
+    random_state = rng_state()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    sample = engine.data.sample()
+    for share in SHARES:
+        tokens = int(share * engine.config.mllm.pack_tokens)
+        _forward_backward(engine, repeated(sample, tokens))
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    set_rng_state(random_state)
+
+
+def _forward_backward(engine: MLLMEngine, batch: PackedBatch) -> None:
+    model: Any = engine.model
+    name = "hidden_states" if "hidden_states" in model.provides else model.provides[0]
+    with engine.model_engine.autocast():
+        found = model(batch.to(engine.device), [name])[name]
+    if found.requires_grad:
+        found.float().mean().backward()
+    model.zero_grad(set_to_none=True)

@@ -1,0 +1,216 @@
+"""MeasuredSources: the sources of a data kit by split, opened once, and the costs of their rows."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data.cpus import num_processes
+from mvp_engine.kit.data.encode.row_encoder import RowEncoder
+from mvp_engine.kit.data.left_out import (
+    describe_left_out,
+    no_rows,
+    no_source,
+    overlong_records,
+    refuse_overlong,
+    warn_of_missing_columns,
+)
+from mvp_engine.kit.data.make_codes import make_codes
+from mvp_engine.kit.data.pack.cost_cache import Costs, default_cache
+from mvp_engine.kit.data.pack.costs import Measure, measure_costs
+from mvp_engine.kit.data.pack.measure_ahead import MeasureAhead
+from mvp_engine.kit.data.pack.mixture import Mixture
+from mvp_engine.kit.data.read.bad_rows import BadRecord
+from mvp_engine.kit.data.read.row_format import RowFormat
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.sources import Source, open_source
+from mvp_engine.kit.data.settings import DataSource, MLLMData, resolve_source, with_held_out
+
+SAMPLED_TOKENS = 16384  # of the rows of a sample
+SAMPLED_ROWS = 256  # at most
+
+
+class MeasuredSources:
+    """The sources of `settings`. A subclass gives the `row_encoder` that the costs of rows are for."""
+
+    row_encoder: RowEncoder
+
+    def __init__(self, settings: MLLMData, num_workers: int) -> None:
+        self.settings = settings
+        self.num_workers = num_workers
+        self.cache = Path(settings.cache).expanduser() if settings.cache else default_cache()
+        self._all_sources = with_held_out([resolve_source(source) for source in settings.sources])
+        self._mixtures: dict[str, Mixture] = {}
+        self._measured: dict[str, tuple[Mixture, list[Costs]]] = {}
+        self._ahead: MeasureAhead | None = None
+        self._started = time.time()
+
+    @property
+    def splits(self) -> list[str]:
+        return list(dict.fromkeys(source.split for source in self._all_sources))
+
+    def has_split(self, split: str) -> bool:
+        return any(source.split == split for source in self._all_sources)
+
+    def sources(self, split: str) -> list[DataSource]:
+        found = [source for source in self._all_sources if source.split == split]
+        if not found:
+            raise no_source(split)
+        return found
+
+    def is_stream(self, split: str = "train") -> bool:
+        return self.sources(split)[0].stream
+
+    def source_names(self, split: str = "train") -> list[str]:
+        """The names of the sources; a batch's `sequence_fields["source"]` is an index into them."""
+        return [source.label for source in self.sources(split)]
+
+    def row_formats(self, split: str = "train") -> list[RowFormat]:
+        """How the rows of each source are read."""
+        return [source.row_format(self.settings) for source in self.sources(split)]
+
+    def row(self, split: str, sample: int) -> tuple[Source, Any, RowFormat]:
+        """The source, the raw row and how it is read, for a value of `sequence_fields["sample"]`."""
+        mixture, _ = self.measured(split)
+        for settings, source in zip(self.sources(split), mixture.sources, strict=True):
+            if sample < len(source):
+                return source, source[sample], settings.row_format(self.settings)
+            sample -= len(source)
+        raise IndexError(f"{split} has no sample {sample}")
+
+    def data_id(self, split: str) -> str:
+        mixture, _ = self.measured(split)
+        fingerprints = " ".join(source.fingerprint for source in mixture.sources)
+        return hashlib.blake2b(fingerprints.encode(), digest_size=8).hexdigest()
+
+    # ---- Costs ----------------------------------------------------------------------------------
+
+    def measured(self, split: str) -> tuple[Mixture, list[Costs]]:
+        """The sources of a split as a mixture, and the costs of their rows; measured at the first call."""
+        if split not in self._measured:
+            if self._ahead is not None:
+                self._ahead.wait()
+            self._measured[split] = self.mixture(split), self._measure(split)
+        return self._measured[split]
+
+    def measure_ahead(self, splits: Iterable[str]) -> bool:
+        """Start to measure rows in processes of their own, for which `measured` waits; False: there is nothing to do.
+
+        Errors in rows are those of `measured`. `stop_measuring` ends the processes. Codes of speech come before costs:
+        with `mllm.speech` all is measured here and now.
+        """
+        if self._ahead is None:
+            own = type(self).measure_source is not MeasuredSources.measure_source
+            sources = []
+            for split in splits:
+                if self.is_stream(split) or own:
+                    continue
+                if self.row_encoder.speech is not None:
+                    self.measured(split)
+                    continue
+                mixture = self.mixture(split)
+                formats = self.row_formats(split)
+                for name, source, form in zip(mixture.names, mixture.sources, formats, strict=True):
+                    sources.append((name, Measure(source, form, self.row_encoder)))
+            self._ahead = MeasureAhead(sources, self.cache, num_processes(self.num_workers))
+        return bool(self._ahead)
+
+    def stop_measuring(self) -> None:
+        if self._ahead is not None:
+            self._ahead.stop()
+
+    def sample(self, split: str = "train") -> PackedBatch:
+        """Some rows in one batch, chosen at random and always the same. Only these are read."""
+        mixture = self.mixture(split)
+        order = mixture.order(0, 0)
+        batches = self._read_sample(split, order[:SAMPLED_ROWS])
+        if not batches:  # bad rows, of which a plan leaves out all
+            mixture, costs = self.measured(split)
+            good = [costs[which].tokens[row] > 0 for which, row in order.tolist()]
+            batches = self._read_sample(split, order[np.array(good, bool)][:SAMPLED_ROWS])
+        if not batches:
+            limit = self.row_encoder.max_tokens
+            bad, long = self.bad_rows(split), self.overlong_rows(split)
+            raise no_rows(split, self.left_out(split), bad, long, limit)
+        return PackedBatch.concat(batches)
+
+    def _read_sample(self, split: str, order: np.ndarray) -> list[PackedBatch]:
+        sources = self.mixture(split).sources
+        formats = self.row_formats(split)
+        batches: list[PackedBatch] = []
+        for which, row in order.tolist():
+            source = sources[which]
+            fields = {"source": which, "sample": row}
+            with contextlib.suppress(BadRow):
+                sides = self.row_encoder.encode(
+                    source[row], formats[which], source.root, decode=True
+                )
+                batches += self.row_encoder.load(sides, source.root, fields)
+            if sum(batch.num_tokens for batch in batches) >= SAMPLED_TOKENS:
+                break
+        return batches
+
+    def bad_rows(self, split: str = "train") -> list[BadRecord]:
+        """The rows that were found to be bad before any media were decoded."""
+        mixture, costs = self.measured(split)
+        found = []
+        for name, source, cost in zip(mixture.names, mixture.sources, costs, strict=True):
+            for row, (reason, detail) in sorted(cost.bad.items()):
+                found.append(BadRecord(name, source.where(row), reason, detail))
+        return found
+
+    def overlong_rows(self, split: str = "train") -> list[BadRecord]:
+        """The rows with more tokens than allowed, which `mllm.overlong` says what to do with."""
+        return overlong_records(*self.measured(split), self.row_encoder.max_tokens)
+
+    def left_out(self, split: str) -> str:
+        return describe_left_out(*self.measured(split), self.settings.overlong)
+
+    def mixture(self, split: str) -> Mixture:
+        """The sources of a split, opened once."""
+        if split not in self._mixtures:
+            self._mixtures[split] = self._open(split)
+        return self._mixtures[split]
+
+    def _open(self, split: str) -> Mixture:
+        settings = self.sources(split)
+        if settings[0].stream:
+            raise UserError(
+                f"data: the sources of {split} are streams, which have no packing plan: use stream_loader"
+            )
+        sources = [self.open_rows(one) for one in settings]
+        by = "weight" if settings[0].weight is not None else "repeats"
+        shares = [getattr(one, by) or 1.0 for one in settings]
+        return Mixture(list(zip(self.source_names(split), sources, shares, strict=True)), by)
+
+    def open_rows(self, settings: DataSource) -> Source:
+        """The rows of a source that belong to its split."""
+        source = open_source(settings.path, settings.root)
+        if not settings.hold_out:
+            return source
+        return source.split(settings.hold_out, settings.split == "eval", settings.label)
+
+    def _measure(self, split: str) -> list[Costs]:
+        mixture = self.mixture(split)
+        costs = []
+        formats = self.row_formats(split)
+        for name, source, row_format in zip(mixture.names, mixture.sources, formats, strict=True):
+            costs.append(self.measure_source(name, source, row_format))
+        if self.settings.overlong == "error":
+            refuse_overlong(mixture, costs, self.row_encoder.max_tokens)
+        return costs
+
+    def measure_source(self, name: str, source: Source, row_format: RowFormat) -> Costs:
+        """The costs of the rows of a source."""
+        warn_of_missing_columns(name, source, row_format)
+        make_codes(name, source, row_format, self.row_encoder.speech)
+        where = self.cache, self.num_workers, name, self._started
+        return measure_costs(source, row_format, self.row_encoder, *where)

@@ -1,0 +1,115 @@
+"""Rows that are measured while the model is built: the same costs, the same errors, and blocks compiled meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+from test_measure import image_rows, is_running
+from tiny_vlm import made, model_config, qwen3_vl, write
+
+from mvp_engine.cli import main
+from mvp_engine.engine import Engine
+from mvp_engine.errors import UserError
+from mvp_engine.kit.data.pack.costs import CHUNK_ROWS, Measure
+from mvp_engine.kit.data.read import decode_image
+from mvp_engine.runs import list_runs
+
+CONFIG = """
+engine: mvp_engine.kit:MLLMEngine
+project: {name: tiny, dir: outputs}
+model: {type: language_model, path: model, compile: {llm: eager}}
+mllm:
+  micro_batch_tokens: 256
+  sources:
+    images: {path: rows.jsonl}
+data: {micro_batch_size: 1, global_batch_size: 2, num_workers: 1}
+optim: {lr: 0.01}
+loop: {total_steps: 2, precision: fp32}
+checkpoint: {best_metric: null, interval: null}
+log: {backends: [jsonl], interval: 1}
+"""
+
+
+def kit_of(folder: Path, workers: int, cache: str = "cache", rows: int = 2 * CHUNK_ROWS + 3) -> Any:
+    found = image_rows(folder, rows)
+    found[5]["messages"][0]["content"][0]["image"] = "missing.png"
+    kit = made(write(folder / "rows.jsonl", found), qwen3_vl(), cache=str(folder / cache))
+    kit.num_workers = workers
+    return kit
+
+
+def test_measure_ahead_finds_the_costs_of_measured_and_leaves_it_nothing_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = kit_of(tmp_path, 0, "other").measured("train")[1][0]
+    kit = kit_of(tmp_path, 2)
+    assert kit.measure_ahead(["train"])
+    monkeypatch.setattr(Measure, "__call__", lambda *_: pytest.fail("measured again"))
+    found = kit.measured("train")[1][0]
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.encoder.tolist() == expected.encoder.tolist()
+    assert found.bad == expected.bad
+    assert list(found.bad) == [5]
+    assert not kit_of(tmp_path, 2).measure_ahead(["train"])  # from the cache
+    assert not kit_of(tmp_path, 0, "third").measure_ahead(["train"])  # without processes
+
+
+def test_measure_ahead_in_which_a_process_dies_leaves_the_error_to_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = kit_of(tmp_path, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(decode_image, "open_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        assert kit.measure_ahead(["train"])
+        with pytest.raises(UserError, match=r"a process died while it measured the rows from rows.jsonl:\d+ to"):
+            kit.measured("train")
+    assert (kit.measured("train")[1][0].tokens > 0).sum() == 2 * CHUNK_ROWS + 2
+
+
+def test_stop_measuring_ends_the_processes_and_releases_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = kit_of(tmp_path, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(decode_image, "open_image", lambda *_: signal.pause())
+        kit.measure_ahead(["train"])
+    workers = [process.pid for process in kit._ahead._workers._processes]
+    assert all(map(is_running, workers))
+    kit.stop_measuring()
+    assert not any(map(is_running, workers))
+    assert (kit.measured("train")[1][0].tokens > 0).any()
+
+
+@pytest.mark.slow
+def test_train_compiles_blocks_while_rows_are_measured_and_changes_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write(tmp_path / "rows.jsonl", image_rows(tmp_path, CHUNK_ROWS + 1))
+    hf.AutoModelForImageTextToText.from_config(model_config()).save_pretrained(tmp_path / "model")
+    qwen3_vl().save_pretrained(tmp_path / "model")
+    (tmp_path / "train.yaml").write_text(CONFIG)
+    graphs: list[int] = []
+    opened = Engine._open_feed
+
+    def counted(engine: Engine) -> None:
+        graphs.append(counters["stats"]["unique_graphs"])
+        opened(engine)
+
+    monkeypatch.setattr(Engine, "_open_feed", counted)
+    losses = []
+    for _ in range(2):  # the second start finds the costs in the cache, and compiles in its first step
+        counters.clear()
+        assert main(["train", "train.yaml"]) == 0
+        losses.append([record["loss"] for record in list_runs(tmp_path / "outputs")[-1].records("train")])
+    assert graphs[0] > 0
+    assert graphs[1] == 0
+    assert losses[0] == losses[1]
