@@ -14,8 +14,10 @@ from itertools import product
 from operator import add
 from typing import Any
 
+from mvp_engine.hf.action_model import ActionModel
 from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.parts import blocks_by_part, by_part
+from mvp_engine.kit.action_flops import language_backbone
 from mvp_engine.kit.estimate.settings import COMMON_GPUS, usable_gib
 from mvp_engine.kit.estimate.training import changed
 from mvp_engine.ops import nf4
@@ -135,11 +137,13 @@ def _layouts(estimator: Estimator, config: Any, gpus: int) -> Iterator[Change]:
     now = estimator.parallel(config)
     if now.replicate != -1:
         return  # the layout of the config is for one number of GPUs
-    hf: Any = estimator.model(config).hf
-    heads, kv_heads = num_heads(hf.config.get_text_config())
+    model = estimator.model(config)
+    heads, kv_heads = num_heads(language_backbone(model).config.get_text_config())
     sequence_now = now.context * now.ulysses
     for context, ulysses in _sequence_sizes(now, gpus, heads, kv_heads):
         sequence = context * ulysses
+        if sequence > sequence_now and isinstance(model, ActionModel):
+            break  # its sequences are short, and are not split
         every = gpus // (sequence * now.tensor)
         of_node = GPUS_OF_NODE // (sequence * now.tensor)
         for shard in sorted({min(every, of_node) or 1, every}):

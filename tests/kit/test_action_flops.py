@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
-from test_action_model import tiny_regressor, transformers_pi0, with_actions
+from test_action_model import tiny_regressor, transformers_pi0, typed, vlm_row, with_actions
 from tiny_models import samples
 from tiny_pi0 import pi0_rows, reference, tiny_pi0, tiny_pi0_config
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PI0Config
 
+from mvp_engine.cli import main
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.action_adapter import probe_batch
+from mvp_engine.hf.pi0 import Pi0Policy
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import peak_memory
 from mvp_engine.kit.estimate.settings import EstimateSettings
 from mvp_engine.kit.flop_costs import attention_flops, matmul_flops
+from mvp_engine.model_engine import ActionModelEngine, Settings
 
 
 def last_layer_forward(model: Any, row: PackedBatch) -> float:
@@ -92,11 +100,74 @@ def test_estimate_of_pi0_counts_memory_of_all_parts() -> None:
     assert less["activations"] < sizes["activations"]
 
 
+def trained_step(model: Any, batch: PackedBatch, names: list[str], compile: str | None = None) -> tuple[Any, int]:
+    """An engine after one step, and the bytes that its forward saved for backward, weights left out."""
+    engine = ActionModelEngine(model, Layout(World(0, 1, 0, 1, torch.device("cpu"))), Settings(compile=compile))
+    engine.initialize(lambda m: torch.optim.AdamW(m.parameters(), 1e-3))
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def loss(batch: PackedBatch) -> tuple[Tensor, int]:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            return sum(value.sum() for value in engine.model(batch, names).values()), 1  # type: ignore[return-value]
+
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch([batch], loss)
+    engine.optimizer_step()
+    sizes = [one.untyped_storage().nbytes() for place, one in saved.items() if place not in weights]
+    return engine, sum(sizes)
+
+
+@pytest.mark.parametrize("text_loss", [False, True])
+def test_estimate_of_pi0_counts_gradients_and_states_that_a_step_has(text_loss: bool) -> None:
+    model = tiny_pi0()
+    rows = [typed(row) for row in pi0_rows(model)] if text_loss else pi0_rows(model)
+    text = [vlm_row(model, rows[0])] if text_loss else []
+    batch = PackedBatch.concat([*rows, *text])
+    engine, _ = trained_step(model, batch, ["action_losses", "loss"] if text_loss else ["action_losses"])
+    settings = EstimateSettings(precision="fp32", compile=None, text_loss=text_loss)
+    sizes = peak_memory(BlockCosts(model, settings), [batch])
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    states = sum(one["exp_avg"].nbytes + one["exp_avg_sq"].nbytes for one in engine.optimizer.state.values())
+    assert sizes["gradients"] == gradients
+    assert sizes["optimizer states"] == states
+    assert (sizes["loss"] > 0) == text_loss
+
+
+@pytest.mark.campaign(only=True)
+def test_estimate_of_pi0_activations_are_what_compiled_blocks_save() -> None:
+    """In pi0's proportions, an eighth as wide; the backend partitions graphs as Inductor does."""
+    text = {"model_type": "gemma", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 2048}
+    text |= {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 1000}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 144, "intermediate_size": 538}
+    vision |= {"num_hidden_layers": 6, "num_attention_heads": 4, "patch_size": 14, "image_size": 112}
+    vlm = {"model_type": "paligemma", "text_config": text, "projection_dim": 256, "image_token_id": 1000}
+    vlm["vision_config"] = {**vision, "vision_use_head": False, "projection_dim": 256}
+    expert = {**text, "hidden_size": 128, "intermediate_size": 512}
+    model = Pi0Policy.build(PI0Config(vlm_config=vlm, dit_config=expert, chunk_size=50))
+    batch = PackedBatch.concat([probe_batch(model, 3, 10, seed=seed, draws=1) for seed in range(2)])
+    backend = "aot_eager_decomp_partition"
+    _, saved = trained_step(model, batch, ["action_losses"], backend)
+    settings = EstimateSettings(precision="fp32", compile=backend, text_loss=False)
+    assert peak_memory(BlockCosts(model, settings), [batch])["activations"] == pytest.approx(saved, rel=0.05)
+
+
+def test_estimate_of_a_pi0_that_does_not_fit_advises_without_sequence_parallel(tmp_path: Any, capsys: Any) -> None:
+    PI0Config().save_pretrained(tmp_path / "pi0")
+    words = ["estimate", str(tmp_path / "pi0"), "--gpu", "H100", "--json", "--tokens", "26624"]
+    assert main(words) == 2
+    found = json.loads(capsys.readouterr().out)["advice"]
+    assert found
+    for advice in found:
+        assert "context" not in advice["words"]
+        assert "ulysses" not in advice["words"]
+
+
 def test_estimate_command_of_a_pi0_folder_assumes_rows_of_three_cameras(tmp_path: Any, capsys: Any) -> None:
-    import json
-
-    from mvp_engine.cli import main
-
     model = tiny_pi0()
     transformers_pi0(model).save_pretrained(tmp_path / "pi0")
     assert main(["estimate", str(tmp_path / "pi0"), "--gpu", "H200", "--json", "--tokens", "440"]) == 0

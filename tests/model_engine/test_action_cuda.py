@@ -34,14 +34,14 @@ def losses_and_norm(head: str, layout: Layout, **how: Any) -> tuple[Tensor, floa
         batches[0] = PackedBatch.concat([typed(rows[1]), vlm_row(model, rows[0]), typed(rows[2])])
     engine = ActionModelEngine(model, layout, Settings(**how))
     engine.initialize(lambda m: torch.optim.AdamW(m.parameters(), 1e-3))
-    names = ["action_losses", "losses"] if head == "co" else ["action_losses"]
+    names = ["action_losses", "loss"] if head == "co" else ["action_losses"]
     found = []
 
     def loss(batch: PackedBatch) -> tuple[Tensor, int]:
         outputs = engine.model(batch, names)
         found.append(outputs["action_losses"].detach().flatten(1).sum(1).cpu())
-        if "losses" in outputs:
-            found.append(outputs["losses"].detach().sum()[None].cpu())
+        if "loss" in outputs:
+            found.append(outputs["loss"].detach()[None].cpu())
         return sum(losses.sum() for losses in outputs.values()), batch.num_sequences  # type: ignore[return-value]
 
     engine.optimizer_zero_grad()

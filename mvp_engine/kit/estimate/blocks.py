@@ -77,6 +77,15 @@ class BlockCosts:
         self.checkpointing = by_part(model, checkpointing, "model.activation_checkpointing")
         self.compiled = by_part(model, settings.compile, "model.compile")
         self.fp8 = by_part(model, settings.fp8, "model.fp8")
+        # Of pi0, what only text outputs use gets no gradient from actions, and so no optimizer state.
+        unused = set[str]()
+        if isinstance(model, Pi0Policy) and not settings.text_loss:
+            unused = model.text_parameters
+        self.unused = {p for name, p in model.named_parameters() if name in unused}
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that get gradients and optimizer states."""
+        return [p for p in self.model.parameters() if p.requires_grad and p not in self.unused]
 
     def saved_bytes(self, batch: PackedBatch, *, checkpointed: bool = True) -> Amount:
         """Bytes that all blocks save for backward; `checkpointed=False` ignores activation checkpointing."""
@@ -91,6 +100,8 @@ class BlockCosts:
                 continue
             mode = self.checkpointing.get(block.part, "none") if checkpointed else "none"
             elements = _saved_elements(block.module)
+            if self.unused.intersection(block.module.parameters()):
+                elements = _saved_for_keys(block.module)
             if mode == "none":
                 per_row = elements.none * (1.0 if self.compiled.get(block.part) else EAGER)
             else:
@@ -175,7 +186,8 @@ class BlockCosts:
             checkpointed = self.checkpointing.get(block.part, "none") != "none"
             if not block.in_backward or checkpointed or self.fp8.get(block.part):
                 continue
-            elements += sum(p.numel() for p in block.module.parameters() if p.element_size() > 2)
+            params = [p for p in block.module.parameters() if p not in self.unused]
+            elements += sum(p.numel() for p in params if p.element_size() > 2)
         return 2.0 * elements
 
     def _rows(self, batch: PackedBatch) -> dict[str, float]:
@@ -264,6 +276,13 @@ def _saved_elements(block: nn.Module) -> SavedElements:
                     saved.none += param.numel()
     saved.selective += saved.full
     return saved
+
+
+def _saved_for_keys(block: Any) -> SavedElements:
+    """Of a block that only computes keys and values: the inputs of its norm and projections, and the rotated keys."""
+    width = float(block.self_attn.k_proj.in_features)
+    keys = float(block.self_attn.k_proj.out_features)
+    return SavedElements(2 * width + 2 * keys, width + 2 * keys, width)
 
 
 def _linear_layers(group: nn.Module) -> list[nn.Linear]:

@@ -18,6 +18,8 @@ from mvp_engine.hf import experts
 from mvp_engine.hf.csm import CsmModel
 from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.pi0 import Pi0Policy
+from mvp_engine.kit.action_flops import language_backbone
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.settings import EstimateSettings
 from mvp_engine.kit.speech_flops import speech_loss_bytes, thinker_share
@@ -40,7 +42,7 @@ def _static(costs: BlockCosts) -> dict[str, float]:
     settings = costs.settings
     model = costs.model
     ranks = settings.weight_ranks
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in costs.trained())
     weights = sum(float(p.numel() * p.element_size()) for p in model.parameters())
     states = STATE_BYTES[settings.state_dtype] + 4.0 * settings.ema
     sizes = {
@@ -111,6 +113,8 @@ def _dynamic(costs: BlockCosts, batch: PackedBatch) -> dict[str, float]:
 def _loss_bytes(costs: BlockCosts, batch: PackedBatch) -> float:
     """One chunk of logits, the gradient of the hidden states, and the head's gradient or its bf16 copy."""
     head: Any = costs.model.hf.get_output_embeddings()  # type: ignore[operator]
+    if isinstance(costs.model, Pi0Policy) and costs.settings.text_loss:
+        head = language_backbone(costs.model).get_input_embeddings()
     if head is None or isinstance(costs.model, CsmModel) or thinker_share(costs.model, batch) < 1.0:
         return 0.0
     vocabulary, width = head.weight.shape

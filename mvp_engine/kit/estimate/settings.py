@@ -73,6 +73,7 @@ class EstimateSettings(Settings):
     ema: bool = False
     reference_copy: bool = False  # a second, frozen model, as preference training has it
     teacher: str | None = None  # a frozen model of another size, as distillation has it
+    text_loss: bool = True  # of an action model: whether co-training has rows of text
     shard: int = 1
     ulysses: int = 1
     tensor: int = 1

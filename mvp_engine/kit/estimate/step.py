@@ -74,8 +74,7 @@ def micro_batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> floa
 
 def _trained(costs: BlockCosts) -> float:
     """Trained parameters of one rank."""
-    trained = sum(p.numel() for p in costs.model.parameters() if p.requires_grad)
-    return trained / costs.settings.weight_ranks
+    return sum(p.numel() for p in costs.trained()) / costs.settings.weight_ranks
 
 
 def _step_seconds(costs: BlockCosts, step: Sequence[PackedBatch], gpu: Gpu) -> dict[str, float]:

@@ -32,12 +32,19 @@ def settings_of(config: Any, parallel: Any, gpu: str) -> EstimateSettings:
         ema=getattr(config.optim, "ema", None) is not None,
         reference_copy=getattr(config, "reference", None) == "copy",
         teacher=config.distil.teacher if hasattr(config, "distil") else None,
+        text_loss=_has_text_loss(config),
         shard=parallel.shard,
         ulysses=parallel.ulysses,
         context=parallel.context,
         tensor=parallel.tensor,
         expert=parallel.expert,
     )
+
+
+def _has_text_loss(config: Any) -> bool:
+    if config.model.type != "action_model":
+        return True
+    return hasattr(config, "actions") and config.actions.text_weight > 0
 
 
 def meta_model(config: Any, settings: EstimateSettings) -> PackedModel:
