@@ -179,6 +179,13 @@ def video_file(codec: str = "mpeg4", format: str = "mp4", frames: int = 30, fps:
     return out.getvalue()
 
 
+def test_decode_video_with_tags_that_are_not_utf8() -> None:
+    raw = video_file()
+    broken = raw.replace(b"Lavf", b"\xff\xfe\xff ")
+    assert broken != raw
+    assert read(Part("video", broken))[0].total_frames == 30
+
+
 def gray_values(frames: np.ndarray) -> list[int]:
     return [round(float(frame.mean()) / 8) for frame in frames]
 

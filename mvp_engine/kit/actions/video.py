@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mvp_engine.kit.data.read.decode_video import CONTAINERS
-from mvp_engine.kit.data.read.media_source import decoder_errors, require_package
+from mvp_engine.kit.data.read.decode_video import open_container
+from mvp_engine.kit.data.read.media_source import decoder_errors
 from mvp_engine.kit.data.read.row_types import BadRow
 
 MAX_OPEN = 32  # containers of one process; the oldest is closed
@@ -28,9 +28,7 @@ class OpenVideo:
     """An open container, and the last frame that was decoded from it."""
 
     def __init__(self, file: Path) -> None:
-        av = require_package("av", "video")
-        options = {"format_whitelist": CONTAINERS, "protocol_whitelist": "file"}
-        self.container: Any = av.open(str(file), options=options, metadata_errors="ignore")
+        self.container = open_container(file)
         self.stream = self.container.streams.video[0]
         # Decoder threads read ahead of the frame, which random access throws away.
         self.stream.codec_context.thread_count = 1

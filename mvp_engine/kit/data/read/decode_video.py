@@ -74,12 +74,12 @@ def _frame_list_size(
     return image_size(frames[0], limits, root)
 
 
-def _open_container(source: Path | io.BytesIO) -> Any:
-    return require_package("av", "video").open(
-        str(source) if isinstance(source, Path) else source,
-        options={"format_whitelist": CONTAINERS, "protocol_whitelist": "file"},
-        metadata_errors="ignore",
-    )
+def open_container(source: Path | io.BytesIO) -> Any:
+    """A video file, open. Tags need not be UTF-8; av takes them since version 19, without the option."""
+    av = require_package("av", "video")
+    tags = {"metadata_errors": "ignore"} if int(av.__version__.split(".")[0]) < 19 else {}
+    options = {"format_whitelist": CONTAINERS, "protocol_whitelist": "file"}
+    return av.open(str(source) if isinstance(source, Path) else source, options=options, **tags)
 
 
 def _container_size(
@@ -89,7 +89,7 @@ def _container_size(
 ) -> VideoSize:
     source = open_media(value, limits, root, "video")
     require_package("av", "video")
-    with decoder_errors("video"), _open_container(source) as container:
+    with decoder_errors("video"), open_container(source) as container:
         stream = container.streams.video[0]
         first = next(container.decode(stream))
         size = (first.width, first.height)
@@ -113,7 +113,7 @@ def _stream_seconds(container: Any, stream: Any) -> float:
 def _count_packets(source: Path | io.BytesIO) -> int:
     if isinstance(source, io.BytesIO):
         source.seek(0)
-    with decoder_errors("video"), _open_container(source) as container:
+    with decoder_errors("video"), open_container(source) as container:
         packets = container.demux(container.streams.video[0])
         return sum(1 for packet in packets if packet.size)
 
@@ -148,7 +148,7 @@ def _decode_frames(
     """The sampled frames of a container."""
     require_package("av", "video")
     frames = []
-    with decoder_errors("video"), _open_container(source) as container:
+    with decoder_errors("video"), open_container(source) as container:
         reader = _FrameReader(container, info, deadline)
         for index in info.frame_indices():
             frames.append(reader.frame_at(index / info.fps))
