@@ -18,7 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
-from mvp_engine.data.speech import CODES, FIRST_CODE, LABEL, POSITIONS, SPEECH, TEXT
+from mvp_engine.data.speech import (
+    CODES,
+    FIRST_CODE,
+    LABEL,
+    POSITION_UNITS,
+    POSITIONS,
+    SPEECH,
+    TEXT,
+)
 from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.ulysses import UlyssesShard, check_heads
 from mvp_engine.errors import UserError
@@ -152,8 +160,7 @@ class CsmPasses:
         return inputs_RD.index_add(0, rows.frames, embeds_FKD.sum(1).to(inputs_RD.dtype))
 
     def hidden(self, rows: SpeechRows, inputs_RD: Tensor, shard: UlyssesShard | None) -> Tensor:
-        positions_R = rows.values[:, POSITIONS][:, 0]
-        return packed_hidden(self.csm.backbone_model, rows, inputs_RD, positions_R, shard)
+        return packed_hidden(self.csm.backbone_model, rows, inputs_RD, rows.positions[0], shard)
 
     def rest_hidden(self, hidden_FD: Tensor, embeds_FKD: Tensor) -> Tensor:
         inputs_FKD = torch.cat([hidden_FD[:, None].to(embeds_FKD.dtype), embeds_FKD[:, :-1]], dim=1)
@@ -227,5 +234,5 @@ class CsmProtocol(SpeechProtocol):
         rows[len(ids_T) :, CODES] = codes_FK
         rows[:, LABEL] = IGNORE
         rows[-frames - 1 : -1, LABEL] = codes_FK[:, 0]
-        rows[:, POSITIONS] = torch.arange(len(rows))[:, None]
+        rows[:, POSITIONS] = POSITION_UNITS * torch.arange(len(rows))[:, None]
         return rows

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import FRAME_COUNTS, POSITIONS, SPEECH, TEXT
+from mvp_engine.data.speech import FRAME_COUNTS, SPEECH, TEXT
 from mvp_engine.errors import UserError
 from mvp_engine.hf import attention
 from mvp_engine.hf.config_source import read_config
@@ -116,7 +116,7 @@ def _prefill(model: OmniModel, prompts: list[PackedBatch], speakers: list[str | 
     longest = max(length - count for length, count in items)
     inputs_BLD = inputs_RD.new_zeros(len(items), longest, inputs_RD.shape[-1])
     mask_BL = torch.zeros(len(items), longest, dtype=torch.long, device=device)
-    positions_3BL = torch.zeros(3, len(items), longest, dtype=torch.long, device=device)
+    positions_3BL = torch.zeros(3, len(items), longest, device=device)
     text: list[Tensor] = []
     first = 0
     for index, (length, count) in enumerate(items):
@@ -124,7 +124,7 @@ def _prefill(model: OmniModel, prompts: list[PackedBatch], speakers: list[str | 
         size = end - first
         inputs_BLD[index, longest - size :] = inputs_RD[first:end]
         mask_BL[index, longest - size :] = 1
-        positions_3BL[:, index, longest - size :] = rows.values[first:end, POSITIONS].T
+        positions_3BL[:, index, longest - size :] = rows.positions[:, first:end]
         text.append(texts_RD[end : first + length])
         first += length
     return _Start(inputs_BLD, mask_BL, positions_3BL, text, pad_D)

@@ -2,7 +2,7 @@
 
 Qwen3-Omni's talker reads the user turns, a header of nine positions, and then the frames of speech: at each the sum of
 the embeddings of a frame's codes and of *one token of text*, until the text ends. It has no forward for training; these
-rows are what `generate` would feed step by step (`tests/hf/test_speech_protocol.py` compares them).
+rows are what `generate` would feed step by step (`tests/hf/test_talker.py` compares them).
 
 A protocol holds numbers of a config alone: it is pickled to workers, and needs no weights.
 """
@@ -24,6 +24,7 @@ from mvp_engine.data.speech import (
     FIRST_CODE,
     FRAME_COUNTS,
     LABEL,
+    POSITION_UNITS,
     POSITIONS,
     SOURCE,
     SOURCE_COUNTS,
@@ -200,7 +201,8 @@ class SpeechProtocol:
         rows[-1, LABEL] = self.codec_eos if spoken.ends else IGNORE
         is_media = torch.isin(ids_T[users], torch.tensor(self.media_tokens))
         rows[: len(users), SOURCE] = torch.where(is_media, users, -1)
-        rows[:, POSITIONS] = _positions(positions_3T, users, segments, HEADER + num_frames).T
+        positions_3R = _positions(positions_3T, users, segments, HEADER + num_frames)
+        rows[:, POSITIONS] = (positions_3R.T * POSITION_UNITS).round().long()
         return rows
 
     def _header_ids(self, speaker: str | None) -> Tensor:
@@ -265,13 +267,13 @@ class SpeechProtocol:
 def _positions(positions_3T: Tensor, users: Tensor, segments: list[int], after: int) -> Tensor:
     """(3, rows): the user turns with the language model's positions, moved together, and `after` text positions."""
     found = []
-    first = 0
+    first = 0.0
     taken = set(users.tolist())
     for start, end in itertools.pairwise(segments):
         if start not in taken:
             continue
-        moved = positions_3T[:, start:end] - positions_3T[:, start : start + 1] + first
+        moved = positions_3T[:, start:end].double() - positions_3T[:, start : start + 1] + first
         found.append(moved)
-        first = int(moved.max()) + 1
-    found.append(torch.arange(first, first + after).expand(3, -1))
+        first = float(moved.max()) + 1
+    found.append((torch.arange(after, dtype=torch.double) + first).expand(3, -1))
     return torch.cat(found, dim=1)

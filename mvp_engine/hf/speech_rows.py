@@ -16,7 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
-from mvp_engine.data.speech import CODES, FRAME_COUNTS, LABEL, SOURCE, SOURCE_COUNTS, SPEECH
+from mvp_engine.data.speech import (
+    CODES,
+    FRAME_COUNTS,
+    LABEL,
+    POSITION_UNITS,
+    POSITIONS,
+    SOURCE,
+    SOURCE_COUNTS,
+    SPEECH,
+)
 from mvp_engine.distributed.key_exchange import to_device
 from mvp_engine.distributed.ulysses import UlyssesShard, even_sizes
 
@@ -68,6 +77,11 @@ class SpeechRows:
             source_tokens=tokens,
             num_real_labelled=_num_real(batch, speech),
         )
+
+    @property
+    def positions(self) -> Tensor:
+        """(3, R): temporal, height, width"""
+        return self.values[:, POSITIONS].T / POSITION_UNITS
 
     @property
     def codes(self) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvp_engine.data.speech import FIRST_CODE, POSITIONS, TEXT
+from mvp_engine.data.speech import FIRST_CODE, TEXT
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.hf import attention
 from mvp_engine.hf.speech_rows import SpeechRows
@@ -77,7 +77,7 @@ class Qwen3Talker:
 
     def hidden(self, rows: SpeechRows, inputs_RD: Tensor, shard: UlyssesShard | None) -> Tensor:
         """(R, D): the last hidden states, each spoken turn a sequence of its own."""
-        return packed_hidden(self.talker.model, rows, inputs_RD, rows.values[:, POSITIONS].T, shard)
+        return packed_hidden(self.talker.model, rows, inputs_RD, rows.positions, shard)
 
     def rest_hidden(self, hidden_FD: Tensor, embeds_FKD: Tensor) -> Tensor:
         """(K - 1, F, D): the inputs of the heads after the first. `hidden_FD`: of the rows that predict the frames."""

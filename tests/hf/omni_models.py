@@ -224,7 +224,7 @@ def spoken_row(
 ) -> dict[str, Any]:
     """Ids, media and codes of one row: a system turn, then `turns` questions and answers.
 
-    `media` ("", "image", "audio", or both) are in the last question; answers in `spoken` have codes.
+    `media` ("", or some of "image video audio") are in the last question; answers in `spoken` have codes.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -239,6 +239,11 @@ def spoken_row(
             ids += [VISION_START, *[IMAGE] * 4, VISION_END]
             found["pixel_values"] = torch.randn(16, 24, generator=g)
             found["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+        if turn == turns - 1 and "video" in media:
+            ids += [VISION_START, *[VIDEO] * 8, VISION_END]
+            found["pixel_values_videos"] = torch.randn(32, 24, generator=g)
+            found["video_grid_thw"] = torch.tensor([[2, 4, 4]])
+            found["video_second_per_grid"] = torch.tensor([0.5])
         if turn == turns - 1 and "audio" in media:
             ids += [AUDIO_START, *[AUDIO] * 2, AUDIO_END]
             found["input_features"] = torch.randn(1, 8, 10, generator=g)
@@ -251,6 +256,14 @@ def spoken_row(
     return {"ids": torch.tensor(ids), "media": found, "codes": codes}
 
 
+# Shapes of items' values and fields.
+_KINDS: dict[str, Any] = {
+    "pixel_values": ((24,), {"image_grid_thw": (3,)}),
+    "pixel_values_videos": ((24,), {"video_grid_thw": (3,), "video_second_per_grid": ()}),
+    "input_features": ((8, 10), {"feature_attention_mask": (10,)}),
+}
+
+
 def batch_of(config: Any, row: dict[str, Any], speaker: str | None = None) -> Any:
     """A row as the data kit makes it: a batch of one sequence, answers with loss, speech planned."""
     from mvp_engine.data.batch import Media, PackedBatch
@@ -261,15 +274,14 @@ def batch_of(config: Any, row: dict[str, Any], speaker: str | None = None) -> An
     ids, found = row["ids"], row["media"]
     one = torch.tensor([0])
     media: dict[str, Media] = {}
-    for kind, fields in {"pixel_values": "image_grid_thw", "input_features": "feature_attention_mask"}.items():
+    for kind, (shape, fields) in _KINDS.items():
         if kind in found:
             count = torch.tensor([len(found[kind])])
-            media[kind] = Media(found[kind], count, one.clone(), {fields: found[fields]})
+            media[kind] = Media(found[kind], count, one.clone(), {name: found[name] for name in fields})
         else:
-            shape = (0, 24) if kind == "pixel_values" else (0, 8, 10)
-            size = (0, 3) if kind == "pixel_values" else (0, 10)
             nothing = torch.zeros(0, dtype=torch.long)
-            media[kind] = Media(torch.zeros(shape), nothing, nothing, {fields: torch.zeros(size, dtype=torch.long)})
+            empty = {name: torch.zeros(0, *size, dtype=torch.long if size else None) for name, size in fields.items()}
+            media[kind] = Media(torch.zeros(0, *shape), nothing, nothing, empty)
     positions = RopePositions(config)(ids, {}, media)
     protocol = SpeechProtocol.for_config(config)
     assert protocol is not None

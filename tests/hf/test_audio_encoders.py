@@ -86,7 +86,7 @@ def reads(model: Any, batch: MovedBatch, *wanted: list[str]) -> list[str]:
 def test_forward_and_backward_of_an_omni_model_read_no_value_of_the_device() -> None:
     whole = qwen3_omni()
     model: Any = OmniModel.from_config(copy.deepcopy(whole.config))
-    batch = MovedBatch.of(packed(whole.config, "imageaudio", (0,)))
+    batch = MovedBatch.of(packed(whole.config, "image video audio", (0,)))
     assert reads(model, batch, ["loss", "speech_loss"], ["speech_loss"]) == []
 
 

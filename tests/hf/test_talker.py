@@ -32,6 +32,7 @@ ROWS = {
     "text": {"seed": 1},
     "image": {"media": "image", "seed": 2},
     "audio": {"media": "audio", "seed": 3},
+    "video": {"media": "video", "seed": 11},
     "two turns": {"turns": 2, "seed": 4},
     "two turns, image and audio": {"turns": 2, "media": "image audio", "seed": 5},
 }
@@ -153,7 +154,7 @@ PACK = [
     spoken_row(seed=7),
     spoken_row(turns=2, spoken=(0, 1), media="image", seed=8),
     spoken_row(turns=2, spoken=(1,), media="audio", seed=9),
-    spoken_row(seed=10, spoken=(), media="image audio"),
+    spoken_row(seed=10, spoken=(), media="image video audio"),
 ]
 
 

@@ -82,4 +82,7 @@ class RopePositions:
             # Such as two images without a token between them.
             name = type(self._model).__name__
             raise BadRow("positions", f"{name} finds no positions for the media: {error}") from None
-        return positions[:, 0].long()
+        positions = positions[:, 0]
+        # Videos of Qwen3-Omni have fractions where its seconds per grid times positions per second is no whole number.
+        whole = positions.long()
+        return whole if bool((whole == positions).all()) else positions
