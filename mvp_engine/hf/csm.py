@@ -189,6 +189,7 @@ class CsmProtocol(SpeechProtocol):
         return cls(
             books=config.num_codebooks,
             codebook_size=min(config.codebook_pad_token_id, config.vocab_size),
+            codec_size=config.codec_config.codebook_size,
             speakers={},
             frame_rate=rate,
             sampling_rate=CODEC_RATE,

@@ -10,16 +10,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mvp_engine.config.schema import Experts
 from mvp_engine.distributed import Layout
+from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
 from mvp_engine.hf.adapter import HFAdapter
 from mvp_engine.hf.language_model import LanguageModel
+from mvp_engine.hf.preflight_speech import check_speech
 
 
 class OmniAdapter(HFAdapter):
     def preflight(self, layout: Layout, exact: bool) -> None:
         if isinstance(self.model, LanguageModel):  # CSM has no text to compare
             super().preflight(layout, exact)
+        group = layout.world.host_group
+        with raise_on_all_ranks(group):
+            check_speech(self.model, exact=exact, group=group)
 
     def apply_tensor_parallel(self, mesh: DeviceMesh) -> NoReturn:
         raise _unsupported("parallel.tensor > 1", "parallel.tensor=1 and parallel.shard")

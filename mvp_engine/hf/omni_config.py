@@ -63,6 +63,11 @@ def check_talker(config: Any) -> None:
         "talker_config.thinker_hidden_size": talker.thinker_hidden_size,
     }
     _check_equal(same, "the hidden size of the thinker")
+    if vocoder.codebook_size < predictor.vocab_size:
+        raise UserError(
+            f"model.config.code2wav_config.codebook_size={vocoder.codebook_size}: the talker speaks codes up to "
+            f"{predictor.vocab_size - 1} (talker_config.code_predictor_config.vocab_size), which the vocoder lacks"
+        )
     layers = config.thinker_config.text_config.num_hidden_layers
     if not 0 < talker.accept_hidden_layer <= layers:
         raise UserError(

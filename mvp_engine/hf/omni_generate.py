@@ -264,6 +264,8 @@ class Vocoder:
     def __init__(self, module: Any, sampling_rate: int) -> None:
         self.module = module
         self.sampling_rate = sampling_rate
+        self.books = int(module.config.num_quantizers)
+        self.codebook_size = int(module.config.codebook_size)
 
     @torch.no_grad()
     def __call__(self, codes_FK: Tensor) -> Tensor:

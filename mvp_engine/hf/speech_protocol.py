@@ -69,7 +69,8 @@ class SpeechProtocol:
     """Qwen3-Omni's protocol."""
 
     books: int
-    codebook_size: int
+    codebook_size: int  # codes that the talker reads
+    codec_size: int  # codes of its codec
     speakers: dict[str, int]  # lower-case name -> codec id
     frame_rate: float | None
     sampling_rate: int | None
@@ -112,6 +113,7 @@ class SpeechProtocol:
         return cls(
             books=talker.num_code_groups,
             codebook_size=talker.code_predictor_config.vocab_size,
+            codec_size=talker.code_predictor_config.vocab_size,
             speakers=speakers,
             frame_rate=VOCODER_RATE / upsampling,
             sampling_rate=VOCODER_RATE,

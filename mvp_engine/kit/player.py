@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import FRAME_COUNTS, SPEECH, without_speech
+from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path
 from mvp_engine.hf.omni_generate import Spoken, generate_codes, load_vocoder
 from mvp_engine.hf.speech_protocol import SpeechProtocol
@@ -58,10 +59,16 @@ class Player:
 
     play: Callable[[Tensor], np.ndarray]
     sampling_rate: int
+    books: int
+    codebook_size: int
+    name: str = "the codec"
 
     @classmethod
     def of_codec(cls, codec: Codec) -> Player:
-        return cls(lambda codes: codec.decode(codes.cpu().numpy()), codec.sampling_rate)
+        def play(codes: Tensor) -> np.ndarray:
+            return codec.decode(codes.cpu().numpy())
+
+        return cls(play, codec.sampling_rate, codec.books, codec.codebook_size)
 
     @classmethod
     def of_folder(cls, folder: str | Path) -> Player:
@@ -72,7 +79,16 @@ class Player:
             with torch.inference_mode():
                 return vocoder(codes).float().cpu().numpy()
 
-        return cls(play, vocoder.sampling_rate)
+        return cls(play, vocoder.sampling_rate, vocoder.books, vocoder.codebook_size, "the vocoder")
+
+    def check(self, protocol: SpeechProtocol) -> None:
+        """Raise if a talker speaks codes that cannot be played."""
+        if self.books < protocol.books or self.codebook_size < protocol.codec_size:
+            raise UserError(
+                f"{self.name} has {self.books} codebooks of {self.codebook_size} entries, and the talker speaks "
+                f"{protocol.books} of {protocol.codec_size}: play with the codec of the model's training "
+                "(mllm.speech.codec, mvp chat --codec)"
+            )
 
 
 def speak(
@@ -87,6 +103,9 @@ def speak(
     `model` is an OmniModel that is not sharded.
     """
     settings = settings or SpeechGeneration()
+    protocol = SpeechProtocol.for_config(model.whole.config)
+    assert protocol is not None, "a model that speaks"
+    player.check(protocol)
     names = list(speakers or [None] * len(prompts))
     found: list[Spoken] = []
     for first in range(0, len(prompts), TOGETHER):

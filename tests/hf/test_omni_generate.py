@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from omni_models import BOOKS, IM_END, batch_of, omni_folder, spoken_row
+from omni_models import BOOKS, CODES, IM_END, batch_of, omni_folder, spoken_row
 from test_talker import FRAMES, ROWS, config, generated, omni, whole
 
 from mvp_engine.errors import UserError
 from mvp_engine.hf.omni_generate import generate_codes, load_vocoder
+from mvp_engine.kit import Player, speak
 
 
 def test_generate_codes_of_a_batch_are_those_of_transformers_one_by_one() -> None:
@@ -40,6 +41,15 @@ def test_generate_codes_samples_from_the_generator_and_names_unknown_speakers() 
     assert one[0].codes.shape[1] == BOOKS
     with pytest.raises(UserError, match="no speaker 'nobody'; it has ethan, chelsie"):
         generate_codes(omni(), [prompt], ["nobody"])
+
+
+def test_speak_refuses_a_codec_that_lacks_codes_of_the_talker() -> None:
+    prompt = batch_of(config(), spoken_row(seed=1, spoken=()))
+    for books, size in ((BOOKS, CODES - 1), (BOOKS - 1, CODES)):
+        player = Player(lambda codes: codes.numpy(), 24_000, books, size)
+        wanted = f"the codec has {books} codebooks of {size} entries, and the talker speaks {BOOKS} of {CODES}"
+        with pytest.raises(UserError, match=wanted):
+            speak(omni(), [prompt], player)
 
 
 def test_load_vocoder_gives_the_waveform_of_the_whole_model(tmp_path: Path) -> None:

@@ -94,14 +94,18 @@ def test_parts_of_an_omni_model_put_the_code_predictor_into_the_talker() -> None
         ({"model_type": "qwen3_omni_moe", "enable_audio_output": False}, "enable_audio_output"),
         ({"model_type": "qwen3_omni_moe"}, "number of codebooks must be the same: .*num_quantizers=16"),
         (
-            {"model_type": "qwen3_omni_moe", **qwen3_omni_settings(), "talker": 9},
+            {"model_type": "qwen3_omni_moe", **qwen3_omni_settings(), "talker": {"accept_hidden_layer": 9}},
             "accept_hidden_layer=9: the thinker has 3 layers",
+        ),
+        (
+            {"model_type": "qwen3_omni_moe", **qwen3_omni_settings(), "code2wav": {"codebook_size": 30}},
+            "code2wav_config.codebook_size=30: the talker speaks codes up to 31",
         ),
     ],
 )
 def test_omni_model_refuses_configs_that_cannot_speak(config: dict[str, Any], message: str) -> None:
-    if "talker" in config:
-        config["talker_config"]["accept_hidden_layer"] = config.pop("talker")
+    for part in ("talker", "code2wav"):
+        config.get(f"{part}_config", {}).update(config.pop(part, {}))
     with pytest.raises(UserError, match=message):
         OmniModel.on_meta(None, config)
 

@@ -240,9 +240,10 @@ def test_speech_settings_that_do_not_fit_the_model_are_user_errors(tmp_path: Pat
         kit(omni_config(), books=16)
     with pytest.raises(UserError, match="has no talker"):
         kit(None)
-    small = {"vocab_size": 8, "num_code_groups": BOOKS}
-    with pytest.raises(UserError, match="has 16 entries in a codebook; the model's talker speaks 8"):
-        kit(omni_config(code_predictor_config=small))
+    for size in (8, 32):
+        predictor = {"vocab_size": size, "num_code_groups": BOOKS}
+        with pytest.raises(UserError, match=f"has 16 entries in a codebook; the model's talker speaks {size}"):
+            kit(omni_config(code_predictor_config=predictor))
 
 
 def test_inspect_shows_spoken_turns(tmp_path: Path) -> None:

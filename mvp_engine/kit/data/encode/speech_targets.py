@@ -63,10 +63,11 @@ class SpeechTargets:
 
     def _check_codec(self, store: CodeStore) -> None:
         size = store.codec.codebook_size
-        if size > self.protocol.codebook_size:
+        if size != self.protocol.codec_size:
             raise UserError(
                 f"mllm.speech.codec={store.spec} has {size} entries in a codebook; the model's talker speaks "
-                f"{self.protocol.codebook_size}: use the codec that the model was trained with"
+                f"{self.protocol.codec_size}: use the codec that the model was trained with. Of a model from random "
+                f"weights, set model.config.talker_config.code_predictor_config.vocab_size={size}"
             )
         rate = self.protocol.frame_rate
         if rate is not None and abs(rate - store.codec.frame_rate) > 1e-3:
