@@ -81,7 +81,9 @@ def model_config(tiny: bool) -> dict[str, Any]:
         "interleaved": True,
     }
     talker["text_config"]["head_dim"] = 128
-    text: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 152_064, "hidden_size": 2048}
+    text: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 152_064, "hidden_size": 2048, "head_dim": 128}
+    text |= {"num_attention_heads": 32, "num_key_value_heads": 4}
+    text["rope_parameters"] = talker["text_config"]["rope_parameters"]
     thinker = {
         "text_config": text,
         "vision_config": {"depth": 1, "deepstack_visual_indexes": [0], "out_hidden_size": 2048},
