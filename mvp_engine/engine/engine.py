@@ -322,7 +322,7 @@ class Engine(EngineHooks):
         """Evaluate; is it the best so far?"""
         self.evaluated_at = self.step
         self.hub.progress(self.step, "evaluating")
-        with self.meter.paused():
+        with self.meter.evaluating():
             means = self.evaluate()
         name = self.config.checkpoint.best_metric
         if name is None:

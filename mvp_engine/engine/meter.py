@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import resource
 import sys
 import time
@@ -13,6 +14,10 @@ import torch
 from mvp_engine.distributed import World
 from mvp_engine.log.peaks import device_peak
 
+LOGGER = logging.getLogger("mvp_engine")
+MOST_EVALUATING = 0.1  # the share of the time above which a warning is logged
+COUNTED_EVALUATIONS = 3  # by then; the first one compiles
+
 
 class Meter:
     def __init__(self, world: World) -> None:
@@ -21,6 +26,8 @@ class Meter:
         self.samples = 0
         self._started = time.perf_counter()
         self._paused = 0.0
+        self._first = self._started
+        self._evaluations: list[float] = []  # seconds of each
 
     def step(self, samples: int) -> None:
         self.steps += 1
@@ -32,6 +39,23 @@ class Meter:
         started = time.perf_counter()
         yield
         self._paused += time.perf_counter() - started
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context of one evaluation. A warning says once if evaluations take much of the time."""
+        started = time.perf_counter()
+        with self.paused():
+            yield
+        now = time.perf_counter()
+        self._evaluations.append(now - started)
+        share = sum(self._evaluations) / (now - self._first)
+        if len(self._evaluations) == COUNTED_EVALUATIONS and share > MOST_EVALUATING:
+            LOGGER.warning(
+                "evaluations take %.0f %% of the time, %.1f s each: raise loop.eval_interval, or lower "
+                "loop.eval_batches or eval_generation.max_samples",
+                100 * share,
+                sum(self._evaluations) / len(self._evaluations),
+            )
 
     def read(
         self, totals: dict[str, float], waited: float, remaining_steps: int | None

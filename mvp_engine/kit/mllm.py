@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -41,7 +42,7 @@ from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit
 from mvp_engine.kit.optim import OptimKit
-from mvp_engine.kit.row_checks import check_rows, row_groups
+from mvp_engine.kit.row_checks import check_rows, refuse_preference_rows, row_groups
 from mvp_engine.kit.settings import MLLMConfig, SpeechGeneration
 from mvp_engine.kit.speech_loss import SpeechLossKit, trains_text
 from mvp_engine.report import write_report
@@ -145,9 +146,18 @@ class MLLMEngine(Engine):
             return sample_S % every == 0
         if self.data.is_stream("eval"):  # of unknown length: the first ones
             return (sample_S % every == 0) & (sample_S < every * settings.max_samples)
-        rows = sum(len(source) for source in self.data.measured("eval")[0].sources)
-        every = max(every, -(-rows // settings.max_samples))
-        return sample_S % every == 0
+        return torch.isin(sample_S, self._completed_samples.to(sample_S.device))
+
+    @cached_property
+    def _completed_samples(self) -> Tensor:
+        """At most `max_samples` of the samples that an evaluation reads, evenly spread."""
+        settings: Any = self.config.eval_generation
+        loader: Any = self._eval_loader
+        limit = self.config.loop.eval_batches
+        samples = loader.dataset.samples(limit and limit * self.layout.data_size)
+        every = max(settings.every_n_samples, -(-len(samples) // settings.max_samples))
+        found: Tensor = samples[::every]
+        return found
 
     # ---- Hooks --------------------------------------------------------------------------------------------
 
@@ -204,16 +214,7 @@ class MLLMEngine(Engine):
             ctx.count("samples", sum(len(row_groups(batch)) for batch in ctx.micro_batches))
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        if "side" in micro_batch.sequence_fields:
-            raise UserError(
-                "mllm.pairs: this loss would train on rejected answers too. Set it to false, or let the engine be a "
-                "PreferenceEngine (docs/preference.md)"
-            )
-        if "label" in micro_batch.sequence_fields:
-            raise UserError(
-                "mllm.fields has label: this loss would train on the answers of all rows, whatever their label. "
-                "Remove it, or let the engine be a PreferenceEngine (preference.loss=kto)"
-            )
+        refuse_preference_rows(micro_batch)
         log_sources = partial(self._log_source_losses, ctx, micro_batch)
         return self.loss(ctx, self.model, micro_batch, log_sources)
 

@@ -45,6 +45,20 @@ def check_rows(engine: Engine, ctx: StepContext, check: Callable[[Any], None]) -
             raise UserError(f"{place}: {error}") from None
 
 
+def refuse_preference_rows(batch: PackedBatch) -> None:
+    """Raise for rows of preference training, in a loss that would train on all of their answers."""
+    if "side" in batch.sequence_fields:
+        raise UserError(
+            "mllm.pairs: this loss would train on rejected answers too. Set it to false, or let the engine be a "
+            "PreferenceEngine (docs/preference.md)"
+        )
+    if "label" in batch.sequence_fields:
+        raise UserError(
+            "mllm.fields has label: this loss would train on the answers of all rows, whatever their label. "
+            "Remove it, or let the engine be a PreferenceEngine (preference.loss=kto)"
+        )
+
+
 def row_name(loader: Any, number: int, row: int, micro_batch: Any) -> Any:
     """What a loader calls a row of this rank's micro-batch `number`, counted from the loader's cursor.
 

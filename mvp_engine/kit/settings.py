@@ -53,7 +53,7 @@ class EvalGeneration(Section):
     every_n_samples: Count = 1
     """Every n-th held-out row is completed."""
     max_samples: Count | None = None
-    """The most rows that an evaluation completes, spread over all held-out rows; null: no limit."""
+    """The most rows that an evaluation completes, spread over all that it reads; null: no limit."""
     prompt_tokens: Count = 16
     """The prompt of a row that is plain text, not a chat: its first tokens, this many."""
     speech: SpeechGeneration | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import World
+from mvp_engine.engine import meter as meter_module
 from mvp_engine.engine.meter import Meter
 from mvp_engine.hf import LanguageModel, attention
 from mvp_engine.kit import MFUKit
@@ -239,3 +241,18 @@ def test_meter_mfu_divides_by_the_peak_of_all_ranks(monkeypatch) -> None:
     assert figures[1]["mfu"] == pytest.approx(0.1, rel=1e-2)
     assert figures[4]["mfu"] == pytest.approx(0.025, rel=1e-2)
     assert "mfu" not in Meter(World(0, 1, 0, 1, torch.device("cpu"))).read({"tokens": 1.0}, 0.0, None)
+
+
+def test_meter_warns_once_if_evaluations_take_much_of_the_time(monkeypatch, caplog) -> None:
+    now = [0.0]
+    monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for seconds, warnings in ((1.0, 0), (2.0, 1)):
+        caplog.clear()
+        meter = Meter(World(0, 1, 0, 1, torch.device("cpu")))
+        for _ in range(5):
+            now[0] += 10.0
+            with meter.evaluating():
+                now[0] += seconds
+        assert len(caplog.records) == warnings
+        assert meter.read({}, 0.0, None)["step_s"] == 50.0  # evaluations are not training time
+    assert "evaluations take 17 % of the time, 2.0 s each" in caplog.text

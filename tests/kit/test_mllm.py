@@ -109,6 +109,20 @@ def test_eval_generation_completes_at_most_max_samples_rows(config: str, tmp_pat
     assert sorted(samples) == ([0, 1, 2] if stream == "true" else [0, 3, 6])
 
 
+def test_evaluation_of_a_part_reads_packs_of_all_sources_and_completes_rows_of_these(
+    config: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "held.jsonl", with_images(tmp_path, 24))
+    write(tmp_path / "more.jsonl", [chat(f"Say {i}", "yes") for i in range(24)])
+    words = ["eval_generation.max_samples=3", "loop.eval_batches=2", "mllm.micro_batch_tokens=64"]
+    words += ["+mllm.sources.more={path: more.jsonl, split: eval}", "mllm.row_tokens=64"]
+    assert main(["train", config, *words]) == 0
+    (run,) = list_runs(tmp_path / "outputs")
+    assert {"loss_held", "loss_more"} <= list(run.records("eval"))[-1].keys()
+    lines = (run.dir / "answers.jsonl").read_text().splitlines()
+    assert 1 <= len(lines) <= 3
+
+
 @pytest.mark.parametrize("word", ["mllm.sources.held.path=gone.jsonl", "mllm.sources.held=null"])
 def test_train_with_missing_eval_rows_fails_before_the_first_step(config: str, tmp_path: Path, word: str) -> None:
     assert main(["train", config, word]) == EXIT_USER_ERROR

@@ -196,7 +196,9 @@ class MLLMDataKit(MeasuredSources):
         }
         if self.is_stream(split):
             return self.stream_loader(split, **options)
-        loader = self.loader(split, **options)
+        # Packs of a part of a split are drawn from all of it: in order they would be those of the first source.
+        is_part = split != "train" and config.loop.eval_batches is not None
+        loader = self.loader(split, **options, shuffle=is_part or None)
         if len(set(engine.world.all_gather(loader.plan_id()))) > 1:
             raise UserError(
                 "data: the ranks found different costs for the same rows. Do all nodes see the same files?"

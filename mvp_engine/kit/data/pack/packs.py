@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from mvp_engine.data import SampleLoader, derived_seed
@@ -81,6 +83,12 @@ class PackDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.plan)
+
+    def samples(self, packs: int | None = None) -> Tensor:
+        """The sample ids in the first packs, sorted; None: in all of them."""
+        end = None if packs is None or packs >= len(self) else int(self.plan.ends[packs - 1])
+        rows = self.plan.rows[:end]
+        return torch.from_numpy(np.unique(self.first[rows[:, 0]] + rows[:, 1]))
 
     def summary(self) -> str:
         """Rows, tokens, packs and steps of this epoch."""
