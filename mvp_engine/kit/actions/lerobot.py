@@ -70,8 +70,9 @@ class LeRobotFolder:
 
     @property
     def cameras(self) -> list[str]:
-        """The features that hold images, in the order of info.json."""
-        return [key for key, one in self.features.items() if one["dtype"] in CAMERA_TYPES]
+        """The features that hold colour images, in the order of info.json; depth maps are no cameras."""
+        images = {key: one for key, one in self.features.items() if one["dtype"] in CAMERA_TYPES}
+        return [key for key, one in images.items() if not _is_depth(one)]
 
     def size_of(self, key: str) -> int:
         """The number of values of a feature such as `action`."""
@@ -152,6 +153,12 @@ class LeRobotFolder:
         )
         tasks = tuple(entry.get("tasks") or ())
         return Episode(int(entry["episode_index"]), int(entry["length"]), data_file, clips, tasks)
+
+
+def _is_depth(feature: Mapping[str, Any]) -> bool:
+    """Versions of lerobot note it in different places."""
+    notes: dict[str, Any] = {**(feature.get("video_info") or {}), **(feature.get("info") or {})}
+    return bool(notes.get("is_depth_map") or notes.get("video.is_depth_map"))
 
 
 def _tasks_v2(root: Path) -> dict[int, str]:

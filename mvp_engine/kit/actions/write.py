@@ -201,12 +201,30 @@ class LeRobotWriter:
         pa = require_package("pyarrow", f"writing {file}")
         pq = require_package("pyarrow.parquet", f"writing {file}")
         file.parent.mkdir(parents=True, exist_ok=True)
+        table = pa.concat_tables(self._tables)
+        # lerobot reads columns by the types that the library datasets notes here: without them, images are dicts.
+        noted = {"info": {"features": self._column_types(table.column_names)}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps(noted)})
         # Small row groups: images in parquet are read by group.
-        pq.write_table(pa.concat_tables(self._tables), file, row_group_size=256)
+        pq.write_table(table, file, row_group_size=256)
         self._tables = []
         self._table_frames = 0
 
     # ---- Metadata -------------------------------------------------------------------------------------
+
+    def _column_types(self, names: list[str]) -> dict[str, Any]:
+        """The types of columns as the library `datasets` names them."""
+        types: dict[str, Any] = {}
+        for name in names:
+            if name in self.cameras:
+                types[name] = {"_type": "Image"}
+            elif name in self.sizes:
+                values = {"dtype": "float32", "_type": "Value"}
+                kind = "List" if self.version == "v3.0" else "Sequence"  # before datasets 4
+                types[name] = {"feature": values, "length": self.sizes[name], "_type": kind}
+            else:
+                types[name] = {"dtype": INDEX_FEATURES[name], "_type": "Value"}
+        return types
 
     def _write_meta(self) -> None:
         meta = self.root / "meta"
