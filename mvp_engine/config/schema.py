@@ -139,6 +139,7 @@ class Parallel(Section):
     ulysses: Count
     tensor: Count
     expert: Count = 1
+    reshard: bool = True
     timeout: Positive
 
 

@@ -19,10 +19,12 @@ def apply_fsdp(
     dtype: torch.dtype = torch.float32,
     experts: Sequence[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
+    reshard: bool = True,
 ) -> None:
     """Shard the parameters over the mesh's last dimension and replicate them over its first, if it has two.
 
     `experts`: modules inside of blocks that expert-parallel ranks share already; sharded over `expert_mesh`.
+    `reshard=False`: blocks keep their gathered parameters after a forward.
 
     Parameters and gradient sums are float32; parameters are cast to `dtype` before the all-gather. FSDP2 cannot shard
     parameters of 0 dimensions, such as CLIP's `logit_scale`: they stay replicated, their gradients to be all-reduced.
@@ -42,6 +44,7 @@ def apply_fsdp(
             part,
             mesh=its_mesh,
             mp_policy=policy,
+            reshard_after_forward=None if reshard else False,
             ignored_params=scalars,
             shard_placement_fn=partial(even_placement, ranks=its_mesh.shape[-1]),
         )

@@ -35,6 +35,7 @@ class Layout:
     tensor_mesh: DeviceMesh | None = None
     data_group: dist.ProcessGroup | None = None  # the ranks with this model-parallel index
     expert: int = 1
+    reshard: bool = True  # FSDP frees gathered parameters after each forward and backward
     # (expert, tensor): the ranks that share experts, and each of them by the tensor-parallel plan
     expert_mesh: DeviceMesh | None = None
     expert_shard_mesh: DeviceMesh | None = None  # FSDP's or HSDP's mesh of experts
@@ -115,6 +116,7 @@ class Layout:
             tensor_mesh,
             data_group,
             config.expert,
+            config.reshard,
             expert_mesh,
             expert_shard_mesh,
             context=config.context,

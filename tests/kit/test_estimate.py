@@ -96,6 +96,9 @@ def test_estimate_settings_change_memory_and_time_as_expected() -> None:
     )
     shared = estimated(replace(plain, shard=8))["memory_gib"]
     assert shared["weights"] == pytest.approx(base["memory_gib"]["weights"] / 8)
+    gathered = estimated(replace(plain, shard=8, reshard=False))["memory_gib"]["all-gathered weights"]
+    everything = sum(param.numel() for param in model.parameters()) * 2 / 2**30  # in bf16
+    assert shared["all-gathered weights"] < everything < gathered < everything + shared["all-gathered weights"]
     assert estimated(replace(plain, ulysses=2))["memory_gib"]["activations"] < kept
     assert estimated(replace(plain, gpu="RTX 4090"))["step_s"] > 3 * base["step_s"]
     assert not estimated(replace(plain, gpu="RTX 4090"))["fits"]

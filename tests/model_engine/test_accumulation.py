@@ -69,3 +69,38 @@ def test_gradient_accumulation_reduces_after_every_backward_and_equals_one_rank(
         assert found.keys() == expected.keys()
         assert all(torch.allclose(found[n], grad, rtol=1e-5, atol=1e-6) for n, grad in expected.items())
         assert held == [0] * (16 // ranks)
+
+
+def gathers(reshard: bool) -> tuple[list[Tensor], list[int]]:
+    """Gradients and weights after two steps of three micro-batches; the all-gathers of a step and an evaluation."""
+    world = World.join("cpu")
+    torch.manual_seed(0)
+    sizes = {"shard": 2, "reshard": reshard}
+    engine = FSDPEngine(Stack(), Layout.of(world, parallel(**sizes)), Settings(precision="bf16"))
+    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.1))
+    rows = torch.randn(3, 3, 4, generator=torch.Generator().manual_seed(world.rank))
+    batches = [(row, (0, 1, 2, 3), True) for row in rows]
+
+    def forward(batch: Any) -> tuple[Tensor, int]:
+        return engine.model(*batch).float().square().sum(), len(batch[0])
+
+    engine.train_batch(batches, forward)
+    with torch.profiler.profile() as step:
+        engine.train_batch(batches, forward)
+    with torch.profiler.profile() as evaluation, engine.eval_mode(), engine.autocast():
+        for batch in batches[:2]:
+            engine.model(*batch)
+    groups = [g for m in engine.sharded for g in m._get_fsdp_state()._fsdp_param_groups]
+    assert all(group.is_sharded for group in groups)
+    names = [[event.name for event in one.events()] for one in (step, evaluation)]
+    counts = [of_one.count("c10d::_allgather_base_") for of_one in names]
+    found = [full_tensor(tensor).clone() for p in engine.model.parameters() for tensor in (p.grad, p.detach())]
+    world.close()
+    return found, counts
+
+
+def test_without_resharding_parameters_are_gathered_once_a_step_and_nothing_else_changes(ranks2) -> None:
+    for (resharded, many), (kept, once) in zip(ranks2.run(gathers, True), ranks2.run(gathers, False), strict=True):
+        assert all(one.equal(two) for one, two in zip(resharded, kept, strict=True))
+        assert once == [5, 5]  # four blocks, and the rest
+        assert many == [3 * (5 + 4), 5 + 4]  # the rest is kept after a forward in any case

@@ -81,20 +81,23 @@ def _teacher(path: str, precision: str, ranks: int) -> float:
 def _gathered(model: PackedModel, settings: EstimateSettings) -> float:
     """Bytes of all-gathered weights under FSDP: two blocks at a time with gradients, and all that is in no block.
 
-    Of the experts, an expert-parallel rank gathers its own.
+    Of the experts, an expert-parallel rank gathers its own. Without resharding, all blocks stay gathered.
     """
     size = settings.compute_bytes
     stacked = [set(module.parameters()) for module in experts.modules(model).values()]
     ranks = dict.fromkeys(set[nn.Parameter]().union(*stacked), settings.expert)
     in_blocks = set[nn.Parameter]()
     largest = 0.0
+    kept = 0.0
     for block in blocks(model):
         params = list(block.parameters())
         held = {p: p.numel() / ranks.get(p, 1) for p in params}
-        largest = max(largest, sum(held[p] * (size + 4.0 * p.requires_grad) for p in params))
+        weights = size if settings.reshard else 0.0
+        largest = max(largest, sum(held[p] * (weights + 4.0 * p.requires_grad) for p in params))
+        kept += (size - weights) * sum(held[p] for p in params if p not in in_blocks)
         in_blocks.update(params)
     outside = sum(p.numel() for p in set(model.parameters()) - in_blocks)
-    return 2 * largest + size * outside
+    return 2 * largest + kept + size * outside
 
 
 def _dynamic(costs: BlockCosts, batch: PackedBatch) -> dict[str, float]:

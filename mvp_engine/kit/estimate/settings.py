@@ -79,6 +79,7 @@ class EstimateSettings(Settings):
     tensor: int = 1
     expert: int = 1
     context: int = 1
+    reshard: bool = True
 
     @property
     def half_precision(self) -> bool:

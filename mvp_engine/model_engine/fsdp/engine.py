@@ -195,6 +195,7 @@ class FSDPEngine(FSDPBaseEngine):
             root.set_requires_gradient_sync(is_last or self._ranks_may_differ)
             root.set_requires_all_reduce(is_last)
             root.set_is_last_backward(is_last)
+            root.set_reshard_after_backward(is_last or self.layout.reshard)
 
     def optimizer_zero_grad(self) -> None:
         if not self.training:

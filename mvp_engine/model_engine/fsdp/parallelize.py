@@ -78,7 +78,8 @@ def parallelize_model(
         experts = [module for module in experts if module in held]
     _change_blocks(model, settings, backends, fp8_parts)
     if layout.shard_mesh is not None:
-        apply_fsdp(model, layout.shard_mesh, dtype, experts, layout.expert_shard_mesh)
+        meshes = layout.shard_mesh, dtype, experts, layout.expert_shard_mesh
+        apply_fsdp(model, *meshes, layout.reshard)
         for name in adapter.extra_forwards:
             register_fsdp_forward_method(model, name)
     if layout.pipeline > 1:
