@@ -19,6 +19,7 @@ from mvp_engine.kit.optim.adamw import AdamWParam, chunked_adamw_, kernel_adamw_
 from mvp_engine.kit.optim.blockwise import dequantize, quantize
 from mvp_engine.kit.optim.chunks import flat_offset
 from mvp_engine.kit.optim.rounding import random_bits, round_to_bfloat16
+from mvp_engine.kit.optim.state_tensor import StateSpec, StateTensor
 from mvp_engine.kit.optim.update import DeviceFlags
 
 # ---- Stochastic rounding ------------------------------------------------------------------------------------------
@@ -143,6 +144,22 @@ def by_kernel(params: list[AdamWParam], group: dict[str, Any], flags: DeviceFlag
     kernel_adamw_(params, [offset for offset in offsets if offset is not None], group, flags)
 
 
+def by_kernel_in_slices(params: list[AdamWParam], group: dict[str, Any], flags: DeviceFlags) -> None:
+    """As a StateStream does: rows of a parameter, each with its rows of the states."""
+    for item in params:
+        for rows in (slice(0, 2), slice(2, len(item.param))):
+            is_last = rows.stop == len(item.param)
+            staged = {}
+            for state_tensor in (item.exp_avg, item.exp_avg_sq):
+                staged |= {key: state_tensor.state[key][rows] for key in state_tensor.stored_keys}
+            specs = [StateSpec(one.key, one.dtype, one.salt) for one in (item.exp_avg, item.exp_avg_sq)]
+            exp_avg, exp_avg_sq = [StateTensor(item.param, staged, spec) for spec in specs]
+            step = item.step if is_last else item.step.clone()
+            sliced = AdamWParam(item.param, step, exp_avg, exp_avg_sq, rows)
+            assert sliced.offset is not None
+            kernel_adamw_([sliced], [sliced.offset], group, flags)
+
+
 def by_plain_operations(params: list[AdamWParam], group: dict[str, Any], flags: DeviceFlags) -> None:
     for item in params:
         chunked_adamw_(item, group, flags)
@@ -163,7 +180,7 @@ def states_after_five_steps(update: Update, state_dtype: str, device: str) -> li
         grad_scale = torch.full((), 2.0, device=device)
         found_inf = torch.full((), float(step == 3), device=device)
         with torch.no_grad():
-            items = [optimizer._adamw_param(param, group) for param in params]
+            items = [optimizer._adamw_param(optimizer._all_rows(param), group) for param in params]
             update(items, group, DeviceFlags(grad_scale, found_inf))
     return [{"weight": param, **optimizer.state[param]} for param in params]
 
@@ -171,6 +188,9 @@ def states_after_five_steps(update: Update, state_dtype: str, device: str) -> li
 def compare_kernel_and_plain_operations(device: str) -> None:
     for state_dtype in ("bfloat16", "int8"):
         kernel = states_after_five_steps(by_kernel, state_dtype, device)
+        sliced = states_after_five_steps(by_kernel_in_slices, state_dtype, device)
+        for one, two in zip(kernel, sliced, strict=True):
+            assert all(torch.equal(value, two[key]) for key, value in one.items())
         plain = states_after_five_steps(by_plain_operations, state_dtype, device)
         for one, two in zip(kernel, plain, strict=True):
             assert float(one["step"]) == 4

@@ -8,6 +8,7 @@ and for parameters that are no contiguous range on this rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from mvp_engine.distributed.dtensor import local_tensor
-from mvp_engine.kit.optim.chunks import chunks, flat_offset
+from mvp_engine.kit.optim.chunks import chunks, flat_offset, rows_of
 from mvp_engine.kit.optim.state_tensor import StateTensor
 from mvp_engine.kit.optim.update import (
     DeviceFlags,
@@ -27,12 +28,30 @@ from mvp_engine.kit.optim.update import (
 
 @dataclass(frozen=True)
 class AdamWParam:
-    """A parameter with its step count and its two states."""
+    """A parameter with its step count and its two states, or some rows of this rank's part of it."""
 
     param: Tensor
     step: Tensor
     exp_avg: StateTensor
     exp_avg_sq: StateTensor
+    rows: slice | None = None  # None: all
+
+    @property
+    def weight(self) -> Tensor:
+        return rows_of(self.param, self.rows)
+
+    @property
+    def grad(self) -> Tensor:
+        assert self.param.grad is not None
+        return rows_of(self.param.grad, self.rows)
+
+    @property
+    def offset(self) -> int | None:
+        """The position of the first element in the full parameter, if these are one contiguous range of it."""
+        first = flat_offset(self.param)
+        if first is None or self.rows is None:
+            return first
+        return first + self.rows.start * prod(self.param.shape[1:])
 
 
 def adamw_(params: list[AdamWParam], group: dict[str, Any], flags: DeviceFlags) -> None:
@@ -44,7 +63,7 @@ def adamw_(params: list[AdamWParam], group: dict[str, Any], flags: DeviceFlags) 
         if item.exp_avg.dtype is torch.float32:
             float32.append(item)
             continue
-        offset = flat_offset(item.param) if local_tensor(item.param).is_cuda else None
+        offset = item.offset if local_tensor(item.param).is_cuda else None
         if offset is None:
             chunked_adamw_(item, group, flags)
         else:
@@ -60,8 +79,8 @@ def fused_adamw_(params: list[AdamWParam], group: dict[str, Any], flags: DeviceF
     """torch's fused kernel, for float32 states."""
     beta1, beta2 = group["betas"]
     adamw(
-        params=[local_tensor(item.param) for item in params],
-        grads=[_local_grad(item.param) for item in params],
+        params=[item.weight for item in params],
+        grads=[item.grad for item in params],
         exp_avgs=[item.exp_avg.stored for item in params],
         exp_avg_sqs=[item.exp_avg_sq.stored for item in params],
         max_exp_avg_sqs=[],
@@ -99,11 +118,12 @@ def kernel_adamw_(
     corrections1 = (1 - beta1 ** stacked_steps.double()).float()
     corrections2_sqrt = (1 - beta2 ** stacked_steps.double()).sqrt().float()
     for i, item in enumerate(params):
-        if local_tensor(item.param).numel() == 0:
+        weight = item.weight
+        if weight.numel() == 0:
             continue
         launch_adamw(
-            local_tensor(item.param),
-            _local_grad(item.param).contiguous(),
+            weight,
+            item.grad.contiguous(),
             item.exp_avg,
             item.exp_avg_sq,
             offsets[i],
@@ -118,7 +138,7 @@ def kernel_adamw_(
 
 
 def chunked_adamw_(item: AdamWParam, group: dict[str, Any], flags: DeviceFlags) -> None:
-    """Plain tensor operations on chunks, for low-precision states on any device and layout."""
+    """Plain tensor operations on chunks, for low-precision states on any device and layout; of all rows."""
     lr = group["lr"]
     beta1, beta2 = group["betas"]
     skip = flags.skip
@@ -141,8 +161,3 @@ def chunked_adamw_(item: AdamWParam, group: dict[str, Any], flags: DeviceFlags) 
         apply_update_(weight, update, lr * group["weight_decay"], skip)
         item.exp_avg.write(chunk, exp_avg, key, skip)
         item.exp_avg_sq.write(chunk, exp_avg_sq, key_sq, skip)
-
-
-def _local_grad(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    return local_tensor(param.grad)

@@ -55,6 +55,12 @@ def _length(index: slice) -> int:
     return int(index.stop - index.start)
 
 
+def rows_of(tensor: Tensor, rows: slice | None) -> Tensor:
+    """Some rows of this rank's part of a tensor, or all of it."""
+    local = local_tensor(tensor)
+    return local if rows is None else local[rows]
+
+
 def has_whole_blocks(param: Tensor) -> bool:
     """Whether every rank holds whole blocks of `BLOCK` elements: yes, unless rows are sharded at other places."""
     if not isinstance(param, DTensor):

@@ -13,27 +13,30 @@ from torch import Tensor
 
 from mvp_engine.checkpoint.state import EMA
 from mvp_engine.distributed.dtensor import local_tensor
+from mvp_engine.kit.optim.host_states import host_zeros_like
 
 
-def create_ema(param: Tensor, state: dict[str, Any]) -> None:
-    state[EMA] = param.detach().to(torch.float32, copy=True)
+def create_ema(param: Tensor, state: dict[str, Any], *, on_host: bool = False) -> None:
+    if not on_host:
+        state[EMA] = param.detach().to(torch.float32, copy=True)
+        return
+    state[EMA] = host_zeros_like(param, torch.float32)
+    local_tensor(state[EMA]).copy_(local_tensor(param.detach()))
 
 
 def update_ema_(
-    param: Tensor, state: dict[str, Any], decay: float, found_inf: Tensor | None
+    weight: Tensor, ema: Tensor, step: Tensor, decay: float, found_inf: Tensor | None
 ) -> None:
-    """Move the EMA towards the parameter, unless the step is skipped.
+    """Move the EMA towards the weights of this rank, unless the step is skipped.
 
     The decay of the first steps is smaller, so that the initial weights leave the average: after ten steps with a
     decay of 0.999 they would still be 99 % of it; with the smaller decay they are less than 0.01 %.
     """
-    step = state["step"]
-    ema = local_tensor(state[EMA])
     early_decay = (1 + step) / (10 + step)
     share = 1 - early_decay.clamp(max=decay)
     if found_inf is not None:
         share = share * (1 - found_inf)
-    difference = local_tensor(param) - ema
+    difference = weight - ema
     ema.add_(difference.mul_(share))
 
 

@@ -54,6 +54,7 @@ class OptimKit:
             state_dtype=settings.state_dtype,
             ema=settings.ema,
             seed=self.seed,
+            offload=settings.offload,
         )
         return self.optimizer
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +20,14 @@ from torch.optim import Optimizer
 from mvp_engine.checkpoint.state import EMA
 from mvp_engine.distributed.dtensor import empty_sharded_like, local_tensor
 from mvp_engine.errors import UserError
+from mvp_engine.kit.optim import state_stream
 from mvp_engine.kit.optim.adamw import AdamWParam, adamw_
-from mvp_engine.kit.optim.chunks import has_whole_blocks
+from mvp_engine.kit.optim.chunks import flat_offset, has_whole_blocks, rows_of
 from mvp_engine.kit.optim.ema import create_ema, swap_ema_, update_ema_
+from mvp_engine.kit.optim.host_states import check_host_memory, host_copy, host_zeros_like
 from mvp_engine.kit.optim.muon import MuonParam, muon_
 from mvp_engine.kit.optim.rounding import rounding_salt
+from mvp_engine.kit.optim.state_stream import Bucket, StagedSlice, StateStream, make_buckets
 from mvp_engine.kit.optim.state_tensor import SCALES, StateSpec, StateTensor, storage_dtype
 from mvp_engine.kit.optim.update import DeviceFlags
 
@@ -31,11 +36,22 @@ STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",)}
 NEVER_NEGATIVE = ("exp_avg_sq",)
 
 
+@dataclass(frozen=True)
+class _Updated:
+    """A parameter, or rows of this rank's part of it, with its states on the device."""
+
+    param: Tensor
+    step: Tensor
+    state: dict[str, Any]
+    rows: slice | None = None  # None: all
+
+
 class KitOptimizer(Optimizer):
     """AdamW or Muon, by the `kind` of a parameter group.
 
     `names`: the name of each parameter, which the random bits of its stochastic rounding depend on.
     `state_dtype`: float32, bfloat16 or int8. `ema`: the decay of the EMA; without it none is kept.
+    `offload`: states are on the host, and on the GPU only while their bucket is updated (`StateStream`).
     """
 
     # The engine then leaves gradient scaling and skipped steps to this class, without a host sync.
@@ -55,13 +71,18 @@ class KitOptimizer(Optimizer):
         state_dtype: str = "float32",
         ema: float | None = None,
         seed: int = 0,
+        offload: bool = False,
     ) -> None:
         self.names = names
         self.state_dtype = state_dtype
         self.ema = ema
         self.seed = seed
         self._ema_is_swapped_in = False
+        self.offload = offload
         self._specs: dict[Tensor, list[StateSpec]] = {}
+        self._offloaded: dict[Tensor, bool] = {}
+        self._known_buckets: dict[tuple[int, ...], list[Bucket]] = {}
+        self._stream: StateStream | None = None  # made in the first step
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -73,6 +94,8 @@ class KitOptimizer(Optimizer):
         super().__init__(groups, defaults)
         for param, group in self._params_with_groups():
             self._state_specs(param, group)  # raises for layouts that are not supported
+        if offload:
+            check_host_memory(self._host_bytes(*pair) for pair in self._params_with_groups())
 
     def _params_with_groups(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         for group in self.param_groups:
@@ -87,38 +110,103 @@ class KitOptimizer(Optimizer):
             raise RuntimeError(
                 "the EMA weights are swapped in: leave averaged() before the next step"
             )
-        flags = DeviceFlags(self.grad_scale, self.found_inf)
+        buckets: list[Bucket] = []
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
                 self._create_state(param, group)
-            if group["kind"] == "muon":
-                muon_([self._muon_param(param, group) for param in params], group, flags)
-            else:
-                adamw_([self._adamw_param(param, group) for param in params], group, flags)
-            if self.ema is not None:
-                for param in params:
-                    update_ema_(param, self.state[param], self.ema, self.found_inf)
+            resident = [param for param in params if not self.is_offloaded(param)]
+            self._update(group, [self._all_rows(param) for param in resident])
+            if len(resident) < len(params):
+                buckets += self._buckets(group, [p for p in params if self.is_offloaded(p)])
+        if buckets:
+            if self._stream is None:
+                device = local_tensor(buckets[0].slices[0].param).device
+                self._stream = StateStream(device)
+            self._stream.run(buckets, self._update_staged)
 
     def _create_state(self, param: Tensor, group: dict[str, Any]) -> None:
         """The state of a parameter at its first step."""
         state = self.state[param]
+        on_host = self.is_offloaded(param)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=local_tensor(param).device)
             for state_tensor in self._state_tensors(param, group, state):
-                state_tensor.create()
+                state_tensor.create(on_host=on_host)
         if self.ema is not None and EMA not in state:
-            create_ema(param, state)
+            create_ema(param, state, on_host=on_host)
 
-    def _adamw_param(self, param: Tensor, group: dict[str, Any]) -> AdamWParam:
+    def _all_rows(self, param: Tensor) -> _Updated:
         state = self.state[param]
-        exp_avg, exp_avg_sq = self._state_tensors(param, group, state)
-        return AdamWParam(param, state["step"], exp_avg, exp_avg_sq)
+        return _Updated(param, state["step"], state)
 
-    def _muon_param(self, param: Tensor, group: dict[str, Any]) -> MuonParam:
-        state = self.state[param]
-        (momentum,) = self._state_tensors(param, group, state)
-        return MuonParam(param, state["step"], momentum)
+    def _update(self, group: dict[str, Any], updated: list[_Updated]) -> None:
+        """Update parameters of a group, or rows of them, whose states are on the device."""
+        flags = DeviceFlags(self.grad_scale, self.found_inf)
+        if group["kind"] == "muon":
+            muon_([self._muon_param(one, group) for one in updated], group, flags)
+        else:
+            adamw_([self._adamw_param(one, group) for one in updated], group, flags)
+        if self.ema is not None:
+            for one in updated:
+                weight = rows_of(one.param, one.rows)
+                ema = local_tensor(one.state[EMA])
+                update_ema_(weight, ema, one.step, self.ema, self.found_inf)
+
+    def _adamw_param(self, one: _Updated, group: dict[str, Any]) -> AdamWParam:
+        exp_avg, exp_avg_sq = self._state_tensors(one.param, group, one.state)
+        return AdamWParam(one.param, one.step, exp_avg, exp_avg_sq, one.rows)
+
+    def _muon_param(self, one: _Updated, group: dict[str, Any]) -> MuonParam:
+        (momentum,) = self._state_tensors(one.param, group, one.state)
+        return MuonParam(one.param, one.step, momentum)
+
+    # ---- States on the host ---------------------------------------------------------------------------------------
+
+    def is_offloaded(self, param: Tensor) -> bool:
+        """Whether the states of a parameter are on the host: equal on all ranks that share it."""
+        if not self.offload:
+            return False
+        if param not in self._offloaded:
+            local = local_tensor(param.detach())
+            is_large = param.numel() >= state_stream.SMALL and param.ndim > 0
+            on_device = not state_stream.is_host(local.device)
+            self._offloaded[param] = is_large and on_device and local.is_contiguous()
+        return self._offloaded[param]
+
+    def _buckets(self, group: dict[str, Any], params: list[Tensor]) -> list[Bucket]:
+        """The buckets of these parameters, which are the same in every step as long as the same ones have gradients."""
+        key = tuple(id(param) for param in params)
+        if key not in self._known_buckets:
+            states = [(param, _without_step(self.state[param])) for param in params]
+            can_slice = partial(self._can_slice, group)
+            self._known_buckets[key] = list(make_buckets(group, states, can_slice=can_slice))
+        return self._known_buckets[key]
+
+    def _can_slice(self, group: dict[str, Any], param: Tensor) -> bool:
+        """Whether rows can be updated alone: not those of a matrix of Muon, nor by `chunked_adamw_`."""
+        if group["kind"] == "muon":
+            return False
+        if self._state_specs(param, group)[0].dtype is torch.float32:
+            return True
+        return local_tensor(param).is_cuda and flat_offset(param) is not None
+
+    def _update_staged(self, group: dict[str, Any], slices: list[StagedSlice]) -> None:
+        updated: list[_Updated] = []
+        for one in slices:
+            origin = one.origin
+            step = self.state[origin.param]["step"]
+            # Each update advances a step count; that of the parameter is for its last slice.
+            step = step if origin.is_last else step.clone()
+            updated.append(_Updated(origin.param, step, one.states, origin.rows))
+        self._update(group, updated)
+
+    def _host_bytes(self, param: Tensor, group: dict[str, Any]) -> int:
+        """Bytes of a parameter's states on the host of this rank; the scales of int8 states are 3 % of them."""
+        if not self.is_offloaded(param):
+            return 0
+        size = sum(spec.dtype.itemsize for spec in self._state_specs(param, group))
+        return local_tensor(param).numel() * (size + 4 * (self.ema is not None))
 
     def _state_tensors(
         self, param: Tensor, group: dict[str, Any], state: dict[str, Any]
@@ -159,16 +247,21 @@ class KitOptimizer(Optimizer):
 
     def empty_state(self, param: Tensor, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor to load a state of a checkpoint into."""
+        on_host = self.is_offloaded(param)
         if shape == param.shape:
+            if on_host:
+                return host_zeros_like(param, dtype)
             return torch.empty_like(param.detach(), dtype=dtype)
         if key.endswith(SCALES) and has_whole_blocks(param):
-            return empty_sharded_like(param, shape, dtype)
+            scales = empty_sharded_like(param, shape, dtype)
+            return host_zeros_like(scales, dtype) if on_host else scales
         return torch.empty(shape, dtype=dtype)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of any dtype. States of another kind of optimizer are not used: these start from zero."""
         saved_states = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})
+        self._known_buckets.clear()
         not_loaded: list[str] = []
         for i, (param, group) in enumerate(self._params_with_groups()):
             if i in saved_states and not self._load_state(param, group, saved_states[i]):
@@ -185,14 +278,21 @@ class KitOptimizer(Optimizer):
         """Load the state of one parameter; False if `saved` lacks any of it except the EMA."""
         state = self.state[param]
         device = local_tensor(param).device
+        on_host = self.is_offloaded(param)
         if self.ema is not None and EMA in saved:
-            state[EMA] = saved[EMA].to(device)
+            ema = saved[EMA]
+            state[EMA] = host_copy(ema) if on_host else ema.to(device)
         if "step" not in saved:
             return False
         step = saved["step"].to(device, torch.float32)
         loaded: dict[str, Any] = {"step": step}
         for state_tensor in self._state_tensors(param, group, loaded):
-            if not state_tensor.load(saved, state_tensor.rounding_key(step)):
+            key = state_tensor.rounding_key(step)
+            if not state_tensor.load(saved, key, on_host=on_host):
                 return False
         state.update(loaded)
         return True
+
+
+def _without_step(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if key != "step"}

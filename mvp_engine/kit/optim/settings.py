@@ -16,6 +16,9 @@ class OptimSettings(Optim):
     """The optimizer. muon is for the matrices of blocks; all other parameters then use AdamW."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """How AdamW's moments and Muon's momentum are stored."""
+    offload: bool = False
+    """Keep the optimizer states in pinned memory of the host, and copy them to the GPU in buckets during each update:
+    8 bytes per trained parameter less GPU memory with float32 states, the same results (docs/optim.md)."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """The momentum of muon."""
     adamw: list[str] = Field(default_factory=list)

@@ -30,6 +30,7 @@ from mvp_engine.kit.optim.blockwise import (
     scales_shape,
 )
 from mvp_engine.kit.optim.chunks import Chunk, chunks, has_whole_blocks
+from mvp_engine.kit.optim.host_states import host_copy, host_zeros_like
 from mvp_engine.kit.optim.rounding import random_bits, round_to_bfloat16, rounding_key
 
 CODES = "_codes"
@@ -94,17 +95,14 @@ class StateTensor:
         """This rank's part of the scales of a quantised state."""
         return local_tensor(self.state[self.key + SCALES])
 
-    def create(self) -> None:
-        """Store zeros."""
-        zeros = torch.zeros_like(self.param, dtype=self.dtype)
-        if not self.is_quantized:
-            self.state[self.key] = zeros
-            return
-        shape = scales_shape(self.param.shape)
-        scales = empty_sharded_like(self.param, shape, torch.float32)
-        self.state[self.key + CODES] = zeros
-        self.state[self.key + SCALES] = scales
-        self.scales.zero_()
+    def create(self, *, on_host: bool = False) -> None:
+        """Store zeros, on the device of the parameter or on the host."""
+        zeros_like = host_zeros_like if on_host else torch.zeros_like
+        self.state[self.stored_keys[0]] = zeros_like(self.param, dtype=self.dtype)
+        if self.is_quantized:
+            shape = scales_shape(self.param.shape)
+            scales = empty_sharded_like(self.param, shape, torch.float32)
+            self.state[self.key + SCALES] = zeros_like(scales, dtype=torch.float32)
 
     def rounding_key(self, step: Tensor) -> Tensor:
         return rounding_key(self.salt, step)
@@ -130,30 +128,31 @@ class StateTensor:
         _store(stored, codes, skip)
         _store(self.scales[chunk.scales_index], scales, skip)
 
-    def load(self, saved: Mapping[str, Any], rounding_key: Tensor) -> bool:
+    def load(
+        self, saved: Mapping[str, Any], rounding_key: Tensor, *, on_host: bool = False
+    ) -> bool:
         """Take over a saved state, converted if it has another dtype; False if none was saved under this key."""
-        self.create()
         if self._fits(saved):
             for key in self.stored_keys:
-                self.state[key] = saved[key].to(self.param.device)
+                value = saved[key]
+                self.state[key] = host_copy(value) if on_host else value.to(self.param.device)
             return True
         has_values = self.key in saved
         has_codes = self.key + CODES in saved
         if not has_values and not has_codes:
             return False
+        self.create(on_host=on_host)
         for chunk in chunks(self.param):
-            value = _saved_values(saved, self.key, chunk)
+            value = _saved_values(saved, self.key, chunk).to(rounding_key.device)
             self.write(chunk, value, rounding_key, skip=None)
         return True
 
     def _fits(self, saved: Mapping[str, Any]) -> bool:
         """Whether a saved state has the keys and dtypes of this one."""
-        for key in self.stored_keys:
-            if key not in saved:
-                return False
-            if saved[key].dtype != self.state[key].dtype:
-                return False
-        return True
+        values, *scales = self.stored_keys
+        if values not in saved or saved[values].dtype != self.dtype:
+            return False
+        return all(key in saved and saved[key].dtype == torch.float32 for key in scales)
 
 
 def _store(target: Tensor, value: Tensor, skip: Tensor | None) -> None:

@@ -64,12 +64,14 @@ def move_model(model: nn.Module, device: torch.device) -> None:
 
 
 def move_optimizer(optimizer: Optimizer, device: torch.device) -> None:
-    """Move all optimizer states, except step counts that live on the host anyway."""
+    """Move all optimizer states, except those that live on the host anyway: step counts, or what the optimizer says."""
     groups = optimizer.param_groups
     host_steps = not any(group.get("fused") or group.get("capturable") for group in groups)
-    for state in optimizer.state.values():
+    is_offloaded = getattr(optimizer, "is_offloaded", lambda param: False)
+    for param, state in optimizer.state.items():
         for name, value in state.items():
-            if not isinstance(value, Tensor) or (host_steps and name == "step"):
+            stays = host_steps if name == "step" else is_offloaded(param)
+            if not isinstance(value, Tensor) or stays:
                 continue
             on_cpu = device.type == "cpu"
             state[name] = to_host(value) if on_cpu else value.to(device, non_blocking=True)
