@@ -71,12 +71,21 @@ class Work:
     peers: bool = False
 
 
+SFT = "qwen3/configs/sft_gpu1.yaml"
+# What fits on 80 GB with optimizer states on the host, also where the GPU is larger.
+FULL_8B = ["mllm.micro_batch_tokens=16384", "model.activation_checkpointing=full"]
 WORKS = {
     "text_0.6b": Work("qwen3/configs/sft_gpu1.yaml", "qwen3_0_6b", "tiny", "chats", peers=True),
     "text_1.7b": Work("qwen3/configs/sft_gpu1.yaml", "qwen3_1_7b", "tiny", "chats", peers=True),
     "lora_8b": Work("qwen3/configs/sft_gpu1_lora.yaml", "qwen3_8b", "tiny", "chats", lora=16, peers=True),
     "vlm_2b": Work("qwen3_vl/configs/instruct_gpu1.yaml", "qwen3_vl_2b", "tiny_vl", "images"),
     "experts_a3b": Work("qwen3/configs/sft_gpu1.yaml", "qwen3_a3b_6", "tiny_moe", "chats"),
+    "full_8b": Work(
+        "qwen3/configs/sft_gpu1.yaml", "qwen3_8b", "tiny", "chats", [*FULL_8B, "optim.state_dtype=bfloat16"]
+    ),
+    "full_8b_offload": Work(
+        "qwen3/configs/sft_gpu1.yaml", "qwen3_8b", "tiny", "chats", [*FULL_8B, "optim.offload=true"]
+    ),
     "long_128k": Work(
         "qwen3/configs/sft_gpu1.yaml",
         "qwen3_1_7b",

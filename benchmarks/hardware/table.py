@@ -4,7 +4,7 @@
     PYTHONPATH=. python benchmarks/hardware/table.py                                          # print the table
 
 No GPU is needed. A cell is the cheapest setting that fits packs of 4,096 tokens: full fine-tuning if possible, else
-LoRA. `shapes.yaml` has the models.
+with optimizer states on the host, else LoRA. `shapes.yaml` has the models.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ def estimate_cell(model: str, gpu: str, count: int) -> dict[str, Any]:
 
 
 def _cell(estimator: Any, gpu: str, count: int) -> dict[str, Any]:
-    from mvp_engine.tools.estimate_advice import cheapest, lora_change
+    from mvp_engine.tools.estimate_advice import Change, cheapest, lora_change, offload_change
 
-    found = cheapest(estimator, count)
-    method = "full"
-    if found is None:
-        found = cheapest(estimator, count, lora_change(estimator.config))
-        method = "LoRA"
-    cell = {"gpu": gpu, "gpus": count, "method": method if found else None}
+    config = estimator.config
+    ways = {"full": Change(), "offload": offload_change(config), "LoRA": lora_change(config)}
+    fitting = ((way, found) for way, change in ways.items() if (found := cheapest(estimator, count, change)))
+    method, found = next(fitting, (None, None))
+    cell = {"gpu": gpu, "gpus": count, "method": method}
     if found:
         tokens_per_s = round(found["tokens_per_s"])
         cell |= {"words": found["words"], "peak_gib": round(found["peak_gib"], 1), "tokens_per_s": tokens_per_s}

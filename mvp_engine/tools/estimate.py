@@ -77,12 +77,21 @@ def page(facts: dict[str, Any]) -> str:
         lines.append(f"  {name:<22}{size:8.2f} GiB")
     verdict = "fits" if facts["fits"] else "does NOT fit"
     peak = f"{facts['peak_gib']:8.2f} GiB of {facts['room_gib']:.0f} GiB: {verdict}"
-    lines += [f"  {'peak memory per GPU':<22}{peak}", ""]
+    lines += [f"  {'peak memory per GPU':<22}{peak}", *_host_lines(facts), ""]
     if facts["fits"]:
         lines += _time_lines(facts)
     else:
         lines += _advice_lines(facts)
     return "\n".join(lines)
+
+
+def _host_lines(facts: dict[str, Any]) -> list[str]:
+    """Host memory that the optimizer states need."""
+    size = facts.get("host_gib", 0.0)
+    if not size:
+        return []
+    text = f"{size:8.2f} GiB per GPU, pinned: optimizer states (optim.offload)"
+    return [f"  {'host memory':<22}{text}"]
 
 
 def _time_lines(facts: dict[str, Any]) -> list[str]:

@@ -68,6 +68,11 @@ def advise(estimator: Estimator, facts: dict[str, Any]) -> dict[str, Any]:
             found.insert(0, with_qlora)
         elif lora is not None:
             found.insert(0, _on_more_gpus(estimator, gpus, lora))
+        offload = offload_change(estimator.config)
+        if offload is not None and (with_offload := cheapest(estimator, gpus, offload)):
+            size = with_offload["host_gib"]
+            with_offload["notes"].append(f"the states need {size:.0f} GiB of host memory per GPU")
+            found.insert(-1, with_offload)
     fits_on = [gpu for gpu in COMMON_GPUS if facts["peak_gib"] < usable_gib(gpu)]
     return {"advice": [option for option in found if option is not None], "fits_on": fits_on}
 
@@ -102,13 +107,21 @@ def cheapest(estimator: Estimator, gpus: int, start: Change | None = None) -> di
     changes.sort(key=lambda change: change.cost)
     found = next(change for change in changes if _fits(estimator, change, gpus))
     facts = estimator.estimate(changed(estimator.config, found.values), gpus)
-    figures = {key: facts[key] for key in ("gpus", "peak_gib", "step_s", "tokens_per_s")}
+    keys = ("gpus", "peak_gib", "host_gib", "step_s", "tokens_per_s")
+    figures = {key: facts[key] for key in keys}
     return {"words": found.words, "notes": list(found.notes), **figures}
 
 
 def _fits(estimator: Estimator, change: Change, gpus: int) -> bool:
     config = changed(estimator.config, change.values)
     return estimator.peak_gib(config, gpus) < usable_gib(estimator.gpu)
+
+
+def offload_change(config: Any) -> Change | None:
+    """Optimizer states on the host: the same results, in steps that are longer by a copy of the states."""
+    if getattr(config.optim, "offload", True):
+        return None  # the recipe cannot, or does already
+    return Change(0, {"optim.offload": True}, ("optimizer states stay on the host: docs/optim.md",))
 
 
 def lora_change(config: Any) -> Change | None:

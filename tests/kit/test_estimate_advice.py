@@ -82,6 +82,27 @@ def test_estimate_that_does_not_fit_exits_2_and_its_advice_fits(
         assert again["tokens_per_step"] / again["gpus"] == facts["tokens_per_step"] / facts["gpus"]
 
 
+def test_estimate_with_offload_counts_states_on_the_host_and_their_copies(models: None, capsys: Any) -> None:
+    words = [SFT, "model.path=Qwen/Qwen3-8B", "--gpu", "H100"]
+    code, without = estimated([*words, "optim.state_dtype=int8"], capsys)
+    assert code == EXIT_USER_ERROR  # not even with states in 8 bits
+    offers = [advice for advice in without["advice"] if "optim.offload" in advice["words"]]
+    assert len(offers) == 1
+    assert any("host memory" in note for note in offers[0]["notes"])
+    code, facts = estimated([*words, "optim.offload=true"], capsys)
+    assert code == 0
+    states = 8 * 8.19e9 / 2**30
+    assert facts["host_gib"] == pytest.approx(states, rel=0.01)
+    assert facts["memory_gib"]["optimizer states"] == 0.75  # three buckets
+    copy_s = facts["host_gib"] * 2**30 / 50e9
+    assert facts["seconds"]["optimizer"] == pytest.approx(copy_s)
+    assert facts["step_s"] < 1.2 * (facts["step_s"] - 1.12 * copy_s)  # 65,536 tokens: at most a fifth longer
+    _, half = estimated([*words, "optim.offload=true", "optim.state_dtype=bfloat16"], capsys)
+    assert half["seconds"]["optimizer"] == pytest.approx(copy_s / 2)
+    assert main(["estimate", *words, "optim.offload=true"]) == 0
+    assert "GiB per GPU, pinned: optimizer states (optim.offload)" in capsys.readouterr().out
+
+
 def test_estimate_prints_the_words_to_paste(models: None, capsys: Any) -> None:
     assert main(["estimate", "Qwen/Qwen3-1.7B", "--gpu", "4080", "--tokens", "2048"]) == EXIT_USER_ERROR
     text = capsys.readouterr().out

@@ -76,6 +76,11 @@ def test_offloaded_states_give_bit_equal_weights_and_states(
     assert not Watched.log
     found = trained(4, ema=0.9, offload=True, **options)
     assert same(contents(*expected), contents(*found))
+    optimizer = found[1]
+    on_host = [param for param in optimizer.state if optimizer.is_offloaded(param)]
+    states = [(name, value) for param in on_host for name, value in optimizer.state[param].items()]
+    counted = [value.nbytes for name, value in states if not name.endswith(("step", "_scales"))]
+    assert optimizer.host_bytes == sum(counted) > 0
     assert len(Watched.seen) > 4 * SLOTS  # several buckets in each step
     held: dict[int, int] = {}  # the bucket in each buffer
     for what, number, buffer in Watched.log:

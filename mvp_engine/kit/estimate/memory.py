@@ -22,6 +22,7 @@ from mvp_engine.hf.pi0 import Pi0Policy
 from mvp_engine.kit.action_flops import language_backbone
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.settings import EstimateSettings
+from mvp_engine.kit.optim.state_stream import BUCKET_BYTES, SLOTS
 from mvp_engine.kit.speech_flops import speech_loss_bytes, thinker_share
 from mvp_engine.model_engine.base import DTYPES
 from mvp_engine.ops.nf4 import quantized_layers
@@ -44,11 +45,13 @@ def _static(costs: BlockCosts) -> dict[str, float]:
     ranks = settings.weight_ranks
     trained = sum(p.numel() for p in costs.trained())
     weights = sum(float(p.numel() * p.element_size()) for p in model.parameters())
-    states = STATE_BYTES[settings.state_dtype] + 4.0 * settings.ema
+    states = state_bytes(costs)
+    if settings.offload_states:
+        states = min(states, float(SLOTS * BUCKET_BYTES))
     sizes = {
         "weights": weights / ranks,
         "gradients": 4.0 * trained / ranks,
-        "optimizer states": states * trained / ranks,
+        "optimizer states": states,
     }
     if settings.reference_copy:
         dtype = DTYPES[settings.precision]
@@ -66,6 +69,14 @@ def _static(costs: BlockCosts) -> dict[str, float]:
     else:
         sizes["all-gathered weights"] = _gathered(model, settings) / settings.tensor
     return sizes
+
+
+def state_bytes(costs: BlockCosts) -> float:
+    """Bytes of the optimizer states of one rank, on the GPU or on the host."""
+    settings = costs.settings
+    trained = sum(p.numel() for p in costs.model.parameters() if p.requires_grad)
+    per_parameter = STATE_BYTES[settings.state_dtype] + 4.0 * settings.ema
+    return per_parameter * trained / settings.weight_ranks
 
 
 @cache

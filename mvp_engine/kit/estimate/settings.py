@@ -34,6 +34,11 @@ MEMORY = {
     r"T4": (14.6, 0.32),
     r"MI3[02]": (191, 5.3),
 }
+# GPUs on PCIe 5, and what a copy between host and GPU reaches there and on PCIe 4, in bytes per second and direction:
+# assumed, four fifths of the specification.
+PCIE_5 = r"G?B[23]00|H200|H20|H100|H800|RTX PRO 6000|RTX 5090"
+PCIE_5_BYTES = 50e9
+PCIE_4_BYTES = 25e9
 COMMON_GPUS = ("RTX 4090", "RTX 5090", "L40S", "A100", "H100", "RTX PRO 6000", "H200", "B200")
 FITS = 0.95  # the fraction of the memory that a training can fill
 
@@ -43,18 +48,24 @@ class Gpu:
     flops_per_s: float
     memory: float  # bytes
     bytes_per_s: float
+    host_bytes_per_s: float = PCIE_4_BYTES  # between host and GPU, in each direction
 
 
 def gpu_by_name(name: str) -> Gpu:
     name = re.sub(r"^(?:rtx)? ?(\d{4})$", r"RTX \1", name, flags=re.IGNORECASE)  # 4090, rtx4090
     peak = peak_of(name)
     for pattern, (gib, terabytes_per_s) in MEMORY.items():
-        if peak is not None and re.search(
-            rf"(?<![A-Z0-9])(?:{pattern})(?![0-9])", name, re.IGNORECASE
-        ):
-            return Gpu(peak, gib * GIB, terabytes_per_s * 1e12)
+        if peak is not None and _is(pattern, name):
+            link = PCIE_5_BYTES if _is(PCIE_5, name) else PCIE_4_BYTES
+            return Gpu(peak, gib * GIB, terabytes_per_s * 1e12, link)
     known = ", ".join(COMMON_GPUS)
     raise UserError(f"--gpu {name}: unknown. Known are, among others, {known}")
+
+
+def _is(pattern: str, name: str) -> bool:
+    """Whether a GPU's name has the pattern as a word."""
+    found = re.search(rf"(?<![A-Z0-9])(?:{pattern})(?![0-9])", name, re.IGNORECASE)
+    return found is not None
 
 
 def usable_gib(gpu: str) -> float:
@@ -71,6 +82,7 @@ class EstimateSettings(Settings):
     gpu: str = "H200"
     state_dtype: str = "float32"
     ema: bool = False
+    offload_states: bool = False  # optimizer states are on the host (optim.offload)
     reference_copy: bool = False  # a second, frozen model, as preference training has it
     teacher: str | None = None  # a frozen model of another size, as distillation has it
     text_loss: bool = True  # of an action model: whether co-training has rows of text

@@ -14,7 +14,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import SPEECH
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.kit.estimate.blocks import BlockCosts
-from mvp_engine.kit.estimate.memory import STATE_BYTES, peak_memory
+from mvp_engine.kit.estimate.memory import STATE_BYTES, peak_memory, state_bytes
 from mvp_engine.kit.estimate.settings import FITS, GIB, EstimateSettings, Gpu, gpu_by_name
 
 # Fractions of the peak, measured on an H200 with compiled blocks (docs/performance.md).
@@ -56,6 +56,7 @@ def estimate_step(
         "room_gib": gpu.memory / GIB,
         "usable": FITS,
         "fits": peak < FITS * gpu.memory,
+        "host_gib": state_bytes(costs) / GIB if settings.offload_states else 0.0,
         "step_s": total,
         "seconds": seconds,
         "tokens_per_step": tokens,
@@ -87,6 +88,11 @@ def _step_seconds(costs: BlockCosts, step: Sequence[PackedBatch], gpu: Gpu) -> d
     seconds["memory traffic"] += dequantized / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s)
     size = _trained(costs) * (OPTIMIZER_BYTES + STATE_BYTES[settings.state_dtype])
     seconds["optimizer"] = size / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s)
+    if (
+        settings.offload_states
+    ):  # copies in both directions run at the same time, and hide the update
+        copied = state_bytes(costs) / gpu.host_bytes_per_s
+        seconds["optimizer"] = max(copied, seconds["optimizer"])
     return seconds
 
 

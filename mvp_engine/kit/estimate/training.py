@@ -29,6 +29,7 @@ def settings_of(config: Any, parallel: Any, gpu: str) -> EstimateSettings:
         "bf16" if precision == "auto" else precision,
         gpu=gpu,
         state_dtype=getattr(config.optim, "state_dtype", "float32"),
+        offload_states=getattr(config.optim, "offload", False),
         ema=getattr(config.optim, "ema", None) is not None,
         reference_copy=getattr(config, "reference", None) == "copy",
         teacher=config.distil.teacher if hasattr(config, "distil") else None,

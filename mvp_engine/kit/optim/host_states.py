@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
@@ -75,13 +75,13 @@ def _pinned_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 # ---- How much fits ------------------------------------------------------------------------------------------------
 
 
-def check_host_memory(sizes: Iterable[int]) -> None:
-    """Raise for states that do not fit into the memory of this machine, before hours of training.
+def check_host_memory(size: int) -> None:
+    """Raise for states of this rank that do not fit into the memory of this machine, before its first step.
 
-    `sizes`: bytes of the states of this rank; the other ranks of the machine need about as much.
+    The other ranks of the machine need about as much.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed = ranks * sum(sizes)
+    needed = ranks * size
     available = available_host_memory()
     if available is not None and needed > available:
         raise UserError(

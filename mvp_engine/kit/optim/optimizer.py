@@ -95,7 +95,7 @@ class KitOptimizer(Optimizer):
         for param, group in self._params_with_groups():
             self._state_specs(param, group)  # raises for layouts that are not supported
         if offload:
-            check_host_memory(self._host_bytes(*pair) for pair in self._params_with_groups())
+            check_host_memory(self.host_bytes)
 
     def _params_with_groups(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         for group in self.param_groups:
@@ -201,12 +201,16 @@ class KitOptimizer(Optimizer):
             updated.append(_Updated(origin.param, step, one.states, origin.rows))
         self._update(group, updated)
 
-    def _host_bytes(self, param: Tensor, group: dict[str, Any]) -> int:
-        """Bytes of a parameter's states on the host of this rank; the scales of int8 states are 3 % of them."""
-        if not self.is_offloaded(param):
-            return 0
-        size = sum(spec.dtype.itemsize for spec in self._state_specs(param, group))
-        return local_tensor(param).numel() * (size + 4 * (self.ema is not None))
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all states on the host of this rank, without the scales of int8 states, 3 % of them."""
+        total = 0
+        for param, group in self._params_with_groups():
+            if self.is_offloaded(param):
+                size = sum(spec.dtype.itemsize for spec in self._state_specs(param, group))
+                size += 4 * (self.ema is not None)
+                total += size * local_tensor(param).numel()
+        return total
 
     def _state_tensors(
         self, param: Tensor, group: dict[str, Any], state: dict[str, Any]

@@ -97,6 +97,9 @@ class Printer:
         total = f"{memory['total_gib']:.1f} GiB"
         owner = f"of the GPU's {total}" if memory["of"] == "device" else f"the machine has {total}"
         self._figure("peak memory", f"{memory['peak_gib']:.2f} GiB, {owner}")
+        if memory["host_gib"]:
+            states = f"{memory['host_gib']:.2f} GiB of optimizer states per rank (optim.offload)"
+            self._figure("host memory", states)
 
     def _training(self, training: dict[str, Any]) -> None:
         text = f"{training['steps']:,} steps" if training["steps"] else "unknown number of steps"

@@ -151,6 +151,7 @@ class Check:
             "of": "device" if engine.device.type == "cuda" else "process",
             "peak_gib": _gib(peak),
             "total_gib": _gib(_total_memory(engine.device)),
+            "host_gib": _gib(_host_states(engine)),
         }
 
     # ---- Data -----------------------------------------------------------------------------------------
@@ -362,6 +363,12 @@ def _first_good(kit: MLLMDataKit, split: str) -> str | None:
                 return str(index)
             index += 1
     return None
+
+
+def _host_states(engine: CheckedEngine) -> int:
+    """Bytes of optimizer states on the host (optim.offload), of the rank that has most."""
+    optimizer = getattr(getattr(engine, "model_engine", None), "optimizer", None)
+    return max(engine.world.all_gather(int(getattr(optimizer, "host_bytes", 0))))
 
 
 def _total_memory(device: torch.device) -> int:

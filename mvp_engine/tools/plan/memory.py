@@ -24,6 +24,8 @@ def held_bytes(engine: Any) -> dict[str, int]:
 def _held(engine: Any) -> dict[str, list[Tensor]]:
     model = engine.model
     states = tree_leaves(list(engine.optimizer.state.values()))
+    if getattr(engine.optimizer, "offload", False):
+        states = []  # on the host
     return {
         "weights": [*model.parameters(), *model.buffers()],
         "gradients": [param.grad for param in model.parameters() if param.grad is not None],
