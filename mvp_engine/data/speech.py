@@ -1,8 +1,8 @@
 """Speech targets of a batch: the layout of `PackedBatch.media["speech"]`.
 
-An item is one spoken assistant turn. Its rows are the talker's positions: the user turns before it, a header, and one
-position per frame of codes. The last `fields["frame_counts"]` rows of an item are its frames, and the row before a
-frame predicts it.
+An item is one sequence of the talker; its rows are the talker's positions. For Qwen3-Omni that is one spoken assistant
+turn: the user turns before it, a header, and one position per frame of codes. For CSM it is all turns of a row: the
+text of each, and its frames. The row before a frame predicts it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 SPEECH = "speech"  # the key in `PackedBatch.media`
 # Keys in its `fields`, one number per item; on the host, as grids are.
 FRAME_COUNTS = "frame_counts"
+TURN_COUNTS = "turn_counts"  # spoken turns
 SOURCE_COUNTS = "source_counts"  # rows that read a hidden state
 
 # Columns of `values`, which are int64.

@@ -2,13 +2,15 @@
 
 Legend: R positions of all spoken rows, F frames, K codebooks, D hidden size.
 
-A row is the text of one turn, then its frames, then a frame of `codebook_eos_token_id` in every codebook: it ends the
-speech and is predicted as any other. The codec of the folder is not part of the model; an export copies it.
+A turn is its text, then its frames, then a frame of `codebook_eos_token_id` in every codebook: it ends the speech and
+is predicted as any other. A row has one turn or several, which are one sequence. The codec of the folder is not part of
+the model; an export copies it.
 transformers' own training encodes audio in the forward and runs the heads one by one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.data.speech import (
     CODES,
     FIRST_CODE,
@@ -35,7 +37,7 @@ from mvp_engine.hf.auto_model import from_auto
 from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.packed_model import Outputs, PackedModel
 from mvp_engine.hf.speech_outputs import SPEECH_OUTPUTS, SpeechSizes, speech_outputs
-from mvp_engine.hf.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
+from mvp_engine.hf.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn, media_of
 from mvp_engine.hf.speech_rows import SpeechRows
 from mvp_engine.hf.talker import packed_hidden
 from mvp_engine.hf.whole_folder import WholeFolder
@@ -147,16 +149,34 @@ class CsmPasses:
 
     def embeddings(self, codes_FK: Tensor) -> Tensor:
         """(F, K, D), of the depth decoder; those of the backbone are mostly tied to them."""
-        return _lookup(self.csm.depth_decoder.model.embed_tokens, codes_FK, self.books)
+        return self._lookup(self.csm.depth_decoder.model.embed_tokens, codes_FK)
+
+    def embedding(self, codes_F: Tensor, book: int) -> Tensor:
+        """(F, D): of one codebook."""
+        table = self.csm.depth_decoder.model.embed_tokens
+        return F.embedding(codes_F + book * (table.num_embeddings // self.books), table.weight)
+
+    @property
+    def frame_table(self) -> nn.Embedding:
+        """The backbone's embeddings of codes."""
+        table: nn.Embedding = self.csm.backbone_model.embed_tokens.embed_audio_tokens
+        return table
+
+    @property
+    def is_tied(self) -> bool:
+        return self.frame_table.weight is self.csm.depth_decoder.model.embed_tokens.weight
+
+    def frame_inputs(self, codes_FK: Tensor) -> Tensor:
+        """(F, D): frames as the backbone reads them."""
+        return self._lookup(self.frame_table, codes_FK).sum(1)
 
     def inputs(self, rows: SpeechRows, embeds_FKD: Tensor, hidden_TD: Tensor | None) -> Tensor:
         """(R, D): embeddings of text; in frames, the sum of the embeddings of the codes."""
         text_R = rows.values[:, TEXT]
         inputs_RD = self.csm.embed_text_tokens(text_R.clamp(min=0))
         inputs_RD = inputs_RD.masked_fill((text_R < 0)[:, None], 0.0)
-        table = self.csm.backbone_model.embed_tokens.embed_audio_tokens
-        if table.weight is not self.csm.depth_decoder.model.embed_tokens.weight:
-            embeds_FKD = _lookup(table, rows.codes, self.books)
+        if not self.is_tied:
+            embeds_FKD = self._lookup(self.frame_table, rows.codes)
         return inputs_RD.index_add(0, rows.frames, embeds_FKD.sum(1).to(inputs_RD.dtype))
 
     def hidden(self, rows: SpeechRows, inputs_RD: Tensor, shard: UlyssesShard | None) -> Tensor:
@@ -171,15 +191,21 @@ class CsmPasses:
         out = decoder(inputs_embeds=inputs_FKD, attention_mask=mask, use_cache=False)
         return out.last_hidden_state[:, 1:].transpose(0, 1)
 
-
-def _lookup(table: nn.Embedding, codes_FK: Tensor, books: int) -> Tensor:
-    offsets_K = torch.arange(books, device=codes_FK.device) * (table.num_embeddings // books)
-    return F.embedding(codes_FK + offsets_K, table.weight)
+    def _lookup(self, table: nn.Embedding, codes_FK: Tensor) -> Tensor:
+        offsets_K = torch.arange(self.books, device=codes_FK.device) * (
+            table.num_embeddings // self.books
+        )
+        return F.embedding(codes_FK + offsets_K, table.weight)
 
 
 @dataclass(frozen=True)
 class CsmProtocol(SpeechProtocol):
-    """Rows of CSM: the tokens of one turn, its frames, and a frame that ends them. Other turns are not read."""
+    """Rows of CSM: for each turn its text, its frames and a frame that ends them; later turns read earlier ones.
+
+    A turn starts with the tokenizer's bos token; tokens without any are one turn.
+    """
+
+    reads_answers = True
 
     @classmethod
     def of(cls, config: Any) -> CsmProtocol:
@@ -193,7 +219,7 @@ class CsmProtocol(SpeechProtocol):
             speakers={},
             frame_rate=rate,
             sampling_rate=CODEC_RATE,
-            im_start=-1,
+            im_start=config.bos_token_id,
             im_end=-1,
             user=-1,
             assistant=-1,
@@ -205,22 +231,39 @@ class CsmProtocol(SpeechProtocol):
         )
 
     def num_answers(self, ids_T: Tensor) -> int:
-        return 1
+        return len(self._segments(ids_T)) - 1
 
     def num_text_tokens(self, ids_T: Tensor, turn: int) -> int:
-        return len(ids_T)
+        segments = self._checked_segments(ids_T, turn)
+        return segments[turn + 1] - segments[turn]
 
-    def num_rows(self, ids_T: Tensor, turns: Any) -> int:
-        return sum(len(ids_T) + frames + 1 for _, frames in turns)
+    def num_rows(self, ids_T: Tensor, turns: Sequence[tuple[int, int]]) -> int:
+        last = max(turn for turn, _ in turns)
+        frames = sum(count + 1 for _, count in turns)
+        return self._checked_segments(ids_T, last)[last + 1] + frames
 
-    def _segments(self, ids_T: Tensor) -> list[int]:
-        return [0, len(ids_T)]
+    def plan(self, ids_T: Tensor, position_ids: Tensor, turns: Sequence[SpokenTurn]) -> Media:
+        """One item: all turns up to the last spoken one."""
+        if not turns:
+            return self.empty()
+        by_turn = {turn.turn: turn for turn in turns}
+        last = max(by_turn)
+        segments = self._checked_segments(ids_T, last)
+        pieces = []
+        for turn in range(last + 1):
+            text = ids_T[segments[turn] : segments[turn + 1]]
+            rows = torch.full((len(text), FIRST_CODE + self.books), -1)
+            rows[:, TEXT] = text
+            rows[:, LABEL] = IGNORE
+            pieces.append(rows)
+            if turn in by_turn:
+                pieces.append(self._frames(by_turn[turn]))
+                rows[-1, LABEL] = pieces[-1][0, FIRST_CODE] if by_turn[turn].learnt else IGNORE
+        item = torch.cat(pieces)
+        item[:, POSITIONS] = POSITION_UNITS * torch.arange(len(item))[:, None]
+        return media_of([item], torch.tensor([len(by_turn)]))
 
-    def _item(
-        self, ids_T: Tensor, positions_3T: Tensor, segments: list[int], spoken: SpokenTurn
-    ) -> Tensor:
-        if spoken.turn != 0:
-            raise SpeechError("speech_turn", "rows of CSM have one spoken turn and no other ones")
+    def _frames(self, spoken: SpokenTurn) -> Tensor:
         if spoken.speaker is not None:
             raise SpeechError(
                 "speech_speaker",
@@ -229,11 +272,24 @@ class CsmProtocol(SpeechProtocol):
         codes_FK = self._checked_codes(spoken)
         if spoken.ends:
             codes_FK = torch.cat([codes_FK, torch.full_like(codes_FK[:1], self.codec_eos)])
-        frames = len(codes_FK)
-        rows = torch.full((len(ids_T) + frames, FIRST_CODE + self.books), -1)
-        rows[: len(ids_T), TEXT] = ids_T
-        rows[len(ids_T) :, CODES] = codes_FK
+        rows = torch.full((len(codes_FK), FIRST_CODE + self.books), -1)
+        rows[:, CODES] = codes_FK
         rows[:, LABEL] = IGNORE
-        rows[-frames - 1 : -1, LABEL] = codes_FK[:, 0]
-        rows[:, POSITIONS] = POSITION_UNITS * torch.arange(len(rows))[:, None]
+        if spoken.learnt:
+            rows[:-1, LABEL] = codes_FK[1:, 0]
         return rows
+
+    def _segments(self, ids_T: Tensor) -> list[int]:
+        """The first token of each turn, and the end; what is before the first bos token is part of the first turn."""
+        starts: list[int] = (ids_T == self.im_start).nonzero()[:, 0].tolist()
+        return [0, *starts[1:], len(ids_T)]
+
+    def _checked_segments(self, ids_T: Tensor, turn: int) -> list[int]:
+        segments = self._segments(ids_T)
+        if turn >= len(segments) - 1:
+            raise SpeechError(
+                "speech_turn",
+                f"answer {turn} is not in the tokens of the row, which have {len(segments) - 1} turns of CSM: the chat "
+                f"template must begin each turn with the token {self.im_start} (bos_token_id), and no other",
+            )
+        return segments

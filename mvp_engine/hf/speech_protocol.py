@@ -29,6 +29,7 @@ from mvp_engine.data.speech import (
     SOURCE,
     SOURCE_COUNTS,
     TEXT,
+    TURN_COUNTS,
 )
 from mvp_engine.errors import UserError
 
@@ -54,6 +55,7 @@ class SpokenTurn(NamedTuple):
     codes: Tensor  # (frames, books)
     speaker: str | None = None  # None: the first one of the model
     ends: bool = True  # False: the sound is cut off, so its end is not learnt
+    learnt: bool = True  # False: what later turns read, without a loss
 
 
 class _Turn(NamedTuple):
@@ -85,6 +87,7 @@ class SpeechProtocol:
     ]  # four codec ids before the speaker and two after; the speaker is None's place
     codec_eos: int
     name: str = field(default="")
+    reads_answers = False  # whether earlier answers are read as sounds
 
     @classmethod
     def for_config(cls, config: Any) -> SpeechProtocol | None:
@@ -138,8 +141,8 @@ class SpeechProtocol:
         """No spoken turn."""
         values = torch.zeros(0, FIRST_CODE + self.books, dtype=torch.long)
         nothing = torch.zeros(0, dtype=torch.long)
-        fields = {FRAME_COUNTS: nothing.clone(), SOURCE_COUNTS: nothing.clone()}
-        return Media(values, nothing, nothing.clone(), fields)
+        names = (FRAME_COUNTS, TURN_COUNTS, SOURCE_COUNTS)
+        return Media(values, nothing, nothing.clone(), {name: nothing.clone() for name in names})
 
     def num_answers(self, ids_T: Tensor) -> int:
         """The assistant turns of a sequence, spoken or not."""
@@ -167,12 +170,7 @@ class SpeechProtocol:
         segments = self._segments(ids_T)
         positions_3T = position_ids.expand(3, -1) if position_ids.ndim == 1 else position_ids[-3:]
         items = [self._item(ids_T, positions_3T, segments, turn) for turn in turns]
-        counts = torch.tensor([len(item) for item in items])
-        frames = torch.stack([(item[:, -1] >= 0).sum() for item in items])
-        owners = torch.zeros(len(items), dtype=torch.long)
-        sources = torch.stack([(item[:, SOURCE] >= 0).sum() for item in items])
-        fields = {FRAME_COUNTS: frames, SOURCE_COUNTS: sources}
-        return Media(torch.cat(items), counts, owners, fields)
+        return media_of(items, torch.ones(len(items), dtype=torch.long))
 
     def speaker_of(self, rows: Tensor, num_frames: int) -> str | None:
         """The speaker of one item."""
@@ -264,6 +262,16 @@ class SpeechProtocol:
 
     def _role(self, ids_T: Tensor, start: int) -> int:
         return int(ids_T[start + 1]) if start + 1 < len(ids_T) else -1
+
+
+def media_of(items: list[Tensor], turns: Tensor) -> Media:
+    """The rows of the talker's sequences of one row of the data; `turns`: those spoken in each."""
+    counts = torch.tensor([len(item) for item in items])
+    frames = torch.stack([(item[:, -1] >= 0).sum() for item in items])
+    owners = torch.zeros(len(items), dtype=torch.long)
+    sources = torch.stack([(item[:, SOURCE] >= 0).sum() for item in items])
+    fields = {FRAME_COUNTS: frames, TURN_COUNTS: turns, SOURCE_COUNTS: sources}
+    return Media(torch.cat(items), counts, owners, fields)
 
 
 def _positions(positions_3T: Tensor, users: Tensor, segments: list[int], after: int) -> Tensor:

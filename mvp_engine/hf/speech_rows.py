@@ -25,6 +25,7 @@ from mvp_engine.data.speech import (
     SOURCE,
     SOURCE_COUNTS,
     SPEECH,
+    TURN_COUNTS,
 )
 from mvp_engine.distributed.key_exchange import to_device
 from mvp_engine.distributed.ulysses import UlyssesShard, even_sizes
@@ -55,7 +56,8 @@ class SpeechRows:
         num_frames = int(speech.fields[FRAME_COUNTS].sum())
         num_sources = int(speech.fields[SOURCE_COUNTS].sum())
         is_frame_R = values[:, -1] >= 0
-        predicts_R = F.pad(is_frame_R[1:], (0, 1))  # the row after the last of an item is no frame
+        num_turns = int(speech.fields[TURN_COUNTS].sum())
+        predicts_R = F.pad(is_frame_R[1:], (0, 1))  # the first row of an item is no frame
         offsets = torch.tensor([0, *lengths]).cumsum(0).int()
         sources = None
         tokens = None
@@ -70,7 +72,7 @@ class SpeechRows:
             lengths=lengths,
             cu_seqlens=to_device(offsets, device),
             frames=torch.nonzero_static(is_frame_R, size=num_frames)[:, 0],
-            labelled=torch.nonzero_static(is_frame_R | predicts_R, size=num_frames + len(lengths))[
+            labelled=torch.nonzero_static(is_frame_R | predicts_R, size=num_frames + num_turns)[
                 :, 0
             ],
             sources=sources,
@@ -102,7 +104,7 @@ class SpeechRows:
 def _num_real(batch: PackedBatch, speech: Media) -> int:
     real = getattr(batch, "num_real_sequences", batch.num_sequences)
     items = int((speech.sequence_ids < real).sum())
-    return int(speech.fields[FRAME_COUNTS][:items].sum()) + items
+    return sum(int(speech.fields[name][:items].sum()) for name in (FRAME_COUNTS, TURN_COUNTS))
 
 
 class SpeechScores(NamedTuple):

@@ -28,6 +28,7 @@ from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at, with_completion
+from mvp_engine.kit.generation import check_writes
 from mvp_engine.kit.player import Player, Sound, speak
 from mvp_engine.kit.settings import SpeechGeneration
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, precision_on
@@ -70,6 +71,7 @@ class ChatModel:
         )
         engine_class = OmniModelEngine if speaks else LanguageModelEngine
         model: Any = engine_class.build_model(ModelSource(str(folder)))
+        check_writes(model, "mvp chat --speak")
         settings = Settings(precision=precision_on(place, "auto"))
         if settings.precision != "fp32":
             cast_frozen_weights(model.requires_grad_(False), DTYPES[settings.precision])

@@ -15,6 +15,7 @@ import torch
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.data.speech import without_speech
+from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.decoding import Decoding, complete, with_completion
 from mvp_engine.model_engine import ModelEngine
@@ -48,6 +49,15 @@ class Prompt:
     batch: PackedBatch  # of one sequence, on the CPU, without labels
     expected: list[int]
     is_continuation: bool
+
+
+def check_writes(model: Any, key: str | None) -> None:
+    """Raise if `key` asks a model for text that writes none."""
+    if key is not None and "next_logits" not in model.provides:
+        name = model.hf.config.model_type
+        raise UserError(
+            f"{key}: {name} writes no text. Remove it; CSM speaks the text that it is given (mvp_engine.kit.speak)"
+        )
 
 
 def generate_answers(

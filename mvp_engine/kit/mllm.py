@@ -37,7 +37,7 @@ from mvp_engine.kit.data import MLLMDataKit, load_processor
 from mvp_engine.kit.estimate.auto import smaller_after_out_of_memory, with_choice
 from mvp_engine.kit.examples import examples_of
 from mvp_engine.kit.export_link import export_link
-from mvp_engine.kit.generation import Answer, Prompt, generate_answers, write_answers
+from mvp_engine.kit.generation import Answer, Prompt, check_writes, generate_answers, write_answers
 from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit
@@ -163,6 +163,7 @@ class MLLMEngine(Engine):
 
     def prepare_model(self) -> nn.Module:
         model: Any = MLLMModelKit(self.config.lora).build(self.config.model, self.config.model.type)
+        check_writes(model, "eval_generation" if self.config.eval_generation else None)
         # The processor with the limits of this training goes into checkpoints and exports.
         model.side_files = self.run.dir / "processor"
         if self.world.is_main:

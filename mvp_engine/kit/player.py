@@ -21,8 +21,10 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import FRAME_COUNTS, SPEECH, without_speech
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path
-from mvp_engine.hf.omni_generate import Spoken, generate_codes, load_vocoder
+from mvp_engine.hf.omni_generate import generate_codes
 from mvp_engine.hf.speech_protocol import SpeechProtocol
+from mvp_engine.hf.speech_sampling import Spoken
+from mvp_engine.hf.vocoder import load_vocoder
 from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.examples import wav_file
 from mvp_engine.kit.generation import Prompt
@@ -72,7 +74,7 @@ class Player:
 
     @classmethod
     def of_folder(cls, folder: str | Path) -> Player:
-        """The vocoder of an Omni folder."""
+        """The vocoder of an Omni folder, or the codec of a CSM folder."""
         vocoder: Any = load_vocoder(folder)
 
         def play(codes: Tensor) -> np.ndarray:
@@ -100,7 +102,7 @@ def speak(
 ) -> list[Sound]:
     """The sound of each prompt: one sequence that ends with the text of the assistant's turn, and its media.
 
-    `model` is an OmniModel that is not sharded.
+    `model` is an OmniModel or a CsmModel that is not sharded. CSM also reads the sounds of earlier turns of a prompt.
     """
     settings = settings or SpeechGeneration()
     protocol = SpeechProtocol.for_config(model.whole.config)
@@ -109,7 +111,9 @@ def speak(
     names = list(speakers or [None] * len(prompts))
     found: list[Spoken] = []
     for first in range(0, len(prompts), TOGETHER):
-        some = [without_speech(prompt) for prompt in prompts[first : first + TOGETHER]]
+        some = list(prompts[first : first + TOGETHER])
+        if not protocol.reads_answers:
+            some = [without_speech(prompt) for prompt in some]
         found += generate_codes(
             model,
             some,

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from mvp_engine.data.batch import Media, PackedBatch
-from mvp_engine.data.speech import FIRST_CODE, FRAME_COUNTS, SOURCE_COUNTS, SPEECH
+from mvp_engine.data.speech import (
+    FIRST_CODE,
+    FRAME_COUNTS,
+    SOURCE_COUNTS,
+    SPEECH,
+    TURN_COUNTS,
+)
 from mvp_engine.hf.csm import CsmModel
 from mvp_engine.hf.omni_model import OmniModel
 from mvp_engine.hf.packed_model import PackedModel
@@ -82,7 +88,7 @@ def speech_work(
     yield "talker", float(rows_N.sum()), None
     if "talker_media" in costs.rows:
         yield "talker_media", float(media.fields[SOURCE_COUNTS].sum()), None
-    yield "codec_head", frames + len(rows_N), None
+    yield "codec_head", frames + float(media.fields[TURN_COUNTS].sum()), None
     yield "code", frames * books, None
     yield "code_head", frames, None
     yield "pair", float((rows_N * (rows_N + 1) / 2).sum()), costs.pairs["talker", None]
@@ -119,5 +125,6 @@ def assumed_speech(model: SpeakingModel, rows: int, user_tokens: int, frames: in
     books = model.speech_sizes.books
     values = torch.empty(rows * talker_rows, FIRST_CODE + books, dtype=torch.long, device="meta")
     counts = torch.full((rows,), talker_rows)
-    fields = {FRAME_COUNTS: torch.full((rows,), frames), SOURCE_COUNTS: torch.zeros(rows).long()}
+    fields = {FRAME_COUNTS: torch.full((rows,), frames), TURN_COUNTS: torch.ones(rows).long()}
+    fields[SOURCE_COUNTS] = torch.zeros(rows).long()
     return Media(values, counts, torch.arange(rows), fields)

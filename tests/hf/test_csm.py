@@ -26,11 +26,14 @@ from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import OmniModel, speech_outputs
 from mvp_engine.hf.csm import CsmModel
+from mvp_engine.hf.omni_generate import generate_codes
 from mvp_engine.hf.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
-from mvp_engine.kit import MFUKit, MLLMData, MLLMDataKit
+from mvp_engine.kit import MFUKit, MLLMData, MLLMDataKit, Player, speak
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import peak_memory
 from mvp_engine.kit.estimate.settings import EstimateSettings
+from mvp_engine.kit.generation import check_writes
+from mvp_engine.kit.settings import SpeechGeneration
 from mvp_engine.kit.speech_loss import SpeechLossKit, trains_text
 from mvp_engine.model_engine import ModelSource, Settings
 from mvp_engine.model_engine.types import OmniModelEngine
@@ -86,7 +89,11 @@ def whole(tied: bool = True) -> Any:
     from transformers import CsmForConditionalGeneration
 
     torch.manual_seed(2)
-    return CsmForConditionalGeneration(config(tied)).eval()
+    model = CsmForConditionalGeneration(config(tied)).eval()
+    for name, table in model.codec_model.named_buffers():
+        if name.endswith("embed_sum"):
+            table.normal_()  # zeros otherwise: all codes would be equal
+    return model
 
 
 def csm(tied: bool = True) -> CsmModel:
@@ -97,9 +104,12 @@ def csm(tied: bool = True) -> CsmModel:
 
 
 def batch_of(ids: Tensor, codes: Tensor | None, ends: bool = True) -> PackedBatch:
+    return turns_of(ids, [] if codes is None else [SpokenTurn(0, codes, ends=ends)])
+
+
+def turns_of(ids: Tensor, turns: list[SpokenTurn]) -> PackedBatch:
     protocol = SpeechProtocol.for_config(config())
     assert protocol is not None
-    turns = [] if codes is None else [SpokenTurn(0, codes, ends=ends)]
     media = {SPEECH: protocol.plan(ids, torch.arange(len(ids)), turns)}
     return PackedBatch.from_sequences([ids], [torch.zeros(len(ids))], media=media)
 
@@ -139,6 +149,73 @@ def test_one_pass_of_csm_has_the_logits_of_step_by_step_generation(tied: bool, m
     torch.testing.assert_close(found["rest"].transpose(0, 1), by_frame, rtol=0, atol=1e-5)
 
 
+def generated(model: Any, ids: Tensor, **context: Any) -> Tensor:
+    """(F, K): transformers' greedy codes."""
+    options = {"max_new_tokens": FRAMES, "do_sample": False, "depth_decoder_do_sample": False}
+    # CSM's padding token is its placeholder of audio, so transformers would mask the sounds out.
+    return model.generate(ids[None], attention_mask=torch.ones_like(ids)[None], **options, **context)[0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_generate_codes_of_csm_are_those_of_transformers_with_earlier_turns(tied: bool) -> None:
+    theirs = whole(tied)
+    alone = torch.tensor([57, 5, 6, 7, 8])
+    wanted = [generated(theirs, alone)]
+    # The second prompt has an earlier turn with a sound, which transformers' own codec encodes.
+    sound = torch.randn(1, 1, 40, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        codes = theirs.codec_model.encode(sound).audio_codes[0].T
+    assert len(codes.unique()) > 3
+    earlier, later = torch.tensor([57, 9, 10]), torch.tensor([57, 11, 12, 13])
+    placeholders = torch.tensor([58] * len(codes) + [59])
+    ids = torch.cat([earlier, placeholders, later])
+    cutoffs = torch.tensor([[sound.shape[-1]]])
+    wanted.append(generated(theirs, ids, input_values=sound, input_values_cutoffs=cutoffs))
+    spoken = SpokenTurn(0, codes, learnt=False)
+    prompts = [batch_of(alone, None), turns_of(torch.cat([earlier, later]), [spoken])]
+    options: dict[str, Any] = {"max_frames": FRAMES, "do_sample": False, "repetition_penalty": 1.0}
+    model = csm(tied)
+    found = generate_codes(model, prompts, **options)
+    for one, codes_FK in zip(found, wanted, strict=True):
+        assert torch.equal(one.codes, codes_FK[: len(one.codes)])
+        assert len(one.codes) == FRAMES or one.ended
+    silent = generate_codes(model, [batch_of(torch.cat([earlier, later]), None)], **options)
+    assert not torch.equal(silent[0].codes, found[1].codes)
+    with pytest.raises(UserError, match="no list of speakers: write 'ethan' into the text"):
+        generate_codes(model, prompts[:1], ["ethan"])
+
+
+def test_row_of_csm_with_two_turns_learns_the_second_from_the_first() -> None:
+    """Two turns in one row equal transformers' pass over both; a turn without loss is read and not learnt."""
+    g = torch.Generator().manual_seed(3)
+    ids = torch.tensor([57, 5, 6, 57, 7, 8, 9])
+    codes = [torch.randint(1, 32, (count, BOOKS), generator=g) for count in (3, 5)]
+    both = turns_of(ids, [SpokenTurn(0, codes[0]), SpokenTurn(1, codes[1])])
+    second = turns_of(ids, [SpokenTurn(0, codes[0], learnt=False), SpokenTurn(1, codes[1])])
+    first = turns_of(ids, [SpokenTurn(0, codes[0])])
+    protocol = SpeechProtocol.for_config(config())
+    assert protocol is not None
+    for batch, counts in ((both, [(0, 3), (1, 5)]), (first, [(0, 3)])):
+        assert len(batch.media[SPEECH].values) == protocol.num_rows(ids, counts)
+    model = csm()
+    theirs = whole()
+    with torch.no_grad():
+        found = model(both, ["speech_log_probs"])["speech_log_probs"]
+        losses = [model(one, ["speech_loss"])["speech_loss"] for one in (both, second, first)]
+        end = torch.zeros(1, BOOKS, dtype=torch.long)
+        frames = [theirs.backbone_model.embed_tokens(torch.cat([one, end])[None])[0] for one in codes]
+        text = theirs.embed_text_tokens(ids)
+        embeds = torch.cat([text[:3], frames[0], text[3:], frames[1]])
+        logits = theirs.lm_head(theirs.backbone_model(inputs_embeds=embeds[None]).last_hidden_state[0])
+    labels = torch.cat([codes[1][:, 0], end[:, 0]])
+    wanted = logits.log_softmax(-1)[10:16].gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(found[5:11, 0], wanted, rtol=0, atol=1e-5)
+    assert len(found) == 3 + 1 + 1 + 5 + 1 + 1
+    torch.testing.assert_close(losses[0], losses[1] + losses[2], rtol=1e-5, atol=1e-5)
+    with pytest.raises(SpeechError, match="begin each turn with the token 57"):
+        protocol.plan(ids, torch.arange(7), [SpokenTurn(2, codes[0])])
+
+
 def rows() -> list[PackedBatch]:
     g = torch.Generator().manual_seed(0)
     found = []
@@ -151,8 +228,9 @@ def rows() -> list[PackedBatch]:
 
 def test_pack_of_csm_rows_equals_each_alone_with_every_gradient() -> None:
     model = csm()
-    batches = rows()
-    assert num_speech_labels(PackedBatch.concat(batches)) == 3 + 1 + 7 + 1
+    two = [SpokenTurn(0, torch.full((2, BOOKS), 7), learnt=False), SpokenTurn(1, torch.full((3, BOOKS), 9))]
+    batches = [*rows(), turns_of(torch.tensor([57, 5, 57, 6, 7]), two)]
+    assert num_speech_labels(PackedBatch.concat(batches)) == 3 + 1 + 7 + 1 + 3 + 1
     gradients, outputs = [], []
     for group in ([PackedBatch.concat(batches)], batches):
         model.zero_grad()
@@ -186,12 +264,36 @@ def test_export_of_a_trained_csm_keeps_the_codec(tmp_path: Path) -> None:
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
+def test_speak_with_csm_plays_codes_with_the_codec_of_its_folder(tmp_path: Path) -> None:
+    whole().save_pretrained(tmp_path / "csm")
+    player = Player.of_folder(tmp_path / "csm")
+    codes = torch.randint(0, 32, (5, BOOKS), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = whole().codec_model.decode(codes.T[None]).audio_values.flatten()
+    torch.testing.assert_close(torch.from_numpy(player.play(codes)), wanted, rtol=0, atol=1e-6)
+    assert (player.books, player.codebook_size, player.sampling_rate) == (BOOKS, 32, 24_000)
+    model = csm()
+    with torch.no_grad():
+        model.hf.lm_head.weight[32:] = 0  # an untrained model may speak ids that its codec lacks
+        model.hf.depth_decoder.codebooks_head.weight[:, :, 32:] = 0
+    ids = torch.tensor([57, 5, 6, 7, 8])
+    (sound,) = speak(model, [batch_of(ids, None)], player, settings=SpeechGeneration(max_frames=3, temperature=0))
+    assert len(sound.codes) in (0, 3)
+    assert sound.seconds > 0 or not len(sound.codes)
+    with pytest.raises(UserError, match="the model spoke code 33, and its codec has 0 to 31"):
+        player.play(codes + 33 - int(codes.max()))
+    with pytest.raises(UserError, match="eval_generation: csm writes no text"):
+        check_writes(model, "eval_generation")
+
+
 def test_data_kit_makes_rows_of_csm_from_codes(tmp_path: Path) -> None:
     codes = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    earlier = [{"type": "text", "text": "[0]hi"}, {"type": "audio", "codes": codes[:1]}]
     content = [{"type": "text", "text": "[0]hi"}, {"type": "audio", "codes": codes}]
-    row = {"messages": [{"role": "assistant", "content": content}]}
+    row = {"messages": [{"role": "assistant", "content": earlier, "loss": False}]}
+    row["messages"].append({"role": "assistant", "content": content})
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    letters = {letter: index for index, letter in enumerate("[]0hi<>?")}
+    letters = {letter: index for index, letter in enumerate("[]0hi>?")} | {"<": 57}
     bare = Tokenizer(WordLevel(letters, unk_token="?"))
     bare.pre_tokenizer = Split("", "isolated")
     processor = PreTrainedTokenizerFast(tokenizer_object=bare, bos_token="<", eos_token=">", unk_token="?")
@@ -202,8 +304,12 @@ def test_data_kit_makes_rows_of_csm_from_codes(tmp_path: Path) -> None:
     kit = MLLMDataKit(data, processor, model_config=config(), num_workers=0)
     (batch,) = list(kit.loader("train", shuffle=False, global_batch_size=1))
     values = batch.media[SPEECH].values
-    assert values[:, TEXT].tolist() == [*batch.input_ids.tolist(), -1, -1, -1]
-    assert values[-3:, CODES].tolist() == [*codes, [0] * BOOKS]
+    ids = batch.input_ids.tolist()
+    assert values[:, TEXT].tolist() == [*ids[:7], -1, -1, *ids[7:], -1, -1, -1]
+    end = [0] * BOOKS
+    assert values[7:9, CODES].tolist() == [codes[0], end]
+    assert values[-3:, CODES].tolist() == [*codes, end]
+    assert num_speech_labels(batch) == 3  # the first turn is read, and not learnt
     assert float(csm()(batch, ["speech_loss"])["speech_loss"].detach().sum()) > 0
 
 
@@ -212,8 +318,6 @@ def test_csm_names_what_it_cannot_speak() -> None:
     assert protocol is not None
     ids = torch.tensor([57, 5])
     codes = torch.zeros(2, BOOKS, dtype=torch.long)
-    with pytest.raises(SpeechError, match="one spoken turn"):
-        protocol.plan(ids, torch.arange(2), [SpokenTurn(1, codes)])
     with pytest.raises(SpeechError, match=r"as \[0\]"):
         protocol.plan(ids, torch.arange(2), [SpokenTurn(0, codes, "ethan")])
     with pytest.raises(UserError, match="copies the codec from the folder"):

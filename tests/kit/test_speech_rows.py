@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mvp_engine.kit.data.encode.speech_targets import SpeechTargets
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow, SpeechCodes
 from mvp_engine.kit.data.read.rows import read_row
@@ -70,9 +72,12 @@ def test_speech_row_that_cannot_be_spoken_is_bad(raw: dict[str, Any], reason: st
     assert error.value.reason == reason
 
 
-def test_speech_row_turn_without_loss_keeps_text_only() -> None:
+def test_speech_row_turn_without_loss_keeps_its_sound_for_talkers_that_read_answers() -> None:
     raw = row(TEXT, AUDIO, loss=False)
     raw["messages"] += [{"role": "user", "content": "Again."}, {"role": "assistant", "content": "eight"}]
     message = read_row(raw, SPEECH).messages[1]
     assert message.text == "seven"
-    assert message.speech is None
+    assert message.speech is not None
+    for reads, sound in ((True, message.speech), (False, None)):
+        targets: Any = SimpleNamespace(protocol=SimpleNamespace(reads_answers=reads))
+        assert SpeechTargets.sound(targets, message) is sound

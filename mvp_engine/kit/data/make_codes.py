@@ -102,7 +102,7 @@ def _make(name: str, source: Source, row_format: RowFormat, speech: SpeechTarget
     )
     made = MadeCodes()
     started = reported = time.monotonic()
-    for batch in _batches(_missing(source, row_format, store, made), store):
+    for batch in _batches(_missing(source, row_format, speech, store, made), store):
         codes = store.codec.encode_many([sound.waveform for sound in batch])
         for sound, one in zip(batch, codes, strict=True):
             store.put(sound.content, one)
@@ -122,7 +122,11 @@ def _make(name: str, source: Source, row_format: RowFormat, speech: SpeechTarget
 
 
 def _missing(
-    source: Source, row_format: RowFormat, store: CodeStore, made: MadeCodes
+    source: Source,
+    row_format: RowFormat,
+    speech: SpeechTargets,
+    store: CodeStore,
+    made: MadeCodes,
 ) -> Iterator[_Sound]:
     """The sounds that have no codes yet, each once, decoded by threads."""
     seen: set[bytes] = set()
@@ -130,7 +134,7 @@ def _missing(
         for first in range(0, len(source), 8 * READERS):
             rows = range(first, min(first + 8 * READERS, len(source)))
             wanted = []
-            for part in _targets(source, row_format, rows):
+            for part in _targets(source, row_format, rows, speech):
                 try:
                     content = store.content(part, source.root)
                 except BadRow:
@@ -151,15 +155,18 @@ def _missing(
                     yield _Sound(content, waveform)
 
 
-def _targets(source: Source, row_format: RowFormat, rows: Sequence[int]) -> Iterator[Part]:
+def _targets(
+    source: Source, row_format: RowFormat, rows: Sequence[int], speech: SpeechTargets
+) -> Iterator[Part]:
     for row in rows:
         try:
             messages = read_row(source[row], row_format).messages
         except BadRow:
             continue
         for message in messages:
-            if message.speech is not None and not isinstance(message.speech.value, SpeechCodes):
-                yield message.speech
+            sound = speech.sound(message)
+            if sound is not None and not isinstance(sound.value, SpeechCodes):
+                yield sound
 
 
 def _waveform(store: CodeStore, part: Part, root: Path) -> np.ndarray | None:

@@ -115,11 +115,12 @@ class SpeechTargets:
         turns = []
         answers = [message for message in row.messages if message.role == "assistant"]
         for turn, message in enumerate(answers):
-            if message.speech is None:
+            sound = self.sound(message)
+            if sound is None:
                 self._check_silent(message, turn)
                 continue
-            codes = torch.from_numpy(self._codes(message.speech, root).astype(np.int64))
-            speaker = message.speech.options.get("speaker")
+            codes = torch.from_numpy(self._codes(sound, root).astype(np.int64))
+            speaker = sound.options.get("speaker")
             if speaker is not None and not isinstance(speaker, str):
                 raise BadRow(
                     "wrong_type",
@@ -131,8 +132,13 @@ class SpeechTargets:
                     "speech_speaker",
                     f"the model has no speaker {speaker!r}; it has {names} (talker_config.speaker_id)",
                 )
-            turns.append(SpokenTurn(turn, codes, speaker))
+            turns.append(SpokenTurn(turn, codes, speaker, learnt=message.loss is not False))
         return turns
+
+    def sound(self, message: Message) -> Part | None:
+        """The sound of a message; without loss only for a talker that reads earlier answers."""
+        is_read = message.loss is not False or self.protocol.reads_answers
+        return message.speech if is_read else None
 
     def _check_silent(self, message: Message, turn: int) -> None:
         if self.settings.require and message.loss is not False:

@@ -13,10 +13,7 @@ from mvp_engine.kit.data.read.row_types import BadRow, Message, SpeechCodes
 
 
 def take_speech(messages: Sequence[Message], is_target: bool) -> list[Message]:
-    """The messages with the audio of assistant turns as their `speech`; a bad row unless audio `is_target`.
-
-    A turn without loss keeps its text and loses its sound: the talker reads no earlier answers.
-    """
+    """The messages with the audio of assistant turns as their `speech`; a bad row unless audio `is_target`."""
     found = []
     for index, message in enumerate(messages):
         if message.role == "assistant":
@@ -53,4 +50,4 @@ def _with_speech(message: Message, index: int, is_target: bool) -> Message:
             f"message {index} (assistant) has a sound, but no text: the talker reads the text that it speaks",
         )
     others = tuple(part for part in message.parts if part.kind != "audio")
-    return replace(message, parts=others, speech=None if message.loss is False else audio[0])
+    return replace(message, parts=others, speech=audio[0])
