@@ -21,6 +21,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.errors import UserError
 from mvp_engine.hf import attention, media_features
+from mvp_engine.hf.config_source import ACTION_SIZES
 from mvp_engine.hf.model_inputs import media_inputs
 from mvp_engine.hf.packed_model import Outputs, PackedModel
 
@@ -34,7 +35,6 @@ MASK = "action_mask"  # (S, C, A) bool: entries that carry loss
 NOISE = "action_noise"  # (S, N, C, A)
 TIMES = "action_times"  # (S, N)
 ACTION_OUTPUTS = ("action_losses", "velocity", "actions")
-SIZES = ("chunk_size", "max_action_dim", "max_state_dim")  # keys of a config
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ class ActionSpec:
 
     @classmethod
     def of(cls, config: Any, kind: str) -> ActionSpec:
-        missing = [name for name in SIZES if not isinstance(getattr(config, name, None), int)]
+        missing = [
+            name for name in ACTION_SIZES if not isinstance(getattr(config, name, None), int)
+        ]
         if missing:
             raise UserError(
                 f"model.type=action_model: the config of {config.model_type} has no {', '.join(missing)}. Set "

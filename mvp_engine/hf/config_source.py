@@ -17,6 +17,9 @@ from mvp_engine.errors import UserError, did_you_mean, similar_path
 from mvp_engine.hf.hub import ADAPTER_CONFIG, local_folder
 from mvp_engine.hf.omni_config import add_undeclared_settings
 
+# Settings that the action head of a vision-language model adds to its config.
+ACTION_SIZES = ("chunk_size", "max_action_dim", "max_state_dim")
+
 
 def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:
     """A config object of transformers. Remote code is never executed."""
@@ -28,7 +31,9 @@ def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:
         settings = known.to_dict()
     add_undeclared_settings(known)
     changes = {key: value for key, value in overrides.items() if key != "model_type"}
+    sizes = {name: changes.pop(name) for name in ACTION_SIZES if name in changes}
     _merge(known, settings, changes, "model.config")
+    settings |= sizes
     try:
         config = type(known).from_dict(settings)
     except Exception as error:  # noqa: BLE001 - any error: the settings are the user's

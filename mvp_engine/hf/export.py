@@ -150,6 +150,10 @@ def _write_readme(target: Target, folder: Path) -> None:
         use = (
             'values = hidden @ heads["score.weight"].T\n' if "score.weight" in target.extras else ""
         )
+        if "action_queries.weight" in target.extras:
+            use = (
+                "# act.py does the rest: Policy.from_pretrained(folder).act(images, state, task)\n"
+            )
         names = ", ".join(target.extras)
         text = HEADS_README.format(model=model, heads=HEADS, names=names, use=use)
         (folder / "README.md").write_text(text)

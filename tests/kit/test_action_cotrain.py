@@ -90,8 +90,8 @@ def test_text_weight_without_text_is_a_user_error(tmp_path: Path, settings: dict
         ActionDataKit(data, ActionData(**settings), tokenizer, model_config=model_config())
 
 
-def test_regressor_on_qwen3_vl_reads_frames_as_prompts_of_its_processor(tmp_path: Path) -> None:
-    processor = make_qwen3_vl_processor(TEXTS, 300)
+def regressor_config(processor: Any) -> dict[str, Any]:
+    """A tiny Qwen3-VL with the sizes of actions."""
     text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
@@ -103,10 +103,15 @@ def test_regressor_on_qwen3_vl_reads_frames_as_prompts_of_its_processor(tmp_path
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     sizes = {"chunk_size": CHUNK, "max_action_dim": 5, "max_state_dim": 6}
     ids = dict(zip(names, tokens, strict=True))
-    config = Qwen3VLConfig(text_config=text, vision_config=vision, **ids, **sizes)
+    return {"text_config": text, "vision_config": vision, **ids, **sizes}
+
+
+def test_regressor_on_qwen3_vl_reads_frames_as_prompts_of_its_processor(tmp_path: Path) -> None:
+    processor = make_qwen3_vl_processor(TEXTS, 300)
+    config = Qwen3VLConfig(**regressor_config(processor))
     kit = make_kit(tmp_path, processor, config, text_weight=0.5)
     kit.save_processor(tmp_path)
-    assert not (tmp_path / "act.py").exists()
+    assert (tmp_path / "act.py").is_file()
     assert (tmp_path / "normalization.json").is_file()
     [batch] = kit.loader(folder=tmp_path)
     fields = batch.sequence_fields

@@ -8,11 +8,13 @@ This file is complete: it needs torch, numpy and transformers, and lies next to 
     actions = policy.act({"observation.images.top": frame_HWC}, state, "put the block on the red plate")
 
 `actions` is (steps, size), in the units of the training data. normalization.json has the statistics by which states
-are normalized and actions are brought back to their units.
+are normalized and actions are brought back to their units. The folder holds a pi0, or a vision-language model with a
+head that decodes a chunk of actions (heads.safetensors).
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ from torch.nn import functional as F
 
 FILE = "normalization.json"
 FORMAT = 1
+HEADS = "heads.safetensors"
 MODES = ("mean_std", "min_max", "quantiles", "none")
 _TINY = 1e-6  # a dimension that varies less than this is only shifted
 
@@ -139,23 +142,19 @@ def prompt_ids(tokenizer: Any, task: str, image_tokens: int, image_token_id: int
 
 
 class Policy:
-    """A pi0 model of transformers with its tokenizer and normalization."""
+    """A model of transformers that acts."""
 
-    def __init__(self, model: Any, tokenizer: Any, normalization: Normalization) -> None:
-        self.model = model.eval()
-        self.tokenizer = tokenizer
-        self.normalization = normalization
-        vision = model.config.vlm_config.vision_config
-        self.image_tokens = (vision.image_size // vision.patch_size) ** 2
+    normalization: Normalization
 
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, **options: Any) -> Policy:
-        """`options` are those of `PI0ForConditionalGeneration.from_pretrained`, such as dtype and device_map."""
-        from transformers import AutoTokenizer, PI0ForConditionalGeneration
+    @staticmethod
+    def from_pretrained(folder: str | Path, **options: Any) -> Policy:
+        """The policy of an exported folder. `options` are those of transformers, such as dtype and device_map."""
+        from transformers import AutoConfig
 
-        model = PI0ForConditionalGeneration.from_pretrained(folder, **options)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        return cls(model, tokenizer, Normalization.load(folder))
+        normalization = Normalization.load(folder)
+        config = AutoConfig.from_pretrained(folder)
+        kind = Pi0 if config.model_type == "pi0" else ChunkRegressor
+        return kind.load(Path(folder), config, normalization, options)
 
     def act(
         self,
@@ -179,27 +178,75 @@ class Policy:
         num_steps: int | None = None,
     ) -> np.ndarray:
         """The actions (observations, steps, size). An observation may lack cameras."""
+        frames = []
+        for seen in images:
+            frames.append([seen[name] for name in self.normalization.cameras if name in seen])
+            if not frames[-1]:
+                raise ValueError(
+                    f"an observation has the images {list(seen)}; the policy needs {self.normalization.cameras}"
+                )
+        chunk = self.chunks(frames, states, tasks, noise, num_steps)
+        return self.normalization.unnormalize_actions(chunk, states)
+
+    def chunks(
+        self,
+        frames: Sequence[Sequence[Any]],
+        states: Any,
+        tasks: Sequence[str],
+        noise: Tensor | None,
+        num_steps: int | None,
+    ) -> Tensor:
+        """Normalized actions (observations, steps, max_action_dim)."""
+        raise NotImplementedError
+
+
+class Pi0(Policy):
+    """A pi0 with its tokenizer. Its actions begin as noise."""
+
+    def __init__(self, model: Any, tokenizer: Any, normalization: Normalization) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.normalization = normalization
+        vision = model.config.vlm_config.vision_config
+        self.image_tokens = (vision.image_size // vision.patch_size) ** 2
+
+    @classmethod
+    def load(
+        cls, folder: Path, config: Any, normalization: Normalization, options: Mapping[str, Any]
+    ) -> Pi0:
+        from transformers import AutoTokenizer, PI0ForConditionalGeneration
+
+        model = PI0ForConditionalGeneration.from_pretrained(folder, **options)
+        return cls(model, AutoTokenizer.from_pretrained(folder), normalization)
+
+    def chunks(
+        self,
+        frames: Sequence[Sequence[Any]],
+        states: Any,
+        tasks: Sequence[str],
+        noise: Tensor | None,
+        num_steps: int | None,
+    ) -> Tensor:
         config = self.model.config
         device = self.model.device
-        counts = [sum(name in seen for name in self.normalization.cameras) for seen in images]
         ids = []
-        for task, count in zip(tasks, counts, strict=True):
+        for task, seen in zip(tasks, frames, strict=True):
             token = config.vlm_config.image_token_id
-            ids.append(prompt_ids(self.tokenizer, task, count * self.image_tokens, token))
+            ids.append(prompt_ids(self.tokenizer, task, len(seen) * self.image_tokens, token))
         longest = max(map(len, ids))
         input_ids = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids])
+        counts = torch.tensor([len(seen) for seen in frames])
+        most = int(counts.max())
         size = self.normalization.spec["image"]
-        shape = (len(ids), max(counts), 3, size["height"], size["width"])
-        pixels = torch.zeros(shape)
-        has_camera = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
-        for row, seen in enumerate(images):
-            cameras = [name for name in self.normalization.cameras if name in seen]
-            for place, name in enumerate(cameras):
-                pixels[row, place] = self.normalization.image(seen[name])
+        pixels = torch.zeros(len(ids), most, 3, size["height"], size["width"])
+        for row, seen in enumerate(frames):
+            for place, frame in enumerate(seen):
+                pixels[row, place] = self.normalization.image(frame)
+        has_camera = torch.arange(most) < counts[:, None]
         state = self.normalization.normalize_state(states, config.max_state_dim)
         dtype = self.model.dtype
-        chunk = self.model.sample_actions(
+        actions: Tensor = self.model.sample_actions(
             state=state.to(device, dtype),
             input_ids=input_ids.to(device),
             pixel_values=pixels.to(device, dtype),
@@ -208,4 +255,130 @@ class Policy:
             pixel_attention_mask=has_camera.to(device),
             num_steps=num_steps,
         )
-        return self.normalization.unnormalize_actions(chunk, states)
+        return actions
+
+
+class ChunkRegressor(Policy):
+    """A vision-language model with its processor, and a head that decodes a chunk in one forward.
+
+    Behind the prompt stand a state token and one query token per step. The prompt is causal; queries attend to the
+    prompt, the state and each other.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        heads: Mapping[str, Tensor],
+        normalization: Normalization,
+    ) -> None:
+        self.model = model.eval()
+        self.processor = processor
+        self.heads = {name: value.to(model.device, model.dtype) for name, value in heads.items()}
+        self.normalization = normalization
+        self._suffix: Tensor | None = None  # (1, 1 + steps, hidden), of the forward that runs
+        decoder = model.model.get_decoder()
+        decoder.register_forward_pre_hook(self._insert_suffix, with_kwargs=True)
+
+    @classmethod
+    def load(
+        cls, folder: Path, config: Any, normalization: Normalization, options: Mapping[str, Any]
+    ) -> ChunkRegressor:
+        import transformers
+        from safetensors.torch import load_file
+        from transformers import AutoProcessor
+
+        model_class = getattr(transformers, config.architectures[0])
+        model = model_class.from_pretrained(folder, **options)
+        processor = AutoProcessor.from_pretrained(folder)
+        return cls(model, processor, load_file(folder / HEADS), normalization)
+
+    def chunks(
+        self,
+        frames: Sequence[Sequence[Any]],
+        states: Any,
+        tasks: Sequence[str],
+        noise: Tensor | None,
+        num_steps: int | None,
+    ) -> Tensor:
+        if noise is not None or num_steps is not None:
+            raise ValueError("this policy has no noise and no steps: leave noise and num_steps out")
+        size = self.model.config.max_state_dim
+        normalized = self.normalization.normalize_state(states, size).to(self.model.device)
+        return torch.stack(
+            [self._chunk(*one) for one in zip(frames, normalized, tasks, strict=True)]
+        )
+
+    def _chunk(self, frames: Sequence[Any], state: Tensor, task: str) -> Tensor:
+        inputs = self._prompt(frames, task).to(self.model.device)
+        for name, value in inputs.items():
+            inputs[name] = value.to(self.model.dtype) if value.is_floating_point() else value
+        ids = inputs.pop("input_ids")
+        inputs.pop("attention_mask", None)
+        queries = self.heads["action_queries.weight"]
+        length = ids.shape[1]
+        behind = 1 + len(queries)
+        position_ids = self._positions(ids, inputs, behind)
+        # Any token will do that is no placeholder of an image: its embedding is replaced.
+        ids = F.pad(ids, (0, behind), value=int(ids[0, -1]))
+        if "mm_token_type_ids" in inputs:
+            inputs["mm_token_type_ids"] = F.pad(inputs["mm_token_type_ids"], (0, behind))
+        is_seen = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
+        is_seen[length + 1 :] = True
+        mask = torch.zeros(is_seen.shape, dtype=self.model.dtype, device=ids.device)
+        mask = mask.masked_fill(~is_seen, torch.finfo(mask.dtype).min)
+        state = self._linear("state_proj", state[None].to(self.model.dtype))
+        self._suffix = torch.cat([state, queries])[None]
+        try:
+            output = self.model.model(
+                input_ids=ids,
+                attention_mask=mask[None, None],
+                position_ids=position_ids,
+                use_cache=False,
+                **inputs,
+            )
+        finally:
+            self._suffix = None
+        return self._head(output.last_hidden_state[0, length + 1 :])
+
+    def _prompt(self, frames: Sequence[Any], task: str) -> Any:
+        from PIL import Image
+
+        content = [{"type": "image", "image": Image.fromarray(np.asarray(one))} for one in frames]
+        message = {"role": "user", "content": [*content, {"type": "text", "text": task}]}
+        return self.processor.apply_chat_template(
+            [message],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            **self.normalization.spec.get("template", {}),
+        )
+
+    def _positions(self, ids: Tensor, inputs: Mapping[str, Any], behind: int) -> Tensor:
+        """Those of the prompt, then the numbers behind its last token: an image may take fewer than its tokens."""
+        rope = getattr(self.model.model, "get_rope_index", None)
+        if rope is None:
+            return torch.arange(ids.shape[1] + behind, device=ids.device)[None]
+        known = inspect.signature(rope).parameters
+        found = rope(ids, **{name: value for name, value in inputs.items() if name in known})[0]
+        more = found[..., -1:].amax(0, keepdim=True) + 1 + torch.arange(behind, device=ids.device)
+        return torch.cat([found, more.expand(*found.shape[:-1], -1)], dim=-1)
+
+    def _insert_suffix(
+        self, decoder: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        suffix = self._suffix
+        if suffix is None:
+            return None
+        embeds = kwargs["inputs_embeds"]
+        kept = embeds[:, : embeds.shape[1] - suffix.shape[1]]
+        return args, {**kwargs, "inputs_embeds": torch.cat([kept, suffix], dim=1)}
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        weight = self.heads["action_head.0.weight"]
+        hidden = F.layer_norm(hidden, weight.shape, weight, self.heads["action_head.0.bias"])
+        return self._linear("action_head.3", F.gelu(self._linear("action_head.1", hidden))).float()
+
+    def _linear(self, name: str, values: Tensor) -> Tensor:
+        return F.linear(values, self.heads[f"{name}.weight"], self.heads[f"{name}.bias"])

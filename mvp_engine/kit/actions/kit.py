@@ -237,8 +237,14 @@ class ActionDataKit(MLLMDataKit):
                 raise UserError(
                     f"actions.statistics={self.actions.statistics}: {name} has {found} values, the data {size}"
                 )
+        # Of prompts by a chat template, and only where there are options: checkpoints without the entry resume.
+        has_options = bool(self.settings.template) and not isinstance(
+            self.row_encoder, Pi0RowEncoder
+        )
+        template = {"template": self.settings.template} if has_options else {}
         return Normalization(
             {
+                **template,
                 "format": FORMAT,
                 "mode": self.actions.normalize,
                 "relative": self.relative,
@@ -306,8 +312,7 @@ class ActionDataKit(MLLMDataKit):
         return {}
 
     def save_processor(self, folder: Path, model: str | None = None) -> None:
-        """The tokenizer, normalization.json and (of pi0) act.py, which go into checkpoints and exports."""
+        """The processor, normalization.json and act.py, which go into checkpoints and exports."""
         super().save_processor(folder, model)
         self.normalization.save(folder)
-        if isinstance(self.row_encoder, Pi0RowEncoder):
-            (folder / "act.py").write_text(Path(act.__file__).read_text())
+        (folder / "act.py").write_text(Path(act.__file__).read_text())
