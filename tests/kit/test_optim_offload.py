@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from test_optim import contents, net, same, settings, train
+from families import parallel
+from test_optim import IDS, contents, loss_of, net, same, settings, train
 from test_optim_ranks import ONE_RANK, engine, gathered, steps
 from torch import Tensor, nn
 
 from mvp_engine.checkpoint.format import Reader
-from mvp_engine.distributed import World
+from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.kit import OptimKit
 from mvp_engine.kit.optim import host_states, state_stream
 from mvp_engine.kit.optim.optimizer import KitOptimizer
 from mvp_engine.kit.optim.state_stream import ALIGNED_ELEMENTS, SLOTS, Bucket, StateStream, make_buckets
+from mvp_engine.model_engine import FSDPEngine, Settings
 from mvp_engine.model_engine.fsdp.offload import move_optimizer
 
 KINDS = [{"state_dtype": "float32"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}, {"kind": "muon"}]
@@ -164,6 +169,22 @@ def test_offloaded_states_are_loaded_with_another_dtype() -> None:
     assert same(*found)
 
 
+@pytest.mark.usefixtures("on_host")
+def test_offloaded_states_with_clipping_and_frozen_parameters_train_alike() -> None:
+    found = []
+    for offload in (False, True):
+        options = Settings(clip_grad_norm=0.05, freeze=("layers.0.*",))
+        made = FSDPEngine(net(), Layout.of(ONE_RANK, parallel()), options)
+        made.initialize(OptimKit(settings(offload=offload)).build_optimizer)
+        norms = []
+        for _ in range(3):
+            numbers = made.train_batch([IDS], lambda ids, model=made.model: (11 * loss_of(model), 11))
+            norms.append(float(numbers.grad_norm))
+        assert min(norms) > 0.05  # clipped
+        found.append(contents(made.model, made.optimizer))
+    assert same(*found)
+
+
 def two_ranks(options: dict[str, Any]) -> list[dict[str, Tensor]]:
     use_tiny_buckets()
     world = World.join("cpu")
@@ -195,6 +216,43 @@ def test_available_host_memory_is_less_than_that_of_the_machine() -> None:
     available = host_states.available_host_memory()
     assert available is not None
     assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_available_host_memory_of_a_container_counts_file_cache_as_free(tmp_path: Path) -> None:
+    cgroup = replace(host_states.CGROUPS[0], folder=tmp_path)
+    assert cgroup.available() is None  # another version
+    (tmp_path / "memory.max").write_text("max\n")
+    assert cgroup.available() is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 100\nfile 600\nshmem 50\n")
+    assert cgroup.available() == 1000 - 700 + 600 - 50
+
+
+def test_pinned_memory_is_registered_exactly_and_unregistered_when_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: dict[int, int] = {}
+    codes = [0, 2]
+
+    def register(address: int, size: int, flags: int) -> int:
+        registered[address] = size
+        return codes.pop(0)
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    zeros = host_states._pinned_zeros((5, 7), torch.bfloat16)
+    assert (zeros.shape, zeros.dtype, registered) == ((5, 7), torch.bfloat16, {zeros.data_ptr(): 70})
+    assert not zeros.any()
+    view = zeros[1:3]
+    view.fill_(2.0)
+    assert float(zeros.sum()) == 28
+    del zeros
+    gc.collect()
+    assert registered  # a view needs it
+    del view
+    gc.collect()
+    assert not registered
+    with pytest.raises(UserError, match="cannot be pinned"):
+        host_states._pinned_zeros((5, 7), torch.bfloat16)
 
 
 @pytest.mark.usefixtures("on_host")

@@ -10,6 +10,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.errors import UserError
 
 GIB = 2**30
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def host_zeros_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -98,7 +98,39 @@ def available_host_memory() -> int | None:
     if meminfo.is_file():
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         found.append(1024 * int(lines["MemAvailable"].split()[0]))
-    limit = CGROUP / "memory.max"
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        found.append(int(text) - int((CGROUP / "memory.current").read_text()))
+    for cgroup in CGROUPS:
+        if (left := cgroup.available()) is not None:
+            found.append(left)
     return min(found, default=None)
+
+
+@dataclass(frozen=True)
+class Cgroup:
+    """The files of a container's memory limit, in one of the two versions of cgroups."""
+
+    folder: Path
+    limit: str
+    used: str
+    cached: str  # names in memory.stat; file cache is used memory that can be freed, except for shared memory
+    shared: str
+
+    def available(self) -> int | None:
+        limit = self.folder / self.limit
+        if not limit.is_file() or (text := limit.read_text().strip()) == "max":
+            return None
+        used = int((self.folder / self.used).read_text())
+        lines = (self.folder / "memory.stat").read_text().splitlines()
+        sizes = {name: int(size) for name, size in map(str.split, lines)}
+        return int(text) - used + sizes[self.cached] - sizes[self.shared]
+
+
+CGROUPS = (
+    Cgroup(Path("/sys/fs/cgroup"), "memory.max", "memory.current", "file", "shmem"),
+    Cgroup(
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_cache",
+        "total_shmem",
+    ),
+)

@@ -24,7 +24,7 @@ from mvp_engine.kit.optim import state_stream
 from mvp_engine.kit.optim.adamw import AdamWParam, adamw_
 from mvp_engine.kit.optim.chunks import flat_offset, has_whole_blocks, rows_of
 from mvp_engine.kit.optim.ema import create_ema, swap_ema_, update_ema_
-from mvp_engine.kit.optim.host_states import check_host_memory, host_copy, host_zeros_like
+from mvp_engine.kit.optim.host_states import GIB, check_host_memory, host_copy, host_zeros_like
 from mvp_engine.kit.optim.muon import MuonParam, muon_
 from mvp_engine.kit.optim.rounding import rounding_salt
 from mvp_engine.kit.optim.state_stream import Bucket, StagedSlice, StateStream, make_buckets
@@ -95,7 +95,11 @@ class KitOptimizer(Optimizer):
         for param, group in self._params_with_groups():
             self._state_specs(param, group)  # raises for layouts that are not supported
         if offload:
-            check_host_memory(self.host_bytes)
+            size = self.host_bytes
+            check_host_memory(size)
+            LOGGER.info(
+                "optim.offload: %.1f GiB of optimizer states per rank on the host", size / GIB
+            )
 
     def _params_with_groups(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         for group in self.param_groups:
