@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mvp_engine.errors import UserError
+from mvp_engine.kit.actions.gym_env import GymEnv
 from mvp_engine.kit.actions.rollout import Observation, rollout, success_rate
 from mvp_engine.kit.actions.strips import strip_image
 
@@ -101,3 +103,61 @@ def test_rollout_observations_or_infos_without_an_entry_are_a_user_error() -> No
 
     with pytest.raises(UserError, match="infos have no entry 'is_success' or 'success'; they have none"):
         rollout(Walker(), Silent(1), 1)
+
+
+class Renamed(Line):
+    """Line with the names of its own, images in a dict, no instruction, and infos as before gymnasium 1.0."""
+
+    def seen(self) -> dict[str, Any]:
+        seen = super().seen()
+        return {"place": seen[STATE], "pixels": {"top": seen[CAMERA]}}
+
+    def step(self, actions: np.ndarray) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        seen, rewards, done, never, infos = super().step(actions)
+        ended = [{"is_success": infos["is_success"][at]} if done[at] else None for at in range(self.num_envs)]
+        return seen, rewards, done, never, {"final_info": np.array(ended, object)}
+
+
+def test_gym_env_has_names_of_the_folder_and_an_instruction() -> None:
+    names = {"place": STATE, "pixels/top": CAMERA}
+    found = rollout(Walker(), GymEnv(Renamed(4), names, "walk"), n=10, seed=3)
+    assert [one.task for one in found] == ["walk"] * 10
+    wanted = rollout(Walker(), Line(4), n=10, seed=3)
+    assert [(one.success, one.steps) for one in found] == [(one.success, one.steps) for one in wanted]
+    assert 0 < success_rate(found) < 1
+    with pytest.raises(UserError, match=r"no entry 'pixel/top'\. Did you mean pixels/top\?"):
+        rollout(Walker(), GymEnv(Renamed(1), {"pixel/top": CAMERA}, "walk"), n=1)
+
+
+def test_gym_env_without_gymnasium_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(UserError, match=r"PushT-v0 needs the package gymnasium: pip install 'mvp-engine\[sim\]'"):
+        GymEnv.make("gym_pusht:gym_pusht/PushT-v0", 1, {}, "push")
+
+
+class Pusher:
+    """Moves to the far side of the middle from where the hand is: it touches the block in some episodes."""
+
+    def act(self, observations: list[Observation], seed: int, keys: Any) -> np.ndarray:
+        steps = []
+        for seen, (episode, decision) in zip(observations, keys, strict=True):
+            assert seen.images["observation.image"].shape == (96, 96, 3)
+            assert seen.images["observation.image"].std() > 10
+            dice = np.random.default_rng([seed, episode, decision])
+            steps.append([512 - seen.state + dice.normal(0, 20, 2)] * 4)
+        return np.array(steps)
+
+
+def test_rollouts_in_pusht_do_not_depend_on_the_number_of_environments() -> None:
+    pytest.importorskip("gym_pusht", reason="needs the extra sim")
+    names = {"agent_pos": STATE, "pixels": "observation.image"}
+    strips = []
+    for num_envs in (1, 3):
+        env = GymEnv.make("gym_pusht:gym_pusht/PushT-v0", num_envs, names, "push", obs_type="pixels_agent_pos")
+        found = rollout(Pusher(), env, n=3, seed=5, max_steps=12, strips=1)
+        assert [(one.steps, one.success, one.task) for one in found] == [(12, False, "push")] * 3
+        strips.append(np.stack(found[0].strip))
+    assert np.array_equal(*strips)
+    assert np.abs(strips[0][0].astype(int) - strips[0][-1]).max() > 50  # something moved
+    with pytest.raises(UserError, match="gymnasium has no environment gym_pusht/NoSuch"):
+        GymEnv.make("gym_pusht/NoSuch", 1, names, "push")

@@ -176,8 +176,15 @@ class _Wave:
 
 
 def _succeeded(infos: Mapping[str, Any], at: int) -> bool:
-    """Whether an episode that just ended succeeded; gymnasium keeps its last info under `final_info` on auto-reset."""
-    for found in (infos.get("final_info"), infos):
+    """Whether an episode that just ended succeeded.
+
+    Where gymnasium resets an environment in the same step, its last infos are in `final_info`: a dict of arrays, and
+    before version 1.0 an array of dicts.
+    """
+    final = infos.get("final_info")
+    if final is not None and not isinstance(final, Mapping) and isinstance(final[at], Mapping):
+        final = {name: {at: value} for name, value in final[at].items()}
+    for found in (final, infos):
         for name in SUCCESS:
             if isinstance(found, Mapping) and name in found:
                 return bool(found[name][at])
