@@ -32,6 +32,7 @@ from mvp_engine.hf.attention_mask import (
 )
 from mvp_engine.hf.context_attention import context_spec
 from mvp_engine.hf.kv_cache import KVCache
+from mvp_engine.ops import short_attention
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
 from mvp_engine.ops.autocast import autocast_dtype
 from mvp_engine.ops.query_groups import QueryGroup, grouped_query_attention
@@ -313,6 +314,14 @@ def encoder_attention(
         raise UnsupportedAttention(
             f"{layer} passes a mask of shape {tuple(attention_mask.shape)}, not (items, heads, L, L)"
         )
+    if (
+        attention_mask is None
+        and dropout == 0.0
+        and short_attention.is_supported(q_NHLd, k_NKLd, v_NKLd)
+    ):
+        return short_attention.short_attention(
+            q_NHLd, k_NKLd, v_NKLd, scale=scaling, causal=causal
+        ), None
     out_NHLd = F.scaled_dot_product_attention(
         q_NHLd,
         k_NKLd,

@@ -1,0 +1,82 @@
+"""Attention of many short sequences of one length, such as the codes of each frame in a code predictor.
+
+Legend: N sequences, L tokens of each, H query heads, K key/value heads, d head size.
+
+A flash kernel gives each sequence and head a tile of 64 to 128 tokens, and backward float32 queries of the same size:
+for 16 tokens most of both is empty. Here several sequences share a tile, with a block-diagonal mask; since a tile holds
+all keys of its queries, backward needs nothing but the inputs, and no atomic additions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+LONGEST = 32  # tokens of a sequence; longer ones fill tiles of flash kernels
+
+
+def is_supported(q_NHLd: Tensor, k_NKLd: Tensor, v_NKLd: Tensor) -> bool:
+    """Half precision on a GPU, head sizes that are powers of 2."""
+    if not INSTALLED or not q_NHLd.is_cuda or q_NHLd.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    size = q_NHLd.shape[-1]
+    same = q_NHLd.shape[2] == k_NKLd.shape[2] and v_NKLd.shape == k_NKLd.shape
+    return same and k_NKLd.shape[2] <= LONGEST and size in (16, 32, 64, 128, 256)
+
+
+def short_attention(
+    q_NHLd: Tensor, k_NKLd: Tensor, v_NKLd: Tensor, *, scale: float | None = None, causal: bool
+) -> Tensor:
+    """(N, L, H, d), contiguous."""
+    return _forward(q_NHLd, k_NKLd, v_NKLd, scale or 1 / math.sqrt(q_NHLd.shape[-1]), causal)
+
+
+@torch.library.custom_op("mvp::short_attention", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    from mvp_engine.ops import short_attention_kernel as kernel
+
+    return kernel.forward(_rows(q), _rows(k), _rows(v), scale, causal)
+
+
+@torch.library.custom_op("mvp::short_attention_backward", mutates_args=())
+def _backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from mvp_engine.ops import short_attention_kernel as kernel
+
+    return kernel.backward(_rows(d_out), _rows(q), _rows(k), _rows(v), scale, causal)
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    sequences, heads, length, size = q.shape
+    return q.new_empty(sequences, length, heads, size)
+
+
+@_backward.register_fake
+def _(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The kernel reads whole rows of a head; all other strides are free."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.options = inputs[3:]
+
+
+def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_backward(d_out, *ctx.saved_tensors, *ctx.options), None, None)
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)
