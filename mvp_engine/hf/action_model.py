@@ -112,6 +112,11 @@ class ActionModel(PackedModel):
             self._steps = None
 
     @property
+    def text_parameters(self) -> set[str]:
+        """Parameters that only text outputs use: without rows of text they get no gradient."""
+        raise NotImplementedError
+
+    @property
     def num_steps(self) -> int:
         return self.action_spec.num_steps if self._steps is None else self._steps
 

@@ -71,6 +71,14 @@ class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]
         model: Any = LanguageModel.from_config.__func__(cls, config)  # type: ignore[attr-defined]
         return model
 
+    @property
+    def text_parameters(self) -> set[str]:
+        """Parameters that only text outputs use: a head that is not tied to the embeddings."""
+        hf: Any = self.hf
+        tied = {hf.get_input_embeddings().weight}
+        own = set(hf.get_output_embeddings().parameters()) - tied
+        return {name for name, param in self.named_parameters() if param in own}
+
     def _unsupported(self) -> str:
         """Why chunks cannot be decoded behind the prefixes of this model; empty if they can."""
         if self.decoder() is self.base():

@@ -123,11 +123,14 @@ def trained_step(model: Any, batch: PackedBatch, names: list[str], compile: str 
 
 
 @pytest.mark.parametrize("text_loss", [False, True])
-def test_estimate_of_pi0_counts_gradients_and_states_that_a_step_has(text_loss: bool) -> None:
-    model = tiny_pi0()
-    rows = [typed(row) for row in pi0_rows(model)] if text_loss else pi0_rows(model)
-    text = [vlm_row(model, rows[0])] if text_loss else []
-    batch = PackedBatch.concat([*rows, *text])
+@pytest.mark.parametrize("head", ["pi0", "regressor"])
+def test_estimate_of_actions_counts_gradients_and_states_that_a_step_has(head: str, text_loss: bool) -> None:
+    model: Any = tiny_pi0() if head == "pi0" else tiny_regressor()
+    if head == "regressor":
+        batch = PackedBatch.concat(with_actions(samples(model, "qwen3_vl")))
+    else:
+        rows = [typed(row) for row in pi0_rows(model)] if text_loss else pi0_rows(model)
+        batch = PackedBatch.concat([*rows, vlm_row(model, rows[0])] if text_loss else rows)
     engine, _ = trained_step(model, batch, ["action_losses", "loss"] if text_loss else ["action_losses"])
     settings = EstimateSettings(precision="fp32", compile=None, text_loss=text_loss)
     sizes = peak_memory(BlockCosts(model, settings), [batch])

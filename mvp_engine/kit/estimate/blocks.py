@@ -13,6 +13,7 @@ from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import SPEECH
+from mvp_engine.hf.action_model import ActionModel
 from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.csm import CsmModel
 from mvp_engine.hf.encoder_share import largest_share
@@ -77,9 +78,9 @@ class BlockCosts:
         self.checkpointing = by_part(model, checkpointing, "model.activation_checkpointing")
         self.compiled = by_part(model, settings.compile, "model.compile")
         self.fp8 = by_part(model, settings.fp8, "model.fp8")
-        # Of pi0, what only text outputs use gets no gradient from actions, and so no optimizer state.
+        # What only text outputs use gets no gradient from actions, and so no optimizer state.
         unused = set[str]()
-        if isinstance(model, Pi0Policy) and not settings.text_loss:
+        if isinstance(model, ActionModel) and not settings.text_loss:
             unused = model.text_parameters
         self.unused = {p for name, p in model.named_parameters() if name in unused}
 

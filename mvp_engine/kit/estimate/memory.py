@@ -15,6 +15,7 @@ from torch import nn
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.fsdp import blocks
 from mvp_engine.hf import experts
+from mvp_engine.hf.action_model import ActionModel
 from mvp_engine.hf.csm import CsmModel
 from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.hf.packed_model import PackedModel
@@ -74,7 +75,7 @@ def _static(costs: BlockCosts) -> dict[str, float]:
 def state_bytes(costs: BlockCosts) -> float:
     """Bytes of the optimizer states of one rank, on the GPU or on the host."""
     settings = costs.settings
-    trained = sum(p.numel() for p in costs.model.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in costs.trained())
     per_parameter = STATE_BYTES[settings.state_dtype] + 4.0 * settings.ema
     return per_parameter * trained / settings.weight_ranks
 
@@ -126,8 +127,10 @@ def _dynamic(costs: BlockCosts, batch: PackedBatch) -> dict[str, float]:
 
 def _loss_bytes(costs: BlockCosts, batch: PackedBatch) -> float:
     """One chunk of logits, the gradient of the hidden states, and the head's gradient or its bf16 copy."""
+    if isinstance(costs.model, ActionModel) and not costs.settings.text_loss:
+        return 0.0
     head: Any = costs.model.hf.get_output_embeddings()  # type: ignore[operator]
-    if isinstance(costs.model, Pi0Policy) and costs.settings.text_loss:
+    if isinstance(costs.model, Pi0Policy):
         head = language_backbone(costs.model).get_input_embeddings()
     if head is None or isinstance(costs.model, CsmModel) or thinker_share(costs.model, batch) < 1.0:
         return 0.0

@@ -7,8 +7,8 @@ import numpy as np
 from torch import nn
 
 from mvp_engine.errors import count
+from mvp_engine.hf.action_model import ActionModel
 from mvp_engine.hf.parts import parts_of
-from mvp_engine.hf.pi0 import Pi0Policy
 from mvp_engine.kit.data.pack.costs import MEDIA_BITS
 from mvp_engine.kit.data.pack.packs import PackLoader
 from mvp_engine.model_engine.fsdp.lockstep import media_kinds
@@ -40,7 +40,9 @@ def check_rare_media(engine: CheckedEngine) -> None:
 
 def report_unused_parameters(record: CheckRecord, engine: CheckedEngine) -> None:
     names = engine.without_gradient()
-    if isinstance(engine.model, Pi0Policy):  # a training on actions alone leaves these as they are
+    if isinstance(
+        engine.model, ActionModel
+    ):  # a training on actions alone leaves these as they are
         names = [name for name in names if name not in engine.model.text_parameters]
     record["without_gradient"] = names
     if not names:
