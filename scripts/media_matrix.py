@@ -3,7 +3,8 @@
     python scripts/media_matrix.py             # sweep all types (about five minutes on one core)
     python scripts/media_matrix.py qwen3_5     # only these; others keep their entries
 
-The sweep itself is tests/kit/vlm_sweep.py. `python scripts/model_matrix.py --page` then writes the page.
+The sweep itself is tests/kit/vlm_sweep.py; talkers and whole folders of Omni models are in
+tests/hf/speech_sweep.py. `python scripts/model_matrix.py --page` then writes the page.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def main(names: list[str]) -> None:
     transformers.logging.set_verbosity_error()
     known = json.loads(FILE.read_text())["models"] if FILE.exists() and names else []
     entries = {entry["name"]: entry for entry in known}
-    for name in names or types():
-        entries[name] = measure_entry(name)
+    for name in names or [*types(), "csm"]:
+        entries[name] = measure_csm() if name == "csm" else measure_entry(name)
         print(json.dumps(entries[name]), flush=True)
     counts = Counter((entry["kind"], entry["data_kit"] is True) for entry in entries.values())
     print({f"{kind}, {'exact' if exact else 'refused'}": count for (kind, exact), count in sorted(counts.items())})
@@ -56,7 +57,32 @@ def measure_entry(name: str) -> dict[str, Any]:
             reason = f"not tried, for want of a tiny model: {reason}"
         return entry | dict.fromkeys(("packed", "data_kit", "lora", "ulysses", "tensor", "export"), reason)
     entry |= {"packed": True, "data_kit": True, "lora": short(name, lora(name))}
-    return entry | {"ulysses": UNTRIED, "tensor": UNTRIED, "export": UNTRIED, "note": trial.kinds}
+    entry |= {"ulysses": UNTRIED, "tensor": UNTRIED, "export": UNTRIED, "note": trial.kinds}
+    return with_speech(entry) if name in ("qwen2_5_omni", "qwen3_omni_moe") else entry
+
+
+def with_speech(entry: dict[str, Any]) -> dict[str, Any]:
+    """Of a whole Omni folder: the export, and whether its talker trains."""
+    from model_matrix import short
+    from speech_sweep import export, talker
+
+    name = entry["name"]
+    trains = talker(name) is True
+    about = "the talker trains with model.type=omni_model" if trains else "its talker cannot be trained"
+    return entry | {"export": short(name, export(name)), "note": f"{entry['note']}; {about}"}
+
+
+def measure_csm() -> dict[str, Any]:
+    """CSM is no language model: what it does with spoken rows."""
+    from model_matrix import short
+    from speech_sweep import export, lora, talker
+
+    found = {"packed": talker, "lora": lora, "export": export}
+    tried = {column: short("csm", check("csm")) for column, check in found.items()}
+    untried = dict.fromkeys(("data_kit", "ulysses", "tensor"), UNTRIED)
+    entry = {"name": "csm", "kind": "text-speech", **untried, **tried, "note": "speech out, model.type=omni_model"}
+    order = ("name", "kind", "packed", "data_kit", "lora", "ulysses", "tensor", "export", "note")
+    return {column: entry[column] for column in order}
 
 
 def kind_of(name: str) -> str:

@@ -32,6 +32,7 @@ QUICK = {
     "mistral3": "images padded to the largest one",
     "ovis2": "placeholders that are no tokens of the tokenizer's template",
     "qwen3_5": "gated delta net",
+    "qwen3_omni_moe": "the thinker of a whole folder; sounds whose processor pads waveforms",
 }
 
 

@@ -91,6 +91,19 @@ SAM = {"image_size": 64, "output_channels": 16, "window_size": 4, "global_attn_i
 FOUR_HEADS = {"num_key_value_heads": 4}
 OMNI_PATCH = {"patch_size": 14}  # the code of its processor fixes videos to 100,000 pixels
 
+QWEN2_5_OMNI = {
+    "text_config": MROPE,
+    "vision_config": {"patch_size": 14, "window_size": 56},
+    "audio_config": {"n_window": 4},
+    **START,
+}
+QWEN3_OMNI = {"text_config": MROPE, "vision_config": {"patch_size": 14}, **START}
+
+
+def omni_like(processor_of: str, config: dict[str, Any]) -> Special:
+    return qwen_like(processor_of=processor_of, images=OMNI_PATCH, videos=OMNI_PATCH, config=config, **NAMED_VISION)
+
+
 EXCEPTIONS: dict[str, Special] = {
     "aria": Special(  # its processor fixes the size of images to 980
         options={"size_conversion": {980: 4}},
@@ -248,25 +261,11 @@ EXCEPTIONS: dict[str, Special] = {
     ),
     "qwen2_vl": qwen_like(),
     "qwen2_5_vl": qwen_like(),
-    "qwen2_5_omni_thinker": qwen_like(
-        processor_of="qwen2_5_omni",
-        images=OMNI_PATCH,
-        videos=OMNI_PATCH,
-        config={
-            "text_config": MROPE,
-            "vision_config": {"patch_size": 14, "window_size": 56},
-            "audio_config": {"n_window": 4},
-            **START,
-        },
-        **NAMED_VISION,
-    ),
-    "qwen3_omni_moe_thinker": qwen_like(
-        processor_of="qwen3_omni_moe",
-        images=OMNI_PATCH,
-        videos=OMNI_PATCH,
-        config={"text_config": MROPE, "vision_config": {"patch_size": 14}, **START},
-        **NAMED_VISION,
-    ),
+    "qwen2_5_omni_thinker": omni_like("qwen2_5_omni", QWEN2_5_OMNI),
+    "qwen3_omni_moe_thinker": omni_like("qwen3_omni_moe", QWEN3_OMNI),
+    # Whole folders, of which a language model is the thinker.
+    "qwen2_5_omni": omni_like("qwen2_5_omni", {"thinker_config": QWEN2_5_OMNI}),
+    "qwen3_omni_moe": omni_like("qwen3_omni_moe", {"thinker_config": QWEN3_OMNI}),
     "qwen3_vl": qwen_like(),
     "qwen3_vl_moe": qwen_like(image_processor="Qwen2VLImageProcessor", video_processor="Qwen3VLVideoProcessor"),
     "qwen3_5": qwen_like(),

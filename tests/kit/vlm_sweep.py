@@ -159,12 +159,38 @@ def _check_rows(model: LanguageModel, processor: Any, folder: Path) -> list[str]
             if len(of_row) < 2:  # some processors take one item per text
                 raise
             continue
+        if len(of_row) > 1 and _sounds_change(processor, given[-1], row, of_row):
+            given.pop()
+            continue
         known.append(i)
     ones = [ones[i] for i in known]
     for one, inputs in zip(ones, given, strict=True):
         assert one.input_ids.tolist() == inputs["input_ids"][0].tolist(), "tokens differ from the processor's"
     compare(model, ones, given)
     return kinds
+
+
+def _row_of(row: dict[str, Any], item: int) -> dict[str, Any]:
+    """The row with one of its media."""
+    blocks = row["messages"][0]["content"]
+    return _row([blocks[item]], blocks[-1]["text"], row["messages"][1]["content"])
+
+
+def _sounds_change(processor: Any, together: dict[str, Any], row: dict[str, Any], media: list[Any]) -> bool:
+    """Whether the last frames of sounds change with other sounds of the call, as where waveforms are padded.
+
+    The data kit calls processors for one sound at a time.
+    """
+    mask = together.get("feature_attention_mask")
+    sounds = [item for item, (info, _) in enumerate(media) if info.kind == "audio"]
+    if mask is None or len(sounds) < 2:
+        return False
+    for place, item in enumerate(sounds):
+        alone = own_inputs(processor, _row_of(row, item), [media[item]])["input_features"][0]
+        length = int(mask[place].sum())
+        if not torch.equal(together["input_features"][place][:, :length], alone[:, :length]):
+            return True
+    return False
 
 
 def _hears_files(kit: MLLMDataKit) -> bool:

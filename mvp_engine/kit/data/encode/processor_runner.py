@@ -263,11 +263,19 @@ def _shapes(media: Media) -> dict[str, tuple[int, ...]]:
 
 
 def _check_padding(name: str, first: Media, second: Media, both: Outputs | None) -> None:
-    """Raise unless the processor itself pads the smaller of two items with zeros when it gets both."""
+    """Raise unless the processor itself pads the smaller of two items when it gets both: with zeros, or masked.
+
+    A processor may pad waveforms: the spectrogram of silence is not zero, and masked.
+    """
     together = {**(both or {})}
     together[""] = together.pop(name, None)
     padded = concat_media([first, first, second])
     expected = {**padded.fields, "": padded.values}
+    given = together[""]
+    masks = [mask for field, mask in padded.fields.items() if field.endswith("_mask")]
+    if masks and isinstance(given, Tensor) and given.shape == padded.values.shape:
+        of_frames = masks[0].ndim == 2 and masks[0].shape[1] == given.shape[-1]
+        together[""] = given * masks[0][:, None].to(given) if of_frames else given
     more = sorted(together.keys() - expected.keys())
     if more:
         raise UserError(
