@@ -49,6 +49,7 @@ from mvp_engine.model_engine import (
     engine_class,
     precision_on,
 )
+from mvp_engine.process.garbage import settled
 from mvp_engine.process.signals import StopSignals
 from mvp_engine.runs import Run
 
@@ -101,7 +102,7 @@ class Engine(EngineHooks):
             self.signals.early = True
             self.before_train()
             self.signals.early = False
-            with self.hang, self.model_engine.train_mode():
+            with settled(), self.hang, self.model_engine.train_mode():
                 self.do_train()
                 self.after_train()
 
@@ -382,8 +383,7 @@ class Engine(EngineHooks):
             self.step,
             self.total_steps,
         )
-        hub = LogHub(info, config.log.backends, self.world.rank)
-        self.hub = self._closing.enter_context(hub)
+        self.hub = self._closing.enter_context(LogHub(info, config.log.backends, self.world.rank))
         self.logger.info("%s", self.greeting)
         if self._training and self.world.is_main:
             record_config(self.run, config.to_yaml(), self.step)

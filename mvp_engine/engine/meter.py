@@ -13,10 +13,12 @@ import torch
 
 from mvp_engine.distributed import World
 from mvp_engine.log.peaks import device_peak
+from mvp_engine.process.garbage import settle
 
 LOGGER = logging.getLogger("mvp_engine")
 MOST_EVALUATING = 0.1  # the share of the time above which a warning is logged
 COUNTED_EVALUATIONS = 3  # by then; the first one compiles
+SETTLING = 2  # intervals after which what was made stays, such as compiled graphs
 
 
 class Meter:
@@ -28,6 +30,7 @@ class Meter:
         self._paused = 0.0
         self._first = self._started
         self._evaluations: list[float] = []  # seconds of each
+        self._reads = 0
 
     def step(self, samples: int) -> None:
         self.steps += 1
@@ -75,6 +78,9 @@ class Meter:
         }
         if remaining_steps is not None:
             figures["eta_s"] = remaining_steps * per_step
+        if self._reads < SETTLING:
+            settle()
+        self._reads += 1
         self.steps = 0
         self.samples = 0
         self._started = now

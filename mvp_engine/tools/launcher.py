@@ -28,6 +28,7 @@ from mvp_engine.errors import (
     TRY_AGAIN_FILE,
     UserError,
 )
+from mvp_engine.process.garbage import without_collections
 from mvp_engine.process.signals import StopSignals
 from mvp_engine.tools.nodes import Nodes, use_interface_to
 
@@ -76,7 +77,9 @@ def profile(
 def run_module(module: str, nodes: Nodes, arguments: list[str]) -> int:
     """Run `module.main(arguments)` on the ranks of this node; returns its exit code."""
     if nodes.count == 1 and nodes.nproc == 1:
-        return int(importlib.import_module(module).main(arguments))
+        with without_collections():
+            imported = importlib.import_module(module)
+        return int(imported.main(arguments))
     return _torchrun(module, nodes, arguments)
 
 

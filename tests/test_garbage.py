@@ -1,0 +1,37 @@
+"""Garbage collection around imports and trainings: what stays is not looked at, what is dropped is freed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from mvp_engine.process.garbage import settled, without_collections
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_settled_frees_cycles_made_before_inside_and_after_it() -> None:
+    before, kept = Cycle(), Cycle()
+    seen = [weakref.ref(before), weakref.ref(kept)]
+    del before
+    with settled():
+        assert seen[0]() is None  # garbage is not kept
+        assert gc.get_freeze_count() > 0
+        inside = Cycle()
+        seen.append(weakref.ref(inside))
+        del inside, kept
+        gc.collect()
+        assert seen[2]() is None
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert seen[1]() is None  # dropped inside: freed afterwards
+
+
+def test_without_collections_collects_again_afterwards() -> None:
+    with without_collections():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.unfreeze()
