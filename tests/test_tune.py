@@ -26,14 +26,13 @@ from mvp_engine.tools.tune.page import words_of
 from mvp_engine.tools.tune.search import OUT_OF_MEMORY, Outcome, best, search
 from mvp_engine.tools.tune.setups import Setup, Space
 
-SPACE = Space("mllm", 65536, 4096, 1, ("vision", "llm"), False, ("auto", None))
+SPACE = Space("mllm", 65536, 4096, 4096, 1, ("vision", "llm"), False, ("auto", None))
 CONFIG = """
 engine: engine.py
 project: {name: tiny, dir: outputs}
 model: {type: language_model, path: model, activation_checkpointing: none, compile: null}
 mllm:
   micro_batch_tokens: 256
-  row_tokens: 128
   sources:
     rows: {path: rows.jsonl}
 data: {micro_batch_size: 1, global_batch_size: 2, num_workers: 0}
@@ -112,7 +111,7 @@ def test_best_of_nearly_equal_setups_needs_least_memory() -> None:
 
 
 def test_space_sizes_divide_the_global_batch_equally_over_ranks() -> None:
-    space = Space("mllm", 3 * 65536, 8192, 4, ("llm",), False, (None,))
+    space = Space("mllm", 3 * 65536, 8192, 8192, 4, ("llm",), False, (None,))
     assert space.sizes == [8192, 12288, 16384, 24576, 49152]
     assert all(space.total % (4 * size) == 0 for size in space.sizes)
     assert SPACE.sizes == [4096, 8192, 16384, 32768, 65536]
@@ -122,15 +121,13 @@ def test_space_values_are_those_that_the_config_reads_from_the_command_line(tmp_
     (tmp_path / "engine.py").write_text(ENGINE)
     file = tmp_path / "train.yaml"
     file.write_text(CONFIG.replace("activation_checkpointing: none", "activation_checkpointing: {llm: selective}"))
-    space = Space("mllm", 1024, 128, 1, ("vision", "llm"), True, (None, "inductor"))
+    space = Space("mllm", 1024, 512, 128, 1, ("vision", "llm"), True, (None, "inductor"))
     for setup in (Setup(512, ("full", "none"), "inductor"), Setup(256, ("full", "full"), None)):
         values = space.values(setup)
         read: Any = compose(file, words_of(values)).config
-        assert (read.mllm.micro_batch_tokens, read.mllm.global_batch_tokens, read.data.global_batch_size) == (
-            setup.tokens,
-            1024,
-            None,
-        )
+        assert (read.mllm.micro_batch_tokens, read.mllm.global_batch_tokens) == (setup.tokens, 1024)
+        assert read.mllm.row_tokens == min(512, setup.tokens)
+        assert read.data.global_batch_size is None
         assert read.model.compile == setup.compile
         assert read.model.activation_checkpointing == values["model.activation_checkpointing"]
 
@@ -143,7 +140,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     shape = hf.Qwen3Config(vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, **heads)
     hf.Qwen3ForCausalLM(shape).save_pretrained("model")
     tokenizer("qwen_vl").save_pretrained("model")
-    rows = [{"text": " ".join(["yes"] * (i % 40 + 1))} for i in range(60)]
+    rows = [{"text": " ".join(["yes"] * (i % 12 + 1))} for i in range(160)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("engine.py").write_text(ENGINE)
     Path("train.yaml").write_text(CONFIG)
@@ -175,7 +172,9 @@ def test_tune_compares_trials_on_equal_batches_and_writes_a_config_that_trains(c
     }
     assert trials[256, "none"]["tokens_per_s"] > 0 < trials[256, "none"]["peak_gib"]
     assert trials[512, "none"]["problem"] == OUT_OF_MEMORY  # a line of the table, not an end
-    assert trials[128, "none"]["tokens_per_s"] > 0
+    assert trials[512, "none"]["values"]["mllm.row_tokens"] == 256  # the same rows as before
+    assert trials[128, "none"]["tokens_per_s"] > 0  # longer than every row of the data
+    assert min(tokens for tokens, _ in trials) >= 64
     assert not Path("outputs").exists()
     first = found["trials"][0]
     assert found["speedup"] == pytest.approx(found["trials"][found["best"]]["tokens_per_s"] / first["tokens_per_s"])
@@ -184,7 +183,7 @@ def test_tune_compares_trials_on_equal_batches_and_writes_a_config_that_trains(c
     printed = capsys.readouterr().out
     assert "--minutes 0.003 tries more" in printed  # the first trial always runs
     lines = printed.split("fastest:\n\n")[1].split("\nor: ")[0]
-    assert yaml.safe_load(lines)["mllm"] == {"micro_batch_tokens": 256, "global_batch_tokens": 512, "row_tokens": 128}
+    assert yaml.safe_load(lines)["mllm"] == {"micro_batch_tokens": 256, "global_batch_tokens": 512, "row_tokens": 256}
     assert main(["train", "tuned.yaml", "loop.total_steps=1", "loop.eval_interval=null", "log.backends=[]"]) == 0
 
 

@@ -105,6 +105,7 @@ class Tuner:
             facts["section"],
             facts["tokens"] * facts["packs"],
             facts["row_tokens"],
+            facts["least_tokens"],
             facts["data_ranks"],
             tuple(facts["parts"]),
             facts["is_in_packs"],

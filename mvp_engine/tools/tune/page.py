@@ -52,6 +52,8 @@ def _table(trials: list[dict[str, Any]], best: int | None) -> list[str]:
 
 
 def _verdict(found: dict[str, Any]) -> str:
+    if len(found["trials"]) == 1 and not found["time_is_over"]:
+        return "Nothing else can be tried: one pack is the whole step, and a row may need all of it. As it is:"
     if found["speedup"] is None:
         return "The config as it is ran out of memory. The fastest that fits:"
     if found["best"] > 0:

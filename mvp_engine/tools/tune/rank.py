@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mvp_engine.config import Composed
@@ -26,7 +27,7 @@ from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import UserError
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import by_part
-from mvp_engine.kit.data.settings import data_section
+from mvp_engine.kit.data.settings import MLLMData, data_section
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.settings import GIB, EstimateSettings
 from mvp_engine.launch import launch, leave
@@ -154,6 +155,7 @@ def facts_of(engine: Engine) -> dict[str, Any]:
         "tokens": data.pack_tokens,
         "packs": engine.global_batch_size,
         "row_tokens": data.row_tokens or data.pack_tokens,
+        "least_tokens": data.row_tokens or longest_row(engine, data),
         "data_ranks": engine.layout.data_size,
         "parts": parts,
         "modes": [modes.get(part, "none") for part in parts],
@@ -163,6 +165,18 @@ def facts_of(engine: Engine) -> dict[str, Any]:
         "ranks": engine.world.size,
         "auto": engine.run.info.get("auto", {}).get("reason"),
     }
+
+
+def longest_row(engine: Engine, data: MLLMData) -> int:
+    """The longest row of the data, where it is known, or the most tokens that a row may have."""
+    limit: int = data.pack_tokens
+    costs = getattr(getattr(engine.feed.loader, "dataset", None), "costs", None)
+    if not costs:
+        return limit  # of a stream
+    tokens = np.concatenate([cost.tokens for cost in costs])
+    if data.overlong != "drop" and (tokens > limit).any():
+        return limit
+    return int(tokens[tokens <= limit].max())
 
 
 def _num_tokens(micro_batch: Any) -> int:

@@ -36,7 +36,8 @@ class Space:
 
     section: str  # of the data kit in the config
     total: int  # tokens of the global batch
-    row_tokens: int
+    row_tokens: int  # the most tokens of a row
+    least_tokens: int  # of a pack, so that no row is left out
     data_ranks: int
     parts: tuple[str, ...]  # with blocks in backward
     is_in_packs: bool  # data.global_batch_size sets the global batch
@@ -49,7 +50,7 @@ class Space:
         for factor in [2**n for n in range(16)] + [3 * 2**n for n in range(16)]:
             packs = factor * self.data_ranks
             tokens = self.total // packs
-            if self.total % packs == 0 and tokens >= self.row_tokens:
+            if self.total % packs == 0 and tokens >= self.least_tokens:
                 found.add(tokens)
         return sorted(found)
 
@@ -58,7 +59,7 @@ class Space:
         values: dict[str, Any] = {
             f"{self.section}.micro_batch_tokens": setup.tokens,
             f"{self.section}.global_batch_tokens": self.total,
-            f"{self.section}.row_tokens": self.row_tokens,
+            f"{self.section}.row_tokens": min(self.row_tokens, setup.tokens),
         }
         if self.is_in_packs:
             values["data.global_batch_size"] = None
