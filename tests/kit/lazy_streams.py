@@ -1,0 +1,85 @@
+"""Streams on a CPU that run their copies as late as they may: a wait that is missing gives other values.
+
+The current stream runs at once. Copies of a side stream wait in its queue until another stream waits for an event
+behind them. Buffers that are read or reused too early then hold other values, as on a device that is slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mvp_engine.kit.optim import state_stream
+
+
+class LazyStream:
+    """A queue of work; an event is the number of entries before it."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Callable[[], Any]] = deque()
+        self.entered = 0
+        self.done = 0
+
+    def put(self, work: Callable[[], Any]) -> None:
+        self.queue.append(work)
+        self.entered += 1
+
+    def event(self) -> LazyEvent:
+        return LazyEvent(self, self.entered)
+
+
+class LazyEvent:
+    def __init__(self, stream: LazyStream | None, place: int = 0) -> None:
+        self.stream = stream  # None: of the current stream, which is never late
+        self.place = place
+
+    def wait(self) -> None:
+        while self.stream is not None and self.stream.done < self.place:
+            self.stream.done += 1
+            self.stream.queue.popleft()()
+
+
+class _Deferred(TorchDispatchMode):
+    """Copies inside of this mode go to a stream; views are made at once."""
+
+    def __init__(self, stream: LazyStream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.stream.put(lambda: func(*args, **(kwargs or {})))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def use_lazy_streams(monkeypatch: pytest.MonkeyPatch) -> list[LazyStream]:
+    """Let every StateStream have such streams; returns them as they are made."""
+    made: list[LazyStream] = []
+    active: list[LazyStream] = []
+
+    def new_stream(device: torch.device) -> LazyStream:
+        made.append(LazyStream())
+        return made[-1]
+
+    @contextlib.contextmanager
+    def on(stream: LazyStream, after: LazyEvent) -> Iterator[None]:
+        stream.put(after.wait)
+        active.append(stream)
+        try:
+            with _Deferred(stream):
+                yield
+        finally:
+            active.pop()
+
+    monkeypatch.setattr(state_stream, "_new_stream", new_stream)
+    monkeypatch.setattr(state_stream, "_on", on)
+    monkeypatch.setattr(state_stream, "_event", lambda _: active[-1].event() if active else LazyEvent(None))
+    monkeypatch.setattr(state_stream.StateStream, "_wait", lambda self, event: event.wait())
+    return made
