@@ -48,7 +48,7 @@ ROOT = Path(__file__).parents[1]
 INTERVAL = 5  # steps of a log record
 FIRST_STEP = r"\bstep +1\b"  # in the output of `mvp profile`
 FULL_SPEED = 1.1  # times the steady step
-PEERS = {"TRL + Liger": ("trl", "liger-kernel")}
+PEERS = {"TRL + Liger": ("trl", "liger-kernel", "datasets", "pyarrow")}
 NOT_RUN = ("unsloth", "axolotl")
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- message.content + ' ' }}"
@@ -355,7 +355,8 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         work = Work(work.config, work.tiny, work.tiny, work.rows, [], longest, work.lora, work.peers)
     model = make_folder(work.shape, work.longest, args.folder)
     per_step = {"chats": 72, "images": 160, "documents": 1}[work.rows]  # a little more than a step takes
-    count = 4 * args.steps if args.tiny else per_step * (args.steps + 12)
+    steps = min(args.steps + 12, 12 if work.rows == "images" else 100)  # files of images take long to make
+    count = 4 * args.steps if args.tiny else per_step * steps  # then they come again
     data = make_rows(work, count, args.folder)
     with tempfile.TemporaryDirectory(prefix="mvp-recipes-") as scratch:
         found = [{"work": name, "side": "ours", **ours(work, model, data, args, Path(scratch))}]

@@ -15,7 +15,9 @@ STARTED = time.perf_counter()
 
 
 def run(model: str, rows: str, out: str, steps: int, lora: int | None, longest: int, global_tokens: int) -> None:
+    import pyarrow
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
@@ -68,7 +70,8 @@ def run(model: str, rows: str, out: str, steps: int, lora: int | None, longest: 
     trainer = SFTTrainer(
         model,
         args=arguments,
-        train_dataset=Dataset.from_list(lines),
+        # Its fingerprint is given: that of a table cannot be computed with every version of pyarrow.
+        train_dataset=Dataset(InMemoryTable(pyarrow.Table.from_pylist(lines)), fingerprint="rows"),
         processing_class=AutoTokenizer.from_pretrained(model),
         peft_config=adapters,
         callbacks=[Clock()],
