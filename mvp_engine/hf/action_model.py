@@ -34,6 +34,7 @@ CHUNK = "action_chunk"  # (S, C, A): the actions to learn, normalized
 MASK = "action_mask"  # (S, C, A) bool: entries that carry loss
 NOISE = "action_noise"  # (S, N, C, A)
 TIMES = "action_times"  # (S, N)
+LENGTH_MULTIPLE = 128  # of lengths that are part of compiled blocks
 ACTION_OUTPUTS = ("action_losses", "velocity", "actions")
 
 
@@ -204,11 +205,13 @@ def run_base(
     input_ids_1T = input_ids[None]
     if batch.media:
         media_features.register_host_ids(input_ids_1T, host_ids)
+    # The longest prompt differs from pack to pack; as a bound for kernels it need not be exact.
+    longest = -(-batch.max_seqlen // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     return base(
         input_ids=input_ids_1T,
         position_ids=position_ids.unsqueeze(-2),
         use_cache=False,
-        **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
+        **attention.boundaries(batch.cu_seqlens, longest),
         **media_inputs(base, batch, need_types=need_types),
         **options,
     )

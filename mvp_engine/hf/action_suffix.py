@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.hf.action_model import LENGTH_MULTIPLE
 from mvp_engine.hf.media_features import copy_to_device
 from mvp_engine.ops.query_groups import KeyRows, QueryGroup
 
@@ -65,11 +66,12 @@ def _group(
     """`sequences` of `queries` each."""
     boundaries = torch.arange(sequences + 1, dtype=torch.int32) * queries
     key_boundaries = torch.cat([torch.zeros(1, dtype=torch.long), key_lengths.cumsum(0)]).int()
+    longest = -(-int(key_lengths.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE  # a bound for kernels
     return QueryGroup(
-        num_queries=sequences * queries,
         cu_seqlens=boundaries,
         max_seqlen=queries,
+        is_even=True,
         keys=KeyRows.of(torch.cat(keys), total),
         cu_seqlens_k=key_boundaries,
-        max_seqlen_k=int(key_lengths.max()),
+        max_seqlen_k=longest,
     )

@@ -119,7 +119,7 @@ class ChunkRegressor(ActionModel, LanguageModel):  # type: ignore[misc]
         count = batch.num_sequences
         chunk = self.action_spec.chunk
         suffix = suffix_groups(batch, 1, 1, chunk)
-        prefix = QueryGroup(batch.num_tokens, batch.cu_seqlens, batch.max_seqlen, causal=True)
+        prefix = QueryGroup(batch.cu_seqlens, batch.max_seqlen, causal=True)
         state_SD = self.state_proj(field(batch, STATE, "an action model"))
         queries = self.action_queries.weight.repeat(count, 1)
         self._suffix_embeds = torch.cat([state_SD, queries])[None]

@@ -209,6 +209,9 @@ def _insert_features(embeds: Tensor, mask: PlaceholderMask, features: Tensor) ->
         )
     mask_T = mask.as_subclass(Tensor)[..., 0].flatten()
     positions_N = _true_positions(mask_T, len(features_ND))
+    if embeds.ndim == 3 and embeds.shape[0] == 1:
+        # Not a view, which later layers do not get either: torch would compile them a second time.
+        return _InsertRows.apply(embeds, positions_N, features_ND[None])
     embeds_TD = embeds.flatten(0, -2)
     return _InsertRows.apply(embeds_TD, positions_N, features_ND).view(embeds.shape)
 
@@ -222,19 +225,19 @@ def _true_positions(mask_T: Tensor, count: int) -> Tensor:
 
 
 class _InsertRows(torch.autograd.Function):
-    """Replace rows of a matrix. The backward of `masked_scatter` would index by the mask again."""
+    """Replace rows of a matrix, (T, D) or (1, T, D). The backward of `masked_scatter` would index by the mask again."""
 
     @staticmethod
     def forward(ctx: Any, embeds_TD: Tensor, positions_N: Tensor, rows_ND: Tensor) -> Tensor:
         ctx.save_for_backward(positions_N)
-        return embeds_TD.index_copy(0, positions_N, rows_ND)
+        return embeds_TD.index_copy(-2, positions_N, rows_ND)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         (positions_N,) = ctx.saved_tensors
         needs_embeds, _, needs_rows = ctx.needs_input_grad
-        grad_embeds = grad_TD.index_fill(0, positions_N, 0) if needs_embeds else None
-        grad_rows = grad_TD.index_select(0, positions_N) if needs_rows else None
+        grad_embeds = grad_TD.index_fill(-2, positions_N, 0) if needs_embeds else None
+        grad_rows = grad_TD.index_select(-2, positions_N) if needs_rows else None
         return grad_embeds, None, grad_rows
 
 

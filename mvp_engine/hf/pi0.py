@@ -147,7 +147,8 @@ class Pi0Policy(ActionModel):
         embeds = hf.embed_action_time(state_rows, noisy_SNCA.flatten(0, 1), times_SN.flatten())
         states_SD = embeds[::draws, 0]
         chunks_UD = embeds[:, 1:].flatten(0, 1)
-        hidden = torch.cat([states_SD, chunks_UD])[None]
+        # Not a view, which later layers do not get either: they would be compiled a second time.
+        hidden = torch.cat([states_SD[None], chunks_UD[None]], dim=1)
         hidden_1UD = self._run_expert(hidden, suffix.position_ids[None], keys, suffix.groups)
         velocity = hf.action_out_proj(hidden_1UD[0, len(state_SQ) :])
         return velocity.float().view(noisy_SNCA.shape)
@@ -157,6 +158,10 @@ class Pi0Policy(ActionModel):
     ) -> Tensor:
         expert = self.expert
         position_embeddings = expert.rotary_emb(hidden_1UD, position_ids=position_ids)
+        if hidden_1UD.is_cuda:
+            # Many packs have equal numbers of sequences: the first other one would compile the layers again.
+            for tensor in (hidden_1UD, position_ids, *position_embeddings):
+                torch._dynamo.maybe_mark_dynamic(tensor, 1)
         for layer, prefix in zip(expert.layers, keys, strict=True):
             hidden_1UD = layer(
                 hidden_1UD,

@@ -44,13 +44,17 @@ class KeyRows:
 
 @dataclass(frozen=True, eq=False)
 class QueryGroup:
-    """Consecutive queries, cut into sequences, and the keys of each sequence."""
+    """Consecutive queries, cut into sequences, and the keys of each sequence.
 
-    num_queries: int
+    The number of queries is read from tensor sizes: a number would be part of a compiled block, which the first pack
+    with fewer sequences would compile again.
+    """
+
     cu_seqlens: Tensor  # int32, of the queries of this group alone
     max_seqlen: int
+    is_even: bool = False  # all sequences have `max_seqlen` queries; one group may be uneven
     causal: bool = False
-    keys: KeyRows | None = None  # None: the first `num_queries` keys, which are of the same tokens
+    keys: KeyRows | None = None  # None: the keys of the same tokens, which come first
     cu_seqlens_k: Tensor | None = None  # int32, of the gathered keys
     max_seqlen_k: int = 0
 
@@ -61,12 +65,21 @@ class QueryGroup:
         keys = self.keys
         if keys is not None:
             keys = KeyRows(_to(keys.index, device), _to(keys.uses, device))
-        return replace(
+        moved = replace(
             self,
             cu_seqlens=_to(self.cu_seqlens, device),
             keys=keys,
             cu_seqlens_k=None if self.cu_seqlens_k is None else _to(self.cu_seqlens_k, device),
         )
+        for boundaries in (moved.cu_seqlens, moved.cu_seqlens_k):
+            if boundaries is not None:  # see `attention.boundaries`
+                torch._dynamo.maybe_mark_dynamic(boundaries, 0)
+        return moved
+
+    @property
+    def even_queries(self) -> int:
+        """The number of queries, of an even group."""
+        return (self.cu_seqlens.shape[0] - 1) * self.max_seqlen
 
     def spec(self, scale: float | None, dropout: float) -> AttnSpec:
         keys = None
@@ -93,10 +106,12 @@ def grouped_query_attention(
 ) -> Tensor:
     """Attention of shape (H, T, d): the groups lie one after the other in the queries."""
     outs = []
-    for group, q_HLd in zip(groups, q_HTd.split([g.num_queries for g in groups], 1), strict=True):
+    rest = q_HTd.shape[1] - sum(group.even_queries for group in groups if group.is_even)
+    sizes = [group.even_queries if group.is_even else rest for group in groups]
+    for group, q_HLd in zip(groups, q_HTd.split(sizes, 1), strict=True):
         if group.keys is None:
-            k_KRd = k_KMd[:, : group.num_queries]
-            v_KRd = v_KMd[:, : group.num_queries]
+            k_KRd = k_KMd[:, : q_HLd.shape[1]]
+            v_KRd = v_KMd[:, : q_HLd.shape[1]]
         else:
             k_KRd = _GatherRows.apply(k_KMd, group.keys.index, group.keys.uses)
             v_KRd = _GatherRows.apply(v_KMd, group.keys.index, group.keys.uses)

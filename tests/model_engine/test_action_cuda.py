@@ -63,3 +63,20 @@ def test_action_model_in_bf16_on_a_gpu_equals_float32_to_three_percent(
     assert torch.allclose(found, wanted, rtol=0.03)
     assert its_norm == pytest.approx(norm, rel=0.03)
     assert bool(flex_calls) == (head == "co")
+
+
+def test_pi0_on_a_gpu_compiles_nothing_after_its_first_packs() -> None:
+    """Packs have other numbers of tokens, then of sequences; every layer of a kind shares its graphs."""
+    model = tiny_pi0()
+    engine = ActionModelEngine(model, Layout(World(0, 1, 0, 1, torch.device("cuda", 0))), Settings(precision="bf16"))
+    engine.initialize(lambda m: torch.optim.AdamW(m.parameters(), 1e-3))
+    rows = pi0_rows(model, draws=1)
+
+    def loss(batch: PackedBatch) -> tuple[Tensor, int]:
+        return engine.model(batch, ["action_losses"])["action_losses"].sum(), batch.num_sequences
+
+    for members in ([0, 1], [1, 2], [2, 0], [0, 1, 2, 0, 1], [1, 1, 1], [2, 1]):
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch([PackedBatch.concat([rows[at] for at in members])], loss)
+        engine.optimizer_step()
+    assert engine._recompiles.recompiles == 0
