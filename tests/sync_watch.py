@@ -117,3 +117,14 @@ class _Dispatches(TorchDispatchMode):
         if name == "repeat_interleave":
             return kwargs.get("output_size") is None and self.watch.is_on_device(args)
         return name in _READS
+
+
+def device_reads(model: Any, batch: MovedBatch, *wanted: list[str]) -> list[str]:
+    """The host syncs of a forward and backward for each list of outputs."""
+    watch = SyncWatch()
+    watch.mark(model, batch)
+    model.check = lambda batch: None  # of batches on the host
+    with watch:
+        for names in wanted:
+            sum(one.sum() for one in model(batch, names).values()).backward()
+    return watch.syncs

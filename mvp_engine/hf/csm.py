@@ -219,7 +219,7 @@ class CsmProtocol(SpeechProtocol):
             speakers={},
             frame_rate=rate,
             sampling_rate=CODEC_RATE,
-            im_start=config.bos_token_id,
+            im_start=-1 if config.bos_token_id is None else config.bos_token_id,
             im_end=-1,
             user=-1,
             assistant=-1,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from omni_models import OMNI, batch_of, qwen3_omni, spoken_row
-from sync_watch import MovedBatch, SyncWatch
+from sync_watch import MovedBatch, device_reads
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf import LanguageModel, OmniModel, audio
@@ -73,21 +73,11 @@ def packed(config: Any, media: str, spoken: tuple[int, ...]) -> PackedBatch:
     return PackedBatch.concat(rows)
 
 
-def reads(model: Any, batch: MovedBatch, *wanted: list[str]) -> list[str]:
-    watch = SyncWatch()
-    watch.mark(model, batch)
-    model.check = lambda batch: None  # of batches on the host
-    with watch:
-        for names in wanted:
-            sum(one.sum() for one in model(batch, names).values()).backward()
-    return watch.syncs
-
-
 def test_forward_and_backward_of_an_omni_model_read_no_value_of_the_device() -> None:
     whole = qwen3_omni()
     model: Any = OmniModel.from_config(copy.deepcopy(whole.config))
     batch = MovedBatch.of(packed(whole.config, "image video audio", (0,)))
-    assert reads(model, batch, ["loss", "speech_loss"], ["speech_loss"]) == []
+    assert device_reads(model, batch, ["loss", "speech_loss"], ["speech_loss"]) == []
 
 
 def test_sync_watch_finds_the_reads_of_an_encoder_without_a_plan(monkeypatch) -> None:
@@ -97,5 +87,5 @@ def test_sync_watch_finds_the_reads_of_an_encoder_without_a_plan(monkeypatch) ->
     monkeypatch.setattr("mvp_engine.hf.shared_media.frame_mask", lambda base, mask, device: mask)
     monkeypatch.setattr("mvp_engine.data.batch.HOST_FIELDS", ("grid_thw", "_counts"))
     batch = MovedBatch.of(packed(whole.config, "audio", ()))
-    found = reads(ours(whole), batch, ["log_probs"])
+    found = device_reads(ours(whole), batch, ["log_probs"])
     assert {"index", "tolist", "item", "nonzero"} <= {one.split(" ")[0] for one in found}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from families import parallel
 from folders import alone, entries
+from sync_watch import MovedBatch, device_reads
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -223,13 +224,13 @@ def rows() -> list[PackedBatch]:
         ids = torch.randint(1, 57, (length,), generator=g)
         codes = None if frames is None else torch.randint(1, 32, (frames, BOOKS), generator=g)
         found.append(batch_of(ids, codes))
-    return found
+    two = [SpokenTurn(0, torch.full((2, BOOKS), 7), learnt=False), SpokenTurn(1, torch.full((3, BOOKS), 9))]
+    return [*found, turns_of(torch.tensor([57, 5, 57, 6, 7]), two)]
 
 
 def test_pack_of_csm_rows_equals_each_alone_with_every_gradient() -> None:
     model = csm()
-    two = [SpokenTurn(0, torch.full((2, BOOKS), 7), learnt=False), SpokenTurn(1, torch.full((3, BOOKS), 9))]
-    batches = [*rows(), turns_of(torch.tensor([57, 5, 57, 6, 7]), two)]
+    batches = rows()
     assert num_speech_labels(PackedBatch.concat(batches)) == 3 + 1 + 7 + 1 + 3 + 1
     gradients, outputs = [], []
     for group in ([PackedBatch.concat(batches)], batches):
@@ -242,6 +243,11 @@ def test_pack_of_csm_rows_equals_each_alone_with_every_gradient() -> None:
     for name, packed in gradients[0].items():
         assert packed is not None, name
         torch.testing.assert_close(packed, gradients[1][name], rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+def test_forward_and_backward_of_csm_read_no_value_of_the_device() -> None:
+    batch = MovedBatch.of(PackedBatch.concat(rows()))
+    assert device_reads(csm(), batch, ["speech_loss"]) == []
 
 
 def test_export_of_a_trained_csm_keeps_the_codec(tmp_path: Path) -> None:
@@ -351,7 +357,7 @@ def gradients_of(layout: Layout, members: list[list[int]]) -> dict[str, Tensor]:
 def on_ranks(sizes: dict[str, int]) -> dict[str, Tensor]:
     world = World.join("cpu")
     layout = Layout.of(world, parallel(**sizes))
-    shares = [[[1]], [[0], [2, 1]]]  # the first rank has no speech
+    shares = [[[1]], [[0], [2, 1, 3]]]  # the first rank has no speech
     mine = [one for share in shares[layout.data_rank :: layout.data_size] for one in share]
     found = gradients_of(layout, mine)
     world.close()
@@ -362,7 +368,7 @@ def on_ranks(sizes: dict[str, int]) -> dict[str, Tensor]:
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"ulysses": 2, "replicate": 1}])
 def test_ranks_of_csm_give_the_gradients_of_one(ranks2: Any, sizes: dict[str, int]) -> None:
-    wanted = gradients_of(alone(), [[1, 0, 2, 1]])
+    wanted = gradients_of(alone(), [[1, 0, 2, 1, 3]])
     for found in ranks2.run(on_ranks, sizes):
         assert found.keys() == wanted.keys()
         for name, grad in wanted.items():
