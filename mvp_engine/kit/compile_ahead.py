@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.kit.estimate.auto import smaller_after_out_of_memory
 from mvp_engine.kit.estimate.sample import repeated
 
 if TYPE_CHECKING:
@@ -27,9 +28,10 @@ def compile_blocks(engine: MLLMEngine) -> None:
     random_state = rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     sample = engine.data.sample()
-    for share in SHARES:
-        tokens = int(share * engine.config.mllm.pack_tokens)
-        _forward_backward(engine, repeated(sample, tokens))
+    with smaller_after_out_of_memory(engine):
+        for share in SHARES:
+            tokens = int(share * engine.config.mllm.pack_tokens)
+            _forward_backward(engine, repeated(sample, tokens))
     for buffer, before in buffers:
         buffer.copy_(before)
     set_rng_state(random_state)

@@ -34,6 +34,7 @@ from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.parts import trained_parts
 from mvp_engine.kit.compile_ahead import compile_blocks
 from mvp_engine.kit.data import MLLMDataKit, load_processor
+from mvp_engine.kit.data.pack.packs import PackLoader
 from mvp_engine.kit.estimate.auto import smaller_after_out_of_memory, with_choice
 from mvp_engine.kit.examples import examples_of
 from mvp_engine.kit.export_link import export_link
@@ -56,7 +57,7 @@ class MLLMEngine(Engine):
     config: MLLMConfig
     title = "What the model answers"  # of the report
     batch_unit = "pack"
-    model_before_data = True  # rows are measured meanwhile
+    model_before_data = True
     # Of the last evaluation.
     eval_metrics: dict[str, float | None] | None = None
     answers: Sequence[Answer] = ()
@@ -156,8 +157,7 @@ class MLLMEngine(Engine):
         limit = self.config.loop.eval_batches
         samples = loader.dataset.samples(limit and limit * self.layout.data_size)
         every = max(settings.every_n_samples, -(-len(samples) // settings.max_samples))
-        found: Tensor = samples[::every]
-        return found
+        return samples[::every]
 
     # ---- Hooks --------------------------------------------------------------------------------------------
 
@@ -183,7 +183,8 @@ class MLLMEngine(Engine):
     def before_train(self) -> None:
         export_link(self.config.export)
         self._closing.callback(self.data.stop_measuring)
-        self._measures = self.data.measure_ahead(self.measured_splits)
+        # With costs in the cache the loader comes first: its workers load packs while the model is built.
+        self.model_before_data &= self.world.any(self.data.measure_ahead(self.measured_splits))[0]
         super().before_train()
         self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
 
@@ -192,13 +193,14 @@ class MLLMEngine(Engine):
         return ["train", "eval"] if self.config.loop.eval_interval else ["train"]
 
     def _open_feed(self) -> None:
-        if self.world.any(self._measures)[0]:
-            with smaller_after_out_of_memory(self):
-                compile_blocks(self)
+        if self.model_before_data:
+            compile_blocks(self)
         if self.config.loop.eval_interval:
             # Errors in held-out rows are raised now, not after hours of training.
             self._eval_loader = self._loader("eval")
         super()._open_feed()
+        if isinstance(self.feed.loader, PackLoader) and self.checkpoint is None:
+            self._closing.enter_context(self.feed.loader.started())
 
     def do_train(self) -> None:
         with smaller_after_out_of_memory(self):
@@ -390,11 +392,9 @@ class MLLMEngine(Engine):
         gathered = self.world.all_gather(list(self.answers) if has_answers else [])
         return sorted(chain.from_iterable(gathered), key=lambda answer: answer.sample)
 
-    def _log_source_losses(
-        self, ctx: StepContext, micro_batch: PackedBatch, loss_T: Tensor
-    ) -> None:
+    def _log_source_losses(self, ctx: StepContext, batch: PackedBatch, loss_T: Tensor) -> None:
         if len(self.data.source_names(ctx.split)) == 1:
             return  # it is the loss itself
-        losses = self.data.source_losses(-loss_T, micro_batch, ctx.split)
+        losses = self.data.source_losses(-loss_T, batch, ctx.split)
         for name, (loss_sum, weight) in losses.items():
             ctx.log(name, loss_sum, weight)

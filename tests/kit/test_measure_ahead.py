@@ -106,10 +106,9 @@ def test_train_compiles_blocks_while_rows_are_measured_and_changes_no_loss(
 
     monkeypatch.setattr(Engine, "_open_feed", counted)
     losses = []
-    for _ in range(2):  # the second start finds the costs in the cache, and compiles in its first step
+    for words in ([], ["model.compile=null"]):
         counters.clear()
-        assert main(["train", "train.yaml"]) == 0
+        assert main(["train", "train.yaml", *words]) == 0
         losses.append([record["loss"] for record in list_runs(tmp_path / "outputs")[-1].records("train")])
     assert graphs[0] > 0
-    assert graphs[1] == 0
     assert losses[0] == losses[1]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from templates.tiny import tokenizer
+from tiny_vlm import chat, made, qwen3_vl, write
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMData, MLLMDataKit
@@ -311,3 +312,21 @@ def test_pack_loader_sample_ids_name_file_and_line(folder: Path) -> None:
     batch = next(iter(loader))
     lines = [f"a.jsonl:{s + 1}" if s < 150 else f"b.jsonl:{s - 149}" for s in batch.sequence_fields["sample"].tolist()]
     assert loader.sample_ids(0, 1) == lines
+
+
+def test_pack_loader_started_early_gives_the_same_packs_and_ends_workers_that_nobody_takes(tmp_path: Path) -> None:
+    kit = made(write(tmp_path / "a.jsonl", [chat(f"Say {i}", "yes " * (i % 7 + 1)) for i in range(40)]), qwen3_vl())
+    options: dict[str, Any] = {"global_batch_size": 2, "num_workers": 1}
+    expected = [batch.input_ids.tolist() for batch in kit.loader("train", **options)]
+    early = kit.loader("train", **options)
+    with early.started():
+        workers = early._first[1]._workers  # type: ignore[index]
+        assert [batch.input_ids.tolist() for batch in early] == expected
+        assert early._first is None
+    assert not workers[0].is_alive()
+    moved = kit.loader("train", **options)
+    with moved.started():  # for another place than that of a checkpoint
+        workers = moved._first[1]._workers  # type: ignore[index]
+        moved.load_state_dict({**moved.state_dict(), "samples": 2})
+        assert [batch.input_ids.tolist() for batch in moved] == expected[2:]
+    assert not workers[0].is_alive()

@@ -7,7 +7,7 @@ the buffers of the loss, and the batch itself.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from torch import nn
@@ -40,6 +40,7 @@ def peak_memory(costs: BlockCosts, largest: Iterable[PackedBatch]) -> dict[str, 
     return _static(costs) | max(dynamic, key=lambda sizes: sum(sizes.values()))
 
 
+@lru_cache(maxsize=1)  # a choice of sizes asks for it with many batches
 def _static(costs: BlockCosts) -> dict[str, float]:
     settings = costs.settings
     model = costs.model

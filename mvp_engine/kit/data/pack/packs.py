@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,10 @@ from mvp_engine.kit.data.pack.cost_cache import Costs
 from mvp_engine.kit.data.pack.costs import MEDIA_BITS
 from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.pack.plan import Plan, make_plan
-from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
+from mvp_engine.kit.data.pack.worker_watchdog import (
+    WorkerWatchdog,
+    start_without_sigchld_handler,
+)
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
@@ -168,6 +172,7 @@ class PackLoader(SampleLoader):
         self.bad_rows = bad_rows
         self.data_id = data_id
         self.stall_seconds = stall_seconds
+        self._first: tuple[tuple[int, int], Iterator[Any]] | None = None
         super().__init__(
             dataset,
             micro_batch_size=1,
@@ -201,8 +206,29 @@ class PackLoader(SampleLoader):
         ends = self.dataset.plan.ends
         return sum(int(ends[place - 1]) * sign for place, sign in ((last, 1), (first, -1)) if place)
 
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        """A context that starts the workers at once, so that the first packs are ready when they are asked for."""
+        if self._num_workers:
+            self._first = self._place, start_without_sigchld_handler(super()._items)
+        try:
+            yield
+        finally:
+            self._first = None  # ends workers that nobody has taken
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Where the iteration starts."""
+        return self.epoch, self.start
+
     def _items(self) -> Iterator[Any]:
-        return self.dataset.watchdog.iterate(super()._items, self.stall_seconds)
+        return self.dataset.watchdog.iterate(self._start, self.stall_seconds)
+
+    def _start(self) -> Iterator[Any]:
+        """New workers, or those that were started for this place."""
+        first = self._first
+        self._first = None
+        return first[1] if first is not None and first[0] == self._place else super()._items()
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "plan": self.plan_id()}

@@ -57,7 +57,7 @@ class WorkerWatchdog:
         while True:
             try:
                 if iterator is None:
-                    iterator = _start_without_sigchld_handler(start)
+                    iterator = start_without_sigchld_handler(start)
                 item = next(iterator)
             except StopIteration:
                 return
@@ -108,7 +108,7 @@ def _worker_death(iterator: Any, error: Exception) -> str | None:
     return f"DataLoader worker (pid {worker.pid}) is gone, exit code {worker.exitcode}."
 
 
-def _start_without_sigchld_handler(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+def start_without_sigchld_handler(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """Start the workers, but keep the process's own SIGCHLD handler.
 
     torch installs one that raises in the middle of whatever the main process is doing.
