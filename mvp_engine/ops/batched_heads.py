@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from mvp_engine.ops.autocast import autocast_dtype
-from mvp_engine.ops.logit_stats import IGNORE
+from mvp_engine.ops.logit_gradients import UpstreamGrads, logit_gradient_
+from mvp_engine.ops.logit_stats import IGNORE, HeadSpec, chunk_stats
 
 CHUNK_LOGITS = 2**26  # of one chunk: 256 MB in float32
 
@@ -34,8 +35,9 @@ def batched_log_probs(
         return _BatchedLogProbs.apply(hidden_BND, weight_BVD, labels_BN, rows, dtype)
 
 
-def _log_softmax(hidden_BCD: Tensor, weight_BVD: Tensor) -> Tensor:
-    return torch.bmm(hidden_BCD, weight_BVD.transpose(1, 2)).float().log_softmax(-1)
+def _logits(hidden_BCD: Tensor, weight_BVD: Tensor) -> Tensor:
+    """(B * C, V): the rows of all heads as those of one, for the functions of a single head."""
+    return torch.bmm(hidden_BCD, weight_BVD.transpose(1, 2)).flatten(0, 1)
 
 
 class _BatchedLogProbs(torch.autograd.Function):
@@ -49,45 +51,48 @@ class _BatchedLogProbs(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         weight = weight_BVD.to(dtype)
-        log_probs: list[Tensor] = []
-        entropies: list[Tensor] = []
+        spec = HeadSpec(1.0, None, 1.0, dtype)
+        found: list[Tensor] = []
         for start in range(0, hidden_BND.shape[1], rows):
             chunk = slice(start, start + rows)
-            log_p_BCV = _log_softmax(hidden_BND[:, chunk].to(dtype), weight)
             labels_BC = labels_BN[:, chunk]
-            of_labels = log_p_BCV.gather(-1, labels_BC.clamp(min=0)[..., None])[..., 0]
-            log_probs.append(torch.where(labels_BC == IGNORE, 0.0, of_labels))
-            entropies.append(-(log_p_BCV.exp() * log_p_BCV).sum(-1))
-        entropy_BN = torch.cat(entropies, 1)
-        ctx.save_for_backward(hidden_BND, weight_BVD, labels_BN, entropy_BN)
+            raw_RV = _logits(hidden_BND[:, chunk].to(dtype), weight)
+            stats = chunk_stats(raw_RV, labels_BC.flatten(), spec, mean=False)
+            of_rows = torch.stack([stats.log_probs, stats.log_z, stats.entropy])
+            found.append(of_rows.view(3, *labels_BC.shape))
+        log_probs_BN, log_z_BN, entropy_BN = torch.cat(found, 2)
+        ctx.save_for_backward(hidden_BND, weight_BVD, labels_BN, log_z_BN, entropy_BN)
         ctx.rows = rows
-        ctx.dtype = dtype
+        ctx.spec = spec
         ctx.set_materialize_grads(False)
-        return torch.cat(log_probs, 1), entropy_BN
+        return log_probs_BN, entropy_BN
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_BND, weight_BVD, labels_BN, entropy_BN = ctx.saved_tensors
+        hidden_BND, weight_BVD, labels_BN, log_z_BN, entropy_BN = ctx.saved_tensors
         d_log_probs, d_entropy = grads
-        weight = weight_BVD.to(ctx.dtype)
+        spec: HeadSpec = ctx.spec
+        weight = weight_BVD.to(spec.dtype)
+        d_label_BN = torch.zeros_like(log_z_BN)
+        if d_log_probs is not None:
+            d_label_BN = torch.where(labels_BN == IGNORE, 0.0, d_log_probs)
         d_weight_BVD = torch.zeros_like(weight_BVD, dtype=torch.float32)
-        d_hidden: list[Tensor] = []
+        d_hidden_BND = torch.empty_like(hidden_BND, memory_format=torch.contiguous_format)
         for start in range(0, hidden_BND.shape[1], ctx.rows):
             chunk = slice(start, start + ctx.rows)
-            hidden_BCD = hidden_BND[:, chunk].to(ctx.dtype)
-            log_p_BCV = _log_softmax(hidden_BCD, weight)
-            p_BCV = log_p_BCV.exp()
-            d_logits_BCV = torch.zeros_like(p_BCV)
-            if d_log_probs is not None:
-                labels_BC = labels_BN[:, chunk]
-                d_BC1 = torch.where(labels_BC == IGNORE, 0.0, d_log_probs[:, chunk])[..., None]
-                d_logits_BCV -= d_BC1 * p_BCV
-                d_logits_BCV.scatter_add_(-1, labels_BC.clamp(min=0)[..., None], d_BC1)
-            if d_entropy is not None:
-                above_BCV = log_p_BCV + entropy_BN[:, chunk, None]
-                d_logits_BCV -= d_entropy[:, chunk, None] * p_BCV * above_BCV
-            d_raw_BCV = d_logits_BCV.to(ctx.dtype)
-            d_hidden.append(torch.bmm(d_raw_BCV, weight))
+            hidden_BCD = hidden_BND[:, chunk].to(spec.dtype)
+            raw_RV = _logits(hidden_BCD, weight)
+            d_label_R = d_label_BN[:, chunk].flatten()
+            of_entropy = None if d_entropy is None else d_entropy[:, chunk].flatten()
+            d_raw_RV = logit_gradient_(
+                raw_RV,
+                labels_BN[:, chunk].flatten(),
+                log_z_BN[:, chunk].flatten(),
+                entropy_BN[:, chunk].flatten(),
+                UpstreamGrads(d_label_R, d_label_R, of_entropy),
+                spec,
+            )
+            d_raw_BCV = d_raw_RV.view(len(weight), -1, weight.shape[1])
+            d_hidden_BND[:, chunk] = torch.bmm(d_raw_BCV, weight)
             d_weight_BVD += torch.bmm(d_raw_BCV.transpose(1, 2), hidden_BCD)
-        d_hidden_BND = torch.cat(d_hidden, 1).to(hidden_BND.dtype)
         return d_hidden_BND, d_weight_BVD.to(weight_BVD.dtype), None, None, None
