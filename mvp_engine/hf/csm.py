@@ -35,6 +35,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import input_hooks
 from mvp_engine.hf.auto_model import from_auto
 from mvp_engine.hf.config_facts import num_heads
+from mvp_engine.hf.input_hooks import embedding_dtype
 from mvp_engine.hf.packed_model import Outputs, PackedModel
 from mvp_engine.hf.speech_outputs import SPEECH_OUTPUTS, SpeechSizes, speech_outputs
 from mvp_engine.hf.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn, media_of
@@ -149,7 +150,8 @@ class CsmPasses:
 
     def embeddings(self, codes_FK: Tensor) -> Tensor:
         """(F, K, D), of the depth decoder; those of the backbone are mostly tied to them."""
-        return self._lookup(self.csm.depth_decoder.model.embed_tokens, codes_FK)
+        embeds_FKD = self._lookup(self.csm.depth_decoder.model.embed_tokens, codes_FK)
+        return embeds_FKD.to(embedding_dtype(embeds_FKD))
 
     def embedding(self, codes_F: Tensor, book: int) -> Tensor:
         """(F, D): of one codebook."""

@@ -16,12 +16,17 @@ _TOKEN_DIMS = {"inputs_embeds": 1, "position_ids": -1, "per_layer_inputs": 1}
 
 
 def cast_embeddings(module: nn.Module, args: Any, embeds: Tensor) -> Tensor | None:
-    """Forward hook of the embedding layer: bf16 output under bf16 autocast.
+    """Forward hook of the embedding layer: see `embedding_dtype`."""
+    dtype = embedding_dtype(embeds)
+    return None if dtype == embeds.dtype else embeds.to(dtype)
 
-    Autocast leaves embeddings in float32, and with them the residual stream: twice the memory.
+
+def embedding_dtype(embeds: Tensor) -> torch.dtype:
+    """bf16 under bf16 autocast. That leaves embeddings in float32, and with them the residual stream: twice the memory.
+
     Under float16 they stay float32, since the residual stream could overflow.
     """
-    return embeds.bfloat16() if autocast_dtype(embeds) == torch.bfloat16 else None
+    return torch.bfloat16 if autocast_dtype(embeds) == torch.bfloat16 else embeds.dtype
 
 
 def cast_decoder_inputs(

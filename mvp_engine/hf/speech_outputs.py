@@ -70,10 +70,16 @@ def speech_outputs(
     labelled_P = rows.labelled if share is None else share.labelled.cut(rows.labelled)
     labels_P = rows.values[labelled_P, LABEL]
     first = linear_log_probs(hidden_RD[labelled_P], talker.first_head, labels_P, chunk=chunk)
-    frames_F = torch.arange(len(rows.frames), device=inputs_RD.device)
-    frames_F = frames_F if share is None else share.cut_frames(frames_F)
-    heads_KFD = talker.rest_hidden(hidden_RD[rows.frames[frames_F] - 1], embeds_FKD[frames_F])
-    labels_KF = rows.rest_labels()[:, frames_F]
+    before_F = rows.frames - 1
+    labels_KF = rows.rest_labels()
+    if share is not None:
+        frames_F = share.cut_frames(torch.arange(len(rows.frames), device=inputs_RD.device))
+        before_F, embeds_FKD, labels_KF = (
+            before_F[frames_F],
+            embeds_FKD[frames_F],
+            labels_KF[:, frames_F],
+        )
+    heads_KFD = talker.rest_hidden(hidden_RD[before_F], embeds_FKD)
     rest_KF, entropy_KF = batched_log_probs(heads_KFD, talker.rest_heads(), labels_KF)
     scores = SpeechScores(first.log_probs, first.entropy, rest_KF, entropy_KF)
     loss = None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mvp_engine.data.speech import FIRST_CODE, TEXT
 from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.hf import attention
+from mvp_engine.hf.input_hooks import embedding_dtype
 from mvp_engine.hf.speech_rows import SpeechRows
 
 # Masks of the predictor's layers: none, since attention is causal by itself. Without a dict, transformers would look
@@ -52,7 +53,8 @@ class Qwen3Talker:
         # One lookup in one table, instead of one in each of K - 1.
         offsets_K = torch.arange(len(tables), device=codes_FK.device) * len(tables[0])
         rest_FKD = F.embedding(codes_FK[:, 1:] + offsets_K, torch.cat(tables))
-        return torch.cat([first_FD[:, None], rest_FKD], dim=1)
+        embeds_FKD = torch.cat([first_FD[:, None], rest_FKD], dim=1)
+        return embeds_FKD.to(embedding_dtype(embeds_FKD))
 
     def text(self, ids_R: Tensor) -> Tensor:
         """(R, D): the text channel."""

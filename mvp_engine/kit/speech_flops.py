@@ -106,17 +106,20 @@ def thinker_share(model: PackedModel, batch: PackedBatch) -> float:
     return model.talker.config.accept_hidden_layer / len(layers)
 
 
-def speech_loss_bytes(model: PackedModel, batch: PackedBatch) -> float:
-    """Memory around the heads of the talker: a chunk of logits in three copies, and the embeddings of all codes."""
+def speech_loss_bytes(model: PackedModel, batch: PackedBatch, size: int) -> float:
+    """Memory around the heads of the talker, of numbers of `size` bytes: a chunk of logits, embeddings of all codes.
+
+    In half precision the gradient of logits takes their place; in float32 there are three copies.
+    """
     speech = batch.media.get(SPEECH)
     if not isinstance(model, SPEAKING) or speech is None or not len(speech.row_counts):
         return 0.0
     sizes = model.speech_sizes
     frames = int(speech.fields[FRAME_COUNTS].sum())
-    logits = frames * (sizes.books - 1) * sizes.codes
+    logits = min(frames * (sizes.books - 1) * sizes.codes, CHUNK_LOGITS)
     embeddings = frames * sizes.books * sizes.width
     weights = (sizes.books - 1) * sizes.codes * sizes.width
-    return 4.0 * (3 * min(logits, CHUNK_LOGITS) + 3 * embeddings + 2 * weights)
+    return logits * (2.0 if size == 2 else 12.0) + 3.0 * size * embeddings + 8.0 * weights
 
 
 def assumed_speech(model: SpeakingModel, rows: int, user_tokens: int, frames: int) -> Media:

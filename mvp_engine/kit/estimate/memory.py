@@ -121,7 +121,8 @@ def _dynamic(costs: BlockCosts, batch: PackedBatch) -> dict[str, float]:
     return {
         "activations": saved.text + saved.encoder,
         "loss": _loss_bytes(costs, batch) / costs.settings.tensor
-        + speech_loss_bytes(costs.model, batch) / costs.settings.sequence_ranks,
+        + speech_loss_bytes(costs.model, batch, DTYPES[costs.settings.precision].itemsize)
+        / costs.settings.sequence_ranks,
         "batches": 2.0 * media + BYTES_PER_TOKEN * batch.num_tokens,
     }
 
