@@ -64,21 +64,31 @@ class CheckpointManager:
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Copy this rank's shards to the host, then write them in the background.
 
+        Of a training on a GPU, optimizer states that are on the host already (`optim.offload`) are not copied: they are
+        most of what the host has room for. Then `save` returns when they are written.
+
         A failed write is logged as an error and sets `failed`; it does not stop the training.
         """
         self.wait()
-        shards = self._copy_to_host(tensors)
+        shards = list(checkpoint_format.shards_of(tensors))
+        in_place = [shard for shard in shards if self._is_offloaded(shard)]
+        copies = self._copy_to_host([shard for shard in shards if not self._is_offloaded(shard)])
         meta = {"step": step, **meta, "world_size": self.world.size}
         self._thread = threading.Thread(
-            target=self._write, args=(step, shards, meta), name="mvp-checkpoint"
+            target=self._write, args=(step, [*copies, *in_place], meta), name="mvp-checkpoint"
         )
         self._thread.start()
-        if not self.config.background or self.write_more is not None:
+        if not self.config.background or self.write_more is not None or in_place:
             self.wait()
 
-    def _copy_to_host(self, tensors: dict[str, Tensor]) -> list[Shard]:
+    def _is_offloaded(self, shard: Shard) -> bool:
+        """Whether this is an optimizer state that a training on a GPU keeps on the host; step counts are scalars."""
+        on_host = self.world.device.type == "cuda" and not shard.data.is_cuda
+        return on_host and shard.name.startswith("optim.") and shard.data.ndim > 0
+
+    def _copy_to_host(self, shards: list[Shard]) -> list[Shard]:
         copies: list[Shard] = []
-        for shard in checkpoint_format.shards_of(tensors):
+        for shard in shards:
             data = shard.data
             copy = self._host_copies.get((shard.name, shard.offset))
             if copy is None or copy.shape != data.shape or copy.dtype != data.dtype:

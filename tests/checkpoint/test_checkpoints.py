@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,21 @@ def test_prune_keeps_the_newest_n_every_mth_and_the_best(tmp_path: Path) -> None
     assert names(tmp_path) == [f"step_{n:08d}" for n in (3, 4, 8, 9)]
     assert (tmp_path / "latest").resolve().name == "step_00000009"
     assert (tmp_path / "best").resolve().name == "step_00000003"
+
+
+def test_save_of_states_on_the_host_of_a_gpu_copies_none_and_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = manager(tmp_path, background=True)
+    checkpoints.world = replace(ALONE, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    state = torch.ones(3)
+    checkpoints.save(1, {"optim.x.exp_avg": state, "optim.x.step": torch.ones(()), "model.x": torch.ones(2)}, {})
+    assert checkpoints._thread is None  # written: the next step may change the state
+    state.fill_(2.0)
+    assert {name for name, _ in checkpoints._host_copies} == {"optim.x.step", "model.x"}
+    saved = checkpoint_format.Reader(tmp_path / "step_00000001")
+    assert saved.read("optim.x.exp_avg").tolist() == [1.0, 1.0, 1.0]
 
 
 def test_mark_best_of_a_checkpoint_being_written_is_linked_afterwards(tmp_path: Path) -> None:
