@@ -162,6 +162,8 @@ class GroupParallel(Section):
     """Tensor parallel: ranks that shard each weight matrix."""
     expert: Count = 1
     """Expert parallel: so many of the shard x context x ulysses ranks share the experts; it multiplies no ranks."""
+    reshard: bool = True
+    """FSDP: gather parameters in every forward and backward; false: once per step, and once per sampling of answers."""
 
     def with_timeout(self, timeout: float) -> Parallel:
         return Parallel(**self.model_dump(), timeout=timeout)

@@ -39,7 +39,7 @@ def settings_of(config: Any, parallel: Any, gpu: str) -> EstimateSettings:
         context=parallel.context,
         tensor=parallel.tensor,
         expert=parallel.expert,
-        reshard=getattr(parallel, "reshard", True),  # groups of RL always reshard
+        reshard=parallel.reshard,
     )
 
 
