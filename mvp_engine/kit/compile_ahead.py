@@ -19,7 +19,7 @@ SHARES = (1.0, 0.9)
 def compile_blocks(engine: MLLMEngine) -> None:
     """Run forward and backward on two packs of sampled rows, if blocks are compiled. Nothing of it stays but graphs.
 
-    All ranks must call it: they run the same rows.
+    It ends when all rows are measured: then the first steps compile. All ranks must call it: they run the same rows.
     """
     model: Any = engine.model
     is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
@@ -27,9 +27,12 @@ def compile_blocks(engine: MLLMEngine) -> None:
         return
     random_state = rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    sample = engine.data.sample()
+    sample: PackedBatch | None = None
     with smaller_after_out_of_memory(engine):
         for share in SHARES:
+            if not engine.world.any(engine.data.is_measuring)[0]:
+                break
+            sample = sample or engine.data.sample()
             tokens = int(share * engine.config.mllm.pack_tokens)
             _forward_backward(engine, repeated(sample, tokens))
     for buffer, before in buffers:

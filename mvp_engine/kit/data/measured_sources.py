@@ -123,6 +123,11 @@ class MeasuredSources:
             self._ahead = MeasureAhead(sources, self.cache, num_processes(self.num_workers))
         return bool(self._ahead)
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether rows are being measured ahead."""
+        return self._ahead is not None and self._ahead.is_running
+
     def stop_measuring(self) -> None:
         if self._ahead is not None:
             self._ahead.stop()

@@ -59,6 +59,10 @@ class MeasureAhead:
         """Whether there was anything to measure."""
         return self._workers is not None
 
+    @property
+    def is_running(self) -> bool:
+        return self._workers is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Until all is measured, or something failed."""
         self._thread.join()
