@@ -75,11 +75,11 @@ def with_speech(entry: dict[str, Any]) -> dict[str, Any]:
 def measure_csm() -> dict[str, Any]:
     """CSM is no language model: what it does with spoken rows."""
     from model_matrix import short
-    from speech_sweep import export, lora, talker
+    from speech_sweep import data_kit, export, lora, talker
 
-    found = {"packed": talker, "lora": lora, "export": export}
+    found = {"packed": talker, "data_kit": data_kit, "lora": lora, "export": export}
     tried = {column: short("csm", check("csm")) for column, check in found.items()}
-    untried = dict.fromkeys(("data_kit", "ulysses", "tensor"), UNTRIED)
+    untried = dict.fromkeys(("ulysses", "tensor"), UNTRIED)
     entry = {"name": "csm", "kind": "text-speech", **untried, **tried, "note": "speech out, model.type=omni_model"}
     order = ("name", "kind", "packed", "data_kit", "lora", "ulysses", "tensor", "export", "note")
     return {column: entry[column] for column in order}

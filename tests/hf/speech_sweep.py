@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from folders import alone, entries
 from omni_models import OMNI
+from test_csm import test_data_kit_makes_rows_of_csm_from_codes
 from test_csm import whole as csm
 
 from mvp_engine.errors import UserError
@@ -46,6 +47,14 @@ def talker(name: str) -> bool | str:
             engine_of(folder, OmniModelEngine)
     except UserError as error:
         return str(error)
+    return True
+
+
+def data_kit(name: str) -> bool | str:
+    """Rows of CSM through the data kit."""
+    assert name == "csm", "others are in tests/kit/vlm_sweep.py"
+    with tempfile.TemporaryDirectory() as folder:
+        test_data_kit_makes_rows_of_csm_from_codes(Path(folder))
     return True
 
 
