@@ -129,7 +129,7 @@ def ours(folder: Path, args: argparse.Namespace, words: list[str]) -> dict[str, 
     samples, mode, draws = int(words[0]), words[1], int(words[2])
     file = ours_config(folder, args, samples, mode, draws)
     started = time.perf_counter()
-    code = launch(str(file), [])  # in this process: importing everything again takes seconds
+    code = launch(str(file), args.keys)  # in this process: importing everything again takes seconds
     if code:
         raise SystemExit(code)
     (log,) = (folder / f"runs_{samples}_{mode}_{draws}").glob("*/metrics.jsonl")
@@ -248,6 +248,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--episodes", type=int, default=8)
     parser.add_argument("--codec", default="libsvtav1", choices=("libsvtav1", "libx264", "png"))
+    parser.add_argument("--keys", nargs="*", default=[], metavar="key=value", help="of our config, to try others")
     parser.add_argument("--limit", type=float, help="seconds of one attempt")
     text = "samples:activation checkpointing:draws of each attempt"
     parser.add_argument("--ours", nargs="*", default=["16:none:1", "32:selective:1", "32:selective:4"], help=text)
