@@ -32,7 +32,7 @@ COLUMNS = {
     "tensor": "tensor parallel",
     "export": "export",
 }
-KINDS = ("text", "image-text", "audio-text", "encoder", "encoder-decoder")
+KINDS = ("text", "image-text", "audio-text", "text-speech", "encoder", "encoder-decoder")
 
 
 def read_models(folder: Path = Path(__file__).parent) -> dict[str, dict[str, Any]]:
