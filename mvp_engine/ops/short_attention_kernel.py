@@ -20,7 +20,7 @@ def forward(q_NHLd: Tensor, k_NKLd: Tensor, v_NKLd: Tensor, scale: float, causal
     sequences, heads, length, size = q_NHLd.shape
     out_NLHd = q_NHLd.new_empty(sequences, length, heads, size)
     out_NHLd = out_NLHd.transpose(1, 2)
-    _forward[_grid(q_NHLd, k_NKLd)](
+    _short_attention_forward[_grid(q_NHLd, k_NKLd)](
         q_NHLd, k_NKLd, v_NKLd, out_NHLd, *_strides(q_NHLd, k_NKLd, v_NKLd, out_NHLd), sequences, scale,
         **_sizes(q_NHLd, k_NKLd, causal), num_warps=WARPS_FORWARD, num_stages=1,
     )  # fmt: skip
@@ -33,7 +33,7 @@ def backward(
     d_out_NHLd = d_out_NLHd.transpose(1, 2)
     inputs = (d_out_NHLd, q_NHLd, k_NKLd, v_NKLd)
     gradients = tuple(x.new_empty(x.shape) for x in inputs[1:])
-    _backward[_grid(q_NHLd, k_NKLd)](
+    _short_attention_backward[_grid(q_NHLd, k_NKLd)](
         *inputs, *gradients, *_strides(*inputs, *gradients), len(q_NHLd), scale,
         **_sizes(q_NHLd, k_NKLd, causal), num_warps=WARPS_BACKWARD, num_stages=1,
     )  # fmt: skip
@@ -93,7 +93,7 @@ def _probs(q, k, allowed, scale, PRECISION: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
+def _short_attention_forward(  # type: ignore[no-untyped-def]
     q, k, v, out,
     q_n, q_h, q_l, k_n, k_h, k_l, v_n, v_h, v_l, out_n, out_h, out_l,
     sequences, scale,
@@ -116,7 +116,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward(  # type: ignore[no-untyped-def]
+def _short_attention_backward(  # type: ignore[no-untyped-def]
     d_out, q, k, v, d_q, d_k, d_v,
     d_out_n, d_out_h, d_out_l, q_n, q_h, q_l, k_n, k_h, k_l, v_n, v_h, v_l,
     d_q_n, d_q_h, d_q_l, d_k_n, d_k_h, d_k_l, d_v_n, d_v_h, d_v_l,

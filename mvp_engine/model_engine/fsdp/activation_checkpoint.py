@@ -33,6 +33,7 @@ _KEPT = {
     "_grouped_mm",
     "_varlen_attn",
     "ragged_attention",
+    "short_attention",
     "_scaled_mm",
     "nf4_matmul",
 }
