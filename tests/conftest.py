@@ -16,7 +16,7 @@ from typing import Any
 
 import probe_once
 import pytest
-from forked import ForkedModule, skip_fsync
+from forked import ForkedModule, save_time
 from ranks import RankPool, RankProcesses
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +68,7 @@ LONGEST_FILES = [
 ]
 
 os.environ["OMP_NUM_THREADS"] = "1"
-skip_fsync()
+save_time()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -26,8 +27,9 @@ from typing import Any
 
 import torch
 
-from mvp_engine.process import watchdog
+from mvp_engine.process import garbage, watchdog
 
+SETTLE = garbage.settle
 PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.run", "mvp_engine.launch"]
 PRELOAD += ["mvp_engine.model_engine", "mvp_engine.kit"]
 PRELOAD += ["transformers.modeling_utils", "transformers.masking_utils", "transformers.models.auto"]
@@ -40,9 +42,14 @@ def fork_context() -> Any:
     return context
 
 
-def skip_fsync() -> None:
-    """Leave data in the page cache, which outlives a killed process: a launch calls fsync eight times, 5 ms each."""
+def save_time() -> None:
+    """Leave out what a launch does for long trainings only.
+
+    Data stays in the page cache, which outlives a killed process: eight calls of fsync, 5 ms each. Garbage stays, too:
+    a collection looks at all that the tests of this process have imported.
+    """
     os.fsync = lambda _: None
+    garbage.settle = gc.freeze
 
 
 class ForkedModule:
@@ -149,7 +156,7 @@ def _run_module(
     os.chdir(folder)
     sys.path.insert(0, folder)
     watchdog.PARENT = os.getppid()
-    skip_fsync()
+    save_time()
     if threads := environment.get("OMP_NUM_THREADS"):  # OpenMP is loaded already
         torch.set_num_threads(int(threads))
     if server is not None:

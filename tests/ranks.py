@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import probe_once
-from forked import fork_context, skip_fsync
+from forked import fork_context, save_time
 
 
 class RankProcesses:
@@ -125,7 +125,7 @@ def _serve(rank: int, pipe: Any) -> None:
     faulthandler.register(signal.SIGUSR1)
     multiprocessing.set_start_method("fork", force=True)  # as under torchrun; spawned loader workers import everything
     torch.set_num_threads(1)
-    skip_fsync()
+    save_time()
     probe_once.install(on_ranks=True)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     while True:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 
+import forked
+import pytest
+
+from mvp_engine.process import garbage
 from mvp_engine.process.garbage import settled, without_collections
 
 
@@ -13,7 +17,8 @@ class Cycle:
         self.me = self
 
 
-def test_settled_frees_cycles_made_before_inside_and_after_it() -> None:
+def test_settled_frees_cycles_made_before_inside_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "settle", forked.SETTLE)
     before, kept = Cycle(), Cycle()
     seen = [weakref.ref(before), weakref.ref(kept)]
     del before
