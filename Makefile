@@ -6,10 +6,10 @@ RL := recipes/reverse_rl/configs
 
 .PHONY: setup demo rl-demo test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron lint format clean
 
-# Four workers for two cores, since ranks wait for each other; each has its own rank processes, 1.5 GiB in all. A file
+# Three workers for two cores, since ranks wait for each other; each has its own rank processes, 1.5 GiB in all. A file
 # stays on one worker, so that module fixtures are built once; conftest.py puts the longest files first, so that all
 # workers end together.
-SPLIT := -n 4 --dist loadfile --no-loadscope-reorder
+SPLIT := -n 3 --dist loadfile --no-loadscope-reorder
 
 setup: .venv/.ready
 

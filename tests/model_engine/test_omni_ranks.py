@@ -170,6 +170,7 @@ def resumed(folder: str) -> list[list[tuple[float, float]]]:
 
 
 @pytest.mark.slow
+@CAMPAIGN
 def test_resume_is_bit_equal_and_one_rank_continues_a_training_of_two(ranks2: Any, tmp_path: Any) -> None:
     found = ranks2.run(resumed, str(tmp_path / "step_00000002"))
     for straight, again in found:
