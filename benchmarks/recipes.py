@@ -26,12 +26,9 @@ import platform
 import random
 import re
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.sft import files
 from benchmarks.sft.data import KNOWN, PER_STEP, VISION, rows, shape
+from benchmarks.watch import Watched, watch
 
 ROOT = Path(__file__).parents[1]
 INTERVAL = 5  # steps of a log record
@@ -153,45 +151,6 @@ def words_of(dice: random.Random, length: int) -> str:
 # ---- Our side ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Watched:
-    """What a process logged, with the seconds since its command."""
-
-    records: list[tuple[float, dict[str, Any]]]
-    seconds: float
-    code: int | None  # None: ended at the limit
-    output: str
-    first: float | None = None  # when a line of its output matched the pattern
-
-
-def watch(command: list[str], env: dict[str, str], folder: Path, limit: float, pattern: str | None = None) -> Watched:
-    """Run a command and read its metrics as they are written. The process and its children end at the limit."""
-    folder.mkdir(exist_ok=True)
-    first: float | None = None
-    records: list[tuple[float, dict[str, Any]]] = []
-    log = folder / "output.txt"
-    seen = 0
-    started = time.perf_counter()
-    with log.open("w") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-        while True:
-            code = process.poll()
-            now = time.perf_counter() - started
-            for file in folder.glob("runs/*/metrics.jsonl"):
-                lines = [line for line in file.read_text().split("\n")[:-1] if line]
-                records += [(now, json.loads(line)) for line in lines[seen:]]
-                seen = len(lines)
-            if pattern and first is None and re.search(pattern, log.read_text(), re.MULTILINE):
-                first = now
-            if code is not None or now > limit:
-                break
-            time.sleep(0.05)
-        if code is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return Watched(records, time.perf_counter() - started, code, log.read_text()[-3000:], first)
-
-
 def environment() -> dict[str, str]:
     path = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
@@ -211,7 +170,7 @@ def ours(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch:
         env["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "inductor")
     log = [f"loop.total_steps={args.steps}", f"log.interval={INTERVAL}", "log.backends=[jsonl,file]"]
     train = [sys.executable, "-m", "mvp_engine.cli", "train", str(config), *words, *log]
-    cold = watch(train, env, scratch, args.limit)
+    cold = watch(train, scratch, args.limit, env=env)
     found = {"command": shlex.join(train[2:]), **figures(cold)}
     (run,) = list(scratch.glob("runs/*/run.json")) or [None]
     if run is not None:
@@ -268,7 +227,8 @@ def profiled(config: Path, words: list[str], env: dict[str, str], limit: float, 
     """Idle time of the GPU, kernels of a step, and the seconds of a second start."""
     out = scratch / "profile"
     command = [sys.executable, "-m", "mvp_engine.cli", "profile", str(config), "--out", str(out)]
-    seen = watch([*command, "--steps", "3", "--first", "6", *words], env, scratch / "second", limit, FIRST_STEP)
+    command += ["--steps", "3", "--first", "6", *words]
+    seen = watch(command, scratch / "second", limit, env=env, pattern=FIRST_STEP)
     found: dict[str, Any] = {"second_start_s": seen.first}
     if (out / "profile.json").is_file():
         facts = json.loads((out / "profile.json").read_text())
@@ -294,7 +254,7 @@ def peer(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch:
     how = {"model": str(model), "rows": str(data), "out": str(out), "steps": args.steps, "lora": work.lora}
     how |= {"longest": 4096 if args.tiny else work.longest, "global_tokens": 8192 if args.tiny else 65536}
     command = [sys.executable, str(ROOT / "benchmarks" / "recipes_trl.py"), json.dumps(how)]
-    seen = watch(command, environment(), scratch, args.limit)
+    seen = watch(command, scratch, args.limit, env=environment())
     if not out.is_file():
         return {"why": f"ended with {seen.code}", "output": seen.output}
     found = json.loads(out.read_text())

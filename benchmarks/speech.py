@@ -24,10 +24,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import shlex
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,6 +41,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.attempt import FOUND, attempt
+from benchmarks.watch import watch
 
 FRAME_RATE = 12.5
 INTERVAL = 2  # steps of a log record
@@ -183,7 +183,7 @@ def train(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
     config = {
         "engine": "mvp_engine.kit.mllm:MLLMEngine",
         "processor": str(folder / "tokenizer"),
-        "project": {"name": "speech", "dir": str(folder / name)},
+        "project": {"name": "speech", "dir": str(folder / name / "runs")},
         "model": {
             "type": "omni_model",
             "path": str(make_model(folder, args.tiny)),
@@ -206,15 +206,16 @@ def train(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
     file.write_text(json.dumps(config))
     gpu = torch.cuda.get_device_name() if ON_GPU else "H200"
     predict = [sys.executable, "-m", "mvp_engine.cli", "estimate", str(file), "--gpu", gpu, "--json"]
-    started = time.perf_counter()
+    shutil.rmtree(folder / name, ignore_errors=True)
+    command = [sys.executable, "-m", "mvp_engine.launch", "--config", str(file)]
     with subprocess.Popen(predict, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as prediction:
-        records, output = run_until(file, folder / name, args.steps, args.limit)
+        seen = watch(command, folder / name, args.limit, last_step=args.steps)
         predicted, why = prediction.communicate()
-    trained = [record for _, record in records if record.get("split") == "train"]
+    trained = [record for _, record in seen.records if record.get("split") == "train"]
     counted = [record["perf"] for record in trained[len(trained) // 2 :]]
     if not counted:
-        return {"error": output[-2000:]}
-    found: dict[str, Any] = {"steps": trained[-1]["step"], "first_record_s": records[0][0] - started}
+        return {"error": seen.output}
+    found: dict[str, Any] = {"steps": trained[-1]["step"], "first_record_s": seen.records[0][0]}
     seconds = sum(perf["step_s"] for perf in counted)
     for key in ("frames_per_s", "mfu", "data_wait"):
         if all(perf.get(key) is not None for perf in counted):
@@ -230,27 +231,6 @@ def train(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
     if estimate.get("peak_gib") and ON_GPU:
         found["memory_of_estimate"] = found["memory_gib"] / estimate["peak_gib"]
     return found
-
-
-def run_until(file: Path, runs: Path, steps: int, limit: float) -> tuple[list[tuple[float, dict[str, Any]]], str]:
-    """Train until a step is logged or `limit` seconds are over: the records, with their times, and the output."""
-    log = runs.with_suffix(".log")
-    command = [sys.executable, "-m", "mvp_engine.launch", "--config", str(file)]
-    records: list[tuple[float, dict[str, Any]]] = []
-    started = time.perf_counter()
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-        while process.poll() is None and time.perf_counter() - started < limit:
-            time.sleep(0.05)
-            for metrics in runs.glob("*/metrics.jsonl"):
-                lines = metrics.read_text().split("\n")[:-1]
-                records += [(time.perf_counter(), json.loads(line)) for line in lines[len(records) :]]
-            if records and records[-1][1]["step"] >= steps:
-                break
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # no checkpoint of 40 GB
-            process.wait()
-    return records, log.read_text()
 
 
 # ---- Parts --------------------------------------------------------------------------------------------------------
