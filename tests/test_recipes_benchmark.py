@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ def test_watch_ends_a_process_and_its_children_at_the_limit(tmp_path: Path) -> N
     code = (
         "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print('step 1', flush=True); time.sleep(60)"
     )
-    seen = BENCH.watch([sys.executable, "-c", code], dict(os.environ), tmp_path, 2.0, BENCH.FIRST_STEP)
+    seen = BENCH.watch([sys.executable, "-c", code], tmp_path, 2.0, pattern=BENCH.FIRST_STEP)
     assert seen.code is None
     assert seen.first is not None
     assert seen.seconds < 10
