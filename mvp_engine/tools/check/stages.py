@@ -259,8 +259,11 @@ class Check:
                 "lengthen the warm-up"
             )
         if record["data"] and total and total < FEW_STEPS:
+            data: Any = getattr(config, "mllm", None)
+            in_tokens = data is not None and data.global_batch_tokens
+            size = "mllm.global_batch_tokens" if in_tokens else "data.global_batch_size"
             record.warning(
-                f"the training has {count(total, 'step')}: raise loop.epochs, or lower data.global_batch_size or "
+                f"the training has {count(total, 'step')}: raise loop.epochs, or lower {size} or "
                 "mllm.micro_batch_tokens"
             )
         if total and total * seconds > LONG_RUN and config.checkpoint.interval is None:
