@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mvp_engine.hf import grouped_mm
 from mvp_engine.hf.attention import config_tree
 from mvp_engine.ops.autocast import autocast_dtype
 
@@ -163,8 +164,6 @@ class _Rows(NamedTuple):
 
 def _linear(experts: Any, name: str, x_NI: Tensor, rows: _Rows) -> Tensor:
     """The linear layer `name` of the expert of each row, with bias and adapter, if there are any."""
-    from transformers.integrations.moe import _grouped_linear
-
     weight = getattr(experts, name)
     out_NO = _grouped_linear(x_NI, weight, rows.ends, is_transposed=experts.is_transposed)
     if experts.has_bias:
@@ -177,6 +176,18 @@ def _linear(experts: Any, name: str, x_NI: Tensor, rows: _Rows) -> Tensor:
     if experts.lora_switch is not None:
         scaling = scaling * experts.lora_switch
     return out_NO + _grouped_linear(low_NR, adapter.lora_B, rows.ends) * scaling
+
+
+def _grouped_linear(
+    x_NI: Tensor, weight: Tensor, ends_E: Tensor, is_transposed: bool = False
+) -> Tensor:
+    """Each row times the matrix of its expert. `is_transposed`: matrices are (in, out)."""
+    from transformers.integrations import moe
+
+    if not grouped_mm.needs_operator(weight):
+        return moe._grouped_linear(x_NI, weight, ends_E, is_transposed=is_transposed)
+    matrices_EIO = weight if is_transposed else weight.transpose(-2, -1)
+    return grouped_mm.opaque_grouped_mm(x_NI.to(weight.dtype), matrices_EIO, ends_E)
 
 
 def adapter_name(name: str) -> str:

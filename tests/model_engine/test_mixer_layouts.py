@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from families import parallel
 from mixer_families import MIXERS, mixer_model
 from torch.optim.lr_scheduler import LambdaLR
@@ -18,7 +17,6 @@ from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 QUICK = ["qwen3_5_text", "lfm2_moe", "mamba"]  # by a kernel's function, by a convolution alone, by sequence
 OTHERS = [name for name in MIXERS if name not in QUICK]
-# With experts, compiled blocks have graph breaks on a CPU, which take long to compile.
 HOW: dict[str, dict[str, Any]] = {
     "full": {"activation_checkpointing": "full"},
     "selective": {"activation_checkpointing": "selective"},
@@ -99,9 +97,6 @@ QUICK_CASES = [("qwen3_5_text", "full"), ("qwen3_5_text", "selective"), ("mamba"
 
 def marks(case: tuple[str, str]) -> list[Any]:
     found: list[Any] = [] if case in QUICK_CASES else [pytest.mark.campaign(only=True)]
-    if case == ("nemotron_h", "compiled, full"):
-        # With four kinds of blocks the repeated forward saves other tensors; the cause is not known.
-        found.append(pytest.mark.xfail(raises=torch.utils.checkpoint.CheckpointError, strict=True))
     return found
 
 
