@@ -231,7 +231,7 @@ def chat(args: argparse.Namespace) -> int:
         stop_strings=args.stop,
         device=args.device,
         as_json=args.json,
-        speech=chat_speech.speech_output(args) if args.speak else None,
+        speech=chat_speech.speech_output(args),
     )
 
 

@@ -110,6 +110,8 @@ class LanguageModel(PackedModel):
                 f"{config.model_type} drafts tokens for another model and reads that model's keys and values; "
                 "only models that run by themselves are supported"
             )
+        if config.model_type == "csm":
+            raise UserError("csm speaks and writes no text: set model.type=omni_model")
         if hasattr(config, "thinker_config"):
             model = cls(from_auto(AutoModelForMultimodalLM, config.thinker_config), **options)
             model.whole = WholeFolder(config, {"hf.": "thinker."})

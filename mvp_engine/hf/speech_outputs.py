@@ -109,8 +109,10 @@ def _outputs(
 
 
 def _no_speech(talker: TalkerPasses, wanted: tuple[str, ...]) -> Outputs:
-    """Zeros with a gradient of zeros: a micro-batch without speech still needs a backward."""
+    """Zeros that can run backward: a micro-batch without speech still needs one."""
     nothing: Any = talker.first_head.flatten()[:0].float().sum()
+    if torch.is_grad_enabled() and not nothing.requires_grad:  # heads take no adapters
+        nothing.requires_grad_()
     empty = nothing.expand(0, talker.books)
     return {name: nothing.expand(2) if name == "speech_loss" else empty for name in wanted}
 

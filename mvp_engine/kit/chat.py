@@ -28,7 +28,6 @@ from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at, with_completion
-from mvp_engine.kit.generation import check_writes
 from mvp_engine.kit.player import Player, Sound, speak
 from mvp_engine.kit.settings import SpeechGeneration
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings, precision_on
@@ -63,15 +62,20 @@ class ChatModel:
         speaks: bool = False,
     ) -> None:
         place = _find_device(device)
+        config = read_config(folder, {})
+        if config.model_type == "csm":
+            raise UserError(
+                f"{folder}: csm writes no text, so mvp chat has no answer. It speaks the text that it is given: "
+                "mvp_engine.kit.speak"
+            )
         self.encoder = RowEncoder(
             load_processor(_folder_with_processor(folder, adapter)),
             Limits(allow_outside=True),
             max_tokens=2**40,
-            positions=RopePositions.for_config(read_config(folder, {})),
+            positions=RopePositions.for_config(config),
         )
         engine_class = OmniModelEngine if speaks else LanguageModelEngine
         model: Any = engine_class.build_model(ModelSource(str(folder)))
-        check_writes(model, "mvp chat --speak")
         settings = Settings(precision=precision_on(place, "auto"))
         if settings.precision != "fp32":
             cast_frozen_weights(model.requires_grad_(False), DTYPES[settings.precision])

@@ -82,6 +82,7 @@ class MLLMEngine(Engine):
     @classmethod
     def data_kit(cls, config: MLLMConfig) -> MLLMDataKit:
         """The data kit; `mvp data inspect` and `mvp check` use it too."""
+        config.check_speech()
         model_config = read_config(config.model.path, config.model.config)
         return MLLMDataKit(
             config.mllm,
@@ -101,9 +102,7 @@ class MLLMEngine(Engine):
 
         if self.config.model.path is not None:
             return Player.of_folder(self.config.model.path)
-        speech = self.data.row_encoder.speech
-        assert speech is not None
-        assert speech.store is not None
+        speech: Any = self.data.row_encoder.speech  # the config has a codec
         return Player.of_codec(speech.store.codec)
 
     @cached_property

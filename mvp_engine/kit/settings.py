@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from mvp_engine.config.schema import Config, Count, Fraction, NonNegative, Positive, Section
+from mvp_engine.errors import UserError
 from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.kit.data.cpus import default_num_workers
 from mvp_engine.kit.data.settings import MLLMData
@@ -101,3 +102,17 @@ class MLLMConfig(Config):
                 "eval_generation.speech has nothing to play codes with: set mllm.speech.codec"
             )
         return self
+
+    def check_speech(self) -> None:
+        """Raise for spoken answers that no talker would learn, and for a talker without any."""
+        speaks = self.model.type == "omni_model"
+        if speaks and self.mllm.speech is None:
+            raise UserError(
+                "model.type=omni_model: its talker learns from spoken answers. Set mllm.speech, or train the text "
+                "alone with model.type=language_model"
+            )
+        if not speaks and self.mllm.speech is not None:
+            raise UserError(
+                f"mllm.speech: model.type={self.model.type} has no talker that would learn spoken answers. Set "
+                "model.type=omni_model, or remove mllm.speech"
+            )

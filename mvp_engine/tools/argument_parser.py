@@ -192,7 +192,9 @@ def _add_chat_command(commands: Any) -> None:
     text = "play codes with this codec, a folder or file.py:Class (default: the model's vocoder)"
     chat.add_argument("--codec", metavar="CODEC", help=text)
     text = "of the spoken codes; 0: greedy (default: 0.9)"
-    chat.add_argument("--speech-temperature", type=float, default=0.9, metavar="T", help=text)
+    chat.add_argument("--speech-temperature", type=float, metavar="T", help=text)
+    text = "most frames of a sound, 12.5 a second for Qwen3-Omni (default: 1024)"
+    chat.add_argument("--max-frames", type=int, metavar="N", help=text)
     chat.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU if present)")
     chat.add_argument("--dir", default="outputs", help="folder of the runs (default: outputs)")
     add_json_option(chat)

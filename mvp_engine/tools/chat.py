@@ -156,7 +156,7 @@ def _answer(
     if not as_json:
         print()
         if spoken is not None:
-            end = "" if spoken["ended"] else ", cut off at the limit of frames"
+            end = "" if spoken["ended"] else ", cut off at --max-frames"
             print(f"[{spoken['file']}: {spoken['seconds']:.1f} s{end}]", file=sys.stderr)
         return
     record = {

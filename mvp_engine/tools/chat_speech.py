@@ -29,14 +29,22 @@ class SpeechOutput:
     written: int = 0
 
     def open_player(self, folder: Path) -> None:
-        """Open the codec, or else the vocoder of the model's folder."""
+        """Open the codec, or else the vocoder of the model's folder, and check it and the speaker."""
+        from mvp_engine.hf.config_source import read_config
+        from mvp_engine.hf.speech_protocol import SpeechProtocol
         from mvp_engine.kit.player import Player
         from mvp_engine.kit.speech.codec import open_codec
 
         if self.codec is None:
             self.player = Player.of_folder(folder)
         else:
-            self.player = Player.of_codec(open_codec(self.codec))
+            self.player = Player.of_codec(open_codec(self.codec, key="--codec"))
+        protocol = SpeechProtocol.for_config(read_config(folder, {}))
+        assert protocol is not None, "a model that speaks"
+        self.player.check(protocol)
+        if self.speaker is not None and self.speaker.lower() not in protocol.speakers:
+            known = ", ".join(protocol.speakers)
+            raise UserError(f"--speaker {self.speaker}: the model's speakers are {known}")
 
     def write(
         self, model: ChatModel, messages: Sequence[Any], completion: Completion
@@ -58,16 +66,23 @@ class SpeechOutput:
         }
 
 
-def speech_output(args: argparse.Namespace) -> SpeechOutput:
-    """What the options of `mvp chat` ask for."""
+def speech_output(args: argparse.Namespace) -> SpeechOutput | None:
+    """What the options of `mvp chat` ask for; None without `--speak`."""
+    if args.speak is None:
+        for option in ("speaker", "codec", "speech_temperature", "max_frames"):
+            if getattr(args, option) is not None:
+                name = option.replace("_", "-")
+                raise UserError(f"--{name} is for spoken answers: add --speak FILE.wav")
+        return None
     file = Path(args.speak).expanduser()
     if file.suffix.lower() != ".wav":
         raise UserError(
             f"--speak {args.speak}: sounds are written as WAV files: give a name that ends with .wav"
         )
-    if args.speech_temperature < 0:
-        raise UserError(
-            f"--speech-temperature {args.speech_temperature:g}: give 0 (greedy) or more"
-        )
-    settings = SpeechGeneration(temperature=args.speech_temperature)
-    return SpeechOutput(file, args.speaker, args.codec, settings)
+    given = {"temperature": args.speech_temperature, "max_frames": args.max_frames}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("temperature", 0) < 0:
+        raise UserError(f"--speech-temperature {given['temperature']:g}: give 0 (greedy) or more")
+    if given.get("max_frames", 1) < 1:
+        raise UserError(f"--max-frames {given['max_frames']}: give 1 or more")
+    return SpeechOutput(file, args.speaker, args.codec, SpeechGeneration.model_validate(given))

@@ -222,8 +222,11 @@ def compose_question(question: Question) -> tuple[Composed, bool]:
     if _is_model(question.what):
         file = MODEL_CONFIG
         words.insert(0, f"model.path={question.what}")
-        if hasattr(read_config(question.what, {}), "max_action_dim"):
+        model_config = read_config(question.what, {})
+        if hasattr(model_config, "max_action_dim"):
             words.insert(0, "model.type=action_model")
+        elif model_config.model_type == "csm":
+            words.insert(0, "model.type=omni_model")
     try:
         return compose(file, words), question.tokens is not None
     except MissingKeys as error:

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from families import parallel
-from folders import alone, entries
+from folders import alone
 from sync_watch import MovedBatch, device_reads
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedTokenizerFast
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.data.speech import CODES, SPEECH, TEXT, num_speech_labels
+from mvp_engine.data.speech import SPEECH, num_speech_labels
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.hf import OmniModel, speech_outputs
+from mvp_engine.hf import LanguageModel, OmniModel, speech_outputs
 from mvp_engine.hf.csm import CsmModel
 from mvp_engine.hf.omni_generate import generate_codes
 from mvp_engine.hf.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
-from mvp_engine.kit import MFUKit, MLLMData, MLLMDataKit, Player, speak
+from mvp_engine.kit import MFUKit
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import peak_memory
 from mvp_engine.kit.estimate.settings import EstimateSettings
-from mvp_engine.kit.generation import check_writes
-from mvp_engine.kit.settings import SpeechGeneration
-from mvp_engine.kit.speech_loss import SpeechLossKit, trains_text
-from mvp_engine.model_engine import ModelSource, Settings
+from mvp_engine.kit.speech_loss import SpeechLossKit
+from mvp_engine.model_engine import Settings
 from mvp_engine.model_engine.types import OmniModelEngine
 
 BOOKS, VOCAB, FRAMES = 4, 35, 6
@@ -250,75 +242,6 @@ def test_forward_and_backward_of_csm_read_no_value_of_the_device() -> None:
     assert device_reads(csm(), batch, ["speech_loss"]) == []
 
 
-def test_export_of_a_trained_csm_keeps_the_codec(tmp_path: Path) -> None:
-    from transformers import CsmForConditionalGeneration
-
-    whole().save_pretrained(tmp_path / "in")
-    model = OmniModelEngine.build_model(ModelSource(str(tmp_path / "in")))
-    engine = OmniModelEngine(model, alone(), Settings(seed=7))
-    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
-    assert not trains_text(engine.model)
-    ctx: Any = SimpleNamespace(log=lambda *_: None, count=lambda *_: None)
-    loss = SpeechLossKit()
-    engine.train_batch(rows(), lambda batch: loss(ctx, engine.model, batch))
-    engine.export_hf(tmp_path / "out")
-    old, new = (dict(entries(tmp_path / name / "model.safetensors")) for name in ("in", "out"))
-    assert old.keys() == new.keys()
-    for name, value in old.items():
-        assert torch.equal(value, new[name]) == name.startswith("codec_model."), name
-    _, info = CsmForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-
-
-def test_speak_with_csm_plays_codes_with_the_codec_of_its_folder(tmp_path: Path) -> None:
-    whole().save_pretrained(tmp_path / "csm")
-    player = Player.of_folder(tmp_path / "csm")
-    codes = torch.randint(0, 32, (5, BOOKS), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        wanted = whole().codec_model.decode(codes.T[None]).audio_values.flatten()
-    torch.testing.assert_close(torch.from_numpy(player.play(codes)), wanted, rtol=0, atol=1e-6)
-    assert (player.books, player.codebook_size, player.sampling_rate) == (BOOKS, 32, 24_000)
-    model = csm()
-    with torch.no_grad():
-        model.hf.lm_head.weight[32:] = 0  # an untrained model may speak ids that its codec lacks
-        model.hf.depth_decoder.codebooks_head.weight[:, :, 32:] = 0
-    ids = torch.tensor([57, 5, 6, 7, 8])
-    (sound,) = speak(model, [batch_of(ids, None)], player, settings=SpeechGeneration(max_frames=3, temperature=0))
-    assert len(sound.codes) in (0, 3)
-    assert sound.seconds > 0 or not len(sound.codes)
-    with pytest.raises(UserError, match="the model spoke code 33, and its codec has 0 to 31"):
-        player.play(codes + 33 - int(codes.max()))
-    with pytest.raises(UserError, match="eval_generation: csm writes no text"):
-        check_writes(model, "eval_generation")
-
-
-def test_data_kit_makes_rows_of_csm_from_codes(tmp_path: Path) -> None:
-    codes = [[1, 2, 3, 4], [5, 6, 7, 8]]
-    earlier = [{"type": "text", "text": "[0]hi"}, {"type": "audio", "codes": codes[:1]}]
-    content = [{"type": "text", "text": "[0]hi"}, {"type": "audio", "codes": codes}]
-    row = {"messages": [{"role": "assistant", "content": earlier, "loss": False}]}
-    row["messages"].append({"role": "assistant", "content": content})
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    letters = {letter: index for index, letter in enumerate("[]0hi>?")} | {"<": 57}
-    bare = Tokenizer(WordLevel(letters, unk_token="?"))
-    bare.pre_tokenizer = Split("", "isolated")
-    processor = PreTrainedTokenizerFast(tokenizer_object=bare, bos_token="<", eos_token=">", unk_token="?")
-    processor.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
-    sources = {"train": {"path": str(tmp_path / "rows.jsonl")}}
-    speech = {"codec": None, "books": BOOKS}
-    data = MLLMData(sources=sources, micro_batch_tokens=64, cache=str(tmp_path / "cache"), speech=speech)
-    kit = MLLMDataKit(data, processor, model_config=config(), num_workers=0)
-    (batch,) = list(kit.loader("train", shuffle=False, global_batch_size=1))
-    values = batch.media[SPEECH].values
-    ids = batch.input_ids.tolist()
-    assert values[:, TEXT].tolist() == [*ids[:7], -1, -1, *ids[7:], -1, -1, -1]
-    end = [0] * BOOKS
-    assert values[7:9, CODES].tolist() == [codes[0], end]
-    assert values[-3:, CODES].tolist() == [*codes, end]
-    assert num_speech_labels(batch) == 3  # the first turn is read, and not learnt
-    assert float(csm()(batch, ["speech_loss"])["speech_loss"].detach().sum()) > 0
-
-
 def test_csm_names_what_it_cannot_speak() -> None:
     protocol = SpeechProtocol.for_config(config())
     assert protocol is not None
@@ -326,6 +249,8 @@ def test_csm_names_what_it_cannot_speak() -> None:
     codes = torch.zeros(2, BOOKS, dtype=torch.long)
     with pytest.raises(SpeechError, match=r"as \[0\]"):
         protocol.plan(ids, torch.arange(2), [SpokenTurn(0, codes, "ethan")])
+    with pytest.raises(UserError, match=r"csm speaks and writes no text: set model\.type=omni_model"):
+        LanguageModel.from_config(config())
     with pytest.raises(UserError, match="copies the codec from the folder"):
         OmniModel.on_meta(None, {"model_type": "csm", **settings()})
 

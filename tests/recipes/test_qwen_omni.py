@@ -15,7 +15,7 @@ from conftest import ROOT, read_metrics, readme_commands
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
-from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
 
@@ -38,13 +38,27 @@ def test_qwen_omni_readme_commands_run(tmp_path: Path, monkeypatch: Any, capsys:
     monkeypatch.chdir(ROOT)
     seen = []
     for command in readme_commands("qwen_omni"):
-        if "--nproc" in command or any("gpu" in word for word in command) or command[1] == "chat":
+        if "--nproc" in command or any("gpu" in word for word in command):
             continue
-        fewer = words(tmp_path) if command[1] == "train" else [f"project.dir={tmp_path}", *FEW]
-        assert main([*command[1:], *fewer]) == 0, command
+        fewer = {"train": words(tmp_path), "chat": ["--dir", str(tmp_path), "--max-frames", "6"]}
+        command = [
+            word.replace("outputs/", f"{tmp_path}/").replace("two.wav", f"{tmp_path}/two.wav") for word in command
+        ]
+        assert main([*command[1:], *fewer.get(command[1], [f"project.dir={tmp_path}", *FEW])]) == 0, command
         seen.append(command[1])
-    assert seen == ["train", "train", "data", "data"]
-    assert re.search(r"train/train: \d+ sounds: 0 encoded now", capsys.readouterr().out)
+    assert seen == ["train", "train", "data", "data", "chat"]
+    printed = capsys.readouterr()
+    assert re.search(r"train/train: \d+ sounds: 0 encoded now", printed.out)
+    assert re.search(r"two\.wav: 0\.\d s", printed.err)
+    assert (tmp_path / "two.wav").read_bytes()[:4] == b"RIFF"
+    for wrong, said in (
+        (["--speaker", "ann"], "--speaker is for spoken answers: add --speak"),
+        (["--speak", "a.mp3"], "a name that ends with .wav"),
+        (["--speak", "a.wav", "--speaker", "carl"], "--speaker carl: the model's speakers are ann, bob"),
+        (["--speak", "a.wav", "--codec", "nothing"], "--codec=nothing is neither a folder nor"),
+    ):
+        assert main(["chat", "latest", "-p", "say up", "--dir", str(tmp_path), *wrong]) == EXIT_USER_ERROR
+        assert said in capsys.readouterr().err
     last = read_metrics(tmp_path, "eval")[-1]
     assert {"word_accuracy_eval", "exact_eval", "speech_ended", "speech_first", "text_loss"} <= set(last)
     run = list_runs(tmp_path)[-1].dir
@@ -119,3 +133,16 @@ def test_eval_generation_speech_without_speech_targets_is_a_config_error(capsys:
     file = str(CONFIGS / "cpu.yaml")
     assert launch(file, ["mllm.speech=null"]) == EXIT_USER_ERROR
     assert "eval_generation.speech needs a model that speaks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["mllm.speech=null"], "model.type=omni_model: its talker learns from spoken answers. Set mllm.speech"),
+        (["model.type=language_model"], "mllm.speech: model.type=language_model has no talker"),
+    ],
+)
+def test_talker_without_speech_and_speech_without_talker_are_user_errors(words: list[str], said: str) -> None:
+    composed: Any = compose(str(CONFIGS / "cpu.yaml"), ["eval_generation=null", *words])
+    with pytest.raises(UserError, match=said):
+        composed.engine_class.data_kit(composed.config)

@@ -52,7 +52,9 @@ class MadeCodes:
         if self.made:
             text += f" ({self.audio_seconds / 60:,.1f} minutes in {self.seconds:.1f} s, {self.speed:,.0f}x real time)"
         text += f", {self.sounds - self.made - self.bad:,} on disk already"
-        return text + (f", {self.bad:,} not readable" if self.bad else "")
+        return text + (
+            f", {self.bad:,} not readable (mvp data inspect names them)" if self.bad else ""
+        )
 
 
 class _Sound(NamedTuple):

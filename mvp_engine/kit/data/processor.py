@@ -28,11 +28,17 @@ def load_processor(folder: str | Path) -> Any:
         # The tokenizer config of a text model may name the processor class of the VLM it was taken from.
         auto_class = AutoTokenizer if _is_text_only(path) else AutoProcessor
         # Code in a model's folder is not run, nor is the user asked on the terminal whether it may.
-        return auto_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        found = auto_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder} has no processor or tokenizer that transformers can read: {error}"
         ) from None
+    if type(found).__name__ == "CsmProcessor":  # it puts sounds into the text
+        raise UserError(
+            f"{folder} has a CsmProcessor, which is not supported: set processor to a folder with its tokenizer and a "
+            "chat template of turns (docs/omni.md, CSM, shows how to write one)"
+        )
+    return found
 
 
 def _refuse_files_outside(folder: Path) -> None:

@@ -50,15 +50,16 @@ class Codec(ABC):
         raise UserError(f"{type(self).__name__} has no decode, so codes cannot be played with it")
 
 
-def open_codec(spec: str, books: int | None = None, device: str = "cpu") -> Codec:
+def open_codec(spec: str, books: int | None = None, device: str = "cpu", key: str = KEY) -> Codec:
     """The codec of a folder, of a model of the Hub, or of `file.py:Class`.
 
-    `books` are the codebooks that are wanted: the first ones of a codec that has more.
+    `books` are the codebooks that are wanted: the first ones of a codec that has more. `key` is the setting that errors
+    name.
     """
-    codec = _user_codec(spec) if _is_class(spec) else _folder_codec(spec, books, device)
+    codec = _user_codec(spec, key) if _is_class(spec) else _folder_codec(spec, books, device, key)
     if books is not None and codec.books < books:
         raise UserError(
-            f"{KEY}={spec} has {codec.books} codebooks; mllm.speech.books={books} are wanted"
+            f"{key}={spec} has {codec.books} codebooks; mllm.speech.books={books} are wanted"
         )
     return codec
 
@@ -67,29 +68,29 @@ def _is_class(spec: str) -> bool:
     return ":" in spec and spec.rpartition(":")[0].endswith(".py")
 
 
-def _user_codec(spec: str) -> Codec:
-    module, name = load_spec(spec, Path.cwd(), KEY)
+def _user_codec(spec: str, key: str) -> Codec:
+    module, name = load_spec(spec, Path.cwd(), key)
     found = getattr(module, name or "", None)
     if not isinstance(found, type) or not issubclass(found, Codec):
-        raise UserError(f"{KEY}={spec}: {name} is not a subclass of mvp_engine.kit.Codec")
+        raise UserError(f"{key}={spec}: {name} is not a subclass of mvp_engine.kit.Codec")
     codec = found()
     missing = [attribute for attribute in _ATTRIBUTES if not hasattr(codec, attribute)]
     if missing:
-        raise UserError(f"{KEY}={spec}: {name} does not set {', '.join(missing)}")
+        raise UserError(f"{key}={spec}: {name} does not set {', '.join(missing)}")
     if not codec.fingerprint:
         source = Path(str(module.__file__)).read_bytes()
         codec.fingerprint = hashlib.blake2b(source, digest_size=16).hexdigest()
     return codec
 
 
-def _folder_codec(spec: str, books: int | None, device: str) -> Codec:
+def _folder_codec(spec: str, books: int | None, device: str, key: str) -> Codec:
     from mvp_engine.kit.speech.kmeans import FILE, ResidualKMeans
     from mvp_engine.kit.speech.mimi import Mimi
 
     folder = local_folder(spec, weights=True)
     if not folder.is_dir():
         raise UserError(
-            f"{KEY}={spec} is neither a folder nor file.py:Class.{similar_path(folder)}"
+            f"{key}={spec} is neither a folder nor file.py:Class.{similar_path(folder)}"
         )
     if (folder / FILE).is_file():
         return ResidualKMeans.load(folder)
@@ -98,7 +99,7 @@ def _folder_codec(spec: str, books: int | None, device: str) -> Codec:
     if model_type != "mimi":
         found = f"model_type {model_type!r}" if model_type else f"neither config.json nor {FILE}"
         raise UserError(
-            f"{KEY}={spec} has {found}; supported are Mimi's folder (kyutai/mimi), a ResidualKMeans' one, and a "
+            f"{key}={spec} has {found}; supported are Mimi's folder (kyutai/mimi), a ResidualKMeans' one, and a "
             "class of your own (file.py:Class)"
         )
     return Mimi(folder, books, device)

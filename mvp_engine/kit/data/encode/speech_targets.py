@@ -114,6 +114,12 @@ class SpeechTargets:
     def _turns(self, row: Row, root: Path) -> list[SpokenTurn]:
         turns = []
         answers = [message for message in row.messages if message.role == "assistant"]
+        if self.protocol.reads_answers and len(answers) < len(row.messages):
+            raise BadRow(
+                "speech_role",
+                "CSM speaks every turn of a dialogue: give all messages the role assistant, and loss: false to those "
+                "that are context",
+            )
         for turn, message in enumerate(answers):
             sound = self.sound(message)
             if sound is None:
