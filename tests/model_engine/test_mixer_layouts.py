@@ -1,4 +1,4 @@
-"""Models with mixers on shards, sequence parallel, with activation checkpointing and compiled: gradients to 1e-5."""
+"""Models with mixers on all layouts, with activation checkpointing and compiled: gradients to 1e-5."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.errors import UserError
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 QUICK = ["qwen3_5_text", "lfm2_moe", "mamba"]  # by a kernel's function, by a convolution alone, by sequence
 OTHERS = [name for name in MIXERS if name not in QUICK]
+# Without a tensor-parallel plan in transformers.
+NO_PLAN = {"falcon_h1", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm", "zamba2", "zaya"}
 HOW: dict[str, dict[str, Any]] = {
     "full": {"activation_checkpointing": "full"},
     "selective": {"activation_checkpointing": "selective"},
@@ -68,8 +71,13 @@ def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 def on_two_ranks(names: list[str]) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
     world = World.join("cpu")
-    layouts = {kind: Layout.of(world, parallel(**{kind: 2})) for kind in ("shard", "ulysses", "context")}
-    found = {kind: {name: gradients(name, layout) for name in names} for kind, layout in layouts.items()}
+    found = {}
+    for kind in ("shard", "ulysses", "context", "tensor"):
+        layout = Layout.of(world, parallel(**{kind: 2}))
+        chosen = [name for name in names if kind != "tensor" or name not in NO_PLAN]
+        found[kind] = {name: gradients(name, layout) for name in chosen}
+    with pytest.raises(UserError, match="mamba has no tensor-parallel plan in transformers"):
+        gradients("mamba", layout)
     world.close()
     return found
 
@@ -78,16 +86,16 @@ def check_two_ranks(ranks: Any, names: list[str]) -> None:
     expected = {name: gradients(name, Layout(World.join("cpu"))) for name in names}
     for found in ranks.run(on_two_ranks, names):
         for of_layout in found.values():
-            for name in names:
-                check(of_layout[name], expected[name])
+            for name, grads in of_layout.items():
+                check(grads, expected[name])
 
 
-def test_mixers_on_two_shards_and_sequence_parallel_have_the_gradients_of_one_rank(ranks2) -> None:
+def test_mixers_on_shards_sequence_and_tensor_parallel_have_the_gradients_of_one_rank(ranks2) -> None:
     check_two_ranks(ranks2, QUICK)
 
 
 @pytest.mark.campaign(only=True)
-def test_all_mixers_on_two_shards_and_sequence_parallel_have_the_gradients_of_one_rank(ranks2) -> None:
+def test_all_mixers_on_shards_sequence_and_tensor_parallel_have_the_gradients_of_one_rank(ranks2) -> None:
     check_two_ranks(ranks2, OTHERS)
 
 
