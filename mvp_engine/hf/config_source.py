@@ -6,9 +6,11 @@ single settings of it. Without a folder, `model.config.model_type` selects a con
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,13 @@ from mvp_engine.hf.omni_config import add_undeclared_settings
 
 # Settings that the action head of a vision-language model adds to its config.
 ACTION_SIZES = ("chunk_size", "max_action_dim", "max_state_dim")
+# What a policy of lerobot must be, to be transformers' pi0.
+_LEROBOT_PI0 = {
+    "type": "pi0",
+    "paligemma_variant": "gemma_2b",
+    "action_expert_variant": "gemma_300m",
+    "image_resolution": [224, 224],
+}
 
 
 def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:
@@ -62,7 +71,12 @@ def _config_of_folder(path: str | Path) -> Any:
     if not (folder / "config.json").is_file():
         raise UserError(f"model.path={path} {_no_config(folder)}")
     try:
+        settings = json.loads((folder / "config.json").read_text())
+        if "type" in settings and "model_type" not in settings:
+            return _lerobot_config(folder / "config.json", settings)
         known = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except UserError:
+        raise
     except Exception as error:  # noqa: BLE001 - any error: the file is the user's
         first_line = str(error).strip().split("\n")[0]
         raise UserError(
@@ -79,6 +93,20 @@ def _config_of_folder(path: str | Path) -> Any:
             "which is not supported"
         )
     return known
+
+
+def _lerobot_config(file: Path, settings: dict[str, Any]) -> Any:
+    """The config of a pi0 that lerobot saved: it names variants of Gemma in place of their sizes."""
+    from transformers import PI0Config
+
+    for key, value in _LEROBOT_PI0.items():
+        if settings.get(key, value) != value:
+            raise UserError(
+                f"{file} is the config of a lerobot policy with {key}={settings[key]}, which transformers does not "
+                f"have: only {key}={value} is supported"
+            )
+    known = {field.name for field in dataclasses.fields(PI0Config)}
+    return PI0Config(**{name: settings[name] for name in settings.keys() & known})
 
 
 def _no_config(folder: Path) -> str:

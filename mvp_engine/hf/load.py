@@ -8,6 +8,7 @@ parameter is converted completely, one at a time.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,9 @@ from mvp_engine.distributed.dtensor import local_shards, shard_slices
 from mvp_engine.errors import UserError
 from mvp_engine.hf.weight_files import Index, WeightFiles
 from mvp_engine.ops.nf4 import Nf4Linear
+
+# lerobot saves pi0 as a part of its policy; the folder that it starts from, and transformers' table, have no prefix.
+_LEROBOT_PREFIX = re.compile(r"^model\.(?=paligemma_with_expert\.|action_|state_proj\.)")
 
 
 @dataclass(frozen=True)
@@ -150,9 +154,11 @@ def _entries_by_parameter(
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     prefix = model.base_model_prefix
     known = dict(model.state_dict())
+    is_pi0 = getattr(model.config, "model_type", None) == "pi0"
     found: dict[str, list[tuple[str, str | None]]] = {}
     for key in sorted(files, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+        source = _LEROBOT_PREFIX.sub("", key) if is_pi0 else key
+        name, pattern = rename_source_key(source, renamings, converters, prefix, known)
         if name not in known and key in known:  # the entry has today's name already
             name, pattern = rename_source_key(key, [], [], prefix, known)
         found.setdefault(name, []).append((key, pattern))

@@ -45,6 +45,11 @@ _PLAIN_ADAPTER = {
     "target_parameters": None,
     "fan_in_fan_out": False,
 }
+# Models that do not answer, and what they do.
+_WITHOUT_TEXT = {
+    "csm": "speaks the text that it is given: mvp_engine.kit.speak",
+    "pi0": "predicts actions: act.py of an export (docs/actions.md)",
+}
 
 
 class ChatModel:
@@ -63,10 +68,10 @@ class ChatModel:
     ) -> None:
         place = _find_device(device)
         config = read_config(folder, {})
-        if config.model_type == "csm":
+        if config.model_type in _WITHOUT_TEXT:
             raise UserError(
-                f"{folder}: csm writes no text, so mvp chat has no answer. It speaks the text that it is given: "
-                "mvp_engine.kit.speak"
+                f"{folder}: {config.model_type} writes no text, so mvp chat has no answer. It "
+                f"{_WITHOUT_TEXT[config.model_type]}"
             )
         self.encoder = RowEncoder(
             load_processor(_folder_with_processor(folder, adapter)),

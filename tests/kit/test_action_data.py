@@ -15,6 +15,7 @@ from transformers import PI0Config
 from mvp_engine.errors import UserError
 from mvp_engine.kit.actions.act import Normalization
 from mvp_engine.kit.actions.kit import ActionDataKit
+from mvp_engine.kit.actions.rows import FrameRow
 from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.kit.tiny_processors import train_tokenizer
@@ -165,6 +166,48 @@ def test_relative_actions_with_absolute_statistics_are_a_user_error(tmp_path, to
     with pytest.raises(UserError, match=r"relative in \[0, 1\], but actions\.relative trains them absolute"):
         _ = make_kit(root, tokenizer, statistics=str(tmp_path)).normalization
     assert make_kit(root, tokenizer, statistics=str(tmp_path), relative=[0, 1]).normalization.relative == [0, 1]
+
+
+def test_relative_statistics_are_those_of_the_chunks_that_are_trained(tmp_path, tokenizer) -> None:
+    """A frame that cannot be used, in the middle of an episode, ends the chunks before it."""
+    kit = make_kit(write_folder(tmp_path / "robot", "v3.0", None), tokenizer, relative=[0, 2])
+    rows = kit.train_folders()[0][0]
+    rows.frames.bad[7 + 5] = ("not_finite", "in the second episode")
+    learnt = []
+    for index in np.flatnonzero(rows.frames.good).tolist():
+        chunk, mask = FrameRow(rows, index).action_chunk()
+        chunk[:, [0, 2]] -= rows.states[index][[0, 2]]
+        learnt.append(chunk[mask])
+    wanted = np.concatenate(learnt).astype(np.float64)
+    stats = kit.statistics()["action"]
+    assert stats.count == len(wanted)
+    np.testing.assert_allclose(stats.mean, wanted.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(stats.std, wanted.std(0), rtol=1e-5)
+
+
+def test_given_statistics_that_lack_something_are_user_errors(tmp_path, tokenizer) -> None:
+    root = write_folder(tmp_path / "robot", "v3.0", None)
+    file = tmp_path / "stats.json"
+    stats = json.loads((root / "meta/stats.json").read_text())
+    for name in ("q01", "q99"):  # as version 2.1 of LeRobot writes it
+        del stats["action"][name]
+    file.write_text(json.dumps(stats))
+    with pytest.raises(UserError, match=r"no q01 of action, which actions\.normalize=quantiles needs: set"):
+        _ = make_kit(root, tokenizer, statistics=str(file), normalize="quantiles").normalization
+    assert make_kit(root, tokenizer, statistics=str(file)).normalization.mode == "mean_std"
+    file.write_text(json.dumps(stats)[:20])
+    with pytest.raises(UserError, match=r"stats\.json is not JSON"):
+        _ = make_kit(root, tokenizer, statistics=str(file)).normalization
+
+
+def test_tokenizer_of_another_model_is_a_user_error(tmp_path, tokenizer) -> None:
+    root = write_folder(tmp_path / "robot", "v3.0", None)
+    data = MLLMData(sources=[{"path": str(root)}], micro_batch_tokens=64, cache=str(tmp_path))  # type: ignore[list-item]
+    config = model_config()
+    config.vlm_config.text_config.vocab_size = 40
+    kit = ActionDataKit(data, ActionData(), tokenizer, model_config=config)
+    with pytest.raises(UserError, match="the model's vocabulary has 40: set processor to the tokenizer of the model"):
+        kit.measured("train")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +172,24 @@ def test_stats_equal_numpy_without_videos(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "data/meta/stats.json").read_text())["action"]
     np.testing.assert_allclose(written["std"], wide.std(0), rtol=1e-6)
     assert written["count"] == [24]
+
+
+def test_stats_of_ten_thousand_frames_take_less_than_a_second(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    sizes = {"observation.state": 14, "action": 14}
+    rng = np.random.default_rng(0)
+    with LeRobotWriter(root, fps=30, sizes=sizes, cameras={}) as writer:
+        for _ in range(20):
+            writer.add({key: rng.normal(size=(500, size)).astype(np.float32) for key, size in sizes.items()}, {}, "go")
+    start = time.process_time()
+    frames = read_frames(LeRobotFolder(root), list(sizes))
+    stats = [column_stats(values) for values in frames.columns.values()]
+    last = frames.ends[frames.episode] - 1
+    stats.append(
+        merged_stats(relative_parts(frames.columns["action"], frames.columns["observation.state"], last, [0], 50))
+    )
+    assert time.process_time() - start < 1
+    assert [one.count for one in stats] == [10_000, 10_000, 20 * sum(min(50, 500 - row) for row in range(500))]
 
 
 def test_relative_stats_equal_a_loop_over_chunks() -> None:

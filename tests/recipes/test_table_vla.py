@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, read_metrics
+from test_action_model import transformers_pi0
+from test_lerobot import write_folder
+from tiny_pi0 import tiny_pi0
 
 from mvp_engine.cli import main
 from mvp_engine.config import compose
@@ -20,6 +23,7 @@ from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.imports import import_file
 from mvp_engine.kit import flow
 from mvp_engine.kit.actions.rollout import Observation
+from mvp_engine.kit.tiny_processors import word_tokenizer
 from mvp_engine.runs import Run
 
 CONFIGS = ROOT / "recipes" / "table_vla" / "configs"
@@ -113,12 +117,18 @@ def test_table_vla_resume_with_another_normalization_is_a_user_error(tmp_path: P
     assert main(["train", *words]) == 0
 
 
-@pytest.mark.parametrize("name", ["gpu1", "gpu8"])
-def test_table_vla_gpu_configs_compose(name: str) -> None:
-    words = ["model.path=x", "mllm.sources.robot.path=y"]
-    config: Any = compose(CONFIGS / f"{name}.yaml", words).config
-    assert config.model.type == "action_model"
-    assert config.table is None
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["gpu1"], ["gpu8", "parallel.shard=1"]], ids=str)
+def test_table_vla_gpu_configs_train_a_folder_of_pi0(words: list[str], tmp_path: Path, capsys: Any) -> None:
+    transformers_pi0(tiny_pi0()).save_pretrained(tmp_path / "pi0")
+    word_tokenizer(["task", "0", "1"]).save_pretrained(tmp_path / "pi0")
+    root = write_folder(tmp_path / "robot", "v3.0", "libx264")
+    given = [f"model.path={tmp_path / 'pi0'}", f"mllm.sources.robot.path={root}", "mllm.sources.robot.hold_out=0.34"]
+    given += [f"project.dir={tmp_path}", f"mllm.cache={tmp_path}", "data.num_workers=0", "loop.precision=fp32"]
+    name, *others = words
+    assert main(["check", str(CONFIGS / f"{name}.yaml"), *given, *others, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["ok"], facts
 
 
 @pytest.mark.campaign(only=True)

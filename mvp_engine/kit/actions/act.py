@@ -28,7 +28,13 @@ from torch.nn import functional as F
 FILE = "normalization.json"
 FORMAT = 1
 HEADS = "heads.safetensors"
-MODES = ("mean_std", "min_max", "quantiles", "none")
+# How values are normalized, and by which of their statistics.
+MODES = {
+    "mean_std": ("mean", "std"),
+    "min_max": ("min", "max"),
+    "quantiles": ("q01", "q99"),
+    "none": ("mean",),
+}
 _TINY = 1e-6  # a dimension that varies less than this is only shifted
 
 
@@ -69,6 +75,10 @@ class Normalization:
     def normalize_state(self, state: Any, size: int) -> Tensor:
         """(..., state size) -> (..., size): normalized, then padded with zeros."""
         offset, scale = self.state
+        if np.shape(state)[-1] != self.state_size:
+            raise ValueError(
+                f"a state has {np.shape(state)[-1]} values; the policy was trained with {self.state_size}"
+            )
         values = (np.asarray(state, np.float64) - offset) / scale
         return F.pad(torch.from_numpy(values).float(), (0, size - values.shape[-1]))
 
@@ -101,19 +111,17 @@ class Normalization:
 
 def _affine(mode: str, stats: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """(offset, scale): a normalized value is (value - offset) / scale."""
-    low_high = {"min_max": ("min", "max"), "quantiles": ("q01", "q99")}
+    if mode not in MODES:
+        raise ValueError(f"{FILE}: mode {mode!r} is none of {', '.join(MODES)}")
     if mode == "none":
         size = len(stats["mean"])
         return np.zeros(size), np.ones(size)
-    if mode == "mean_std":
-        offset = np.array(stats["mean"], np.float64)
-        scale = np.array(stats["std"], np.float64)
-    elif mode in low_high:
-        low, high = (np.array(stats[name], np.float64) for name in low_high[mode])
-        offset = (high + low) / 2
-        scale = (high - low) / 2
-    else:
-        raise ValueError(f"{FILE}: mode {mode!r} is none of {', '.join(MODES)}")
+    first, second = (np.array(stats[name], np.float64) for name in MODES[mode])
+    offset = first
+    scale = second
+    if mode != "mean_std":  # the low and the high end
+        offset = (first + second) / 2
+        scale = (second - first) / 2
     return offset, np.where(scale < _TINY, 1.0, scale)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import Media, PackedBatch
+from mvp_engine.errors import UserError
 from mvp_engine.hf.action_model import ActionSpec
 from mvp_engine.kit.actions.act import prompt_ids
 from mvp_engine.kit.actions.encode import ActionRowEncoder, Size
@@ -43,6 +44,7 @@ class Pi0RowEncoder(ActionRowEncoder):
     image_size: int
     image_tokens: int  # of one image
     image_token_id: int
+    vocab_size: int
 
     def set_model(self, config: Any) -> None:
         self.spec = ActionSpec.of(config, "flow")
@@ -50,6 +52,7 @@ class Pi0RowEncoder(ActionRowEncoder):
         self.image_size = vision.image_size
         self.image_tokens = (vision.image_size // vision.patch_size) ** 2
         self.image_token_id = config.vlm_config.image_token_id
+        self.vocab_size = config.vlm_config.text_config.vocab_size
         self._cache_prefixes()
 
     def image_spec(self) -> dict[str, Any] | None:
@@ -79,6 +82,12 @@ class Pi0RowEncoder(ActionRowEncoder):
         first = range(0, tokens, self.image_tokens)
         spans = [(place, place + self.image_tokens) for place in first]
         ids = [*start, *answer]
+        highest = max(ids[tokens:], default=0)
+        if highest >= self.vocab_size:
+            raise UserError(
+                f"the tokenizer gives {prompt!r} the token {highest}, and the model's vocabulary has "
+                f"{self.vocab_size}: set processor to the tokenizer of the model (google/paligemma-3b-pt-224 for pi0)"
+            )
         loss = [False] * len(start) + [True] * len(answer)
         return EncodedSequence(ids, loss, [], infos, [], spans)
 

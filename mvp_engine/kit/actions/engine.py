@@ -57,11 +57,12 @@ class ActionEngine(MLLMEngine):
 
     @classmethod
     def data_kit(cls, config: ActionConfig) -> ActionDataKit:  # type: ignore[override]
+        model_config = read_config(config.model.path, config.model.config)
         return ActionDataKit(
             config.mllm,
             config.actions,
             cls.make_processor(config),
-            model_config=read_config(config.model.path, config.model.config),
+            model_config=model_config,
             num_workers=config.data.num_workers,
         )
 
@@ -134,6 +135,11 @@ class ActionEngine(MLLMEngine):
                 raise UserError(
                     f"an observation has the images {list(seen.images)}; the model was trained with "
                     f"{normalization.cameras}"
+                )
+            if len(seen.state) != normalization.state_size:
+                raise UserError(
+                    f"an observation has a state of {len(seen.state)} values; the model was trained with "
+                    f"{normalization.state_size} ({self.config.actions.state})"
                 )
             images = [seen.images[name] for name in cameras]
             batches.append(encoder.observation(seen.task, images, seen.state, {}))

@@ -83,6 +83,12 @@ class ActionDataKit(MLLMDataKit):
             model_config=None if is_pi0 else model_config,
             num_workers=num_workers,
         )
+        if not any(is_lerobot(one.path) for one in self.sources("train")):
+            paths = ", ".join(str(one.path) for one in self.sources("train"))
+            raise UserError(
+                f"mllm.sources: none of split train is a LeRobot folder with meta/info.json ({paths}), and an action "
+                "model learns from one"
+            )
         encoder = self.row_encoder
         encoder.set_model(model_config)
         self.spec = encoder.spec
@@ -195,11 +201,6 @@ class ActionDataKit(MLLMDataKit):
                 used = np.zeros(len(rows.frames), bool)
                 used[self.open_rows(settings).chosen_rows()] = True
                 found.append((rows, used & rows.frames.good))
-        if not found:
-            raise UserError(
-                "mllm.sources: none of split train is a LeRobot folder (with meta/info.json), and an action model "
-                "learns from one"
-            )
         return found
 
     @cached_property
@@ -270,13 +271,13 @@ class ActionDataKit(MLLMDataKit):
             if not self.relative:
                 actions.append(rows.actions[used])
                 continue
-            last = rows.frames.ends[rows.frames.episode] - 1
+            # Chunks end with their episode, and at a frame that is not used, as those of rows do.
             index = np.flatnonzero(used)
-            # Chunks run over the frames that are used: a held-out episode is left out as a whole.
-            place = np.cumsum(used) - 1
-            last_used = place[last[index]]
+            follows = (np.diff(index) == 1) & (np.diff(rows.frames.episode[index]) == 0)
+            ends = np.flatnonzero(np.append(~follows, True))
+            last = ends[np.searchsorted(ends, np.arange(len(index)))]
             actions += relative_parts(
-                rows.actions[used], rows.states[used], last_used, self.relative, self.spec.chunk
+                rows.actions[used], rows.states[used], last, self.relative, self.spec.chunk
             )
         if not sum(map(len, states)):
             raise UserError("no frame of the training folders can be used: see bad_rows.jsonl")
@@ -287,7 +288,10 @@ class ActionDataKit(MLLMDataKit):
         file = path / act.FILE if path.is_dir() else path
         if not file.is_file():
             raise UserError(f"{key}: no such file")
-        spec = json.loads(file.read_text())
+        try:
+            spec = json.loads(file.read_text())
+        except ValueError as error:
+            raise UserError(f"{key} is not JSON: {error}") from None
         is_ours = "format" in spec
         relative = spec.get("relative", []) if is_ours else []
         if relative != self.relative:
@@ -302,6 +306,15 @@ class ActionDataKit(MLLMDataKit):
         missing = [name for name in names if name not in spec]
         if missing:
             raise UserError(f"{key} has no entry {missing[0]!r}; it has {', '.join(spec)}")
+        for name in names:
+            lacks = [
+                one for one in ("mean", *act.MODES[self.actions.normalize]) if one not in spec[name]
+            ]
+            if lacks:
+                raise UserError(
+                    f"{key} has no {lacks[0]} of {name}, which actions.normalize={self.actions.normalize} needs: set "
+                    "actions.statistics=null to compute it from the data, or another actions.normalize"
+                )
         return {"state": spec[names[0]], "action": spec[names[1]]}
 
     def robot_facts(self, split: str) -> dict[str, str]:

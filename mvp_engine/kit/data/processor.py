@@ -30,8 +30,10 @@ def load_processor(folder: str | Path) -> Any:
         # Code in a model's folder is not run, nor is the user asked on the terminal whether it may.
         found = auto_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        reason = str(error).rstrip(".")
         raise UserError(
-            f"{folder} has no processor or tokenizer that transformers can read: {error}"
+            f"{folder} has no processor or tokenizer that transformers can read: {reason}. Set processor to a folder, "
+            "or to a model of the Hub, that has it"
         ) from None
     if type(found).__name__ == "CsmProcessor":  # it puts sounds into the text
         raise UserError(
