@@ -26,6 +26,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -128,6 +129,7 @@ def ours(folder: Path, args: argparse.Namespace, words: list[str]) -> dict[str, 
 
     samples, mode, draws = int(words[0]), words[1], int(words[2])
     file = ours_config(folder, args, samples, mode, draws)
+    shutil.rmtree(folder / f"runs_{samples}_{mode}_{draws}", ignore_errors=True)
     started = time.perf_counter()
     code = launch(str(file), args.keys)  # in this process: importing everything again takes seconds
     if code:
@@ -253,6 +255,7 @@ def main() -> None:
     text = "samples:activation checkpointing:draws of each attempt"
     parser.add_argument("--ours", nargs="*", default=["16:none:1", "32:selective:1", "32:selective:4"], help=text)
     parser.add_argument("--theirs", nargs="*", default=["8", "16", "24"], help="samples of each attempt")
+    parser.add_argument("--folder", help="keep the robot data there, for the next command")
     parser.add_argument("--inside", nargs=3, metavar=("SIDE", "TRIED", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
@@ -261,8 +264,8 @@ def main() -> None:
         (Path(folder) / FOUND).write_text(json.dumps(found))
         return
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        if args.ours:
+    with tempfile.TemporaryDirectory() if args.folder is None else contextlib.nullcontext(args.folder) as name:
+        if args.ours and not (Path(name) / "robot").is_dir():
             started = time.perf_counter()
             make(Path(name), args.tiny, args.episodes, codec_of(args.codec))
             print(f"data: {time.perf_counter() - started:.1f} s", flush=True)

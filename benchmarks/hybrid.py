@@ -40,6 +40,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     out = args.out.with_suffix(".speed.json")
     words = ["--shape", args.shape, "--mixes", "mix", "--sides", *args.sides, "--steps", str(args.steps)]
     words += ["--longest", str(args.longest), "--batch", str(args.batch), "--out", str(out)]
+    words += ["--limit", str(args.limit)] if args.limit else []
     subprocess.run([sys.executable, str(SFT / "compare.py"), *words], check=True)
     found = json.loads(out.read_text())
     out.unlink()
@@ -84,10 +85,10 @@ class Errors:
         end = self.first - 1
         return log_probs.detach(), gradients, float((alike[:end] - changed[:end]).abs().max())
 
-    def table(self) -> list[dict[str, Any]]:
+    def table(self, precisions: list[str]) -> list[dict[str, Any]]:
         expected, expected_gradients, _ = self.run(torch.float32, use_kernels=False)
         lines = []
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in [getattr(torch, precision) for precision in precisions]:
             for use_kernels in (False, True):
                 named = {
                     "precision": str(dtype).removeprefix("torch."),
@@ -129,7 +130,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4, help="sequences that the Trainer takes at once")
+    parser.add_argument("--limit", type=float, help="seconds of the Trainer")
     parser.add_argument("--only", choices=["speed", "errors"])
+    every = ["float32", "bfloat16"]
+    parser.add_argument("--precisions", nargs="*", default=every, choices=every, help="of the errors")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     result: dict[str, Any] = {}
@@ -137,7 +141,7 @@ def main() -> None:
         model = Errors(args)
         used = {name: kernels.describe(name, DEVICE) for name in sorted(model.model.mixers.operations)}
         print(f"kernels: {used}", file=sys.stderr)
-        result |= {"kernels": used, "errors": model.table()}
+        result |= {"kernels": used, "errors": model.table(args.precisions)}
         del model
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()

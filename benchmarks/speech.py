@@ -9,8 +9,9 @@ What is measured, each in processes of its own, so that a part that fails is a r
 - `train`: `MLLMEngine` with `model.type=omni_model`, talker SFT: the thinker is frozen, and since rows are text its
   blocks do not run (it has one layer here, and its whole embedding). Rows have codes of 2 to 30 s at 12.5 frames per
   second. Frames per second, MFU, peak memory, and what `mvp estimate` predicts. `--tried` lists trainings as
-  TOKENS:CHECKPOINTING:COMPILE. The first half of the steps warms up; a training that reaches `--limit` before its last
-  step counts with the steps it logged. It ends without a checkpoint.
+  TOKENS:CHECKPOINTING:COMPILE[:PACKS], where PACKS are the micro-batches of a step (1). The first half of the steps
+  warms up; a training that reaches `--limit` before its last step counts with the steps it logged. It ends without a
+  checkpoint.
 - `predictor`: forward and backward of the code predictor on the same frames, in one pass over 16 positions, and in 15
   passes of growing length, as `generate` runs it.
 - `sync`: a forward and backward under `torch.cuda.set_sync_debug_mode("error")`.
@@ -178,7 +179,7 @@ def draw_weights(model: torch.nn.Module) -> None:
 
 
 def train(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
-    tokens, mode, backend = tried.split(":")
+    tokens, mode, backend, *packs = tried.split(":")
     name = tried.replace(":", "_")
     config = {
         "engine": "mvp_engine.kit.mllm:MLLMEngine",
@@ -197,7 +198,7 @@ def train(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
             "cache": str(folder / "costs"),
             "speech": {"books": 16, "require": True},
         },
-        "data": {"micro_batch_size": 1, "global_batch_size": 1, "num_workers": args.workers},
+        "data": {"micro_batch_size": 1, "global_batch_size": int(*packs or [1]), "num_workers": args.workers},
         "loop": {"total_steps": 1_000_000, "precision": "auto", "clip_grad_norm": 1.0},
         "optim": {"lr": 1e-5, "weight_decay": 0.0, "schedule": "constant"},
         "log": {"interval": INTERVAL, "backends": ["jsonl", "terminal"]},
@@ -374,8 +375,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300, help="seconds of one training")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--rows", type=int, default=2048)
-    text = "tokens of a pack, activation checkpointing and compile backend (or null) of each training"
-    tried = ["16384:none:inductor", "8192:none:inductor", "32768:selective:inductor"]
+    text = "tokens of a pack, activation checkpointing, compile backend (or null), packs of a step, of each training"
+    tried = ["16384:none:inductor", "24576:none:inductor:2", "32768:selective:inductor:2"]
     parser.add_argument("--tried", nargs="*", default=tried, help=text)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "mvp-speech", help="rows, weights")
     parser.add_argument("--inside", nargs=3, metavar=("PART", "TRIED", "FOLDER"), help=argparse.SUPPRESS)

@@ -25,6 +25,7 @@ Without a GPU, to try things out, sides with Liger do without it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import re
@@ -70,6 +71,7 @@ def figures(records: list[dict[str, Any]]) -> dict[str, Any]:
     seconds = [record["perf"]["step_s"] * INTERVAL for record in counted]
     waited = sum(record["perf"]["data_wait"] * time for record, time in zip(counted, seconds, strict=True))
     found = {"losses": [record["loss"] for record in records], "seconds": sum(seconds)}
+    found["steps"] = len(counted) * INTERVAL
     found |= {"data_wait": waited / sum(seconds), "memory_gib": records[-1]["perf"]["memory_gib"]}
     return found | {name: sum(record["totals"][name] for record in counted) for name in ("tokens", "flops")}
 
@@ -79,15 +81,21 @@ def theirs(args: argparse.Namespace, mix: str, folder: Path, side: str) -> dict[
     how = {"out": str(out), "name": args.shape, "mix": mix, "steps": args.steps, "interval": INTERVAL}
     how |= {"batch": args.batch, "liger": "Liger" in side, "longest": args.longest, "checkpointing": args.checkpointing}
     how |= {"packing": TRL.get(side)}
-    subprocess.run([sys.executable, str(HERE / "trainer.py"), json.dumps(how)], check=True)
-    found = json.loads(out.read_text())
-    seconds = found["ends"][-1] - found["ends"][INTERVAL - 1]
+    command = [sys.executable, str(HERE / "trainer.py"), json.dumps(how)]
+    with contextlib.suppress(subprocess.TimeoutExpired):  # then what it had by then counts
+        subprocess.run(command, check=True, timeout=args.limit)
+    found = json.loads(out.read_text()) if out.is_file() else {"ends": []}
+    done = len(found["ends"])
+    warm = INTERVAL if done > INTERVAL else 1
+    if done <= warm:
+        raise subprocess.CalledProcessError(124, command)
+    seconds = found["ends"][-1] - found["ends"][warm - 1]
     if "sequences" in found:
-        counted = [[text(length) for length in step] for step in found["sequences"][INTERVAL:]]
+        counted = [[text(length) for length in step] for step in found["sequences"][warm:done]]
     else:
         every, size = rows(mix, args.steps, args.longest), PER_STEP[mix]
-        counted = [every[i : i + size] for i in range(INTERVAL * size, len(every), size)]
-    kept = {"losses": found["losses"], "seconds": seconds, "memory_gib": found["memory_gib"]}
+        counted = [every[i : i + size] for i in range(warm * size, done * size, size)]
+    kept = {"losses": found["losses"], "seconds": seconds, "memory_gib": found["memory_gib"], "steps": done - warm}
     return kept | work(args.shape, counted)
 
 
@@ -113,12 +121,10 @@ def measure(args: argparse.Namespace, side: str, mix: str) -> dict[str, Any]:
         return {**row, "why": f"ended with {error.returncode}"}
     tokens, flops = found["tokens"], found["flops"]
     peak = device_peak(torch.device("cuda", 0)) if torch.cuda.is_available() else None
-    row |= {"tokens_per_s": tokens / found["seconds"], "step_ms": 1e3 * found["seconds"] / (args.steps - INTERVAL)}
-    row |= {
-        "mfu": flops / found["seconds"] / peak if peak else None,
-        "tokens_per_step": tokens / (args.steps - INTERVAL),
-    }
-    kept = {name: found.get(name) for name in ("data_wait", "memory_gib", "losses")}
+    steps = found["steps"]
+    row |= {"tokens_per_s": tokens / found["seconds"], "step_ms": 1e3 * found["seconds"] / steps}
+    row |= {"mfu": flops / found["seconds"] / peak if peak else None, "tokens_per_step": tokens / steps}
+    kept = {name: found.get(name) for name in ("data_wait", "memory_gib", "losses", "steps")}
     return {**row, **kept}
 
 
@@ -182,6 +188,7 @@ def main() -> None:
     parser.add_argument("--packs", type=int, default=2, help="micro-batches that we make of a step")
     parser.add_argument("--checkpointing", action="store_true", help="the Trainer recomputes activations")
     parser.add_argument("--keys", nargs="*", default=[], help="keys of our config")
+    parser.add_argument("--limit", type=float, help="seconds of a Trainer; the steps that it had by then count")
     args = parser.parse_args()
     if args.steps % INTERVAL or args.steps < 2 * INTERVAL:
         parser.error(f"--steps {args.steps}: take a multiple of {INTERVAL}, {2 * INTERVAL} or more")

@@ -69,7 +69,10 @@ def run(
     checkpointing: bool = False,
     packing: str | None = None,
 ) -> None:
-    """Writes the losses, one of each interval, and the seconds at the end of each step; with `packing`, TRL's."""
+    """Writes the losses, one of each interval, and the seconds at the end of each step; with `packing`, TRL's.
+
+    Written after each step, so that a run that is ended leaves what it had.
+    """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -80,6 +83,13 @@ def run(
             if device.type == "cuda":
                 torch.cuda.synchronize()
             ends.append(time.perf_counter())
+            write()
+
+    def write() -> None:
+        losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+        memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+        found = {"losses": losses, "ends": ends, "memory_gib": memory}
+        out.write_text(json.dumps(found | ({"sequences": trainer.sequences()} if packing else {})))
 
     common: dict[str, Any] = {
         "output_dir": str(out.parent / "trainer"),
@@ -114,10 +124,7 @@ def run(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
-    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-    found = {"losses": losses, "ends": ends, "memory_gib": memory}
-    out.write_text(json.dumps(found | ({"sequences": trainer.sequences()} if packing else {})))
+    write()  # with the loss of the last step
 
 
 if __name__ == "__main__":

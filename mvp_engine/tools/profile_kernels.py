@@ -24,7 +24,7 @@ KINDS = {
     "embeddings and indexing": r"index|gather|scatter|embedding|radix|sort|masked",
 }
 DATA_WAIT = "mvp_engine: wait for data"  # the label of a time range
-MAX_KERNELS = 20  # in the list of the longest ones
+MAX_KERNELS = 100  # in the list of the longest ones; the page has fewer
 MAX_GAPS = 10
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 LONG_WAIT = 0.1  # of a step
 MAX_NAME = 90  # characters of a kernel's name
+MAX_KERNELS = 20  # profile.json has more
 
 
 def page(facts: dict[str, Any], title: str) -> str:
@@ -17,7 +18,7 @@ def page(facts: dict[str, Any], title: str) -> str:
     )
     lines = [f"# {title}", f"\n{intro}{_data_wait(facts)}{_communication(facts)}"]
     lines += _table("kind", facts["kinds"], step)
-    lines += _table("kernel", facts["kernels"], step)
+    lines += _table("kernel", facts["kernels"][:MAX_KERNELS], step)
     lines += _table("idle before", facts["gaps"], step)
     lines.append("\n| memory | GiB |\n| --- | ---: |")
     for kind, size in facts["memory_gib"].items():
