@@ -4,7 +4,8 @@
     PYTHONPATH=. python benchmarks/start_times.py text_0.6b --tiny      # a small model on a CPU
 
 The work is one of `benchmarks/recipes.py`: its config, a folder of random weights and a file of rows. It is started
-twice with the same caches: `first` has no measured rows and no compiled graphs, `second` finds both.
+twice with the same caches: `first` has no measured rows and no compiled graphs, `second` finds both. Below the stages
+is a timeline: for each half second, where the main thread was for most of it.
 """
 
 from __future__ import annotations
@@ -14,18 +15,32 @@ import importlib
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
+from contextlib import ExitStack
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.watch import watch
+
 ROOT = Path(__file__).parents[1]
+SAMPLED_SECONDS = 0.02  # between two looks at the stack of the main thread
+LINE_SECONDS = 0.5  # of the timeline
 # What is timed: (module, class or "", function).
 STAGES = [
     ("mvp_engine.launch", "", "compose"),
+    ("mvp_engine.distributed.world", "World", "join"),
     ("mvp_engine.kit.mllm", "", "with_choice"),
+    ("mvp_engine.kit.estimate.auto", "", "meta_model"),
+    ("mvp_engine.kit.estimate.auto", "", "_choose_untried"),
     ("mvp_engine.kit.mllm", "MLLMEngine", "make_processor"),
     ("mvp_engine.kit.data.measured_sources", "MeasuredSources", "measure_ahead"),
     ("mvp_engine.kit.data.measured_sources", "MeasuredSources", "sample"),
@@ -33,7 +48,8 @@ STAGES = [
     ("mvp_engine.kit.mllm", "MLLMEngine", "prepare_model"),
     ("mvp_engine.model_engine.fsdp.base_engine", "", "parallelize_model"),
     ("mvp_engine.model_engine.fsdp.base_engine", "FSDPBaseEngine", "_materialize"),
-    ("mvp_engine.hf.preflight", "", "check_packing"),
+    ("mvp_engine.hf.adapter", "HFAdapter", "preflight"),
+    ("mvp_engine.kit.mllm", "", "start_compile_workers"),
     ("mvp_engine.kit.mllm", "", "compile_blocks"),
     ("mvp_engine.kit.mllm", "MLLMEngine", "prepare_dataloader"),
     ("mvp_engine.kit.mllm", "MLLMEngine", "prepare_optimizer"),
@@ -77,34 +93,78 @@ class Stages:
         setattr(place, name, classmethod(timed) if isinstance(inner, classmethod) else timed)
 
 
+class Timeline:
+    """Where the main thread was: the innermost frame of the package, and the innermost of all."""
+
+    def __init__(self, file: Path, started: float) -> None:
+        self.file = file
+        self.started = started
+        self.main = threading.get_ident()
+        self.lines: dict[int, Counter[str]] = {}
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        last = time.time()
+        written = last
+        while True:
+            time.sleep(SAMPLED_SECONDS)
+            now = time.time()
+            place = _place(sys._current_frames().get(self.main))
+            # A native call that holds the GIL keeps this thread waiting: all of its seconds are of one place.
+            while last < now:
+                line = int((last - self.started) / LINE_SECONDS)
+                end = min(now, self.started + (line + 1) * LINE_SECONDS + 1e-6)
+                self.lines.setdefault(line, Counter())[place] += end - last
+                last = end
+            if now - written > LINE_SECONDS:
+                written = now
+                rows = [[line * LINE_SECONDS, *found.most_common(1)[0]] for line, found in self.lines.items()]
+                self.file.write_text(json.dumps(rows))
+
+
+def _place(frame: FrameType | None) -> str:
+    inner = ours = ""
+    while frame is not None and not ours:
+        code = frame.f_code
+        where = "/".join(Path(code.co_filename).parts[-2:]) + f":{code.co_name}"
+        inner = inner or where
+        ours = where if "mvp_engine" in code.co_filename else ""
+        frame = frame.f_back
+    return inner if ours in ("", inner) else f"{ours} > {inner}"
+
+
 def inside(file: str, started: str, words: list[str]) -> None:
-    """The start itself, in its own process."""
+    """The start itself, in its own process, as `mvp train` makes it."""
     stages = Stages(Path(file), float(started))
+    Timeline(Path(file).with_name("timeline.json"), float(started))
     stages.note("python", stages.started, 0.0, 0)
     begin = time.time()
-    launch = importlib.import_module("mvp_engine.launch")
+    config = importlib.import_module("mvp_engine.tools.config").read_config(words[1], words[2:])
+    stages.note("config", begin, 0.0, 0)
+    begin = time.time()
+    with ExitStack() as stack:
+        stack.enter_context(importlib.import_module("mvp_engine.process.garbage").without_collections())
+        context = importlib.import_module("mvp_engine.tools.cuda_context")
+        stack.enter_context(context.created_meanwhile(config.device))
+        launch = importlib.import_module("mvp_engine.launch")
+        stages.note("imports", begin, 0.0, 1)
+    stages.note("imports and CUDA context", begin, 0.0, 0)
     importlib.import_module("mvp_engine.kit.mllm")
-    stages.note("imports", begin, 0.0, 0)
     for stage in STAGES:
         stages.watch(*stage)
     sys.exit(launch.main(words))
 
 
-def start(words: list[str], env: dict[str, str], scratch: Path, limit: float) -> list[dict[str, Any]]:
-    file = scratch / "stages.json"
-    file.unlink(missing_ok=True)
+def start(words: list[str], env: dict[str, str], folder: Path, limit: float, steps: int) -> tuple[list[Any], list[Any]]:
+    """The stages of a start, which ends after so many steps, and its timeline."""
+    file = folder / "stages.json"
     command = [sys.executable, __file__, "--inside", str(file), str(time.time()), *words]
-    log = scratch / "output.txt"
-    with log.open("w") as out:
-        try:
-            done = subprocess.run(command, env=env, stdout=out, stderr=subprocess.STDOUT, timeout=limit, check=False)
-            code: int | None = done.returncode
-        except subprocess.TimeoutExpired:
-            code = None
-    if code not in (0, None):
-        raise SystemExit(log.read_text()[-3000:])
+    seen = watch(command, folder, limit, env=env, last_step=steps)
+    if seen.code not in (0, None) or not file.is_file():
+        raise SystemExit(seen.output)
     found: list[dict[str, Any]] = json.loads(file.read_text())
-    return sorted(found, key=lambda row: row["begin_s"])
+    timeline = json.loads(file.with_name("timeline.json").read_text())
+    return sorted(found, key=lambda row: row["begin_s"]), timeline
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -119,7 +179,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     if sys.argv[1:2] == ["--inside"]:
         inside(sys.argv[2], sys.argv[3], sys.argv[4:])
-    sys.path.insert(0, str(ROOT))
     from benchmarks.recipes import WORKS, about, make_folder, make_rows
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -141,19 +200,23 @@ def main() -> None:
         words = [f"mllm.sources.{source}.path={data}" for source in ("chats", "held_chats")]
         words += [f"model.path={model}", f"mllm.cache={scratch / 'costs'}", *work.words]
         words += ["loop.eval_interval=null", "eval_generation=null", "checkpoint.interval=null", "export=null"]
-        words += ["loop.epochs=null", f"loop.total_steps={args.steps}", "log.backends=[jsonl]"]
+        words += ["loop.epochs=null", f"loop.total_steps={args.steps}", "log.backends=[jsonl]", "log.interval=1"]
         if args.tiny:
             words += ["mllm.row_tokens=4096", "mllm.global_batch_tokens=8192", "loop.precision=fp32", "cpu_threads=1"]
             words += ["model.compile=null", "data.num_workers=2"]
         config = ["--config", str(ROOT / "recipes" / work.config)]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
         for which in ("first", "second"):
+            (scratch / which).mkdir()
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            found = start([*config, *words, f"project.dir={scratch / which}", *args.keys], env, scratch, args.limit)
+            command = [*config, *words, f"project.dir={scratch / which / 'runs'}", *args.keys]
+            found, timeline = start(command, env, scratch / which, args.limit, args.steps)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-            result[which] = {"cpu_s": cpu, "stages": found}
-            print(f"\n{which} start, {cpu:.1f} s of CPU time with all processes\n\n{table(found)}", flush=True)
+            result[which] = {"cpu_s": cpu, "stages": found, "timeline": timeline}
+            print(f"\n{which} start, {cpu:.1f} s of CPU time with all processes\n\n{table(found)}\n", flush=True)
+            for place, lines in groupby(timeline, key=itemgetter(1)):
+                print(f"{next(lines)[0]:5.1f} s  {place}", flush=True)
             if args.out:
                 args.out.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -42,15 +42,15 @@ def main(argv: list[str] | None = None) -> int:
 def train(args: argparse.Namespace) -> int:
     from mvp_engine.tools import config, launcher
 
-    config.validate(args.config, args.overrides)
-    return launcher.train(args.config, args.overrides, nodes_of(args))
+    device = config.read_config(args.config, args.overrides).device
+    return launcher.train(args.config, args.overrides, nodes_of(args), device=device)
 
 
 def evaluate(args: argparse.Namespace) -> int:
     from mvp_engine.tools import config, launcher
 
-    config.validate(args.config, args.overrides)
-    return launcher.evaluate(args.config, args.overrides, nodes_of(args))
+    device = config.read_config(args.config, args.overrides).device
+    return launcher.evaluate(args.config, args.overrides, nodes_of(args), device=device)
 
 
 def check(args: argparse.Namespace) -> int:
@@ -62,11 +62,12 @@ def check(args: argparse.Namespace) -> int:
 def profile(args: argparse.Namespace) -> int:
     from mvp_engine.tools import config, launcher
 
-    config.validate(args.config, args.overrides)
+    device = config.read_config(args.config, args.overrides).device
     return launcher.profile(
         args.config,
         args.overrides,
         nodes_of(args),
+        device=device,
         out=args.out,
         steps=args.steps,
         first=args.first,
@@ -99,7 +100,7 @@ def doctor(args: argparse.Namespace) -> int:
     if args.config is not None:
         from mvp_engine.tools import config
 
-        config.validate(args.config, args.overrides)
+        config.read_config(args.config, args.overrides)
     nodes = nodes_of(args)
     return doctor(
         args.config, args.overrides, nodes, args.nproc, folder=args.dir, as_json=args.json

@@ -1,4 +1,5 @@
-"""compile_blocks: the blocks of a model are compiled on a few rows, while the costs of all rows are measured."""
+"""What is compiled before the first step, or prepared for it: worker processes of Inductor, and the blocks of a model
+on a few rows, while the costs of all rows are measured."""
 
 from __future__ import annotations
 
@@ -8,12 +9,29 @@ from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.kit.estimate.auto import smaller_after_out_of_memory
 from mvp_engine.kit.estimate.sample import repeated
+from mvp_engine.model_engine.fsdp.compile import use_cache
 
 if TYPE_CHECKING:
     from mvp_engine.kit.mllm import MLLMEngine
 
 # Sizes of the two packs, in packs: torch compiles for the first one's size alone, and then for all.
 SHARES = (1.0, 0.9)
+
+
+def start_compile_workers(engine: MLLMEngine) -> None:
+    """Start the processes that compile kernels for Inductor, if the config compiles blocks on a GPU.
+
+    They import torch for some seconds. Inductor would start them with its first graph, whose kernels are compiled in
+    this process one by one until they are ready.
+    """
+    setting = engine.config.model.compile
+    backends = setting.values() if isinstance(setting, dict) else [setting]
+    if engine.device.type != "cuda" or not {"auto", "inductor"}.intersection(backends):
+        return
+    use_cache(engine.config.model.compile_cache)  # the processes inherit its environment variable
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.use_process_pool()
 
 
 def compile_blocks(engine: MLLMEngine) -> None:

@@ -32,7 +32,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_symlink
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.parts import trained_parts
-from mvp_engine.kit.compile_ahead import compile_blocks
+from mvp_engine.kit.compile_ahead import compile_blocks, start_compile_workers
 from mvp_engine.kit.data import MLLMDataKit, load_processor
 from mvp_engine.kit.data.pack.packs import PackLoader
 from mvp_engine.kit.estimate.auto import smaller_after_out_of_memory, with_choice
@@ -58,8 +58,7 @@ class MLLMEngine(Engine):
     title = "What the model answers"  # of the report
     batch_unit = "pack"
     model_before_data = True
-    # Of the last evaluation.
-    eval_metrics: dict[str, float | None] | None = None
+    eval_metrics: dict[str, float | None] | None = None  # of the last evaluation
     answers: Sequence[Answer] = ()
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -184,6 +183,7 @@ class MLLMEngine(Engine):
         self._closing.callback(self.data.stop_measuring)
         # With costs in the cache the loader comes first: its workers load packs while the model is built.
         self.model_before_data &= self.world.any(self.data.measure_ahead(self.measured_splits))[0]
+        start_compile_workers(self)
         super().before_train()
         self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
 

@@ -43,13 +43,8 @@ def print_schema(config_file: str, overrides: list[str]) -> None:
     print(json.dumps(json_schema(read_config(config_file, overrides)), indent=2))
 
 
-def validate(config_file: str, overrides: list[str]) -> None:
-    """Raise the user errors of a config before a command imports torch, on each rank."""
-    read_config(config_file, overrides)
-
-
 def read_config(config_file: str, overrides: list[str]) -> Config:
-    """The config that `compose` returns, without an import of torch."""
+    """The config that `compose` returns, without an import of torch: its user errors are raised before that."""
     draft = read_draft(config_file, overrides)
     return draft.validated(*find_schema(draft))
 

@@ -30,6 +30,7 @@ from mvp_engine.errors import (
 )
 from mvp_engine.process.garbage import without_collections
 from mvp_engine.process.signals import StopSignals
+from mvp_engine.tools.cuda_context import created_meanwhile
 from mvp_engine.tools.nodes import Nodes, use_interface_to
 
 # Seconds that torchrun waits for its workers after a stop signal: a long step and a large checkpoint.
@@ -42,14 +43,14 @@ STORE_PREFIX = "mvp_engine/0"
 SAID_WHY = (EXIT_BUG, EXIT_USER_ERROR, EXIT_INTERRUPTED)
 
 
-def train(config: str, overrides: list[str], nodes: Nodes) -> int:
-    return run_module("mvp_engine.launch", nodes, ["--config", config, *overrides])
+def train(config: str, overrides: list[str], nodes: Nodes, *, device: str) -> int:
+    return run_module("mvp_engine.launch", nodes, ["--config", config, *overrides], device)
 
 
-def evaluate(config: str, overrides: list[str], nodes: Nodes) -> int:
+def evaluate(config: str, overrides: list[str], nodes: Nodes, *, device: str) -> int:
     """Evaluate the newest run's newest checkpoint, unless an override names another one."""
     words = ["workflow=evaluate", "resume=auto", *overrides]
-    return run_module("mvp_engine.launch", nodes, ["--config", config, *words])
+    return run_module("mvp_engine.launch", nodes, ["--config", config, *words], device)
 
 
 def check(config: str, overrides: list[str], nodes: Nodes, *, as_json: bool) -> int:
@@ -66,18 +67,28 @@ def check(config: str, overrides: list[str], nodes: Nodes, *, as_json: bool) -> 
 
 
 def profile(
-    config: str, overrides: list[str], nodes: Nodes, *, out: str, steps: int, first: int
+    config: str,
+    overrides: list[str],
+    nodes: Nodes,
+    *,
+    device: str,
+    out: str,
+    steps: int,
+    first: int,
 ) -> int:
     if steps < 1 or first < 1:
         raise UserError("--steps and --first: at least 1")
     arguments = ["--config", config, "--out", out, "--steps", str(steps), "--first", str(first)]
-    return run_module("mvp_engine.tools.profile", nodes, [*arguments, *overrides])
+    return run_module("mvp_engine.tools.profile", nodes, [*arguments, *overrides], device)
 
 
-def run_module(module: str, nodes: Nodes, arguments: list[str]) -> int:
-    """Run `module.main(arguments)` on the ranks of this node; returns its exit code."""
+def run_module(module: str, nodes: Nodes, arguments: list[str], device: str = "cpu") -> int:
+    """Run `module.main(arguments)` on the ranks of this node; returns its exit code.
+
+    `device` is that of the config, where it is known.
+    """
     if nodes.count == 1 and nodes.nproc == 1:
-        with without_collections():
+        with without_collections(), created_meanwhile(device):
             imported = importlib.import_module(module)
         return int(imported.main(arguments))
     return _torchrun(module, nodes, arguments)

@@ -21,12 +21,15 @@ def load_processor(folder: str | Path) -> Any:
         raise UserError(
             f"{folder} is not a folder with a model's processor or tokenizer, nor a model of the Hub"
         )
-    from transformers import AutoProcessor, AutoTokenizer
+    import transformers
 
     _refuse_files_outside(path)
     try:
-        # The tokenizer config of a text model may name the processor class of the VLM it was taken from.
-        auto_class = AutoTokenizer if _is_text_only(path) else AutoProcessor
+        # The tokenizer config of a text model may name the processor class of the VLM it was taken from. AutoProcessor
+        # takes a second to import, in which the rows of a text model can be measured already.
+        auto_class = (
+            transformers.AutoTokenizer if _is_text_only(path) else transformers.AutoProcessor
+        )
         # Code in a model's folder is not run, nor is the user asked on the terminal whether it may.
         found = auto_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -30,6 +30,8 @@ class RopePositions:
         """None for a model with one-dimensional positions."""
         if getattr(config, "depth_decoder_config", None) is not None:
             return None  # CSM, which is no language model
+        if not config.sub_configs:
+            return None  # a text model, which rows need not wait for: its imports take a second
         positions = cls(config)
         return positions if hasattr(positions._model, "get_rope_index") else None
 
