@@ -14,6 +14,7 @@ import re
 import sys
 import warnings
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,17 @@ UNTRIED = None  # with media; the engine compares packed rows at start, and refu
 def main(names: list[str]) -> None:
     import transformers
     from vlm_sweep import types
+    from vlm_tiny import special_of
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    known = json.loads(FILE.read_text())["models"] if FILE.exists() and names else []
-    entries = {entry["name"]: entry for entry in known}
+    before = {entry["name"]: entry for entry in json.loads(FILE.read_text())["models"]}
+    entries = dict(before) if names else {}
     for name in names or [*types(), "csm"]:
+        needs = special_of(name).needs
+        if name in before and needs and find_spec(needs) is None:
+            entries[name] = before[name]  # cannot be tried here
+            continue
         entries[name] = measure_csm() if name == "csm" else measure_entry(name)
         print(json.dumps(entries[name]), flush=True)
     counts = Counter((entry["kind"], entry["data_kit"] is True) for entry in entries.values())
@@ -44,6 +50,7 @@ def main(names: list[str]) -> None:
 def measure_entry(name: str) -> dict[str, Any]:
     from model_matrix import short
     from vlm_sweep import lora, try_type
+    from vlm_tiny import special_of
 
     trial = try_type(name)
     assert trial.outcome in ("exact", "refused", "no tiny model"), f"{name} is neither exact nor refused: {trial}"
@@ -57,7 +64,9 @@ def measure_entry(name: str) -> dict[str, Any]:
             reason = f"not tried, for want of a tiny model: {reason}"
         return entry | dict.fromkeys(("packed", "data_kit", "lora", "ulysses", "tensor", "export"), reason)
     entry |= {"packed": True, "data_kit": True, "lora": short(name, lora(name))}
-    entry |= {"ulysses": UNTRIED, "tensor": UNTRIED, "export": UNTRIED, "note": trial.kinds}
+    needs = special_of(name).needs
+    note = f"{trial.kinds}; needs {needs}" if needs else trial.kinds
+    entry |= {"ulysses": UNTRIED, "tensor": UNTRIED, "export": UNTRIED, "note": note}
     return with_speech(entry) if name in ("qwen2_5_omni", "qwen3_omni_moe") else entry
 
 

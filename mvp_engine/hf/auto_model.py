@@ -9,6 +9,21 @@ from mvp_engine.hf import attention
 from mvp_engine.hf.padded_rows import own_attention
 
 
+def generating_class(config: Any) -> Any:
+    """The auto class that names a type's model with a language-model head."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForMultimodalLM,
+        AutoModelForSeq2SeqLM,
+    )
+
+    # The last one also lists decoder-only models that hear audio (Audio Flamingo).
+    for auto_class in (AutoModelForMultimodalLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM):
+        if type(config) in auto_class._model_mapping:
+            return auto_class
+    return AutoModelForCausalLM
+
+
 def from_auto(auto_class: Any, config: Any) -> Any:
     """The model that a transformers auto class builds from a config, with packed attention."""
     model_type = config.model_type

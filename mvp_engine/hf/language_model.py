@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import attention
-from mvp_engine.hf.auto_model import from_auto
+from mvp_engine.hf.auto_model import from_auto, generating_class
 from mvp_engine.hf.config_facts import placeholder_tokens
 from mvp_engine.hf.head_probe import (
     config_logit_steps,
@@ -94,11 +94,7 @@ class LanguageModel(PackedModel):
 
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> LanguageModel:
-        from transformers import (
-            MODEL_FOR_MULTIMODAL_LM_MAPPING,
-            AutoModelForCausalLM,
-            AutoModelForMultimodalLM,
-        )
+        from transformers import AutoModelForMultimodalLM
 
         if getattr(config, "is_encoder_decoder", False):
             raise UserError(
@@ -116,9 +112,7 @@ class LanguageModel(PackedModel):
             model = cls(from_auto(AutoModelForMultimodalLM, config.thinker_config), **options)
             model.whole = WholeFolder(config, {"hf.": "thinker."})
             return model
-        is_multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-        auto_class = AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
-        return cls(from_auto(auto_class, config), **options)
+        return cls(from_auto(generating_class(config), config), **options)
 
     def add_output(self, name: str, compute: Callable[[Tensor, dict[str, Any]], Tensor]) -> None:
         """Provide one more output per token: `compute(hidden_TD, head)`, inside of the forward.

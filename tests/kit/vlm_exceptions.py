@@ -26,8 +26,9 @@ class Special:
     tokens: tuple[str, ...] = ()  # further special tokens
     aliases: dict[str, str] = field(default_factory=dict)  # config key without _token_id -> token
     places: dict[str, str] = field(default_factory=dict)  # what the chat template writes for an item
-    template: str = ""
+    template: str | None = ""  # a chat template; None: there is none
     noise: float = 0.1  # of the random weights
+    needs: str = ""  # a package that is no dependency of this one
 
 
 DROP = "drop this key"
@@ -168,13 +169,57 @@ EXCEPTIONS: dict[str, Special] = {
         config={"text_config": {**MROPE, "moe_intermediate_size": [16, 16], "moe_num_shared_experts": 1}},
     ),
     "exaone4_5": qwen_like(config={}),
-    "fast_vlm": Special(processor_of="llava"),
+    "fast_vlm": Special(
+        processor_of="llava",
+        needs="timm",
+        images={"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
+        options={"patch_size": 32, "vision_feature_select_strategy": "full", "num_additional_image_tokens": 0},
+        config={"vision_config": {"architecture": "test_efficientnet_ln", "hidden_size": 256, "model_args": DROP}},
+    ),
+    "perception_lm": Special(
+        needs="timm",
+        images={"tile_size": 16},
+        options={"patch_size": 4, "pooling_ratio": 2},
+        config={
+            "projector_pooling_ratio": 2,
+            "vision_use_cls_token": True,
+            "vision_config": {
+                "architecture": "vit_tiny_patch16_224",
+                "hidden_size": 32,
+                "model_args": {"embed_dim": 32, "depth": 2, "num_heads": 4, "img_size": [16, 16], "patch_size": 4},
+            },
+        },
+    ),
     "gemma3": Special(**GEMMA3),
     "shieldgemma2": Special(processor_of="gemma3", **GEMMA3),
     "gemma4": Special(
         parts={"vision_config": {}, "audio_config": {}},
         config={"text_config": {"per_layer_config": DROP}},
         named=GEMMA4_AUDIO,
+    ),
+    "gemma3n": Special(
+        needs="timm",
+        images={"size": {"height": 64, "width": 64}},
+        audio={"feature_size": 8},
+        options={"image_seq_length": 4, "audio_seq_length": 4},
+        config={
+            "vision_soft_tokens_per_image": 4,
+            "audio_soft_tokens_per_image": 4,
+            "text_config": {
+                "num_hidden_layers": 4,
+                "num_kv_shared_layers": 2,
+                "intermediate_size": 24,
+                "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            "vision_config": {
+                "architecture": "test_efficientnet_ln",
+                "hidden_size": 256,
+                "vocab_size": 10,
+                "vocab_offset": 620,
+            },
+            "audio_config": {"input_feat_size": 8, "vocab_size": 10, "vocab_offset": 630},
+        },
     ),
     "glm4v": glm_like(),
     "glm4v_moe": glm_like(
@@ -316,7 +361,7 @@ EXCEPTIONS: dict[str, Special] = {
             images={"scale_resolution": 32},
         ),
     ),
-    "paligemma": Special(images={"image_seq_length": 16}),
+    "paligemma": Special(images={"image_seq_length": 16}, template=None),
     "janus": Special(config={"vq_config": VQ}),
     "chameleon": Special(
         images={"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}},
@@ -324,6 +369,7 @@ EXCEPTIONS: dict[str, Special] = {
         config={"vocabulary_map": IMAGE_WORDS, "vq_config": VQ},
     ),
     "emu3": Special(config={"vocabulary_map": IMAGE_WORDS}),
+    "musicflamingo": Special(feature_extractor="WhisperFeatureExtractor"),
     "glmasr": Special(config={"audio_config": {"intermediate_size": 128}}),
     "phi4_multimodal": Special(
         config={

@@ -52,9 +52,13 @@ def types() -> list[str]:
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
 
     names = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    # Decoder-only models among the encoder-decoders: Audio Flamingo.
+    others = [name for name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if name in hf.CONFIG_MAPPING]
+    names |= {name for name in others if getattr(hf.CONFIG_MAPPING[name], "is_encoder_decoder", True) is False}
     return sorted(names - {"mistral4"})  # listed there, but text only: see tests/hf/model_sweep.py
 
 
@@ -229,6 +233,8 @@ def own_inputs(processor: Any, row: dict[str, Any], media: list[Any]) -> dict[st
         if not isinstance(content, str):
             content = [block if block["type"] == "text" else {"type": block["type"]} for block in content]
         shown.append({**message, "content": content})
+    if processor.chat_template is None:
+        return own_format(processor, shown, media)
     text = processor.apply_chat_template(shown, chat_template=processor.chat_template, tokenize=False)
     if not media:  # some processors need an image
         return dict(processor.tokenizer([text], add_special_tokens=False, return_tensors="pt"))
@@ -240,6 +246,21 @@ def own_inputs(processor: Any, row: dict[str, Any], media: list[Any]) -> dict[st
         types = processor.create_mm_token_type_ids(outputs["input_ids"].tolist())
         outputs["mm_token_type_ids"] = torch.tensor(types)
     return outputs
+
+
+def own_format(processor: Any, shown: list[Any], media: list[Any]) -> dict[str, Any]:
+    """The outputs of a processor that formats a prompt and its answer itself."""
+    content, answer = (message["content"] for message in shown)
+    if not media:  # it needs an image: the same text without one
+        tokenizer = processor.tokenizer
+        texts = [f"{tokenizer.bos_token}{content}\n", f"{answer}{tokenizer.eos_token}"]
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        types = [0] * len(ids[0]) + [1] * len(ids[1])
+        return {"input_ids": torch.tensor([ids[0] + ids[1]]), "token_type_ids": torch.tensor([types])}
+    text = processor.image_token * len(media) + content[-1]["text"]
+    found = dict(processor(images=[[item for _, item in media]], text=[text], suffix=[answer], return_tensors="pt"))
+    del found["labels"]
+    return found
 
 
 def compare(model: LanguageModel, ones: list[PackedBatch], given: list[dict[str, Any]]) -> None:

@@ -299,7 +299,7 @@ def tiny_processor(name: str) -> Any:
         token = getattr(processor, f"{kind}_token", None)
         if token is not None:
             places[kind] = special.places.get(kind, str(token))
-    processor.chat_template = special.template or chat_template(places)
+    processor.chat_template = None if special.template is None else special.template or chat_template(places)
     return processor
 
 

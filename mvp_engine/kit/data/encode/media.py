@@ -8,6 +8,7 @@ found in the processor's outputs.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -265,10 +266,22 @@ class MediaHandler:
         name, media = found
         return texts, {**self._empty, name: media}
 
-    def token_types(self, input_ids: Tensor) -> dict[str, Tensor]:
+    def with_template(self, processor: Any) -> Any:
+        """The processor, with a chat template where it formats prompts itself instead of having one."""
+        format = self.runner.prompt_format
+        owners = (processor, self.tokenizer)
+        if format is None or any(getattr(owner, "chat_template", None) for owner in owners):
+            return processor
+        copied = copy.copy(processor)
+        copied.chat_template = format.chat_template(self.runner.placeholder("image"))
+        return copied
+
+    def token_types(self, input_ids: Tensor, loss: Tensor) -> dict[str, Tensor]:
         """Further per-token inputs of this family's forward, for a PackedBatch's `token_fields`."""
         if not self._token_types:
             return {}
+        if self.runner.types_are_turns:  # from the first token of the answer
+            return dict.fromkeys(self._token_types, (loss.cumsum(0) > 0).long())
         found = {}
         for name in self._token_types:
             # token_type_ids are another name of mm_token_type_ids.

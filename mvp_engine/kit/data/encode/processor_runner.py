@@ -25,6 +25,7 @@ from mvp_engine.kit.data.encode.processor_outputs import (
     split_extra,
     to_media,
 )
+from mvp_engine.kit.data.encode.prompt_format import PROBE, PromptFormat
 from mvp_engine.kit.data.read.media_info import MediaInfo
 
 MAX_CACHED = 512  # processors of single items in memory
@@ -63,6 +64,8 @@ class ProcessorRunner:
         )  # kinds whose expansions hold the number of the item in its sequence
         self.extra_names: set[str] = set()  # outputs that are media of their own
         self.value_names: dict[str, str] = {}  # keys of PackedBatch.media, by media kind
+        self.prompt_format: PromptFormat | None = None  # of a processor that adds text to prompts
+        self.types_are_turns = False  # token types: 0 the prompt, 1 the answer
         self._item_processors: dict[tuple[str, int | None, int | None], Any] = {}
 
     def placeholder(self, kind: str) -> str:
@@ -87,6 +90,8 @@ class ProcessorRunner:
             self.sampling_rate,
             short_audio,
         )
+        if self.prompt_format is not None:
+            texts[-1] = self.prompt_format.strip(texts[-1])
         return [text.removeprefix(before).removesuffix(after) for text in texts], outputs
 
     def call_blank(self, info: MediaInfo) -> tuple[list[str], Outputs]:
@@ -118,7 +123,7 @@ class ProcessorRunner:
             text,
             self.sampling_rate,
         )
-        return expansions[0]
+        return self.prompt_format.strip(expansions[0]) if self.prompt_format else expansions[0]
 
     def sub_processor(self, kind: str) -> Any:
         return getattr(self.processor, SUB_PROCESSORS[kind])
@@ -181,11 +186,19 @@ class ProcessorRunner:
         both_outputs: Outputs | None = None
         try:
             both_texts, both_outputs = self.call(trials)
-        except ValueError:
+        except ValueError as error:
             if kind != "audio":  # some processors take one audio clip per text
-                raise
+                first_line = str(error).partition("\n")[0]
+                raise UserError(
+                    f"it cannot be called for two items of different sizes either: {first_line}"
+                ) from None
             both_texts = first_text + second_text
-        if first_text + second_text != both_texts:
+        if first_text + second_text != both_texts and kind == "image":
+            prompt = self.trial_expansion(kind, self.placeholder(kind) + PROBE)
+            self.prompt_format = PromptFormat.find(first_text + second_text, both_texts, prompt)
+        if self.prompt_format is not None:
+            first_text = [self.prompt_format.strip(first_text[0])]
+        elif first_text + second_text != both_texts:
             # An expansion may hold the number of its item, and depend on nothing else around it.
             if (
                 both_texts[:1] != first_text
@@ -246,6 +259,7 @@ class ProcessorRunner:
                 self.placeholder(kind),
                 self.sampling_rate,
             )
+        self.types_are_turns = "labels" in outputs
         return [name for name in processor_calls.TOKEN_TYPE_NAMES if name in outputs]
 
     def _can_use_meta(self, info: MediaInfo, expected: list[str]) -> bool:
@@ -265,25 +279,39 @@ def _shapes(media: Media) -> dict[str, tuple[int, ...]]:
 def _check_padding(name: str, first: Media, second: Media, both: Outputs | None) -> None:
     """Raise unless the processor itself pads the smaller of two items when it gets both: with zeros, or masked.
 
-    A processor may pad waveforms: the spectrogram of silence is not zero, and masked.
+    A processor may pad waveforms: the spectrogram of silence is not zero, and masked. Of the frames at the end of a
+    waveform some see the padding, and only then are valid. Encoders must not see what is masked, which the start of a
+    training tests.
     """
     together = {**(both or {})}
-    together[""] = together.pop(name, None)
     padded = concat_media([first, first, second])
-    expected = {**padded.fields, "": padded.values}
-    given = together[""]
-    masks = [mask for field, mask in padded.fields.items() if field.endswith("_mask")]
-    if masks and isinstance(given, Tensor) and given.shape == padded.values.shape:
-        of_frames = masks[0].ndim == 2 and masks[0].shape[1] == given.shape[-1]
-        together[""] = given * masks[0][:, None].to(given) if of_frames else given
+    expected = {**padded.fields, name: padded.values}
     more = sorted(together.keys() - expected.keys())
     if more:
         raise UserError(
             f"it returns {more} for items of different sizes together, not for one alone"
         )
-    if not all(_equal(value, together.get(field)) for field, value in expected.items()):
-        shapes = [list(_shapes(media).values()) for media in (first, second)]
-        raise UserError(f"items of different sizes have shapes that cannot be packed: {shapes}")
+    masks = {field: mask for field, mask in padded.fields.items() if field.endswith("_mask")}
+    for mask in masks.values():
+        for values in (together, expected):
+            values[name] = _masked(values.get(name), mask)
+    for field, value in expected.items():
+        given = together.get(field)
+        if field in masks and isinstance(given, Tensor) and given.shape == value.shape:
+            given = given.logical_and(value)
+            value = value.bool()
+        if not _equal(value, given):
+            shapes = [list(_shapes(media).values()) for media in (first, second)]
+            raise UserError(f"items of different sizes have shapes that cannot be packed: {shapes}")
+
+
+def _masked(values: Any, mask_IF: Tensor) -> Any:
+    """The values of items with zeros for frames that are masked; all of them if the mask is not one of frames."""
+    if not isinstance(values, Tensor) or values.ndim != 3 or mask_IF.ndim != 2:
+        return values
+    if mask_IF.shape == values.shape[:2]:
+        return values * mask_IF[..., None].to(values)
+    return values * mask_IF[:, None].to(values) if mask_IF.shape[1] == values.shape[2] else values
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -72,7 +72,7 @@ class RowEncoder:
         `fields` are the columns of numbers that rows have, as in their `RowFormat`.
         """
         self.media = MediaHandler(processor, limits)
-        self.template = ChatTemplate(processor, **(options or {}))
+        self.template = ChatTemplate(self.media.with_template(processor), **(options or {}))
         self.max_tokens = max_tokens
         self.overlong = overlong
         self.pairs = pairs
@@ -351,7 +351,7 @@ class RowEncoder:
         fields: Mapping[str, float],
         spoken: Sequence[SpokenTurn] = (),
     ) -> PackedBatch:
-        types = self.media.token_types(ids)
+        types = self.media.token_types(ids, loss)
         positions = torch.arange(len(ids))
         if self.positions is not None:
             positions = self.positions(ids, {**self.media.mm_types(ids), **types}, media)
