@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from folders import alone, entries
 from omni_models import OMNI
-from test_csm import test_data_kit_makes_rows_of_csm_from_codes
 from test_csm import whole as csm
+from test_csm_folders import test_data_kit_makes_rows_of_csm_from_codes
 
 from mvp_engine.errors import UserError
 from mvp_engine.hf.lora import add_adapters
