@@ -142,6 +142,14 @@ class CsmPasses:
         self.books = int(csm.config.num_codebooks)
 
     @property
+    def decoder(self) -> Any:
+        return self.csm.backbone_model
+
+    @property
+    def predictor(self) -> Any:
+        return self.csm.depth_decoder.model
+
+    @property
     def first_head(self) -> Tensor:
         return self.csm.lm_head.weight
 
@@ -182,15 +190,14 @@ class CsmPasses:
         return inputs_RD.index_add(0, rows.frames, embeds_FKD.sum(1).to(inputs_RD.dtype))
 
     def hidden(self, rows: SpeechRows, inputs_RD: Tensor, shard: UlyssesShard | None) -> Tensor:
-        return packed_hidden(self.csm.backbone_model, rows, inputs_RD, rows.positions[0], shard)
+        return packed_hidden(self.decoder, rows, inputs_RD, rows.positions[0], shard)
 
     def rest_hidden(self, hidden_FD: Tensor, embeds_FKD: Tensor) -> Tensor:
         inputs_FKD = torch.cat([hidden_FD[:, None].to(embeds_FKD.dtype), embeds_FKD[:, :-1]], dim=1)
         # With a mask of four dimensions, transformers does not look for packed sequences, which is a host sync.
         size = (self.books, self.books)
         mask = torch.ones(size, dtype=torch.bool, device=hidden_FD.device).tril()[None, None]
-        decoder = self.csm.depth_decoder.model
-        out = decoder(inputs_embeds=inputs_FKD, attention_mask=mask, use_cache=False)
+        out = self.predictor(inputs_embeds=inputs_FKD, attention_mask=mask, use_cache=False)
         return out.last_hidden_state[:, 1:].transpose(0, 1)
 
     def _lookup(self, table: nn.Embedding, codes_FK: Tensor) -> Tensor:

@@ -1,16 +1,15 @@
-"""Speech by generation: codes from an OmniModel, frame by frame with a KV cache; `vocoder.py` plays them.
+"""Speech by generation: codes from an OmniModel, which `vocoder.py` plays.
 
-Legend: B prompts, L positions of the longest prompt, K codebooks, D hidden size, F frames.
+Legend: B prompts, R rows of speech, K codebooks, D hidden size, T tokens.
 
-The first inputs of the talker are those of a training row: `SpeechProtocol.plan` and `talker.py` make both. Prompts of
-different lengths are padded on the left.
+The first inputs of the talker are those of a training row: `SpeechProtocol.plan` and `talker.py` make both.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import attention
 from mvp_engine.hf.csm import CsmModel
 from mvp_engine.hf.csm_generate import csm_codes
+from mvp_engine.hf.frame_decoding import Frames, Start, decode_frames
 from mvp_engine.hf.omni_model import OmniModel
 from mvp_engine.hf.speech_protocol import SpeechError, SpeechProtocol, SpokenTurn
 from mvp_engine.hf.speech_rows import SpeechRows
@@ -56,30 +56,24 @@ def generate_codes(
     try:
         if isinstance(model, CsmModel):
             return csm_codes(model, list(prompts), voices, max_frames, draw)
-        start = _prefill(model, list(prompts), voices)
-        with attention.eager_attention(model.talker.config):
-            return _decode(model, start, max_frames, draw)
+        return _talker_codes(model, list(prompts), voices, max_frames, draw)
     finally:
         model.train(was_training)
 
 
-class _Start(NamedTuple):
-    """What the talker reads first: inputs of all prompts, padded on the left, and the text that is left to speak."""
-
-    inputs: Tensor  # (B, L, D)
-    mask: Tensor  # (B, L)
-    positions: Tensor  # (3, B, L)
-    text: list[Tensor]  # (frames, D) of each prompt: tokens, the end of text; then pads follow
-    pad: Tensor  # (D,)
-
-
-def _prefill(model: OmniModel, prompts: list[PackedBatch], speakers: list[str | None]) -> _Start:
+def _talker_codes(
+    model: OmniModel,
+    prompts: list[PackedBatch],
+    speakers: list[str | None],
+    max_frames: int,
+    draw: Draw,
+) -> list[Spoken]:
     assert model.whole is not None
     protocol = SpeechProtocol.for_config(model.whole.config)
     assert protocol is not None
     device = model.talker.codec_head.weight.device
     planned = [_with_plan(protocol, *pair) for pair in zip(prompts, speakers, strict=True)]
-    frames = [int(one.media[SPEECH].fields[FRAME_COUNTS][0]) for one in planned]
+    num_frames = [int(one.media[SPEECH].fields[FRAME_COUNTS][0]) for one in planned]
     batch = PackedBatch.concat(planned).to(device)
     rows = SpeechRows.of(batch)
     assert rows is not None
@@ -88,22 +82,35 @@ def _prefill(model: OmniModel, prompts: list[PackedBatch], speakers: list[str | 
         inputs_RD = passes.inputs(rows, passes.embeddings(rows.codes), hidden_TD)
     texts_RD = passes.text(rows.values[:, TEXT])
     pad_D = passes.text(torch.tensor([protocol.tts[2]], device=device))[0]
-    items = list(zip(rows.lengths, frames, strict=True))
-    longest = max(length - count for length, count in items)
-    inputs_BLD = inputs_RD.new_zeros(len(items), longest, inputs_RD.shape[-1])
-    mask_BL = torch.zeros(len(items), longest, dtype=torch.long, device=device)
-    positions_3BL = torch.zeros(3, len(items), longest, device=device)
-    text: list[Tensor] = []
+    start = Start([], [])
+    texts: list[
+        Tensor
+    ] = []  # (frames, D) of each prompt: tokens, the end of text; then pads follow
     first = 0
-    for index, (length, count) in enumerate(items):
+    for length, count in zip(rows.lengths, num_frames, strict=True):
         end = first + length - count
-        size = end - first
-        inputs_BLD[index, longest - size :] = inputs_RD[first:end]
-        mask_BL[index, longest - size :] = 1
-        positions_3BL[:, index, longest - size :] = rows.positions[:, first:end]
-        text.append(texts_RD[end : first + length])
+        start.inputs.append(inputs_RD[first:end])
+        start.positions.append(rows.positions[:, first:end])
+        texts.append(texts_RD[end : first + length])
         first += length
-    return _Start(inputs_BLD, mask_BL, positions_3BL, text, pad_D)
+
+    def next_inputs(codes_BK: Tensor, frame: int) -> Tensor:
+        text_BD = torch.stack([text[frame] if frame < len(text) else pad_D for text in texts])
+        return passes.embeddings(codes_BK).sum(1) + text_BD
+
+    frames = Frames(
+        next_inputs,
+        lambda codes_BK: codes_BK[:, 0] == protocol.codec_eos,
+        _special_codes(model.talker.config),
+    )
+    with attention.eager_attention(model.talker.config):
+        return decode_frames(passes, start, frames, max_frames, draw)
+
+
+def _special_codes(config: Any) -> list[int]:
+    """Ids of the talker that are neither codes nor the end of speech."""
+    ids = range(config.code_predictor_config.vocab_size, config.text_config.vocab_size)
+    return [id for id in ids if id != config.codec_eos_token_id]
 
 
 def _with_plan(protocol: SpeechProtocol, prompt: PackedBatch, speaker: str | None) -> PackedBatch:
@@ -121,76 +128,3 @@ def _with_plan(protocol: SpeechProtocol, prompt: PackedBatch, speaker: str | Non
     with_speech = copy.copy(prompt)
     with_speech.media = {**prompt.media, SPEECH: speech}
     return with_speech
-
-
-def _decode(
-    model: OmniModel,
-    start: _Start,
-    max_frames: int,
-    draw: Draw,
-) -> list[Spoken]:
-    from transformers import DynamicCache
-
-    talker: Any = model.talker
-    passes = model.passes()
-    config = talker.config
-    suppressed = [
-        token
-        for token in range(config.code_predictor_config.vocab_size, config.text_config.vocab_size)
-        if token != config.codec_eos_token_id
-    ]
-    cache = DynamicCache(config=config.text_config)
-    inputs_BLD = start.inputs
-    mask_BL = start.mask
-    positions_3BL = start.positions
-    codes: list[Tensor] = []  # (B, K) each
-    ended_B = mask_BL.new_zeros(len(mask_BL), dtype=torch.bool)
-    lengths_B = mask_BL.new_full((len(mask_BL),), max_frames)
-    for frame in range(max_frames + 1):
-        out = talker.model(
-            inputs_embeds=inputs_BLD,
-            attention_mask=mask_BL,
-            position_ids=positions_3BL,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        hidden_BD = out.last_hidden_state[:, -1]
-        seen_BF = torch.stack([one[:, 0] for one in codes], 1) if codes else None
-        first_B = draw.first(talker.codec_head(hidden_BD).float(), seen_BF, suppressed)
-        ends_B = (first_B == config.codec_eos_token_id) & ~ended_B
-        lengths_B = torch.where(ends_B, frame, lengths_B)
-        ended_B |= ends_B
-        if frame == max_frames or bool(ended_B.all()):
-            break
-        first_B = torch.where(ended_B, 0, first_B)  # of ended prompts nothing is kept
-        codes.append(_other_codes(talker, hidden_BD, first_B, draw))
-        text_BD = torch.stack(
-            [text[frame] if frame < len(text) else start.pad for text in start.text]
-        )
-        frame_BD = passes.embeddings(codes[-1]).sum(1)
-        inputs_BLD = (frame_BD + text_BD)[:, None]
-        mask_BL = torch.cat([mask_BL, torch.ones_like(mask_BL[:, :1])], 1)
-        positions_3BL = positions_3BL[..., -1:] + 1
-    found = (
-        torch.stack(codes, 1).cpu()
-        if codes
-        else lengths_B.new_zeros(len(mask_BL), 0, config.num_code_groups).cpu()
-    )
-    pairs = zip(found, lengths_B.tolist(), ended_B.tolist(), strict=True)
-    return [Spoken(one[:length], ended) for one, length, ended in pairs]
-
-
-def _other_codes(talker: Any, hidden_BD: Tensor, first_B: Tensor, draw: Draw) -> Tensor:
-    """(B, K): the first code and those that the code predictor adds, one after the other."""
-    from transformers import DynamicCache
-
-    predictor = talker.code_predictor
-    cache = DynamicCache(config=predictor.config)
-    first_BD = talker.get_input_embeddings()(first_B)
-    inputs_BLD = torch.stack([hidden_BD, first_BD.to(hidden_BD.dtype)], 1)
-    codes = [first_B]
-    for head, table in zip(predictor.lm_head, predictor.get_input_embeddings(), strict=True):
-        out = predictor.model(inputs_embeds=inputs_BLD, past_key_values=cache, use_cache=True)
-        codes.append(draw.rest(head(out.last_hidden_state[:, -1]).float()))
-        inputs_BLD = table(codes[-1])[:, None]
-    return torch.stack(codes, 1)

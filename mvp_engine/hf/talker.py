@@ -38,6 +38,14 @@ class Qwen3Talker:
         self.books = int(talker.config.num_code_groups)
 
     @property
+    def decoder(self) -> Any:
+        return self.talker.model
+
+    @property
+    def predictor(self) -> Any:
+        return self.talker.code_predictor.model
+
+    @property
     def first_head(self) -> Tensor:
         """(V, D) of the first codebook"""
         return self.talker.codec_head.weight
@@ -55,6 +63,12 @@ class Qwen3Talker:
         rest_FKD = F.embedding(codes_FK[:, 1:] + offsets_K, torch.cat(tables))
         embeds_FKD = torch.cat([first_FD[:, None], rest_FKD], dim=1)
         return embeds_FKD.to(embedding_dtype(embeds_FKD))
+
+    def embedding(self, codes_F: Tensor, book: int) -> Tensor:
+        """(F, D): of one codebook."""
+        if book == 0:
+            return self.talker.get_input_embeddings()(codes_F)
+        return self.talker.code_predictor.get_input_embeddings()[book - 1](codes_F)
 
     def text(self, ids_R: Tensor) -> Tensor:
         """(R, D): the text channel."""
@@ -79,13 +93,12 @@ class Qwen3Talker:
 
     def hidden(self, rows: SpeechRows, inputs_RD: Tensor, shard: UlyssesShard | None) -> Tensor:
         """(R, D): the last hidden states, each spoken turn a sequence of its own."""
-        return packed_hidden(self.talker.model, rows, inputs_RD, rows.positions, shard)
+        return packed_hidden(self.decoder, rows, inputs_RD, rows.positions, shard)
 
     def rest_hidden(self, hidden_FD: Tensor, embeds_FKD: Tensor) -> Tensor:
         """(K - 1, F, D): the inputs of the heads after the first. `hidden_FD`: of the rows that predict the frames."""
         inputs_FKD = torch.cat([hidden_FD[:, None].to(embeds_FKD.dtype), embeds_FKD[:, :-1]], dim=1)
-        predictor = self.talker.code_predictor.model
-        out = predictor(inputs_embeds=inputs_FKD, attention_mask=_CAUSAL, use_cache=False)
+        out = self.predictor(inputs_embeds=inputs_FKD, attention_mask=_CAUSAL, use_cache=False)
         return out.last_hidden_state[:, 1:].transpose(0, 1)
 
 
