@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python benchmarks/recipes.py --out benchmarks/results/recipes.json
     PYTHONPATH=. python benchmarks/recipes.py --only text_0.6b vlm_2b --limit 240 --out FILE --add
+    PYTHONPATH=. python benchmarks/recipes.py --only text_0.6b --starts 3 --out FILE --add     # only start times
     PYTHONPATH=. python benchmarks/recipes.py --tiny --steps 10         # tries everything on a CPU
     python benchmarks/recipes.py --table FILE                           # prints the table of a file
 
@@ -14,12 +15,13 @@ is what counts for throughput. Times are read from the run's own metrics, idle t
 
 Peers train the same folder on the same rows with packing, bf16 and fused AdamW: `TRL + Liger` where both are installed.
 Unsloth and Axolotl are reported if they are installed, and not run. MFU of a peer is ours times the ratio of tokens/s.
-`--limit` ends a process after so many seconds; what it had logged by then counts.
+`--limit` ends a process and its children after so many seconds; what it had logged by then counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -44,6 +46,7 @@ from benchmarks.watch import Watched, watch
 
 ROOT = Path(__file__).parents[1]
 INTERVAL = 5  # steps of a log record
+START_STEPS = 8  # of a start whose times are measured alone; each is logged
 FIRST_STEP = r"\bstep +1\b"  # in the output of `mvp profile`
 FULL_SPEED = 1.1  # times the steady step
 PEERS = {"TRL + Liger": ("trl", "liger-kernel", "datasets", "pyarrow")}
@@ -97,13 +100,31 @@ WORKS = {
 
 def make_folder(name: str, longest: int, base: Path) -> Path:
     """A Hugging Face folder with random weights in bf16, and a processor that reads numbers as words."""
+    folder = base / f"{name}-{longest}"
+    if folder.is_dir():
+        return folder
+    positions = max(32768, longest)
+    made = base / f".{folder.name}-{os.getpid()}"
+    made.mkdir(parents=True)
+    others = sorted(base.glob(f"{name}-*/config.json"))
+    if others:  # for other rows: the same but for one number
+        config = json.loads(others[0].read_text())
+        config.get("text_config", config)["max_position_embeddings"] = positions
+        (made / "config.json").write_text(json.dumps(config))
+        for file in others[0].parent.iterdir():
+            if file.name != "config.json":
+                os.link(file, made / file.name)
+    else:
+        save_folder(name, positions, made)
+    made.rename(folder)
+    return folder
+
+
+def save_folder(name: str, positions: int, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    folder = base / f"{name}-{longest}"
-    if (folder / "config.json").is_file():
-        return folder
     settings = shape(name)
-    settings.get("text_config", settings)["max_position_embeddings"] = max(32768, longest)
+    settings.get("text_config", settings)["max_position_embeddings"] = positions
     auto: Any = AutoModelForImageTextToText if name in VISION else AutoModelForCausalLM
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -114,7 +135,9 @@ def make_folder(name: str, longest: int, base: Path) -> Path:
         processor.chat_template = CHAT_TEMPLATE
     processor.save_pretrained(folder)
     model.save_pretrained(folder)
-    return folder
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()  # all of the GPU is for the trainings: `auto` fills what is free
 
 
 def make_rows(work: Work, count: int, base: Path) -> Path:
@@ -156,22 +179,36 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
 
 
-def ours(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    config = ROOT / "recipes" / work.config
-    sources = [f"mllm.sources.{name}.path={data}" for name in ("chats", "held_chats")]
-    words = [*sources, f"model.path={model}", f"project.dir={scratch / 'runs'}", f"mllm.cache={scratch / 'costs'}"]
-    words += ["loop.eval_interval=null", "eval_generation=null", "checkpoint.interval=null", "export=null"]
-    words += ["loop.epochs=null", *work.words, *args.keys]
+def config_words(work: Work, model: Path, data: Path, args: argparse.Namespace) -> list[str]:
+    """The config, and what is set of it: paths, no evaluation, nothing saved or exported."""
+    words = [str(ROOT / "recipes" / work.config)]
+    words += [f"mllm.sources.{name}.path={data}" for name in ("chats", "held_chats")]
+    words += [f"model.path={model}", "loop.eval_interval=null", "eval_generation=null", "checkpoint.interval=null"]
+    words += ["export=null", "loop.epochs=null", *work.words, *args.keys]
     if args.tiny:
         words += ["mllm.row_tokens=4096", "mllm.global_batch_tokens=8192", "data.num_workers=1", "model.compile=null"]
         words += ["loop.precision=fp32", "cpu_threads=1"]
-    env = environment()
-    if not args.warm:
-        env["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "inductor")
-    log = [f"loop.total_steps={args.steps}", f"log.interval={INTERVAL}", "log.backends=[jsonl,file]"]
-    train = [sys.executable, "-m", "mvp_engine.cli", "train", str(config), *words, *log]
-    cold = watch(train, scratch, args.limit, env=env)
-    found = {"command": shlex.join(train[2:]), **figures(cold)}
+    return words
+
+
+def caches(folder: Path) -> dict[str, str]:
+    """The environment of a start whose compiled graphs and kernels are kept in a folder."""
+    graphs, kernels = str(folder / "inductor"), str(folder / "triton")
+    return {**environment(), "TORCHINDUCTOR_CACHE_DIR": graphs, "TRITON_CACHE_DIR": kernels}
+
+
+def train(words: list[str], env: dict[str, str], folder: Path, steps: int, limit: float, interval: int) -> Watched:
+    """A training up to a step, with its run in `folder`."""
+    log = [f"loop.total_steps={steps}", f"log.interval={interval}", "log.backends=[jsonl,file]"]
+    command = [sys.executable, "-m", "mvp_engine.cli", "train", *words, f"project.dir={folder / 'runs'}", *log]
+    return watch(command, folder, limit, env=env, last_step=steps)
+
+
+def ours(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    words = [*config_words(work, model, data, args), f"mllm.cache={scratch / 'costs'}"]
+    env = environment() if args.warm else caches(scratch)
+    cold = train(words, env, scratch, args.steps, args.limit, INTERVAL)
+    found = {"command": shlex.join(["mvp", "train", *words]), **figures(cold)}
     (run,) = list(scratch.glob("runs/*/run.json")) or [None]
     if run is not None:
         info = json.loads(run.read_text())
@@ -181,7 +218,22 @@ def ours(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch:
         text = (run.parent / "log.txt").read_text() if (run.parent / "log.txt").is_file() else ""
         found["recompiles"] = len(re.findall(r"compiled after the first", text))
     if args.profile and "why" not in found:
-        found |= profiled(config, words, env, args.limit, scratch)
+        found |= profiled(words, env, args.limit, scratch)
+    return found
+
+
+def starts(work: Work, model: Path, data: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds to the first step and to full speed, with empty and with filled caches in turn."""
+    found: dict[str, Any] = {"cold": [], "warm": []}
+    for _ in range(args.starts):
+        with tempfile.TemporaryDirectory(prefix="mvp-recipes-") as name:
+            scratch = Path(name)
+            words = [*config_words(work, model, data, args), f"mllm.cache={scratch / 'costs'}"]
+            for which in ("cold", "warm"):
+                seen = train(words, caches(scratch), scratch / which, START_STEPS, args.limit, 1)
+                times = figures(seen)
+                kept = ("first_step_s", "full_speed_s", "step_s", "why", "output")
+                found[which].append({key: times[key] for key in kept if key in times})
     return found
 
 
@@ -223,11 +275,11 @@ def figures(seen: Watched) -> dict[str, Any]:
     }
 
 
-def profiled(config: Path, words: list[str], env: dict[str, str], limit: float, scratch: Path) -> dict[str, Any]:
+def profiled(words: list[str], env: dict[str, str], limit: float, scratch: Path) -> dict[str, Any]:
     """Idle time of the GPU, kernels of a step, and the seconds of a second start."""
     out = scratch / "profile"
-    command = [sys.executable, "-m", "mvp_engine.cli", "profile", str(config), "--out", str(out)]
-    command += ["--steps", "3", "--first", "6", *words]
+    command = [sys.executable, "-m", "mvp_engine.cli", "profile", words[0], "--out", str(out)]
+    command += ["--steps", "2", "--first", "4", *words[1:]]  # graphs are compiled by step 3
     seen = watch(command, scratch / "second", limit, env=env, pattern=FIRST_STEP)
     found: dict[str, Any] = {"second_start_s": seen.first}
     if (out / "profile.json").is_file():
@@ -300,6 +352,17 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def starts_table(result: dict[str, Any]) -> str:
+    lines = ["| work | caches | first step | full speed |", "| --- | --- | ---: | ---: |"]
+    for name, found in result.get("starts", {}).items():
+        for which, times in found.items():
+            cells = []
+            for key in ("first_step_s", "full_speed_s"):
+                cells.append(", ".join(_number(one.get(key), "{:.1f}") for one in times) + " s")
+            lines.append(f"| {name} | {which} | {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
 def _number(value: float | None, text: str) -> str:
     return "-" if value is None else text.format(value)
 
@@ -308,16 +371,22 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+def prepare(name: str, args: argparse.Namespace) -> tuple[Work, Path, Path]:
+    """A row of the table, its model folder and its file of rows."""
     work = WORKS[name]
     longest = 512 if args.tiny and work.longest > 8192 else work.longest
     if args.tiny:
-        work = Work(work.config, work.tiny, work.tiny, work.rows, [], longest, work.lora, work.peers)
+        kept = [word for word in work.words if not word.startswith("mllm.")]
+        work = Work(work.config, work.tiny, work.tiny, work.rows, kept, longest, work.lora, work.peers)
     model = make_folder(work.shape, work.longest, args.folder)
     per_step = {"chats": 72, "images": 160, "documents": 1}[work.rows]  # a little more than a step takes
     steps = min(args.steps + 12, 12 if work.rows == "images" else 100)  # files of images take long to make
     count = 4 * args.steps if args.tiny else per_step * steps  # then they come again
-    data = make_rows(work, count, args.folder)
+    return work, model, make_rows(work, count, args.folder)
+
+
+def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    work, model, data = prepare(name, args)
     with tempfile.TemporaryDirectory(prefix="mvp-recipes-") as scratch:
         found = [{"work": name, "side": "ours", **ours(work, model, data, args, Path(scratch))}]
     for side, packages in PEERS.items():
@@ -342,6 +411,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=300, help="seconds of one process")
     parser.add_argument("--tiny", action="store_true", help="small shapes and rows, for a CPU")
     parser.add_argument("--warm", action="store_true", help="use the compile cache of the user in the first start too")
+    parser.add_argument("--starts", type=int, metavar="N", help="measure only the times of N cold and N warm starts")
     parser.add_argument("--no-profile", dest="profile", action="store_false")
     parser.add_argument("--no-peers", dest="peers", action="store_false")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "mvp-recipes")
@@ -351,20 +421,27 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--keys", nargs="*", default=[], metavar="key=value", help="of our configs, to try others")
     args = parser.parse_args(words)
     if args.table:
-        print(table(json.loads(args.table.read_text())))
+        result = json.loads(args.table.read_text())
+        print(table(result), starts_table(result), sep="\n\n")
         return
-    result: dict[str, Any] = {**about(), "commands": [], "rows": []}
+    result = {**about(), "commands": [], "rows": [], "starts": {}}
     if args.add and args.out and args.out.is_file():
         before = json.loads(args.out.read_text())
+        replaced = [] if args.starts else args.only
         result["commands"] = before["commands"]
-        result["rows"] = [row for row in before["rows"] if row["work"] not in args.only]
+        result["rows"] = [row for row in before["rows"] if row["work"] not in replaced]
+        result["starts"] = before.get("starts", {})
     result["commands"].append(shlex.join(["python", "benchmarks/recipes.py", *(words or sys.argv[1:])]))
     for name in args.only:
-        result["rows"] += measure(name, args)
-        print(table({"rows": result["rows"][-2:]}), file=sys.stderr, flush=True)
+        if args.starts:
+            result["starts"][name] = starts(*prepare(name, args), args)
+            print(starts_table({"starts": {name: result["starts"][name]}}), file=sys.stderr, flush=True)
+        else:
+            result["rows"] += measure(name, args)
+            print(table({"rows": result["rows"][-2:]}), file=sys.stderr, flush=True)
         if args.out:
             args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(table(result))
+    print(table(result), starts_table(result), sep="\n\n")
     for package in NOT_RUN:
         print(f"{package}: {installed(package) or 'not installed'}")
 

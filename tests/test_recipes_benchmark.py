@@ -12,6 +12,7 @@ from conftest import ROOT
 from mvp_engine.imports import import_file
 
 BENCH: Any = import_file(ROOT / "benchmarks" / "recipes.py")
+session_members: Any = import_file(ROOT / "benchmarks" / "watch.py").session_members
 
 
 def record(step: int, step_s: float) -> dict[str, Any]:
@@ -35,12 +36,14 @@ def test_figures_count_the_second_half_and_find_full_speed() -> None:
 
 def test_watch_ends_a_process_and_its_children_at_the_limit(tmp_path: Path) -> None:
     code = (
-        "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print('step 1', flush=True); time.sleep(60)"
+        "import os, subprocess, time; subprocess.Popen(['sleep', '60'], process_group=0); "
+        "print('step 1 of', os.getpid(), flush=True); time.sleep(60)"
     )
     seen = BENCH.watch([sys.executable, "-c", code], tmp_path, 2.0, pattern=BENCH.FIRST_STEP)
     assert seen.code is None
     assert seen.first is not None
     assert seen.seconds < 10
+    assert session_members(int(seen.output.split()[-1])) == []
 
 
 @pytest.mark.parametrize("name", list(BENCH.WORKS))
@@ -48,3 +51,10 @@ def test_works_name_shipped_configs_and_shapes(name: str) -> None:
     work = BENCH.WORKS[name]
     assert (ROOT / "recipes" / work.config).is_file()
     assert BENCH.shape(work.shape)["model_type"] == BENCH.shape(work.tiny)["model_type"]
+
+
+def test_starts_table_lists_each_start_and_its_failures() -> None:
+    times = [{"first_step_s": 14.04, "full_speed_s": 40.0}, {"why": "ended with 1"}]
+    text = BENCH.starts_table({"starts": {"text_0.6b": {"cold": times}}})
+    assert "| text_0.6b | cold | 14.0, - s | 40.0, - s |" in text
+    assert BENCH.starts_table({"rows": []}) == ""
