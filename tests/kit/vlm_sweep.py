@@ -310,7 +310,7 @@ def _transformers(
     for i, (one, inputs) in enumerate(zip(ones, given, strict=True)):
         try:
             logits = plain(**inputs, use_cache=False).logits[0]
-        except ValueError:
+        except (ValueError, IndexError):
             if i < len(ones) - 1:  # the last row has media of several kinds
                 raise
             continue  # transformers itself cannot run this model on media of several kinds
