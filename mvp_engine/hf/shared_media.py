@@ -9,12 +9,14 @@ encoder.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mvp_engine.data.batch import Media
@@ -27,6 +29,7 @@ from mvp_engine.hf.media_features import copy_to_device
 
 # Kinds of media with a method that returns their features by item, or by row of the values.
 _METHODS = {"pixel_values": "get_image_features", "pixel_values_videos": "get_video_features"}
+_AUDIO = ("input_features", "audio_input_features")
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,17 @@ def apply_shared_features(base: nn.Module) -> None:
             base.__dict__[method] = partial(_features_of_uses, base, method)
 
 
+@dataclass(frozen=True)
+class _Frames:
+    """The frames of each video or sound."""
+
+    counts: list[int]
+    num_features: int = 0  # that a mask of the features of sounds has room for
+
+
 _FRAMES = (
     WeakTensorKeyDictionary()
-)  # frames of videos, as rows -> frames of each video, until their features are computed
+)  # frames of videos or sounds, as rows -> _Frames, until their features are computed
 
 
 _SHARES = (
@@ -101,7 +112,13 @@ def encoder_inputs(
     # A grid comes with patches of any shape.
     is_frames = kind == "pixel_values_videos" and media.values.ndim == 4 and not media.fields
     if is_frames and _METHODS[kind] in base.__dict__:
-        _FRAMES[media.values] = media.row_counts.tolist()
+        _FRAMES[media.values] = _Frames(media.row_counts.tolist())
+    if kind in _AUDIO and media.values.ndim == 2 and "get_audio_features" in base.__dict__:
+        # Some forwards cast their inputs, and a copy would not be found.
+        media = replace(media, values=media.values.to(base.dtype))  # type: ignore[arg-type]
+        masks = [mask for field, mask in media.fields.items() if field.endswith("_mask")]
+        width = max((mask.shape[1] for mask in masks), default=0)
+        _FRAMES[media.values] = _Frames(media.row_counts.tolist(), width)
     if _METHODS.get(kind, "") in base.__dict__ and (share := EncoderShare.of(media, shard)):
         _SHARES[media.values] = share
     fields = dict(media.fields)
@@ -145,24 +162,33 @@ def _features_of_uses(model: Any, method: str, *args: Any, **kwargs: Any) -> Any
 
 
 def _features_of_videos(model: Any, method: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """transformers' method, once for each video where it takes (videos, frames, ...): frames differ in number."""
+    """transformers' method, once for each video or sound where it takes (items, frames, ...): frames differ in number.
+
+    The encoder of such sounds has no mask: padding would change their features.
+    """
     compute = partial(getattr(type(model), method), model)
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     name = next((key for key, value in given.items() if _is_frames(value)), None)
     if name is None:
         return compute(*args, **kwargs)
     outputs = []
-    for frames in given[name].split(_FRAMES.pop(given[name])):
+    known: _Frames = _FRAMES.pop(given[name])
+    for frames in given[name].split(known.counts):
         one = {**given, name: frames[None]}
         positional = [one.pop(index) for index in range(len(args))]
         outputs.append(compute(*positional, **one))
     features = [output.pooler_output for output in outputs]
     if not all(isinstance(one, Tensor) and one.ndim == 3 for one in features):
         raise UserError(
-            f"{type(model).__name__}.{method} returns features that cannot be joined over videos: "
-            "train without videos"
+            f"{type(model).__name__}.{method} returns features that cannot be joined over items: "
+            "train without them"
         )
-    outputs[0].pooler_output = torch.cat([one.flatten(0, 1) for one in features])[None]
+    if method == "get_audio_features":  # the model has a mask of features
+        joined_NFD = pad_sequence([one[0] for one in features], batch_first=True)
+        missing = max(0, known.num_features - joined_NFD.shape[1])
+        outputs[0].pooler_output = F.pad(joined_NFD, (0, 0, 0, missing))
+    else:
+        outputs[0].pooler_output = torch.cat([one.flatten(0, 1) for one in features])[None]
     return outputs[0]
 
 

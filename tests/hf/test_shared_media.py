@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 from families import VISION, parallel
 from tiny_models import build_model, close, run, samples, shared_model
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
-from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel
+from mvp_engine.hf import LanguageModel, shared_media
 from mvp_engine.hf.model_inputs import media_inputs
 from mvp_engine.kit import MFUKit
 from mvp_engine.kit.decoding import with_completion
@@ -144,3 +147,26 @@ def test_shared_media_features_by_neither_item_nor_row_raise(monkeypatch) -> Non
     monkeypatch.setattr(kind, "get_image_features", flat)
     with pytest.raises(UserError, match="give each sequence its own media"):
         model(shared, ["log_probs"])
+
+
+class Unmasked(nn.Module):
+    """An encoder of sounds that sees all frames of a row, so padding would change its features."""
+
+    dtype = torch.float32
+
+    def get_audio_features(self, input_features: torch.Tensor) -> SimpleNamespace:
+        assert input_features.ndim == 3
+        return SimpleNamespace(pooler_output=input_features[:, ::2] + input_features.mean(1, keepdim=True))
+
+
+def test_sounds_without_a_mask_of_frames_are_encoded_one_at_a_time() -> None:
+    model = Unmasked()
+    shared_media.apply_shared_features(model)
+    sounds = [torch.randn(frames, 3) for frames in (4, 7, 5)]
+    alone = [model.get_audio_features(sound[None]).pooler_output[0] for sound in sounds]
+    longer = [*alone, torch.zeros(6)]  # a sound of another row, which is not in this batch
+    mask = pad_sequence([torch.ones(len(one), dtype=torch.bool) for one in longer], batch_first=True)[:3]
+    media = Media(torch.cat(sounds), torch.tensor([4, 7, 5]), torch.tensor([0, 0, 1]), {"input_features_mask": mask})
+    inputs = shared_media.encoder_inputs(model, "input_features", media)
+    features = model.get_audio_features(inputs["input_features"]).pooler_output
+    assert torch.equal(features[inputs["input_features_mask"]], torch.cat(alone))

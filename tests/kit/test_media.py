@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from jinja2 import TemplateError
 from PIL import Image
-from processors import FAMILIES, SQUARE, processor_of, tokenizer
+from processors import FAMILIES, processor_of, tokenizer
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
@@ -345,21 +344,6 @@ def test_media_handler_unsupported_family_is_a_user_error() -> None:
     odd.replace_image_token = lambda images, image_idx, **options: "<image>" * len(images["pixel_values"])
     with pytest.raises(UserError, match="LlavaProcessor cannot be called for one image at a time: it expands two"):
         MediaHandler(odd)
-
-
-def test_media_handler_processor_that_formats_prompts_has_expansions_of_items_alone() -> None:
-    siglip = hf.SiglipImageProcessor(size=SQUARE)
-    siglip.image_seq_length = 4
-    processor = hf.PaliGemmaProcessor(siglip, tokenizer("<image>", bos_token="<s>"))
-    media = MediaHandler(processor)
-    assert media.expansion(MediaInfo("image", 20, 30)) == 4 * "<image>"
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Why?"}]}]
-    template = {"chat_template": media.with_template(processor).chat_template, "tokenize": False}
-    assert processor.apply_chat_template(messages, **template) == "<image><s>Why?\n"
-    with pytest.raises(TemplateError, match="one prompt and one answer"):
-        processor.apply_chat_template(3 * messages, **template)
-    types = media.token_types(torch.arange(4), torch.tensor([False, True, True, False]))["token_type_ids"]
-    assert types.tolist() == [0, 1, 1, 1]  # the prompt, then the answer
 
 
 def test_media_handler_images_of_several_sizes_are_padded_as_by_processor() -> None:

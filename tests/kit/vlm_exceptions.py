@@ -221,6 +221,10 @@ EXCEPTIONS: dict[str, Special] = {
             "audio_config": {"input_feat_size": 8, "vocab_size": 10, "vocab_offset": 630},
         },
     ),
+    **dict.fromkeys(
+        ["granite_speech", "granite_speech_plus"],
+        Special(needs="torchaudio", config={"window_size": 15, "downsample_rate": 5}),
+    ),
     "glm4v": glm_like(),
     "glm4v_moe": glm_like(
         image_processor="Glm4vImageProcessor",

@@ -187,11 +187,17 @@ def _sounds_change(processor: Any, together: dict[str, Any], row: dict[str, Any]
     """
     mask = together.get("feature_attention_mask")
     sounds = [item for item, (info, _) in enumerate(media) if info.kind == "audio"]
-    if mask is None or len(sounds) < 2:
+    if "input_features" not in together or len(sounds) < 2:
+        return False
+    sizes = together["input_features"].shape[1:]
+    masks = [value for name, value in together.items() if name.endswith("_mask") and value.shape[-1] in sizes]
+    if mask is None and masks:
         return False
     for place, item in enumerate(sounds):
         alone = own_inputs(processor, _row_of(row, item), [media[item]])["input_features"][0]
-        length = int(mask[place].sum())
+        if mask is None and alone.shape != sizes:
+            return True  # its encoder sees the padding of shorter sounds
+        length = alone.shape[1] if mask is None else int(mask[place].sum())
         if not torch.equal(together["input_features"][place][:, :length], alone[:, :length]):
             return True
     return False

@@ -24,11 +24,16 @@ VALUE_NAMES = (
 )
 
 
-def to_media(outputs: dict[str, Any]) -> tuple[str, Media]:
-    """The name of the values, and one item; or one item per tile, where each tile has its own fields."""
+def to_media(outputs: dict[str, Any], by_frame: bool = False) -> tuple[str, Media]:
+    """The name of the values, and one item; or one item per tile, where each tile has its own fields.
+
+    `by_frame`: each frame of audio is a row, since its encoder must not get padding.
+    """
     name = _value_name(outputs)
     fields = dict(outputs)
     values = fields.pop(name)
+    if by_frame:
+        return name, _single_sequence(values[0], [values.shape[1]], _fields_of_one(fields))
     if "target_sizes" in fields:
         return name, _from_strip(values, fields)
     if values.ndim != 5:

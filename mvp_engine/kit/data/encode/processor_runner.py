@@ -62,6 +62,7 @@ class ProcessorRunner:
         self.numbered: set[str] = (
             set()
         )  # kinds whose expansions hold the number of the item in its sequence
+        self.by_frame: set[str] = set()  # kinds whose items have a row for each frame
         self.extra_names: set[str] = set()  # outputs that are media of their own
         self.value_names: dict[str, str] = {}  # keys of PackedBatch.media, by media kind
         self.prompt_format: PromptFormat | None = None  # of a processor that adds text to prompts
@@ -221,6 +222,10 @@ class ProcessorRunner:
         self.value_names[kind] = name
         if name != other_name:
             raise UserError(f"it returns {name} for one item and {other_name} for another one")
+        if kind == "audio" and _has_bare_frames(first, second):
+            self.by_frame.add(kind)
+            first = to_media(first_outputs, by_frame=True)[1]
+            second = to_media(second_outputs, by_frame=True)[1]
         if _shapes(first) != _shapes(second):
             _check_padding(name, first, second, both_outputs)
         found = {name: first, **second_extra, **first_extra}
@@ -276,6 +281,16 @@ def _shapes(media: Media) -> dict[str, tuple[int, ...]]:
     return {**shapes, "": tuple(media.values.shape[1:])}
 
 
+def _has_bare_frames(first: Media, second: Media) -> bool:
+    """Whether audio, (1, frames, features), is as long as it takes, and has no mask of frames."""
+    values = first.values
+    if values.ndim != 3 or len(values) != 1 or values.shape[2] != second.values.shape[2]:
+        return False
+    masks = [mask for field, mask in first.fields.items() if field.endswith("_mask")]
+    has_mask = any(mask.shape[1:2] == values.shape[1:2] for mask in masks)
+    return not has_mask and values.shape[1] != second.values.shape[1]
+
+
 def _check_padding(name: str, first: Media, second: Media, both: Outputs | None) -> None:
     """Raise unless the processor itself pads the smaller of two items when it gets both: with zeros, or masked.
 
@@ -286,6 +301,8 @@ def _check_padding(name: str, first: Media, second: Media, both: Outputs | None)
     together = {**(both or {})}
     padded = concat_media([first, first, second])
     expected = {**padded.fields, name: padded.values}
+    if len(first.values) > 1:  # a row for each frame: values are not padded
+        together[name] = expected[name]
     more = sorted(together.keys() - expected.keys())
     if more:
         raise UserError(
