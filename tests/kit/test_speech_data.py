@@ -104,6 +104,12 @@ BAD = [
     ({"codes": [[1], [2]]}, "speech_books", "1 books; the model speaks 2"),
     ({"codes": [[1, SIZE]]}, "speech_codes", f"codes are 1 to {SIZE}.*0 to {SIZE - 1}"),
     ({"codes": [[1, 2], [3]]}, "speech_codes", "different numbers of books"),
+    (
+        {"codes": [[1, 2, 3], [4, 5, 6]]},
+        "speech_codes",
+        r"shape \(2, 3\) seem to be books by frames; wanted \(frames, 2",
+    ),
+    ({"codes": [[1] * 40, [2] * 40, [3] * 40]}, "speech_codes", r"shape \(3, 40\) seem to be books by frames"),
     ({"codes": []}, "speech_empty", "shorter than one frame"),
     ({"codes": "missing.npy"}, "missing_file", "missing.npy"),
     ({"codes": [[1, 2]], "speaker": "carl"}, "speech_speaker", "no speaker 'carl'.*anna, bert"),
@@ -219,6 +225,10 @@ def test_open_codec_class_in_a_file_is_used_and_its_text_is_its_fingerprint(tmp_
     speech = only_batch(speech_kit(tmp_path, rows, codec=f"{file}:Loud")).media[SPEECH]
     assert int(speech.fields[FRAME_COUNTS][0]) == 10
     assert len(open_codec(f"{file}:Loud").fingerprint) == 32
+    rows = [spoken_row("one", audio=write_sound(tmp_path / "short.wav", seconds=0.03))]  # a frame has 0.04 s
+    assert [bad.reason for bad in speech_kit(tmp_path, rows, codec=f"{file}:Loud").bad_rows("train")] == [
+        "speech_empty"
+    ]
     with pytest.raises(UserError, match=r"has 2 codebooks; mllm\.speech\.books=4"):
         open_codec(f"{file}:Loud", 4)
     with pytest.raises(UserError, match="not a subclass"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,13 @@ def test_table_vla_resume_with_another_normalization_is_a_user_error(tmp_path: P
     capsys.readouterr()
     assert main(["train", *words, "actions.normalize=min_max"]) == EXIT_USER_ERROR
     assert "another normalization (mode)" in capsys.readouterr().err
+    # An evaluation uses the statistics of the checkpoint.
+    losses = []
+    for mode in ("mean_std", "min_max"):
+        capsys.readouterr()
+        assert main(["evaluate", *words, f"actions.normalize={mode}", "log.backends=[terminal]"]) == 0
+        losses.append(re.search(r"eval step .* loss (\S+)", capsys.readouterr().out))
+    assert losses[0] and losses[1] and losses[0][1] == losses[1][1]
     assert main(["train", *words]) == 0
 
 

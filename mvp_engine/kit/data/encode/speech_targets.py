@@ -26,6 +26,8 @@ from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row, Speec
 from mvp_engine.kit.data.settings import MLLMData, SpeechData
 from mvp_engine.kit.speech.code_store import CodeStore
 
+MOST_BOOKS = 32  # of Mimi: the first ones of more than a talker speaks are used
+
 
 class SpeechTargets:
     """Reads the spoken turns of rows for one model."""
@@ -192,6 +194,12 @@ class SpeechTargets:
             raise BadRow(
                 "speech_books",
                 f"codes have {codes.shape[1]} books; the model speaks {books} (frames by books)",
+            )
+        frames, found = codes.shape
+        if found > max(books, MOST_BOOKS) or (frames == books and found not in (books, MOST_BOOKS)):
+            raise BadRow(
+                "speech_codes",
+                f"codes of shape {codes.shape} seem to be books by frames; wanted (frames, {books})",
             )
         codes = codes[:, :books]
         low, high = int(codes.min()), int(codes.max())
