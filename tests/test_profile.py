@@ -53,6 +53,7 @@ def test_summary_counts_idle_time_and_kinds_of_kernels() -> None:
     assert busy_time(kernels) == 30
     assert gaps(kernels) == {"memcpy": [10]}
     assert Kernel("triton_per_fused__to_copy_add_0", 0, 1).kind.startswith("fused kernels")
+    assert Kernel("cutlass::device_kernel<GemmUniversal<cute::SM90_TMA_LOAD, DefaultCopy_>>", 0, 1).kind == "GEMM"
     assert Kernel("triton_tem_fused__to_copy_flex_attention_backward_1", 0, 1).kind == "attention"
     facts = summary(kernels, 50e-6, 2, {"all": 1.0})
     assert facts["idle"] == pytest.approx(0.4)

@@ -159,9 +159,10 @@ class Estimator:
 
     def _training_memory(self, config: Any, gpus: int) -> dict[str, float]:
         """GiB by kind at the peak of an update."""
-        packs = self.packs(config, self.packs_per_step(config, gpus))
+        packs_per_step = self.packs_per_step(config, gpus)
         costs = BlockCosts(self.model(config), self.settings(config))
-        found = peak_memory(costs, packs.largest)
+        micro_batches = accumulation_steps(packs_per_step, 1, gpus // costs.settings.text_ranks)
+        found = peak_memory(costs, self.packs(config, packs_per_step).largest, micro_batches)
         return {name: size / GIB for name, size in found.items()}
 
     def settings(self, config: Any) -> EstimateSettings:

@@ -16,8 +16,8 @@ KINDS = {
     "fused kernels (norms, activations, rotary embeddings)": r"^triton_(?!tem_.*attention)",
     COMMUNICATION: r"nccl|gloo|c10d",
     "attention": r"sdpa|flash|fmha|attention|cudnn_generated|ragged",
-    COPIES: r"memcpy|memset|copy_|catarray",
     "GEMM": r"gemm|nvjet|xmma|cublas|splitk|addmm|\bmm\b|bmm|matmul|linear",
+    COPIES: r"memcpy|memset|copy_|catarray",  # after GEMM: CUTLASS names its copies in its kernels
     "loss (logits)": r"row_stats|to_gradient|log_softmax|nll_loss",
     "optimizer": r"adam|multi_tensor|foreach|lpnorm|clip",
     "convolutions": r"conv|winograd|im2col",

@@ -88,15 +88,15 @@ def test_estimate_of_pi0_counts_memory_of_all_parts() -> None:
     model = tiny_pi0()
     batch = PackedBatch.concat(pi0_rows(model))
     settings = EstimateSettings(gpu="H200")
-    sizes = peak_memory(BlockCosts(model, settings), [batch])
+    sizes = peak_memory(BlockCosts(model, settings), [batch], micro_batches=2)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sizes["optimizer states"] == 8.0 * trained
-    more = peak_memory(BlockCosts(model, settings), [PackedBatch.concat(pi0_rows(model, draws=6))])
+    more = peak_memory(BlockCosts(model, settings), [PackedBatch.concat(pi0_rows(model, draws=6))], micro_batches=2)
     assert more["activations"] > sizes["activations"]
     frozen = tiny_pi0()
     for name, param in frozen.named_parameters():
         param.requires_grad_("dit.layers" in name)
-    less = peak_memory(BlockCosts(frozen, settings), [batch])
+    less = peak_memory(BlockCosts(frozen, settings), [batch], micro_batches=2)
     assert less["activations"] < sizes["activations"]
 
 
@@ -133,7 +133,7 @@ def test_estimate_of_actions_counts_gradients_and_states_that_a_step_has(head: s
         batch = PackedBatch.concat([*rows, vlm_row(model, rows[0])] if text_loss else rows)
     engine, _ = trained_step(model, batch, ["action_losses", "loss"] if text_loss else ["action_losses"])
     settings = EstimateSettings(precision="fp32", compile=None, text_loss=text_loss)
-    sizes = peak_memory(BlockCosts(model, settings), [batch])
+    sizes = peak_memory(BlockCosts(model, settings), [batch], micro_batches=2)
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     states = sum(one["exp_avg"].nbytes + one["exp_avg_sq"].nbytes for one in engine.optimizer.state.values())
     assert sizes["gradients"] == gradients
@@ -156,7 +156,9 @@ def test_estimate_of_pi0_activations_are_what_compiled_blocks_save() -> None:
     backend = "aot_eager_decomp_partition"
     _, saved = trained_step(model, batch, ["action_losses"], backend)
     settings = EstimateSettings(precision="fp32", compile=backend, text_loss=False)
-    assert peak_memory(BlockCosts(model, settings), [batch])["activations"] == pytest.approx(saved, rel=0.05)
+    assert peak_memory(BlockCosts(model, settings), [batch], micro_batches=2)["activations"] == pytest.approx(
+        saved, rel=0.05
+    )
 
 
 def test_estimate_of_a_pi0_that_does_not_fit_advises_without_sequence_parallel(tmp_path: Any, capsys: Any) -> None:

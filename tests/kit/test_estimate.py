@@ -21,6 +21,7 @@ from mvp_engine.hf.encoder_share import largest_share
 from mvp_engine.hf.quantize import quantize_layers
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
+from mvp_engine.kit.estimate.memory import DYNAMIC
 from mvp_engine.kit.estimate.settings import MEMORY, EstimateSettings
 from mvp_engine.kit.estimate.step import FP8_SPEEDUP, estimate_step
 from mvp_engine.model_engine import ModelSource
@@ -71,6 +72,16 @@ def test_estimate_is_within_ten_percent_of_measurements(
         assert estimates[0]["peak_gib"] == pytest.approx(measured["memory_gib"], rel=0.1), side
         mean = sum(one["step_s"] for one in estimates) / len(estimates)
         assert 1e3 * mean == pytest.approx(measured["step_ms"], rel=0.1), side
+
+
+def test_gradients_of_one_micro_batch_take_the_place_of_activations() -> None:
+    model = LanguageModel.on_meta(None, data.shape("qwen3_1_7b"))
+    rows = [data.packed(data.rows("mix", 1)[:size], "qwen3_1_7b", PIXELS) for size in (12, 1)]
+    for batch in rows:
+        one, two = (estimate_step(model, [batch], [batch] * count, EstimateSettings()) for count in (1, 2))
+        gradients = two["memory_gib"]["gradients"]
+        dynamic = sum(two["memory_gib"][kind] for kind in DYNAMIC)
+        assert two["peak_gib"] - one["peak_gib"] == pytest.approx(min(gradients, dynamic))
 
 
 def test_estimate_settings_change_memory_and_time_as_expected() -> None:

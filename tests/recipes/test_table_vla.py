@@ -121,7 +121,9 @@ def test_table_vla_resume_with_another_normalization_is_a_user_error(tmp_path: P
         capsys.readouterr()
         assert main(["evaluate", *words, f"actions.normalize={mode}", "log.backends=[terminal]"]) == 0
         losses.append(re.search(r"eval step .* loss (\S+)", capsys.readouterr().out))
-    assert losses[0] and losses[1] and losses[0][1] == losses[1][1]
+    assert losses[0]
+    assert losses[1]
+    assert losses[0][1] == losses[1][1]
     assert main(["train", *words]) == 0
 
 

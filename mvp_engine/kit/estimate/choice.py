@@ -195,10 +195,11 @@ def _estimates(
     for tokens, packs in sizes:
         batch = work.batch(tokens)
         more = tokens / batch.num_tokens  # a batch ends between two rows
-        memory = peak_memory(costs, [batch])
+        micro_batches = -(-packs // work.data_ranks)
+        memory = peak_memory(costs, [batch], micro_batches)
         peak = sum(memory.values()) + (more - 1) * sum(memory[kind] for kind in DYNAMIC)
         seconds = math.inf
         if peak <= room:
             on_gpu = slowdown * more * micro_batch_seconds(costs, batch, work.gpu)
-            seconds = -(-packs // work.data_ranks) * max(on_gpu, on_host)
+            seconds = micro_batches * max(on_gpu, on_host)
         yield Sizes(tokens, packs, mode, peak, seconds)

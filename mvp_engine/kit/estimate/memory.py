@@ -34,10 +34,19 @@ DYNAMIC = ("activations", "loss", "batches")  # kinds of memory that grow with t
 BYTES_PER_TOKEN = 64.0  # of a packed batch without media: ids, labels and other token fields
 
 
-def peak_memory(costs: BlockCosts, largest: Iterable[PackedBatch]) -> dict[str, float]:
-    """Bytes by kind at the peak; `largest` are candidates for the micro-batch that needs most memory."""
-    dynamic = [_dynamic(costs, batch) for batch in largest]
-    return _static(costs) | max(dynamic, key=lambda sizes: sum(sizes.values()))
+def peak_memory(
+    costs: BlockCosts, largest: Iterable[PackedBatch], micro_batches: int
+) -> dict[str, float]:
+    """Bytes by kind at the peak; `largest` are candidates for the micro-batch that needs most memory.
+
+    The gradients of a step with one micro-batch take the place of the activations that backward frees. From the second
+    one on, all gradients exist next to all activations.
+    """
+    dynamic = max((_dynamic(costs, batch) for batch in largest), key=lambda one: sum(one.values()))
+    sizes = _static(costs) | dynamic
+    if micro_batches == 1:
+        sizes["gradients"] = max(0.0, sizes["gradients"] - sum(dynamic.values()))
+    return sizes
 
 
 @lru_cache(maxsize=1)  # a choice of sizes asks for it with many batches

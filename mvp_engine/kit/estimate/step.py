@@ -41,7 +41,7 @@ def estimate_step(
     """`largest` are candidates for the micro-batch with most memory; `step` are one rank's micro-batches of a step."""
     gpu = gpu_by_name(settings.gpu)
     costs = BlockCosts(model, settings)
-    memory = peak_memory(costs, largest)
+    memory = peak_memory(costs, largest, len(step))
     peak = sum(memory.values())
     seconds = _step_seconds(costs, step, gpu)
     total = REST * sum(seconds.values())

@@ -6,6 +6,7 @@ which would need up to twice the memory.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -56,7 +57,8 @@ def _pinned_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     # Whole pages, of this tensor alone: a page cannot be registered twice.
     pages = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to register
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to register
     array = np.frombuffer(pages, dtype=np.uint8)
     address = array.ctypes.data
     runtime = torch.cuda.cudart()
