@@ -113,7 +113,12 @@ def encoder_inputs(
     is_frames = kind == "pixel_values_videos" and media.values.ndim == 4 and not media.fields
     if is_frames and _METHODS[kind] in base.__dict__:
         _FRAMES[media.values] = _Frames(media.row_counts.tolist())
-    if kind in _AUDIO and media.values.ndim == 2 and "get_audio_features" in base.__dict__:
+    if kind in _AUDIO and media.values.ndim == 2:
+        if "get_audio_features" not in base.__dict__:
+            raise UserError(
+                f"its processor gives no mask of the frames of sounds, and {type(base).__name__} has no "
+                "get_audio_features that could be called for one sound at a time: train without audio"
+            )
         # Some forwards cast their inputs, and a copy would not be found.
         media = replace(media, values=media.values.to(base.dtype))  # type: ignore[arg-type]
         masks = [mask for field, mask in media.fields.items() if field.endswith("_mask")]

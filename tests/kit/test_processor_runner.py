@@ -11,6 +11,13 @@ from jinja2 import TemplateError
 from processors import SQUARE, tokenizer
 
 from mvp_engine.kit.data.encode.media import MediaHandler
+from mvp_engine.kit.data.encode.processor_outputs import (
+    FRAMES,
+    TILES,
+    concat_media,
+    has_mixed_fields,
+    to_media,
+)
 from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
 from mvp_engine.kit.data.read.media_info import MediaInfo
 
@@ -43,7 +50,20 @@ class UnmaskedRunner(ProcessorRunner):
 
 
 def test_audio_without_a_mask_of_frames_has_a_row_for_each_frame() -> None:
-    runner = UnmaskedRunner(None, ["audio"], 16000)
+    runner = UnmaskedRunner(hf.Qwen2AudioProcessor.__new__(hf.Qwen2AudioProcessor), ["audio"], 16000)
     (media,) = runner.find_empty_media().values()
-    assert runner.by_frame == {"audio"}
+    assert runner.layouts == {"audio": FRAMES}
     assert media.values.shape == (0, 2)
+
+
+def test_image_with_a_mask_of_tiles_and_a_size_of_the_whole_is_one_row() -> None:
+    def outputs(tiles: int) -> dict[str, torch.Tensor]:
+        mask = torch.ones(1, tiles, 4, 4)
+        return {"pixel_values": torch.ones(1, tiles, 3, 8, 8), "image_sizes": torch.ones(1, 2), "image_mask": mask}
+
+    assert has_mixed_fields(outputs(3))
+    assert not has_mixed_fields(outputs(2))  # a size looks like a field of two tiles
+    media = [to_media(outputs(tiles), TILES)[1] for tiles in (3, 2)]
+    both = concat_media([media[0].select([]), *media])
+    assert both.values.shape == (2, 3, 3, 8, 8)
+    assert both.fields["image_mask"].sum((1, 2, 3)).tolist() == [48, 32]

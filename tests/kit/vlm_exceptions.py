@@ -373,15 +373,18 @@ EXCEPTIONS: dict[str, Special] = {
         config={"vocabulary_map": IMAGE_WORDS, "vq_config": VQ},
     ),
     "emu3": Special(config={"vocabulary_map": IMAGE_WORDS}),
+    "fun_asr_nano": Special(needs="torchaudio", config={"adaptor_config": {"intermediate_size": 8}}),
     "musicflamingo": Special(feature_extractor="WhisperFeatureExtractor"),
     "glmasr": Special(config={"audio_config": {"intermediate_size": 128}}),
-    "phi4_multimodal": Special(
+    "phi4_multimodal": Special(  # its processor fixes the tokens of a tile to 256
+        images={"size": {"height": 64, "width": 64}, "patch_size": 2},
         config={
+            "vision_config": {"crop_size": 64, "image_size": 64, "patch_size": 2},
             "audio_config": {
                 "nemo_conv_channels": 32,
                 "ext_pw_out_channel": 32,
                 "depthwise_separable_out_channel": 32,
-            }
-        }
+            },
+        },
     ),
 }

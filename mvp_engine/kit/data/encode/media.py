@@ -237,7 +237,7 @@ class MediaHandler:
         for info, item in zip(infos, items, strict=True):
             expansions, outputs = self.runner.call([(info, item)])
             outputs, extra = split_extra(outputs, self.runner.extra_names)
-            name, media = to_media(outputs, info.kind in self.runner.by_frame)
+            name, media = to_media(outputs, self.runner.layouts.get(info.kind, ""))
             texts += expansions
             for key, one in {name: media, **extra}.items():
                 found[key].append(one)
@@ -333,7 +333,7 @@ class MediaHandler:
                 "too_short", f"{info.kind} of {info.seconds:.3f} seconds becomes no token at all"
             )
         outputs, extra = split_extra(outputs, self.runner.extra_names)
-        _, media = to_media(outputs, info.kind in self.runner.by_frame)
+        _, media = to_media(outputs, self.runner.layouts.get(info.kind, ""))
         return text, sum(one.values.numel() for one in (media, *extra.values()))
 
 

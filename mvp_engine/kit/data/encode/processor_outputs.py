@@ -23,16 +23,30 @@ VALUE_NAMES = (
     "audio_input_features",
 )
 
+FRAMES = "a row for each frame"
+TILES = "a row for all tiles"
 
-def to_media(outputs: dict[str, Any], by_frame: bool = False) -> tuple[str, Media]:
+
+def has_mixed_fields(outputs: dict[str, Any]) -> bool:
+    """Whether an item in tiles, (1, tiles, ...), has fields of its tiles and fields of the whole."""
+    fields = dict(outputs)
+    values = fields.pop(_value_name(outputs))
+    of_tiles = {value.shape[:2] == values.shape[:2] for value in fields.values()}
+    return values.ndim == 5 and len(of_tiles) == 2
+
+
+def to_media(outputs: dict[str, Any], layout: str = "") -> tuple[str, Media]:
     """The name of the values, and one item; or one item per tile, where each tile has its own fields.
 
-    `by_frame`: each frame of audio is a row, since its encoder must not get padding.
+    `layout`: FRAMES, each frame of audio is a row, since its encoder must not get padding; TILES, all tiles of an image
+    are one row, padded to the most tiles.
     """
     name = _value_name(outputs)
     fields = dict(outputs)
     values = fields.pop(name)
-    if by_frame:
+    if layout == TILES:
+        return name, _single_sequence(values, [1], _fields_of_one(fields))
+    if layout == FRAMES:
         return name, _single_sequence(values[0], [values.shape[1]], _fields_of_one(fields))
     if "target_sizes" in fields:
         return name, _from_strip(values, fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,8 +21,11 @@ from mvp_engine.kit.data.encode.processor_limits import (
     set_pixel_budget,
 )
 from mvp_engine.kit.data.encode.processor_outputs import (
+    FRAMES,
+    TILES,
     concat_media,
     extra_names,
+    has_mixed_fields,
     split_extra,
     to_media,
 )
@@ -62,7 +66,7 @@ class ProcessorRunner:
         self.numbered: set[str] = (
             set()
         )  # kinds whose expansions hold the number of the item in its sequence
-        self.by_frame: set[str] = set()  # kinds whose items have a row for each frame
+        self.layouts: dict[str, str] = {}  # of the rows of items, by kind: see `to_media`
         self.extra_names: set[str] = set()  # outputs that are media of their own
         self.value_names: dict[str, str] = {}  # keys of PackedBatch.media, by media kind
         self.prompt_format: PromptFormat | None = None  # of a processor that adds text to prompts
@@ -177,6 +181,12 @@ class ProcessorRunner:
 
     def _empty_media_of(self, kind: str) -> dict[str, Media]:
         """The media of one kind without items, under the name of their values."""
+        known = inspect.signature(type(self.processor).__call__).parameters
+        if not {kind, f"{kind}s"} & known.keys():
+            raise UserError(
+                f"it takes {kind} in its own conversations alone (apply_chat_template), not as an argument, so no loss "
+                "mask can be made. Choose another model"
+            )
         small = _small_info(kind, self.sampling_rate)
         tall = replace(small, width=96, height=200, num_samples=self.sampling_rate)
         self._find_blank_device(small)
@@ -217,15 +227,18 @@ class ProcessorRunner:
         for field in first_extra.keys() & second_extra.keys():
             if _shapes(first_extra[field]) != _shapes(second_extra[field]):
                 raise UserError(f"its {field} has other shapes for items of other sizes")
-        name, first = to_media(first_outputs)
-        other_name, second = to_media(second_outputs)
+        # Of two tiles a size of the whole looks like a field of the tiles.
+        if has_mixed_fields(first_outputs) or has_mixed_fields(second_outputs):
+            self.layouts[kind] = TILES
+        name, first = to_media(first_outputs, self.layouts.get(kind, ""))
+        other_name, second = to_media(second_outputs, self.layouts.get(kind, ""))
         self.value_names[kind] = name
         if name != other_name:
             raise UserError(f"it returns {name} for one item and {other_name} for another one")
         if kind == "audio" and _has_bare_frames(first, second):
-            self.by_frame.add(kind)
-            first = to_media(first_outputs, by_frame=True)[1]
-            second = to_media(second_outputs, by_frame=True)[1]
+            self.layouts[kind] = FRAMES
+            first = to_media(first_outputs, FRAMES)[1]
+            second = to_media(second_outputs, FRAMES)[1]
         if _shapes(first) != _shapes(second):
             _check_padding(name, first, second, both_outputs)
         found = {name: first, **second_extra, **first_extra}
