@@ -62,7 +62,8 @@ def measure_entry(name: str) -> dict[str, Any]:
         )
         if trial.outcome == "no tiny model":
             reason = f"not tried, for want of a tiny model: {reason}"
-        return entry | dict.fromkeys(("packed", "data_kit", "lora", "ulysses", "tensor", "export"), reason)
+        entry |= dict.fromkeys(("packed", "data_kit", "lora", "ulysses", "tensor", "export"), reason)
+        return entry | ({"note": "actions: trains with model.type=action_model"} if name == "pi0" else {})
     entry |= {"packed": True, "data_kit": True, "lora": short(name, lora(name))}
     needs = special_of(name).needs
     note = f"{trial.kinds}; needs {needs}" if needs else trial.kinds

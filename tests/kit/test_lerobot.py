@@ -218,6 +218,16 @@ def test_folder_errors_name_the_file_and_the_fix(tmp_path: Path) -> None:
     (root / "meta/info.json").write_text(json.dumps(info | {"codebase_version": "v1.6"}))
     with pytest.raises(UserError, match=r"codebase_version 'v1\.6' is not supported"):
         LeRobotFolder(root)
+    (root / "meta/info.json").write_text(json.dumps({key: value for key, value in info.items() if key != "fps"}))
+    with pytest.raises(UserError, match=r"info\.json has no fps, which LeRobot writes"):
+        LeRobotFolder(root)
     (root / "meta/info.json").write_text(json.dumps(info | {"data_path": "../../{chunk_index}-{file_index}"}))
     with pytest.raises(UserError, match="leads out of the folder"):
         LeRobotFolder(root)
+    (root / "meta/info.json").write_text(json.dumps(info))
+    for file in ("tasks.parquet", "episodes/chunk-000/file-000.parquet"):
+        content = (root / "meta" / file).read_bytes()
+        (root / "meta" / file).write_bytes(content[:20])
+        with pytest.raises(UserError, match=rf"{Path(file).name} cannot be read: .*Is the download complete"):
+            LeRobotFolder(root)
+        (root / "meta" / file).write_bytes(content)

@@ -59,6 +59,9 @@ class LeRobotFolder:
                 f"{file}: codebase_version {self.version!r} is not supported; versions 2.1 and 3.0 are. lerobot "
                 "converts older folders (lerobot.scripts.convert_dataset_v21_to_v30)"
             )
+        missing = [key for key in ("fps", "features", "data_path") if key not in self.info]
+        if missing:
+            raise UserError(f"{file} has no {missing[0]}, which LeRobot writes: is it complete?")
         self.fps = float(self.info["fps"])
         self.features: dict[str, Any] = self.info["features"]
         require_package("pyarrow", f"reading {self.root}")
@@ -127,11 +130,9 @@ class LeRobotFolder:
         return episodes
 
     def _episodes_v3(self) -> list[Episode]:
-        pq = require_package("pyarrow.parquet", f"reading {self.root}")
         episodes = []
         for file in sorted((self.root / "meta/episodes").glob("*/*.parquet")):
-            names = [n for n in pq.read_schema(file).names if not n.startswith("stats/")]
-            for entry in pq.read_table(file, columns=names).to_pylist():
+            for entry in _read_parquet(file, without="stats/").to_pylist():
                 episodes.append(self._episode_v3(entry))
         return sorted(episodes, key=lambda episode: episode.index)
 
@@ -172,11 +173,21 @@ def _tasks_v3(root: Path) -> dict[int, str]:
     file = root / "meta/tasks.parquet"
     if not file.is_file():
         return {}
-    table = require_package("pyarrow.parquet", f"reading {file}").read_table(file)
+    table = _read_parquet(file)
     # The text is the index of a pandas frame, whose column name depends on who wrote it.
     name = next(name for name in table.column_names if name != "task_index")
     texts = table[name].to_pylist()
     return dict(zip(table["task_index"].to_pylist(), texts, strict=True))
+
+
+def _read_parquet(file: Path, without: str = "\0") -> Any:
+    """The table of a file of metadata, without columns whose names begin with `without`."""
+    pq = require_package("pyarrow.parquet", f"reading {file}")
+    try:
+        names = [name for name in pq.read_schema(file).names if not name.startswith(without)]
+        return pq.read_table(file, columns=names)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}. Is the download complete?") from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
