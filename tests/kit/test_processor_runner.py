@@ -1,16 +1,19 @@
-"""Processors with outputs of their own kind: prompts that they format, sounds without a mask of frames."""
+"""Processors that differ: they format prompts, change expansions by their neighbours, mask tiles or no frames."""
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 from jinja2 import TemplateError
+from PIL import Image
 from processors import SQUARE, tokenizer
 
 from mvp_engine.kit.data.encode.media import MediaHandler
+from mvp_engine.kit.data.encode.placeholders import expand_placeholders
 from mvp_engine.kit.data.encode.processor_outputs import (
     FRAMES,
     TILES,
@@ -67,3 +70,17 @@ def test_image_with_a_mask_of_tiles_and_a_size_of_the_whole_is_one_row() -> None
     both = concat_media([media[0].select([]), *media])
     assert both.values.shape == (2, 3, 3, 8, 8)
     assert both.fields["image_mask"].sum((1, 2, 3)).tolist() == [48, 32]
+
+
+@pytest.mark.parametrize("text", ["I and I", "II x", "I", "III<x", "Iy I\nI"])
+def test_expansions_that_depend_on_their_neighbours_are_those_of_the_whole_text(text: str) -> None:
+    images = hf.Idefics2ImageProcessor(size={"shortest_edge": 16, "longest_edge": 32})
+    processor = hf.Idefics2Processor(images, tokenizer("<fake_token_around_image>", "<image>"), image_seq_len=2)
+    media = pickle.loads(pickle.dumps(MediaHandler(processor)))  # as workers get it
+    count = text.count("I")
+    alone = media.expansions([MediaInfo("image", 20, 30)] * count)
+    places = [(place, place + 1) for place, letter in enumerate(text) if letter == "I"]
+    found = expand_placeholders(text, places, media.runner.contexts["image"].apply(text, places, alone))[0]
+    pictures = [Image.new("RGB", (20, 30))] * count
+    ids = processor(text=[text.replace("I", "<image>")], images=[pictures], add_special_tokens=False)["input_ids"][0]
+    assert processor.tokenizer(found, add_special_tokens=False)["input_ids"] == ids

@@ -374,6 +374,7 @@ EXCEPTIONS: dict[str, Special] = {
     ),
     "emu3": Special(config={"vocabulary_map": IMAGE_WORDS}),
     "fun_asr_nano": Special(needs="torchaudio", config={"adaptor_config": {"intermediate_size": 8}}),
+    "idefics2": Special(options={"image_seq_len": 3}, images={"do_image_splitting": True}),
     "musicflamingo": Special(feature_extractor="WhisperFeatureExtractor"),
     "glmasr": Special(config={"audio_config": {"intermediate_size": 128}}),
     "phi4_multimodal": Special(  # its processor fixes the tokens of a tile to 256

@@ -53,6 +53,7 @@ def call_processor(
     placeholder: str,
     sampling_rate: int,
     short_audio: bool = False,
+    separator: str = ITEM_SEPARATOR,
 ) -> tuple[list[str], dict[str, Any]]:
     """The expansion of each item's placeholder, and the model's inputs, for items of one kind.
 
@@ -62,6 +63,7 @@ def call_processor(
     recorder = _RecordingTokenizer(processor.tokenizer)
     copied.tokenizer = recorder
     arguments = _arguments(processor, items, placeholder, sampling_rate, short_audio)
+    arguments["text"] = [separator.join([placeholder] * len(items))]
     arguments["text_kwargs"]["return_mm_token_type_ids"] = False  # would be computed for nothing
     outputs = dict(copied(**arguments))
     for name in ("input_ids", "attention_mask", "video_metadata", *TOKEN_TYPE_NAMES):

@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from mvp_engine.data.batch import Media
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode import processor_calls
+from mvp_engine.kit.data.encode.expansion_context import ExpansionContext
 from mvp_engine.kit.data.encode.processor_calls import blank_item
 from mvp_engine.kit.data.encode.processor_limits import (
     SUB_PROCESSORS,
@@ -70,6 +72,9 @@ class ProcessorRunner:
         self.extra_names: set[str] = set()  # outputs that are media of their own
         self.value_names: dict[str, str] = {}  # keys of PackedBatch.media, by media kind
         self.prompt_format: PromptFormat | None = None  # of a processor that adds text to prompts
+        self.contexts: dict[
+            str, ExpansionContext
+        ] = {}  # of expansions that depend on their neighbours
         self.types_are_turns = False  # token types: 0 the prompt, 1 the answer
         self._item_processors: dict[tuple[str, int | None, int | None], Any] = {}
 
@@ -97,6 +102,9 @@ class ProcessorRunner:
         )
         if self.prompt_format is not None:
             texts[-1] = self.prompt_format.strip(texts[-1])
+        if kind in self.contexts:
+            gap = self.contexts[kind].gap(processor_calls.ITEM_SEPARATOR)
+            texts = [text.removesuffix(gap) for text in texts[:-1]] + texts[-1:]
         return [text.removeprefix(before).removesuffix(after) for text in texts], outputs
 
     def call_blank(self, info: MediaInfo) -> tuple[list[str], Outputs]:
@@ -207,7 +215,10 @@ class ProcessorRunner:
         if first_text + second_text != both_texts and kind == "image":
             prompt = self.trial_expansion(kind, self.placeholder(kind) + PROBE)
             self.prompt_format = PromptFormat.find(first_text + second_text, both_texts, prompt)
-        if self.prompt_format is not None:
+            self.contexts.update(self._context_of(kind, first_text + second_text, both_texts))
+        if kind in self.contexts:
+            pass  # expansions of items alone are changed by their neighbours in a row
+        elif self.prompt_format is not None:
             first_text = [self.prompt_format.strip(first_text[0])]
         elif first_text + second_text != both_texts:
             # An expansion may hold the number of its item, and depend on nothing else around it.
@@ -247,6 +258,27 @@ class ProcessorRunner:
             key: replace(media.select([]), values=media.values[:0].clone())
             for key, media in found.items()
         }
+
+    def _context_of(
+        self, kind: str, alone: list[str], together: list[str]
+    ) -> dict[str, ExpansionContext]:
+        """How expansions depend on their neighbours, where nothing else explains two texts that differ."""
+        if self.prompt_format is not None:
+            return {}
+        info = _small_info(kind, self.sampling_rate)
+        items = [(info, blank_item(info, self._blank_device[kind]))] * 2
+        own = self.placeholder(kind)
+        row, _ = processor_calls.call_processor(
+            self.processor, items, own, self.sampling_rate, separator=""
+        )
+        context = ExpansionContext.find(partial(self._trial_before, kind), row[0])
+        if context is None:
+            return {}
+        gap = context.gap(processor_calls.ITEM_SEPARATOR)
+        return {kind: context} if together == [alone[0] + gap, alone[1]] else {}
+
+    def _trial_before(self, kind: str, text: str) -> str:
+        return self.trial_expansion(kind, self.placeholder(kind) + text)
 
     def _find_blank_device(self, info: MediaInfo) -> None:
         """Find what trials need: PIL images where tensors are not accepted, tokens around a placeholder."""

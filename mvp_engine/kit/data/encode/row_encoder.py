@@ -214,6 +214,8 @@ class RowEncoder:
         places = []
         for place in rendered.media:
             places.append(place.outer if self._expands_outer[place.kind] else place.span)
+        for context in self.media.runner.contexts.values():
+            expansions = context.apply(rendered.text, places, expansions)
         text, moved = expand_placeholders(rendered.text, places, expansions)
         media = []
         for place, (start, end) in zip(rendered.media, places, strict=True):
