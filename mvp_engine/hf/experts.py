@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mvp_engine.hf import grouped_mm
 from mvp_engine.hf.attention import config_tree
+from mvp_engine.ops import gated_rows
 from mvp_engine.ops.autocast import autocast_dtype
 
 NAME = "mvp_grouped"
@@ -78,6 +79,7 @@ def run(
 
     As transformers' `grouped_mm_experts_forward`, with LoRA, and without changing an output in place, which
     `model.activation_checkpointing=selective` may have saved. Offsets stay on the device: there is no host sync.
+    Routing weights scale the input of a linear down projection, which is narrower than its output.
     """
     if dtype is not None:
         experts = _CastExperts(experts, dtype)
@@ -86,14 +88,35 @@ def run(
     ends_E = counts(order.expert, experts.num_experts).cumsum(0, dtype=torch.int32)
     rows = _Rows(order.expert, ends_E)
     x_ND = order.rows(hidden_TD)
-    if experts.has_gate:
-        x_NF = experts._apply_gate(_linear(experts, "gate_up_proj", x_ND, rows))
-    else:
-        x_NF = experts.act_fn(_linear(experts, "up_proj", x_ND, rows))
+    has_norm = getattr(experts, "has_post_expert_norm", False)
+    is_linear = not (experts.has_bias or has_norm)
+    up_name = "gate_up_proj" if experts.has_gate else "up_proj"
+    scales_N = order.weights(weights_TK) if is_linear else None
+    x_NF = _activated(experts, _linear(experts, up_name, x_ND, rows), scales_N)
     out_ND = _linear(experts, "down_proj", x_NF, rows)
-    if getattr(experts, "has_post_expert_norm", False):
+    if has_norm:
         out_ND = experts.post_expert_norm(out_ND)
-    return order.combine(out_ND, weights_TK).to(hidden_TD.dtype)
+    return order.combine(out_ND, None if is_linear else weights_TK).to(hidden_TD.dtype)
+
+
+def _activated(experts: Any, projected_N: Tensor, scales_N: Tensor | None) -> Tensor:
+    """(N, F): the activation of the rows, times `scales_N`."""
+    if scales_N is not None and _is_swiglu(experts) and gated_rows.is_supported(projected_N):
+        return gated_rows.gated_rows(projected_N, scales_N)
+    apply = experts._apply_gate if experts.has_gate else experts.act_fn
+    x_NF = apply(projected_N)
+    return x_NF if scales_N is None else (x_NF * scales_N[:, None]).to(x_NF.dtype)
+
+
+def _is_swiglu(experts: Any) -> bool:
+    from transformers.integrations import moe
+
+    module = experts
+    while isinstance(module, View):
+        module = module.module
+    if not module.has_gate or type(module)._apply_gate is not moe._default_apply_gate:
+        return False
+    return type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,11 +139,17 @@ class RowOrder:
         """The token of each row."""
         return _RowsOfTokens.apply(hidden_TD, self.order, self.place, self.top_k)
 
-    def combine(self, out_ND: Tensor, weights_TK: Tensor) -> Tensor:
-        """The weighted sum of the rows of each token."""
+    def weights(self, weights_TK: Tensor) -> Tensor:
+        """(N,): the routing weight of each row."""
+        return _Permuted.apply(weights_TK.reshape(-1), self.order, self.place)
+
+    def combine(self, out_ND: Tensor, weights_TK: Tensor | None) -> Tensor:
+        """The sum of the rows of each token, times its weights unless they are in the rows already."""
         by_token_ND = _Permuted.apply(out_ND, self.place, self.order)
-        out_TKD = by_token_ND.view(*weights_TK.shape, out_ND.shape[-1])
-        return (out_TKD * weights_TK[..., None]).sum(1)
+        out_TKD = by_token_ND.view(-1, self.top_k, out_ND.shape[-1])
+        if weights_TK is not None:
+            out_TKD = out_TKD * weights_TK[..., None]
+        return out_TKD.sum(1)
 
 
 class _RowsOfTokens(torch.autograd.Function):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 from families import FAMILIES, VISION, parallel
 from test_generate import built
 from torch import Tensor
+from triton_process import run_kernels
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
@@ -86,10 +84,7 @@ assert found[3] == 9000
 @pytest.mark.slow
 @pytest.mark.gpu(required=False)
 def test_triton_kernel_samples_the_tokens_of_plain_pytorch() -> None:
-    """In a separate process: without a GPU Triton interprets the kernel, which must be set before it is imported."""
-    environment = {**os.environ, **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
-    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_kernels(KERNEL)
 
 
 @pytest.mark.parametrize("varied", ["seed", "prompt", "sample", "position"])

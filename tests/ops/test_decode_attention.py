@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
-import torch
+from triton_process import run_kernels
 
 KERNEL = """
 import torch
@@ -46,7 +42,4 @@ for (sequences, heads, kv_heads, size, value_size, capacity), options in CASES:
 @pytest.mark.slow
 @pytest.mark.gpu(required=False)
 def test_decode_kernel_equals_plain_pytorch() -> None:
-    """In a separate process: without a GPU Triton interprets the kernel, which must be set before it is imported."""
-    environment = {**os.environ, **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
-    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_kernels(KERNEL)

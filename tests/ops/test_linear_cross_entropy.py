@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton_process import run_kernels
 
 from mvp_engine.distributed import World
 from mvp_engine.ops.linear_cross_entropy import IGNORE, linear_log_probs, linear_loss
@@ -350,10 +348,7 @@ assert gradient.isfinite().all() and not gradient[:, [1, 9000]].any(), "excluded
 @pytest.mark.slow
 @pytest.mark.gpu(required=False)
 def test_triton_kernels_equal_plain_pytorch() -> None:
-    """In a separate process: without a GPU Triton interprets the kernels, which must be set before it is imported."""
-    environment = {**os.environ, **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
-    done = subprocess.run([sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_kernels(KERNELS)
 
 
 @pytest.mark.gpu

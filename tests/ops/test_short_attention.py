@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
-import torch
+from triton_process import run_kernels
 
 KERNEL = """
 import torch
@@ -45,7 +41,4 @@ for shape, causal in [((9, 4, 2, 16, 32), True), ((14, 2, 2, 5, 16), False), ((2
 @pytest.mark.slow
 @pytest.mark.gpu(required=False)
 def test_short_attention_kernels_equal_pytorch() -> None:
-    """In a separate process: without a GPU Triton interprets the kernels, which is set before their import."""
-    environment = {**os.environ, **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
-    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_kernels(KERNEL)
