@@ -19,6 +19,8 @@ from mvp_engine.ops.attn_spec import AttnSpec
 
 INSTALLED = importlib.util.find_spec("cudnn") is not None
 _MAX_ELEMENTS = 2**31 - 1  # ragged offsets are 32-bit numbers of elements
+COMMON_HEAD = 128  # the largest head that all versions support
+LARGEST_HEAD = 256  # as Gemma and Qwen3.5 have them
 
 
 def _has_ragged_kernels(device: int) -> bool:
@@ -26,8 +28,14 @@ def _has_ragged_kernels(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+def _has_large_heads(device: int) -> bool:
+    """Whether this cuDNN has kernels for heads of more than 128, forward and backward: it can plan both."""
+    return cudnn_graph.can_build(device, LARGEST_HEAD)
+
+
 # What torch.compiler.assume_constant_result sets; calling it imports torch._dynamo, which takes half a second.
-_has_ragged_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _constant in (_has_ragged_kernels, _has_large_heads):
+    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_supported(q: Tensor, spec: AttnSpec, k: Tensor | None = None) -> bool:
@@ -36,12 +44,15 @@ def is_supported(q: Tensor, spec: AttnSpec, k: Tensor | None = None) -> bool:
     if not INSTALLED or not q.is_cuda or q.dtype not in cudnn_graph.DTYPES:
         return False
     head_size = q.shape[-1]
-    if head_size % 16 or head_size > 128 or spec.max_seqlen_k <= 64:
+    if head_size % 16 or head_size > LARGEST_HEAD or spec.max_seqlen_k <= 64:
         return False
     if spec.window is not None and not spec.causal:
         return False
     elements = max(q.numel(), 0 if k is None else k.numel())
-    return elements <= _MAX_ELEMENTS and _has_ragged_kernels(q.device.index)
+    device = q.device.index
+    if elements > _MAX_ELEMENTS or not _has_ragged_kernels(device):
+        return False
+    return head_size <= COMMON_HEAD or _has_large_heads(device)
 
 
 def cudnn_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import threading
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -169,6 +169,36 @@ def _build(plan: Plan, backward: bool) -> _Graph:
 
 
 atexit.register(_build.cache_clear)  # graphs must be freed before Python unloads cuDNN's library
+
+
+@cache
+def can_build(device: int, head_size: int) -> bool:
+    """Whether cuDNN plans causal attention with heads of this size, forward and backward."""
+    import cudnn
+
+    plan = Plan(
+        device=device,
+        dtype=torch.bfloat16,
+        sequences=2,
+        max_seqlen=256,
+        tokens=4096,
+        heads=8,
+        kv_heads=1,
+        head_size=head_size,
+        scale=1.0,
+        causal=True,
+        window=0,
+        deterministic=False,
+        max_seqlen_k=256,
+        tokens_k=4096,
+        bottom_right=False,
+    )
+    try:
+        _build(plan, False)
+        _build(plan, True)
+    except (RuntimeError, cudnn.cudnnGraphNotSupportedError):
+        return False
+    return True
 
 
 def _index_tensors(graph: Any, plan: Plan) -> dict[str, Any]:

@@ -41,12 +41,16 @@ def test_plan_packs_of_all_sizes_share_few_plans() -> None:
         ({"sliding_window": 50}, (8, 4), 64),
         ({"is_causal": False}, (4, 4), 80),
         ({"scaling": 0.3}, (8, 8), 32),
+        ({"is_causal": False}, (8, 1), 256),
+        ({}, (8, 2), 256),
     ],
     ids=str,
 )
 def test_cudnn_output_and_gradients_equal_torch_varlen(
     monkeypatch, way: str, options: dict[str, Any], heads: Any, size: int
 ) -> None:
+    if size > cudnn_attention.COMMON_HEAD and not cudnn_graph.can_build(0, size):
+        pytest.skip(f"this cuDNN has no kernels for heads of {size}")
     calls, run = [], cudnn_graph.run
     monkeypatch.setattr(cudnn_graph, "run", lambda *args: (calls.append(1), run(*args)))
     lengths = [5, 1, 140, 70, 300]
