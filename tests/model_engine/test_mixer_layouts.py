@@ -5,19 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from families import parallel
-from mixer_families import MIXERS, mixer_model
+from mixer_families import MIXERS, VISION_MIXERS, mixer_model
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
+from mvp_engine.hf import LanguageModel
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 
 QUICK = ["qwen3_5_text", "lfm2_moe", "mamba"]  # by a kernel's function, by a convolution alone, by sequence
-OTHERS = [name for name in MIXERS if name not in QUICK]
+OTHERS = [name for name in [*MIXERS, *VISION_MIXERS] if name not in QUICK]
 # Without a tensor-parallel plan in transformers.
 NO_PLAN = {"falcon_h1", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm", "zamba2", "zaya"}
 HOW: dict[str, dict[str, Any]] = {
@@ -28,8 +30,12 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-def batches() -> list[PackedBatch]:
+def batches(name: str, model: LanguageModel) -> list[PackedBatch]:
     """Two of the same size with other boundaries: those of the first must not be used for the second."""
+    if name in VISION_MIXERS:  # rows with images and videos
+        tiny_models.VISION.setdefault(name, ("", {}, "patches frame"))
+        ones = tiny_models.samples(model, name)
+        return [PackedBatch.concat(ones), PackedBatch.concat(ones[::-1])]
     g = torch.Generator().manual_seed(3)
     return [
         PackedBatch.from_sequences([torch.randint(3, 99, (n,), generator=g) for n in lengths])
@@ -42,7 +48,9 @@ def gradients(name: str, layout: Layout, **how: Any) -> dict[str, torch.Tensor]:
 
     Not if compiled: torch may compile a block again for the second, and repeat the first with that.
     """
-    engine = LanguageModelEngine(mixer_model(name), layout, Settings(seed=5, **how))
+    model = mixer_model(name)
+    given = batches(name, model)
+    engine = LanguageModelEngine(model, layout, Settings(seed=5, **how))
     engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0), lambda sgd: LambdaLR(sgd, lambda _: 1.0))
     engine.model.eval()
 
@@ -51,14 +59,14 @@ def gradients(name: str, layout: Layout, **how: Any) -> dict[str, torch.Tensor]:
         return (torch.linspace(0.5, 1.5, len(log_probs)) * log_probs).sum(), batch.num_loss_tokens
 
     def loss_of_both(_: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        (first, count), (second, _) = map(loss, batches())
+        (first, count), (second, _) = map(loss, given)
         return first + second, count
 
     engine.optimizer_zero_grad()
     if "compile" in how:
-        engine.forward_backward_batch(batches(), loss)
+        engine.forward_backward_batch(given, loss)
     else:
-        engine.forward_backward_batch(batches()[:1], loss_of_both)
+        engine.forward_backward_batch(given[:1], loss_of_both)
     grads = {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
     return {key: full_tensor(grad).clone() / layout.data_size for key, grad in grads.items()}
 
@@ -99,7 +107,7 @@ def test_all_mixers_on_shards_sequence_and_tensor_parallel_have_the_gradients_of
     check_two_ranks(ranks2, OTHERS)
 
 
-CASES = [(name, how) for name in MIXERS for how in HOW]
+CASES = [(name, how) for name in [*MIXERS, *VISION_MIXERS] for how in HOW]
 QUICK_CASES = [("qwen3_5_text", "full"), ("qwen3_5_text", "selective"), ("mamba", "full"), ("mamba2", "compiled")]
 
 
