@@ -11,6 +11,7 @@ with boundaries of their own or with one item per row. An option that a layer pa
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,6 +51,7 @@ __all__ = [
     "packed_attention",
     "register",
     "use",
+    "use_own_masks",
     "without_mask",
 ]
 
@@ -102,6 +104,24 @@ def use(config: Any) -> None:
             use(sub_config)
         else:
             sub_config._attn_implementation = ENCODER
+
+
+def use_own_masks(model: nn.Module) -> None:
+    """Give encoders with attention code of their own (Gemma 4's for audio) the masks that this code reads."""
+    seen: list[Any] = []
+    for encoder in model.modules():
+        config = getattr(encoder, "config", None)
+        if getattr(config, "_attn_implementation", None) != ENCODER:
+            continue
+        is_first = not any(config is other for other in seen)  # parents come before their layers
+        seen.append(config)
+        if is_first and not any(map(_uses_interface, encoder.modules())):
+            config._attn_implementation = "eager"  # type: ignore[union-attr]
+
+
+def _uses_interface(module: nn.Module) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def build_encoders_eagerly(config: Any) -> None:

@@ -90,6 +90,7 @@ class PackedModel(nn.Module):
         self.padded_rows = str(getattr(backbone, "needs_padded_rows", ""))
         if not self.padded_rows:
             attention.use(backbone.config)
+            attention.use_own_masks(backbone)
         experts.use(backbone.config)
         self._register_hooks()
         sparse = sparse_attention_of(self.decoder())
@@ -169,6 +170,7 @@ class PackedModel(nn.Module):
             use_own_attention(self.hf)
         else:
             attention.use(self.hf.config)
+            attention.use_own_masks(self.hf)
 
     @property
     def can_cache(self) -> bool:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from omni_models import OMNI, batch_of, qwen3_omni, spoken_row
 from sync_watch import MovedBatch, device_reads
+from transformers import AutoConfig, AutoModel
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf import LanguageModel, OmniModel, audio
+from mvp_engine.hf.attention import ENCODER, use_own_masks
 
 FAMILIES = ["qwen3_omni_moe", "qwen2_5_omni"]
 
@@ -89,3 +91,12 @@ def test_sync_watch_finds_the_reads_of_an_encoder_without_a_plan(monkeypatch) ->
     batch = MovedBatch.of(packed(whole.config, "audio", ()))
     found = device_reads(ours(whole), batch, ["log_probs"])
     assert {"index", "tolist", "item", "nonzero"} <= {one.split(" ")[0] for one in found}
+
+
+@pytest.mark.parametrize(("name", "expected"), [("gemma4_audio", "eager"), ("qwen2_audio_encoder", ENCODER)])
+def test_audio_encoder_with_attention_code_of_its_own_gets_masks_for_it(name: str, expected: str) -> None:
+    with torch.device("meta"):
+        encoder = AutoModel.from_config(AutoConfig.for_model(name))
+    encoder.config._attn_implementation_internal = ENCODER
+    use_own_masks(encoder)
+    assert encoder.config._attn_implementation == expected
