@@ -53,6 +53,7 @@ class Settings:
     activation_checkpointing: str | Mapping[Any, str] = "none"  # none, selective, full; or by part
     compile: str | Mapping[Any, str | None] | None = None  # torch.compile backend, auto; or by part
     compile_cache: str | None = None  # the folder of compiled graphs; None: in the user's cache
+    compile_dynamic: bool = False  # the first graph of a block is for packs of any size
     fp8: bool | Mapping[Any, bool] = False  # linear layers in FP8; or by part
     quantize: Mapping[Any, str] = field(default_factory=dict)  # nf4 by part; needs LoRA
     sequence_parallel: bool | None = None  # Megatron's, over tensor-parallel ranks; None: yes

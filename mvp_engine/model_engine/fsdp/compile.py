@@ -76,8 +76,8 @@ def use_cache(folder: str | None) -> None:
     if folder is None:
         if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
             return
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = str(Path(cache) / "mvp_engine" / "compile")
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        folder = f"{cache}/mvp_engine/compile"
     path = Path(folder).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ class RecompileWatch:
     def __init__(self) -> None:
         self.steps = 0
         self.recompiles = 0  # after the first steps
-        self._seen: set[str] = set()
+        self._seen: set[str | None] = {None}
 
     def after_step(self) -> None:
         self.steps += 1
@@ -104,14 +104,13 @@ class RecompileWatch:
         if self.steps <= WARM_UP_STEPS or not found:
             return
         self.recompiles += len(found)
-        where = "; ".join(f"{_place(one)}: {_reason(one)}" for one in found[:MOST_GRAPHS])
         LOGGER.warning(
             "%s compiled after the first %d steps, %d so far (%.0f s): %s",
             count(len(found), "graph"),
             WARM_UP_STEPS,
             self.recompiles,
             sum(one.entire_frame_compile_time_s or 0.0 for one in found),
-            where,
+            "; ".join(f"{_place(one)}: {_reason(one)}" for one in found[:MOST_GRAPHS]),
         )
 
     def forget(self) -> None:
@@ -123,7 +122,7 @@ class RecompileWatch:
         if dynamo is None:
             return []
         graphs = [one for one in dynamo.get_compilation_metrics() if one.is_forward is not False]
-        new = [one for one in graphs if one.compile_id and one.compile_id not in self._seen]
+        new = [one for one in graphs if one.compile_id not in self._seen]
         self._seen.update(one.compile_id for one in new)
         return new
 
@@ -133,5 +132,5 @@ def _place(graph: Any) -> str:
 
 
 def _reason(graph: Any) -> str:
-    lines = (graph.recompile_reason or "not compiled before").strip().splitlines()
-    return lines[0][:REASON_LENGTH]
+    reason: str = graph.recompile_reason or "not compiled before"
+    return reason.strip().splitlines()[0][:REASON_LENGTH]

@@ -22,6 +22,7 @@ from mvp_engine.distributed import Layout
 from mvp_engine.distributed.fsdp import apply_fsdp
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
+from mvp_engine.hf.dynamic_sizes import mark_sizes
 from mvp_engine.hf.parts import PARTS, blocks_by_part, by_part, matching
 from mvp_engine.model_engine.adapter import ModelAdapter
 from mvp_engine.model_engine.base import DTYPES, Settings
@@ -108,6 +109,8 @@ def _change_blocks(
             checkpoint_block(block, mode == "selective", backend)
         if backend is not None:
             block.compile(**compile_arguments(backend))
+            if settings.compile_dynamic:
+                mark_sizes(block)
     if any(fp8_parts.values()) and any(
         p.ndim > 2 for b, _ in blocks_by_part(model) for p in b.parameters()
     ):

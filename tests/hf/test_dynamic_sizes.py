@@ -1,0 +1,49 @@
+"""Sizes that differ between packs: one graph for all of them from the first pack on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mvp_engine.hf.dynamic_sizes import mark_sizes
+
+
+class Block(nn.Module):
+    """Arguments as transformers' decoder layers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **kwargs: object) -> Tensor:
+        boundaries: Tensor = kwargs["cu_seq_lens_q"]  # type: ignore[assignment]
+        longest: int = kwargs["max_length_q"]  # type: ignore[assignment]
+        mixed = self.linear(hidden) * rotary[0] + rotary[1]
+        return mixed / boundaries.diff().sum() + longest
+
+
+@pytest.mark.parametrize(("marked", "graphs"), [(False, 2), (True, 1)])
+def test_block_with_marked_sizes_compiles_one_graph_for_all_packs(marked: bool, graphs: int) -> None:
+    import torch._dynamo as dynamo
+    from torch._dynamo.testing import CompileCounter
+
+    dynamo.reset()
+    block, counter = Block(), CompileCounter()
+    before = torch.compiler.config.dynamic_sources
+    block.compile(backend=counter)
+    if marked:
+        mark_sizes(block)
+    try:
+        for lengths in [(4, 7), (5, 3, 9), (12, 2), (8, 6, 2, 3)]:
+            tokens = sum(lengths)
+            hidden = torch.randn(1, tokens, 6)
+            rotary = torch.randn(1, tokens, 6), torch.randn(1, tokens, 6)
+            boundaries = torch.tensor([0, *lengths]).cumsum(0)
+            named = {"cu_seq_lens_q": boundaries, "max_length_q": max(lengths)}
+            expected = block.forward(hidden.clone(), rotary, **named)
+            assert torch.equal(block(hidden, rotary, **named), expected)
+    finally:
+        torch.compiler.config.dynamic_sources = before
+        dynamo.reset()
+    assert counter.frame_count == graphs
