@@ -14,7 +14,8 @@ from mvp_engine.model_engine.fsdp.compile import use_cache
 if TYPE_CHECKING:
     from mvp_engine.kit.mllm import MLLMEngine
 
-# Sizes of the two packs, in packs: torch compiles for the first one's size alone, and then for all.
+# Sizes of the two packs, in packs: torch compiles for the first one's size alone, and then for all. The first one is
+# enough where its sizes are marked (`model.compile_dynamic`).
 SHARES = (1.0, 0.9)
 
 
@@ -35,7 +36,7 @@ def start_compile_workers(engine: MLLMEngine) -> None:
 
 
 def compile_blocks(engine: MLLMEngine) -> None:
-    """Run forward and backward on two packs of sampled rows, if blocks are compiled. Nothing of it stays but graphs.
+    """Run forward and backward on packs of sampled rows, if blocks are compiled. Nothing of it stays but graphs.
 
     It ends when all rows are measured: then the first steps compile. All ranks must call it: they run the same rows.
     """
@@ -47,7 +48,7 @@ def compile_blocks(engine: MLLMEngine) -> None:
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     sample: PackedBatch | None = None
     with smaller_after_out_of_memory(engine):
-        for share in SHARES:
+        for share in SHARES[:1] if engine.config.model.compile_dynamic else SHARES:
             if not engine.world.any(engine.data.is_measuring)[0]:
                 break
             sample = sample or engine.data.sample()
