@@ -150,6 +150,11 @@ def inside(file: str, started: str, words: list[str]) -> None:
         stages.note("imports", begin, 0.0, 1)
     stages.note("imports and CUDA context", begin, 0.0, 0)
     importlib.import_module("mvp_engine.kit.mllm")
+    # Of packages in a folder that cannot be written to, sources may be compiled in every start: then set
+    # PYTHONPYCACHEPREFIX, or run `python -m compileall` once.
+    files = [getattr(module, "__cached__", None) for module in list(sys.modules.values())]
+    missing = [file for file in files if isinstance(file, str) and not Path(file).is_file()]
+    stages.note(f"imported {len(files)} modules, {len(missing)} without bytecode on disk", time.time() - 0.01, 0.0, 0)
     for stage in STAGES:
         stages.watch(*stage)
     sys.exit(launch.main(words))
