@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import resource
 import sys
 import tempfile
@@ -150,8 +149,7 @@ def inside(file: str, started: str, words: list[str]) -> None:
         stages.note("imports", begin, 0.0, 1)
     stages.note("imports and CUDA context", begin, 0.0, 0)
     importlib.import_module("mvp_engine.kit.mllm")
-    # Of packages in a folder that cannot be written to, sources may be compiled in every start: then set
-    # PYTHONPYCACHEPREFIX, or run `python -m compileall` once.
+    # Where they are in a folder that cannot be written to, each start compiles them: then set PYTHONPYCACHEPREFIX.
     files = [getattr(module, "__cached__", None) for module in list(sys.modules.values())]
     missing = [file for file in files if isinstance(file, str) and not Path(file).is_file()]
     stages.note(f"imported {len(files)} modules, {len(missing)} without bytecode on disk", time.time() - 0.01, 0.0, 0)
@@ -184,7 +182,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     if sys.argv[1:2] == ["--inside"]:
         inside(sys.argv[2], sys.argv[3], sys.argv[4:])
-    from benchmarks.recipes import WORKS, about, make_folder, make_rows
+    from benchmarks.recipes import WORKS, about, compile_bytecode, environment, make_folder, make_rows
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=WORKS)
@@ -196,6 +194,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "mvp-recipes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    compile_bytecode()
     work = WORKS[args.work]
     model = make_folder(work.tiny if args.tiny else work.shape, work.longest, args.folder)
     data = make_rows(work, args.rows, args.folder)
@@ -210,7 +209,8 @@ def main() -> None:
             words += ["mllm.row_tokens=4096", "mllm.global_batch_tokens=8192", "loop.precision=fp32", "cpu_threads=1"]
             words += ["model.compile=null", "data.num_workers=2"]
         config = ["--config", str(ROOT / "recipes" / work.config)]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
+        env = {**environment(), "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
+        env["TRITON_CACHE_DIR"] = str(scratch / "triton")
         for which in ("first", "second"):
             (scratch / which).mkdir()
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
