@@ -107,7 +107,7 @@ def _change_blocks(
         backend = backends.get(part)
         if mode != "none":
             checkpoint_block(block, mode == "selective", backend)
-        if backend is not None:
+        if backend:
             block.compile(**compile_arguments(backend))
             if settings.compile_dynamic:
                 mark_sizes(block)
