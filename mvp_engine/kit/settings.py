@@ -16,6 +16,12 @@ from mvp_engine.kit.data.cpus import default_num_workers
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.kit.optim.settings import OptimSettings
 
+_NOT_SPOKEN = (
+    "shard",
+    "ulysses",
+    "context",
+)  # layouts whose ranks have no whole model, or sequence
+
 
 class TokenLoss(Section):
     """The config section of the loss kit."""
@@ -96,6 +102,12 @@ class MLLMConfig(Config):
         if self.mllm.speech is None:
             raise ValueError(
                 "eval_generation.speech needs a model that speaks: set mllm.speech, or remove it"
+            )
+        shared = [name for name in _NOT_SPOKEN if getattr(self.parallel, name) > 1]
+        if shared:
+            raise ValueError(
+                f"eval_generation.speech: ranks that share a model (parallel.{shared[0]} > 1) do not speak in "
+                "evaluations. Set it to null; export the model, and speak with mvp chat --speak"
             )
         if self.model.path is None and self.mllm.speech.codec is None:
             raise ValueError(

@@ -129,10 +129,16 @@ def test_qwen_omni_gpu_configs_compose_and_name_missing_keys(tmp_path: Path, cap
         assert config.model.type == "omni_model"
 
 
-def test_eval_generation_speech_without_speech_targets_is_a_config_error(capsys: Any) -> None:
-    file = str(CONFIGS / "cpu.yaml")
-    assert launch(file, ["mllm.speech=null"]) == EXIT_USER_ERROR
-    assert "eval_generation.speech needs a model that speaks" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("mllm.speech=null", "eval_generation.speech needs a model that speaks"),
+        ("parallel.shard=2", "ranks that share a model (parallel.shard > 1) do not speak in evaluations"),
+    ],
+)
+def test_eval_generation_speech_that_cannot_be_spoken_is_a_config_error(word: str, said: str, capsys: Any) -> None:
+    assert launch(str(CONFIGS / "cpu.yaml"), [word]) == EXIT_USER_ERROR
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
