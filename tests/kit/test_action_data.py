@@ -17,6 +17,7 @@ from mvp_engine.kit.actions.act import Normalization
 from mvp_engine.kit.actions.kit import ActionDataKit
 from mvp_engine.kit.actions.rows import FrameRow
 from mvp_engine.kit.actions.settings import ActionData
+from mvp_engine.kit.actions.write import LeRobotWriter
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.kit.tiny_processors import train_tokenizer
 
@@ -136,6 +137,44 @@ def test_action_kit_missing_video_is_found_before_training(tmp_path, tokenizer) 
     kit.train_folders()[0][0].folder.episodes[2].clips[CAMERA].file.unlink()
     bad = make_kit(root, tokenizer).bad_rows()
     assert [one.where for one in bad] == [f"robot: episode 2, frame {i}" for i in range(5)]
+
+
+def test_action_kit_cameras_of_all_folders_have_the_order_of_the_first(tmp_path, tokenizer) -> None:
+    shades = {"observation.images.top": 40, "observation.images.wrist": 200, "observation.images.side": 90}
+
+    def write(name: str, cameras: list[str]) -> dict[str, str]:
+        keys = [f"observation.images.{camera}" for camera in cameras]
+        sizes = {"observation.state": 4, "action": 3}
+        with LeRobotWriter(
+            tmp_path / name, fps=10, sizes=sizes, cameras=dict.fromkeys(keys, (32, 32)), codec=None
+        ) as writer:
+            columns = {key: np.random.default_rng(0).normal(size=(3, size)) for key, size in sizes.items()}
+            writer.add(columns, {key: np.full((3, 32, 32, 3), shades[key], np.uint8) for key in keys}, "task 0")
+        return {"path": str(tmp_path / name)}
+
+    def kit(*sources: dict[str, str]) -> ActionDataKit:
+        data = MLLMData(
+            sources=list(sources),  # type: ignore[arg-type]
+            micro_batch_tokens=64,
+            global_batch_tokens=64,
+            cache=str(tmp_path / "cache"),
+        )
+        return ActionDataKit(data, ActionData(), tokenizer, model_config=model_config())
+
+    both = write("both", ["top", "wrist"])
+    for name, cameras in (("turned", ["wrist", "top"]), ("one", ["wrist"])):
+        other = kit(both, write(name, cameras))
+        assert other.normalization.cameras == ["observation.images.top", "observation.images.wrist"]
+        for batch in other.loader(folder=tmp_path):
+            images = batch.media["pixel_values"]
+            seen = ((images.values.mean((1, 2, 3)) * 0.5 + 0.5) * 255).round().tolist()
+            for sequence in range(batch.num_sequences):
+                of_one = [seen[item] for item in images.items_of(sequence)]
+                assert of_one in ([40, 200], [200] if name == "one" else [40, 200])
+    with pytest.raises(
+        UserError, match=r"has the camera 'observation\.images\.side', which the first folder .* has not"
+    ):
+        _ = kit(both, write("more", ["top", "side"])).normalization
 
 
 @pytest.mark.parametrize("mode", ["mean_std", "min_max", "quantiles", "none"])

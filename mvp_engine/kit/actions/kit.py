@@ -134,7 +134,9 @@ class ActionDataKit(MLLMDataKit):
         """The frames of a source, read once."""
         path = str(settings.path)
         if path not in self._folders:
-            rows = FrameRows(path, settings.label, self.actions, self.spec.chunk)
+            first = next(one for one in self.sources("train") if is_lerobot(one.path))
+            order = None if path == str(first.path) else self.folder(first).cameras
+            rows = FrameRows(path, settings.label, self.actions, self.spec.chunk, order)
             self._check_sizes(rows)
             self._folders[path] = rows
         return self._folders[path]

@@ -34,18 +34,33 @@ def is_lerobot(path: Any) -> bool:
 class FrameRows(RowFile):
     """The frames of one LeRobot folder by index. The numbers are in memory, images are decoded on use."""
 
-    def __init__(self, root: str | Path, name: str, settings: ActionData, chunk: int) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        name: str,
+        settings: ActionData,
+        chunk: int,
+        order: list[str] | None = None,
+    ) -> None:
+        """`order`: the cameras of the training's first folder, whose order those of all folders have."""
         super().__init__(Path(root), name)
         self.folder = LeRobotFolder(root)
         self.settings = settings
         self.chunk = chunk
-        self.cameras = self._chosen_cameras()
+        self.cameras = self._chosen_cameras(order)
         self.videos = VideoFrames()
         self.size = len(self.frames)
         self.fingerprint = self._hash()
 
-    def _chosen_cameras(self) -> list[str]:
+    def _chosen_cameras(self, order: list[str] | None) -> list[str]:
         known = self.folder.cameras
+        if order is not None and self.settings.cameras is None:
+            if unknown := [camera for camera in known if camera not in order]:
+                raise UserError(
+                    f"{self.folder.root} has the camera {unknown[0]!r}, which the first folder of split train has not "
+                    f"({', '.join(order) or 'none'}): one policy has one list of cameras. Set actions.cameras"
+                )
+            return [camera for camera in order if camera in known]
         for camera in self.settings.cameras or ():
             if camera not in known:
                 raise UserError(
