@@ -81,6 +81,10 @@ def test_table_vla_export_acts_as_the_engine(engine: Any, world: Any, tmp_path: 
         engine.train()
         metrics = read_metrics(engine.run.dir.parent, "eval")[-1]
         assert {"success", "success_without_instruction"} <= metrics.keys()
+        engine.write_page(engine.eval_metrics, (), None)
+        page = (engine.run.dir / "report.html").read_text()
+        strips = re.findall(r"(?:success|failure) after \d+ steps", page)
+        assert page.count("<img") >= len(strips) == 4  # one of each episode
         export = engine.export()
         table = world.Table(3)
         seen, _ = table.reset(seed=[7, 8, 9])
