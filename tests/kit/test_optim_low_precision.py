@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_optim import contents, net, read_state, same, settings, train
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvp_engine.kit import OptimKit
 from mvp_engine.kit.optim import KitOptimizer
@@ -20,7 +21,7 @@ from mvp_engine.kit.optim.blockwise import dequantize, quantize
 from mvp_engine.kit.optim.chunks import flat_offset
 from mvp_engine.kit.optim.rounding import random_bits, round_to_bfloat16
 from mvp_engine.kit.optim.state_tensor import StateSpec, StateTensor
-from mvp_engine.kit.optim.update import DeviceFlags
+from mvp_engine.kit.optim.update import DeviceFlags, advance_steps_
 
 # ---- Stochastic rounding ------------------------------------------------------------------------------------------
 
@@ -199,6 +200,27 @@ def compare_kernel_and_plain_operations(device: str) -> None:
                 close = torch.isclose(value.float(), two[key].float(), rtol=1e-4, atol=1e-7)
                 # Results differ in float32 rounding, so up to one in a hundred may round to the other side.
                 assert float(close.float().mean()) > 0.99, key
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_steps_of_all_parameters_advance_without_reading_the_device(found_inf: float) -> None:
+    steps = [torch.zeros(()) for _ in range(3)]
+    with Operators() as operators:
+        advance_steps_(steps, torch.tensor(found_inf))
+    assert [float(step) for step in steps] == [1.0 - found_inf] * 3
+    assert not any("_local_scalar_dense" in name for name in operators.names)
 
 
 INTERPRETED = """

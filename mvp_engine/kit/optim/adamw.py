@@ -21,6 +21,7 @@ from mvp_engine.kit.optim.state_tensor import StateTensor
 from mvp_engine.kit.optim.update import (
     DeviceFlags,
     advance_step_,
+    advance_steps_,
     apply_update_,
     gradient_chunk,
 )
@@ -110,7 +111,7 @@ def kernel_adamw_(
     steps = [item.step for item in params]
     found_inf = torch.zeros_like(steps[0]) if flags.found_inf is None else flags.found_inf
     grad_scale = torch.ones_like(steps[0]) if flags.grad_scale is None else flags.grad_scale
-    torch._foreach_add_(steps, (found_inf <= 0).float())
+    advance_steps_(steps, found_inf)
 
     # The scalars of all parameters at once: a few launches per group instead of ten per parameter.
     stacked_steps = torch.stack(steps)

@@ -35,6 +35,12 @@ def advance_step_(step: Tensor, skip: Tensor | None) -> None:
     step.add_(1 if skip is None else (~skip).float())
 
 
+def advance_steps_(steps: list[Tensor], found_inf: Tensor) -> None:
+    """Count a step of all parameters unless it is skipped, without a host sync."""
+    # Without `alpha` torch takes the tensor for a number, which it reads from the device.
+    torch._foreach_add_(steps, (found_inf <= 0).float(), alpha=1.0)
+
+
 def gradient_chunk(param: Tensor, chunk: Chunk, grad_scale: Tensor | None) -> Tensor:
     """A chunk of a parameter's gradient in float32, unscaled."""
     assert param.grad is not None
