@@ -1,0 +1,108 @@
+"""Fill the compile cache for a benchmark of a large model, from a model with the same blocks and few layers.
+
+    PYTHONPATH=. python benchmarks/prime.py text_1.7b --steps 15 [key=value ...]    # a row of recipes.py
+    PYTHONPATH=. python benchmarks/prime.py pi0 --tried 24:none:1 --folder robot [key=value ...]
+    PYTHONPATH=. python benchmarks/prime.py speech --tried 16384:none:inductor
+
+Blocks of one kind share their graphs, so three layers compile what thirty need, in a fraction of the memory: several of
+these run at once. The packs must be those of the benchmark (same rows, `--steps`, `--tried` and keys), since the first
+graph is for the first pack's size. For a row of recipes.py, give the pack size and the activation checkpointing that
+`auto` chooses for the large model as keys; its folder and rows are made too. pi0's robot data stay in `--folder`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import actions, recipes, speech
+
+LAYERS = 3
+STEPS = 4
+
+
+def shallow_pi0(tiny: bool) -> dict[str, Any]:
+    """pi0's default config with few layers. A part that is given replaces its defaults, so all sizes are named."""
+    from mvp_engine.hf.config_source import read_config
+
+    base: Any = read_config(None, {"model_type": "pi0"})
+    names = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads")
+    of_text = (*names, "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings")
+    of_vision = (*names, "patch_size", "image_size", "num_channels", "vision_use_head")
+
+    def part(config: Any, keys: tuple[str, ...]) -> dict[str, Any]:
+        return {key: getattr(config, key) for key in keys} | {"num_hidden_layers": LAYERS}
+
+    vlm = {key: getattr(base.vlm_config, key) for key in ("model_type", "image_token_id", "projection_dim")}
+    vlm["text_config"] = part(base.vlm_config.text_config, of_text)
+    vlm["vision_config"] = part(base.vlm_config.vision_config, of_vision)
+    return {"model_type": "pi0", "vlm_config": vlm, "dit_config": part(base.dit_config, of_text)}
+
+
+def prime_pi0(args: argparse.Namespace) -> None:
+    actions.model_config = shallow_pi0
+    folder = args.folder or Path("robot")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "robot").is_dir():
+        actions.make(folder, tiny=False, episodes=8)
+    how = argparse.Namespace(tiny=False, workers=12, steps=STEPS, keys=args.keys)
+    print(actions.ours(folder, how, args.tried.split(":")))
+
+
+def prime_speech(args: argparse.Namespace) -> None:
+    full = speech.model_config
+
+    def shallow(tiny: bool) -> dict[str, Any]:
+        config = full(tiny)
+        for part in ("text_config", "code_predictor_config"):
+            config["talker_config"][part]["num_hidden_layers"] = LAYERS
+        return config
+
+    speech.model_config = shallow
+    folder = args.folder or Path("speech_shallow")
+    speech.make_rows(folder, 2048, tiny=False)
+    how = argparse.Namespace(tiny=False, workers=8, steps=STEPS, limit=600)
+    print(speech.train(folder, how, args.tried))
+
+
+def prime_recipe(args: argparse.Namespace) -> None:
+    full_shape, full_folder = recipes.shape, recipes.make_folder
+    folder = args.folder or Path(tempfile.gettempdir()) / "mvp-recipes"
+    how = argparse.Namespace(tiny=False, steps=args.steps, folder=folder, limit=600, keys=args.keys, warm=True)
+    how.profile = how.peers = False
+    work, _, data = recipes.prepare(args.what, how)  # what the benchmark itself will use
+
+    def shallow(name: str) -> dict[str, Any]:
+        config = full_shape(name)
+        config.get("text_config", config)["num_hidden_layers"] = LAYERS
+        if "vision_config" in config:
+            config["vision_config"] |= {"depth": LAYERS, "deepstack_visual_indexes": list(range(LAYERS))}
+        return config
+
+    recipes.shape = shallow
+    model = full_folder(work.shape, work.longest, folder / "shallow")
+    how.steps = STEPS
+    scratch = folder / "shallow" / args.what
+    scratch.mkdir(exist_ok=True)
+    print(recipes.ours(work, model, data, how, scratch))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["pi0", "speech", *recipes.WORKS])
+    parser.add_argument("keys", nargs="*", metavar="key=value")
+    parser.add_argument("--tried", default="24:none:1", help="of actions.py or speech.py")
+    parser.add_argument("--steps", type=int, default=40, help="of recipes.py: it decides how many rows there are")
+    parser.add_argument("--folder", type=Path, help="of robot data, or of recipes.py")
+    args = parser.parse_args()
+    sys.argv = sys.argv[:1]  # benchmarks read it
+    {"pi0": prime_pi0, "speech": prime_speech}.get(args.what, prime_recipe)(args)
+
+
+if __name__ == "__main__":
+    main()
