@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _LEROBOT_PI0 = {
 
 def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:
     """A config object of transformers. Remote code is never executed."""
+    _restore_types()
     settings: dict[str, Any] = {}
     if path is None:
         known = _default_config(str(overrides.get("model_type")))
@@ -49,6 +51,17 @@ def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:
         raise UserError(f"model.config does not fit {known.model_type}: {error}") from None
     add_undeclared_settings(config)
     return config
+
+
+def _restore_types() -> None:
+    """Give names back to transformers that the models of flash-linear-attention take where installed."""
+    if "fla.models" not in sys.modules:
+        return
+    from transformers import CONFIG_MAPPING, AutoConfig, BitNetConfig, Mamba2Config, MambaConfig
+
+    for config_class in (BitNetConfig, MambaConfig, Mamba2Config):
+        if CONFIG_MAPPING[config_class.model_type] is not config_class:
+            AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
 
 def _default_config(model_type: str) -> Any:

@@ -15,6 +15,7 @@ from test_mixers import sequences
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.mixers import check_kernels, functions, kernels
 from mvp_engine.hf.mixers.check_kernels import mixer_error
 from mvp_engine.hf.mixers.kernels import KERNELS, Loaded
@@ -160,6 +161,19 @@ def test_kernel_that_triton_miscompiles_on_hopper_is_not_loaded(
     assert loaded is not None
     assert loaded.kernel.has_decay_per_channel == expected
     assert ("Triton 3.7.1" in said) == expected
+
+
+def test_read_config_of_a_type_that_another_package_registered_is_that_of_transformers(monkeypatch) -> None:
+    from transformers import CONFIG_MAPPING, AutoConfig, Mamba2Config
+
+    class Theirs(Mamba2Config):
+        model_type = "mamba2"
+
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})
+    monkeypatch.setitem(sys.modules, "fla.models", SimpleNamespace())
+    AutoConfig.register("mamba2", Theirs, exist_ok=True)  # as `import fla` does
+    assert type(AutoConfig.for_model("mamba2")) is Theirs
+    assert type(read_config(None, {"model_type": "mamba2"})) is Mamba2Config
 
 
 @pytest.mark.parametrize("operation", KERNELS)

@@ -1,7 +1,8 @@
 """Kernels for mixers: which of the optional packages are installed, and what each of them is for.
 
-`flash-linear-attention` needs Triton only, so it runs wherever torch does on a GPU. `causal-conv1d` and `mamba-ssm` are
-compiled against one torch and CUDA; where installed they are used for what they are faster at.
+flash-linear-attention needs Triton only, so it runs wherever torch does on a GPU; `fla-core` is the part of it that has
+the kernels. `causal-conv1d` and `mamba-ssm` are compiled against one torch and CUDA; where installed they are used for
+what they are faster at.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Kernel(NamedTuple):
     has_decay_per_channel: bool = False  # where the mixer has one per head
 
 
-FLA = "flash-linear-attention"
+FLA = "fla-core"
 
 
 # What a mixer computes -> kernels that restart at sequence boundaries, best first.

@@ -216,11 +216,11 @@ def check_mixers() -> Finding | None:
         errors = {operation: mixer_error(operation) for operation in KERNELS}
     except Exception as error:  # noqa: BLE001 - any failure of a kernel is a finding
         text = f"a kernel fails: {_summary(error)}"
-        return problem("mixers", text, "pip install -U flash-linear-attention", **facts)
+        return problem("mixers", text, "pip install -U fla-core", **facts)
     worst = max(errors, key=lambda operation: errors[operation])
     if not errors[worst] < TOLERANCE:
         text = (
             f"{used[worst]} computes wrong values for {worst}: relative error {errors[worst]:.1e}"
         )
-        return problem("mixers", text, "pip install -U flash-linear-attention", **facts)
+        return problem("mixers", text, "pip install -U fla-core", **facts)
     return ok("mixers", listed, relative_errors=errors, **facts)
