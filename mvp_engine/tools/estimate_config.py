@@ -136,7 +136,8 @@ class Estimator:
         micro_batches = accumulation_steps(packs_per_step, 1, ranks)
         packs = self.packs(config, packs_per_step)
         step = [packs.sampled[i % len(packs.sampled)] for i in range(micro_batches)]
-        found = estimate_step(self.model(config), packs.largest, step, settings)
+        accumulates = not self._has_global_batch(config)
+        found = estimate_step(self.model(config), packs.largest, step, settings, accumulates)
         tokens = found["tokens_per_step"] * packs_per_step // micro_batches
         steps = _total_steps(config.loop, packs.steps_per_epoch)
         return {
@@ -162,8 +163,13 @@ class Estimator:
         packs_per_step = self.packs_per_step(config, gpus)
         costs = BlockCosts(self.model(config), self.settings(config))
         micro_batches = accumulation_steps(packs_per_step, 1, gpus // costs.settings.text_ranks)
+        micro_batches += not self._has_global_batch(config)
         found = peak_memory(costs, self.packs(config, packs_per_step).largest, micro_batches)
         return {name: size / GIB for name, size in found.items()}
+
+    def _has_global_batch(self, config: Any) -> bool:
+        """Without one, a training may have any number of micro-batches per step."""
+        return self.data(config).global_batch_packs(config.data.global_batch_size) is not None
 
     def settings(self, config: Any) -> EstimateSettings:
         return settings_of(config, self.parallel(config), self.gpu)

@@ -37,11 +37,15 @@ def estimate_step(
     largest: Iterable[PackedBatch],
     step: Sequence[PackedBatch],
     settings: EstimateSettings,
+    accumulates: bool = False,
 ) -> dict[str, Any]:
-    """`largest` are candidates for the micro-batch with most memory; `step` are one rank's micro-batches of a step."""
+    """`largest` are candidates for the micro-batch with most memory; `step` are one rank's micro-batches of a step.
+
+    `accumulates`: steps may have more micro-batches than that, so memory is that of gradient accumulation.
+    """
     gpu = gpu_by_name(settings.gpu)
     costs = BlockCosts(model, settings)
-    memory = peak_memory(costs, largest, len(step))
+    memory = peak_memory(costs, largest, len(step) + accumulates)
     peak = sum(memory.values())
     seconds = _step_seconds(costs, step, gpu)
     total = REST * sum(seconds.values())
