@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/prime.py text_1.7b --steps 15 [key=value ...]    # a row of recipes.py
     PYTHONPATH=. python benchmarks/prime.py pi0 --tried 24:none:1 --folder robot [key=value ...]
-    PYTHONPATH=. python benchmarks/prime.py speech --tried 16384:none:inductor
+    PYTHONPATH=. python benchmarks/prime.py speech --tried 16384:none:inductor [key=value ...]
 
 Blocks of one kind share their graphs, so three layers compile what thirty need, in a fraction of the memory: several of
 these run at once. The packs must be those of the benchmark (same rows, `--steps`, `--tried` and keys), since the first
@@ -66,7 +66,7 @@ def prime_speech(args: argparse.Namespace) -> None:
     speech.model_config = shallow
     folder = args.folder or Path("speech_shallow")
     speech.make_rows(folder, 2048, tiny=False)
-    how = argparse.Namespace(tiny=False, workers=8, steps=STEPS, limit=600)
+    how = argparse.Namespace(tiny=False, workers=8, steps=STEPS, limit=600, keys=args.keys)
     print(speech.train(folder, how, args.tried))
 
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--tried", default="24:none:1", help="of actions.py or speech.py")
     parser.add_argument("--steps", type=int, default=40, help="of recipes.py: it decides how many rows there are")
     parser.add_argument("--folder", type=Path, help="of robot data, or of recipes.py")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     sys.argv = sys.argv[:1]  # benchmarks read it
     {"pi0": prime_pi0, "speech": prime_speech}.get(args.what, prime_recipe)(args)
 

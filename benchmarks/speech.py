@@ -137,9 +137,9 @@ def train(folder: Path, args: argparse.Namespace, tried: str) -> dict[str, Any]:
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps(config))
     gpu = torch.cuda.get_device_name() if ON_GPU else "H200"
-    predict = [sys.executable, "-m", "mvp_engine.cli", "estimate", str(file), "--gpu", gpu, "--json"]
+    predict = [sys.executable, "-m", "mvp_engine.cli", "estimate", str(file), "--gpu", gpu, "--json", *args.keys]
     shutil.rmtree(folder / name, ignore_errors=True)
-    command = [sys.executable, "-m", "mvp_engine.launch", "--config", str(file)]
+    command = [sys.executable, "-m", "mvp_engine.launch", "--config", str(file), *args.keys]
     with subprocess.Popen(predict, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as prediction:
         seen = watch(command, folder / name, args.limit, last_step=args.steps)
         predicted, why = prediction.communicate()
@@ -309,6 +309,7 @@ def main() -> None:
     text = "tokens of a pack, activation checkpointing, compile backend (or null), packs of a step, of each training"
     tried = ["16384:none:inductor", "24576:none:inductor:2", "32768:selective:inductor:2"]
     parser.add_argument("--tried", nargs="*", default=tried, help=text)
+    parser.add_argument("--keys", nargs="*", default=[], metavar="key=value", help="of the trainings, to try others")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "mvp-speech", help="rows, weights")
     parser.add_argument("--inside", nargs=3, metavar=("PART", "TRIED", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -109,13 +109,32 @@ def _after_blocks(encoder: nn.Module) -> Iterator[nn.Module]:
 
 def blocks_by_part(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Each transformer block with its part. In a model without parts all get the same one."""
+    return _with_parts(model, blocks(model))
+
+
+def norms_by_part(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Each norm next to a list of blocks, such as a decoder's last one, with its part."""
+    entries = set(blocks(model))
+    norms: list[nn.Module] = []
+    for module in model.modules():
+        children = list(module.children())
+        if any(
+            isinstance(child, nn.ModuleList) and entries.intersection(child) for child in children
+        ):
+            norms += [child for child in children if _is_norm(child)]
+    return _with_parts(model, norms)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module has vectors alone."""
+    params = list(module.parameters(recurse=False))
+    return bool(params) and not list(module.children()) and all(param.ndim == 1 for param in params)
+
+
+def _with_parts(model: nn.Module, modules: list[nn.Module]) -> list[tuple[nn.Module, str]]:
     parts = parts_of(model)
     names = {param: name for name, param in model.named_parameters()}
-    found: list[tuple[nn.Module, str]] = []
-    for block in blocks(model):
-        first_parameter = names[next(block.parameters())]
-        found.append((block, parts.get(first_parameter, PARTS[0])))
-    return found
+    return [(one, parts.get(names[next(one.parameters())], PARTS[0])) for one in modules]
 
 
 # ---- Parts in a config -------------------------------------------------------------------------

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 Found = tuple[list[Tensor], dict[str, Tensor], list[int]]
 PLAIN = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 WARM = 3  # packs after which nothing is compiled any more
-BLOCKS = {"qwen3": 1, "qwen3_vl": 3}  # kinds of them: text, encoder, merger
+KINDS = {"qwen3": 2, "qwen3_vl": 4}  # of what is compiled: text blocks, their last norm, encoder, merger
 
 
 def packs(model: LanguageModel, name: str) -> list[PackedBatch]:
@@ -113,8 +113,8 @@ def test_compiled_checkpointed_layouts_equal_one_eager_rank(
             assert all(close(mine, one) for mine, one in zip(its_outs, outs, strict=True)), how
             assert its_grads.keys() == grads.keys()
             assert all(close(its_grads[n], grad) for n, grad in grads.items()), how
-            assert graphs[-1] == graphs[WARM - 1] <= 3 * BLOCKS[name], how  # for the first sizes, then for all others
-            assert graphs[0] >= BLOCKS[name], how
+            assert graphs[-1] == graphs[WARM - 1] <= 3 * KINDS[name], how  # for the first sizes, then for all others
+            assert graphs[0] >= KINDS[name], how
 
 
 def test_compile_with_tensor_parallel_runs_where_torch_supports_it(ranks2) -> None:
@@ -162,7 +162,7 @@ def test_compile_with_attention_per_sequence_runs_or_warns_once(monkeypatch, how
     its_outs, its_grads, graphs = found("qwen3", PLAIN, compile="aot_eager", activation_checkpointing=how)
     assert all(close(mine, one) for mine, one in zip(its_outs, outs, strict=True))
     assert all(close(its_grads[n], grad) for n, grad in grads.items())
-    assert (graphs[0] > 0) == (how == "full")
+    assert (graphs[0] > 1) == (how == "full")  # the last norm is compiled in any case
     assert graphs[-1] == graphs[WARM - 1]  # not one for each number of sequences
     assert len(said) == (how == "selective")  # once for all blocks
     assert all(

@@ -23,7 +23,7 @@ from mvp_engine.distributed.fsdp import apply_fsdp
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
 from mvp_engine.hf.dynamic_sizes import mark_sizes
-from mvp_engine.hf.parts import PARTS, blocks_by_part, by_part, matching
+from mvp_engine.hf.parts import PARTS, blocks_by_part, by_part, matching, norms_by_part
 from mvp_engine.model_engine.adapter import ModelAdapter
 from mvp_engine.model_engine.base import DTYPES, Settings
 from mvp_engine.model_engine.fsdp.activation_checkpoint import checkpoint_block
@@ -96,7 +96,7 @@ def _change_blocks(
     backends: Mapping[str, str | None],
     fp8_parts: Mapping[str, bool],
 ) -> None:
-    """FP8, activation checkpointing and compilation of each block, in this order."""
+    """FP8, activation checkpointing and compilation of each block, in this order; last norms are compiled, too."""
     setting = settings.activation_checkpointing
     checkpointing = by_part(model, setting, "model.activation_checkpointing")
     fp8_layers = 0
@@ -108,9 +108,10 @@ def _change_blocks(
         if mode != "none":
             checkpoint_block(block, mode == "selective", backend)
         if backend:
-            block.compile(**compile_arguments(backend))
-            if settings.compile_dynamic:
-                mark_sizes(block)
+            _compile(block, backend, settings)
+    for norm, part in norms_by_part(model):  # uncompiled, it reads and writes its tokens ten times
+        if backend := backends.get(part):
+            _compile(norm, backend, settings)
     if any(fp8_parts.values()) and any(
         p.ndim > 2 for b, _ in blocks_by_part(model) for p in b.parameters()
     ):
@@ -122,6 +123,12 @@ def _change_blocks(
             f"model.fp8: no block of {type(model).__name__} has linear layers with sizes that are multiples of "
             f"{fp8.MULTIPLE}, so nothing would change. Leave it out"
         )
+
+
+def _compile(module: nn.Module, backend: str, settings: Settings) -> None:
+    module.compile(**compile_arguments(backend))
+    if settings.compile_dynamic:
+        mark_sizes(module)
 
 
 def _fp8_parts(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[str, bool]:
