@@ -3,6 +3,7 @@ and the meaning of the markers `gpu` and `campaign`."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -69,6 +70,7 @@ LONGEST_FILES = [
 
 os.environ["OMP_NUM_THREADS"] = "1"
 save_time()
+gc.disable()  # until all test files are imported, of which everything stays
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -88,6 +90,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         campaign_only = any(marker.kwargs.get("only") for marker in item.iter_markers("campaign"))
         if campaign_only and not config.getoption("--campaign"):
             item.add_marker(pytest.mark.skip(reason="only in a campaign: make test-campaign"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup() -> None:

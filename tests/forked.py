@@ -25,8 +25,6 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
 from mvp_engine.process import garbage, watchdog
 
 SETTLE = garbage.settle
@@ -158,6 +156,8 @@ def _run_module(
     watchdog.PARENT = os.getppid()
     save_time()
     if threads := environment.get("OMP_NUM_THREADS"):  # OpenMP is loaded already
+        import torch
+
         torch.set_num_threads(int(threads))
     if server is not None:
         _fork_workers(server)

@@ -13,6 +13,7 @@ from mvp_engine.process.watchdog import RankWatchdog
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.campaign(only=True)
 def test_campaign_short_loses_hangs_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaign, "JOBS", [(2, ["parallel.shard=2"])])
     table = campaign.run(tmp_path, kills=1, storms=1, disks=0, seed=1, steps=40)

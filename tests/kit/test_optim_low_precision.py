@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -221,24 +218,3 @@ def test_steps_of_all_parameters_advance_without_reading_the_device(found_inf: f
         advance_steps_(steps, torch.tensor(found_inf))
     assert [float(step) for step in steps] == [1.0 - found_inf] * 3
     assert not any("_local_scalar_dense" in name for name in operators.names)
-
-
-INTERPRETED = """
-import contextlib, torch
-torch.cuda.device = lambda device: contextlib.nullcontext()
-from test_optim_low_precision import compare_kernel_and_plain_operations
-compare_kernel_and_plain_operations("cpu")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.gpu(required=False)
-def test_adamw_kernel_against_plain_operations_gives_the_same_states() -> None:
-    """Without a GPU by Triton's interpreter, which must be enabled before Triton is imported."""
-    if torch.cuda.is_available():
-        compare_kernel_and_plain_operations("cuda")
-        return
-    pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -10,7 +10,6 @@ import torch
 from families import FAMILIES, VISION, parallel
 from test_generate import built
 from torch import Tensor
-from triton_process import run_kernels
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
@@ -62,29 +61,6 @@ def test_gumbel_noise_bits_never_change() -> None:
 
 KEYS = [-1833405127366507680, 937349279089814987]
 NOISE = [-0.08480055, -1.39320719, 0.46011606, 1.21668899, -0.44588286, -0.7698285]
-
-
-KERNEL = """
-import torch
-from mvp_engine.kit import gumbel_kernel, gumbel_noise
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-keys = torch.tensor(gumbel_noise.sequence_keys(3, list(range(40)), 1))
-logits = torch.randn(40, 9001, generator=torch.Generator().manual_seed(0))
-logits[:, 5] = float("-inf")
-logits[3, :] = float("-inf")
-logits[3, 9000] = 0.0
-of_position = gumbel_noise._keys_of_position(keys, 7)
-found = gumbel_kernel.sample_tokens(logits.to(device), of_position.to(device))
-assert found.cpu().tolist() == gumbel_noise.sample_tokens(logits, keys, 7).tolist()
-assert found[3] == 9000
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.gpu(required=False)
-def test_triton_kernel_samples_the_tokens_of_plain_pytorch() -> None:
-    run_kernels(KERNEL)
 
 
 @pytest.mark.parametrize("varied", ["seed", "prompt", "sample", "position"])

@@ -1,0 +1,50 @@
+"""Triton kernels compute what PyTorch does: the scripts of `kernels/`. Without a GPU Triton interprets them, which is
+set before its import: so in one process for all, whose imports take longer than the kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.slow, pytest.mark.gpu(required=False)]
+SCRIPTS = {file.stem: str(file) for file in sorted(Path(__file__).parent.glob("kernels/*.py"), reverse=True)}
+RUN_ALL = """
+import json, runpy, sys, traceback
+from mvp_engine.ops import attention, cudnn_attention, flex_attention, fp8, graph_breaks, linear_cross_entropy
+from mvp_engine.ops import reference_attention, torch_varlen
+errors = {"above": [name for name in sys.modules if name == "transformers" or name.startswith("mvp_engine.hf")]}
+for name, file in json.loads(sys.argv[1]).items():
+    try:
+        runpy.run_path(file)
+    except BaseException:
+        errors[name] = traceback.format_exc()
+print(json.dumps(errors))
+"""
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, str]:
+    """Tracebacks of scripts that failed; under `above`, modules of upper layers that the import of all ops imports."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    if not torch.cuda.is_available():
+        env["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-c", RUN_ALL, json.dumps(SCRIPTS)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_triton_kernels_compute_what_pytorch_does(errors: dict[str, str], name: str) -> None:
+    assert name not in errors, errors[name]
+
+
+def test_ops_import_does_not_import_transformers(errors: dict[str, str]) -> None:
+    assert errors["above"] == []
