@@ -49,7 +49,7 @@ def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(tmp_path: Pat
     assert main(one_rank[1:]) == 0
     first = list(list_runs(tmp_path / "outputs")[0].records())
     assert first[-1]["loss"] < 1e-3
-    code, output = run_process("-m", "mvp_engine.cli", *two_ranks[1:], cwd=tmp_path)
+    code, output = run_process("-m", "mvp_engine.cli", *two_ranks[1:], "loop.total_steps=4", cwd=tmp_path)
     assert code == 0, output
     last = list(list_runs(tmp_path / "outputs")[1].records())
     assert last[0]["loss"] == pytest.approx(first[0]["loss"], rel=1e-5)

@@ -23,7 +23,7 @@ def test_data_kit_fuzzed_rows_are_trained_on_once_or_listed_with_their_reason(
 ) -> None:
     folder = tmp_path / "in" / "data"
     folder.mkdir(parents=True)
-    lines = Fuzz(folder).lines(campaign_size(1500, 20_000))
+    lines = Fuzz(folder).lines(campaign_size(700, 20_000))
     text = b"".join(line + (b"\r\n\n" if i % 50 == 7 else b"\n") for i, (line, _) in enumerate(lines))  # some blank
     (folder / "rows.jsonl").write_bytes(text)
     settings = MLLMData.model_validate(

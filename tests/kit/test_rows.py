@@ -351,7 +351,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=120, deadline=None, database=None)
 @given(raw=JSON, format=st.sampled_from([None, *FORMATS]))
 def test_read_row_arbitrary_json_gives_a_row_or_a_bad_row(raw: Any, format: str | None) -> None:
     with contextlib.suppress(BadRow):

@@ -22,6 +22,7 @@ from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
 from mvp_engine.model_engine import ActionModelEngine, Settings
+from mvp_engine.runs import list_runs
 
 CONFIG = ROOT / "tests" / "recipes" / "action" / "train.yaml"
 PLAIN = Layout(World(0, 1, 0, 1, torch.device("cpu")))
@@ -188,13 +189,13 @@ def trained(folder: Path, *words: str, ranks: Any = None) -> list[dict[str, Any]
 def test_action_training_on_two_ranks_has_the_losses_and_actions_of_one(
     tmp_path: Path, ranks2, words: list[str]
 ) -> None:
+    """Replicas: `test_action_engine_on_a_mixture_has_the_losses_of_one_rank`."""
     alone = trained(tmp_path / "alone", *words)
-    for name, more in (("replicas", []), ("shards", ["parallel.shard=2"])):
-        together = trained(tmp_path / name, *words, *more, ranks=ranks2)
-        for one, other in zip(alone, together, strict=True):
-            for key in ("loss", "action_loss", "text_loss", "mean_action"):
-                if key in one:
-                    assert other[key] == pytest.approx(one[key], rel=2e-5), (name, key)
+    together = trained(tmp_path / "shards", *words, "parallel.shard=2", ranks=ranks2)
+    for one, other in zip(alone, together, strict=True):
+        for key in ("loss", "action_loss", "text_loss", "mean_action"):
+            if key in one:
+                assert other[key] == pytest.approx(one[key], rel=2e-5), key
 
 
 @pytest.mark.slow
@@ -223,10 +224,17 @@ def test_action_training_exports_what_transformers_loads_with_equal_velocities(t
         assert not close(start(row, ["velocity"])["velocity"][0], velocity)  # it learnt
 
 
-@pytest.mark.slow
-@pytest.mark.campaign
-def test_action_training_killed_and_resumed_is_bit_equal(tmp_path: Path, campaign_size: Any) -> None:
-    kills = campaign_size(1, 5)
+def test_action_training_resumed_is_bit_equal(tmp_path: Path) -> None:
+    words = ["checkpoint.interval=2", "checkpoint.keep_n=null"]
+    straight = trained(tmp_path / "straight", *words)
+    middle = list_runs(tmp_path / "straight")[-1].checkpoint_list()[0]
+    assert middle.name == "step_00000002"
+    assert trained(tmp_path / "resumed", *words, f"resume={middle}") == straight
+
+
+@pytest.mark.campaign(only=True)
+def test_action_training_killed_and_resumed_is_bit_equal(tmp_path: Path) -> None:
+    kills = 5
     words = [f"loop.total_steps={12 * kills}", "loop.eval_interval=null", "checkpoint.interval=2"]
     words += ["log.backends=[file,jsonl]"]
     result = compare(kills, 1, words, tmp_path, config=CONFIG, start=ForkedJob)

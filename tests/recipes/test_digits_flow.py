@@ -23,15 +23,14 @@ def trained(folder: Path, *words: str, ranks: Any = None) -> list[dict[str, Any]
 
 
 @pytest.mark.slow
-def test_digits_flow_ranks_and_sharding_give_the_losses_and_digits_of_one_rank(tmp_path: Path, ranks2) -> None:
+def test_digits_flow_sharded_ranks_give_the_losses_and_digits_of_one_rank(tmp_path: Path, ranks2) -> None:
     alone = trained(tmp_path / "alone")
-    for name, words in (("replicas", []), ("shards", ["parallel.shard=2"])):
-        together = trained(tmp_path / name, *words, ranks=ranks2)
-        for one, other in zip(alone, together, strict=True):
-            assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
-            if one["split"] == "eval":
-                assert other["right"] == one["right"]
-                assert other["distance_ratio"] == pytest.approx(one["distance_ratio"], rel=1e-4)
+    together = trained(tmp_path / "shards", "parallel.shard=2", ranks=ranks2)
+    for one, other in zip(alone, together, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        if one["split"] == "eval":
+            assert other["right"] == one["right"]
+            assert other["distance_ratio"] == pytest.approx(one["distance_ratio"], rel=1e-4)
 
 
 def test_digits_flow_resume_continues_bit_equal(tmp_path: Path) -> None:
