@@ -172,6 +172,20 @@ def test_sft_rows_from_jpeg_files_equal_the_rows_in_memory(compare: Any, tmp_pat
     assert 0 < figures["tokens"] < sum(len(row.ids) for row in expected)
 
 
+def test_loss_curves_table_compares_the_steps_that_both_sides_have(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "sft"))
+    curves: Any = import_file(ROOT / "benchmarks" / "sft" / "curves.py")
+    losses = {"ours": [4.0, 3.0, 2.0, 1.0], "ours, 4 packs": [4.0, 3.0, 2.0, 1.001], "Trainer": [4.0, 3.5]}
+    code = "import json, sys; json.dump({'losses': [4.0, 3.5]}, open(sys.argv[1], 'w')); sys.exit(3)"
+    job = curves.Job("text", "Trainer", [sys.executable, "-c", code, str(tmp_path / "trainer.json")], tmp_path)
+    rows = [{"kind": "text", "side": side, "losses": losses[side]} for side in curves.PACKS]
+    curves.run_all([job], 1, 60, rows.append)
+    assert rows[-1] == {"kind": "text", "side": "Trainer", "losses": losses["Trainer"], "why": "ended with 3"}
+    *_, line = curves.table({"steps": 4, "rows": rows}).splitlines()
+    shown = "4.0000 / 3.0000 / 1.0000 | 4.0000 / 3.5000 / - (ended with 3) | 0.5, 0.25 (2 steps) | 0.001, 0.00025 |"
+    assert line == f"| text | {shown}"
+
+
 def test_trl_sequence_lengths_are_read_from_packed_labels() -> None:
     side: Any = import_file(ROOT / "benchmarks" / "sft" / "trl_side.py")
     labels = torch.tensor([[-100, 1, 2, -100, 3, 4], [5, -100, 6, -100, -100, -100]])

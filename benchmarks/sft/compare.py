@@ -52,16 +52,22 @@ TRL = {"TRL + Liger": "bfd", "TRL + Liger, wrapped": "wrapped"}  # how it packs
 INTERVAL = 5
 
 
-def ours(args: argparse.Namespace, mix: str, folder: Path, side: str) -> dict[str, Any]:
-    words = [f"loop.total_steps={args.steps}", f"log.interval={INTERVAL}", f"project.dir={folder}", *args.keys]
+def our_command(args: argparse.Namespace, mix: str, folder: Path, side: str, interval: int = INTERVAL) -> list[str]:
+    words = [f"loop.total_steps={args.steps}", f"log.interval={interval}", f"project.dir={folder}", *args.keys]
     words += [f"sft.mix={mix}", f"sft.shape={args.shape}", f"sft.longest={args.longest}"]
     size, step = (1, args.packs) if "files" in side else (PER_STEP[mix] // args.packs, PER_STEP[mix])  # packs, or rows
     words += [f"data.micro_batch_size={size}", f"data.global_batch_size={step}", *OURS[side]]
-    subprocess.run(
-        [sys.executable, "-m", "mvp_engine.launch", "--config", str(HERE / "train.yaml"), *words], check=True
-    )
+    return [sys.executable, "-m", "mvp_engine.launch", "--config", str(HERE / "train.yaml"), *words]
+
+
+def ours(args: argparse.Namespace, mix: str, folder: Path, side: str) -> dict[str, Any]:
+    subprocess.run(our_command(args, mix, folder, side), check=True)
+    return figures(our_records(folder))
+
+
+def our_records(folder: Path) -> list[dict[str, Any]]:
     (log,) = folder.glob("*/metrics.jsonl")
-    return figures([json.loads(line) for line in log.read_text().splitlines()])
+    return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 def figures(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -76,12 +82,19 @@ def figures(records: list[dict[str, Any]]) -> dict[str, Any]:
     return found | {name: sum(record["totals"][name] for record in counted) for name in ("tokens", "flops")}
 
 
+def their_command(
+    args: argparse.Namespace, mix: str, out: Path, side: str, interval: int = INTERVAL, **more: Any
+) -> list[str]:
+    """Writes to `out`; `more` are arguments of `trainer.run`."""
+    how = {"out": str(out), "name": args.shape, "mix": mix, "steps": args.steps, "interval": interval}
+    how |= {"batch": args.batch, "liger": "Liger" in side, "longest": args.longest, "checkpointing": args.checkpointing}
+    how |= {"packing": TRL.get(side), **more}
+    return [sys.executable, str(HERE / "trainer.py"), json.dumps(how)]
+
+
 def theirs(args: argparse.Namespace, mix: str, folder: Path, side: str) -> dict[str, Any]:
     out = folder / "trainer.json"
-    how = {"out": str(out), "name": args.shape, "mix": mix, "steps": args.steps, "interval": INTERVAL}
-    how |= {"batch": args.batch, "liger": "Liger" in side, "longest": args.longest, "checkpointing": args.checkpointing}
-    how |= {"packing": TRL.get(side)}
-    command = [sys.executable, str(HERE / "trainer.py"), json.dumps(how)]
+    command = their_command(args, mix, out, side)
     with contextlib.suppress(subprocess.TimeoutExpired):  # then what it had by then counts
         subprocess.run(command, check=True, timeout=args.limit)
     found = json.loads(out.read_text()) if out.is_file() else {"ends": []}
@@ -156,9 +169,9 @@ def into_page(name: str, result: dict[str, Any], page: Path) -> None:
     page.write_text(text)
 
 
-def about() -> dict[str, Any]:
+def about(script: str = "compare.py") -> dict[str, Any]:
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    peers = ("transformers", "accelerate", "liger-kernel", "trl", "datasets")
+    peers = ("transformers", "accelerate", "peft", "liger-kernel", "trl", "datasets")
     for name in ("torch", "triton", *peers, "nvidia-cudnn-frontend"):
         try:
             versions[name] = version(name)
@@ -168,7 +181,7 @@ def about() -> dict[str, Any]:
     return {
         "hardware": gpu,
         "versions": versions,
-        "commands": [shlex.join(["python", "benchmarks/sft/compare.py", *sys.argv[1:]])],
+        "commands": [shlex.join(["python", f"benchmarks/sft/{script}", *sys.argv[1:]])],
     }
 
 

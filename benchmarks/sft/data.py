@@ -14,10 +14,14 @@ from torch import Tensor
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 
-LONGEST, PER_STEP, KNOWN = 4096, {"mix": 32, "mix 64k": 64, "full": 8, "images": 40}, 4096
+LONGEST, KNOWN = 4096, 4096
+PER_STEP = {"mix": 32, "mix 64k": 64, "full": 8, "few words": 8, "images": 40, "small images": 8}
+FEW = 64  # words of `few words`
 IMAGE, BEGIN, END, VIDEO = range(KNOWN, KNOWN + 4)  # tokens that no text has
 PAD = KNOWN + 5  # neither has this. Rows that had it would start from zeros, and each norm raises their gradients
 PATCH = 16  # pixels of its side; 2 x 2 patches are a token
+# Of a mix: smallest and largest side of an image in tokens, most images of a row, typical and largest length of text
+IMAGES = {"images": (8, 24, 4, 300, 2000), "small images": (2, 8, 2, 150, 400)}
 
 TEXT = {
     "qwen3_0_6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936},
@@ -40,9 +44,12 @@ HYBRID = {  # Qwen3.5: every fourth layer has attention, the others a gated delt
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_num_value_heads": 4}
     | {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
 }
-EXPERTS = {  # six layers of Qwen3-30B-A3B
+EXPERTS = {  # qwen3_a3b_6: six layers of Qwen3-30B-A3B
     "qwen3_a3b_6": {"hidden_size": 2048, "num_hidden_layers": 6, "vocab_size": 151936, "moe_intermediate_size": 768}
     | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128},
+    "small_moe": {"hidden_size": 768, "num_hidden_layers": 8, "vocab_size": 32768, "moe_intermediate_size": 512}
+    | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 16}
+    | {"num_experts_per_tok": 4},
     "tiny_moe": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": KNOWN + 16, "moe_intermediate_size": 32}
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 16},
 }
@@ -51,6 +58,11 @@ VISION: dict[str, tuple[str, dict[str, Any], list[int]]] = {  # the text, the en
         "qwen3_1_7b",
         {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048},
         [24, 20, 20],
+    ),
+    "small_vl": (
+        "small",
+        {"depth": 6, "hidden_size": 512, "intermediate_size": 2048, "num_heads": 8, "out_hidden_size": 1024},
+        [12, 10, 10],
     ),
     "tiny_vl": (
         "tiny",
@@ -91,20 +103,23 @@ def shape(name: str) -> dict[str, Any]:
 
 def rows(mix: str, steps: int, longest: int = LONGEST) -> list[Row]:
     """`mix`: log-normal around 720 tokens, 64 to `longest`, about 1,030 on average, also as `mix 64k` with
-    twice as many per step. `full`: nothing but `longest`.
-    `images`: text around 300 tokens, 32 to 2,000, behind none to four images of 256 to 768 pixels a side."""
+    twice as many per step. `full`: nothing but `longest`; `few words`: the same with 64 words instead of 4,096, which
+    a model can learn although its embeddings and head are frozen.
+    `images`: text around 300 tokens, 32 to 2,000, behind none to four images of 256 to 768 pixels a side.
+    `small images`: text around 150 tokens, 32 to 400, behind none to two images of 64 to 256 pixels a side."""
     dice, noise = random.Random(0), torch.Generator().manual_seed(0)
     count, made = steps * PER_STEP[mix], []
     for _ in range(count):
-        if mix == "images":
-            grids = [(2 * dice.randint(8, 24), 2 * dice.randint(8, 24)) for _ in range(dice.randint(0, 4))]
-            text = _text(min(2000, max(32, int(dice.lognormvariate(math.log(300), 0.9)))), noise)
-            seen = [torch.tensor([BEGIN, *[IMAGE] * (high * wide // 4), END]) for high, wide in grids]
+        if mix in IMAGES:
+            low, high, images, typical, most = IMAGES[mix]
+            grids = [(2 * dice.randint(low, high), 2 * dice.randint(low, high)) for _ in range(dice.randint(0, images))]
+            text = _text(min(most, max(32, int(dice.lognormvariate(math.log(typical), 0.9)))), noise)
+            seen = [torch.tensor([BEGIN, *[IMAGE] * (tall * wide // 4), END]) for tall, wide in grids]
             ids = torch.cat([*seen, text])
             made.append(Row(ids, torch.arange(len(ids)) >= len(ids) - len(text), grids))
         else:
-            most = longest if mix == "full" else int(dice.lognormvariate(math.log(720), 0.9))
-            text = _text(min(longest, max(64, most)), noise)
+            most = longest if mix in ("full", "few words") else int(dice.lognormvariate(math.log(720), 0.9))
+            text = _text(min(longest, max(64, most)), noise, FEW if mix == "few words" else KNOWN)
             made.append(Row(text, torch.ones(len(text), dtype=torch.bool)))
     return made
 
@@ -125,12 +140,12 @@ def _work(row: Row) -> float:
     return len(row.ids) + 0.2 * sum(high * wide for high, wide in row.grids)
 
 
-def _text(length: int, dice: torch.Generator) -> Tensor:
+def _text(length: int, dice: torch.Generator, words: int = KNOWN) -> Tensor:
     """Each token is one of four that its predecessor allows."""
     noise = torch.randint(4, (length,), generator=dice).tolist()
-    found = [int(torch.randint(KNOWN, (), generator=dice))]
+    found = [int(torch.randint(words, (), generator=dice))]
     for n in noise[1:]:
-        found.append((found[-1] * 1103 + 12345 + n * 7) % KNOWN)
+        found.append((found[-1] * 1103 + 12345 + n * 7) % words)
     return torch.tensor(found)
 
 

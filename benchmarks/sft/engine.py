@@ -12,7 +12,7 @@ from mvp_engine.config import Config, Section
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import UserError
-from mvp_engine.kit import MFUKit, OptimKit
+from mvp_engine.kit import Lora, MFUKit, MLLMModelKit, OptimKit
 from mvp_engine.kit.optim import OptimSettings
 from mvp_engine.model_engine import ModelSource, engine_class
 
@@ -31,6 +31,7 @@ class Sft(Section):
 class SftConfig(Config):
     sft: Sft
     optim: OptimSettings
+    lora: Lora | None = None
 
 
 class SftEngine(Engine):
@@ -39,7 +40,7 @@ class SftEngine(Engine):
 
     def prepare_model(self) -> nn.Module:
         kind = engine_class("language_model", self.config.model.backend)
-        return kind.build_model(ModelSource(None, shape(self.config.sft.shape)))
+        return MLLMModelKit(self.config.lora).adapt(kind.build_model(ModelSource(None, shape(self.config.sft.shape))))
 
     def prepare_optimizer(self, model: nn.Module) -> Optimizer:
         return OptimKit(self.config.optim, self.config.seed).build_optimizer(model)

@@ -13,6 +13,7 @@ import torch
 
 from mvp_engine.data.batch import IGNORE
 from mvp_engine.distributed import Layout, World
+from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 
 if __package__:
@@ -23,22 +24,37 @@ else:
     from trl_side import trl_trainer
 
 
-def own_model(name: str, device: torch.device, seed: int) -> Any:
-    """transformers' model with the weights that our engine draws, and nothing else of ours."""
+def own_model(name: str, device: torch.device, seed: int, lora: Lora | None = None) -> Any:
+    """transformers' model with the weights that our engine draws, and nothing else of ours; with `lora`, peft's."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     settings = shape(name)
     world = World(0, 1, 0, 1, device)
-    ours = LanguageModelEngine(
-        LanguageModelEngine.build_model(ModelSource(None, settings)), Layout(world), Settings(seed=seed)
-    )
+    built = MLLMModelKit(lora).adapt(LanguageModelEngine.build_model(ModelSource(None, settings)))
+    ours = LanguageModelEngine(built, Layout(world), Settings(seed=seed))
     ours.initialize()
+    weights = ours.model.hf.state_dict()
+    adapters = {name: weights.pop(name) for name in list(weights) if ".lora_" in name}
     config = AutoConfig.for_model(**settings, attn_implementation="sdpa", use_cache=False)
     auto: Any = AutoModelForImageTextToText if name in VISION else AutoModelForCausalLM
     with device:
         model = auto.from_config(config)
-    model.load_state_dict(ours.model.hf.state_dict())
-    return model
+    model.load_state_dict(weights)
+    return model if lora is None else adapted(model, lora, adapters)
+
+
+def adapted(model: Any, lora: Lora, adapters: dict[str, torch.Tensor]) -> Any:
+    """peft's model on all linear layers but the head, starting from these adapters."""
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
+    how = LoraConfig(r=lora.rank, lora_alpha=lora.resolved_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    found = get_peft_model(model, how)
+    theirs = {name for name, param in found.named_parameters() if param.requires_grad}
+    given = {f"base_model.model.{name}": weight for name, weight in adapters.items()}
+    if theirs != {name.replace(".weight", ".default.weight") for name in given}:
+        raise RuntimeError(f"peft trains {len(theirs)} tensors, our engine {len(given)} others")
+    set_peft_model_state_dict(found, given)
+    return found
 
 
 def padded(chosen: list[Row], pixels: Pixels) -> dict[str, torch.Tensor]:
@@ -68,9 +84,13 @@ def run(
     longest: int = LONGEST,
     checkpointing: bool = False,
     packing: str | None = None,
+    lr: float = 1e-4,
+    lora: dict[str, Any] | None = None,
+    bf16: bool | None = None,
 ) -> None:
     """Writes the losses, one of each interval, and the seconds at the end of each step; with `packing`, TRL's.
 
+    Without `bf16`, the precision is bf16 on a GPU and float32 on a CPU; `lora` are keys of our config's section.
     Written after each step, so that a run that is ended leaves what it had.
     """
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -89,15 +109,17 @@ def run(
         losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
         memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
         found = {"losses": losses, "ends": ends, "memory_gib": memory}
-        out.write_text(json.dumps(found | ({"sequences": trainer.sequences()} if packing else {})))
+        part = out.with_suffix(".part")  # renamed when whole: the process may be killed at any time
+        part.write_text(json.dumps(found | ({"sequences": trainer.sequences()} if packing else {})))
+        part.replace(out)
 
     common: dict[str, Any] = {
         "output_dir": str(out.parent / "trainer"),
         "max_steps": steps,
-        "bf16": device.type == "cuda",
+        "bf16": device.type == "cuda" if bf16 is None else bf16,
         "use_cpu": device.type == "cpu",
         "optim": "adamw_torch_fused",
-        "learning_rate": 1e-4,
+        "learning_rate": lr,
         "adam_beta2": 0.95,
         "weight_decay": 0.0,
         "lr_scheduler_type": "constant",
@@ -112,7 +134,7 @@ def run(
         "remove_unused_columns": False,
     }
     data: Any = rows(mix, steps, longest)
-    model = own_model(name, device, seed=0)
+    model = own_model(name, device, seed=0, lora=None if lora is None else Lora(**lora))
     trainer: Any
     if packing:
         trainer = trl_trainer(model, common, data, packing, longest, batch, steps)
@@ -130,4 +152,5 @@ def run(
 if __name__ == "__main__":
     import sys
 
-    run(**json.loads(sys.argv[1], object_hook=lambda made: {**made, "out": Path(made["out"])}))
+    given = json.loads(sys.argv[1])
+    run(**{**given, "out": Path(given["out"])})
