@@ -8,7 +8,8 @@ Four kinds of training: text, LoRA (peft on the Trainer's side), images in front
 experts. Both sides have the same initial weights and adapters, rows, order of steps, optimizer, learning rate, clipping
 and precision (bf16 autocast over float32 weights on a GPU). A loss is that of one step, summed over its tokens and
 divided by their number, on both sides. With images the Trainer takes all rows of a step at once: over several
-micro-batches it would average their means, since Qwen3-VL's class has `accepts_loss_kwargs = False`.
+micro-batches it would average their means, since Qwen3-VL's class has `accepts_loss_kwargs = False`. Its experts are
+computed one by one (`experts_implementation="eager"`), which is bf16 as ours: autocast does not reach its grouped GEMM.
 
 The noise floor is the difference between two trainings of this engine that differ only in the number of micro-batches
 of a step: mathematically equal, rounded differently. Nothing is timed here, so `--parallel` runs many processes at
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from compare import about, our_command, our_records, their_command
+from data import EXPERTS
 
 OURS, FLOOR, TRAINER = "ours", "ours, 4 packs", "Trainer"
 PACKS = {OURS: 2, FLOOR: 4}  # micro-batches of a step
@@ -70,6 +72,7 @@ def command(kind: Kind, side: str, args: argparse.Namespace, folder: Path) -> li
         return our_command(how, kind.mix, folder, "ours", interval=1)
     how.batch, how.checkpointing = kind.batch, False
     more: dict[str, Any] = {"lr": kind.lr, "lora": {"rank": kind.rank} if kind.rank else None}
+    more["experts"] = "eager" if kind.shape in EXPERTS else None
     more["bf16"] = None if args.precision == "auto" else args.precision == "bf16"
     return their_command(how, kind.mix, folder / "trainer.json", side, interval=1, **more)
 

@@ -24,8 +24,11 @@ else:
     from trl_side import trl_trainer
 
 
-def own_model(name: str, device: torch.device, seed: int, lora: Lora | None = None) -> Any:
-    """transformers' model with the weights that our engine draws, and nothing else of ours; with `lora`, peft's."""
+def own_model(name: str, device: torch.device, seed: int, lora: Lora | None = None, experts: str | None = None) -> Any:
+    """transformers' model with the weights that our engine draws, and nothing else of ours; with `lora`, peft's.
+
+    `experts` is transformers' `experts_implementation`.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     settings = shape(name)
@@ -35,7 +38,8 @@ def own_model(name: str, device: torch.device, seed: int, lora: Lora | None = No
     ours.initialize()
     weights = ours.model.hf.state_dict()
     adapters = {name: weights.pop(name) for name in list(weights) if ".lora_" in name}
-    config = AutoConfig.for_model(**settings, attn_implementation="sdpa", use_cache=False)
+    how = {"attn_implementation": "sdpa", "experts_implementation": experts, "use_cache": False}
+    config = AutoConfig.for_model(**settings, **how)
     auto: Any = AutoModelForImageTextToText if name in VISION else AutoModelForCausalLM
     with device:
         model = auto.from_config(config)
@@ -87,6 +91,7 @@ def run(
     lr: float = 1e-4,
     lora: dict[str, Any] | None = None,
     bf16: bool | None = None,
+    experts: str | None = None,
 ) -> None:
     """Writes the losses, one of each interval, and the seconds at the end of each step; with `packing`, TRL's.
 
@@ -134,7 +139,7 @@ def run(
         "remove_unused_columns": False,
     }
     data: Any = rows(mix, steps, longest)
-    model = own_model(name, device, seed=0, lora=None if lora is None else Lora(**lora))
+    model = own_model(name, device, seed=0, lora=None if lora is None else Lora(**lora), experts=experts)
     trainer: Any
     if packing:
         trainer = trl_trainer(model, common, data, packing, longest, batch, steps)
