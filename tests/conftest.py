@@ -95,6 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    gc.set_threshold(2000, 10, 20)  # frozen objects do not count, so that full collections would be many
 
 
 def pytest_runtest_setup() -> None:

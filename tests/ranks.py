@@ -128,6 +128,7 @@ def _serve(rank: int, pipe: Any) -> None:
     save_time()
     probe_once.install(on_ranks=True)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    gc.freeze()
     while True:
         gc.collect()  # models hold reference cycles, and with them process groups that cost time while they exist
         gc.freeze()  # keeps imported modules out of later collections

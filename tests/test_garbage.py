@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import forked
 import pytest
@@ -12,13 +13,20 @@ from mvp_engine.process import garbage
 from mvp_engine.process.garbage import settled, without_collections
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(garbage, "settle", forked.SETTLE)
+    monkeypatch.setattr(garbage, "gc", gc)
+    yield
+    gc.freeze()  # as before: what the tests have imported
+
+
 class Cycle:
     def __init__(self) -> None:
         self.me = self
 
 
-def test_settled_frees_cycles_made_before_inside_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "settle", forked.SETTLE)
+def test_settled_frees_cycles_made_before_inside_and_after_it() -> None:
     before, kept = Cycle(), Cycle()
     seen = [weakref.ref(before), weakref.ref(kept)]
     del before
@@ -39,4 +47,3 @@ def test_without_collections_collects_again_afterwards() -> None:
     with without_collections():
         assert not gc.isenabled()
     assert gc.isenabled()
-    gc.unfreeze()

@@ -39,10 +39,10 @@ def test_watch_ends_a_process_and_its_children_at_the_limit(tmp_path: Path) -> N
         "import os, subprocess, time; subprocess.Popen(['sleep', '60'], process_group=0); "
         "print('step 1 of', os.getpid(), flush=True); time.sleep(60)"
     )
-    seen = BENCH.watch([sys.executable, "-c", code], tmp_path, 2.0, pattern=BENCH.FIRST_STEP)
+    seen = BENCH.watch([sys.executable, "-c", code], tmp_path, 4.0, pattern=BENCH.FIRST_STEP)
     assert seen.code is None
     assert seen.first is not None
-    assert seen.seconds < 10
+    assert seen.seconds < 15
     assert session_members(int(seen.output.split()[-1])) == []
 
 
