@@ -3,7 +3,6 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 CONFIG := recipes/digits_vlm/configs/train.yaml
 RL := recipes/reverse_rl/configs
-export PYTHONDONTWRITEBYTECODE := # each process would compile the package, and rewrite the asserts of all tests
 
 .PHONY: setup demo rl-demo test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron lint format clean
 
