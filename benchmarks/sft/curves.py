@@ -100,6 +100,12 @@ class Job:
             how: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "env": env}
             self.process = subprocess.Popen(self.command, start_new_session=True, **how)
 
+    def kill(self) -> None:
+        """With the processes that it started."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
     def row(self, why: str | None) -> dict[str, Any]:
         found = {"kind": self.kind, "side": self.side, "losses": losses(self.side, self.folder)}
         return found | ({"why": why} if why else {})
@@ -123,8 +129,7 @@ def run_all(jobs: list[Job], parallel: int, limit: float, done: Any) -> None:
             if code is None and not late:
                 continue
             if code is None:
-                os.killpg(job.process.pid, signal.SIGKILL)  # with the processes that it started
-                job.process.wait()
+                job.kill()
             running.remove(job)
             why = f"stopped after {limit:.0f} s" if code is None else f"ended with {code}" if code else None
             if code:
@@ -214,7 +219,12 @@ def main() -> None:
                 where = (args.keep or Path(folder)) / f"{name}_{side}".replace(", ", "_").replace(" ", "_")
                 where.mkdir(parents=True)
                 jobs.append(Job(name, side, command(kind, side, args, where.resolve()), where))
-        run_all(jobs, args.parallel, args.limit, done)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # of `timeout`: no process may stay on the GPU
+        try:
+            run_all(jobs, args.parallel, args.limit, done)
+        finally:
+            for job in jobs:
+                job.kill()
     print(table(result))
     if any("why" in row for row in result["rows"]):
         sys.exit(1)
