@@ -65,7 +65,7 @@ def prime_speech(args: argparse.Namespace) -> None:
 
     speech.model_config = shallow
     folder = args.folder or Path("speech_shallow")
-    speech.make_rows(folder, 2048, tiny=False)
+    speech.make_rows(folder, speech.ROWS, tiny=False)
     how = argparse.Namespace(tiny=False, workers=8, steps=STEPS, limit=600, keys=args.keys)
     print(speech.train(folder, how, args.tried))
 

@@ -47,6 +47,7 @@ from benchmarks.watch import watch
 
 FRAME_RATE = 12.5
 INTERVAL = 2  # steps of a log record
+ROWS = 8192  # enough for the steps that are measured: the end of an epoch has a small pack, and starts workers again
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 
@@ -305,7 +306,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="of a training; other parts repeat a quarter of it")
     parser.add_argument("--limit", type=float, default=300, help="seconds of one training")
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=ROWS)
     text = "tokens of a pack, activation checkpointing, compile backend (or null), packs of a step, of each training"
     tried = ["16384:none:inductor", "24576:none:inductor:2", "32768:selective:inductor:2"]
     parser.add_argument("--tried", nargs="*", default=tried, help=text)

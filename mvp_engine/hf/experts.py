@@ -109,12 +109,12 @@ def _activated(experts: Any, projected_N: Tensor, scales_N: Tensor | None) -> Te
 
 
 def _is_swiglu(experts: Any) -> bool:
-    from transformers.integrations import moe
+    from transformers.integrations.moe import _default_apply_gate
 
     module = experts
     while isinstance(module, View):
         module = module.module
-    if not module.has_gate or type(module)._apply_gate is not moe._default_apply_gate:
+    if not module.has_gate or type(module)._apply_gate is not _default_apply_gate:
         return False
     return type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
 
@@ -211,10 +211,11 @@ def _grouped_linear(
     x_NI: Tensor, weight: Tensor, ends_E: Tensor, is_transposed: bool = False
 ) -> Tensor:
     """Each row times the matrix of its expert. `is_transposed`: matrices are (in, out)."""
-    from transformers.integrations import moe
+    # torch 2.11 and 2.12 do not compile `from transformers.integrations import moe`, a lazy module, in a block.
+    from transformers.integrations.moe import _grouped_linear as grouped_linear
 
     if not grouped_mm.needs_operator(weight):
-        return moe._grouped_linear(x_NI, weight, ends_E, is_transposed=is_transposed)
+        return grouped_linear(x_NI, weight, ends_E, is_transposed=is_transposed)
     matrices_EIO = weight if is_transposed else weight.transpose(-2, -1)
     return grouped_mm.opaque_grouped_mm(x_NI.to(weight.dtype), matrices_EIO, ends_E)
 

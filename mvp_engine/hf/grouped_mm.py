@@ -50,7 +50,7 @@ def _groups(ends_E: Tensor) -> list[tuple[int, slice]]:
 
 @opaque_grouped_mm.register_fake
 def _(x_NI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    return x_NI.new_empty(len(x_NI), weight_EIO.shape[2])
+    return x_NI.new_empty(x_NI.shape[0], weight_EIO.shape[2])  # `len` would fix the number of rows
 
 
 @_backward.register_fake

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
+from mvp_engine.hf import experts
 from mvp_engine.hf.experts import grouped_experts
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 
@@ -89,3 +93,13 @@ def test_grouped_experts_size_without_bf16_kernel_stay_in_float32(monkeypatch) -
     monkeypatch.setattr(moe, "_grouped_linear", watched)
     stepped("qwen3_moe", precision="bf16")
     assert dtypes == [torch.float32] * len(dtypes) != []
+
+
+def test_code_of_compiled_blocks_imports_no_lazy_module() -> None:
+    """torch 2.11 and 2.12 break the graph there, and run the layer in pieces."""
+    found = [
+        node for node in ast.walk(ast.parse(Path(experts.__file__).read_text())) if isinstance(node, ast.ImportFrom)
+    ]
+    names = [node.module for node in found if node.module and node.module.startswith("transformers")]
+    assert names
+    assert not [name for name in names if type(importlib.import_module(name)).__name__ == "_LazyModule"]

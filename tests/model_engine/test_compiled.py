@@ -242,3 +242,22 @@ def test_compile_cache_is_the_folder_of_the_config_or_environment_or_user(monkey
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"model\.compile_cache"):
         compile.use_cache(str(tmp_path / "file" / "below"))
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_block_that_gets_a_view_has_one_graph() -> None:
+    graphs = []
+    for change in (lambda _: None, compile.copy_views):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        block = Doubled()
+        block.compile(backend="eager", dynamic=True)
+        change(block)
+        view = (torch.ones(3, 5, 4, requires_grad=True) * 1).flatten(0, 1)
+        assert torch.equal(block(block(view)), 4 * view)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs == [2, 1]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError, count, did_you_mean
@@ -66,6 +66,21 @@ def allow_graphs() -> None:
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+
+
+def copy_views(module: nn.Module) -> None:
+    """Give a compiled block a copy of its input if that is a view, as an encoder's first block gets it.
+
+    torch compiles one more graph for views.
+    """
+    compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Tensor) and args[0]._is_view():
+            args = (args[0].clone(), *args[1:])
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = call
 
 
 def use_cache(folder: str | None) -> None:

@@ -31,6 +31,7 @@ from mvp_engine.model_engine.fsdp.compile import (
     allow_graphs,
     compile_arguments,
     compile_backends,
+    copy_views,
     use_cache,
 )
 from mvp_engine.model_engine.fsdp.dummy_sequences import run_dummies_along
@@ -127,6 +128,7 @@ def _change_blocks(
 
 def _compile(module: nn.Module, backend: str, settings: Settings) -> None:
     module.compile(**compile_arguments(backend))
+    copy_views(module)
     if settings.compile_dynamic:
         mark_sizes(module)
 
