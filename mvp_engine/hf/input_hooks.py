@@ -12,7 +12,12 @@ from mvp_engine.errors import UserError
 from mvp_engine.ops.autocast import autocast_dtype
 
 # Inputs of a decoder with one entry per token, and the dimension of the tokens.
-_TOKEN_DIMS = {"inputs_embeds": 1, "position_ids": -1, "per_layer_inputs": 1}
+_TOKEN_DIMS = {
+    "inputs_embeds": 1,
+    "position_ids": -1,
+    "per_layer_inputs": 1,
+    "moe_mm_token_type_ids": 1,  # which experts a token uses (ERNIE-VL)
+}
 
 
 def cast_embeddings(module: nn.Module, args: Any, embeds: Tensor) -> Tensor | None:

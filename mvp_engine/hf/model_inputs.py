@@ -50,6 +50,16 @@ def check_inputs(causal_lm: nn.Module) -> None:
         if hasattr(config, "max_action_dim"):
             raise UserError(f"{name} predicts actions, not text: set model.type=action_model")
         raise UserError(f"{name} is no language model: its config has no vocabulary")
+    if hasattr(config, "codec_config"):
+        raise UserError(
+            f"{name} hears audio as {config.num_codebooks} codes that are added to each token of text, not as tokens "
+            "of its own: rows with a transcript for each frame are not supported. Choose another model"
+        )
+    if hasattr(getattr(config, "audio_config", None), "diarization_config"):
+        raise UserError(
+            f"{name} has a diarization encoder that reads the padding after a sound, so sounds of one pack would "
+            "change each other. Choose another model"
+        )
     base: Any = causal_lm.base_model
     parameters = inspect.signature(base.forward).parameters
     if _CROSS_ATTENTION & parameters.keys():
@@ -66,6 +76,13 @@ def check_inputs(causal_lm: nn.Module) -> None:
         raise UserError(
             f"{name} cannot run without {' and '.join(required)}: rows without media cannot be trained"
         )
+
+
+def needed_media(error: Exception) -> str:
+    """The input of an encoder that a forward on text alone asks for; empty for other errors."""
+    names = ("pixel_values", "input_features", "input_values")
+    found = [name for name in names if name in str(error)]
+    return found[0] if found and isinstance(error, ValueError) else ""
 
 
 def media_inputs(

@@ -243,6 +243,7 @@ class PackedModel(nn.Module):
         inputs = media_inputs(self.base(), batch, shard) if is_first else {}
         if shard is not None:
             if self.decoder() is self.base():  # otherwise sliced after features are inserted
+                self._check_no_media(inputs)
                 input_ids = shard.cut(input_ids)
                 position_ids = shard.cut(position_ids, dim=-1)
             inputs["ulysses_shard"] = shard
@@ -275,6 +276,14 @@ class PackedModel(nn.Module):
     def _hidden_of(self, out: Any) -> Tensor:
         """The last hidden states in an output of `base()`."""
         return out.last_hidden_state
+
+    def _check_no_media(self, inputs: dict[str, Any]) -> None:
+        if inputs and self.sequence_groups is not None:
+            keys = self.sequence_groups.keys
+            raise UserError(
+                f"{keys} > 1: {type(self.base()).__name__} inserts the features of media inside of its text layers, "
+                f"where ranks have a part of the tokens. Set {keys}=1"
+            )
 
     def _check_padded_rows(self, kv_cache: KVCache | None) -> None:
         model_type = self.hf.config.model_type  # type: ignore[union-attr]

@@ -25,6 +25,7 @@ from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.pipeline import recorded
 from mvp_engine.errors import UserError
 from mvp_engine.hf import attention
+from mvp_engine.hf.model_inputs import needed_media
 from mvp_engine.hf.packed_model import PackedModel
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -175,6 +176,9 @@ def probe(
         reason = (
             str(error) if is_ours else f"its code fails on them ({type(error).__name__}: {error})"
         )
+        if needed := needed_media(error):
+            name = type(model.hf).__name__
+            reason = f"{name} cannot run without {needed}: rows without media cannot be trained"
         raise UserError(f"{rejected}: {reason}") from error
     if found.packing == float("inf"):
         raise UserError(

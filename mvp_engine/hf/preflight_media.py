@@ -65,17 +65,21 @@ class MediaPreflight:
             except torch.OutOfMemoryError:
                 raise
             except Exception as failure:
-                is_ours = isinstance(failure, NotImplementedError | UserError)
-                reason = str(failure) if is_ours else f"{type(failure).__name__}: {failure}"
+                start = f"{model_type}: the forward on a row with {kind} fails"
+                if isinstance(failure, NotImplementedError | UserError):
+                    raise UserError(f"{start}: {failure}") from failure
                 raise UserError(
-                    f"{model_type}: the forward on a row with {kind} fails: {reason}. Are the media encoded by the "
-                    "processor of this model? If so, its encoder is not supported: choose another model"
+                    f"{start}: {type(failure).__name__}: {failure}. Are the media encoded by the processor of this "
+                    "model? If so, its encoder is not supported: choose another model"
                 ) from failure
             if found == "":
                 return True
             error = found or error
         if error is None:
             return False
+        twice = [_hidden(self.model, *rows[:2]) for _ in range(2)]
+        if _difference(*twice) > NEIGHBOUR_BOUNDS[exact]:
+            error = "two equal forwards differ, because its encoder adds random noise"
         raise UserError(f"{model_type} cannot be trained on packed sequences with {kind}: {error}")
 
     def _compare(

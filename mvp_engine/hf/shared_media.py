@@ -9,6 +9,7 @@ encoder.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from mvp_engine.hf.media_features import copy_to_device
 
 # Kinds of media with a method that returns their features by item, or by row of the values.
 _METHODS = {"pixel_values": "get_image_features", "pixel_values_videos": "get_video_features"}
+_HAS_NEWLINES = "mvp_has_newline_features"
 _AUDIO = ("input_features", "audio_input_features")
 
 
@@ -72,6 +74,9 @@ _USES = (
 
 def apply_shared_features(base: nn.Module) -> None:
     """Change one model instance; its class stays as transformers wrote it."""
+    names = [name.rpartition(".")[2] for name, _ in base.named_parameters()]
+    # HunYuan-VL: items have learned features besides those of their patches.
+    base.__dict__[_HAS_NEWLINES] = "image_newline" in names
     for method in (*_METHODS.values(), "get_audio_features"):
         if hasattr(base, method):
             base.__dict__[method] = partial(_features_of_uses, base, method)
@@ -110,8 +115,8 @@ def encoder_inputs(
         else:
             media = _unshared(media)
     # A grid comes with patches of any shape.
-    is_frames = kind == "pixel_values_videos" and media.values.ndim == 4 and not media.fields
-    if is_frames and _METHODS[kind] in base.__dict__:
+    is_frames = kind in _METHODS and media.values.ndim == 4 and not media.fields
+    if is_frames and _takes_frames(base, kind):
         _FRAMES[media.values] = _Frames(media.row_counts.tolist())
     if kind in _AUDIO and media.values.ndim == 2:
         if "get_audio_features" not in base.__dict__:
@@ -124,12 +129,24 @@ def encoder_inputs(
         masks = [mask for field, mask in media.fields.items() if field.endswith("_mask")]
         width = max((mask.shape[1] for mask in masks), default=0)
         _FRAMES[media.values] = _Frames(media.row_counts.tolist(), width)
-    if _METHODS.get(kind, "") in base.__dict__ and (share := EncoderShare.of(media, shard)):
+    may_share = _METHODS.get(kind, "") in base.__dict__ and not base.__dict__[_HAS_NEWLINES]
+    if may_share and (share := EncoderShare.of(media, shard)):
         _SHARES[media.values] = share
     fields = dict(media.fields)
     if FRAME_MASK in fields:
         fields[FRAME_MASK] = frame_mask(base, fields[FRAME_MASK], media.values.device)
     return {kind: media.values, **fields}
+
+
+def _takes_frames(base: nn.Module, kind: str) -> bool:
+    """Whether the method for this kind takes (items, frames, ...).
+
+    Where one method takes images and videos (PerceptionLM), the tiles of an image are its frames.
+    """
+    if _METHODS["pixel_values_videos"] in base.__dict__:
+        return kind == "pixel_values_videos"
+    takes_videos = "pixel_values_videos" in inspect.signature(base.forward).parameters
+    return takes_videos and _METHODS["pixel_values"] in base.__dict__
 
 
 def _unshared(media: Media) -> Media:

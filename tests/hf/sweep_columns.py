@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import probe_once
 import torch
 from families import parallel
 from model_sweep import EXACT, build, sequences, worst_difference
@@ -69,41 +70,52 @@ def export(name: str) -> bool | str:
     return True if difference <= EXACT else f"log-probs of the exported folder differ by {difference:.1e}"
 
 
-def gradients(model: LanguageModel, layout: Layout, **settings: Any) -> dict[str, Tensor]:
-    """Those of the summed loss of one batch, on this layout."""
+def outputs_and_gradients(
+    model: LanguageModel, layout: Layout, batch: PackedBatch, **settings: Any
+) -> dict[str, Tensor]:
+    """Log-probs of one batch and the gradients of its summed loss, on this layout."""
     mode = model.training
     engine = LanguageModelEngine(model, layout, Settings(**settings))
     engine.initialize(lambda module: torch.optim.SGD(module.parameters(), 0.0), lambda sgd: LambdaLR(sgd, _constant))
     engine.model.train(mode)
+    found: dict[str, Tensor] = {}
 
     def loss(micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         log_probs = engine.model(micro_batch, ["log_probs"])["log_probs"]
+        found["log-probs"] = log_probs.detach()
         return log_probs.sum(), micro_batch.num_loss_tokens
 
     engine.optimizer_zero_grad()
-    engine.forward_backward_batch([PackedBatch.from_sequences(sequences(model))], loss)
+    engine.forward_backward_batch([batch], loss)
     grads = {key: param.grad for key, param in engine.model.named_parameters() if param.grad is not None}
-    return {key: full_tensor(grad) / layout.data_size for key, grad in grads.items()}
+    return found | {key: full_tensor(grad) / layout.data_size for key, grad in grads.items()}
+
+
+def on_layout(name: str, layout: Layout, **settings: Any) -> dict[str, Tensor]:
+    """Log-probs and gradients of the sequences of the sweep, on this layout."""
+    model = build(name)
+    return outputs_and_gradients(model, layout, PackedBatch.from_sequences(sequences(model)), **settings)
 
 
 def on_two_ranks(name: str, pool: Any, **sizes: int) -> bool | str:
-    """Whether a layout of the two ranks of `pool` gives the gradients of one."""
-    answers = pool.run(gradients_on_layout, name, sizes, timeout=60.0)
-    expected = gradients(build(name), Layout(World.join("cpu")))
+    """Whether a layout of the two ranks of `pool` gives the log-probs and gradients of one."""
+    answers = pool.run(_or_reason, name, sizes, timeout=60.0)
+    expected = on_layout(name, Layout(World.join("cpu")))
     for found in answers:
         if isinstance(found, str):
             return found
         difference = worst_difference(found, expected)
         if difference > EXACT:
-            return f"gradients differ from those of one rank by {difference:.1e}"
+            return f"log-probs or gradients differ from those of one rank by {difference:.1e}"
     return True
 
 
-def gradients_on_layout(name: str, sizes: dict[str, int]) -> dict[str, Tensor] | str:
-    """On each rank: the gradients, or the error of an engine that refuses the layout."""
+def _or_reason(name: str, sizes: dict[str, int]) -> dict[str, Tensor] | str:
+    """On each rank: log-probs and gradients, or the error of an engine that refuses the layout."""
     world = World.join("cpu")
+    probe_once.forget()
     try:
-        return gradients(build(name), Layout.of(world, parallel(**sizes)))
+        return on_layout(name, Layout.of(world, parallel(**sizes)))
     except UserError as error:
         return str(error)
     finally:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from model_sweep import EXACT, build, differences, sequences
-from sweep_columns import gradients
+from sweep_columns import on_layout
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
@@ -59,7 +59,7 @@ def test_padded_rows_kv_cache_is_a_user_error() -> None:
 
 
 def test_padded_rows_on_two_shards_give_the_gradients_of_one_rank(ranks2) -> None:
-    expected = gradients(build("bloom"), Layout(World.join("cpu")))
+    expected = on_layout("bloom", Layout(World.join("cpu")))
     for found in ranks2.run(gradients_of_two_shards):
         assert found.keys() == expected.keys()
         for name, grad in expected.items():
@@ -70,7 +70,7 @@ def gradients_of_two_shards() -> dict[str, Tensor]:
     from families import parallel
 
     world = World.join("cpu")
-    found = gradients(build("bloom"), Layout.of(world, parallel(shard=2)))
+    found = on_layout("bloom", Layout.of(world, parallel(shard=2)))
     world.close()
     return found
 

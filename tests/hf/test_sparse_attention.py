@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from model_sweep import EXACT, build, causal_types, differences, worst_difference
-from sweep_columns import gradients, on_two_ranks
+from sweep_columns import on_layout, on_two_ranks
 
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
@@ -42,8 +42,8 @@ def test_sparse_attention_on_the_whole_pack_is_rejected(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 def test_sparse_attention_with_activation_checkpointing_gives_the_same_gradients(name: str) -> None:
     layout = Layout(World.join("cpu"))
-    expected = gradients(build(name), layout)
-    found = gradients(build(name), layout, activation_checkpointing="full")
+    expected = on_layout(name, layout)
+    found = on_layout(name, layout, activation_checkpointing="full")
     assert worst_difference(found, expected) <= 1e-6
 
 

@@ -58,11 +58,11 @@ def model_of(name: str, processor: Any) -> LanguageModel:
     return model.eval()
 
 
-def file_of(folder: Path, kind: str, i: int) -> Any:
+def file_of(folder: Path, kind: str, i: int, rate: int = RATE) -> Any:
     """Write an image, the frames of a video, or an audio file, in several sizes; returns the name or names."""
     rng = np.random.default_rng(i)
     if kind == "audio":
-        soundfile.write(folder / f"{i}.wav", rng.uniform(-1, 1, 4000 + 3000 * i).astype(np.float32), RATE, "FLOAT")
+        soundfile.write(folder / f"{i}.wav", rng.uniform(-1, 1, 4000 + 3000 * i).astype(np.float32), rate, "FLOAT")
         return f"{i}.wav"
     names = [f"{kind}{i}_{frame}.png" for frame in range(1 if kind == "image" else 4)]
     for name in names:
@@ -73,8 +73,8 @@ def file_of(folder: Path, kind: str, i: int) -> Any:
 def opened(folder: Path, kind: str, file: Any) -> tuple[MediaInfo, Any]:
     """The item as the processor takes it, read without the kit."""
     if kind == "audio":
-        wave, _ = soundfile.read(folder / file, dtype="float32")
-        return MediaInfo("audio", num_samples=len(wave), sampling_rate=RATE), wave
+        wave, rate = soundfile.read(folder / file, dtype="float32")
+        return MediaInfo("audio", num_samples=len(wave), sampling_rate=rate), wave
     if kind == "image":
         return MediaInfo("image"), Image.open(folder / file)
     frames = torch.stack([torch.from_numpy(np.array(Image.open(folder / name))).permute(2, 0, 1) for name in file])

@@ -19,7 +19,7 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.media import MediaHandler
 from mvp_engine.kit.data.encode.placeholders import expand_placeholders
-from mvp_engine.kit.data.encode.processor_limits import limited_processor
+from mvp_engine.kit.data.encode.processor_limits import audio_extractor, limited_processor
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_info import MediaInfo
@@ -76,7 +76,7 @@ def processor_outputs(processor: Any, text: str, infos: list[MediaInfo], items: 
             **rate,
         }
     if "audio" in given:
-        given["audio_kwargs"] = {"sampling_rate": 16000}
+        given["audio_kwargs"] = {"sampling_rate": audio_extractor(processor).sampling_rate}
     outputs = dict(processor(text=[text], **given, return_tensors="pt"))
     outputs.pop("video_metadata", None)
     return outputs

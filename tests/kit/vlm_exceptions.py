@@ -89,6 +89,7 @@ VQ = {
     "resolution": 16,
 }
 SAM = {"image_size": 64, "output_channels": 16, "window_size": 4, "global_attn_indexes": [1], "num_pos_feats": 8}
+TOKENIZER = {"num_filters": 4, "downsampling_ratios": [40, 80], "depths": [1, 1, 1]}
 FOUR_HEADS = {"num_key_value_heads": 4}
 OMNI_PATCH = {"patch_size": 14}  # the code of its processor fixes videos to 100,000 pixels
 
@@ -338,12 +339,14 @@ EXCEPTIONS: dict[str, Special] = {
         name: Special(processor_of="llava", **({"parts": parts} if parts else {}))
         for name, parts in {
             "instructblip": {},
+            "voxtral_realtime": {},
             "instructblipvideo": {},
             "evolla": {},
             "nemotron_h_omni": {},
             "vision-encoder-decoder": {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}},
         }.items()
     },
+    "kyutai_speech_to_text": Special(processor_of="llava", config={"codec_config": {"upsample_groups": 32}}),
     "kosmos-2": Special(processor="Kosmos2Processor", image_processor="CLIPImageProcessor"),
     "kosmos-2.5": Special(processor="Kosmos2_5Processor", image_processor="Kosmos2_5ImageProcessor"),
     "muse_glimmer": Special(config={"out_hidden_size": 128}),
@@ -372,8 +375,47 @@ EXCEPTIONS: dict[str, Special] = {
         options={"image_seq_length": 64},
         config={"vocabulary_map": IMAGE_WORDS, "vq_config": VQ},
     ),
-    "emu3": Special(config={"vocabulary_map": IMAGE_WORDS}),
-    "fun_asr_nano": Special(needs="torchaudio", config={"adaptor_config": {"intermediate_size": 8}}),
+    "emu3": Special(
+        named={"image_token": "<image>"},
+        images={"min_pixels": 16 * 16, "max_pixels": 32 * 32},
+        config={
+            "vocabulary_map": {"<image>": 0, "<|extra_200|>": 599}
+            | {f"<|visual token {code:06d}|>": 600 + code for code in range(10)},
+            "vq_config": {
+                "base_channels": 32,
+                "channel_multiplier": [1, 1, 1, 1],
+                "codebook_size": 10,
+                "embed_dim": 4,
+                "num_attention_heads": 1,
+                "num_res_blocks": 1,
+            },
+        },
+    ),
+    "nemo_speechlm": Special(
+        needs="librosa",
+        audio={"feature_size": 8},
+        config={
+            "audio_config": {
+                "asr_config": FOUR_HEADS,
+                "diarization_config": {"audio_config": FOUR_HEADS, "head_config": {"audio_hidden_size": 32}},
+            },
+            "text_config": {
+                "layers_block_type": ["linear_attention", "full_attention", "moe"],
+                "mamba_num_heads": 4,
+                "mamba_head_dim": 8,
+                "n_groups": 2,
+                "ssm_state_size": 8,
+                "moe_shared_expert_intermediate_size": 16,
+            },
+        },
+    ),
+    "vibevoice_asr": Special(
+        places={"audio": "<|object_ref_start|><|box_start|><|object_ref_end|>"},
+        config={f"{kind}_tokenizer_encoder_config": TOKENIZER for kind in ("acoustic", "semantic")},
+    ),
+    "fun_asr_nano": Special(
+        needs="torchaudio", audio={"feature_size": 8}, config={"adaptor_config": {"intermediate_size": 8}}
+    ),
     "idefics2": Special(options={"image_seq_len": 3}, images={"do_image_splitting": True}),
     "musicflamingo": Special(feature_extractor="WhisperFeatureExtractor"),
     "glmasr": Special(config={"audio_config": {"intermediate_size": 128}}),

@@ -10,21 +10,19 @@ import tempfile
 import time
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
-from test_families_kit import RATE, file_of, opened
+from test_families_kit import file_of, opened
 from test_media import processor_outputs
 from vlm_tiny import special_of, tiny_config, tiny_processor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.lora import add_adapters
-from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.hf.preflight import check_packing
 from mvp_engine.hf.preflight_media import MediaPreflight
 from mvp_engine.kit import MLLMData, MLLMDataKit
@@ -45,6 +43,17 @@ class Trial:
     outcome: str
     kinds: str = ""
     reason: str = ""
+    rows: Rows | None = None
+
+
+@dataclass
+class Rows:
+    """Rows of the data kit, the outputs of the processor for each, and the rows that transformers can run."""
+
+    kinds: list[str]
+    ones: list[PackedBatch]
+    given: list[dict[str, Any]]
+    runnable: list[int] = field(default_factory=list)
 
 
 def types() -> list[str]:
@@ -63,7 +72,6 @@ def types() -> list[str]:
 
 
 def try_type(name: str) -> Trial:
-    kinds: list[str] = []
     try:
         processor = tiny_processor(name)
         config = tiny_config(name, processor)
@@ -72,7 +80,7 @@ def try_type(name: str) -> Trial:
             traceback.print_exc()
         return Trial(name, "no tiny model", reason=_last_line())
     try:
-        kinds = check_type(config, processor, special_of(name).noise)
+        rows = check_type(config, processor, special_of(name).noise)
     except UserError as error:
         if VERBOSE:
             traceback.print_exc()
@@ -85,19 +93,7 @@ def try_type(name: str) -> Trial:
         if VERBOSE:
             traceback.print_exc()
         return Trial(name, "crashed", reason=_last_line())
-    return Trial(name, "exact", ", ".join(kinds))
-
-
-def lora(name: str) -> bool | str:
-    """Adapters on the text layers of a type: the model stays exact on packed text. Or the reason why not."""
-    processor = tiny_processor(name)
-    model = random_model(tiny_config(name, processor), special_of(name).noise)
-    try:
-        add_adapters(model, Lora(rank=2))
-        check_packing(model)
-    except UserError as error:
-        return str(error)
-    return True
+    return Trial(name, "exact", ", ".join(rows.kinds), rows=rows)
 
 
 def _last_line() -> str:
@@ -107,12 +103,14 @@ def _last_line() -> str:
     return f"{kind.__name__ if kind else ''}: {error} ({' '.join(places)})"
 
 
-def check_type(config: Any, processor: Any, noise: float) -> list[str]:
-    """Raise unless rows with media are exact through the data kit; returns the kinds of media."""
+def check_type(config: Any, processor: Any, noise: float) -> Rows:
+    """Raise unless rows with media are exact through the data kit; returns them."""
     model = random_model(config, noise)
     check_packing(model)
     with tempfile.TemporaryDirectory() as folder:
-        return _check_rows(model, processor, Path(folder))
+        rows = _rows_of(model, processor, Path(folder))
+    compare(model, rows)
+    return rows
 
 
 def random_model(config: Any, noise: float = 0.1) -> LanguageModel:
@@ -129,12 +127,14 @@ def random_model(config: Any, noise: float = 0.1) -> LanguageModel:
     return model.eval()
 
 
-def _check_rows(model: LanguageModel, processor: Any, folder: Path) -> list[str]:
+def _rows_of(model: LanguageModel, processor: Any, folder: Path) -> Rows:
+    """Rows with the media that the model takes, from files."""
     settings: dict[str, Any] = {"sources": [{"path": str(folder / "rows.jsonl")}], "micro_batch_tokens": 32768}
     settings |= {"global_batch_tokens": 32768, "cache": str(folder / "cache"), "max_bad_fraction": 0.0}
     (folder / "rows.jsonl").write_text(json.dumps(_row([], "Hello.", "Hi.")) + "\n")
     kit = MLLMDataKit(MLLMData.model_validate(settings), processor, model_config=model.hf.config)
-    kinds = [kind for kind in kit.row_encoder.media.kinds if kind != "audio" or _hears_files(kit)]
+    kinds = kit.row_encoder.media.kinds
+    rate = kit.row_encoder.media.sampling_rate  # that of the files: the processor's own call does not resample
     if not kinds:
         raise UserError("the data kit finds no media in this processor")
     items: list[list[tuple[str, int]]] = [[]]
@@ -144,7 +144,7 @@ def _check_rows(model: LanguageModel, processor: Any, folder: Path) -> list[str]
         items.append([(kind, 2) for kind in kinds])
     rows, media = [], []
     for i, of_row in enumerate(items):
-        blocks: list[Any] = [{"type": kind, kind: file_of(folder, kind, n), "fps": 2.0} for kind, n in of_row]
+        blocks: list[Any] = [{"type": kind, kind: file_of(folder, kind, n, rate), "fps": 2.0} for kind, n in of_row]
         media.append([opened(folder, block["type"], block[block["type"]]) for block in blocks])
         rows.append(_row(blocks, f"What is {i}?", f"It is {i}."))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -170,8 +170,7 @@ def _check_rows(model: LanguageModel, processor: Any, folder: Path) -> list[str]
     ones = [ones[i] for i in known]
     for one, inputs in zip(ones, given, strict=True):
         assert one.input_ids.tolist() == inputs["input_ids"][0].tolist(), "tokens differ from the processor's"
-    compare(model, ones, given)
-    return kinds
+    return Rows(kinds, ones, given)
 
 
 def _row_of(row: dict[str, Any], item: int) -> dict[str, Any]:
@@ -201,11 +200,6 @@ def _sounds_change(processor: Any, together: dict[str, Any], row: dict[str, Any]
         if not torch.equal(together["input_features"][place][:, :length], alone[:, :length]):
             return True
     return False
-
-
-def _hears_files(kit: MLLMDataKit) -> bool:
-    """Whether the processor has the sampling rate of the files: its own call does not resample."""
-    return kit.row_encoder.media.sampling_rate == RATE
 
 
 def _kinds_of_model(
@@ -269,13 +263,14 @@ def own_format(processor: Any, shown: list[Any], media: list[Any]) -> dict[str, 
     return found
 
 
-def compare(model: LanguageModel, ones: list[PackedBatch], given: list[dict[str, Any]]) -> None:
+def compare(model: LanguageModel, rows: Rows) -> None:
     """Log-probs and gradients: packed, alone, and by transformers' own model with its own attention code."""
-    own, own_grads, known = _transformers(model, ones, given)
+    ones = rows.ones
+    own, own_grads = _transformers(model, rows)
     _assert_close(
         "packed and alone: log-probs of all", _ours(model, [PackedBatch.concat(ones)])[0], _ours(model, ones)[0]
     )
-    ones = [ones[i] for i in known]
+    ones = [ones[i] for i in rows.runnable]
     alone, alone_grads = _ours(model, ones)
     packed, packed_grads = _ours(model, [PackedBatch.concat(ones)])
     _assert_close("packed and alone: log-probs", packed, alone)
@@ -304,29 +299,31 @@ def _ours(model: LanguageModel, batches: list[PackedBatch]) -> tuple[torch.Tenso
     return torch.cat(found), _grads(model.hf)
 
 
-def _transformers(
-    model: LanguageModel, ones: list[PackedBatch], given: list[dict[str, Any]]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[int]]:
-    """The same from a plain model of transformers, with the outputs of its processor; and the rows that it can run."""
+def _transformers(model: LanguageModel, rows: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The same from a plain model of transformers, with the outputs of its processor, of the rows that it can run."""
     config = copy.deepcopy(model.hf.config)
     config._attn_implementation = "eager"
     plain: Any = type(model.hf)(config).eval()
     plain.load_state_dict(model.hf.state_dict())
-    found, known = [], []
-    for i, (one, inputs) in enumerate(zip(ones, given, strict=True)):
+    found = []
+    for i, (one, inputs) in enumerate(zip(rows.ones, rows.given, strict=True)):
         try:
-            logits = plain(**inputs, use_cache=False).logits[0]
+            log_probs = own_log_probs(plain, one, inputs)
         except (ValueError, IndexError):
-            if i < len(ones) - 1:  # the last row has media of several kinds
+            if i < len(rows.ones) - 1:  # the last row has media of several kinds
                 raise
             continue  # transformers itself cannot run this model on media of several kinds
-        labels = one.labels
-        picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-        log_probs = torch.where(labels == IGNORE, 0.0, picked)
         (log_probs.sum() / 100).backward()
         found.append(log_probs.detach())
-        known.append(i)
-    return torch.cat(found), _grads(plain), known
+        rows.runnable.append(i)
+    return torch.cat(found), _grads(plain)
+
+
+def own_log_probs(plain: Any, one: PackedBatch, inputs: dict[str, Any]) -> torch.Tensor:
+    """The log-probs of the labels of a row, by a model of transformers."""
+    logits = plain(**inputs, use_cache=False).logits[0]
+    picked = logits.log_softmax(-1).gather(-1, one.labels.clamp(min=0)[:, None])[:, 0]
+    return torch.where(one.labels == IGNORE, 0.0, picked)
 
 
 def _grads(model: Any) -> dict[str, torch.Tensor]:

@@ -205,6 +205,9 @@ def _name_tokens(values: dict[str, Any], processor: Any) -> None:
         if isinstance(value, dict):
             _name_tokens(value, processor)
             continue
+        if key in vocab:  # a vocabulary map
+            values[key] = vocab[key]
+            continue
         match = re.fullmatch(r"(\w+?)_(?:token_)?(?:id|index)", str(key))
         if match is None or not isinstance(value, int) or isinstance(value, bool):
             continue
@@ -277,7 +280,7 @@ def tiny_processor(name: str) -> Any:
     source = inspect.getsource(importlib.import_module(processor_class.__module__))
     parts: dict[str, Any] = {}
     for attribute in processor_class.get_attributes():
-        if attribute == "tokenizer":
+        if attribute in ("tokenizer", "alignment_tokenizer"):
             parts[attribute] = tokenizer_for(source, special)
         elif attribute == "image_processor":
             found: Any = special.image_processor or IMAGE_PROCESSOR_MAPPING_NAMES[like]

@@ -80,7 +80,6 @@ class MediaHandler:
             self.sampling_rate = int(audio_extractor(self.processor).sampling_rate)
         self.runner = ProcessorRunner(self.processor, self.kinds, self.sampling_rate)
         self._measured: dict[MediaInfo, tuple[str, int]] = {}  # expansion, encoder cost
-        self._can_batch_images = True
         self._token_types: list[str] = []
         self._empty: dict[str, Media] = {}
         self.sizes: SizeCache | None = None  # of files that need not be opened; set while measuring
@@ -253,7 +252,7 @@ class MediaHandler:
         """
         budgets = {(info.kind, info.min_pixels, info.max_pixels) for info in infos}
         is_batch = len(infos) > 1 and len(budgets) == 1 and infos[0].kind == "image"
-        if not self._can_batch_images or not is_batch:
+        if not self.runner.can_batch_images or not is_batch:
             return None
         pairs = list(zip(infos, items, strict=True))
         texts, outputs = self.runner.call(pairs)
@@ -261,7 +260,7 @@ class MediaHandler:
         if not self.runner.extra_names:
             found = to_media_of_items(outputs, len(infos))
         if found is None:
-            self._can_batch_images = False
+            self.runner.can_batch_images = False
             return None
         name, media = found
         return texts, {**self._empty, name: media}

@@ -32,12 +32,14 @@ class _RecordingTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.text = ""
+        self.texts: list[str] = []
 
-    def __call__(self, text: list[str], **_: Any) -> Any:
+    def __call__(self, text: list[str], **options: Any) -> Any:
         from transformers import BatchEncoding
 
-        self.text = text[0]
+        self.texts = list(text)
+        if len(text) > 1:
+            return self.tokenizer(text, **{**options, "padding": True})
         encoding = _cached_encode(self.tokenizer, text[0])
         ids = torch.tensor([encoding.ids], dtype=torch.long)
         tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -53,22 +55,25 @@ def call_processor(
     placeholder: str,
     sampling_rate: int,
     short_audio: bool = False,
-    separator: str = ITEM_SEPARATOR,
+    separator: str | None = ITEM_SEPARATOR,
 ) -> tuple[list[str], dict[str, Any]]:
     """The expansion of each item's placeholder, and the model's inputs, for items of one kind.
 
     With `short_audio`, audio is not padded to the processor's full length, which may be minutes.
+    `separator`: between placeholders in one text; None: each item has a text of its own.
     """
     copied = copy.copy(processor)
     recorder = _RecordingTokenizer(processor.tokenizer)
     copied.tokenizer = recorder
     arguments = _arguments(processor, items, placeholder, sampling_rate, short_audio)
-    arguments["text"] = [separator.join([placeholder] * len(items))]
+    placeholders = [placeholder] * len(items)
+    arguments["text"] = placeholders if separator is None else [separator.join(placeholders)]
     arguments["text_kwargs"]["return_mm_token_type_ids"] = False  # would be computed for nothing
     outputs = dict(copied(**arguments))
     for name in ("input_ids", "attention_mask", "video_metadata", *TOKEN_TYPE_NAMES):
         outputs.pop(name, None)
-    return recorder.text.split(ITEM_SEPARATOR), outputs
+    texts = recorder.texts if separator is None else recorder.texts[0].split(ITEM_SEPARATOR)
+    return texts, outputs
 
 
 def default_outputs(

@@ -62,19 +62,14 @@ class ProcessorRunner:
         self._uses_meta = dict.fromkeys(kinds, False)
         self._enclosed: dict[str, Any] = {}  # tokens that must enclose a placeholder
         self._blank_device = dict.fromkeys(kinds, "cpu")  # "pil" where tensors are not accepted
-        self.refused: dict[
-            str, str
-        ] = {}  # kinds that this processor names and that cannot be used, and why
-        self.numbered: set[str] = (
-            set()
-        )  # kinds whose expansions hold the number of the item in its sequence
+        self.refused: dict[str, str] = {}  # kinds that cannot be used, and why
+        self.numbered: set[str] = set()  # kinds whose expansions hold the number of the item
+        self.can_batch_images = True  # in one call; until one fails
         self.layouts: dict[str, str] = {}  # of the rows of items, by kind: see `to_media`
         self.extra_names: set[str] = set()  # outputs that are media of their own
         self.value_names: dict[str, str] = {}  # keys of PackedBatch.media, by media kind
         self.prompt_format: PromptFormat | None = None  # of a processor that adds text to prompts
-        self.contexts: dict[
-            str, ExpansionContext
-        ] = {}  # of expansions that depend on their neighbours
+        self.contexts: dict[str, ExpansionContext] = {}  # expansions that depend on neighbours
         self.types_are_turns = False  # token types: 0 the prompt, 1 the answer
         self._item_processors: dict[tuple[str, int | None, int | None], Any] = {}
 
@@ -206,12 +201,17 @@ class ProcessorRunner:
         try:
             both_texts, both_outputs = self.call(trials)
         except ValueError as error:
-            if kind != "audio":  # some processors take one audio clip per text
+            # Some processors take one audio clip per text, others images with equal numbers of tiles.
+            if kind == "audio":
+                both_texts, both_outputs = self._call_with_own_texts(trials)
+            elif self._expands_equal_items(trials[0], first_text[0]):
+                self.can_batch_images = False
+                both_texts = first_text + second_text
+            else:
                 first_line = str(error).partition("\n")[0]
                 raise UserError(
                     f"it cannot be called for two items of different sizes either: {first_line}"
                 ) from None
-            both_texts = first_text + second_text
         if first_text + second_text != both_texts and kind == "image":
             prompt = self.trial_expansion(kind, self.placeholder(kind) + PROBE)
             self.prompt_format = PromptFormat.find(first_text + second_text, both_texts, prompt)
@@ -228,6 +228,9 @@ class ProcessorRunner:
             ):
                 raise UserError("it expands two items differently than each alone")
             self.numbered.add(kind)
+        bos = self.processor.tokenizer.bos_token
+        if bos and first_text[0].startswith(bos) and not self.placeholder(kind).startswith(bos):
+            raise UserError(f"it writes {bos} in front of any text, not only at the start of a row")
         self._uses_meta[kind] = self._can_use_meta(small, first_text)
         # Small items may lack an output, such as tiles.
         extra = extra_names(first_outputs) | extra_names(second_outputs)
@@ -258,6 +261,23 @@ class ProcessorRunner:
             key: replace(media.select([]), values=media.values[:0].clone())
             for key, media in found.items()
         }
+
+    def _call_with_own_texts(self, items: Items) -> tuple[list[str], Outputs]:
+        """One call for items of one kind, each with a text of its own."""
+        return processor_calls.call_processor(
+            self.processor,
+            items,
+            self.placeholder(items[0][0].kind),
+            self.sampling_rate,
+            separator=None,
+        )
+
+    def _expands_equal_items(self, item: tuple[MediaInfo, Any], text: str) -> bool:
+        """Whether two equal items in one call have the expansion of one alone."""
+        try:
+            return self.call([item, item])[0] == [text, text]
+        except ValueError:
+            return False
 
     def _context_of(
         self, kind: str, alone: list[str], together: list[str]
@@ -348,11 +368,8 @@ def _check_padding(name: str, first: Media, second: Media, both: Outputs | None)
     expected = {**padded.fields, name: padded.values}
     if len(first.values) > 1:  # a row for each frame: values are not padded
         together[name] = expected[name]
-    more = sorted(together.keys() - expected.keys())
-    if more:
-        raise UserError(
-            f"it returns {more} for items of different sizes together, not for one alone"
-        )
+    if more := sorted(together.keys() - expected.keys()):
+        raise UserError(f"it returns {more} for items of different sizes, not for one alone")
     masks = {field: mask for field, mask in padded.fields.items() if field.endswith("_mask")}
     for mask in masks.values():
         for values in (together, expected):
@@ -385,13 +402,6 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _small_info(kind: str, sampling_rate: int) -> MediaInfo:
     """A small item of any kind, with half a second of audio."""
-    return MediaInfo(
-        kind,
-        width=64,
-        height=48,
-        total_frames=4,
-        fps=2.0,
-        num_frames=4,
-        num_samples=sampling_rate // 2,
-        sampling_rate=sampling_rate,
-    )
+    video = {"total_frames": 4, "num_frames": 4, "fps": 2.0}
+    audio = {"num_samples": sampling_rate // 2, "sampling_rate": sampling_rate}
+    return MediaInfo(kind, width=64, height=48, **video, **audio)

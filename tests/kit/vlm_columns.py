@@ -1,0 +1,110 @@
+"""The columns of the model matrix for types with media: Ulysses, tensor parallel, LoRA and export, on rows of the data
+kit. Each check returns True, or the reason why the model type does not support it."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import probe_once
+import torch
+from families import parallel
+from model_sweep import worst_difference
+from sweep_columns import outputs_and_gradients
+from torch import Tensor
+from vlm_sweep import TOLERANCE, Rows, own_log_probs, random_model
+from vlm_tiny import special_of, tiny_config, tiny_processor
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import Layout, World
+from mvp_engine.errors import UserError
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.lora import add_adapters
+from mvp_engine.hf.lora_settings import Lora
+from mvp_engine.hf.preflight import check_packing
+
+CANNOT_READ = "transformers finds no weights in folders of this type that it saved itself"
+
+
+def build(name: str) -> LanguageModel:
+    return random_model(tiny_config(name, tiny_processor(name)), special_of(name).noise)
+
+
+def lora(name: str, rows: Rows) -> bool | str:
+    """Adapters on the text layers: packed text and media stay exact, and the adapters get gradients."""
+    model = build(name)
+    try:
+        add_adapters(model, Lora(rank=2))
+        check_packing(model)
+    except UserError as error:
+        return str(error)
+    adapters = {key: param for key, param in model.named_parameters() if ".lora_" in key}
+    with torch.no_grad():
+        for param in adapters.values():
+            param += 0.1 * torch.randn_like(param)
+    found = []
+    for batches in ([PackedBatch.concat(rows.ones)], rows.ones):
+        model.zero_grad()
+        log_probs = torch.cat([model(batch, ["log_probs"])["log_probs"] for batch in batches])
+        (log_probs.sum() / 100).backward()
+        grads = {key: param.grad for key, param in adapters.items() if param.grad is not None}
+        found.append({"log-probs": log_probs.detach(), **grads})
+    if not any(bool(grad.any()) for key, grad in found[0].items() if key != "log-probs"):
+        return "the adapters get no gradients"
+    difference = worst_difference(*found)
+    return True if difference <= TOLERANCE else f"adapters: packed rows differ from single ones by {difference:.1e}"
+
+
+def export(name: str, rows: Rows) -> bool | str:
+    """A folder that transformers reads without missing or unexpected tensors, with the log-probs of this model."""
+    model = build(name)
+    with tempfile.TemporaryDirectory() as parent, torch.no_grad():
+        folder = Path(parent) / "exported"
+        try:
+            model.engine_adapter().export(folder, None, World.join("cpu"))
+        except UserError as error:
+            return str(error)
+        read, problems = _read(type(model.hf), folder)
+        if problems:
+            model._skeleton(type(model.hf)).to_empty(device="cpu").save_pretrained(Path(parent) / "saved")
+            is_own = bool(_read(type(model.hf), Path(parent) / "saved")[1])
+            return CANNOT_READ if is_own else f"transformers reads the exported folder with {problems}"
+        own = torch.cat([model(rows.ones[i], ["log_probs"])["log_probs"] for i in rows.runnable])
+        expected = torch.cat([own_log_probs(read.eval(), rows.ones[i], rows.given[i]) for i in rows.runnable])
+    difference = float((own - expected).abs().max())
+    return True if difference <= TOLERANCE else f"log-probs of the exported folder differ by {difference:.1e}"
+
+
+def _read(model_class: Any, folder: Path) -> tuple[Any, dict[str, list[str]]]:
+    """The model in a folder, and the tensors that are missing or unexpected."""
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
+    model, loading = model_class.from_pretrained(folder, **options)
+    return model, {key: sorted(map(str, names)) for key, names in loading.items() if names}
+
+
+def on_two_ranks(name: str, rows: Rows, pool: Any, **sizes: int) -> bool | str:
+    """Whether a layout of the two ranks of `pool` gives the log-probs and gradients of one."""
+    batch = PackedBatch.concat(rows.ones)
+    answers = pool.run(_on_layout, name, pickle.dumps(batch), sizes, timeout=120.0)
+    expected = outputs_and_gradients(build(name), Layout(World.join("cpu")), batch)
+    for found in answers:
+        if isinstance(found, str):
+            return found
+        difference = worst_difference(found, expected)
+        if difference > TOLERANCE:
+            return f"log-probs or gradients differ from those of one rank by {difference:.1e}"
+    return True
+
+
+def _on_layout(name: str, batch: bytes, sizes: dict[str, int]) -> dict[str, Tensor] | str:
+    """On each rank: log-probs and gradients, or the error of an engine that refuses the layout."""
+    world = World.join("cpu")
+    probe_once.forget()
+    try:
+        return outputs_and_gradients(build(name), Layout.of(world, parallel(**sizes)), pickle.loads(batch))
+    except UserError as error:
+        return str(error)
+    finally:
+        world.close()
