@@ -11,9 +11,8 @@ The data are files next to this one, made by scripts from sweeps over tiny rando
                  "lora": true, "ulysses": true, "tensor": true, "export": true,
                  "note": "GQA"}, ...]}  # optional: what is special about it
 
-A column is `true`; `null`, which was not tried; or a string: the reason why it is not supported. For text types the
-data kit follows from `packed`: it reads rows with a tokenizer, whatever the type. This module imports neither torch nor
-transformers.
+A column is `true`, or a string: the reason why it is not supported. For text types the data kit follows from `packed`:
+it reads rows with a tokenizer, whatever the type. This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ def _description(entry: dict[str, Any]) -> str:
     else:
         for key, title in COLUMNS.items():
             reason = f": {entry[key]}" if isinstance(entry[key], str) else ""
-            answer = _word(entry[key]).replace("?", "not tried")
-            lines.append(f"  {title:<16} {answer}{reason}")
+            lines.append(f"  {title:<16} {_word(entry[key])}{reason}")
     if entry.get("note"):
         lines.append(f"  {entry['note']}")
     return "\n".join(lines)
@@ -91,7 +89,7 @@ def table(models: dict[str, dict[str, Any]]) -> str:
         lines.append(f"{name:<{width}}  {entry['kind']:<15}  {'  '.join(answers).rstrip()}")
     packed = sum(entry["packed"] is True for entry in models.values())
     lines.append(
-        f"{packed} of {len(models)} types train packed and exact; ?: not tried. mvp models NAME prints reasons."
+        f"{packed} of {len(models)} types train packed and exact. mvp models NAME prints reasons."
     )
     return "\n".join(lines)
 
@@ -118,7 +116,5 @@ def markdown_table(models: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _word(value: bool | str | None) -> str:
-    if value is None:
-        return "?"
+def _word(value: bool | str) -> str:
     return "yes" if value is True else "no"

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from folders import alone, entries
+from model_sweep import EXACT, worst_difference
 from omni_models import OMNI
+from test_csm import gradients_of, on_ranks
 from test_csm import whole as csm
 from test_csm_folders import test_data_kit_makes_rows_of_csm_from_codes
 
@@ -90,3 +92,24 @@ def export(name: str) -> bool | str:
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return dict(entry for file in sorted(folder.glob("*.safetensors")) for entry in entries(file))
+
+
+def on_two_ranks(name: str, pool: Any, **sizes: int) -> bool | str:
+    """Whether a layout of the two ranks of `pool` gives the gradients of one."""
+    assert name == "csm", "others are in tests/kit/vlm_columns.py"
+    expected = gradients_of(alone(), [[1, 0, 2, 1, 3]])
+    for found in pool.run(_or_reason, {**sizes, "replicate": 1}):
+        if isinstance(found, str):
+            return found
+        difference = worst_difference(found, expected)
+        if difference > EXACT:
+            return f"gradients differ from those of one rank by {difference:.1e}"
+    return True
+
+
+def _or_reason(sizes: dict[str, int]) -> dict[str, torch.Tensor] | str:
+    """On each rank: the gradients, or the error of an engine that refuses the layout."""
+    try:
+        return on_ranks(sizes)
+    except UserError as error:
+        return str(error)

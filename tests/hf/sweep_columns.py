@@ -106,7 +106,8 @@ def on_two_ranks(name: str, pool: Any, **sizes: int) -> bool | str:
             return found
         difference = worst_difference(found, expected)
         if difference > EXACT:
-            return f"log-probs or gradients differ from those of one rank by {difference:.1e}"
+            layout = ", ".join(f"parallel.{key} > 1" for key in sizes)
+            return f"{layout}: in float32, gradients differ from those of one rank by {difference:.1e}, more than 1e-5"
     return True
 
 

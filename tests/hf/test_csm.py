@@ -281,12 +281,13 @@ def gradients_of(layout: Layout, members: list[list[int]]) -> dict[str, Tensor]:
 
 def on_ranks(sizes: dict[str, int]) -> dict[str, Tensor]:
     world = World.join("cpu")
-    layout = Layout.of(world, parallel(**sizes))
-    shares = [[[1]], [[0], [2, 1, 3]]]  # the first rank has no speech
-    mine = [one for share in shares[layout.data_rank :: layout.data_size] for one in share]
-    found = gradients_of(layout, mine)
-    world.close()
-    return found
+    try:
+        layout = Layout.of(world, parallel(**sizes))
+        shares = [[[1]], [[0], [2, 1, 3]]]  # the first rank has no speech
+        mine = [one for share in shares[layout.data_rank :: layout.data_size] for one in share]
+        return gradients_of(layout, mine)
+    finally:
+        world.close()
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, shared_media
 from mvp_engine.hf.model_inputs import media_inputs
@@ -170,3 +171,39 @@ def test_sounds_without_a_mask_of_frames_are_encoded_one_at_a_time() -> None:
     inputs = shared_media.encoder_inputs(model, "input_features", media)
     features = model.get_audio_features(inputs["input_features"]).pooler_output
     assert torch.equal(features[inputs["input_features_mask"]], torch.cat(alone))
+
+
+class TilesAsFrames(nn.Module):
+    """One method for images and videos, which takes (items, tiles or frames, ...)."""
+
+    dtype = torch.float32
+
+    def get_image_features(self, pixel_values: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(pooler_output=pixel_values.flatten(0, 1).flatten(2).transpose(1, 2))
+
+    def forward(self, pixel_values: torch.Tensor, pixel_values_videos: torch.Tensor) -> None: ...
+
+
+def test_tiles_of_images_are_frames_where_one_method_takes_images_and_videos() -> None:
+    base = TilesAsFrames()
+    shared_media.apply_shared_features(base)
+    values = torch.arange(5 * 3 * 4.0).view(5, 3, 2, 2)
+    media = Media(values, torch.tensor([3, 2]), torch.tensor([0, 1]))
+    for kind in ("pixel_values", "pixel_values_videos"):
+        (given,) = shared_media.encoder_inputs(base, kind, media).values()
+        features = base.get_image_features(given).pooler_output
+        assert torch.equal(features[0], values.flatten(2).transpose(1, 2).flatten(0, 1))
+
+
+@pytest.mark.parametrize("has_newlines", [False, True])
+def test_items_with_learned_newlines_are_encoded_on_every_rank(has_newlines: bool) -> None:
+    """Their number of features is not a multiple of their number of patches."""
+    base = TilesAsFrames()
+    if has_newlines:
+        base.image_newline = nn.Parameter(torch.zeros(3))
+    shared_media.apply_shared_features(base)
+    grid = {"image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]])}
+    media = Media(torch.zeros(8, 3), torch.tensor([4, 4]), torch.tensor([0, 1]), grid)
+    shard = UlyssesShard(None, 0, (5, 5))  # type: ignore[arg-type]
+    shared_media.encoder_inputs(base, "pixel_values", media, shard)
+    assert (media.values in shared_media._SHARES) is not has_newlines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,10 +54,62 @@ class UnmaskedRunner(ProcessorRunner):
 
 
 def test_audio_without_a_mask_of_frames_has_a_row_for_each_frame() -> None:
-    runner = UnmaskedRunner(hf.Qwen2AudioProcessor.__new__(hf.Qwen2AudioProcessor), ["audio"], 16000)
+    runner = runner_of(UnmaskedRunner)
     (media,) = runner.find_empty_media().values()
     assert runner.layouts == {"audio": FRAMES}
     assert media.values.shape == (0, 2)
+
+
+def runner_of(kind: type[ProcessorRunner]) -> ProcessorRunner:
+    processor = hf.Qwen2AudioProcessor.__new__(hf.Qwen2AudioProcessor)
+    processor.tokenizer = SimpleNamespace(bos_token="<s>")
+    return kind(processor, ["audio"], 16000)
+
+
+class OneSoundRunner(ProcessorRunner):
+    """A processor that takes one sound per text, with a mask of frames."""
+
+    def call(self, items: Any) -> tuple[list[str], dict[str, Any]]:
+        if len(items) > 1:
+            raise ValueError("one sound per text")
+        return self._call_with_own_texts(items)
+
+    def _call_with_own_texts(self, items: Any) -> tuple[list[str], dict[str, Any]]:
+        frames = torch.tensor([info.num_samples // 1000 for info, _ in items])
+        mask = torch.arange(int(frames.max())) < frames[:, None]
+        outputs = {"input_features": mask[..., None] * torch.ones(2), "input_features_mask": mask}
+        return ["<a>" * int(count) for count in frames], outputs
+
+    call_blank = None
+
+
+def test_sounds_of_a_processor_for_one_per_text_are_padded_as_it_pads_several_texts() -> None:
+    runner = runner_of(OneSoundRunner)
+    (media,) = runner.find_empty_media().values()
+    assert not runner.refused
+    assert media.values.shape == (0, 8, 2)
+
+
+class EqualTilesRunner(ProcessorRunner):
+    """A processor of images in tiles that stacks those of one call, so they must have equal numbers of tiles."""
+
+    def call(self, items: Any) -> tuple[list[str], dict[str, Any]]:
+        counts = [info.height // 8 for info, _ in items]
+        if len(set(counts)) > 1:
+            raise ValueError("stack expects each tensor to be equal size")
+        return ["<i>" * count for count in counts], {"pixel_values": torch.ones(len(items), counts[0], 3, 4, 4)}
+
+    call_blank = None
+
+
+def test_images_with_different_numbers_of_tiles_are_taken_one_at_a_time() -> None:
+    processor = hf.LlavaProcessor.__new__(hf.LlavaProcessor)
+    processor.tokenizer = SimpleNamespace(bos_token="<s>")
+    processor.image_token = "<i>"
+    runner = EqualTilesRunner(processor, ["image"], 16000)
+    (media,) = runner.find_empty_media().values()
+    assert media.values.shape == (0, 3, 4, 4)
+    assert not runner.can_batch_images
 
 
 def test_image_with_a_mask_of_tiles_and_a_size_of_the_whole_is_one_row() -> None:

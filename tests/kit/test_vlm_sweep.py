@@ -12,6 +12,8 @@ import pytest
 import transformers
 from conftest import ROOT
 from families import is_supported
+from ranks import RankPool
+from vlm_columns import columns
 from vlm_sweep import try_type, types
 from vlm_tiny import special_of
 
@@ -52,17 +54,38 @@ def test_data_kit_and_model_of_unlisted_type_equal_transformers(name: str) -> No
 
 @pytest.mark.campaign(only=True)
 @pytest.mark.parametrize("name", types())
-def test_media_type_is_exact_or_refused_as_listed(name: str) -> None:
-    trial = try_type(name)
+def test_media_type_is_as_listed_in_every_column(name: str, ranks2: RankPool) -> None:
     needs = special_of(name).needs
-    if trial.outcome == "no tiny model" or (needs and importlib.util.find_spec(needs) is None):
-        pytest.skip(trial.reason)
-    assert trial.outcome in ("exact", "refused"), trial
+    if needs and importlib.util.find_spec(needs) is None:
+        pytest.skip(f"needs {needs}")
+    trial = try_type(name)
     listed = json.loads((ROOT / "mvp_engine" / "tools" / "models_media.json").read_text())
     if transformers.__version__ != listed["transformers"]:
+        assert trial.outcome in ("exact", "refused", "no tiny model"), trial
         return  # it may support more, or less
+    assert trial.outcome in ("exact", "refused"), trial
     (entry,) = [one for one in listed["models"] if one["name"] == name]
     assert (entry["data_kit"] is True) == (trial.outcome == "exact"), (trial, entry)
+    if trial.rows is not None:
+        for column, answer in columns(name, trial.rows, ranks2).items():
+            assert (entry[column] is True) == (answer is True), (column, answer, entry)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("emu3", "writes <s> in front of any text"),
+        ("kosmos-2", "cannot run without pixel_values"),
+        ("kyutai_speech_to_text", "codes that are added to each token of text"),
+        ("vibevoice_asr", "its encoder adds random noise"),
+    ],
+)
+def test_media_type_that_cannot_be_trained_is_refused_with_the_reason(name: str, reason: str) -> None:
+    if name not in types() or not is_supported(name):
+        pytest.skip("needs a newer transformers")
+    trial = try_type(name)
+    assert trial.outcome == "refused", trial
+    assert reason in trial.reason
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from typing import Any
 import transformers as hf
 from processors import chat_template
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from vlm_exceptions import DROP, EXCEPTIONS, Special
+from vlm_exceptions import EXCEPTIONS
+from vlm_special import DROP, Special
 
 VOCAB = 640
 HIDDEN = 32

@@ -10,12 +10,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from mvp_engine.data.batch import Media
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode import processor_calls
 from mvp_engine.kit.data.encode.expansion_context import ExpansionContext
+from mvp_engine.kit.data.encode.item_padding import check_padding, has_bare_frames, shapes_of
 from mvp_engine.kit.data.encode.processor_calls import blank_item
 from mvp_engine.kit.data.encode.processor_limits import (
     SUB_PROCESSORS,
@@ -25,7 +24,6 @@ from mvp_engine.kit.data.encode.processor_limits import (
 from mvp_engine.kit.data.encode.processor_outputs import (
     FRAMES,
     TILES,
-    concat_media,
     extra_names,
     has_mixed_fields,
     split_extra,
@@ -167,14 +165,16 @@ class ProcessorRunner:
             try:
                 found = self._empty_media_of(kind)
             except TRIAL_ERRORS as error:
-                is_ours = isinstance(error, UserError)
-                problem = str(error) if is_ours else f"{type(error).__name__}: {error}"
+                problem = str(error)
+                if not isinstance(error, UserError):
+                    detail = f" ({error})" if str(error) else ""
+                    problem = f"its code fails for a text that is a placeholder alone{detail}"
                 self.refused[kind] = (
                     f"{type(self.processor).__name__} cannot be called for one {kind} at a time: {problem}"
                 )
                 continue
             for name, media in found.items():
-                if name in empty and _shapes(empty[name]) != _shapes(media):
+                if name in empty and shapes_of(empty[name]) != shapes_of(media):
                     self.refused[kind] = f"its {name} have other shapes than those of other media"
                 else:
                     empty[name] = media
@@ -239,7 +239,7 @@ class ProcessorRunner:
         first_outputs, first_extra = split_extra(first_outputs, extra)
         second_outputs, second_extra = split_extra(second_outputs, extra)
         for field in first_extra.keys() & second_extra.keys():
-            if _shapes(first_extra[field]) != _shapes(second_extra[field]):
+            if shapes_of(first_extra[field]) != shapes_of(second_extra[field]):
                 raise UserError(f"its {field} has other shapes for items of other sizes")
         # Of two tiles a size of the whole looks like a field of the tiles.
         if has_mixed_fields(first_outputs) or has_mixed_fields(second_outputs):
@@ -249,12 +249,12 @@ class ProcessorRunner:
         self.value_names[kind] = name
         if name != other_name:
             raise UserError(f"it returns {name} for one item and {other_name} for another one")
-        if kind == "audio" and _has_bare_frames(first, second):
+        if kind == "audio" and has_bare_frames(first, second):
             self.layouts[kind] = FRAMES
             first = to_media(first_outputs, FRAMES)[1]
             second = to_media(second_outputs, FRAMES)[1]
-        if _shapes(first) != _shapes(second):
-            _check_padding(name, first, second, both_outputs)
+        if shapes_of(first) != shapes_of(second):
+            check_padding(name, first, second, both_outputs)
         found = {name: first, **second_extra, **first_extra}
         # Not a view of the item's values, which would be pickled with it.
         return {
@@ -338,66 +338,6 @@ class ProcessorRunner:
             return self.call_blank(info)[0] == expected
         except (RuntimeError, TypeError, ValueError):  # the processor reads the data
             return False
-
-
-def _shapes(media: Media) -> dict[str, tuple[int, ...]]:
-    """The shapes of rows and of the fields of items."""
-    shapes = {name: tuple(value.shape[1:]) for name, value in media.fields.items()}
-    return {**shapes, "": tuple(media.values.shape[1:])}
-
-
-def _has_bare_frames(first: Media, second: Media) -> bool:
-    """Whether audio, (1, frames, features), is as long as it takes, and has no mask of frames."""
-    values = first.values
-    if values.ndim != 3 or len(values) != 1 or values.shape[2] != second.values.shape[2]:
-        return False
-    masks = [mask for field, mask in first.fields.items() if field.endswith("_mask")]
-    has_mask = any(mask.shape[1:2] == values.shape[1:2] for mask in masks)
-    return not has_mask and values.shape[1] != second.values.shape[1]
-
-
-def _check_padding(name: str, first: Media, second: Media, both: Outputs | None) -> None:
-    """Raise unless the processor itself pads the smaller of two items when it gets both: with zeros, or masked.
-
-    A processor may pad waveforms: the spectrogram of silence is not zero, and masked. Of the frames at the end of a
-    waveform some see the padding, and only then are valid. Encoders must not see what is masked, which the start of a
-    training tests.
-    """
-    together = {**(both or {})}
-    padded = concat_media([first, first, second])
-    expected = {**padded.fields, name: padded.values}
-    if len(first.values) > 1:  # a row for each frame: values are not padded
-        together[name] = expected[name]
-    if more := sorted(together.keys() - expected.keys()):
-        raise UserError(f"it returns {more} for items of different sizes, not for one alone")
-    masks = {field: mask for field, mask in padded.fields.items() if field.endswith("_mask")}
-    for mask in masks.values():
-        for values in (together, expected):
-            values[name] = _masked(values.get(name), mask)
-    for field, value in expected.items():
-        given = together.get(field)
-        if field in masks and isinstance(given, Tensor) and given.shape == value.shape:
-            given = given.logical_and(value)
-            value = value.bool()
-        if not _equal(value, given):
-            shapes = [list(_shapes(media).values()) for media in (first, second)]
-            raise UserError(f"items of different sizes have shapes that cannot be packed: {shapes}")
-
-
-def _masked(values: Any, mask_IF: Tensor) -> Any:
-    """The values of items with zeros for frames that are masked; all of them if the mask is not one of frames."""
-    if not isinstance(values, Tensor) or values.ndim != 3 or mask_IF.ndim != 2:
-        return values
-    if mask_IF.shape == values.shape[:2]:
-        return values * mask_IF[..., None].to(values)
-    return values * mask_IF[:, None].to(values) if mask_IF.shape[1] == values.shape[2] else values
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two tensors hold the same values; the processor may return them with a batch dimension."""
-    if not isinstance(other, Tensor):
-        return False
-    return one.numel() == other.numel() and bool((one.flatten() == other.flatten()).all())
 
 
 def _small_info(kind: str, sampling_rate: int) -> MediaInfo:
