@@ -342,6 +342,13 @@ class ProcessorRunner:
 
 def _small_info(kind: str, sampling_rate: int) -> MediaInfo:
     """A small item of any kind, with half a second of audio."""
-    video = {"total_frames": 4, "num_frames": 4, "fps": 2.0}
-    audio = {"num_samples": sampling_rate // 2, "sampling_rate": sampling_rate}
-    return MediaInfo(kind, width=64, height=48, **video, **audio)
+    return MediaInfo(
+        kind,
+        width=64,
+        height=48,
+        total_frames=4,
+        fps=2.0,
+        num_frames=4,
+        num_samples=sampling_rate // 2,
+        sampling_rate=sampling_rate,
+    )
