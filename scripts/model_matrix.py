@@ -98,7 +98,7 @@ def short(name: str, reason: bool | str) -> bool | str:
     reason = re.sub(r"^parallel\.(\w+)=2", r"parallel.\1 > 1", reason)
     reason = re.sub(rf"^{re.escape(name)}: the forward on a row with \w+ fails: (parallel\.)", r"\1", reason)
     reason = re.sub(r"\b[\w-]+ has no tensor-parallel plan", "it has no tensor-parallel plan", reason)
-    reason = re.sub(rf"\b({re.escape(name)}|gpt2):? (has|runs|keeps)", r"it \2", reason)
+    reason = re.sub(rf"\b({re.escape(name)}(?:_text)?|gpt2):? (has|runs|keeps)", r"it \2", reason)
     return reason.replace(f"{name}: log-probs", "log-probs")
 
 
