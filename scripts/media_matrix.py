@@ -1,6 +1,6 @@
 """Writes `mvp_engine/tools/models_media.json`: models with encoders, for `mvp models` and docs/models.md.
 
-    python scripts/media_matrix.py             # sweep all types (about fifteen minutes on two cores)
+    python scripts/media_matrix.py             # sweep all types (about twelve minutes on two cores)
     python scripts/media_matrix.py qwen3_5     # only these; others keep their entries
 
 Types that need a package besides those of this project (timm, torchaudio, librosa) keep their entries where it is
