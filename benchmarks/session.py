@@ -6,12 +6,14 @@
 
 A job is its limit in seconds and the arguments of python. Jobs that begin with + run at the same time: what compiles,
 or compares results. A job without + runs alone after all before it, as a timing must. `--seconds` bounds the session: a
-job gets what is left. Output goes to a file per job; its last lines are printed when it ends.
+job gets what is left, and benchmarks end their trainings some seconds earlier, to write what they have. Output goes to
+a file per job; its last lines are printed when it ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.watch import ended_by_sigterm, kill_session
+from benchmarks.watch import ENDS, ended_by_sigterm, kill_session
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,10 @@ class Session:
         if limit > 0:
             with log.open("w") as out:
                 command = [sys.executable, *job.words]
-                process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+                env = os.environ | {ENDS: str(time.time() + limit)}
+                process = subprocess.Popen(
+                    command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                )
                 self._leaders.append(process.pid)
                 try:
                     code = process.wait(limit)

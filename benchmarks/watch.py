@@ -25,6 +25,14 @@ from typing import Any
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 ENDING_SECONDS = 30.0  # in which killed processes are gone: the driver unmaps a whole GPU
+ENDS = "BENCHMARK_ENDS"  # in the environment: when `session.py` will kill this job, in seconds of time.time()
+WRITING_SECONDS = 8.0  # before that, to write results
+
+
+def limit_of(seconds: float) -> float:
+    """So many seconds, or what the session of benchmarks leaves: then what was measured is still written."""
+    ends = os.environ.get(ENDS)
+    return seconds if ends is None else min(seconds, max(0.0, float(ends) - time.time() - WRITING_SECONDS))
 
 
 @dataclass
@@ -51,6 +59,7 @@ def watch(
 
     `last_step`: they also end when this step is logged, without a final checkpoint.
     """
+    limit = limit_of(limit)
     folder.mkdir(exist_ok=True)
     first: float | None = None
     records: list[tuple[float, dict[str, Any]]] = []

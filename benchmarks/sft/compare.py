@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from data import PER_STEP, Pixels, Row, packed, rows, shape
 
+from benchmarks.watch import limit_of
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MFUKit
 from mvp_engine.log.peaks import device_peak
@@ -50,6 +51,7 @@ OURS: dict[str, list[str]] = {"ours": [], "ours, fp8": ["model.fp8=true"], "ours
 SIDES = ["ours", "Trainer", "Trainer + Liger"]
 TRL = {"TRL + Liger": "bfd", "TRL + Liger, wrapped": "wrapped"}  # how it packs
 INTERVAL = 5
+DAY = 86_400.0
 
 
 def our_command(args: argparse.Namespace, mix: str, folder: Path, side: str, interval: int = INTERVAL) -> list[str]:
@@ -96,7 +98,7 @@ def theirs(args: argparse.Namespace, mix: str, folder: Path, side: str) -> dict[
     out = folder / "trainer.json"
     command = their_command(args, mix, out, side)
     with contextlib.suppress(subprocess.TimeoutExpired):  # then what it had by then counts
-        subprocess.run(command, check=True, timeout=args.limit)
+        subprocess.run(command, check=True, timeout=limit_of(args.limit or DAY))
     found = json.loads(out.read_text()) if out.is_file() else {"ends": []}
     done = len(found["ends"])
     warm = INTERVAL if done > INTERVAL else 1
