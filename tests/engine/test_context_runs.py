@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,17 +24,20 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_context_training_has_the_losses_of_one_rank_and_resumes_on_any_layout(
-    train, ranks2, ranks4, tmp_path: Path
+    train, ranks2, ranks4, tmp_path: Path, campaign_size: Any
 ) -> None:
-    assert train(*WORDS, "loop.total_steps=6", "loop.eval_interval=3", config=LM, dir=tmp_path / "straight") == 0
+    steps = campaign_size(6, 8)
+    assert train(*WORDS, f"loop.total_steps={steps}", "loop.eval_interval=3", config=LM, dir=tmp_path / "straight") == 0
     cut = [*WORDS, "resume=auto", f"project.dir={tmp_path / 'cut'}", "loop.eval_interval=3"]
     assert ranks2.launch(LM, *cut, "parallel.context=2", "loop.total_steps=3") == [0] * 2
     assert train(*cut, "loop.total_steps=4", config=LM, dir=tmp_path / "cut") == 0
-    sharded = ["parallel.context=2", "parallel.shard=2"]
-    assert ranks4.launch(LM, *cut, *sharded, "loop.total_steps=6") == [0] * 4
+    for sizes, end in (("shard=2", 6), ("ulysses=2", 8))[: campaign_size(1, 2)]:
+        words = ["parallel.context=2", f"parallel.{sizes}", f"loop.total_steps={end}"]
+        assert ranks4.launch(LM, *cut, *words) == [0] * 4
     one, many = read_metrics(tmp_path / "straight"), read_metrics(tmp_path / "cut")
-    assert [r["step"] for r in many] == list(range(1, 7))
+    assert [r["step"] for r in many] == list(range(1, steps + 1))
     assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in many], rel=1e-5)
     assert [r["totals"] for r in one] == [r["totals"] for r in many]  # counted once
     evaluated = {r["step"]: r["loss"] for r in read_metrics(tmp_path / "cut", "eval")}

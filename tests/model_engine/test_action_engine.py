@@ -186,16 +186,18 @@ def trained(folder: Path, *words: str, ranks: Any = None) -> list[dict[str, Any]
     ],
     ids=str,
 )
+@pytest.mark.campaign
 def test_action_training_on_two_ranks_has_the_losses_and_actions_of_one(
-    tmp_path: Path, ranks2, words: list[str]
+    tmp_path: Path, ranks2, words: list[str], campaign_size: Any
 ) -> None:
-    """Replicas: `test_action_engine_on_a_mixture_has_the_losses_of_one_rank`."""
+    """Replicas are short in `test_action_engine_on_a_mixture_has_the_losses_of_one_rank`."""
     alone = trained(tmp_path / "alone", *words)
-    together = trained(tmp_path / "shards", *words, "parallel.shard=2", ranks=ranks2)
-    for one, other in zip(alone, together, strict=True):
-        for key in ("loss", "action_loss", "text_loss", "mean_action"):
-            if key in one:
-                assert other[key] == pytest.approx(one[key], rel=2e-5), key
+    for size in (2, 1)[: campaign_size(1, 2)]:  # shards; replicas
+        together = trained(tmp_path / f"shard_{size}", *words, f"parallel.shard={size}", ranks=ranks2)
+        for one, other in zip(alone, together, strict=True):
+            for key in ("loss", "action_loss", "text_loss", "mean_action"):
+                if key in one:
+                    assert other[key] == pytest.approx(one[key], rel=2e-5), (size, key)
 
 
 @pytest.mark.slow

@@ -157,18 +157,23 @@ def test_bf16_on_every_layout_is_close_to_fp32(one: Path, ranks2, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_packed_run_resumed_on_other_layouts_gives_the_losses_of_one_rank(
-    train, ranks2, ranks4, tmp_path: Path
+    train, ranks2, ranks4, tmp_path: Path, campaign_size: Any
 ) -> None:
+    steps = campaign_size(6, 8)
     words = ["data.micro_batch_size=2", "optim.schedule=constant"]  # so that a shorter run is the same run, cut
-    assert train(*words, "loop.total_steps=6", config=LM, dir=tmp_path / "straight") == 0
+    assert train(*words, f"loop.total_steps={steps}", config=LM, dir=tmp_path / "straight") == 0
     cut = [*words, "resume=auto", f"project.dir={tmp_path / 'cut'}"]
     both = ["parallel.shard=2", "parallel.ulysses=2"]
     assert ranks4.launch(LM, *cut, *both, "loop.total_steps=3") == [0] * 4
     assert ranks2.launch(LM, *cut, "parallel.tensor=2", "loop.total_steps=5") == [0] * 2
     assert train(*cut, "loop.total_steps=6", config=LM, dir=tmp_path / "cut") == 0
+    if steps > 6:
+        words = ["parallel.shard=4", "data.micro_batch_size=1"]
+        assert ranks4.launch(LM, *cut, *words, f"loop.total_steps={steps}") == [0] * 4
     one, many = read_metrics(tmp_path / "straight"), read_metrics(tmp_path / "cut")
-    assert [r["step"] for r in many] == list(range(1, 7))
+    assert [r["step"] for r in many] == list(range(1, steps + 1))
     assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in many], rel=1e-5)
 
 

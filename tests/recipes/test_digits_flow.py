@@ -23,14 +23,16 @@ def trained(folder: Path, *words: str, ranks: Any = None) -> list[dict[str, Any]
 
 
 @pytest.mark.slow
-def test_digits_flow_sharded_ranks_give_the_losses_and_digits_of_one_rank(tmp_path: Path, ranks2) -> None:
+@pytest.mark.campaign
+def test_digits_flow_ranks_give_the_losses_and_digits_of_one_rank(tmp_path: Path, ranks2, campaign_size: Any) -> None:
     alone = trained(tmp_path / "alone")
-    together = trained(tmp_path / "shards", "parallel.shard=2", ranks=ranks2)
-    for one, other in zip(alone, together, strict=True):
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
-        if one["split"] == "eval":
-            assert other["right"] == one["right"]
-            assert other["distance_ratio"] == pytest.approx(one["distance_ratio"], rel=1e-4)
+    for size in (2, 1)[: campaign_size(1, 2)]:  # shards; replicas
+        together = trained(tmp_path / f"shard_{size}", f"parallel.shard={size}", ranks=ranks2)
+        for one, other in zip(alone, together, strict=True):
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+            if one["split"] == "eval":
+                assert other["right"] == one["right"]
+                assert other["distance_ratio"] == pytest.approx(one["distance_ratio"], rel=1e-4)
 
 
 def test_digits_flow_resume_continues_bit_equal(tmp_path: Path) -> None:
