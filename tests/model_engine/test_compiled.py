@@ -229,6 +229,20 @@ def test_graphs_that_are_compiled_late_are_counted_with_their_reason(monkeypatch
     assert watch.recompiles == 1
 
 
+def test_graph_breaks_are_a_warning_with_their_reason(monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(compile.LOGGER, "warning", lambda text, *words: said.append(text % words))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for read, warnings in ((lambda x: x, 0), (lambda x: x.tolist(), 1)):
+        torch.compile(lambda x, read=read: (x * 2, read(x)), backend="eager")(torch.ones(2))
+        watch = compile.RecompileWatch()
+        for _ in range(5):
+            watch.after_step()
+        assert len([one for one in said if "divides blocks into several graphs" in one]) == warnings
+    assert "tolist" in said[-1]
+
+
 def test_compile_cache_is_the_folder_of_the_config_or_environment_or_user(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of the environment")
     compile.use_cache(None)

@@ -106,7 +106,7 @@ def use_cache(folder: str | None) -> None:
 
 
 class RecompileWatch:
-    """Warns of graphs that are compiled after the first steps: each takes seconds to minutes."""
+    """Warns of graph breaks, and of graphs that are compiled after the first steps: each takes seconds to minutes."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -116,6 +116,8 @@ class RecompileWatch:
     def after_step(self) -> None:
         self.steps += 1
         found = self._new_graphs()
+        if self.steps == WARM_UP_STEPS:
+            _warn_of_graph_breaks()
         if self.steps <= WARM_UP_STEPS or not found:
             return
         self.recompiles += len(found)
@@ -140,6 +142,18 @@ class RecompileWatch:
         new = [one for one in graphs if one.compile_id not in self._seen]
         self._seen.update(one.compile_id for one in new)
         return new
+
+
+def _warn_of_graph_breaks() -> None:
+    """Blocks that are compiled in pieces take longer: what is between two graphs runs in Python."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None or not (breaks := dynamo.counters["graph_break"]):
+        return
+    reasons = [" ".join(reason.split())[:REASON_LENGTH] for reason in breaks][:MOST_GRAPHS]
+    LOGGER.warning(
+        "torch.compile divides blocks into several graphs, which takes longer: %s",
+        "; ".join(reasons),
+    )
 
 
 def _place(graph: Any) -> str:
