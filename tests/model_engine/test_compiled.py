@@ -113,7 +113,9 @@ def test_compiled_checkpointed_layouts_equal_one_eager_rank(
             assert all(close(mine, one) for mine, one in zip(its_outs, outs, strict=True)), how
             assert its_grads.keys() == grads.keys()
             assert all(close(its_grads[n], grad) for n, grad in grads.items()), how
-            assert graphs[-1] == graphs[WARM - 1] <= 3 * KINDS[name], how  # for the first sizes, then for all others
+            assert graphs[-1] <= 3 * KINDS[name], how  # for the first sizes, then for all others
+            # A rank that no other sends keys to has one more, in the last pack.
+            assert graphs[-1] - graphs[WARM - 1] <= ("context" in sizes), how
             assert graphs[0] >= KINDS[name], how
 
 
@@ -216,6 +218,7 @@ def test_ulysses_layer_has_one_functional_all_to_all_each_way(ranks2) -> None:
 def test_graphs_that_are_compiled_late_are_counted_with_their_reason(monkeypatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(compile.LOGGER, "warning", lambda text, *words: said.append(text % words))
+    torch._dynamo.utils.counters.clear()
     watch = compile.RecompileWatch()
     double = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
     for step in range(1, 6):
