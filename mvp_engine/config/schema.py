@@ -105,6 +105,7 @@ class Model(Section):
     compile: str | dict[Part, str | None] | None
     compile_cache: str | None = None
     compile_dynamic: bool = False
+    cast_weights_once: bool = False
     fp8: bool | dict[Part, bool]
     quantize: dict[Part, Literal["nf4"]]
     sequence_parallel: bool | None

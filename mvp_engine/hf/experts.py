@@ -69,7 +69,7 @@ def grouped_experts(
 
 def dtype_of(experts: nn.Module, hidden_TD: Tensor) -> torch.dtype | None:
     """The dtype to compute in; None: that of the weights."""
-    return autocast_dtype(hidden_TD) if _sizes_fit(experts) else None
+    return autocast_dtype(hidden_TD) if sizes_fit(experts) else None
 
 
 def run(
@@ -225,7 +225,12 @@ def adapter_name(name: str) -> str:
     return f"{name}_adapter"
 
 
-def _sizes_fit(experts: nn.Module) -> bool:
+def adapters(experts: nn.Module) -> list[nn.Module]:
+    """The LoRA adapters of stacked parameters: `lora_experts.py`."""
+    return [child for name, child in experts.named_children() if name.endswith("_adapter")]
+
+
+def sizes_fit(experts: nn.Module) -> bool:
     """The half-precision kernels support all matrices of these experts, (E, in, out) each."""
     matrices = [weight for weight in experts.parameters() if weight.ndim == 3]
     return all(

@@ -27,7 +27,7 @@ from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import PARTS, matching, parts_of
 
 # Step sizes of selective scans: the mixer multiplies with the weight itself, so the layer's forward never runs.
-_READ_DIRECTLY = {"dt_proj"}
+READ_DIRECTLY = {"dt_proj"}
 
 Fetch = Callable[[str], Tensor]  # returns the full tensor of a parameter name
 
@@ -163,7 +163,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     linears: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
         is_linear = type(module) is nn.Linear and module not in heads
-        if name.rpartition(".")[2] in _READ_DIRECTLY:
+        if name.rpartition(".")[2] in READ_DIRECTLY:
             continue
         if is_linear and name.startswith(prefixes) and f"{name}.weight" in params:
             linears[name] = module

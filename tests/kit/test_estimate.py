@@ -172,6 +172,18 @@ def test_estimate_of_lora_on_a_bf16_base() -> None:
     assert found["seconds"]["GEMM"] / FP8_SPEEDUP < low < found["seconds"]["GEMM"]
 
 
+def test_estimate_counts_copies_of_weights_that_are_cast_once() -> None:
+    """Two bytes per matrix of the blocks, with activation checkpointing too."""
+    model: Any = LanguageModel.on_meta(None, data.shape("qwen3_8b"))
+    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
+    matrices = sum(p.numel() for p in model.decoder().layers.parameters() if p.ndim > 1)
+    kept = []
+    for once in (False, True):
+        settings = EstimateSettings(activation_checkpointing="full", cast_weights_once=once)
+        kept.append(estimate_step(model, [batch], [batch], settings)["memory_gib"]["bf16 weight copies"])
+    assert kept == [0.0, pytest.approx(2 * matrices / 2**30)]
+
+
 def test_estimate_frozen_blocks_after_trained_ones_save_activations() -> None:
     vision = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
     text = {k: v for k, v in data.shape("small").items() if k not in ("model_type", "tie_word_embeddings")}

@@ -14,6 +14,7 @@ from torch import nn
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import SPEECH
 from mvp_engine.hf.action_model import ActionModel
+from mvp_engine.hf.compute_weights import cast_once
 from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.csm import CsmModel
 from mvp_engine.hf.encoder_share import largest_share
@@ -178,16 +179,21 @@ class BlockCosts:
         """Bytes of the low-precision weight copies that autocast saves for backward.
 
         Checkpointed blocks cast again in backward, FP8 layers keep other copies only during a GEMM, and weights
-        that are bf16 already need no copy.
+        that are bf16 already need no copy. The copies of `model.cast_weights_once` stay.
         """
         if not self.settings.half_precision:
             return 0.0
+        kept = set[nn.Parameter]()
+        if self.settings.cast_weights_once:
+            kept.update(module.get_parameter(name) for module, name in cast_once(self.model))
         elements = 0
         for block in self.blocks:
-            checkpointed = self.checkpointing.get(block.part, "none") != "none"
-            if not block.in_backward or checkpointed or self.fp8.get(block.part):
+            if self.fp8.get(block.part):
                 continue
+            checkpointed = self.checkpointing.get(block.part, "none") != "none"
             params = [p for p in block.module.parameters() if p not in self.unused]
+            if not block.in_backward or checkpointed:
+                params = [p for p in params if p in kept]
             elements += sum(p.numel() for p in params if p.element_size() > 2)
         return 2.0 * elements
 

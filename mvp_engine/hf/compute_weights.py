@@ -1,0 +1,117 @@
+"""ComputeWeights: bf16 copies of float32 weights, cast once per step instead of once per micro-batch
+(`model.cast_weights_once`).
+
+Under autocast each linear layer casts its weight in every micro-batch, and its gradient back to float32. Here the
+blocks run on copies that are parameters themselves, and a hook adds their bf16 gradients to the float32 gradients of
+the masters. The sums are bit-equal: bf16 to float32 is exact, and the order is the same. Outside of forward and
+backward the model has its masters, the only parameters that the optimizer, checkpoints and evaluations know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from mvp_engine.errors import UserError
+from mvp_engine.hf import experts
+from mvp_engine.hf.lora import READ_DIRECTLY
+from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.parts import blocks_by_part
+
+ENCODERS = ("vision", "audio", "projector")  # parts that run on media
+
+
+class ComputeWeights:
+    def __init__(self, model: nn.Module) -> None:
+        self.places = cast_once(model)
+        self.masters = [module.get_parameter(name) for module, name in self.places]
+        self._copies: list[nn.Parameter] = []
+        if not self.places:
+            raise UserError(
+                f"model.cast_weights_once: no block of {type(model).__name__} has trainable float32 weights that "
+                "autocast casts, of linear layers or stacked experts, so nothing would change. Leave it out"
+            )
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """A context in which the blocks have the copies, with the values that the masters have at its start."""
+        if not self._copies:
+            self._copies = [_copy_of(master) for master in self.masters]
+        with torch.no_grad():
+            torch._foreach_copy_([*self._copies], [*self.masters])
+        self._set(self._copies)
+        try:
+            yield
+        finally:
+            self._set(self.masters)
+
+    def release(self) -> None:
+        """Free the memory of the copies until they are needed again."""
+        self._copies = []
+
+    def _set(self, params: list[nn.Parameter]) -> None:
+        for (module, name), param in zip(self.places, params, strict=True):
+            module._parameters[name] = param
+
+
+def _copy_of(master: nn.Parameter) -> nn.Parameter:
+    copy = nn.Parameter(torch.empty_like(master, dtype=torch.bfloat16))
+    copy.register_post_accumulate_grad_hook(_add_to(master))
+    return copy
+
+
+def _add_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+    def move_grad(copy: Tensor) -> None:
+        grad = copy.grad
+        copy.grad = None
+        assert grad is not None
+        if master.grad is None:
+            master.grad = grad.float()
+        else:
+            master.grad.add_(grad)  # reads bf16, without a float32 temporary
+
+    return move_grad
+
+
+def cast_once(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Modules and names of the parameters that have copies: trainable float32 matrices of blocks that autocast casts.
+
+    What may run more than once in a micro-batch has none: its gradients would be summed in bf16, where compiled blocks
+    sum them in float32. Those are parameters in several places, and encoders, which run on images and on videos.
+    """
+    uses: Counter[nn.Parameter] = Counter()
+    for _, module in model.named_modules(remove_duplicate=False):
+        uses.update(param for param in module._parameters.values() if param is not None)
+    stacked = set(experts.modules(model).values())
+    found: dict[tuple[nn.Module, str], None] = {}
+    for block, part in blocks_by_part(model):
+        if isinstance(model, PackedModel) and part in ENCODERS:
+            continue
+        for name, module in block.named_modules():
+            if not name or name.rpartition(".")[2] in READ_DIRECTLY:  # a block is no head
+                continue
+            for owner in _cast_modules(module, stacked):
+                params = owner.named_parameters(recurse=False)
+                names = [key for key, param in params if uses[param] == 1 and _has_copy(param)]
+                found |= dict.fromkeys((owner, key) for key in names)
+    return list(found)
+
+
+def _cast_modules(module: nn.Module, stacked: set[nn.Module]) -> list[nn.Module]:
+    """The modules of which autocast, or `hf/experts.py` itself, casts all matrices."""
+    is_linear = type(module).forward is nn.Linear.forward  # not FP8, and not quantized
+    if is_linear and "forward" not in vars(module):
+        return [module]
+    if module in stacked and experts.sizes_fit(module):
+        return [module, *experts.adapters(module)]
+    return []
+
+
+def _has_copy(param: nn.Parameter) -> bool:
+    has_hooks = param._backward_hooks or param._post_accumulate_grad_hooks
+    is_plain = type(param) is nn.Parameter and not has_hooks
+    return is_plain and param.requires_grad and param.dtype == torch.float32 and param.ndim >= 2
