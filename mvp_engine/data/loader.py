@@ -26,7 +26,7 @@ from mvp_engine.data.rng import (
     set_rng_state,
 )
 from mvp_engine.data.step_plan import MediaKinds, StepPlan
-from mvp_engine.data.worker_memory import KeepLastBatches, keep_freed_memory
+from mvp_engine.data.worker_memory import KeepLastBatches, start_worker
 from mvp_engine.errors import UserError
 
 
@@ -111,7 +111,7 @@ class SampleLoader:
             collate_fn=self._collate,
             num_workers=self._num_workers,
             timeout=self._timeout,
-            worker_init_fn=keep_freed_memory,
+            worker_init_fn=start_worker,
         )
         with keep_rng_state():
             return iter(loader)

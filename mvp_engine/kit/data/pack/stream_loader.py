@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, default_convert
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.loader import accumulation_steps, pinned
 from mvp_engine.data.rng import keep_rng_state
-from mvp_engine.data.worker_memory import KeepLastBatches, keep_freed_memory
+from mvp_engine.data.worker_memory import KeepLastBatches, start_worker
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.pack.stream_lanes import Cursor, move_lanes
 from mvp_engine.kit.data.pack.stream_packs import LaneOutput, StreamPackDataset
@@ -186,7 +186,7 @@ class StreamLoader:
                 num_workers=self.num_workers,
                 timeout=self.stall_seconds if self.num_workers else 0.0,
                 collate_fn=KeepLastBatches(default_convert),
-                worker_init_fn=keep_freed_memory,
+                worker_init_fn=start_worker,
             )
             return iter(loader)
 

@@ -1,0 +1,45 @@
+"""Tensors that loader workers send: small ones by value, large ones in shared memory, all as they were."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mvp_engine.data.loader import SampleLoader
+from mvp_engine.data.worker_memory import SMALL_BYTES
+
+LARGE = SMALL_BYTES // 4 + 1  # elements in float32
+
+
+def tensors(seed: int) -> dict[str, Tensor]:
+    made = torch.randn(7, 3, generator=torch.Generator().manual_seed(seed))
+    return {
+        "float32": made,
+        "bfloat16": made.bfloat16(),
+        "bool": made > 0,
+        "int32": (10 * made).int(),
+        "scalar": torch.tensor(seed),
+        "empty": torch.empty(0, 3, dtype=torch.bfloat16),
+        "transposed": made.T,
+        "large": torch.full((LARGE,), float(seed)),
+    }
+
+
+class Made(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return tensors(index)
+
+
+def test_tensors_of_workers_arrive_as_they_were_and_only_large_ones_in_shared_memory() -> None:
+    loader = SampleLoader(Made(), micro_batch_size=1, shuffle=False, num_workers=1, collate_fn=lambda rows: rows[0])
+    for index, found in enumerate(loader):
+        for name, wanted in tensors(index).items():
+            assert found[name].dtype == wanted.dtype
+            assert found[name].stride() == wanted.stride()
+            assert torch.equal(found[name], wanted), name
+            assert found[name].is_shared() == (name in ("transposed", "large"))
+            found[name].zero_()  # its own memory
