@@ -112,6 +112,5 @@ def _cast_modules(module: nn.Module, stacked: set[nn.Module]) -> list[nn.Module]
 
 
 def _has_copy(param: nn.Parameter) -> bool:
-    has_hooks = param._backward_hooks or param._post_accumulate_grad_hooks
-    is_plain = type(param) is nn.Parameter and not has_hooks
-    return is_plain and param.requires_grad and param.dtype == torch.float32 and param.ndim >= 2
+    is_matrix = param.requires_grad and param.dtype == torch.float32 and param.ndim >= 2
+    return is_matrix and not (param._backward_hooks or param._post_accumulate_grad_hooks)
