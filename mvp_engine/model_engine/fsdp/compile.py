@@ -147,13 +147,15 @@ class RecompileWatch:
 def _warn_of_graph_breaks() -> None:
     """Blocks that are compiled in pieces take longer: what is between two graphs runs in Python."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None or not (breaks := dynamo.counters["graph_break"]):
-        return
-    reasons = [" ".join(reason.split())[:REASON_LENGTH] for reason in breaks][:MOST_GRAPHS]
-    LOGGER.warning(
-        "torch.compile divides blocks into several graphs, which takes longer: %s",
-        "; ".join(reasons),
-    )
+    breaks = [] if dynamo is None else dynamo.counters["graph_break"]
+    # Not those that someone meant, such as around kernels that torch cannot trace.
+    found = [one for one in breaks if "torch.compiler.disable" not in one]
+    if found:
+        reasons = [" ".join(one.split())[:REASON_LENGTH] for one in found[:MOST_GRAPHS]]
+        LOGGER.warning(
+            "torch.compile divides blocks into several graphs, which takes longer: %s",
+            "; ".join(reasons),
+        )
 
 
 def _place(graph: Any) -> str:
