@@ -211,7 +211,7 @@ def _grouped_linear(
     x_NI: Tensor, weight: Tensor, ends_E: Tensor, is_transposed: bool = False
 ) -> Tensor:
     """Each row times the matrix of its expert. `is_transposed`: matrices are (in, out)."""
-    # torch 2.11 and 2.12 do not compile `from transformers.integrations import moe`, a lazy module, in a block.
+    # torch 2.11 does not compile `from transformers.integrations import moe`, a lazy module, in a block.
     from transformers.integrations.moe import _grouped_linear as grouped_linear
 
     if not grouped_mm.needs_operator(weight):

@@ -96,7 +96,7 @@ def test_grouped_experts_size_without_bf16_kernel_stay_in_float32(monkeypatch) -
 
 
 def test_code_of_compiled_blocks_imports_no_lazy_module() -> None:
-    """torch 2.11 and 2.12 break the graph there, and run the layer in pieces."""
+    """torch 2.11 breaks the graph there, and runs the layer in pieces."""
     found = [
         node for node in ast.walk(ast.parse(Path(experts.__file__).read_text())) if isinstance(node, ast.ImportFrom)
     ]
