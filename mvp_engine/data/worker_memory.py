@@ -45,8 +45,11 @@ def _reduce(tensor: Tensor) -> tuple[Any, ...]:
 
     Shared memory costs the reader half a millisecond for each tensor, in which it asks the worker for a file.
     """
-    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.requires_grad
-    if not is_plain or tensor.layout != torch.strided or tensor.nbytes > SMALL_BYTES:
+    is_dense = (
+        tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_complex()
+    )
+    is_small = is_dense and tensor.is_contiguous() and tensor.nbytes <= SMALL_BYTES
+    if not is_small or tensor.requires_grad:
         return reduce_tensor(tensor)
     data = bytearray(tensor.flatten().view(torch.uint8).numpy())
     return _rebuild, (data, tensor.dtype, tensor.shape)

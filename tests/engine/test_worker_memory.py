@@ -22,6 +22,7 @@ def tensors(seed: int) -> dict[str, Tensor]:
         "scalar": torch.tensor(seed),
         "empty": torch.empty(0, 3, dtype=torch.bfloat16),
         "transposed": made.T,
+        "complex": torch.complex(made, made),
         "large": torch.full((LARGE,), float(seed)),
     }
 
@@ -41,5 +42,5 @@ def test_tensors_of_workers_arrive_as_they_were_and_only_large_ones_in_shared_me
             assert found[name].dtype == wanted.dtype
             assert found[name].stride() == wanted.stride()
             assert torch.equal(found[name], wanted), name
-            assert found[name].is_shared() == (name in ("transposed", "large"))
+            assert found[name].is_shared() == (name in ("transposed", "complex", "large"))
             found[name].zero_()  # its own memory

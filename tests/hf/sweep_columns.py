@@ -7,6 +7,8 @@ Each check returns True, or the reason why the model type does not support it. `
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from families import parallel
 from model_sweep import EXACT, build, sequences, worst_difference
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.lr_scheduler import LambdaLR
 
 from mvp_engine.data.batch import PackedBatch
@@ -31,6 +34,20 @@ from mvp_engine.model_engine import LanguageModelEngine, Settings
 def lora(name: str) -> bool | str:
     """Adapters on every linear layer of the text layers: the model stays exact, and the adapters get gradients."""
     model = build(name)
+    adapters = random_adapters(model)
+    if isinstance(adapters, str):
+        return adapters
+    loss = model(PackedBatch.from_sequences(sequences(model)), ["loss"])["loss"]
+    if not loss.requires_grad:
+        return "its layers pass no gradient to adapters while the embeddings are frozen"
+    loss.backward()
+    if not any(param.grad is not None and param.grad.abs().max() > 0 for param in adapters.values()):
+        return "the adapters get no gradients"
+    return True
+
+
+def random_adapters(model: LanguageModel) -> dict[str, Parameter] | str:
+    """Add LoRA adapters to a model and return them, or the reason why it does not support them."""
     try:
         add_adapters(model, Lora(rank=2))
         check_packing(model)
@@ -40,13 +57,7 @@ def lora(name: str) -> bool | str:
     with torch.no_grad():
         for param in adapters.values():
             param += 0.1 * torch.randn_like(param)
-    loss = model(PackedBatch.from_sequences(sequences(model)), ["loss"])["loss"]
-    if not loss.requires_grad:
-        return "its layers pass no gradient to adapters while the embeddings are frozen"
-    loss.backward()
-    if not any(param.grad is not None and param.grad.abs().max() > 0 for param in adapters.values()):
-        return "the adapters get no gradients"
-    return True
+    return adapters
 
 
 def export(name: str) -> bool | str:
@@ -100,7 +111,11 @@ def on_layout(name: str, layout: Layout, **settings: Any) -> dict[str, Tensor]:
 def on_two_ranks(name: str, pool: Any, **sizes: int) -> bool | str:
     """Whether a layout of the two ranks of `pool` gives the log-probs and gradients of one."""
     answers = pool.run(_or_reason, name, sizes, timeout=60.0)
-    expected = on_layout(name, Layout(World.join("cpu")))
+    return compare_ranks(answers, on_layout(name, Layout(World.join("cpu"))), sizes)
+
+
+def compare_ranks(answers: list[Any], expected: dict[str, Tensor], sizes: dict[str, int]) -> bool | str:
+    """Whether all ranks have the tensors of one. `answers`: of each rank, or the reason of its error."""
     for found in answers:
         if isinstance(found, str):
             return found
@@ -112,11 +127,15 @@ def on_two_ranks(name: str, pool: Any, **sizes: int) -> bool | str:
 
 
 def _or_reason(name: str, sizes: dict[str, int]) -> dict[str, Tensor] | str:
+    return tensors_or_reason(partial(on_layout, name), sizes)
+
+
+def tensors_or_reason(compute: Callable[[Layout], dict[str, Tensor]], sizes: dict[str, int]) -> dict[str, Tensor] | str:
     """On each rank: log-probs and gradients, or the error of an engine that refuses the layout."""
     world = World.join("cpu")
     probe_once.forget()
     try:
-        return on_layout(name, Layout.of(world, parallel(**sizes)))
+        return compute(Layout.of(world, parallel(**sizes)))
     except UserError as error:
         return str(error)
     finally:

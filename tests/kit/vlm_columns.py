@@ -8,11 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import probe_once
 import torch
-from families import parallel
 from model_sweep import worst_difference
-from sweep_columns import outputs_and_gradients
+from sweep_columns import compare_ranks, outputs_and_gradients, random_adapters, tensors_or_reason
 from torch import Tensor
 from vlm_sweep import TOLERANCE, Rows, own_log_probs, random_model
 from vlm_tiny import special_of, tiny_config, tiny_processor
@@ -21,9 +19,6 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.lora import add_adapters
-from mvp_engine.hf.lora_settings import Lora
-from mvp_engine.hf.preflight import check_packing
 
 WHOLE_FOLDERS = ("qwen2_5_omni", "qwen3_omni_moe")  # their export is tried in tests/hf/speech_sweep.py
 CANNOT_READ = "transformers finds no weights in folders of this type that it saved itself"
@@ -45,15 +40,9 @@ def build(name: str) -> LanguageModel:
 def lora(name: str, rows: Rows) -> bool | str:
     """Adapters on the text layers: packed text and media stay exact, and the adapters get gradients."""
     model = build(name)
-    try:
-        add_adapters(model, Lora(rank=2))
-        check_packing(model)
-    except UserError as error:
-        return str(error)
-    adapters = {key: param for key, param in model.named_parameters() if ".lora_" in key}
-    with torch.no_grad():
-        for param in adapters.values():
-            param += 0.1 * torch.randn_like(param)
+    adapters = random_adapters(model)
+    if isinstance(adapters, str):
+        return adapters
     found = []
     for batches in ([PackedBatch.concat(rows.ones)], rows.ones):
         model.zero_grad()
@@ -99,23 +88,8 @@ def on_two_ranks(name: str, rows: Rows, pool: Any, **sizes: int) -> bool | str:
     batch = PackedBatch.concat(rows.ones)
     answers = pool.run(_on_layout, name, pickle.dumps(batch), sizes, timeout=120.0)
     expected = outputs_and_gradients(build(name), Layout(World.join("cpu")), batch)
-    for found in answers:
-        if isinstance(found, str):
-            return found
-        difference = worst_difference(found, expected)
-        if difference > TOLERANCE:
-            layout = ", ".join(f"parallel.{key} > 1" for key in sizes)
-            return f"{layout}: in float32, gradients differ from those of one rank by {difference:.1e}, more than 1e-5"
-    return True
+    return compare_ranks(answers, expected, sizes)
 
 
 def _on_layout(name: str, batch: bytes, sizes: dict[str, int]) -> dict[str, Tensor] | str:
-    """On each rank: log-probs and gradients, or the error of an engine that refuses the layout."""
-    world = World.join("cpu")
-    probe_once.forget()
-    try:
-        return outputs_and_gradients(build(name), Layout.of(world, parallel(**sizes)), pickle.loads(batch))
-    except UserError as error:
-        return str(error)
-    finally:
-        world.close()
+    return tensors_or_reason(lambda layout: outputs_and_gradients(build(name), layout, pickle.loads(batch)), sizes)

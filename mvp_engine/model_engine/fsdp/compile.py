@@ -153,7 +153,8 @@ def _warn_of_graph_breaks() -> None:
     if found:
         reasons = [" ".join(one.split())[:REASON_LENGTH] for one in found[:MOST_GRAPHS]]
         LOGGER.warning(
-            "torch.compile divides blocks into several graphs, which takes longer: %s",
+            "torch.compile divides blocks into several graphs, which takes longer. Change what it cannot trace, if "
+            "that is your code: %s",
             "; ".join(reasons),
         )
 
