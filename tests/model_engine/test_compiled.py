@@ -25,7 +25,7 @@ from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, attention
 from mvp_engine.model_engine import LanguageModelEngine, Settings
-from mvp_engine.model_engine.fsdp import activation_checkpoint, compile
+from mvp_engine.model_engine.fsdp import activation_checkpoint, compile, parallelize
 from mvp_engine.ops import attention as attention_ops
 from mvp_engine.ops.attention import AttnSpec
 
@@ -279,3 +279,14 @@ def test_block_that_gets_a_view_has_one_graph() -> None:
         assert torch.equal(block(block(view)), 4 * view)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs == [2, 1]
+
+
+def test_block_that_gets_views_of_any_size_has_one_graph_with_marked_sizes() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    block = Doubled()
+    parallelize._compile(block, "eager", Settings(compile_dynamic=True))
+    for tokens in (3, 7, 5):
+        view = (torch.ones(tokens, 5, 4, requires_grad=True) * 1).flatten(0, 1)
+        assert torch.equal(block(block(view)), 4 * view)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

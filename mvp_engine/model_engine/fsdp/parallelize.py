@@ -129,9 +129,9 @@ def _change_blocks(
 
 def _compile(module: nn.Module, backend: str, settings: Settings) -> None:
     module.compile(**compile_arguments(backend))
-    copy_views(module)
     if settings.compile_dynamic:
         mark_sizes(module)
+    copy_views(module)  # last, so that it is called first: sizes are marked on what the block gets
 
 
 def _fp8_parts(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[str, bool]:
