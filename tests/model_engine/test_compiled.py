@@ -218,7 +218,9 @@ def test_ulysses_layer_has_one_functional_all_to_all_each_way(ranks2) -> None:
 def test_graphs_that_are_compiled_late_are_counted_with_their_reason(monkeypatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(compile.LOGGER, "warning", lambda text, *words: said.append(text % words))
+    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    torch._dynamo.utils.clear_compilation_metrics()  # other tests reset the numbers of graphs
     watch = compile.RecompileWatch()
     double = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
     for step in range(1, 6):
