@@ -107,7 +107,8 @@ def _cast_modules(module: nn.Module, stacked: set[nn.Module]) -> list[nn.Module]
     if is_linear and "forward" not in vars(module):
         return [module]
     if module in stacked and experts.sizes_fit(module):
-        return [module, *experts.adapters(module)]
+        own = [] if experts.is_fp8(module) else [module]
+        return [*own, *experts.adapters(module)]
     return []
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from mvp_engine.hf import grouped_mm
 from mvp_engine.hf.attention import config_tree
-from mvp_engine.ops import gated_rows
+from mvp_engine.hf.fp8_grouped_mm import fp8_grouped_linear
+from mvp_engine.ops import fp8, gated_rows
 from mvp_engine.ops.autocast import autocast_dtype
 
 NAME = "mvp_grouped"
@@ -193,8 +194,7 @@ class _Rows(NamedTuple):
 
 def _linear(experts: Any, name: str, x_NI: Tensor, rows: _Rows) -> Tensor:
     """The linear layer `name` of the expert of each row, with bias and adapter, if there are any."""
-    weight = getattr(experts, name)
-    out_NO = _grouped_linear(x_NI, weight, rows.ends, is_transposed=experts.is_transposed)
+    out_NO = _projected(experts, name, x_NI, rows.ends)
     if experts.has_bias:
         out_NO = out_NO + getattr(experts, f"{name}_bias")[rows.expert]
     adapter = getattr(experts, adapter_name(name), None)
@@ -205,6 +205,15 @@ def _linear(experts: Any, name: str, x_NI: Tensor, rows: _Rows) -> Tensor:
     if experts.lora_switch is not None:
         scaling = scaling * experts.lora_switch
     return out_NO + _grouped_linear(low_NR, adapter.lora_B, rows.ends) * scaling
+
+
+def _projected(experts: Any, name: str, x_NI: Tensor, ends_E: Tensor) -> Tensor:
+    is_bf16 = isinstance(experts, _CastExperts) and experts.dtype == torch.bfloat16
+    if is_bf16 and is_fp8(experts):
+        weight = experts.uncast(name)
+        return fp8_grouped_linear(x_NI, weight, ends_E, is_transposed=experts.is_transposed)
+    weight = getattr(experts, name)
+    return _grouped_linear(x_NI, weight, ends_E, is_transposed=experts.is_transposed)
 
 
 def _grouped_linear(
@@ -232,10 +241,26 @@ def adapters(experts: nn.Module) -> list[nn.Module]:
 
 def sizes_fit(experts: nn.Module) -> bool:
     """The half-precision kernels support all matrices of these experts, (E, in, out) each."""
-    matrices = [weight for weight in experts.parameters() if weight.ndim == 3]
-    return all(
-        weight.shape[1] % MULTIPLE == 0 and weight.shape[2] % MULTIPLE == 0 for weight in matrices
-    )
+    return _are_multiples([*experts.parameters()], MULTIPLE)
+
+
+def fit_fp8(experts: nn.Module) -> bool:
+    """FP8 grouped GEMMs support all matrices of these experts; their adapters stay in bf16."""
+    return sizes_fit(experts) and _are_multiples([*experts.parameters(False)], fp8.MULTIPLE)
+
+
+def use_fp8(experts: nn.Module) -> None:
+    """Run these experts in FP8 under bf16 autocast."""
+    experts.in_fp8 = True  # type: ignore[assignment]
+
+
+def is_fp8(experts: Any) -> bool:
+    return getattr(experts, "in_fp8", False)
+
+
+def _are_multiples(params: list[nn.Parameter], multiple: int) -> bool:
+    sizes = [size for param in params if param.ndim == 3 for size in param.shape[1:]]
+    return all(size % multiple == 0 for size in sizes)
 
 
 class View:
@@ -270,3 +295,7 @@ class _CastExperts(View):
 
     def of_child(self, child: Any) -> Any:
         return _CastExperts(child, self.dtype)
+
+    def uncast(self, name: str) -> Tensor:
+        weight: Tensor = getattr(self.module, name)
+        return weight

@@ -55,7 +55,7 @@ class Settings:
     compile_cache: str | None = None  # the folder of compiled graphs; None: in the user's cache
     compile_dynamic: bool = False  # the first graph of a block is for packs of any size
     cast_weights_once: bool = False  # to bf16, once per step instead of once per micro-batch
-    fp8: bool | Mapping[Any, bool] = False  # linear layers in FP8; or by part
+    fp8: bool | Mapping[Any, bool] = False  # linear layers and experts in FP8; or by part
     quantize: Mapping[Any, str] = field(default_factory=dict)  # nf4 by part; needs LoRA
     sequence_parallel: bool | None = None  # Megatron's, over tensor-parallel ranks; None: yes
     offload: str = "none"  # to host memory outside of train_mode: none, optimizer, all

@@ -80,8 +80,8 @@ class _Fp8Matmul(torch.autograd.Function):
 
 def _matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b.T` in FP8, with bf16 output."""
-    a_fp8, a_scale = _quantize(a)
-    b_fp8, b_scale = _quantize(b.contiguous())
+    a_fp8, a_scale = quantize(a)
+    b_fp8, b_scale = quantize(b.contiguous())
     if not a.is_cuda:
         # The same values on a CPU, which has no FP8 GEMM.
         return (a_fp8.float() @ b_fp8.float().t() * a_scale * b_scale.t()).bfloat16()
@@ -95,8 +95,8 @@ def _matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
     )
 
 
-def _quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The float8 values, and the scale of each row, (R, 1)."""
+def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The float8 values, and the scale of each row, (..., R, 1)."""
     values = rows.float()
     scale_R1 = values.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
     scaled = (values / scale_R1).clamp(-LARGEST, LARGEST)

@@ -1,7 +1,7 @@
 """parallelize_model: a model is put on its layout, in the order that FSDP2 needs.
 
 1. freeze parameters                        4. pipeline stages
-2. quantize or tensor parallel              5. FP8 linear layers, activation checkpointing, torch.compile, by block
+2. quantize or tensor parallel              5. FP8 by part; activation checkpointing, torch.compile, by block
 3. expert, context and Ulysses parallel     6. FSDP2
 
 What changes the forward of a block comes before FSDP. A model on the meta device gets its weights after that, each rank
@@ -21,8 +21,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.fsdp import apply_fsdp
 from mvp_engine.distributed.pipeline import StageLink
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
+from mvp_engine.hf import experts as stacked_experts
 from mvp_engine.hf.dynamic_sizes import mark_sizes
+from mvp_engine.hf.fp8_grouped_mm import is_supported
 from mvp_engine.hf.parts import PARTS, blocks_by_part, by_part, matching, norms_by_part
 from mvp_engine.model_engine.adapter import ModelAdapter
 from mvp_engine.model_engine.base import DTYPES, Settings
@@ -79,7 +81,8 @@ def parallelize_model(
         adapter.cut_stage(StageLink(layout), skeleton)
         held = set(model.modules())
         experts = [module for module in experts if module in held]
-    _change_blocks(model, settings, backends, fp8_parts)
+    _use_fp8(model, fp8_parts, world.device)
+    _change_blocks(model, settings, backends)
     if layout.shard_mesh is not None:
         meshes = layout.shard_mesh, dtype, experts, layout.expert_shard_mesh
         apply_fsdp(model, *meshes, layout.reshard)
@@ -96,15 +99,11 @@ def _change_blocks(
     model: nn.Module,
     settings: Settings,
     backends: Mapping[str, str | None],
-    fp8_parts: Mapping[str, bool],
 ) -> None:
-    """FP8, activation checkpointing and compilation of each block, in this order; last norms are compiled, too."""
+    """Activation checkpointing and compilation of each block, in this order; last norms are compiled, too."""
     setting = settings.activation_checkpointing
     checkpointing = by_part(model, setting, "model.activation_checkpointing")
-    fp8_layers = 0
     for block, part in blocks_by_part(model):
-        if fp8_parts.get(part, False):
-            fp8_layers += fp8.use(block)
         mode = checkpointing.get(part, "none")
         backend = backends.get(part)
         if mode != "none":
@@ -114,17 +113,6 @@ def _change_blocks(
     for norm, part in norms_by_part(model):  # uncompiled, it reads and writes its tokens ten times
         if backend := backends.get(part):
             _compile(norm, backend, settings)
-    if any(fp8_parts.values()) and any(
-        p.ndim > 2 for b, _ in blocks_by_part(model) for p in b.parameters()
-    ):
-        LOGGER.warning(
-            "model.fp8: linear layers run in FP8; stacked experts and convolutions stay in bf16"
-        )
-    if any(fp8_parts.values()) and not fp8_layers:
-        raise UserError(
-            f"model.fp8: no block of {type(model).__name__} has linear layers with sizes that are multiples of "
-            f"{fp8.MULTIPLE}, so nothing would change. Leave it out"
-        )
 
 
 def _compile(module: nn.Module, backend: str, settings: Settings) -> None:
@@ -135,7 +123,7 @@ def _compile(module: nn.Module, backend: str, settings: Settings) -> None:
 
 
 def _fp8_parts(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[str, bool]:
-    """Which parts run their linear layers in FP8."""
+    """Which parts run their linear layers and experts in FP8."""
     parts: Mapping[str, bool] = by_part(model, settings.fp8, "model.fp8")
     if any(parts.values()):
         if settings.precision != "bf16":
@@ -148,6 +136,36 @@ def _fp8_parts(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[
             )
         fp8.check(layout.world.device)
     return parts
+
+
+def _use_fp8(model: nn.Module, parts: Mapping[str, bool], device: torch.device) -> None:
+    """Linear layers and stacked experts of the blocks of some parts run in FP8; say which."""
+    if not any(parts.values()):
+        return
+    blocks = [block for block, part in blocks_by_part(model) if parts.get(part, False)]
+    layers = sum(fp8.use(block) for block in blocks)
+    found = [module for block in blocks for module in stacked_experts.modules(block).values()]
+    chosen = [module for module in found if stacked_experts.fit_fp8(module)]
+    reason = f"their sizes are no multiples of {fp8.MULTIPLE}"
+    if not is_supported(device):
+        reason = f"torch has no FP8 grouped GEMM for {torch.cuda.get_device_name(device)}"
+        chosen = []
+    for module in chosen:
+        stacked_experts.use_fp8(module)
+    if not layers and not chosen:
+        raise UserError(
+            f"model.fp8: no block of {type(model).__name__} has linear layers or experts with sizes that are multiples "
+            f"of {fp8.MULTIPLE}, so nothing would change. Leave it out"
+        )
+    experts = f" and the experts of {count(len(chosen), 'layer')}" if chosen else ""
+    LOGGER.info("model.fp8: %s%s run in FP8", count(layers, "linear layer"), experts)
+    if left := len(found) - len(chosen):
+        LOGGER.warning(
+            "model.fp8: the experts of %s do not run in FP8: %s", count(left, "layer"), reason
+        )
+    others = {param for block in blocks for param in block.parameters() if param.ndim > 2}
+    if others.difference(*(module.parameters() for module in found)):
+        LOGGER.warning("model.fp8: convolutions and other stacked matrices stay in bf16")
 
 
 def _check_cast_weights_once(layout: Layout, settings: Settings) -> None:

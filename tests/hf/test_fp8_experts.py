@@ -1,0 +1,173 @@
+"""Stacked experts in FP8: close to float32 for any sizes of groups, and only where the config enables them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_experts import SHAPES, stepped
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from mvp_engine.hf import fp8_grouped_mm
+from mvp_engine.hf.fp8_grouped_mm import fp8_grouped_linear
+from mvp_engine.model_engine.fsdp import parallelize
+from mvp_engine.ops import fp8
+
+GROUPS = {
+    "even": [16, 16, 16, 16],
+    "an empty one first and last": [0, 37, 20, 0],
+    "very unequal": [1, 200, 0, 3],
+    "all rows of one": [0, 0, 45, 0],
+    "no row": [0, 0, 0, 0],
+}
+
+
+def inputs(sizes: list[int], transposed: bool, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows, weights, ends of groups and gradients, equal on all devices."""
+    g = torch.Generator().manual_seed(1)
+    rows = sum(sizes)
+    x_NI, d_NO = torch.randn(rows, 64, generator=g), torch.randn(rows, 48, generator=g)
+    weight = torch.randn(len(sizes), *((64, 48) if transposed else (48, 64)), generator=g)
+    weight[1] *= 100.0
+    x_NI[:1] *= 1e4  # an outlier
+    d_NO[-1:] *= 1e-6
+    ends_E = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+    x_NI, d_NO = x_NI.to(device, torch.bfloat16), d_NO.to(device, torch.bfloat16)
+    return x_NI.requires_grad_(), weight.to(device).requires_grad_(), ends_E.to(device), d_NO
+
+
+def run(function: Any, sizes: list[int], transposed: bool, device: str = "cpu") -> dict[str, Tensor]:
+    x_NI, weight, ends_E, d_NO = inputs(sizes, transposed, device)
+    out_NO = function(x_NI, weight, ends_E, transposed)
+    assert out_NO.dtype == torch.bfloat16
+    out_NO.backward(d_NO)
+    assert weight.grad.dtype == torch.float32
+    assert weight.grad.stride() == weight.stride()
+    return {"out": out_NO.detach(), "x": x_NI.grad, "weight": weight.grad}
+
+
+def in_float32(x_NI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
+    """A loop over experts."""
+    starts = [0, *ends_E.tolist()]
+    parts = [
+        x_NI[a:b].float() @ (w if transposed else w.T) for a, b, w in zip(starts, starts[1:], weight, strict=False)
+    ]
+    return torch.cat(parts)
+
+
+def error(found: Tensor, wanted: Tensor) -> Tensor:
+    return (found.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
+def test_fp8_grouped_linear_is_close_to_float32_in_every_row(sizes: list[int], transposed: bool) -> None:
+    found = run(fp8_grouped_linear, sizes, transposed)
+    x_NI, weight, ends_E, d_NO = inputs(sizes, transposed)
+    wanted_NO = in_float32(x_NI, weight, ends_E, transposed)
+    x_grad, weight_grad = torch.autograd.grad(wanted_NO, (x_NI, weight), d_NO.float())
+    for name, wanted in (("out", wanted_NO.detach()), ("x", x_grad)):
+        apart = error(found[name], wanted)
+        assert len(apart) == sum(sizes)
+        assert (apart < 0.06).all(), (name, apart.max())
+        assert not sum(sizes) or apart.max() > 0.005, name  # FP8 was used
+    assert torch.allclose(found["weight"], weight_grad, rtol=1e-2, atol=1e-2 * float(weight_grad.abs().max()))
+    for size, grad in zip(sizes, found["weight"], strict=True):
+        assert bool(grad.any()) == (size > 0)
+
+
+def test_fp8_grouped_linear_compiled_equals_uncompiled_in_one_graph_for_any_number_of_rows() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def linear(x_NI: Tensor, *more: Any) -> Tensor:
+        torch._dynamo.maybe_mark_dynamic(x_NI, 0)
+        return compiled(x_NI, *more)
+
+    compiled = torch.compile(fp8_grouped_linear, backend=counter, fullgraph=True)
+    for sizes in (GROUPS["very unequal"], GROUPS["even"], [0, 2, 0, 0]):
+        eager, found = run(fp8_grouped_linear, sizes, False), run(linear, sizes, False)
+        assert all(torch.equal(found[name], value) for name, value in eager.items())
+    assert counter.frame_count == 1
+
+
+def test_fp8_grouped_linear_of_frozen_weights_does_not_save_its_input() -> None:
+    kept = []
+    for trains in (True, False):
+        x_NI, weight, ends_E, d_NO = inputs([5, 0, 3, 9], False)
+        saved: list[tuple[int, ...]] = []
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.shape) or x, lambda x: x)
+        with keep:
+            out_NO = fp8_grouped_linear(x_NI, weight.requires_grad_(trains), ends_E)
+        out_NO.backward(d_NO)
+        assert (weight.grad is not None) == trains
+        kept.append((17, 64) in saved)
+    assert kept == [True, False]
+
+
+@pytest.fixture
+def gemms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each grouped GEMM that runs in FP8."""
+    found: list[int] = []
+    plain = fp8_grouped_mm.opaque_grouped_mm
+    watched = lambda a, *more: (found.append(len(a)), plain(a, *more))[1]  # noqa: E731
+    monkeypatch.setattr(fp8_grouped_mm, "opaque_grouped_mm", watched)
+    return found
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    for kind in ("info", "warning"):
+        monkeypatch.setattr(parallelize.LOGGER, kind, lambda text, *words: found.append(text % words))
+    return found
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_fp8_experts_of_a_model_have_the_gradients_of_bf16(
+    name: str, checkpointing: str, gemms: list[int], said: list[str]
+) -> None:
+    how = {"precision": "bf16", "activation_checkpointing": checkpointing}
+    loss, grads = stepped(name, **how)
+    assert not gemms
+    low, found = stepped(name, fp8=True, **how)
+    # Two layers of two matrices: forward, the gradient of inputs, and the second forward of full checkpointing.
+    assert gemms == [2 * 92] * (12 if checkpointing == "full" else 8)
+    assert said == ["model.fp8: 8 linear layers and the experts of 2 layers run in FP8"]
+    assert float(low) != float(loss)
+    assert float(low) == pytest.approx(float(loss), rel=5e-3)
+    for key in (key for key in grads if "experts" in key):
+        assert float(torch.cosine_similarity(found[key].flatten(), grads[key].flatten(), dim=0)) > 0.97, key
+
+
+def test_fp8_experts_of_other_sizes_stay_in_bf16(
+    gemms: list[int], monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setitem(SHAPES["qwen3_moe"], "moe_intermediate_size", 24)
+    stepped("qwen3_moe", precision="bf16", fp8=True)
+    assert not gemms
+    assert said == [
+        "model.fp8: 8 linear layers run in FP8",
+        "model.fp8: the experts of 2 layers do not run in FP8: their sizes are no multiples of 16",
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
+def test_fp8_grouped_linear_on_gpu_equals_cpu(sizes: list[int], compiled: bool, transposed: bool) -> None:
+    fp8.check(torch.device("cuda"))
+    linear = torch.compile(fp8_grouped_linear, fullgraph=True) if compiled else fp8_grouped_linear
+    here, there = run(fp8_grouped_linear, sizes, transposed), run(linear, sizes, transposed, "cuda")
+    for name, value in here.items():
+        wanted, found = value.float(), there[name].float().cpu()
+        assert found.isfinite().all()
+        # The GPU accumulates with fewer bits. Rows are compared by themselves: one is an outlier.
+        assert not sum(sizes) or (wanted - found).norm() <= 0.01 * wanted.norm(), name
+        if name != "weight":
+            assert (error(found, wanted) < 0.02).all(), name
+        else:
+            assert found[torch.tensor(sizes) == 0].eq(0).all()
