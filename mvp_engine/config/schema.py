@@ -107,6 +107,7 @@ class Model(Section):
     compile_dynamic: bool = False
     cast_weights_once: bool = False
     fp8: bool | dict[Part, bool]
+    fp8_weight_gradients: bool = False
     quantize: dict[Part, Literal["nf4"]]
     sequence_parallel: bool | None
     offload: Literal["none", "optimizer", "all"]

@@ -1,66 +1,91 @@
-"""ComputeWeights: bf16 copies of float32 weights, cast once per step instead of once per micro-batch
+"""ComputeWeights: bf16 or FP8 copies of float32 weights, cast once per step instead of once per micro-batch
 (`model.cast_weights_once`).
 
 Under autocast each linear layer casts its weight in every micro-batch, and its gradient back to float32. Here the
 blocks run on copies that are parameters themselves, and a hook adds their bf16 gradients to the float32 gradients of
 the masters. The sums are bit-equal: bf16 to float32 is exact, and the order is the same. Outside of forward and
 backward the model has its masters, the only parameters that the optimizer, checkpoints and evaluations know.
+
+FP8 layers keep their masters, and compute with FP8 values of them: by rows, and by rows of the transposed matrix, 2
+bytes per weight as well. The gradient goes to a tensor of the copy that has no memory of its own (`fp8_weights.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from mvp_engine.errors import UserError
 from mvp_engine.hf import experts
+from mvp_engine.hf.fp8_weights import empty_copy, quantize_weights
 from mvp_engine.hf.lora import READ_DIRECTLY
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part
+from mvp_engine.ops.fp8 import Fp8Linear, Fp8Weight
 
 ENCODERS = ("vision", "audio", "projector")  # parts that run on media
 
 
 class ComputeWeights:
     def __init__(self, model: nn.Module) -> None:
-        self.places = cast_once(model)
-        self.masters = [module.get_parameter(name) for module, name in self.places]
+        found = cast_once(model)
+        self.fp8_layers = [module for module, _ in found if isinstance(module, Fp8Linear)]
+        self.places = [place for place in found if not isinstance(place[0], Fp8Linear)]
+        self._fp8_masters = [layer.get_parameter("weight") for layer in self.fp8_layers]
+        self._masters = [module.get_parameter(name) for module, name in self.places]
         self._copies: list[nn.Parameter] = []
-        if not self.places:
+        self._fp8_copies: list[Fp8Weight] = []
+        if not found:
             raise UserError(
                 f"model.cast_weights_once: no block of {type(model).__name__} has trainable float32 weights that "
                 "autocast casts, of linear layers or stacked experts, so nothing would change. Leave it out"
             )
 
+    @property
+    def masters(self) -> list[nn.Parameter]:
+        return [*self._masters, *self._fp8_masters]
+
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """A context in which the blocks have the copies, with the values that the masters have at its start."""
-        if not self._copies:
-            self._copies = [_copy_of(master) for master in self.masters]
-        with torch.no_grad():
-            torch._foreach_copy_([*self._copies], [*self.masters])
-        self._set(self._copies)
+        if not (self._copies or self._fp8_copies):
+            self._copies = [_copy_of(master) for master in self._masters]
+            self._fp8_copies = [_fp8_copy_of(master) for master in self._fp8_masters]
+        if self._copies:
+            with torch.no_grad():
+                torch._foreach_copy_([*self._copies], [*self._masters])
+        quantize_weights(self._fp8_copies, self._fp8_masters)
+        self._set(self._copies, self._fp8_copies)
         try:
             yield
         finally:
-            self._set(self.masters)
+            self._set(self._masters, [None] * len(self.fp8_layers))
 
     def release(self) -> None:
         """Free the memory of the copies until they are needed again."""
         self._copies = []
+        self._fp8_copies = []
 
-    def _set(self, params: list[nn.Parameter]) -> None:
+    def _set(self, params: list[nn.Parameter], fp8: Sequence[Fp8Weight | None]) -> None:
         for (module, name), param in zip(self.places, params, strict=True):
             module._parameters[name] = param
+        for layer, copy in zip(self.fp8_layers, fp8, strict=True):
+            layer.quantized = copy
 
 
 def _copy_of(master: nn.Parameter) -> nn.Parameter:
     copy = nn.Parameter(torch.empty_like(master, dtype=torch.bfloat16))
     copy.register_post_accumulate_grad_hook(_add_to(master))
+    return copy
+
+
+def _fp8_copy_of(master: nn.Parameter) -> Fp8Weight:
+    copy = empty_copy(master)
+    copy.leaf.register_post_accumulate_grad_hook(_add_to(master))
     return copy
 
 
@@ -103,7 +128,7 @@ def cast_once(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def _cast_modules(module: nn.Module, stacked: set[nn.Module]) -> list[nn.Module]:
     """The modules of which autocast, or `hf/experts.py` itself, casts all matrices."""
-    is_linear = type(module).forward is nn.Linear.forward  # not FP8, and not quantized
+    is_linear = type(module).forward in (nn.Linear.forward, Fp8Linear.forward)  # not of 4 bits
     if is_linear and "forward" not in vars(module):
         return [module]
     if module in stacked and experts.sizes_fit(module):

@@ -56,6 +56,7 @@ class Settings:
     compile_dynamic: bool = False  # the first graph of a block is for packs of any size
     cast_weights_once: bool = False  # to bf16, once per step instead of once per micro-batch
     fp8: bool | Mapping[Any, bool] = False  # linear layers and experts in FP8; or by part
+    fp8_weight_gradients: bool = False  # of linear layers in FP8, in FP8 as well
     quantize: Mapping[Any, str] = field(default_factory=dict)  # nf4 by part; needs LoRA
     sequence_parallel: bool | None = None  # Megatron's, over tensor-parallel ranks; None: yes
     offload: str = "none"  # to host memory outside of train_mode: none, optimizer, all
@@ -74,6 +75,12 @@ class Settings:
                 "none, selective or full"
             )
         self._check("activation_checkpointing", modes, ("none", "selective", "full"))
+        fp8 = self.fp8.values() if isinstance(self.fp8, Mapping) else [self.fp8]
+        if self.fp8_weight_gradients and not any(fp8):
+            raise UserError(
+                "model.fp8_weight_gradients is for the layers of model.fp8, which is off: set model.fp8=true, or "
+                "remove model.fp8_weight_gradients"
+            )
 
     @staticmethod
     def _check(key: str, values: Iterable[Any], known: tuple[str, ...]) -> None:

@@ -1,31 +1,35 @@
 """FP8 linear layers: GEMMs in float8, which Hopper computes at twice the bf16 rate, for some loss of precision.
 
-Legend: T tokens, K inputs, N outputs, R rows.
+Legend: T tokens, P tokens with padding, K inputs, N outputs, R rows.
 
 Scaling is row-wise: each row of a matrix has a scale that maps its largest value to the largest float8 one, so an
 outlier costs precision in one token or one output, not in all. Outputs and gradients of inputs are FP8 GEMMs. The
-gradients of weights, sums over all tokens, stay bf16 GEMMs, and weights and optimizer states stay float32.
+gradients of weights, sums over all tokens, are bf16 GEMMs, or FP8 GEMMs with a scale for each output and each input
+(`model.fp8_weight_gradients`). Weights and optimizer states stay float32.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mvp_engine.errors import UserError
 from mvp_engine.ops.autocast import autocast_dtype
 
 LARGEST = 448.0  # of float8_e4m3fn
+SMALLEST = 1e-12  # largest value of a row, so that rows of zeros have a scale
 MULTIPLE = 16  # FP8 GEMMs need sizes that are multiples of this
 
 
-def use(block: nn.Module) -> int:
+def use(block: nn.Module, weight_gradients: bool = False) -> int:
     """Convert the linear layers of a block to FP8 under bf16 autocast; returns their number."""
     layers = [layer for layer in block.modules() if fits(layer)]
     for layer in layers:
         layer.__class__ = Fp8Linear  # the same layer with the same parameters
+        layer.fp8_weight_gradient = weight_gradients  # type: ignore[assignment]
     return len(layers)
 
 
@@ -45,59 +49,112 @@ def fits(layer: nn.Module) -> bool:
     return layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
 
 
+class Fp8Weight(NamedTuple):
+    """A weight that was quantized ahead, by outputs, and transposed, by inputs; `leaf` gets its gradient."""
+
+    leaf: Tensor  # (N, K)
+    values: Tensor
+    scale: Tensor  # (N, 1)
+    transposed: Tensor
+    transposed_scale: Tensor  # (K, 1)
+
+
 class Fp8Linear(nn.Linear):
     """A linear layer that runs in FP8 under bf16 autocast, and as nn.Linear otherwise."""
+
+    fp8_weight_gradient: bool = False
+    quantized: Fp8Weight | None = None  # in place of the weight; of `model.cast_weights_once`
 
     def forward(self, x: Tensor) -> Tensor:
         if autocast_dtype(x) != torch.bfloat16:
             return super().forward(x)
         x_TK = x.bfloat16().reshape(-1, self.in_features)
-        out_TN = _Fp8Matmul.apply(x_TK, self.weight)
+        weight = self.quantized or (self.weight, None, None, None, None)
+        out_TN = _Fp8Matmul.apply(x_TK, self.fp8_weight_gradient, *weight)
         out = out_TN.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias.bfloat16()
 
 
 class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-        # Only the gradient of the weight needs the input: frozen layers do not keep it.
-        saved_TK = x_TK if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(saved_TK, weight_NK)
-        return _matmul_transposed(x_TK, weight_NK)
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        fp8_weight_gradient: bool,
+        weight_NK: Tensor,
+        values_NK: Tensor | None,
+        scale_N1: Tensor | None,
+        values_KN: Tensor | None,
+        scale_K1: Tensor | None,
+    ) -> Tensor:
+        """Without values of the weight it is quantized here, and once more in backward."""
+        ctx.fp8_weight_gradient = fp8_weight_gradient
+        ctx.weight_dtype = weight_NK.dtype
+        # Only the gradient of the weight needs the input: frozen layers do not keep it. It is saved as it came, so
+        # that queries, keys and values share one. The graph of a compiled block has what follows from it anyway, and
+        # torch saves there what is smallest: often the FP8 values for the weight gradient.
+        saved_TK = x_TK if ctx.needs_input_grad[2] else None
+        weight = weight_NK if values_KN is None else None
+        ctx.save_for_backward(saved_TK, weight, values_KN, scale_K1)
+        if values_NK is None or scale_N1 is None:
+            values_NK, scale_N1 = quantize(weight_NK)
+        return _matmul_transposed(*quantize(x_TK), values_NK, scale_N1)
 
     @staticmethod
-    def backward(ctx: Any, d_TN: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_TK, weight_NK = ctx.saved_tensors
+    def backward(ctx: Any, d_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x_TK, weight_NK, values_KN, scale_K1 = ctx.saved_tensors
         d_TN = d_TN.bfloat16()
         d_x_TK = None
         if ctx.needs_input_grad[0]:
-            d_x_TK = _matmul_transposed(d_TN, weight_NK.t())
+            if values_KN is None:
+                values_KN, scale_K1 = quantize(weight_NK.t().contiguous())
+            d_x_TK = _matmul_transposed(*quantize(d_TN), values_KN, scale_K1)
         d_weight_NK = None
-        if ctx.needs_input_grad[1]:
-            d_weight_NK = (d_TN.t() @ x_TK).to(weight_NK.dtype)
-        return d_x_TK, d_weight_NK
+        if ctx.needs_input_grad[2]:
+            if ctx.fp8_weight_gradient:
+                low = (*_quantize_columns(d_TN), *_quantize_columns(x_TK))
+                d_weight_NK = _matmul_transposed(*low, fast=False)
+            else:
+                d_weight_NK = d_TN.t() @ x_TK
+            d_weight_NK = d_weight_NK.to(ctx.weight_dtype)
+        return d_x_TK, None, d_weight_NK, None, None, None, None
 
 
-def _matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b.T` in FP8, with bf16 output."""
-    a_fp8, a_scale = quantize(a)
-    b_fp8, b_scale = quantize(b.contiguous())
+def _matmul_transposed(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool = True
+) -> Tensor:
+    """`a @ b.T` of FP8 values, with bf16 output; `fast` sums with fewer bits, not for sums over many tokens."""
     if not a.is_cuda:
         # The same values on a CPU, which has no FP8 GEMM.
-        return (a_fp8.float() @ b_fp8.float().t() * a_scale * b_scale.t()).bfloat16()
+        with torch.autocast("cpu", enabled=False):
+            return (a.float() @ b.float().t() * a_scale * b_scale.t()).bfloat16()
     return torch._scaled_mm(
-        a_fp8,
-        b_fp8.t(),
-        a_scale,
-        b_scale.t(),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
+        a, b.t(), a_scale, b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=fast
     )
 
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The float8 values, and the scale of each row, (..., R, 1)."""
-    values = rows.float()
-    scale_R1 = values.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
-    scaled = (values / scale_R1).clamp(-LARGEST, LARGEST)
-    return scaled.to(torch.float8_e4m3fn), scale_R1
+    scale_R1 = _scale(rows.abs().amax(-1, keepdim=True))
+    return _to_float8(rows, scale_R1), scale_R1
+
+
+def _quantize_columns(x_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """The float8 values of the transposed matrix, (K, P), and the scale of each of its rows, (K, 1).
+
+    Tokens are padded with zeros to more than their number, always: the branch for no padding would be another graph,
+    and no tokens at all have no largest value.
+    """
+    tokens = x_TK.shape[0]
+    padded = (tokens // MULTIPLE + 1) * MULTIPLE
+    x_PK = F.pad(x_TK, (0, 0, 0, padded - tokens))
+    scale_1K = _scale(x_PK.abs().amax(0, keepdim=True))
+    return _to_float8(x_PK, scale_1K).t().contiguous(), scale_1K.t()
+
+
+def _scale(largest: Tensor) -> Tensor:
+    return largest.float().clamp(min=SMALLEST) / LARGEST
+
+
+def _to_float8(values: Tensor, scale: Tensor) -> Tensor:
+    return (values.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)

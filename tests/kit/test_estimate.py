@@ -177,11 +177,17 @@ def test_estimate_counts_copies_of_weights_that_are_cast_once() -> None:
     model: Any = LanguageModel.on_meta(None, data.shape("qwen3_8b"))
     batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
     matrices = sum(p.numel() for p in model.decoder().layers.parameters() if p.ndim > 1)
-    kept = []
-    for once in (False, True):
-        settings = EstimateSettings(activation_checkpointing="full", cast_weights_once=once)
-        kept.append(estimate_step(model, [batch], [batch], settings)["memory_gib"]["bf16 weight copies"])
-    assert kept == [0.0, pytest.approx(2 * matrices / 2**30)]
+    for low in (False, True):
+        kept = []
+        for once in (False, True):
+            settings = EstimateSettings(activation_checkpointing="full", cast_weights_once=once, fp8=low)
+            kept.append(estimate_step(model, [batch], [batch], settings)["memory_gib"]["bf16 weight copies"])
+        assert kept == [0.0, pytest.approx(2 * matrices / 2**30)]
+    gemm = []
+    for gradients in (False, True):
+        settings = EstimateSettings(fp8=True, fp8_weight_gradients=gradients)
+        gemm.append(estimate_step(model, [batch], [batch], settings)["seconds"]["GEMM"])
+    assert 0.8 * gemm[0] < gemm[1] < 0.97 * gemm[0]
 
 
 def test_estimate_frozen_blocks_after_trained_ones_save_activations() -> None:

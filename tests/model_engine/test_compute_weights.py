@@ -23,6 +23,7 @@ from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.kit import compile_ahead
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.ops import attention as attention_ops
+from mvp_engine.ops.fp8 import Fp8Linear
 
 ONE = Layout(World(0, 1, 0, 1, torch.device("cpu")))
 CAMPAIGN = pytest.mark.campaign(only=True)
@@ -99,6 +100,11 @@ def with_lora(name: str, settings: Lora | None = None) -> Any:
         ("qwen3", {}),
         ("qwen3_moe", {}),
         ("qwen3_vl", {}),
+        ("qwen3", {"fp8": True}),
+        pytest.param("qwen3", {"fp8": True, "compile": "aot_eager"}, marks=CAMPAIGN),
+        pytest.param("qwen3", {"fp8": True, "fp8_weight_gradients": True, "compile": "aot_eager"}, marks=CAMPAIGN),
+        pytest.param("qwen3_vl", {"fp8": True, "fp8_weight_gradients": True}, marks=CAMPAIGN),
+        pytest.param("qwen3", {"fp8": True, "activation_checkpointing": "full"}, marks=CAMPAIGN),
         pytest.param("qwen3", {"compile": "aot_eager"}, marks=CAMPAIGN),
         pytest.param("qwen3_moe", {"compile": "aot_eager"}, marks=CAMPAIGN),
         pytest.param("qwen3_vl", {"compile": "aot_eager"}, marks=CAMPAIGN),
@@ -151,6 +157,11 @@ def test_cast_weights_once_covers_matrices_of_blocks_alone() -> None:
     assert covered(engine) == matrices(engine) - routers - outside
     engine = engine_of(with_lora("qwen3_moe", EXPERTS_LORA), cast_weights_once=True)
     assert covered(engine) == {name for name, p in engine.model.named_parameters() if p.requires_grad}
+    engine = engine_of(build_model(LanguageModel, "qwen3"), cast_weights_once=True, fp8=True)
+    in_fp8 = [module for module in engine.model.modules() if isinstance(module, Fp8Linear)]
+    assert engine.compute_weights
+    assert len(in_fp8) == len(engine.compute_weights.fp8_layers) > 0
+    assert covered(engine) == {name for name in matrices(engine) if ".layers." in name}
 
 
 def matrices(engine: Any) -> set[str]:

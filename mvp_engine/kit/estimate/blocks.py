@@ -160,8 +160,19 @@ class BlockCosts:
             backward = 0
             if block.in_backward:
                 backward = 2 if self.checkpointing.get(block.part) == "full" else 1
-            weights = _fp8_weights(block.module)
+            weights = sum(p.numel() for p in _fp8_weights(block.module))
             amount.add(block, 2.0 * (1 + backward) * weights * rows.get(block.rows, 0.0))
+        return amount
+
+    def fp8_weight_gradient_flops(self, batch: PackedBatch) -> Amount:
+        """FLOPs of weight gradients that are FP8 GEMMs."""
+        rows = self._rows(batch)
+        amount = Amount()
+        for block in self.blocks:
+            if self.settings.fp8_weight_gradients and self.fp8.get(block.part, False):
+                trained = [p for p in _fp8_weights(block.module) if p.requires_grad]
+                weights = sum(p.numel() for p in trained if p not in self.unused)
+                amount.add(block, 2.0 * weights * rows.get(block.rows, 0.0))
         return amount
 
     def dequantized_bytes(self) -> float:
@@ -178,24 +189,29 @@ class BlockCosts:
     def autocast_bytes(self) -> float:
         """Bytes of the low-precision weight copies that autocast saves for backward.
 
-        Checkpointed blocks cast again in backward, FP8 layers keep other copies only during a GEMM, and weights
-        that are bf16 already need no copy. The copies of `model.cast_weights_once` stay.
+        Checkpointed blocks cast again in backward, and weights that are bf16 already need no copy. The copies of
+        `model.cast_weights_once` stay: of FP8 layers two of one byte. Without it, compiled FP8 layers save the one
+        that backward needs.
         """
         if not self.settings.half_precision:
             return 0.0
         kept = set[nn.Parameter]()
         if self.settings.cast_weights_once:
             kept.update(module.get_parameter(name) for module, name in cast_once(self.model))
-        elements = 0
+        total = 0.0
         for block in self.blocks:
-            if self.fp8.get(block.part):
-                continue
-            checkpointed = self.checkpointing.get(block.part, "none") != "none"
-            params = [p for p in block.module.parameters() if p not in self.unused]
-            if not block.in_backward or checkpointed:
-                params = [p for p in params if p in kept]
-            elements += sum(p.numel() for p in params if p.element_size() > 2)
-        return 2.0 * elements
+            is_fp8 = self.fp8.get(block.part, False)
+            saves = block.in_backward and self.checkpointing.get(block.part, "none") == "none"
+            if is_fp8 and not self.compiled.get(block.part):
+                saves = False
+            for param in block.module.parameters():
+                if param in self.unused or param.element_size() <= 2:
+                    continue
+                if param in kept:
+                    total += 2.0 * param.numel()
+                elif saves:
+                    total += (1.0 if is_fp8 else 2.0) * param.numel()
+        return total
 
     def _rows(self, batch: PackedBatch) -> dict[str, float]:
         """The number of rows that the layers of each kind process."""
@@ -248,9 +264,9 @@ def _gemm_flops(block: nn.Module, config: Any) -> float:
     return flops
 
 
-def _fp8_weights(block: nn.Module) -> int:
+def _fp8_weights(block: nn.Module) -> list[nn.Parameter]:
     layers = [module for module in block.modules() if fp8.fits(module)]
-    return sum(p.numel() for layer in layers for p in layer.parameters(recurse=False))
+    return [p for layer in layers for p in layer.parameters(recurse=False)]
 
 
 @dataclass

@@ -23,6 +23,9 @@ ATTENTION_EFFICIENCY = 0.36
 BANDWIDTH_EFFICIENCY = 0.73
 
 FP8_SPEEDUP = 1.4  # of an FP8 GEMM, including the quantization of its operands
+# Of one for a weight gradient, whose operands are read once more to be quantized and transposed: by the bytes, not
+# measured.
+FP8_WEIGHT_GRADIENT_SPEEDUP = 1.2
 SAVED_TRANSFERS = 4.1  # how often saved activations cross the memory bus in forward and backward
 REST = 1.12  # the whole step, as a multiple of what is counted
 FP32_SLOWDOWN = 8.0
@@ -108,6 +111,7 @@ def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str,
     saved = costs.saved_bytes(batch, checkpointed=False)
     repeated = costs.repeated_flops(batch)
     low = costs.fp8_flops(batch)
+    low_gradients = costs.fp8_weight_gradient_flops(batch)
     ranks = costs.settings.text_ranks
     share = costs.encoder_share(batch)
     text = _seconds(
@@ -115,7 +119,7 @@ def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str,
         text_gemm / ranks,
         text_attention / ranks,
         repeated.text / ranks,
-        low.text / ranks,
+        _fp8_gain(low.text, low_gradients.text) / ranks,
         saved.text,
     )
     encoder = _seconds(
@@ -123,10 +127,16 @@ def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str,
         share * (all_gemm - text_gemm),
         share * (all_attention - text_attention),
         share * repeated.encoder,
-        share * low.encoder,
+        share * _fp8_gain(low.encoder, low_gradients.encoder),
         saved.encoder,
     )
     return {name: value + encoder[name] for name, value in text.items()}
+
+
+def _fp8_gain(flops: float, gradient_flops: float) -> float:
+    """The bf16 FLOPs that take as long as FP8 GEMMs are faster."""
+    gain = flops * (1 - 1 / FP8_SPEEDUP)
+    return gain + gradient_flops * (1 - 1 / FP8_WEIGHT_GRADIENT_SPEEDUP)
 
 
 def _flops(costs: BlockCosts, batch: PackedBatch) -> tuple[float, float]:
@@ -135,12 +145,12 @@ def _flops(costs: BlockCosts, batch: PackedBatch) -> tuple[float, float]:
 
 
 def _seconds(
-    gpu: Gpu, gemm: float, attention: float, repeated: float, low: float, saved: float
+    gpu: Gpu, gemm: float, attention: float, repeated: float, gain: float, saved: float
 ) -> dict[str, float]:
-    """`repeated` are GEMM FLOPs of the second forward of full checkpointing, `low` those in FP8; `saved` is bytes."""
+    """`repeated` are GEMM FLOPs of the second forward of full checkpointing, `gain` is FP8's; `saved` is bytes."""
     # Forward and backward are three parts of work; a second forward is a fourth.
     passes = 4 / 3 if repeated else 1.0
-    gemm += repeated - low * (1 - 1 / FP8_SPEEDUP)
+    gemm += repeated - gain
     return {
         "GEMM": gemm / (GEMM_EFFICIENCY * gpu.flops_per_s),
         "attention": passes * attention / (ATTENTION_EFFICIENCY * gpu.flops_per_s),

@@ -81,7 +81,7 @@ def parallelize_model(
         adapter.cut_stage(StageLink(layout), skeleton)
         held = set(model.modules())
         experts = [module for module in experts if module in held]
-    _use_fp8(model, fp8_parts, world.device)
+    _use_fp8(model, fp8_parts, settings, world.device)
     _change_blocks(model, settings, backends)
     if layout.shard_mesh is not None:
         meshes = layout.shard_mesh, dtype, experts, layout.expert_shard_mesh
@@ -138,12 +138,14 @@ def _fp8_parts(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[
     return parts
 
 
-def _use_fp8(model: nn.Module, parts: Mapping[str, bool], device: torch.device) -> None:
+def _use_fp8(
+    model: nn.Module, parts: Mapping[str, bool], settings: Settings, device: torch.device
+) -> None:
     """Linear layers and stacked experts of the blocks of some parts run in FP8; say which."""
     if not any(parts.values()):
         return
     blocks = [block for block, part in blocks_by_part(model) if parts.get(part, False)]
-    layers = sum(fp8.use(block) for block in blocks)
+    layers = sum(fp8.use(block, settings.fp8_weight_gradients) for block in blocks)
     found = [module for block in blocks for module in stacked_experts.modules(block).values()]
     chosen = [module for module in found if stacked_experts.fit_fp8(module)]
     reason = f"their sizes are no multiples of {fp8.MULTIPLE}"

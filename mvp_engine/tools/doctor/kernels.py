@@ -168,17 +168,24 @@ def check_fp8() -> Finding | None:
     if torch.cuda.get_device_capability() < (8, 9):
         return ok("FP8", "not supported by this GPU, which model.fp8 needs (Ada, Hopper or newer)")
     layer = nn.Linear(256, 256, device="cuda")
-    x = torch.randn(64, 256, device="cuda")
-    with torch.no_grad():
-        expected = layer(x)
-        fp8.use(nn.Sequential(layer))
-        with torch.autocast("cuda", torch.bfloat16):
-            difference = layer(x).float() - expected
-    error = float(difference.norm() / expected.norm())
+    x = torch.randn(60, 256, device="cuda")
+    d_out = torch.randn(60, 256, device="cuda")
+    expected = layer(x)
+    d_expected = torch.autograd.grad(expected, layer.weight, d_out)[0]
+    fp8.use(nn.Sequential(layer), weight_gradients=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        out = layer(x)
+    d_found = torch.autograd.grad(out, layer.weight, d_out.bfloat16())[0]
+    error = float((out - expected).norm() / expected.norm())
+    d_error = float((d_found - d_expected).norm() / d_expected.norm())
     if not error < 0.1:
         text = f"wrong values: relative error {error:.1e}"
         return problem("FP8", text, "leave model.fp8 off")
-    return ok("FP8", "supported: model.fp8=true", relative_error=error)
+    if not d_error < 0.1:
+        text = f"wrong weight gradients: relative error {d_error:.1e}"
+        return problem("FP8", text, "leave model.fp8_weight_gradients off")
+    text = "supported: model.fp8=true, model.fp8_weight_gradients=true"
+    return ok("FP8", text, relative_error=error, weight_gradient_error=d_error)
 
 
 def check_nf4() -> Finding | None:

@@ -46,7 +46,8 @@ class Simulation:
         precision = "bf16" if config.loop.precision == "auto" else config.loop.precision
         settings = Settings.from_config(config, precision)
         # None of these changes a collective, and the CPU has no FP8.
-        self.settings = replace(settings, compile=None, fp8=False, offload="none")
+        off: dict[str, Any] = {"compile": None, "fp8": False, "fp8_weight_gradients": False}
+        self.settings = replace(settings, **off, offload="none")
 
     def ranks(self, wanted: str | None = None) -> list[int]:
         """The ranks to simulate; raises a UserError if the layout does not fit the number of ranks."""
