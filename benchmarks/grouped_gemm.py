@@ -7,7 +7,8 @@ A layer as in Qwen3-30B-A3B: 128 experts of 2,048 x 768, 8 of them for each toke
 Tokens choose experts at random (`uniform`), or half of all choices are for an eighth of the experts (`skewed`). A line
 is the forward and backward of one layer: from hidden states to their gradient and those of the weights. `ours` is what
 models use in this engine, `transformers` its own grouped GEMM on weights that are bf16 already, and `compiled` ours by
-Inductor. `host_syncs` counts the times that the host waits for the GPU.
+Inductor; `fp8` and `compiled, fp8` are ours with `model.fp8`. `host_syncs` counts the times that the host waits for the
+GPU.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def measure(name: str, args: argparse.Namespace, skewed: bool) -> dict[str, Any]
     is_theirs = name == "transformers"
     experts = layer(args, torch.bfloat16 if is_theirs else torch.float32)
     function: Callable[..., Tensor] = grouped_mm_experts_forward if is_theirs else ours.grouped_experts
-    if name == "compiled":
+    if name.endswith("fp8"):
+        ours.use_fp8(experts)
+    if name.startswith("compiled"):
         function = torch.compile(function)
     index_TK, weights_TK = routes(args, skewed)
     hidden_TD = torch.randn(args.tokens, args.hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
@@ -118,7 +121,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--inner", type=int, default=768)
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--sides", nargs="*", default=["ours", "transformers", "compiled"])
+    parser.add_argument("--sides", nargs="*", default=["ours", "transformers", "compiled", "fp8", "compiled, fp8"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None

@@ -22,8 +22,8 @@ from mvp_engine.hf.quantize import quantize_layers
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.kit.estimate.memory import DYNAMIC
-from mvp_engine.kit.estimate.settings import MEMORY, EstimateSettings
-from mvp_engine.kit.estimate.step import FP8_SPEEDUP, estimate_step
+from mvp_engine.kit.estimate.settings import MEMORY, EstimateSettings, gpu_by_name
+from mvp_engine.kit.estimate.step import FP8_SPEEDUP, GEMM_EFFICIENCY, estimate_step
 from mvp_engine.model_engine import ModelSource
 from mvp_engine.model_engine.fsdp.parallelize import freeze
 
@@ -170,6 +170,23 @@ def test_estimate_of_lora_on_a_bf16_base() -> None:
     assert found["memory_gib"]["activations"] == pytest.approx(whole["activations"], rel=0.05)
     low = estimate_step(model, [batch], [batch], EstimateSettings(fp8=True))["seconds"]["GEMM"]
     assert found["seconds"]["GEMM"] / FP8_SPEEDUP < low < found["seconds"]["GEMM"]
+
+
+def test_estimate_counts_experts_in_fp8_on_gpus_that_have_them() -> None:
+    """Their outputs and input gradients; on other GPUs bf16 copies of experts are kept for backward."""
+    model: Any = LanguageModel.on_meta(None, data.shape("qwen3_a3b_6"))
+    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_a3b_6", PIXELS)
+    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    stacked = 2 * 2 * 8 / 128 * sum(p.numel() for p in experts) * batch.num_tokens  # FLOPs of outputs, input gradients
+    saved = {}
+    for gpu in ("H200", "L40S"):
+        both = [EstimateSettings(gpu=gpu, fp8=low) for low in (False, True)]
+        plain, low = (estimate_step(model, [batch], [batch], settings) for settings in both)
+        flops = GEMM_EFFICIENCY * gpu_by_name(gpu).flops_per_s
+        saved[gpu] = (plain["seconds"]["GEMM"] - low["seconds"]["GEMM"]) * flops
+        copies = low["memory_gib"]["bf16 weight copies"] * 2**30
+        assert (copies > 2 * sum(p.numel() for p in experts)) == (gpu == "L40S")
+    assert saved["H200"] - saved["L40S"] == pytest.approx(stacked * (1 - 1 / FP8_SPEEDUP), rel=1e-3)
 
 
 def test_estimate_counts_copies_of_weights_that_are_cast_once() -> None:

@@ -134,6 +134,12 @@ def test_cast_weights_once_with_adapters_and_shared_weights_trains_bit_equal(bui
 
 @CAMPAIGN
 @pytest.mark.parametrize("compile", [None, "aot_eager"])
+def test_cast_weights_once_with_adapters_of_fp8_experts_trains_bit_equal(compile: str | None) -> None:
+    check_equal("text", lambda: with_lora("qwen3_moe", EXPERTS_LORA), fp8=True, compile=compile)
+
+
+@CAMPAIGN
+@pytest.mark.parametrize("compile", [None, "aot_eager"])
 def test_cast_weights_once_with_a_talker_trains_bit_equal(compile: str | None) -> None:
     batches = [omni.micro_batch(members) for members in ([2, 0], [0], [1, 3])]
     how: dict[str, Any] = {"precision": "bf16", "compile": compile}
@@ -162,6 +168,9 @@ def test_cast_weights_once_covers_matrices_of_blocks_alone() -> None:
     assert engine.compute_weights
     assert len(in_fp8) == len(engine.compute_weights.fp8_layers) > 0
     assert covered(engine) == {name for name in matrices(engine) if ".layers." in name}
+    engine = engine_of(build_model(LanguageModel, "qwen3_moe"), cast_weights_once=True, fp8=True)
+    stacked = {name for name in matrices(engine) if ".experts." in name}
+    assert covered(engine) == matrices(engine) - routers - outside - stacked
 
 
 def matrices(engine: Any) -> set[str]:

@@ -153,6 +153,23 @@ def test_expert_parallel_compiled_and_checkpointed_gives_the_gradients_of_one_ra
             assert_close(found[family], expected(family, 2), family)
 
 
+@CAMPAIGN
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_expert_parallel_in_fp8_is_as_far_from_bf16_as_one_rank(ranks2, checkpointing: str) -> None:
+    families = ["qwen3_moe", "gpt_oss"]
+    bf16 = {"precision": "bf16", "activation_checkpointing": checkpointing}
+    rows = [one for rank in range(2) for one in micro_batches(rank)]
+    found = ranks2.run(on_layout, {"shard": 2, "expert": 2}, families, {**bf16, "fp8": True})[0]
+    for family in families:
+        wanted, alone = (
+            gradients(engine_of(family, Layout(World.join("cpu")), **bf16, fp8=low), rows) for low in (False, True)
+        )
+        for name, grad in wanted.items():
+            if "experts" in name:
+                apart, its = (float((one[name] - grad).norm() / grad.norm()) for one in (alone, found[family]))
+                assert 0.01 < its < 1.3 * apart < 0.4, (family, name, apart, its)
+
+
 # ---- Routers that send every token to the same experts ----------------------------------------------------------
 
 

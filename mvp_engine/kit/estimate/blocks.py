@@ -6,6 +6,7 @@ patches) that they process.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import SPEECH
+from mvp_engine.hf import experts
 from mvp_engine.hf.action_model import ActionModel
 from mvp_engine.hf.compute_weights import cast_once
 from mvp_engine.hf.config_facts import num_heads
@@ -23,7 +25,7 @@ from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part, by_part
 from mvp_engine.hf.pi0 import Pi0Policy
 from mvp_engine.kit.action_flops import language_backbone, num_suffix_rows
-from mvp_engine.kit.estimate.settings import EstimateSettings
+from mvp_engine.kit.estimate.settings import EstimateSettings, runs_fp8_experts
 from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
 from mvp_engine.kit.mfu import MFUKit, ids_with_own_media
 from mvp_engine.kit.speech_flops import SPEAKING, thinker_share
@@ -139,19 +141,23 @@ class BlockCosts:
     def repeated_flops(self, batch: PackedBatch) -> Amount:
         """GEMM FLOPs of the second forward of blocks with full activation checkpointing."""
         rows = self._rows(batch)
-        text_config: Any = language_backbone(self.model).config.get_text_config()
         amount = Amount()
         for block in self.blocks:
             if block.in_backward and self.checkpointing.get(block.part) == "full":
-                config = text_config if block.is_text else None
-                if block.rows == "talker" and isinstance(self.model, OmniModel):
-                    talker: Any = self.model.talker
-                    config = talker.config.text_config
-                amount.add(block, _gemm_flops(block.module, config) * rows.get(block.rows, 0.0))
+                flops = _gemm_flops(block.module.modules(), self._config_of(block))
+                amount.add(block, flops * rows.get(block.rows, 0.0))
         return amount
 
+    def _config_of(self, block: Block) -> Any:
+        """The config that has the number of experts of a row."""
+        if block.rows == "talker" and isinstance(self.model, OmniModel):
+            talker: Any = self.model.talker
+            return talker.config.text_config
+        backbone: Any = language_backbone(self.model)
+        return backbone.config.get_text_config() if block.is_text else None
+
     def fp8_flops(self, batch: PackedBatch) -> Amount:
-        """FLOPs of FP8 GEMMs: the outputs of linear layers and the gradients of their inputs."""
+        """FLOPs of FP8 GEMMs: the outputs of linear layers and experts, and the gradients of their inputs."""
         rows = self._rows(batch)
         amount = Amount()
         for block in self.blocks:
@@ -160,20 +166,32 @@ class BlockCosts:
             backward = 0
             if block.in_backward:
                 backward = 2 if self.checkpointing.get(block.part) == "full" else 1
-            weights = sum(p.numel() for p in _fp8_weights(block.module))
-            amount.add(block, 2.0 * (1 + backward) * weights * rows.get(block.rows, 0.0))
+            flops = _gemm_flops(self._fp8_modules(block), self._config_of(block))
+            amount.add(block, (1 + backward) * flops * rows.get(block.rows, 0.0))
         return amount
 
     def fp8_weight_gradient_flops(self, batch: PackedBatch) -> Amount:
-        """FLOPs of weight gradients that are FP8 GEMMs."""
+        """FLOPs of weight gradients that are FP8 GEMMs: those of linear layers."""
         rows = self._rows(batch)
         amount = Amount()
         for block in self.blocks:
             if self.settings.fp8_weight_gradients and self.fp8.get(block.part, False):
-                trained = [p for p in _fp8_weights(block.module) if p.requires_grad]
-                weights = sum(p.numel() for p in trained if p not in self.unused)
+                layers = [module for module in self._fp8_modules(block) if fp8.fits(module)]
+                params = [p for layer in layers for p in layer.parameters(False)]
+                trained = [p for p in params if p.requires_grad and p not in self.unused]
+                weights = sum(p.numel() for p in trained)
                 amount.add(block, 2.0 * weights * rows.get(block.rows, 0.0))
         return amount
+
+    def _fp8_modules(self, block: Block) -> list[nn.Module]:
+        """The linear layers and stacked experts of a block that run in FP8."""
+        if not self.fp8.get(block.part, False):
+            return []
+        layers = [module for module in block.module.modules() if fp8.fits(module)]
+        if not runs_fp8_experts(self.settings.gpu):
+            return layers
+        stacked = experts.modules(block.module).values()
+        return [*layers, *(module for module in stacked if experts.fit_fp8(module))]
 
     def dequantized_bytes(self) -> float:
         """Bytes that dequantizing the weights of blocks moves in a forward and backward: 4.5 bits in, a number out."""
@@ -200,17 +218,15 @@ class BlockCosts:
             kept.update(module.get_parameter(name) for module, name in cast_once(self.model))
         total = 0.0
         for block in self.blocks:
-            is_fp8 = self.fp8.get(block.part, False)
+            low = {p for module in self._fp8_modules(block) for p in module.parameters(False)}
             saves = block.in_backward and self.checkpointing.get(block.part, "none") == "none"
-            if is_fp8 and not self.compiled.get(block.part):
-                saves = False
             for param in block.module.parameters():
                 if param in self.unused or param.element_size() <= 2:
                     continue
-                if param in kept:
+                if param in kept or (saves and param not in low):
                     total += 2.0 * param.numel()
-                elif saves:
-                    total += (1.0 if is_fp8 else 2.0) * param.numel()
+                elif saves and self.compiled.get(block.part):
+                    total += param.numel()
         return total
 
     def _rows(self, batch: PackedBatch) -> dict[str, float]:
@@ -255,18 +271,13 @@ def _trains(module: nn.Module, recurse: bool = True) -> bool:
     return any(p.requires_grad for p in module.parameters(recurse=recurse))
 
 
-def _gemm_flops(block: nn.Module, config: Any) -> float:
-    """Forward FLOPs of the block's GEMMs for one row."""
+def _gemm_flops(modules: Iterable[nn.Module], config: Any) -> float:
+    """Forward FLOPs of the GEMMs of modules, without those of their children, for one row."""
     flops = 0.0
-    for module in block.modules():
+    for module in modules:
         for name, param in module.named_parameters(recurse=False):
             flops += matmul_flops(module, name, param, config)
     return flops
-
-
-def _fp8_weights(block: nn.Module) -> list[nn.Parameter]:
-    layers = [module for module in block.modules() if fp8.fits(module)]
-    return [p for layer in layers for p in layer.parameters(recurse=False)]
 
 
 @dataclass

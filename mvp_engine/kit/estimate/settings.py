@@ -39,6 +39,7 @@ MEMORY = {
 PCIE_5 = r"G?B[23]00|H200|H20|H100|H800|RTX PRO 6000|RTX 5090"
 PCIE_5_BYTES = 50e9
 PCIE_4_BYTES = 25e9
+FP8_EXPERTS = r"G?H200|H20|H100|H800|G?B200"  # GPUs with FP8 grouped GEMMs: `hf/fp8_grouped_mm.py`
 COMMON_GPUS = ("RTX 4090", "RTX 5090", "L40S", "A100", "H100", "RTX PRO 6000", "H200", "B200")
 FITS = 0.95  # the fraction of the memory that a training can fill
 
@@ -66,6 +67,10 @@ def _is(pattern: str, name: str) -> bool:
     """Whether a GPU's name has the pattern as a word."""
     found = re.search(rf"(?<![A-Z0-9])(?:{pattern})(?![0-9])", name, re.IGNORECASE)
     return found is not None
+
+
+def runs_fp8_experts(gpu: str) -> bool:
+    return _is(FP8_EXPERTS, gpu)
 
 
 def usable_gib(gpu: str) -> float:
