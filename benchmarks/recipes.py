@@ -40,6 +40,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.gpu_clock import sampled_clock
 from benchmarks.recipes_figures import figures, starts_table, table
 from benchmarks.sft import files
 from benchmarks.sft.data import KNOWN, PER_STEP, VISION, rows, shape
@@ -218,8 +219,10 @@ def train(words: list[str], env: dict[str, str], folder: Path, steps: int, limit
 def ours(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     words = [*config_words(work, model, data, args), f"mllm.cache={scratch / 'costs'}"]
     env = environment() if args.warm else caches(scratch)
-    cold = train(words, env, scratch, args.steps, args.limit, INTERVAL)
+    with sampled_clock() as clock:
+        cold = train(words, env, scratch, args.steps, args.limit, INTERVAL)
     found = {"command": shlex.join(["mvp", "train", *words]), **figures(cold)}
+    found |= clock.between(*found.pop("counted_s", (0, 0)))
     (run,) = list(scratch.glob("runs/*/run.json")) or [None]
     if run is not None:
         info = json.loads(run.read_text())

@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.watch import Watched
 
 FULL_SPEED = 1.1  # times the steady step
+RATES = ("step_s", "tokens_per_s", "mfu")  # kept of each interval, to compare the same steps of two runs
 TARGETS = {"text_0.6b": 0.45, "text_1.7b": 0.55, "lora_8b": 0.5, "vlm_2b": 0.5, "experts_a3b": 0.42, "long_128k": 0.5}
 
 
@@ -23,6 +24,7 @@ def figures(seen: Watched) -> dict[str, Any]:
     counted = [record for _, record in intervals[len(intervals) // 2 :]]
     steady = statistics.median(record["perf"]["step_s"] for record in counted)
     begins = [train[0][0], *(when for when, _ in intervals)]
+    rates = [{"step": one["step"], **{key: one["perf"].get(key) for key in RATES}} for _, one in intervals]
     fast = [
         begin
         for begin, (_, one) in zip(begins, intervals, strict=False)
@@ -39,6 +41,8 @@ def figures(seen: Watched) -> dict[str, Any]:
     return {
         **found,
         "full_speed_s": fast[0] if fast else None,
+        "counted_s": [begins[len(intervals) // 2], begins[-1]],
+        "intervals": rates,
         "steps": train[-1][1]["step"],
         "step_s": steady,
         "tokens_per_s": mean("tokens_per_s"),

@@ -129,7 +129,8 @@ def test_sample_that_raises_is_named(workers: int) -> None:
     traceback.clear_frames(caught.tb)  # or it is for the garbage collector, which waits five seconds for a worker
 
 
-def test_pinning_thread_prefetches_a_few_micro_batches(monkeypatch) -> None:
+@pytest.mark.parametrize(("workers", "ahead"), [(0, 2), (1, 4)])  # with workers the micro-batches of a step
+def test_pinning_thread_prefetches_a_few_micro_batches(monkeypatch, workers: int, ahead: int) -> None:
     begun, threads = [], set()
 
     def pin(item: Any) -> Any:  # what torch does needs a GPU
@@ -138,10 +139,15 @@ def test_pinning_thread_prefetches_a_few_micro_batches(monkeypatch) -> None:
         return item
 
     monkeypatch.setattr(data_loader, "pin", pin)
-    plain, part = [batch[0].tolist() for batch in loader()], loader(pin_memory=True)
+    plain, part = [batch[0].tolist() for batch in loader()], loader(pin_memory=True, num_workers=workers)
+    assert part.accumulation == 4
+    items = part._items
+    read: list[Any] = []
+    monkeypatch.setattr(part, "_items", lambda: (read.append(item) or item for item in items()))
     for count, batch in enumerate(part):
+        assert len(read) == min(len(plain), count + ahead + 1)
         assert batch[0].tolist() == plain[count]
-        assert len(begun) <= count + 3
+        assert len(begun) <= count + ahead + 1
         assert part.state_dict()["samples"] == min(50, 8 * (count // 4 + 1))  # ahead is not used
     assert len(begun) == len(plain) == count + 1
     assert threading.main_thread() not in threads

@@ -29,6 +29,8 @@ from mvp_engine.data.step_plan import MediaKinds, StepPlan
 from mvp_engine.data.worker_memory import KeepLastBatches, start_worker
 from mvp_engine.errors import UserError
 
+MOST_PINNED = 8  # micro-batches: those of images have 150 MB
+
 
 class SampleLoader:
     """Iterating yields this rank's micro-batches of the current epoch, from the cursor on; then call `set_epoch`."""
@@ -70,7 +72,7 @@ class SampleLoader:
         self._num_workers = num_workers
         self._timeout = timeout if num_workers else 0.0
         self._collate = KeepLastBatches(_RaiseStopIteration(collate_fn or default_collate))
-        self._ready = pinned if pin_memory else iter
+        self._pins = pin_memory
 
     @property
     def steps_per_epoch(self) -> int:
@@ -100,7 +102,12 @@ class SampleLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._yielded = 0
-        for micro_batch in self._ready(self._items()):
+        items = self._items()
+        if self._pins:
+            # A step takes all its micro-batches at once. Without workers, reading ahead would delay the first one.
+            ahead = max(2, min(self.accumulation, MOST_PINNED)) if self._num_workers else 2
+            items = pinned(items, ahead)
+        for micro_batch in items:
             self._yielded += 1
             yield micro_batch
 
