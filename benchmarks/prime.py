@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import actions, recipes, speech
 
-LAYERS = 3
 STEPS = 4
 
 
-def shallow_pi0(tiny: bool) -> dict[str, Any]:
+def shallow_pi0(tiny: bool, layers: int) -> dict[str, Any]:
     """pi0's default config with few layers. A part that is given replaces its defaults, so all sizes are named."""
     from mvp_engine.hf.config_source import read_config
 
@@ -36,7 +36,7 @@ def shallow_pi0(tiny: bool) -> dict[str, Any]:
     of_vision = (*names, "patch_size", "image_size", "num_channels", "vision_use_head")
 
     def part(config: Any, keys: tuple[str, ...]) -> dict[str, Any]:
-        return {key: getattr(config, key) for key in keys} | {"num_hidden_layers": LAYERS}
+        return {key: getattr(config, key) for key in keys} | {"num_hidden_layers": layers}
 
     vlm = {key: getattr(base.vlm_config, key) for key in ("model_type", "image_token_id", "projection_dim")}
     vlm["text_config"] = part(base.vlm_config.text_config, of_text)
@@ -45,7 +45,7 @@ def shallow_pi0(tiny: bool) -> dict[str, Any]:
 
 
 def prime_pi0(args: argparse.Namespace) -> None:
-    actions.model_config = shallow_pi0
+    actions.model_config = partial(shallow_pi0, layers=args.layers)
     folder = args.folder or Path("robot")
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "robot").is_dir():
@@ -60,7 +60,7 @@ def prime_speech(args: argparse.Namespace) -> None:
     def shallow(tiny: bool) -> dict[str, Any]:
         config = full(tiny)
         for part in ("text_config", "code_predictor_config"):
-            config["talker_config"][part]["num_hidden_layers"] = LAYERS
+            config["talker_config"][part]["num_hidden_layers"] = args.layers
         return config
 
     speech.model_config = shallow
@@ -75,13 +75,14 @@ def prime_recipe(args: argparse.Namespace) -> None:
     folder = args.folder or Path(tempfile.gettempdir()) / "mvp-recipes"
     how = argparse.Namespace(tiny=False, steps=args.steps, folder=folder, limit=600, keys=args.keys, warm=True)
     how.profile = how.peers = False
+    how.interval = 5
     work, _, data = recipes.prepare(args.what, how)  # what the benchmark itself will use
 
     def shallow(name: str) -> dict[str, Any]:
         config = full_shape(name)
-        config.get("text_config", config)["num_hidden_layers"] = LAYERS
+        config.get("text_config", config)["num_hidden_layers"] = args.layers
         if "vision_config" in config:
-            config["vision_config"] |= {"depth": LAYERS, "deepstack_visual_indexes": list(range(LAYERS))}
+            config["vision_config"] |= {"depth": args.layers, "deepstack_visual_indexes": list(range(args.layers))}
         return config
 
     recipes.shape = shallow
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument("keys", nargs="*", metavar="key=value")
     parser.add_argument("--tried", default="24:none:1", help="of actions.py or speech.py")
     parser.add_argument("--steps", type=int, default=40, help="of recipes.py: it decides how many rows there are")
+    parser.add_argument("--layers", type=int, default=3, help="of the shallow model")
     parser.add_argument("--folder", type=Path, help="of robot data, or of recipes.py")
     args = parser.parse_intermixed_args()
     sys.argv = sys.argv[:1]  # benchmarks read it

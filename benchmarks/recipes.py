@@ -47,7 +47,6 @@ from benchmarks.sft.data import KNOWN, PER_STEP, VISION, rows, shape
 from benchmarks.watch import Watched, watch
 
 ROOT = Path(__file__).parents[1]
-INTERVAL = 5  # steps of a log record
 START_STEPS = 8  # of a start whose times are measured alone; each is logged
 FIRST_STEP = r"\bstep +1\b"  # in the output of `mvp profile`
 PEERS = {"TRL + Liger": ("trl", "liger-kernel", "datasets", "pyarrow")}
@@ -220,7 +219,7 @@ def ours(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch:
     words = [*config_words(work, model, data, args), f"mllm.cache={scratch / 'costs'}"]
     env = environment() if args.warm else caches(scratch)
     with sampled_clock() as clock:
-        cold = train(words, env, scratch, args.steps, args.limit, INTERVAL)
+        cold = train(words, env, scratch, args.steps, args.limit, args.interval)
     found = {"command": shlex.join(["mvp", "train", *words]), **figures(cold)}
     found |= clock.between(*found.pop("counted_s", (0, 0)))
     (run,) = list(scratch.glob("runs/*/run.json")) or [None]
@@ -233,6 +232,8 @@ def ours(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch:
         found["recompiles"] = len(re.findall(r"compiled after the first", text))
     if args.profile and "why" not in found:
         found |= profiled(words, env, args.limit, scratch)
+        if "launches_per_step" in found:
+            found["launches_per_token"] = found["launches_per_step"] / (found["tokens_per_s"] * found["step_s"])
     return found
 
 
@@ -260,8 +261,8 @@ def profiled(words: list[str], env: dict[str, str], limit: float, scratch: Path)
     found: dict[str, Any] = {"second_start_s": seen.first}
     if (out / "profile.json").is_file():
         facts = json.loads((out / "profile.json").read_text())
-        kinds = {kind: facts[kind] for kind in ("idle", "launches") if kind in facts}
-        found |= {**kinds, "profile": {key: facts[key] for key in facts if key != "kernels"}}
+        found |= {"idle": facts["idle"], "launches_per_step": sum(kind["calls"] for kind in facts["kinds"])}
+        found["profile"] = {key: facts[key] for key in facts if key != "kernels"}
     else:
         found["profile_why"] = seen.output
     return found
@@ -346,6 +347,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(WORKS), choices=WORKS, metavar="NAME", help=", ".join(WORKS))
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--interval", type=int, default=5, help="steps of a log record; fewer where they are long")
     parser.add_argument("--limit", type=float, default=300, help="seconds of one process")
     parser.add_argument("--tiny", action="store_true", help="small shapes and rows, for a CPU")
     parser.add_argument("--warm", action="store_true", help="use the compile cache of the user in the first start too")
