@@ -25,7 +25,7 @@ from mvp_engine.hf.fp8_weights import empty_copy, quantize_weights
 from mvp_engine.hf.lora import READ_DIRECTLY
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part
-from mvp_engine.ops.fp8 import Fp8Linear, Fp8Weight
+from mvp_engine.ops.fp8 import Fp8Linear, Fp8Weight, quantized_name
 
 ENCODERS = ("vision", "audio", "projector")  # parts that run on media
 
@@ -33,9 +33,9 @@ ENCODERS = ("vision", "audio", "projector")  # parts that run on media
 class ComputeWeights:
     def __init__(self, model: nn.Module) -> None:
         found = cast_once(model)
-        self.fp8_layers = [module for module, _ in found if isinstance(module, Fp8Linear)]
-        self.places = [place for place in found if not isinstance(place[0], Fp8Linear)]
-        self._fp8_masters = [layer.get_parameter("weight") for layer in self.fp8_layers]
+        self.fp8_places = [place for place in found if _is_fp8(*place)]
+        self.places = [place for place in found if not _is_fp8(*place)]
+        self._fp8_masters = [module.get_parameter(name) for module, name in self.fp8_places]
         self._masters = [module.get_parameter(name) for module, name in self.places]
         self._copies: list[nn.Parameter] = []
         self._fp8_copies: list[Fp8Weight] = []
@@ -63,7 +63,7 @@ class ComputeWeights:
         try:
             yield
         finally:
-            self._set(self._masters, [None] * len(self.fp8_layers))
+            self._set(self._masters, [None] * len(self.fp8_places))
 
     def release(self) -> None:
         """Free the memory of the copies until they are needed again."""
@@ -73,8 +73,8 @@ class ComputeWeights:
     def _set(self, params: list[nn.Parameter], fp8: Sequence[Fp8Weight | None]) -> None:
         for (module, name), param in zip(self.places, params, strict=True):
             module._parameters[name] = param
-        for layer, copy in zip(self.fp8_layers, fp8, strict=True):
-            layer.quantized = copy
+        for (module, name), quantized in zip(self.fp8_places, fp8, strict=True):
+            setattr(module, quantized_name(name), quantized)
 
 
 def _copy_of(master: nn.Parameter) -> nn.Parameter:
@@ -126,14 +126,19 @@ def cast_once(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return list(found)
 
 
+def _is_fp8(module: nn.Module, name: str) -> bool:
+    """A matrix that is multiplied in FP8; biases of FP8 experts are not."""
+    is_expert = experts.is_fp8(module) and module.get_parameter(name).ndim == 3
+    return is_expert or isinstance(module, Fp8Linear)
+
+
 def _cast_modules(module: nn.Module, stacked: set[nn.Module]) -> list[nn.Module]:
     """The modules of which autocast, or `hf/experts.py` itself, casts all matrices."""
     is_linear = type(module).forward in (nn.Linear.forward, Fp8Linear.forward)  # not of 4 bits
     if is_linear and "forward" not in vars(module):
         return [module]
     if module in stacked and experts.sizes_fit(module):
-        own = [] if experts.is_fp8(module) else [module]
-        return [*own, *experts.adapters(module)]
+        return [module, *experts.adapters(module)]
     return []
 
 

@@ -210,7 +210,7 @@ def _linear(experts: Any, name: str, x_NI: Tensor, rows: _Rows) -> Tensor:
 def _projected(experts: Any, name: str, x_NI: Tensor, ends_E: Tensor) -> Tensor:
     is_bf16 = isinstance(experts, _CastExperts) and experts.dtype == torch.bfloat16
     if is_bf16 and is_fp8(experts):
-        weight = experts.uncast(name)
+        weight = getattr(experts, fp8.quantized_name(name), None) or experts.uncast(name)
         return fp8_grouped_linear(x_NI, weight, ends_E, is_transposed=experts.is_transposed)
     weight = getattr(experts, name)
     return _grouped_linear(x_NI, weight, ends_E, is_transposed=experts.is_transposed)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.hf.grouped_mm import opaque_grouped_mm
-from mvp_engine.ops.fp8 import quantize
+from mvp_engine.ops.fp8 import Fp8Weight, quantize
 
 # torch has FP8 grouped GEMMs with row-wise scales for these alone, Hopper and the first Blackwell.
 CAPABILITIES = ((9, 0), (10, 0))
@@ -27,49 +27,68 @@ def is_supported(device: torch.device) -> bool:
 
 
 def fp8_grouped_linear(
-    x_NI: Tensor, weight: Tensor, ends_E: Tensor, is_transposed: bool = False
+    x_NI: Tensor, weight: Tensor | Fp8Weight, ends_E: Tensor, is_transposed: bool = False
 ) -> Tensor:
     """Each row times the matrix of its expert, (N, O) in bf16. `is_transposed`: matrices are (in, out)."""
-    weight_EOI = weight.mT if is_transposed else weight
-    return _Fp8GroupedLinear.apply(x_NI.bfloat16().contiguous(), weight_EOI, ends_E)
+    leaf, *by_row = weight if isinstance(weight, Fp8Weight) else (weight, None, None, None, None)
+    if is_transposed:
+        by_row = [*by_row[2:], *by_row[:2]]
+    rows_NI = x_NI.bfloat16().contiguous()
+    return _Fp8GroupedLinear.apply(rows_NI, leaf, ends_E, is_transposed, *by_row)
 
 
 class _Fp8GroupedLinear(torch.autograd.Function):
-    """It saves the weights as they are: FP8 copies exist only during a GEMM."""
-
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_NI: Tensor,
+        weight: Tensor,
+        ends_E: Tensor,
+        is_transposed: bool,
+        values_EOI: Tensor | None,
+        scale_EO1: Tensor | None,
+        values_EIO: Tensor | None,
+        scale_EI1: Tensor | None,
+    ) -> Tensor:
+        """Without values of the weight it is quantized here, and once more in backward."""
+        ctx.is_transposed = is_transposed
+        ctx.weight_dtype = weight.dtype
         # Only the gradient of the weight needs the input: frozen experts do not keep it.
         saved_NI = x_NI if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(saved_NI, weight_EOI, ends_E)
-        return _grouped_mm_transposed(x_NI, weight_EOI, ends_E)
+        saved_weight = weight if values_EIO is None else None
+        ctx.save_for_backward(saved_NI, saved_weight, ends_E, values_EIO, scale_EI1)
+        if values_EOI is None or scale_EO1 is None:
+            values_EOI, scale_EO1 = _quantize(weight, transposed=is_transposed)
+        return _grouped_mm_transposed(x_NI, values_EOI, scale_EO1, ends_E)
 
     @staticmethod
-    def backward(ctx: Any, d_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_NI, weight_EOI, ends_E = ctx.saved_tensors
+    def backward(ctx: Any, d_NO: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, weight, ends_E, values_EIO, scale_EI1 = ctx.saved_tensors
         d_NO = d_NO.bfloat16().contiguous()
         d_x_NI = None
         if ctx.needs_input_grad[0]:
-            d_x_NI = _grouped_mm_transposed(d_NO, weight_EOI.mT, ends_E)
-        d_weight_EOI = None
+            if values_EIO is None:
+                values_EIO, scale_EI1 = _quantize(weight, transposed=not ctx.is_transposed)
+            d_x_NI = _grouped_mm_transposed(d_NO, values_EIO, scale_EI1, ends_E)
+        d_weight = None
         if ctx.needs_input_grad[1]:
-            d_weight_EOI = _weight_grad(d_NO, x_NI, weight_EOI, ends_E).to(weight_EOI.dtype)
-        return d_x_NI, d_weight_EOI, None
+            both = (x_NI, d_NO) if ctx.is_transposed else (d_NO, x_NI)
+            d_weight = _grouped_outer(*both, ends_E).to(ctx.weight_dtype)
+        return d_x_NI, d_weight, None, None, None, None, None, None
 
 
-def _grouped_mm_transposed(a_NI: Tensor, b_EOI: Tensor, ends_E: Tensor) -> Tensor:
+def _quantize(weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    values, scale = quantize(weight.mT if transposed else weight)
+    return values.contiguous(), scale  # transposed as bytes, not as the weights they are made of
+
+
+def _grouped_mm_transposed(
+    a_NI: Tensor, values_EOI: Tensor, scale_EO1: Tensor, ends_E: Tensor
+) -> Tensor:
     """Each row of `a` times the transposed matrix of its expert in FP8, with bf16 output."""
-    a_fp8, a_scale_N1 = quantize(a_NI)
-    b_fp8, b_scale_EO1 = quantize(b_EOI)
-    b_fp8 = b_fp8.contiguous()  # transposed as bytes, not as the weights that they are made of
-    return _fp8_grouped_mm(a_fp8, b_fp8, a_scale_N1.squeeze(-1), b_scale_EO1.squeeze(-1), ends_E)
-
-
-def _weight_grad(d_NO: Tensor, x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """In the memory layout of the weight, so that adding it to a gradient needs no copy."""
-    if weight_EOI.stride(-1) == 1:
-        return _grouped_outer(d_NO, x_NI, ends_E)
-    return _grouped_outer(x_NI, d_NO, ends_E).mT
+    values_NI, scale_N1 = quantize(a_NI)
+    scales = scale_N1.squeeze(-1), scale_EO1.squeeze(-1)
+    return _fp8_grouped_mm(values_NI, values_EOI, *scales, ends_E)
 
 
 # Operators of their own, with operands in row-major order. Inductor would choose the order in memory of a transposed

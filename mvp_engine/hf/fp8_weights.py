@@ -1,4 +1,4 @@
-"""FP8 values of weights that are made once per step, of layers of `ops/fp8.py` (`model.cast_weights_once`)."""
+"""FP8 values of the weights of linear layers and stacked experts, made once per step (`model.cast_weights_once`)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 from mvp_engine.ops.fp8 import Fp8Weight, quantize
 
 
-def empty_copy(weight_NK: Tensor) -> Fp8Weight:
+def empty_copy(weight: Tensor) -> Fp8Weight:
     """Memory for the values of a weight.
 
     The gradient, in bf16, goes to a tensor of the weight's shape that has the memory of one element. No one reads it;
     its value is NaN, so that one who did would notice.
     """
-    rows, columns = weight_NK.shape
-    empty = weight_NK.new_empty
-    leaf_NK = weight_NK.new_empty_strided((rows, columns), (0, 0), dtype=torch.bfloat16)
-    leaf_NK.as_strided((1,), (1,)).fill_(torch.nan)
+    *stack, rows, columns = weight.shape
+    empty = weight.new_empty
+    leaf = weight.new_empty_strided(weight.shape, (0,) * weight.ndim, dtype=torch.bfloat16)
+    leaf.as_strided((1,), (1,)).fill_(torch.nan)
     return Fp8Weight(
-        leaf_NK.detach().requires_grad_(),
-        empty((rows, columns), dtype=torch.float8_e4m3fn),
-        empty((rows, 1), dtype=torch.float32),
-        empty((columns, rows), dtype=torch.float8_e4m3fn),
-        empty((columns, 1), dtype=torch.float32),
+        leaf.detach().requires_grad_(),
+        empty((*stack, rows, columns), dtype=torch.float8_e4m3fn),
+        empty((*stack, rows, 1), dtype=torch.float32),
+        empty((*stack, columns, rows), dtype=torch.float8_e4m3fn),
+        empty((*stack, columns, 1), dtype=torch.float32),
     )
 
 
@@ -37,8 +37,7 @@ def quantize_weights(copies: Sequence[Fp8Weight], weights: Sequence[Tensor]) -> 
 
         quantize_both(copies, weights)
         return
-    for copy, weight_NK in zip(copies, weights, strict=True):
-        values_NK, scale_N1 = quantize(weight_NK)
-        values_KN, scale_K1 = quantize(weight_NK.t().contiguous())
-        for tensor, found in zip(copy[1:], (values_NK, scale_N1, values_KN, scale_K1), strict=True):
+    for copy, weight in zip(copies, weights, strict=True):
+        both = (*quantize(weight), *quantize(weight.mT.contiguous()))
+        for tensor, found in zip(copy[1:], both, strict=True):
             tensor.copy_(found)

@@ -52,24 +52,31 @@ def fits(layer: nn.Module) -> bool:
 class Fp8Weight(NamedTuple):
     """A weight that was quantized ahead, by outputs, and transposed, by inputs; `leaf` gets its gradient."""
 
-    leaf: Tensor  # (N, K)
+    leaf: Tensor  # (N, K); of experts (E, N, K), and so on
     values: Tensor
     scale: Tensor  # (N, 1)
     transposed: Tensor
     transposed_scale: Tensor  # (K, 1)
 
 
+def quantized_name(name: str) -> str:
+    """The attribute of a module that holds the FP8 values of its parameter, if they were made ahead."""
+    return f"{name}_quantized"
+
+
 class Fp8Linear(nn.Linear):
     """A linear layer that runs in FP8 under bf16 autocast, and as nn.Linear otherwise."""
 
     fp8_weight_gradient: bool = False
-    quantized: Fp8Weight | None = None  # in place of the weight; of `model.cast_weights_once`
+    weight_quantized: Fp8Weight | None = (
+        None  # in place of the weight; of `model.cast_weights_once`
+    )
 
     def forward(self, x: Tensor) -> Tensor:
         if autocast_dtype(x) != torch.bfloat16:
             return super().forward(x)
         x_TK = x.bfloat16().reshape(-1, self.in_features)
-        weight = self.quantized or (self.weight, None, None, None, None)
+        weight = self.weight_quantized or (self.weight, None, None, None, None)
         out_TN = _Fp8Matmul.apply(x_TK, self.fp8_weight_gradient, *weight)
         out = out_TN.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias.bfloat16()

@@ -30,7 +30,7 @@ def quantized_ahead(low: nn.Sequential) -> fp8.Fp8Weight:
     weight = low.get_parameter("0.weight")
     ahead = empty_copy(weight)
     quantize_weights([ahead], [weight])
-    low[0].quantized = ahead
+    low[0].weight_quantized = ahead
     return ahead
 
 

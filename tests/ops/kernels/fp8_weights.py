@@ -9,7 +9,7 @@ from mvp_engine.ops import fp8
 device = "cuda" if torch.cuda.is_available() else "cpu"
 generator = torch.Generator().manual_seed(0)
 # Rows and columns that do not fill the last tile, an outlier, zeros.
-weights = [torch.randn(*shape, generator=generator) for shape in [(48, 160), (128, 64), (80, 16)]]
+weights = [torch.randn(*shape, generator=generator) for shape in [(48, 160), (128, 64), (80, 16), (3, 80, 48)]]
 weights[0][3, 5] = 1e4
 weights[1][:, 7] = weights[1][9] = 0
 found, wanted = ([empty_copy(weight.to(where)) for weight in weights] for where in (device, "cpu"))
