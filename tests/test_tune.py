@@ -89,7 +89,8 @@ def test_search_moves_to_the_fastest_setup_and_skips_what_cannot_fit() -> None:
 
 def test_search_whose_start_is_out_of_memory_finds_what_fits() -> None:
     def measure(setup: Setup) -> float | None:
-        return None if setup.tokens > 4096 or setup.modes != ("full", "full") else 100.0
+        is_large = setup.tokens > 4096 or not {"full", "offload"}.issuperset(setup.modes)
+        return None if is_large else 100.0 - 10 * setup.modes.count("offload")
 
     chosen = best(searched(measure, Setup(65536, ("none", "none"), None)))
     assert chosen is not None

@@ -36,7 +36,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 Part = Literal["vision", "audio", "projector", "llm", "talker", "action"]
-ActivationCheckpointing = Literal["none", "selective", "full"]
+ActivationCheckpointing = Literal["none", "selective", "full", "offload"]  # most memory first
 
 
 class Project(Section):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mvp_engine.checkpoint.format import publish_leftover
 from mvp_engine.checkpoint.state import SavedState, save
-from mvp_engine.config.schema import Config, Experts
+from mvp_engine.config.schema import ActivationCheckpointing, Config, Experts
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout
@@ -50,7 +50,9 @@ class Settings:
     spike_sigmas: float | None = None  # skip a step with a loss so many deviations above the others
     seed: int = 0  # of randomly initialized weights
     freeze: tuple[str, ...] = ()  # parts, or patterns of parameter names
-    activation_checkpointing: str | Mapping[Any, str] = "none"  # none, selective, full; or by part
+    activation_checkpointing: str | Mapping[Any, str] = (
+        "none"  # or selective, full, offload; or by part
+    )
     compile: str | Mapping[Any, str | None] | None = None  # torch.compile backend, auto; or by part
     compile_cache: str | None = None  # the folder of compiled graphs; None: in the user's cache
     compile_dynamic: bool = False  # the first graph of a block is for packs of any size
@@ -72,9 +74,9 @@ class Settings:
         if checkpointing == "auto":
             raise UserError(
                 "model.activation_checkpointing=auto is a choice of MLLMEngine and its subclasses for training: set "
-                "none, selective or full"
+                "none, selective, full or offload"
             )
-        self._check("activation_checkpointing", modes, ("none", "selective", "full"))
+        self._check("activation_checkpointing", modes, get_args(ActivationCheckpointing))
         fp8 = self.fp8.values() if isinstance(self.fp8, Mapping) else [self.fp8]
         if self.fp8_weight_gradients and not any(fp8):
             raise UserError(

@@ -6,10 +6,16 @@ import json
 from typing import Any
 
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
+from mvp_engine.kit.estimate.memory import IN_BACKWARD
 from mvp_engine.log.format import duration, rate
 from mvp_engine.rl.rl_settings import RLConfig
 from mvp_engine.tools.estimate_advice import advise
 from mvp_engine.tools.estimate_config import Estimator, Question, compose_question
+
+OFFLOAD_KEYS = {
+    "optimizer states": "optim.offload",
+    "inputs of blocks": "model.activation_checkpointing=offload",
+}
 
 
 def print_estimate(
@@ -74,7 +80,8 @@ def page(facts: dict[str, Any]) -> str:
         lines.append(f"  auto: {facts['auto']['reason']}")
     lines.append("")
     for name, size in facts["memory_gib"].items():
-        lines.append(f"  {name:<22}{size:8.2f} GiB")
+        if size or name != IN_BACKWARD:
+            lines.append(f"  {name:<22}{size:8.2f} GiB")
     verdict = "fits" if facts["fits"] else "does NOT fit"
     peak = f"{facts['peak_gib']:8.2f} GiB of {facts['room_gib']:.0f} GiB: {verdict}"
     lines += [f"  {'peak memory per GPU':<22}{peak}", *_host_lines(facts), ""]
@@ -86,12 +93,13 @@ def page(facts: dict[str, Any]) -> str:
 
 
 def _host_lines(facts: dict[str, Any]) -> list[str]:
-    """Host memory that the optimizer states need."""
-    size = facts.get("host_gib", 0.0)
-    if not size:
-        return []
-    text = f"{size:8.2f} GiB per GPU, pinned: optimizer states (optim.offload)"
-    return [f"  {'host memory':<22}{text}"]
+    """Host memory that optimizer states and inputs of blocks need."""
+    lines = []
+    for what, size in facts.get("host_memory_gib", {}).items():
+        if size:
+            text = f"{size:8.2f} GiB per GPU, pinned: {what} ({OFFLOAD_KEYS[what]})"
+            lines.append(f"  {'host memory':<22}{text}")
+    return lines
 
 
 def _time_lines(facts: dict[str, Any]) -> list[str]:

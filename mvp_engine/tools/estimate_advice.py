@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from functools import reduce
 from itertools import product
 from operator import add
-from typing import Any
+from typing import Any, get_args
 
+from mvp_engine.config.schema import ActivationCheckpointing
 from mvp_engine.hf.action_model import ActionModel
 from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.parts import blocks_by_part, by_part
@@ -27,7 +28,7 @@ MOST_GPUS = 64
 GPUS_OF_NODE = 8
 SMALLEST_PACK = 512  # tokens
 LORA_LR = 1e-4
-MODES = ["none", "selective", "full"]  # of activation checkpointing, by the memory that they save
+MODES = get_args(ActivationCheckpointing)  # by the memory that they save
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,6 @@ def advise(estimator: Estimator, facts: dict[str, Any]) -> dict[str, Any]:
             found.insert(0, _on_more_gpus(estimator, gpus, lora))
         offload = offload_change(estimator.config)
         if offload is not None and (with_offload := cheapest(estimator, gpus, offload)):
-            size = with_offload["host_gib"]
-            with_offload["notes"].append(f"the states need {size:.0f} GiB of host memory per GPU")
             found.insert(-1, with_offload)
     fits_on = [gpu for gpu in COMMON_GPUS if facts["peak_gib"] < usable_gib(gpu)]
     return {"advice": [option for option in found if option is not None], "fits_on": fits_on}
@@ -109,7 +108,11 @@ def cheapest(estimator: Estimator, gpus: int, start: Change | None = None) -> di
     facts = estimator.estimate(changed(estimator.config, found.values), gpus)
     keys = ("gpus", "peak_gib", "host_gib", "step_s", "tokens_per_s")
     figures = {key: facts[key] for key in keys}
-    return {"words": found.words, "notes": list(found.notes), **figures}
+    notes = list(found.notes)
+    for what, size in facts["host_memory_gib"].items():
+        if size:
+            notes.append(f"the {what} need {size:.0f} GiB of host memory per GPU")
+    return {"words": found.words, "notes": notes, **figures}
 
 
 def _fits(estimator: Estimator, change: Change, gpus: int) -> bool:
@@ -192,9 +195,11 @@ def _checkpointing(estimator: Estimator, config: Any) -> Iterator[Change]:
     setting = by_part(model, config.model.activation_checkpointing, key)
     parts = sorted({part for _, part in blocks_by_part(model)} - {"projector"}, reverse=True)
     now = {part: setting.get(part, "none") for part in parts}
-    wanted = [(2.0, "none", "selective"), (4.0, "none", "full")]  # cost, of encoders, of the llm
+    # Cost, of encoders, of the llm.
+    wanted = [(2.0, "none", "selective"), (4.0, "none", "full"), (5.0, "none", "offload")]
     if len(parts) > 1:
         wanted = [(1.0, "full", "none"), (3.0, "full", "selective"), (4.5, "full", "full")]
+        wanted.append((5.5, "full", "offload"))
     for cost, of_encoders, of_llm in wanted:
         modes = dict[str, str]()
         for part, mode in now.items():

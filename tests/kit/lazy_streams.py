@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mvp_engine.kit.optim import state_stream
+from mvp_engine.ops import side_stream
 
 
 class LazyStream:
@@ -60,7 +60,7 @@ class _Deferred(TorchDispatchMode):
 
 
 def use_lazy_streams(monkeypatch: pytest.MonkeyPatch) -> list[LazyStream]:
-    """Let every StateStream have such streams; returns them as they are made."""
+    """Let every side stream be such a one; returns them as they are made."""
     made: list[LazyStream] = []
     active: list[LazyStream] = []
 
@@ -78,8 +78,8 @@ def use_lazy_streams(monkeypatch: pytest.MonkeyPatch) -> list[LazyStream]:
         finally:
             active.pop()
 
-    monkeypatch.setattr(state_stream, "_new_stream", new_stream)
-    monkeypatch.setattr(state_stream, "_on", on)
-    monkeypatch.setattr(state_stream, "_event", lambda _: active[-1].event() if active else LazyEvent(None))
-    monkeypatch.setattr(state_stream.StateStream, "_wait", lambda self, event: event.wait())
+    monkeypatch.setattr(side_stream, "new_stream", new_stream)
+    monkeypatch.setattr(side_stream, "on", on)
+    monkeypatch.setattr(side_stream, "event", lambda _: active[-1].event() if active else LazyEvent(None))
+    monkeypatch.setattr(side_stream, "wait", lambda event, _: event and event.wait())
     return made

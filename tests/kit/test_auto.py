@@ -86,7 +86,12 @@ def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations() -
     work = Workload(model, EstimateSettings(), work.batch, Gpu(989e12, 20 * GIB, 4.8e12), 1)
     too_large = choose(config, "mllm", data, None, work)
     assert "nothing fits" in too_large.reason
-    assert [too_large.values[key] for key in KEYS] == [4096, 131072, "full"]
+    assert [too_large.values[key] for key in KEYS] == [4096, 131072, "offload"]
+    fixed = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="full"))
+    room = (too_large.peak + choose(fixed, "mllm", data, None, work).peak) / 2  # not enough for full
+    found = choose(config, "mllm", data, None, work, room)
+    assert found.values[KEYS[2]] == "offload"
+    assert "the fastest that fits" in found.reason
 
 
 def test_choose_of_one_open_key_keeps_the_other() -> None:

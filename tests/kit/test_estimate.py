@@ -21,9 +21,10 @@ from mvp_engine.hf.encoder_share import largest_share
 from mvp_engine.hf.quantize import quantize_layers
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMModelKit
+from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import DYNAMIC
 from mvp_engine.kit.estimate.settings import MEMORY, EstimateSettings, gpu_by_name
-from mvp_engine.kit.estimate.step import FP8_SPEEDUP, GEMM_EFFICIENCY, estimate_step
+from mvp_engine.kit.estimate.step import FP8_SPEEDUP, GEMM_EFFICIENCY, estimate_step, micro_batch_seconds
 from mvp_engine.model_engine import ModelSource
 from mvp_engine.model_engine.fsdp.parallelize import freeze
 
@@ -232,14 +233,34 @@ def test_estimate_frozen_blocks_after_trained_ones_save_activations() -> None:
 def test_estimate_full_activation_checkpointing_adds_one_forward() -> None:
     model = LanguageModel.on_meta(None, data.shape("qwen3_8b"))
     batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
-    none, some, full = (
+    none, some, full, offload = (
         estimate_step(model, [batch], [batch], EstimateSettings(activation_checkpointing=mode))
-        for mode in ("none", "selective", "full")
+        for mode in ("none", "selective", "full", "offload")
     )
     assert none["step_s"] == some["step_s"]  # the time of selective checkpointing is not modelled
     assert full["seconds"]["attention"] == pytest.approx(none["seconds"]["attention"] * 4 / 3)
     assert 1.25 < full["seconds"]["GEMM"] / none["seconds"]["GEMM"] < 4 / 3  # but for the head
     assert full["mfu"] < none["mfu"]
+    # Of 36 inputs of blocks, 35 wait on the host, and three are on the GPU.
+    inputs = full["memory_gib"]["activations"]
+    assert offload["memory_gib"]["activations"] == 0
+    assert offload["host_gib"] == pytest.approx(inputs * 35 / 36)
+    within = [one["memory_gib"]["block in backward"] for one in (full, offload)]
+    assert within[1] - within[0] == pytest.approx(inputs * 3 / 36)
+    assert offload["seconds"].pop("exposed copies") == 0
+    assert offload["seconds"] == full["seconds"]
+
+
+def test_estimate_offload_waits_for_copies_over_a_slow_link() -> None:
+    model = LanguageModel.on_meta(None, data.shape("qwen3_8b"))
+    batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
+    costs = BlockCosts(model, EstimateSettings(activation_checkpointing="offload"))
+    gpu = gpu_by_name("H200")
+    slow = replace(gpu, host_bytes_per_s=1e8)
+    copies = 2 * sum(costs.offloaded_bytes(batch)[1:]) / 1e8
+    fast = micro_batch_seconds(costs, batch, gpu)
+    assert micro_batch_seconds(costs, batch, slow) > max(fast, copies)
+    assert micro_batch_seconds(costs, batch, slow) < fast + 1.2 * copies
 
 
 def test_estimate_with_data_advises_packs_that_hold_its_longest_row(

@@ -26,6 +26,7 @@ from mvp_engine.kit.optim.optimizer import KitOptimizer
 from mvp_engine.kit.optim.state_stream import ALIGNED_ELEMENTS, SLOTS, Bucket, StateStream, make_buckets
 from mvp_engine.model_engine import FSDPEngine, Settings
 from mvp_engine.model_engine.fsdp.offload import move_optimizer
+from mvp_engine.ops import host_memory
 
 KINDS = [{"state_dtype": "float32"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}, {"kind": "muon"}]
 
@@ -228,13 +229,13 @@ def test_offload_that_exceeds_the_host_memory_is_an_error(monkeypatch: pytest.Mo
 
 
 def test_available_host_memory_is_less_than_that_of_the_machine() -> None:
-    available = host_states.available_host_memory()
+    available = host_memory.available_host_memory()
     assert available is not None
     assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_available_host_memory_of_a_container_counts_file_cache_as_free(tmp_path: Path) -> None:
-    cgroup = replace(host_states.CGROUPS[0], folder=tmp_path)
+    cgroup = replace(host_memory.CGROUPS[0], folder=tmp_path)
     assert cgroup.available() is None  # another version
     (tmp_path / "memory.max").write_text("max\n")
     assert cgroup.available() is None
@@ -254,7 +255,8 @@ def test_pinned_memory_is_registered_exactly_and_unregistered_when_freed(monkeyp
 
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    zeros = host_states._pinned_zeros((5, 7), torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    zeros = host_memory.pinned_zeros((5, 7), torch.bfloat16, "optim.offload", "")
     assert (zeros.shape, zeros.dtype, registered) == ((5, 7), torch.bfloat16, {zeros.data_ptr(): 70})
     assert not zeros.any()
     view = zeros[1:3]
@@ -267,7 +269,7 @@ def test_pinned_memory_is_registered_exactly_and_unregistered_when_freed(monkeyp
     gc.collect()
     assert not registered
     with pytest.raises(UserError, match="cannot be pinned"):
-        host_states._pinned_zeros((5, 7), torch.bfloat16)
+        host_memory.pinned_zeros((5, 7), torch.bfloat16, "optim.offload", "")
 
 
 @pytest.mark.usefixtures("on_host")

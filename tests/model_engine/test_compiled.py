@@ -25,7 +25,7 @@ from mvp_engine.distributed.ulysses import UlyssesShard
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, attention
 from mvp_engine.model_engine import LanguageModelEngine, Settings
-from mvp_engine.model_engine.fsdp import activation_checkpoint, compile, parallelize
+from mvp_engine.model_engine.fsdp import activation_checkpoint, activation_offload, compile, parallelize
 from mvp_engine.ops import attention as attention_ops
 from mvp_engine.ops.attention import AttnSpec
 
@@ -78,6 +78,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Tensor:
 
 def on_ranks(name: str, sizes: dict[str, int], ways: list[dict[str, Any]]) -> list[Found]:
     world = World.join("cpu")
+    activation_offload.SMALL = 64
     with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense):
         results = [found(name, Layout.of(world, parallel(**sizes)), **how) for how in ways]
     world.close()
@@ -89,16 +90,18 @@ def expected(name: str) -> Found:
     return found(name, PLAIN)
 
 
-FULL, SOME = ({"compile": "aot_eager", "activation_checkpointing": how} for how in ("full", "selective"))
+FULL = {"compile": "aot_eager", "activation_checkpointing": "full"}
+SOME = {"compile": "aot_eager", "activation_checkpointing": "selective"}
+HOST = {"compile": "aot_eager", "activation_checkpointing": "offload"}
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "sizes", "ways"),
     [
-        pytest.param("qwen3", 4, {"shard": 2, "ulysses": 2}, [FULL], marks=pytest.mark.campaign(only=True)),
+        pytest.param("qwen3", 4, {"shard": 2, "ulysses": 2}, [FULL, HOST], marks=pytest.mark.campaign(only=True)),
         pytest.param("qwen3_vl", 2, {"ulysses": 2}, [SOME], marks=pytest.mark.campaign(only=True)),
         pytest.param("qwen3", 4, {"context": 2, "ulysses": 2}, [FULL], marks=pytest.mark.campaign(only=True)),
-        pytest.param("qwen3_vl", 2, {"context": 2}, [FULL], marks=pytest.mark.campaign(only=True)),
+        pytest.param("qwen3_vl", 2, {"context": 2}, [FULL, HOST], marks=pytest.mark.campaign(only=True)),
         pytest.param("qwen3", 2, {"ulysses": 2}, [SOME], marks=pytest.mark.campaign(only=True)),
         pytest.param("qwen3", 2, {"context": 2}, [SOME], marks=pytest.mark.campaign(only=True)),
     ],

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,7 @@ def _check_supported(config: Any) -> None:
     if config.model.backend != "fsdp" or config.parallel.pipeline > 1:
         raise UserError(
             "mllm.micro_batch_tokens=auto and model.activation_checkpointing=auto are for model.backend=fsdp without "
-            "parallel.pipeline: set a number of tokens, and none, selective or full"
+            "parallel.pipeline: set a number of tokens, and none, selective, full or offload"
         )
 
 
@@ -182,4 +183,4 @@ def gpu_of_ranks(device: torch.device, world: World) -> Gpu | None:
         known = gpu_by_name(torch.cuda.get_device_name(device))
     except UserError:
         known = gpu_by_name(UNKNOWN_GPU)
-    return Gpu(known.flops_per_s, memory, known.bytes_per_s)
+    return replace(known, memory=memory)

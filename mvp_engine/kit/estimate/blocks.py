@@ -6,7 +6,7 @@ patches) that they process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,9 @@ from mvp_engine.kit.speech_flops import SPEAKING, thinker_share
 from mvp_engine.ops import fp8
 from mvp_engine.ops.nf4 import quantized_layers
 
+REPEATING = ("full", "offload")  # modes with a second forward of the block
+# Inputs of blocks that are on the GPU at a time with `offload`: of the block that runs, and its neighbours'.
+RESIDENT_INPUTS = 3
 # Uncompiled blocks save this many times more: each operation keeps its own inputs.
 EAGER = 1.7
 
@@ -92,13 +95,44 @@ class BlockCosts:
         return [p for p in self.model.parameters() if p.requires_grad and p not in self.unused]
 
     def saved_bytes(self, batch: PackedBatch, *, checkpointed: bool = True) -> Amount:
-        """Bytes that all blocks save for backward; `checkpointed=False` ignores activation checkpointing."""
+        """Bytes that all blocks save for backward; `checkpointed=False` ignores activation checkpointing.
+
+        Not the inputs of blocks that are on the host.
+        """
+        amount = Amount()
+        for block, mode, size in self._saved(batch, checkpointed):
+            if mode != "offload":
+                amount.add(block, size)
+        return amount
+
+    def offloaded_bytes(self, batch: PackedBatch) -> list[float]:
+        """Bytes of the inputs of blocks that wait on the host for backward, the largest first."""
+        if "offload" not in self.checkpointing.values():
+            return []
+        found = [size for _, mode, size in self._saved(batch) if mode == "offload"]
+        return sorted(found, reverse=True)
+
+    def block_bytes(self, batch: PackedBatch) -> float:
+        """Bytes of the one block that backward computes again, and of inputs on their way to and from the host.
+
+        This memory is in use until backward ends.
+        """
+        if {"none"}.issuperset(self.checkpointing.values()):
+            return 0.0
+        pairs = zip(self._saved(batch, False), self._saved(batch), strict=True)
+        again = max((whole - kept for (_, _, whole), (_, _, kept) in pairs), default=0.0)
+        return max(0.0, again) + sum(self.offloaded_bytes(batch)[:RESIDENT_INPUTS])
+
+    def _saved(
+        self, batch: PackedBatch, checkpointed: bool = True
+    ) -> Iterator[tuple[Block, str, float]]:
+        """Blocks in backward with their modes, and the bytes that they save."""
         rows = self._rows(batch)
         tokens = rows["text"]
         for kind in {"text", "talker", "code"} & rows.keys():
             rows[kind] /= self.settings.sequence_ranks
         size = self.settings.compute_bytes
-        amount = Amount()
+        share = self.encoder_share(batch)
         for block in self.blocks:
             if not block.in_backward:
                 continue
@@ -111,12 +145,12 @@ class BlockCosts:
             else:
                 per_row = elements.selective if mode == "selective" else elements.full
             # The input of a block, which full checkpointing saves, is whole on each tensor parallel rank.
-            ranks = self.settings.tensor if block.is_text and mode != "full" else 1
-            amount.add(block, size * per_row * rows.get(block.rows, 0.0) / ranks)
+            ranks = self.settings.tensor if block.is_text and mode not in REPEATING else 1
+            saved = size * per_row * rows.get(block.rows, 0.0) / ranks
+            saved *= 1.0 if block.is_text else share
             if mode == "none" and block.is_text and self.settings.context > 1:
-                amount.add(block, size * self._gathered_elements() * tokens)
-        amount.encoder *= self.encoder_share(batch)
-        return amount
+                saved += size * self._gathered_elements() * tokens
+            yield block, mode, saved
 
     def encoder_share(self, batch: PackedBatch) -> float:
         """The part of the encoders' work of the sequence parallel rank that has most of it."""
@@ -139,11 +173,11 @@ class BlockCosts:
         return 2 * head_dim * max(1.0, kv_heads / ranks) * copies
 
     def repeated_flops(self, batch: PackedBatch) -> Amount:
-        """GEMM FLOPs of the second forward of blocks with full activation checkpointing."""
+        """GEMM FLOPs of the second forward of blocks with full activation checkpointing, or offload."""
         rows = self._rows(batch)
         amount = Amount()
         for block in self.blocks:
-            if block.in_backward and self.checkpointing.get(block.part) == "full":
+            if block.in_backward and self.checkpointing.get(block.part) in REPEATING:
                 flops = _gemm_flops(block.module.modules(), self._config_of(block))
                 amount.add(block, flops * rows.get(block.rows, 0.0))
         return amount
@@ -165,7 +199,7 @@ class BlockCosts:
                 continue
             backward = 0
             if block.in_backward:
-                backward = 2 if self.checkpointing.get(block.part) == "full" else 1
+                backward = 2 if self.checkpointing.get(block.part) in REPEATING else 1
             flops = _gemm_flops(self._fp8_modules(block), self._config_of(block))
             amount.add(block, (1 + backward) * flops * rows.get(block.rows, 0.0))
         return amount
@@ -198,7 +232,7 @@ class BlockCosts:
         moved = 0.0
         for block in self.blocks:
             passes = 1 + block.in_backward
-            passes += block.in_backward and self.checkpointing.get(block.part) == "full"
+            passes += block.in_backward and self.checkpointing.get(block.part) in REPEATING
             layers = quantized_layers(block.module).values()
             weights = sum(layer.in_features * layer.out_features for layer in layers)
             moved += passes * weights * (9 / 16 + self.settings.compute_bytes)

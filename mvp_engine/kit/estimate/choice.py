@@ -2,8 +2,8 @@
 
 Every pack size and every mode of activation checkpointing that the config leaves open is estimated. Of those that fit
 into the GPU, the choice is the one with the shortest step; of nearly equal ones, the one with least activation
-checkpointing and fewest micro-batches. It is a function of the config, the data, the GPU's name and memory, and the
-number of ranks.
+checkpointing and fewest micro-batches. Where none fits, the inputs of blocks go to the host (`offload`). The choice is
+a function of the config, the data, the GPU's name and memory, and the number of ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
+from mvp_engine.config.schema import ActivationCheckpointing
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import count
 from mvp_engine.hf.packed_model import PackedModel
@@ -25,7 +26,8 @@ from mvp_engine.kit.estimate.step import micro_batch_seconds
 
 AUTO = "auto"
 CHECKPOINTING = "model.activation_checkpointing"
-MODES = ("none", "selective", "full")
+MODES: tuple[str, ...] = get_args(ActivationCheckpointing)
+LAST_RESORT = "offload"  # needs memory of the host, about which nothing is known: only where nothing else fits
 USABLE = 0.9  # of the memory: estimates are within a tenth of measurements
 NEARLY_EQUAL = 1.01  # times the shortest step: of these, the least activation checkpointing and the largest packs
 MULTIPLE = 64  # tokens; pack sizes that do not divide the global batch are rounded down to it
@@ -104,6 +106,9 @@ def choose(
     room = USABLE * work.gpu.memory if room is None else room
     found = [one for mode in modes for one in _estimates(work, sizes, mode, room)]
     fitting = [one for one in found if one.peak <= room]
+    if not fitting and config.model.activation_checkpointing == AUTO:
+        found += _estimates(work, sizes, LAST_RESORT, room)
+        fitting = [one for one in found if one.peak <= room]
     if fitting:
         fastest = min(one.seconds for one in fitting)
         nearly = [one for one in fitting if one.seconds <= NEARLY_EQUAL * fastest]
@@ -169,11 +174,12 @@ def _pack_sizes(data: MLLMData, ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _modes(work: Workload) -> Iterator[Mode]:
-    """Every mode for every part whose blocks are in backward."""
+    """Every mode but the last resort for every part whose blocks are in backward."""
     blocks = BlockCosts(work.model, work.settings).blocks
     parts = dict.fromkeys(block.part for block in blocks if block.in_backward)
     parts.pop("projector", None)
-    for modes in product(MODES, repeat=len(parts)):
+    searched = [mode for mode in MODES if mode != LAST_RESORT]
+    for modes in product(searched, repeat=len(parts)):
         if len(set(modes)) == 1:
             yield modes[0]
         elif modes:

@@ -30,7 +30,8 @@ from mvp_engine.ops.nf4 import quantized_layers
 
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.06}  # of Adam's two states, per parameter
 DEFAULT_CHUNK = 2048  # tokens per chunk of logits
-DYNAMIC = ("activations", "loss", "batches")  # kinds of memory that grow with the micro-batch
+IN_BACKWARD = "block in backward"  # that is computed a second time; with `offload`, inputs of its neighbours too
+DYNAMIC = ("activations", "loss", "batches", IN_BACKWARD)  # kinds that grow with the micro-batch
 BYTES_PER_TOKEN = 64.0  # of a packed batch without media: ids, labels and other token fields
 
 
@@ -45,7 +46,8 @@ def peak_memory(
     dynamic = max((_dynamic(costs, batch) for batch in largest), key=lambda one: sum(one.values()))
     sizes = _static(costs) | dynamic
     if micro_batches == 1:
-        sizes["gradients"] = max(0.0, sizes["gradients"] - sum(dynamic.values()))
+        freed = sum(dynamic.values()) - dynamic[IN_BACKWARD]
+        sizes["gradients"] = max(0.0, sizes["gradients"] - freed)
     return sizes
 
 
@@ -133,6 +135,7 @@ def _dynamic(costs: BlockCosts, batch: PackedBatch) -> dict[str, float]:
         + speech_loss_bytes(costs.model, batch, DTYPES[costs.settings.precision].itemsize)
         / costs.settings.sequence_ranks,
         "batches": 2.0 * media + BYTES_PER_TOKEN * batch.num_tokens,
+        IN_BACKWARD: costs.block_bytes(batch),
     }
 
 

@@ -48,7 +48,12 @@ def estimate_step(
     """
     gpu = gpu_by_name(settings.gpu)
     costs = BlockCosts(model, settings)
+    largest = list(largest)
     memory = peak_memory(costs, largest, len(step) + accumulates)
+    host = {
+        "optimizer states": state_bytes(costs) / GIB if settings.offload_states else 0.0,
+        "inputs of blocks": max(sum(costs.offloaded_bytes(batch)[1:]) for batch in largest) / GIB,
+    }
     peak = sum(memory.values())
     seconds = _step_seconds(costs, step, gpu)
     total = REST * sum(seconds.values())
@@ -63,7 +68,8 @@ def estimate_step(
         "room_gib": gpu.memory / GIB,
         "usable": FITS,
         "fits": peak < FITS * gpu.memory,
-        "host_gib": state_bytes(costs) / GIB if settings.offload_states else 0.0,
+        "host_gib": sum(host.values()),
+        "host_memory_gib": host,
         "step_s": total,
         "seconds": seconds,
         "tokens_per_step": tokens,
@@ -90,7 +96,7 @@ def _step_seconds(costs: BlockCosts, step: Sequence[PackedBatch], gpu: Gpu) -> d
     seconds = {"GEMM": 0.0, "attention": 0.0, "memory traffic": 0.0}
     for batch in step:
         for name, value in _batch_seconds(costs, batch, gpu).items():
-            seconds[name] += value
+            seconds[name] = seconds.get(name, 0.0) + value
     dequantized = len(step) * costs.dequantized_bytes()
     seconds["memory traffic"] += dequantized / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s)
     size = _trained(costs) * (OPTIMIZER_BYTES + STATE_BYTES[settings.state_dtype])
@@ -130,7 +136,18 @@ def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str,
         share * _fp8_gain(low.encoder, low_gradients.encoder),
         saved.encoder,
     )
-    return {name: value + encoder[name] for name, value in text.items()}
+    seconds = {name: value + encoder[name] for name, value in text.items()}
+    copied = (
+        sum(costs.offloaded_bytes(batch)[1:]) / gpu.host_bytes_per_s
+    )  # all but the last block's
+    if copied:
+        compute = sum(seconds.values())
+        if not costs.settings.half_precision:
+            compute *= FP32_SLOWDOWN
+        # Copies to the host hide behind the first of four parts of the work, copies back behind the other three.
+        exposed = max(0.0, copied - compute / 4) + max(0.0, copied - 3 * compute / 4)
+        seconds["exposed copies"] = exposed
+    return seconds
 
 
 def _fp8_gain(flops: float, gradient_flops: float) -> float:

@@ -24,12 +24,13 @@ from mvp_engine.kit.optim import state_stream
 from mvp_engine.kit.optim.adamw import AdamWParam, adamw_
 from mvp_engine.kit.optim.chunks import flat_offset, has_whole_blocks, rows_of
 from mvp_engine.kit.optim.ema import create_ema, swap_ema_, update_ema_
-from mvp_engine.kit.optim.host_states import GIB, check_host_memory, host_copy, host_zeros_like
+from mvp_engine.kit.optim.host_states import check_host_memory, host_copy, host_zeros_like
 from mvp_engine.kit.optim.muon import MuonParam, muon_
 from mvp_engine.kit.optim.rounding import rounding_salt
 from mvp_engine.kit.optim.state_stream import Bucket, StagedSlice, StateStream, make_buckets
 from mvp_engine.kit.optim.state_tensor import SCALES, StateSpec, StateTensor, storage_dtype
 from mvp_engine.kit.optim.update import DeviceFlags
+from mvp_engine.ops.host_memory import GIB
 
 LOGGER = logging.getLogger("mvp_engine")
 STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",)}

@@ -7,7 +7,6 @@ device. Large parameters are divided into slices of rows. The arithmetic is that
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd, prod
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.distributed.dtensor import local_tensor
+from mvp_engine.ops import side_stream
 
 SLOTS = 3  # buckets on the device: one is loaded, one is updated, one is stored
 BUCKET_BYTES = 2**28  # of states; 5 ms over PCIe 5
@@ -142,7 +142,7 @@ class _Slot:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self.is_free = _event(device)
+        self.is_free = side_stream.event(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +157,8 @@ class StateStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._to_device = _new_stream(device)
-        self._to_host = _new_stream(device)
+        self._to_device = side_stream.new_stream(device)
+        self._to_host = side_stream.new_stream(device)
 
     def run(self, buckets: list[Bucket], update: Update) -> None:
         """Call `update` for each bucket with its states on the device.
@@ -175,16 +175,16 @@ class StateStream:
             if i + 1 < len(buckets):
                 staged.append(self._load(buckets[i + 1], slots[(i + 1) % SLOTS]))
             current = staged.pop(0)
-            self._wait(current.is_loaded)
+            side_stream.wait(current.is_loaded, self.device)
             update(bucket.group, current.slices)
             self._store(current)
         for slot in slots:
-            self._wait(slot.is_free)
+            side_stream.wait(slot.is_free, self.device)
 
     def _load(self, bucket: Bucket, slot: _Slot) -> _Staged:
         slices: list[StagedSlice] = []
         offset = 0
-        with _on(self._to_device, slot.is_free):
+        with side_stream.on(self._to_device, slot.is_free):
             for part in bucket.slices:
                 states: dict[str, Tensor] = {}
                 for key, host in part.host():
@@ -193,35 +193,11 @@ class StateStream:
                     states[key].copy_(host, non_blocking=True)
                     offset += _aligned(host.nbytes)
                 slices.append(StagedSlice(part, states))
-            return _Staged(slot, slices, _event(self.device))
+            return _Staged(slot, slices, side_stream.event(self.device))
 
     def _store(self, staged: _Staged) -> None:
-        with _on(self._to_host, _event(self.device)):
+        with side_stream.on(self._to_host, side_stream.event(self.device)):
             for part in staged.slices:
                 for key, host in part.origin.host():
                     host.copy_(part.states[key], non_blocking=True)
-            staged.slot.is_free = _event(self.device)
-
-    def _wait(self, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-def _event(device: torch.device) -> torch.cuda.Event | None:
-    """All that the current stream has to do by now."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-@contextlib.contextmanager
-def _on(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> Iterator[None]:
-    """A context whose work runs on a stream, after an event; on a CPU it runs at once."""
-    if stream is None or after is None:
-        yield
-        return
-    stream.wait_event(after)
-    with torch.cuda.stream(stream):
-        yield
+            staged.slot.is_free = side_stream.event(self.device)

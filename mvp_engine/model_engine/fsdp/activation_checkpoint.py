@@ -1,4 +1,7 @@
-"""Activation checkpointing of blocks: full, or selective (outputs of GEMMs and attention are kept)."""
+"""Activation checkpointing of blocks: full, or selective (outputs of GEMMs and attention are kept).
+
+`offload` is full, and what a block saves goes to the host (`activation_offload.py`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -92,11 +95,25 @@ def checkpoint_block(block: nn.Module, selective: bool, backend: str | None) -> 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        uncached = selective and not torch.compiler.is_compiling()
-        with disable_autocast_cache() if uncached else contextlib.nullcontext():
+        if torch.compiler.is_compiling():
             return checkpoint(run, *args, **options, **kwargs)
+        # torch saves positional arguments only; a closure would hold the others, where `offload` does not see them.
+        named = {key: value for key, value in kwargs.items() if _needs_grad(value)}
+        others = {key: value for key, value in kwargs.items() if key not in named}
+        names = tuple(named)
+        split = len(args)
+
+        def positional(*values: Any) -> Any:
+            return run(*values[:split], **dict(zip(names, values[split:], strict=True)), **others)
+
+        with disable_autocast_cache() if selective else contextlib.nullcontext():
+            return checkpoint(positional, *args, *named.values(), **options)
 
     block.forward = checkpointed
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 @contextlib.contextmanager

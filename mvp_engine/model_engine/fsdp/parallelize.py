@@ -29,6 +29,7 @@ from mvp_engine.hf.parts import PARTS, blocks_by_part, by_part, matching, norms_
 from mvp_engine.model_engine.adapter import ModelAdapter
 from mvp_engine.model_engine.base import DTYPES, Settings
 from mvp_engine.model_engine.fsdp.activation_checkpoint import checkpoint_block
+from mvp_engine.model_engine.fsdp.activation_offload import HostInputs
 from mvp_engine.model_engine.fsdp.compile import (
     allow_graphs,
     compile_arguments,
@@ -103,20 +104,27 @@ def _change_blocks(
     """Activation checkpointing and compilation of each block, in this order; last norms are compiled, too."""
     setting = settings.activation_checkpointing
     checkpointing = by_part(model, setting, "model.activation_checkpointing")
+    host_inputs = HostInputs(model)
     for block, part in blocks_by_part(model):
         mode = checkpointing.get(part, "none")
         backend = backends.get(part)
         if mode != "none":
             checkpoint_block(block, mode == "selective", backend)
         if backend:
-            _compile(block, backend, settings)
+            _compile(block, backend, settings, host_inputs if mode == "offload" else None)
+        elif mode == "offload":
+            block.forward = host_inputs.offloading(block.forward)
     for norm, part in norms_by_part(model):  # uncompiled, it reads and writes its tokens ten times
         if backend := backends.get(part):
             _compile(norm, backend, settings)
 
 
-def _compile(module: nn.Module, backend: str, settings: Settings) -> None:
+def _compile(
+    module: nn.Module, backend: str, settings: Settings, host_inputs: HostInputs | None = None
+) -> None:
     module.compile(**compile_arguments(backend))
+    if host_inputs is not None:  # around the graph, which saves the block's input
+        module._compiled_call_impl = host_inputs.offloading(module._compiled_call_impl)  # type: ignore[arg-type]
     if settings.compile_dynamic:
         mark_sizes(module)
     copy_views(module)  # last, so that it is called first: sizes are marked on what the block gets

@@ -100,6 +100,9 @@ class Printer:
         if memory["host_gib"]:
             states = f"{memory['host_gib']:.2f} GiB of optimizer states per rank (optim.offload)"
             self._figure("host memory", states)
+        if memory["host_inputs_gib"]:
+            inputs = f"{memory['host_inputs_gib']:.2f} GiB of inputs of blocks per rank"
+            self._figure("host memory", f"{inputs} (model.activation_checkpointing=offload)")
 
     def _training(self, training: dict[str, Any]) -> None:
         text = f"{training['steps']:,} steps" if training["steps"] else "unknown number of steps"

@@ -29,6 +29,7 @@ from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows
 from mvp_engine.launch import launch, leave
 from mvp_engine.log import backend_factory
 from mvp_engine.model_engine import precision_on
+from mvp_engine.model_engine.fsdp.activation_offload import host_bytes
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.process.signals import StopSignals
 from mvp_engine.runs import Run
@@ -152,6 +153,7 @@ class Check:
             "peak_gib": _gib(peak),
             "total_gib": _gib(_total_memory(engine.device)),
             "host_gib": _gib(_host_states(engine)),
+            "host_inputs_gib": _gib(_host_inputs(engine)),
         }
 
     # ---- Data -----------------------------------------------------------------------------------------
@@ -372,6 +374,12 @@ def _host_states(engine: CheckedEngine) -> int:
     """Bytes of optimizer states on the host (optim.offload), of the rank that has most."""
     optimizer = getattr(getattr(engine, "model_engine", None), "optimizer", None)
     return max(engine.world.all_gather(int(getattr(optimizer, "host_bytes", 0))))
+
+
+def _host_inputs(engine: CheckedEngine) -> int:
+    """Bytes of inputs of blocks on the host (model.activation_checkpointing=offload), of the rank that has most."""
+    model = getattr(getattr(engine, "model_engine", None), "model", None)
+    return max(engine.world.all_gather(0 if model is None else host_bytes(model)))
 
 
 def _total_memory(device: torch.device) -> int:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
-MODES = ("none", "selective", "full")  # of activation checkpointing, the largest memory first
+from mvp_engine.config.schema import ActivationCheckpointing
+
+MODES: tuple[str, ...] = get_args(ActivationCheckpointing)  # the largest memory first
 
 
 @dataclass(frozen=True)

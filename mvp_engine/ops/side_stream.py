@@ -1,0 +1,40 @@
+"""Copies between host and device next to the computation, on a stream of their own: ordered by events, no host sync.
+
+On a CPU there are no streams and no events: the same code copies at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+Stream = torch.cuda.Stream | None
+Event = torch.cuda.Event | None
+
+
+def new_stream(device: torch.device) -> Stream:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def event(device: torch.device) -> Event:
+    """All that the current stream has to do by now."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait(until: Event, device: torch.device) -> None:
+    """Let the current stream wait for an event."""
+    if until is not None:
+        torch.cuda.current_stream(device).wait_event(until)
+
+
+@contextlib.contextmanager
+def on(stream: Stream, after: Event) -> Iterator[None]:
+    """A context whose work runs on a stream, after an event; on a CPU it runs at once."""
+    if stream is None or after is None:
+        yield
+        return
+    stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        yield
