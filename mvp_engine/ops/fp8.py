@@ -156,7 +156,7 @@ def _quantize_columns(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     padded = (tokens // MULTIPLE + 1) * MULTIPLE
     x_PK = F.pad(x_TK, (0, 0, 0, padded - tokens))
     scale_1K = _scale(x_PK.abs().amax(0, keepdim=True))
-    return _to_float8(x_PK, scale_1K).t().contiguous(), scale_1K.t()
+    return _to_float8(x_PK, scale_1K).t().contiguous(), scale_1K.view(-1, 1)
 
 
 def _scale(largest: Tensor) -> Tensor:
