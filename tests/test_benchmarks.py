@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -285,3 +286,13 @@ def test_hardware_cell_is_what_is_estimated() -> None:
 def test_hardware_cells_are_all_what_is_estimated() -> None:
     for cell in json.loads(HARDWARE.RESULTS.read_text())["cells"]:
         assert HARDWARE.estimate_cell(cell["model"], cell["gpu"], cell["gpus"]) == cell
+
+
+@pytest.mark.campaign(only=True)
+def test_activation_offload_benchmark_finds_equal_results(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    words = ["benchmarks/activation_offload.py", "--tiny", "--layers", "3", "--steps", "1", "--out", str(out)]
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=120)
+    rows = {row["mode"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["offload"]["equal"]
+    assert rows["offload"]["host_gib"] > rows["full"]["host_gib"] == 0
