@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_experts import SHAPES, stepped
+from test_experts import ALONE, SHAPES, stepped
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from mvp_engine.data.batch import PackedBatch
 from mvp_engine.hf import fp8_grouped_mm
 from mvp_engine.hf.fp8_grouped_mm import fp8_grouped_linear
+from mvp_engine.hf.lora import add_adapters
+from mvp_engine.hf.lora_settings import Lora
+from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 from mvp_engine.model_engine.fsdp import parallelize
 from mvp_engine.ops import fp8
 
@@ -152,6 +156,25 @@ def test_fp8_experts_of_other_sizes_stay_in_bf16(
         "model.fp8: 8 linear layers run in FP8",
         "model.fp8: the experts of 2 layers do not run in FP8: their sizes are no multiples of 16",
     ]
+
+
+def test_adapters_of_fp8_experts_stay_in_bf16(gemms: list[int]) -> None:
+    shape = {"model_type": "qwen3_moe", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, **SHAPES["qwen3_moe"]}
+    batch = PackedBatch.from_sequences([torch.arange(n) % 7 for n in (30, 12, 50)])
+    found = []
+    for low in (False, True):
+        torch.manual_seed(0)
+        model: Any = LanguageModelEngine.build_model(ModelSource(None, shape))
+        add_adapters(model, Lora(rank=8, target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+        engine = LanguageModelEngine(model, ALONE, Settings(precision="bf16", fp8=low))
+        engine.initialize(lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.0))
+        engine.train_batch([batch], lambda b, part=engine: (part.model(b, ["loss"])["loss"], b.num_loss_tokens))
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gemms == [2 * 92] * 8  # of the experts themselves, forward and backward
+    assert found[1].keys() == found[0].keys()
+    for name in (name for name in found[0] if "lora_B" in name):
+        assert float(torch.cosine_similarity(*(one[name].flatten() for one in found), dim=0)) > 0.97, name
 
 
 @pytest.mark.gpu
