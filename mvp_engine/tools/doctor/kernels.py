@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mvp_engine.hf import fp8_grouped_mm
 from mvp_engine.hf.mixers import kernels as mixer_kernels
 from mvp_engine.hf.mixers.check_kernels import mixer_error
 from mvp_engine.hf.mixers.kernels import KERNELS
@@ -185,7 +186,30 @@ def check_fp8() -> Finding | None:
         text = f"wrong weight gradients: relative error {d_error:.1e}"
         return problem("FP8", text, "leave model.fp8_weight_gradients off")
     text = "supported: model.fp8=true, model.fp8_weight_gradients=true"
-    return ok("FP8", text, relative_error=error, weight_gradient_error=d_error)
+    found = {"relative_error": error, "weight_gradient_error": d_error}
+    device = torch.device("cuda")
+    if not fp8_grouped_mm.is_supported(device):
+        return ok("FP8", f"{text}; stacked experts stay in bf16 on this GPU", **found)
+    try:
+        found["experts_error"] = _fp8_experts_error(device)
+    except Exception as error:  # noqa: BLE001 - any failure of torch's kernel is a finding
+        return problem(
+            "FP8", f"fails for stacked experts: {_summary(error)}", "leave model.fp8 off"
+        )
+    if not found["experts_error"] < 0.1:
+        text = f"wrong values of stacked experts: relative error {found['experts_error']:.1e}"
+        return problem("FP8", text, "leave model.fp8 off")
+    return ok("FP8", f"{text}, also of stacked experts", **found)
+
+
+def _fp8_experts_error(device: torch.device) -> float:
+    """Of groups that end at odd rows, one of them empty."""
+    x = torch.randn(60, 256, device=device)
+    weight = torch.randn(3, 256, 256, device=device)
+    ends = torch.tensor([7, 7, 60], device=device, dtype=torch.int32)
+    expected = torch.cat([x[:7] @ weight[0].T, x[7:] @ weight[2].T])
+    out = fp8_grouped_mm.fp8_grouped_linear(x, weight, ends)
+    return float((out - expected).norm() / expected.norm())
 
 
 def check_nf4() -> Finding | None:
