@@ -69,13 +69,17 @@ class Inputs(HostInputs):
         self.taken = 0
 
     def take(self, size: int, device: torch.device) -> Tensor:
-        self.allocated += not any(len(one) >= size for one in self._free)
+        self.allocated += not any(len(one) >= size for one in self.free)
         self.taken += 1
         return super().take(size, device)
 
     @property
     def all_are_free(self) -> bool:
-        return self.host_bytes == sum(map(len, self._free))
+        return self.host_bytes == sum(map(len, self.free))
+
+    @property
+    def free(self) -> list[Tensor]:
+        return self._free + self._returned
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +140,7 @@ def test_offload_is_bit_equal_to_full_and_reuses_its_buffers(monkeypatch: pytest
     assert not streams[0].queue  # backward has waited for all
     assert trained("offload", [[32], [64]])
     assert Inputs.made[-1].allocated == 2 * calls  # a larger pack takes the place of the smaller one
-    assert len(Inputs.made[-1]._free) == calls
+    assert len(Inputs.made[-1].free) == calls
 
 
 def test_offload_holds_two_inputs_on_the_device_and_prefetches_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +228,27 @@ def test_offload_after_interrupted_forward_and_backward_has_all_buffers() -> Non
     assert Inputs.made[-1].allocated == 2 * BLOCKS - 1
 
 
+def test_offload_input_saved_in_two_shapes_is_copied_once_per_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[Any] = []
+    real = activation_offload._Input.copy_to_device
+
+    def copy(self: Any) -> None:
+        copies.extend([self] * (self.on_device is None))
+        real(self)
+
+    monkeypatch.setattr(activation_offload._Input, "copy_to_device", copy)
+    weight = torch.ones(WIDTH, requires_grad=True)
+    product = lambda x: (x * weight + x.view(-1, 2, WIDTH // 2).square().view_as(x)).clone()  # noqa: E731
+    block = HostInputs(nn.Module()).offloading(product)  # saves its input with two shapes
+    x = torch.ones(32, WIDTH, requires_grad=True).clone()
+    for _ in range(4):
+        x = block(x)
+    x.sum().backward(retain_graph=True)
+    assert len(copies) == 2  # the inputs of the last two blocks are still on the device
+    x.sum().backward()
+    assert len(copies) == 2 + 3  # that of the last block never left
+
+
 def test_offload_input_changed_in_place_raises() -> None:
     engine = engine_of(Net(), "offload")
     engine.model.change = lambda x: x.detach().add_(1)  # type: ignore[assignment]
@@ -291,5 +316,5 @@ def test_offload_on_gpu_is_bit_equal_to_full_with_less_memory_and_no_host_sync(
     inputs = Inputs.made[-1]
     assert inputs.taken == 8 * (blocks - 1)
     assert inputs.allocated == blocks - 1
-    assert all(buffer.is_pinned() for buffer in inputs._free)
+    assert all(buffer.is_pinned() for buffer in inputs.free)
     assert peaks[0] - peaks[1] >= (blocks - 3) * size, [peak / size for peak in peaks]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,6 +48,9 @@ class HostInputs:
         _OF_MODEL[model] = self
         self.host_bytes = 0  # of all buffers
         self._free: list[Tensor] = []  # by size
+        self._returned: list[
+            Tensor
+        ] = []  # by inputs that are gone, at any moment: the next `take` sorts them in
         self._stream: side_stream.Stream = None
         self._recent: list[weakref.ref[_Input]] = []  # of the last two blocks
 
@@ -101,6 +104,8 @@ class HostInputs:
 
     def take(self, size: int, device: torch.device) -> Tensor:
         """The smallest free buffer of at least `size` bytes; a new one takes the place of one that is too small."""
+        while self._returned:
+            insort(self._free, self._returned.pop(), key=len)
         place = bisect_left(self._free, size, key=len)
         if place < len(self._free):
             return self._free.pop(place)
@@ -125,7 +130,7 @@ class HostInputs:
         return pinned_zeros((size,), torch.uint8, KEY, FIX)
 
     def give_back(self, buffer: Tensor) -> None:
-        self._free.insert(bisect_left(self._free, len(buffer), key=len), buffer)
+        self._returned.append(buffer)
 
 
 class _Input:
@@ -145,6 +150,8 @@ class _Input:
         self.on_device: Tensor | None = hidden.detach()
         self.version = hidden._version  # which the detached tensor shares
         self.is_computed = side_stream.event(self.device)
+        self.num_packed = 0  # a graph may save it with several shapes
+        self.num_used = 0
 
     def pack(self, saved: Tensor) -> Any:
         """What autograd saves: itself, unless it is this input."""
@@ -153,6 +160,7 @@ class _Input:
         is_same = saved.untyped_storage()._cdata == self.storage
         if not is_same or saved.numel() != self.shape.numel():
             return saved
+        self.num_packed += 1
         return _Packed(self, saved.shape)
 
     def copy_to_host(self) -> None:
@@ -188,7 +196,9 @@ class _Input:
         self._wait()
         found = self.on_device
         assert found is not None
-        if self.buffer is not None:  # it could be copied again
+        self.num_used += 1
+        is_last = self.num_used % self.num_packed == 0
+        if self.buffer is not None and is_last:  # a second backward would copy it again
             self.on_device = None
         for ref in self.before:
             if (before := ref()) is not None:
