@@ -121,6 +121,8 @@ def _fp8_grouped_mm(
 @torch.library.custom_op("mvp::grouped_outer", mutates_args=())
 def _grouped_outer(a_NR: Tensor, b_NC: Tensor, ends_E: Tensor) -> Tensor:
     """(E, R, C): for each expert, `a.T @ b` over its rows; zeros if it has none."""
+    if not len(a_NR):  # a rank without rows: kernels get no empty tensors
+        return a_NR.new_zeros(len(ends_E), a_NR.shape[1], b_NC.shape[1])
     return torch.nn.functional.grouped_mm(a_NR.t(), b_NC, offs=ends_E)
 
 
