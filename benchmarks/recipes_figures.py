@@ -19,12 +19,13 @@ def figures(seen: Watched) -> dict[str, Any]:
         return {"why": f"ended with {seen.code}", "output": seen.output}
     found: dict[str, Any] = {"first_step_s": train[0][0], "seconds": seen.seconds}
     intervals = [(when, record) for when, record in train if record["step"] > 1]
+    rates = [{"step": one["step"], **{key: one["perf"].get(key) for key in RATES}} for _, one in intervals]
     if len(intervals) < 2:
-        return {**found, "why": f"{len(intervals)} intervals within the limit", "output": seen.output}
+        why = f"{len(intervals)} intervals within the limit"
+        return {**found, "why": why, "intervals": rates, "output": seen.output}
     counted = [record for _, record in intervals[len(intervals) // 2 :]]
     steady = statistics.median(record["perf"]["step_s"] for record in counted)
     begins = [train[0][0], *(when for when, _ in intervals)]
-    rates = [{"step": one["step"], **{key: one["perf"].get(key) for key in RATES}} for _, one in intervals]
     fast = [
         begin
         for begin, (_, one) in zip(begins, intervals, strict=False)

@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "mvp-recipes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    compile_bytecode()
+    compile_bytecode(args.folder)
     work = WORKS[args.work]
     model = make_folder(work.tiny if args.tiny else work.shape, work.longest, args.folder)
     data = make_rows(work, args.rows, args.folder)

@@ -34,7 +34,7 @@ def quantize_both(copies: Sequence[Fp8Weight], weights: Sequence[Tensor]) -> Non
             *shape,
             *copy[1:],
             SMALLEST=SMALLEST,
-            LARGEST=LARGEST,
+            INVERSE=1 / LARGEST,
             TILE=TILE,
             num_warps=WARPS,
         )
@@ -70,7 +70,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     values_KN,
     scale_K,
     SMALLEST: tl.constexpr,
-    LARGEST: tl.constexpr,
+    INVERSE: tl.constexpr,  # of the largest float8
     TILE: tl.constexpr,
 ):
     n, k, inside, place, values = _tile(weight, rows, columns, TILE)
@@ -81,12 +81,12 @@ def _quantize(  # type: ignore[no-untyped-def]
     values_KN += matrix.to(tl.int64) * rows * columns
     of_rows = tl.maximum(tl.load(amax + n, n < rows, 0.0), SMALLEST)
     of_columns = tl.maximum(tl.load(amax + rows + k, k < columns, 0.0), SMALLEST)
-    # Division as PyTorch rounds it. No value is larger than LARGEST by more than its last bit, which float8 has not.
-    of_rows = tl.div_rn(of_rows, tl.full([TILE], LARGEST, tl.float32))
-    of_columns = tl.div_rn(of_columns, tl.full([TILE], LARGEST, tl.float32))
+    of_rows *= INVERSE
+    of_columns *= INVERSE
     tl.store(scale_N + n, of_rows, (n < rows) & (tl.program_id(1) == 0))
     tl.store(scale_K + k, of_columns, (k < columns) & (tl.program_id(0) == 0))
     zeros = tl.zeros([TILE, TILE], tl.float32)
+    # Division as PyTorch rounds it. No value is larger than float8's largest by more than a bit that float8 has not.
     by_row = tl.div_rn(values, of_rows[:, None] + zeros)
     tl.store(values_NK + place, by_row.to(values_NK.dtype.element_ty), inside)
     by_column = tl.div_rn(values, of_columns[None, :] + zeros)

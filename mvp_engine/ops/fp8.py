@@ -160,7 +160,8 @@ def _quantize_columns(x_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale(largest: Tensor) -> Tensor:
-    return largest.float().clamp(min=SMALLEST) / LARGEST
+    # A product: a quotient by a number is rounded differently on a GPU, and one bit of it moves values to others.
+    return largest.float().clamp(min=SMALLEST) * (1 / LARGEST)
 
 
 def _to_float8(values: Tensor, scale: Tensor) -> Tensor:
