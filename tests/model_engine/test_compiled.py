@@ -295,3 +295,14 @@ def test_block_that_gets_views_of_any_size_has_one_graph_with_marked_sizes() -> 
         view = (torch.ones(tokens, 5, 4, requires_grad=True) * 1).flatten(0, 1)
         assert torch.equal(block(block(view)), 4 * view)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.campaign(only=True)
+@pytest.mark.parametrize(("name", "mode"), [("qwen3_moe", "none"), ("qwen3", "selective")])
+def test_graphs_of_blocks_are_kept_on_disk(name: str, mode: str) -> None:
+    """Those with autograd functions (experts), and those whose checkpointing has a policy."""
+    with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense):
+        found(name, PLAIN, compile="inductor", activation_checkpointing=mode)
+    counted = torch._dynamo.utils.counters["aot_autograd"]
+    assert counted["total"] > 0
+    assert counted["autograd_cache_hit"] + counted["autograd_cache_saved"] == counted["total"], dict(counted)

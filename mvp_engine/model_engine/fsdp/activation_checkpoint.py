@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +55,15 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+# The identity of this policy in the compile cache: without it, each start traces the graphs again. It changes with this
+# file.
+_selective_contexts.cache_hash = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # type: ignore[attr-defined]
+
+
 def _name_of(op: Any) -> str:
     if hasattr(op, "overloadpacket"):
         return str(op.overloadpacket.__name__)
@@ -69,8 +80,7 @@ def checkpoint_block(block: nn.Module, selective: bool, backend: str | None) -> 
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
-        contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
-        options["context_fn"] = contexts
+        options["context_fn"] = _selective_contexts
     forward = block.forward
     inner = forward
     if backend is not None and not selective:

@@ -62,10 +62,16 @@ def compile_arguments(backend: str) -> dict[str, Any]:
 
 
 def allow_graphs() -> None:
-    """Let torch compile as many graphs as a model has kinds of blocks."""
+    """Let torch compile as many graphs as a model has kinds of blocks, and keep those with autograd functions on disk.
+
+    By default it traces the latter again in every start: blocks with experts or FP8. Their backward is part of the
+    graph by which the cache finds them, so a change of its code is a new graph.
+    """
     from torch._dynamo import config
+    from torch._functorch import config as functorch_config
 
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def copy_views(module: nn.Module) -> None:
