@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from conftest import ROOT
 
 from mvp_engine.cli import main
 from mvp_engine.distributed import World
+from mvp_engine.tools.gpu_clock import sampled_clock
 from mvp_engine.tools.profile_kernels import Kernel, busy_time, collectives_of, gaps, summary
 from mvp_engine.tools.profile_page import page
 
@@ -60,7 +62,33 @@ def test_summary_counts_idle_time_and_kinds_of_kernels() -> None:
     assert facts["step_ms"] == pytest.approx(0.025)
     assert facts["kinds"][0] == {"name": "GEMM", "ms": 0.01, "calls": 1}
     assert "| GEMM | 0.01 | 40.0% | 1 |" in (text := page({**facts, "step_ms_alone": 0.02}, "a title"))
+    assert "with 2 kernels and copies per step" in text
     assert "Communication" not in text
+    assert " W at " not in text
+    clock = {"power_w": 691.5, "sm_clock_mhz": 1530.0}
+    often, seldom = (page({**facts, "step_ms_alone": 0.02, **clock, "at_power_limit": x}, "") for x in (1.0, 0.1))
+    assert "It drew 692 W at 1,530 MHz: at its power limit" in often
+    assert "It drew 692 W at 1,530 MHz. " in seldom
+
+
+def test_clock_of_gpu_is_sampled_while_something_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    lines = ["1980, 120.5, Not Active", "1530, 691.5, Active", "[N/A], [N/A], [N/A]", "1545, 692.5, Active"]
+    tool.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\n' + "".join(f"echo '{line}'\n" for line in lines))
+    tool.write_text(tool.read_text() + "sleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with sampled_clock("GPU-7") as samples:
+        begin = time.perf_counter()
+        while len(samples.rows) < 3 and time.perf_counter() < begin + 20:
+            time.sleep(0.01)
+    found = samples.between(begin - 1, time.perf_counter())
+    assert found == {"sm_clock_mhz": 1545.0, "power_w": 691.5, "at_power_limit": pytest.approx(2 / 3)}
+    assert samples.between(begin - 2, begin - 1) == {}
+    assert "-i GPU-7 --query-gpu=clocks.sm,power.draw" in (tmp_path / "asked").read_text()
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with sampled_clock() as samples:  # no such tool
+        assert samples.between(0, time.perf_counter()) == {}
 
 
 @pytest.mark.slow

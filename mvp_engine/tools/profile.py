@@ -20,6 +20,7 @@ from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
 from mvp_engine.process.pipes import ignore_broken_pipes
+from mvp_engine.tools.gpu_clock import ClockSamples, sampled_clock
 from mvp_engine.tools.profile_kernels import (
     DATA_WAIT,
     collectives_of,
@@ -89,6 +90,8 @@ def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> t
 
     class Profiled(engine_class):  # type: ignore[misc, valid-type]
         profiler: profile | None = None
+        _clock: ClockSamples | None = None
+        _clock_facts: dict[str, float] = {}  # noqa: RUF012
 
         def _now(self) -> float:
             if self.device.type == "cuda":
@@ -104,6 +107,9 @@ def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> t
                     return take()
 
             self.feed.take = labelled_take
+            if self.device.type == "cuda" and self.world.is_main:
+                gpu = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+                self._clock = self._closing.enter_context(sampled_clock(gpu))
             self._started = self._now()
 
         def train_post_step(self, ctx: StepContext) -> None:
@@ -112,7 +118,10 @@ def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> t
             if ctx.step == first - 1:
                 self._started = self._now()
             if ctx.step == first + steps - 1:
-                self._timed_seconds = self._now() - self._started
+                now = self._now()
+                self._timed_seconds = now - self._started
+                if self._clock is not None:
+                    self._clock_facts = self._clock.between(self._started, now)
                 activities = [ProfilerActivity.CPU]
                 if self.device.type == "cuda":
                     activities.append(ProfilerActivity.CUDA)
@@ -133,6 +142,7 @@ def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> t
             waits = data_waits_of(self.profiler)
             facts = summary(kernels, seconds, steps, memory_by_kind(self), collectives, waits)
             facts["step_ms_alone"] = 1e3 * self._timed_seconds / steps
+            facts |= self._clock_facts
             self.profiler.export_chrome_trace(str(out / "trace.json"))
             (out / "profile.json").write_text(json.dumps(facts, indent=2) + "\n")
             title = f"{self.config.project.name} on {self.world.size} x {_device_name(self.device)}"

@@ -134,6 +134,7 @@ def summary(
         "steps": steps,
         "step_ms": 1e3 * seconds / steps,
         "idle": max(0.0, 1 - busy_time(kernels) / 1e6 / seconds),
+        "launches": len(kernels) / steps,
         "data_wait_ms": sum(wait.length for wait in data_waits) / steps / 1e3,
         "comm_ms": busy_time(collectives) / steps / 1e3,
         "exposed_comm_ms": exposed / steps / 1e3,

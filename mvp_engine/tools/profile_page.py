@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 LONG_WAIT = 0.1  # of a step
+OFTEN = 0.5  # of the time
 MAX_NAME = 90  # characters of a kernel's name
 MAX_KERNELS = 20  # profile.json has more
 
@@ -14,9 +15,13 @@ def page(facts: dict[str, Any], title: str) -> str:
     step = facts["step_ms"]
     intro = (
         f"{facts['steps']} steps of {step:.1f} ms, {facts['step_ms_alone']:.1f} ms without the profiler. "
-        f"The device was idle for {facts['idle']:.1%} of the time."
+        f"The device was idle for {facts['idle']:.1%} of the time, with {facts['launches']:,.0f} kernels and copies "
+        "per step."
     )
-    lines = [f"# {title}", f"\n{intro}{_data_wait(facts)}{_communication(facts)}"]
+    lines = [
+        f"# {title}",
+        f"\n{intro}{_clock(facts)}{_data_wait(facts)}{_communication(facts)}",
+    ]
     lines += _table("kind", facts["kinds"], step)
     lines += _table("kernel", facts["kernels"][:MAX_KERNELS], step)
     lines += _table("idle before", facts["gaps"], step)
@@ -24,6 +29,18 @@ def page(facts: dict[str, Any], title: str) -> str:
     for kind, size in facts["memory_gib"].items():
         lines.append(f"| {kind} | {size:.2f} |")
     return "\n".join(lines) + "\n"
+
+
+def _clock(facts: dict[str, Any]) -> str:
+    if "power_w" not in facts:  # no GPU, or no nvidia-smi
+        return ""
+    text = f" It drew {facts['power_w']:.0f} W at {facts['sm_clock_mhz']:,.0f} MHz"
+    if facts["at_power_limit"] < OFTEN:
+        return f"{text}."
+    return (
+        f"{text}: at its power limit, where the clock falls, and with it the FLOP/s that it can reach. Only work that "
+        "takes less energy, such as model.fp8, makes it faster."
+    )
 
 
 def _data_wait(facts: dict[str, Any]) -> str:

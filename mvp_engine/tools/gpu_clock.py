@@ -16,11 +16,10 @@ MILLISECONDS = 250
 
 class ClockSamples:
     def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.rows: list[tuple[float, float, float, bool]] = []  # seconds, MHz, W, at the power limit
+        self.rows: list[tuple[float, float, float, bool]] = []  # when, MHz, W, at the power limit
 
     def between(self, begin: float, end: float) -> dict[str, float]:
-        """Medians of what was sampled between two times, in seconds since the start; empty without a GPU."""
+        """Medians of what was sampled between two times of `time.perf_counter()`; empty without a GPU."""
         rows = [row for row in self.rows if begin <= row[0] <= end]
         if not rows:
             return {}
@@ -33,20 +32,22 @@ class ClockSamples:
         for line in process.stdout:
             with contextlib.suppress(ValueError):  # "[N/A]"
                 clock, power, limited = line.split(",")
-                now = time.perf_counter() - self.started
-                self.rows.append((now, float(clock), float(power), limited.strip() == "Active"))
+                is_limited = limited.strip() == "Active"
+                self.rows.append((time.perf_counter(), float(clock), float(power), is_limited))
 
 
 @contextlib.contextmanager
-def sampled_clock() -> Iterator[ClockSamples]:
-    """A context in which the first GPU's clock and power are sampled, if there is one."""
+def sampled_clock(gpu: str = "0") -> Iterator[ClockSamples]:
+    """A context in which clock and power of a GPU (its number, or its UUID) are sampled, if there is one."""
     samples = ClockSamples()
     tool = shutil.which("nvidia-smi")
     if tool is None:
         yield samples
         return
-    command = [tool, "-i", "0", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", f"-lms={MILLISECONDS}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    query = [f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", f"-lms={MILLISECONDS}"]
+    process = subprocess.Popen(
+        [tool, "-i", gpu, *query], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     threading.Thread(target=samples._read, args=(process,), daemon=True).start()
     try:
         yield samples
