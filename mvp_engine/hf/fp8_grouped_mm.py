@@ -78,8 +78,8 @@ class _Fp8GroupedLinear(torch.autograd.Function):
 
 
 def _quantize(weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    values, scale = quantize(weight.mT if transposed else weight)
-    return values.contiguous(), scale  # transposed as bytes, not as the weights they are made of
+    # Not of a transposed copy: the FP8 values are what is transposed, with a fourth of the bytes.
+    return quantize(weight.mT if transposed else weight)
 
 
 def _grouped_mm_transposed(

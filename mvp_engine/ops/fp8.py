@@ -68,9 +68,7 @@ class Fp8Linear(nn.Linear):
     """A linear layer that runs in FP8 under bf16 autocast, and as nn.Linear otherwise."""
 
     fp8_weight_gradient: bool = False
-    weight_quantized: Fp8Weight | None = (
-        None  # in place of the weight; of `model.cast_weights_once`
-    )
+    weight_quantized: Fp8Weight | None = None  # the weight, by `model.cast_weights_once`
 
     def forward(self, x: Tensor) -> Tensor:
         if autocast_dtype(x) != torch.bfloat16:
@@ -141,9 +139,9 @@ def _matmul_transposed(
 
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The float8 values, and the scale of each row, (..., R, 1)."""
+    """The float8 values in row-major order, which FP8 GEMMs need, and the scale of each row, (..., R, 1)."""
     scale_R1 = _scale(rows.abs().amax(-1, keepdim=True))
-    return _to_float8(rows, scale_R1), scale_R1
+    return _to_float8(rows, scale_R1).contiguous(), scale_R1
 
 
 def _quantize_columns(x_TK: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,26 @@ def test_fp8_linear_outputs_and_gradients_are_close_to_bf16_in_every_row() -> No
         assert found[name].dtype == torch.float32
 
 
+def test_fp8_linear_of_transposed_input_and_gradient_multiplies_row_major_operands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a convolution over time; GEMMs on a GPU refuse others."""
+    operands: list[Tensor] = []
+    real = fp8._matmul_transposed
+
+    def multiply(a: Tensor, a_scale: Tensor, b: Tensor, *rest: Any, **how: Any) -> Tensor:
+        operands.extend((a, b))
+        return real(a, a_scale, b, *rest, **how)
+
+    monkeypatch.setattr(fp8, "_matmul_transposed", multiply)
+    x, d = (one.flatten(0, 1) for one in inputs())
+    expected = run(layers(weight_gradients=True)[1], x, d)
+    x, d = (one.t().contiguous().t() for one in (x, d))
+    found = run(layers(weight_gradients=True)[1], x, d)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert [one.is_contiguous() for one in operands] == [True] * 12
+
+
 @pytest.mark.parametrize("tokens", [16, 17, 79])
 def test_fp8_weight_gradient_is_close_to_float32_in_every_output_and_input(tokens: int) -> None:
     """Whether or not their number is a multiple of 16; small values of one input, large ones of one output."""
