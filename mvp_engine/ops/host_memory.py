@@ -42,14 +42,16 @@ def pinned_zeros(shape: Sequence[int], dtype: torch.dtype, key: str, fix: str) -
             f"{key}: {size / GIB:.2f} GiB of host memory cannot be pinned (CUDA error {code}). {fix}"
         )
     # The tensor holds the array, and the array the pages: they are freed after this.
-    finalizer = weakref.finalize(array, _unregister, address)
+    finalizer = weakref.finalize(array, _unregister, address, torch.cuda.current_device())
     finalizer.atexit = False
     return torch.from_numpy(array).view(dtype).view(tuple(shape))
 
 
-def _unregister(address: int) -> None:
-    torch.cuda.synchronize()  # a copy may still read or write it
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _unregister(address: int, device: int) -> None:
+    # Garbage collection may run this in a thread whose current device is another one.
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # a copy may still read or write it
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def available_host_memory() -> int | None:

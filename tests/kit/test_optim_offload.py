@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from dataclasses import replace
@@ -255,6 +256,9 @@ def test_pinned_memory_is_registered_exactly_and_unregistered_when_freed(monkeyp
 
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    synchronized: list[int] = []  # devices
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(synchronized.append(device)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     zeros = host_memory.pinned_zeros((5, 7), torch.bfloat16, "optim.offload", "")
     assert (zeros.shape, zeros.dtype, registered) == ((5, 7), torch.bfloat16, {zeros.data_ptr(): 70})
@@ -268,6 +272,7 @@ def test_pinned_memory_is_registered_exactly_and_unregistered_when_freed(monkeyp
     del view
     gc.collect()
     assert not registered
+    assert synchronized == [3]  # of the thread that allocated it
     with pytest.raises(UserError, match="cannot be pinned"):
         host_memory.pinned_zeros((5, 7), torch.bfloat16, "optim.offload", "")
 
