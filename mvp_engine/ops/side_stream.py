@@ -18,15 +18,20 @@ def new_stream(device: torch.device) -> Stream:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
+def current_stream(device: torch.device) -> Stream:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 def event(device: torch.device) -> Event:
     """All that the current stream has to do by now."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    stream = current_stream(device)
+    return None if stream is None else stream.record_event()
 
 
-def wait(until: Event, device: torch.device) -> None:
-    """Let the current stream wait for an event."""
-    if until is not None:
-        torch.cuda.current_stream(device).wait_event(until)
+def wait(until: Event, stream: Stream) -> None:
+    """Let a stream wait for an event."""
+    if until is not None and stream is not None:
+        stream.wait_event(until)
 
 
 @contextlib.contextmanager

@@ -249,6 +249,21 @@ def test_offload_input_saved_in_two_shapes_is_copied_once_per_backward(monkeypat
     assert len(copies) == 2 + 3  # that of the last block never left
 
 
+def test_offload_of_blocks_with_two_inputs_in_one_storage_keeps_them_apart() -> None:
+    """As of blocks with a text and an image stream, which are slices of one tensor."""
+    weight = torch.ones(WIDTH, requires_grad=True)
+    block = lambda x, y: (x * y * weight).clone()  # noqa: E731
+    both = torch.randn(2, 32, WIDTH)
+    found = []
+    for call in (block, HostInputs(nn.Module()).offloading(block)):
+        x, y = both.clone().requires_grad_().clone()
+        out = call(x, y)
+        for _ in range(2):
+            out = call(out, y)
+        found.append([*torch.autograd.grad(out.sum(), (x, y, weight))])
+    assert same(*found)
+
+
 def test_offload_input_changed_in_place_raises() -> None:
     engine = engine_of(Net(), "offload")
     engine.model.change = lambda x: x.detach().add_(1)  # type: ignore[assignment]

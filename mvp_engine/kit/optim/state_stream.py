@@ -167,6 +167,7 @@ class StateStream:
         """
         if not buckets:
             return
+        compute = side_stream.current_stream(self.device)
         # Allocated by the current stream for the time of the step: activations are freed by now.
         size = max(bucket.num_bytes for bucket in buckets)
         slots = [_Slot(size, self.device) for _ in buckets[:SLOTS]]
@@ -175,11 +176,11 @@ class StateStream:
             if i + 1 < len(buckets):
                 staged.append(self._load(buckets[i + 1], slots[(i + 1) % SLOTS]))
             current = staged.pop(0)
-            side_stream.wait(current.is_loaded, self.device)
+            side_stream.wait(current.is_loaded, compute)
             update(bucket.group, current.slices)
             self._store(current)
         for slot in slots:
-            side_stream.wait(slot.is_free, self.device)
+            side_stream.wait(slot.is_free, compute)
 
     def _load(self, bucket: Bucket, slot: _Slot) -> _Staged:
         slices: list[StagedSlice] = []

@@ -48,9 +48,8 @@ class HostInputs:
         _OF_MODEL[model] = self
         self.host_bytes = 0  # of all buffers
         self._free: list[Tensor] = []  # by size
-        self._returned: list[
-            Tensor
-        ] = []  # by inputs that are gone, at any moment: the next `take` sorts them in
+        # Buffers of inputs that are gone, at any moment and in any thread: the next `take` sorts them in.
+        self._returned: list[Tensor] = []
         self._stream: side_stream.Stream = None
         self._recent: list[weakref.ref[_Input]] = []  # of the last two blocks
 
@@ -147,8 +146,11 @@ class _Input:
         self.dtype = hidden.dtype
         self.shape = hidden.shape
         self.storage = hidden.untyped_storage()._cdata
+        self.offset = hidden.storage_offset()
         self.on_device: Tensor | None = hidden.detach()
         self.version = hidden._version  # which the detached tensor shares
+        # Of the memory on the device. Garbage collection may run `__del__` on the side stream, or in another thread.
+        self.compute_stream = side_stream.current_stream(self.device)
         self.is_computed = side_stream.event(self.device)
         self.num_packed = 0  # a graph may save it with several shapes
         self.num_used = 0
@@ -157,8 +159,10 @@ class _Input:
         """What autograd saves: itself, unless it is this input."""
         if type(saved) is not Tensor or saved.dtype != self.dtype or not saved.is_contiguous():
             return saved
-        is_same = saved.untyped_storage()._cdata == self.storage
-        if not is_same or saved.numel() != self.shape.numel():
+        if saved.untyped_storage()._cdata != self.storage:
+            return saved
+        # Another argument may be another slice of the same storage.
+        if saved.storage_offset() != self.offset or saved.numel() != self.shape.numel():
             return saved
         self.num_packed += 1
         return _Packed(self, saved.shape)
@@ -211,7 +215,7 @@ class _Input:
         return self.buffer[:size].view(self.dtype).view(self.shape)
 
     def _wait(self) -> None:
-        side_stream.wait(self.is_copied, self.device)
+        side_stream.wait(self.is_copied, self.compute_stream)
         self.is_copied = None
 
     def _check_unchanged(self) -> None:
