@@ -6,6 +6,8 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from conftest import ROOT
 from mvp_engine.cli import main
 from mvp_engine.distributed import World
 from mvp_engine.tools.gpu_clock import sampled_clock
-from mvp_engine.tools.profile_kernels import Kernel, busy_time, collectives_of, gaps, summary
+from mvp_engine.tools.profile_kernels import MARK, Events, Kernel, busy_time, gaps, mark, read_events, summary
 from mvp_engine.tools.profile_page import page
 
 CONFIG = str(ROOT / "recipes" / "magic_transformer" / "configs" / "train.yaml")
@@ -57,7 +59,7 @@ def test_summary_counts_idle_time_and_kinds_of_kernels() -> None:
     assert Kernel("triton_per_fused__to_copy_add_0", 0, 1).kind.startswith("fused kernels")
     assert Kernel("cutlass::device_kernel<GemmUniversal<cute::SM90_TMA_LOAD, DefaultCopy_>>", 0, 1).kind == "GEMM"
     assert Kernel("triton_tem_fused__to_copy_flex_attention_backward_1", 0, 1).kind == "attention"
-    facts = summary(kernels, 50e-6, 2, {"all": 1.0})
+    facts = summary(Events(50e-6, kernels, [], []), 2, {"all": 1.0})
     assert facts["idle"] == pytest.approx(0.4)
     assert facts["step_ms"] == pytest.approx(0.025)
     assert facts["kinds"][0] == {"name": "GEMM", "ms": 0.01, "calls": 1}
@@ -102,10 +104,30 @@ def test_profile_slow_loader_is_reported_as_wait_for_data_and_idle_time(tmp_path
     assert "for data. More data.num_workers" in (tmp_path / "profile.md").read_text()
 
 
+def test_windows_of_gpu_and_host_are_apart() -> None:
+    """The host is ahead of the GPU: its marks come before the GPU has done the steps before the window."""
+
+    def event(name: str, start: float, end: float, device: str) -> Any:
+        times = SimpleNamespace(start=start, elapsed_us=lambda: end - start)
+        return SimpleNamespace(name=name, time_range=times, device_type=device, is_user_annotation=name == MARK)
+
+    host = [(MARK, 100, 101), (MARK, 400, 401)]
+    host += [("mvp_engine: wait for data", start, start + 10) for start in (90, 110, 300, 410)]
+    gpu = [("at::cuda::spin_kernel(long)", 500, 502), ("at::cuda::spin_kernel(long)", 902, 903), (MARK, 500, 502)]
+    gpu += [("gemm", 450, 500), ("gemm", 502, 602), ("ncclKernel", 602, 652), ("gemm", 852, 902), ("gemm", 910, 920)]
+    listed = [event(*one, "DeviceType.CPU") for one in host] + [event(*one, "DeviceType.CUDA") for one in gpu]
+    found = read_events(SimpleNamespace(events=lambda: listed), "cuda")
+    assert found.seconds == pytest.approx(400e-6)
+    assert [kernel.start for kernel in found.kernels] == [502, 602, 852]
+    assert [kernel.start for kernel in found.collectives] == [602]
+    assert [wait.start for wait in found.data_waits] == [110, 300]
+    assert summary(found, 2, {})["idle"] == pytest.approx(0.5)
+
+
 def test_summary_separates_exposed_communication() -> None:
     kernels = [Kernel("gemm", 0, 4000), Kernel("ncclDevKernel_AllGather", 3000, 3000), Kernel("gemm", 8000, 1000)]
     kernels.append(Kernel("Memcpy DtoH", 5000, 500))  # a copy hides no communication
-    facts = summary(kernels, 10e-3, 1, {}, [kernels[1], Kernel("gloo:all_reduce", 8500, 1000)])
+    facts = summary(Events(10e-3, kernels, [kernels[1], Kernel("gloo:all_reduce", 8500, 1000)], []), 1, {})
     assert (facts["comm_ms"], facts["exposed_comm_ms"], facts["idle"]) == (4.0, 2.5, pytest.approx(0.3))
     text = page({**facts, "step_ms_alone": 9.0}, "a title")
     assert "Communication takes 4.0 ms per step; 2.5 ms of it (62%) is exposed: no kernel computes meanwhile." in text
@@ -118,9 +140,12 @@ def test_collectives_on_gloo_are_found(ranks2) -> None:
 def _profiled_collective() -> tuple[str, float]:
     world = World.join("cpu")
     with torch.profiler.profile() as profiler:
+        torch.distributed.all_reduce(torch.ones(1000))  # before the window
+        mark(world.device)
         torch.distributed.all_reduce(torch.ones(1000))
+        mark(world.device)
     world.close()
-    (seen,) = collectives_of(profiler, [])
+    (seen,) = read_events(profiler, "cpu").collectives
     return seen.name, seen.length
 
 

@@ -21,13 +21,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.launch import launch
 from mvp_engine.process.pipes import ignore_broken_pipes
 from mvp_engine.tools.gpu_clock import ClockSamples, sampled_clock
-from mvp_engine.tools.profile_kernels import (
-    DATA_WAIT,
-    collectives_of,
-    data_waits_of,
-    kernels_of,
-    summary,
-)
+from mvp_engine.tools.profile_kernels import DATA_WAIT, mark, read_events, summary
 from mvp_engine.tools.profile_page import page
 from mvp_engine.tools.temporary_run import temporary_run
 
@@ -43,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(argv)
     # Only training steps: no evaluation, no log files, and a total that lets all profiled steps run.
-    last = args.first + 2 * args.steps
+    last = last_step(args.first, args.steps) + 1
     overrides = [
         *args.overrides,
         f"loop.total_steps={last}",
@@ -71,7 +65,7 @@ def _profile(out: Path, first: int, steps: int, composed: Composed, world: World
             engine.train()
         world.barrier()
     if not (out / "profile.md").is_file():
-        last = first + 2 * steps - 1
+        last = last_step(first, steps)
         raise UserError(
             f"the data ended before step {last}: profile fewer steps (--steps, --first)"
         )
@@ -81,22 +75,22 @@ def _profile(out: Path, first: int, steps: int, composed: Composed, world: World
     return 0
 
 
+def last_step(first: int, steps: int) -> int:
+    """The last one of `steps` timed steps from `first` on, one more for the profiler to start, and `steps` profiled."""
+    return first + 2 * steps
+
+
 def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> type[Engine]:
     """A subclass that trains up to step `first`, times `steps` steps, profiles as many more, and saves nothing.
 
-    `out` gets `trace.json`, `profile.md` and `profile.json`. The timed steps run without the profiler, which
-    slows the host down.
+    `out` gets `trace.json`, `profile.md` and `profile.json`. The timed steps run without the profiler, which slows the
+    host down. Windows begin and end on the GPU, without a host sync: after one, the GPU would be idle until the host is
+    ahead of it again. For the same reason the step in which the profiler starts does not count.
     """
 
     class Profiled(engine_class):  # type: ignore[misc, valid-type]
         profiler: profile | None = None
         _clock: ClockSamples | None = None
-        _clock_facts: dict[str, float] = {}  # noqa: RUF012
-
-        def _now(self) -> float:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            return time.perf_counter()
 
         def before_train(self) -> None:
             super().before_train()
@@ -110,39 +104,38 @@ def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> t
             if self.device.type == "cuda" and self.world.is_main:
                 gpu = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
                 self._clock = self._closing.enter_context(sampled_clock(gpu))
-            self._started = self._now()
+            self._times = [Time(self.device)]
 
         def train_post_step(self, ctx: StepContext) -> None:
             super().train_post_step(ctx)
             # Each window is whole steps, with their wait for data.
             if ctx.step == first - 1:
-                self._started = self._now()
+                self._times = [Time(self.device)]
             if ctx.step == first + steps - 1:
-                now = self._now()
-                self._timed_seconds = now - self._started
-                if self._clock is not None:
-                    self._clock_facts = self._clock.between(self._started, now)
+                self._times.append(Time(self.device))
                 activities = [ProfilerActivity.CPU]
                 if self.device.type == "cuda":
                     activities.append(ProfilerActivity.CUDA)
                 self.profiler = profile(activities=activities)
                 self.profiler.start()
-                self._started = self._now()
-            if self.profiler is not None and ctx.step == first + 2 * steps - 1:
-                seconds = self._now() - self._started
+            if ctx.step in (first + steps, last_step(first, steps)):
+                mark(self.device)
+            if self.profiler is not None and ctx.step == last_step(first, steps):
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize()
                 self.profiler.stop()
                 if self.world.is_main:
-                    self._write_files(seconds)
+                    self._write_files()
                 ctx.stop = True
 
-        def _write_files(self, seconds: float) -> None:
+        def _write_files(self) -> None:
             assert self.profiler is not None
-            kernels = kernels_of(self.profiler, self.device.type)
-            collectives = collectives_of(self.profiler, kernels)
-            waits = data_waits_of(self.profiler)
-            facts = summary(kernels, seconds, steps, memory_by_kind(self), collectives, waits)
-            facts["step_ms_alone"] = 1e3 * self._timed_seconds / steps
-            facts |= self._clock_facts
+            events = read_events(self.profiler, self.device.type)
+            facts = summary(events, steps, memory_by_kind(self))
+            begin, end = self._times
+            facts["step_ms_alone"] = 1e3 * begin.seconds_until(end) / steps
+            if self._clock is not None:
+                facts |= self._clock.between(begin.on_host, end.on_host)
             self.profiler.export_chrome_trace(str(out / "trace.json"))
             (out / "profile.json").write_text(json.dumps(facts, indent=2) + "\n")
             title = f"{self.config.project.name} on {self.world.size} x {_device_name(self.device)}"
@@ -155,6 +148,22 @@ def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> t
             """A profile exports nothing."""
 
     return Profiled
+
+
+class Time:
+    """When the device has done what it was given so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_host = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def seconds_until(self, later: Time) -> float:
+        if self._event is None or later._event is None:
+            return later.on_host - self.on_host
+        return self._event.elapsed_time(later._event) / 1e3
 
 
 def memory_by_kind(engine: Engine) -> dict[str, float]:

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.profiler import record_function
+
 COMMUNICATION = "communication"
 COPIES = "copies"
 OTHER = "other"
@@ -24,6 +27,8 @@ KINDS = {
     "embeddings and indexing": r"index|gather|scatter|embedding|radix|sort|masked",
 }
 DATA_WAIT = "mvp_engine: wait for data"  # the label of a time range
+MARK = "mvp_engine: window"
+MARKING_KERNEL = "spin_kernel"
 MAX_KERNELS = 100  # in the list of the longest ones; the page has fewer
 MAX_GAPS = 10
 
@@ -71,22 +76,59 @@ def kernels_of(profiler: Any, device: str) -> list[Kernel]:
 
 def data_waits_of(profiler: Any) -> list[Kernel]:
     """The times in which the step waited for its micro-batches."""
+    return [event for event in _ranges(profiler) if event.name == DATA_WAIT]
+
+
+def collectives_of_gloo(profiler: Any) -> list[Kernel]:
+    """Those that ran on the host; NCCL's are kernels."""
+    return [event for event in _ranges(profiler) if event.name.startswith("gloo:")]
+
+
+def _ranges(profiler: Any) -> list[Kernel]:
+    """What ran on the host, labelled time ranges among them."""
     found = []
     for event in profiler.events():
-        if event.name == DATA_WAIT and str(event.device_type).endswith("CPU"):
+        if str(event.device_type).endswith("CPU"):
             length = event.time_range.elapsed_us()
             found.append(Kernel(event.name, event.time_range.start, length))
     return found
 
 
-def collectives_of(profiler: Any, kernels: Iterable[Kernel]) -> list[Kernel]:
-    """The collectives: NCCL kernels, or what gloo ran on the host."""
-    found = []
-    for event in profiler.events():
-        if event.name.startswith("gloo:"):
-            length = event.time_range.elapsed_us()
-            found.append(Kernel(event.name, event.time_range.start, length))
-    return found + [kernel for kernel in kernels if kernel.kind == COMMUNICATION]
+@dataclass(frozen=True)
+class Events:
+    """What ran between two marks."""
+
+    seconds: float
+    kernels: list[Kernel]
+    collectives: list[Kernel]
+    data_waits: list[Kernel]
+
+
+def mark(device: torch.device) -> None:
+    """Mark the begin or the end of a window: on the host, and on the GPU after all that it was given so far."""
+    with record_function(MARK):
+        if device.type == "cuda":
+            torch.cuda._sleep(1)
+
+
+def read_events(profiler: Any, device: str) -> Events:
+    """The events of a profiler between the two marks: those of the GPU, and those of the host, which is ahead."""
+    on_host = [event for event in _ranges(profiler) if event.name == MARK]
+    kernels = kernels_of(profiler, device)
+    marks = [kernel for kernel in kernels if MARKING_KERNEL in kernel.name] or on_host
+    collectives = _between(on_host, collectives_of_gloo(profiler))
+    if device == "cuda":  # on a CPU these are among its kernels
+        collectives += _between(marks, [one for one in kernels if one.kind == COMMUNICATION])
+    return Events(
+        seconds=(marks[-1].start - marks[0].end) / 1e6,
+        kernels=_between(marks, kernels),
+        collectives=collectives,
+        data_waits=_between(on_host, data_waits_of(profiler)),
+    )
+
+
+def _between(marks: Sequence[Kernel], events: Iterable[Kernel]) -> list[Kernel]:
+    return [event for event in events if marks[0].end <= event.start < marks[-1].start]
 
 
 def busy_time(kernels: Iterable[Kernel]) -> float:
@@ -110,19 +152,13 @@ def gaps(kernels: Iterable[Kernel]) -> dict[str, list[float]]:
     return found
 
 
-def summary(
-    kernels: Sequence[Kernel],
-    seconds: float,
-    steps: int,
-    memory: dict[str, float],
-    collectives: Sequence[Kernel] = (),
-    data_waits: Sequence[Kernel] = (),
-) -> dict[str, Any]:
-    """The facts of `profile.json`, per step, of `steps` steps that took `seconds`. `memory` is in GiB, by kind.
+def summary(events: Events, steps: int, memory: dict[str, float]) -> dict[str, Any]:
+    """The facts of `profile.json`, per step, of the events of `steps` steps. `memory` is in GiB, by kind.
 
     Exposed communication is the time in which collectives run and no kernel computes; copies do not hide it,
     since gloo makes copies itself.
     """
+    kernels, collectives, seconds = events.kernels, events.collectives, events.seconds
     compute = [kernel for kernel in kernels if kernel.kind not in (COMMUNICATION, COPIES)]
     exposed = busy_time([*compute, *collectives]) - busy_time(compute)
     kinds: dict[str, list[float]] = {}
@@ -135,7 +171,7 @@ def summary(
         "step_ms": 1e3 * seconds / steps,
         "idle": max(0.0, 1 - busy_time(kernels) / 1e6 / seconds),
         "launches": len(kernels) / steps,
-        "data_wait_ms": sum(wait.length for wait in data_waits) / steps / 1e3,
+        "data_wait_ms": sum(wait.length for wait in events.data_waits) / steps / 1e3,
         "comm_ms": busy_time(collectives) / steps / 1e3,
         "exposed_comm_ms": exposed / steps / 1e3,
         "kinds": _longest_first(kinds, steps),
