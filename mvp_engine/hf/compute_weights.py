@@ -35,8 +35,8 @@ class ComputeWeights:
         found = cast_once(model)
         self.fp8_places = [place for place in found if _is_fp8(*place)]
         self.places = [place for place in found if not _is_fp8(*place)]
-        self._fp8_masters = [module.get_parameter(name) for module, name in self.fp8_places]
-        self._masters = [module.get_parameter(name) for module, name in self.places]
+        self.fp8_masters = [module.get_parameter(name) for module, name in self.fp8_places]
+        self.masters = [module.get_parameter(name) for module, name in self.places]
         self._copies: list[nn.Parameter] = []
         self._fp8_copies: list[Fp8Weight] = []
         if not found:
@@ -45,25 +45,21 @@ class ComputeWeights:
                 "autocast casts, of linear layers or stacked experts, so nothing would change. Leave it out"
             )
 
-    @property
-    def masters(self) -> list[nn.Parameter]:
-        return [*self._masters, *self._fp8_masters]
-
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """A context in which the blocks have the copies, with the values that the masters have at its start."""
         if not (self._copies or self._fp8_copies):
-            self._copies = [_copy_of(master) for master in self._masters]
-            self._fp8_copies = [_fp8_copy_of(master) for master in self._fp8_masters]
+            self._copies = [_copy_of(master) for master in self.masters]
+            self._fp8_copies = [_fp8_copy_of(master) for master in self.fp8_masters]
         if self._copies:
             with torch.no_grad():
-                torch._foreach_copy_([*self._copies], [*self._masters])
-        quantize_weights(self._fp8_copies, self._fp8_masters)
+                torch._foreach_copy_([*self._copies], [*self.masters])
+        quantize_weights(self._fp8_copies, self.fp8_masters)
         self._set(self._copies, self._fp8_copies)
         try:
             yield
         finally:
-            self._set(self._masters, [None] * len(self.fp8_places))
+            self._set(self.masters, [None] * len(self.fp8_places))
 
     def release(self) -> None:
         """Free the memory of the copies until they are needed again."""

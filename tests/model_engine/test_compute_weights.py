@@ -182,7 +182,8 @@ def matrices(engine: Any) -> set[str]:
 
 def covered(engine: Any) -> set[str]:
     names = {param: name for name, param in engine.model.named_parameters()}
-    return {names[param] for param in engine.compute_weights.masters}
+    weights = engine.compute_weights
+    return {names[param] for param in (*weights.masters, *weights.fp8_masters)}
 
 
 def test_cast_weights_once_compiled_ahead_compiles_the_graphs_of_training() -> None:
