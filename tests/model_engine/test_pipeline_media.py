@@ -19,6 +19,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.stage_cut import check_supported
 from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.ops.fp8 import Fp8Linear
 
 # What each of two data ranks has: [], or micro-batches of samples 0 (text), 1 (one item), 2 (two, of two kinds if any)
 SHARES = [[[0], [1], [2, 0]], [[0]], [], [[1, 2], [0]]]
@@ -102,6 +103,20 @@ def test_pipeline_with_images_on_some_packs_gives_the_gradients_of_one_rank(
         for key, value in result.items():
             bound = 1e-5 * float(one[key].abs().max()) + 1e-8
             assert float((value - one[key]).abs().max()) <= bound, key
+
+
+def fp8_layers() -> int:
+    with layout_of(pipeline=2) as layout:
+        settings = Settings(precision="bf16", fp8={"vision": True})
+        engine = LanguageModelEngine(model_on_meta("qwen3_vl", 2), layout, settings)
+        engine.initialize()
+        return sum(isinstance(module, Fp8Linear) for module in engine.model.modules())
+
+
+def test_pipeline_with_fp8_of_a_part_that_one_stage_has_alone(ranks2) -> None:
+    first, last = ranks2.run(fp8_layers)
+    assert first > 0
+    assert last == 0
 
 
 def test_pipeline_refuses_masks_that_depend_on_images() -> None:

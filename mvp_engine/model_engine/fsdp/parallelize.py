@@ -1,7 +1,7 @@
 """parallelize_model: a model is put on its layout, in the order that FSDP2 needs.
 
-1. freeze parameters                        4. pipeline stages
-2. quantize or tensor parallel              5. FP8 by part; activation checkpointing, torch.compile, by block
+1. freeze parameters                        4. FP8, pipeline stages
+2. quantize or tensor parallel              5. activation checkpointing, torch.compile, by block
 3. expert, context and Ulysses parallel     6. FSDP2
 
 What changes the forward of a block comes before FSDP. A model on the meta device gets its weights after that, each rank
@@ -78,11 +78,11 @@ def parallelize_model(
     adapter.replace_layers(layout, settings)
     if settings.experts.is_used:  # before the cut: it counts the layers of all stages
         adapter.balance_experts(settings.experts, world.device)
+    _use_fp8(model, fp8_parts, settings, world.device)  # before the cut: it tests all stages alike
     if layout.pipeline > 1:
         adapter.cut_stage(StageLink(layout), skeleton)
         held = set(model.modules())
         experts = [module for module in experts if module in held]
-    _use_fp8(model, fp8_parts, settings, world.device)
     _change_blocks(model, settings, backends)
     if layout.shard_mesh is not None:
         meshes = layout.shard_mesh, dtype, experts, layout.expert_shard_mesh
