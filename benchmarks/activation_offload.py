@@ -38,9 +38,8 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelEngine, ModelSource, Settings, engine_class
 from mvp_engine.model_engine.fsdp import activation_offload, base_engine
-from mvp_engine.ops.host_memory import pinned_zeros
+from mvp_engine.ops.host_memory import GIB, pinned_zeros
 
-GIB = 2**30
 COLUMNS = {"step ms": "step_ms", "tokens/s": "tokens_per_s", "peak GiB": "peak_gib", "host GiB": "host_gib"}
 COLUMNS |= {"first s": "first_s", "second s": "second_s"}
 
@@ -78,7 +77,7 @@ def measure(mode: str, config: dict[str, Any], args: argparse.Namespace) -> tupl
             same.append(float(numbers.loss_sum))
     for param in model.parameters():
         if param.requires_grad:
-            same.append(param.detach().double().sum().item())
+            same.append(param.detach().view(torch.int32).sum().item())  # of the bits, in int64
     step_s = statistics.median(times[2:])
     row: dict[str, Any] = {"mode": mode, "step_ms": 1e3 * step_s, "tokens_per_s": args.tokens / step_s}
     row |= {"first_s": times[0], "second_s": times[1], "loss": same[0] / float(numbers.weight)}

@@ -50,9 +50,7 @@ class Settings:
     spike_sigmas: float | None = None  # skip a step with a loss so many deviations above the others
     seed: int = 0  # of randomly initialized weights
     freeze: tuple[str, ...] = ()  # parts, or patterns of parameter names
-    activation_checkpointing: str | Mapping[Any, str] = (
-        "none"  # or selective, full, offload; or by part
-    )
+    activation_checkpointing: str | Mapping[Any, str] = "none"  # a mode; or modes by part
     compile: str | Mapping[Any, str | None] | None = None  # torch.compile backend, auto; or by part
     compile_cache: str | None = None  # the folder of compiled graphs; None: in the user's cache
     compile_dynamic: bool = False  # the first graph of a block is for packs of any size

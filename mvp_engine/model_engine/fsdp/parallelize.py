@@ -136,7 +136,7 @@ def _fp8_parts(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[
     if any(parts.values()):
         if settings.precision != "bf16":
             raise UserError(
-                f"model.fp8 is for bf16, not for {settings.precision}: set loop.precision=bf16"
+                f"model.fp8 is for bf16, not for {settings.precision}: set loop.precision=bf16, or leave it out"
             )
         if layout.tensor_mesh is not None:
             raise UserError(
