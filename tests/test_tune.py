@@ -65,8 +65,8 @@ def searched(measure: Callable[[Setup], float | None], start: Setup, space: Spac
 
 
 def test_search_moves_to_the_fastest_setup_and_skips_what_cannot_fit() -> None:
-    memory = {"none": 4, "selective": 2, "full": 1}
-    speed = {"none": 1.0, "selective": 0.95, "full": 0.75}
+    memory = {"none": 4, "selective": 2, "attention": 1.5, "full": 1}
+    speed = {"none": 1.0, "selective": 0.95, "attention": 0.8, "full": 0.75}
 
     def measure(setup: Setup) -> float | None:
         need = setup.tokens * (memory[setup.modes[0]] + memory[setup.modes[1]])

@@ -36,7 +36,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 Part = Literal["vision", "audio", "projector", "llm", "talker", "action"]
-ActivationCheckpointing = Literal["none", "selective", "full", "offload"]  # most memory first
+ActivationCheckpointing = Literal[
+    "none", "selective", "attention", "full", "offload"
+]  # most memory first
 
 
 class Project(Section):

@@ -72,7 +72,7 @@ class Settings:
         if checkpointing == "auto":
             raise UserError(
                 "model.activation_checkpointing=auto is a choice of MLLMEngine and its subclasses for training: set "
-                "none, selective, full or offload"
+                "none, selective, attention, full or offload"
             )
         self._check("activation_checkpointing", modes, get_args(ActivationCheckpointing))
         fp8 = self.fp8.values() if isinstance(self.fp8, Mapping) else [self.fp8]

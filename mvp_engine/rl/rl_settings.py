@@ -266,7 +266,7 @@ class RLConfig(MLLMConfig):
         if "auto" in (self.mllm.micro_batch_tokens, self.model.activation_checkpointing):
             raise ValueError(
                 "mllm.micro_batch_tokens and model.activation_checkpointing: an RL run does not choose them. Set a "
-                "number of tokens, and none, selective, full or offload"
+                "number of tokens, and none, selective, attention, full or offload"
             )
         if self.mllm.pairs:
             raise ValueError("mllm.pairs: RL needs prompts, not pairs. Set it to false")

@@ -196,10 +196,11 @@ def _checkpointing(estimator: Estimator, config: Any) -> Iterator[Change]:
     parts = sorted({part for _, part in blocks_by_part(model)} - {"projector"}, reverse=True)
     now = {part: setting.get(part, "none") for part in parts}
     # Cost, of encoders, of the llm.
-    wanted = [(2.0, "none", "selective"), (4.0, "none", "full"), (5.0, "none", "offload")]
+    wanted = [(2.0, "none", "selective"), (3.7, "none", "attention"), (4.0, "none", "full")]
+    wanted.append((5.0, "none", "offload"))
     if len(parts) > 1:
-        wanted = [(1.0, "full", "none"), (3.0, "full", "selective"), (4.5, "full", "full")]
-        wanted.append((5.5, "full", "offload"))
+        wanted = [(1.0, "full", "none"), (3.0, "full", "selective"), (4.2, "full", "attention")]
+        wanted += [(4.5, "full", "full"), (5.5, "full", "offload")]
     for cost, of_encoders, of_llm in wanted:
         modes = dict[str, str]()
         for part, mode in now.items():

@@ -23,8 +23,8 @@ from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.estimate import auto
-from mvp_engine.kit.estimate.choice import USABLE, Workload, choose
-from mvp_engine.kit.estimate.settings import GIB, EstimateSettings, Gpu
+from mvp_engine.kit.estimate.choice import MODES, USABLE, Workload, choose
+from mvp_engine.kit.estimate.settings import GIB, EstimateSettings, Gpu, gpu_by_name
 from mvp_engine.kit.estimate.step import estimate_step
 from mvp_engine.runs import list_runs
 
@@ -75,7 +75,7 @@ def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations() -
         assert values[1] % (2 * values[0]) == 0  # as many micro-batches on each rank
         assert f"{values[0]:,} tokens" in found.reason
         tokens.append(values[0])
-        modes.append(["none", "selective", "full"].index(values[2]))
+        modes.append(MODES.index(values[2]))
         accumulation.append(values[1] // values[0] // 2)
     assert tokens[0] == 65536
     assert accumulation[0] == 1
@@ -100,12 +100,21 @@ def test_choose_of_one_open_key_keeps_the_other() -> None:
     work = Workload(model, EstimateSettings(), lambda size: rows_of([512] * (size // 512)), gpu, 1)
     data = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=16384)  # type: ignore[list-item]
     open_mode = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
-    assert choose(open_mode, "mllm", data, 4, work).values == {KEYS[2]: "full"}
+    assert choose(open_mode, "mllm", data, 4, work).values == {KEYS[2]: "attention"}
     open_size = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="full"))
     data = data.model_copy(update={"micro_batch_tokens": "auto", "row_tokens": 8192, "global_batch_tokens": 98304})
     found = choose(open_size, "mllm", data, None, work)
     assert found.values.keys() == set(KEYS[:2])
     assert found.values[KEYS[0]] > 16384
+
+
+def test_choose_of_one_long_sequence_computes_its_attention_once() -> None:
+    """131,072 tokens of a 1.7B on an H200: attention is most of the step, and outputs of GEMMs do not fit."""
+    model = LanguageModel.on_meta(None, SHAPES["Qwen/Qwen3-1.7B"])
+    work = Workload(model, EstimateSettings(), lambda size: rows_of([size]), gpu_by_name("H200"), 1)
+    data = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=131072)  # type: ignore[list-item]
+    config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
+    assert choose(config, "mllm", data, 1, work).values == {KEYS[2]: "attention"}
 
 
 @pytest.fixture

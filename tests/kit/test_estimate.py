@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from conftest import ROOT
 from test_recipe import recipe  # noqa: F401 - a fixture
 
 from mvp_engine.cli import main
+from mvp_engine.config.schema import ActivationCheckpointing
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf import LanguageModel
@@ -24,7 +25,14 @@ from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import DYNAMIC
 from mvp_engine.kit.estimate.settings import MEMORY, EstimateSettings, gpu_by_name
-from mvp_engine.kit.estimate.step import FP8_SPEEDUP, GEMM_EFFICIENCY, estimate_step, micro_batch_seconds
+from mvp_engine.kit.estimate.step import (
+    ATTENTION_EFFICIENCY,
+    FP8_SPEEDUP,
+    GEMM_EFFICIENCY,
+    attention_efficiency,
+    estimate_step,
+    micro_batch_seconds,
+)
 from mvp_engine.model_engine import ModelSource
 from mvp_engine.model_engine.fsdp.parallelize import freeze
 
@@ -233,22 +241,45 @@ def test_estimate_frozen_blocks_after_trained_ones_save_activations() -> None:
 def test_estimate_full_activation_checkpointing_adds_one_forward() -> None:
     model = LanguageModel.on_meta(None, data.shape("qwen3_8b"))
     batch = data.packed(data.rows("mix", 1)[:8], "qwen3_8b", PIXELS)
-    none, some, full, offload = (
+    none, some, attention, full, offload = (
         estimate_step(model, [batch], [batch], EstimateSettings(activation_checkpointing=mode))
-        for mode in ("none", "selective", "full", "offload")
+        for mode in get_args(ActivationCheckpointing)
     )
     assert none["step_s"] == some["step_s"]  # the time of selective checkpointing is not modelled
-    assert full["seconds"]["attention"] == pytest.approx(none["seconds"]["attention"] * 4 / 3)
+    # Backward of attention, whose scores are computed again, is 2.5 forwards.
+    assert full["seconds"]["attention"] == pytest.approx(none["seconds"]["attention"] * 4.5 / 3.5)
+    assert attention["seconds"] == {**full["seconds"], "attention": none["seconds"]["attention"]}
     assert 1.25 < full["seconds"]["GEMM"] / none["seconds"]["GEMM"] < 4 / 3  # but for the head
     assert full["mfu"] < none["mfu"]
     # Of 36 inputs of blocks, 35 wait on the host, and three are on the GPU.
     inputs = full["memory_gib"]["activations"]
+    # The output of attention is as wide as the input of a block, and log-sum-exp is float32 for each of 32 heads.
+    kept = attention["memory_gib"]["activations"] - 2 * inputs
+    assert kept * 2**30 == pytest.approx(36 * 32 * 4 * batch.num_tokens)
     assert offload["memory_gib"]["activations"] == 0
     assert offload["host_gib"] == pytest.approx(inputs * 35 / 36)
     within = [one["memory_gib"]["block in backward"] for one in (full, offload)]
     assert within[1] - within[0] == pytest.approx(inputs * 3 / 36)
     assert offload["seconds"].pop("exposed copies") == 0
     assert offload["seconds"] == full["seconds"]
+
+
+def test_estimate_of_attention_of_long_sequences_is_near_its_measurements() -> None:
+    """Forward and backward of 32 heads of 128; the short sequences of the second pack have few of its pairs."""
+    measured = json.loads((ROOT / "benchmarks" / "results" / "context_share.json").read_text())["rows"]
+    peak = gpu_by_name("H200").flops_per_s
+    for mix, lengths in {
+        "1 x 256k": [2**18],
+        "128k and 64 x 2k": [2**17] + [2**11] * 64,
+        "8 x 32k": [2**15] * 8,
+    }.items():
+        row = next(row for row in measured if (row["mix"], row["rank"]) == (mix, "whole pack"))
+        batch = PackedBatch.from_sequences([torch.zeros(length, dtype=torch.long) for length in lengths])
+        flops = 3 * 4 * 32 * 128 * sum(length * (length + 1) / 2 for length in lengths)
+        ms = 1e3 * flops / (attention_efficiency(batch) * peak)
+        assert ms == pytest.approx(row["forward_ms"] + row["backward_ms"], rel=0.05)
+    short = PackedBatch.from_sequences([torch.zeros(8192, dtype=torch.long)] * 2)
+    assert attention_efficiency(short) == ATTENTION_EFFICIENCY
 
 
 def test_estimate_offload_waits_for_copies_over_a_slow_link() -> None:

@@ -273,7 +273,7 @@ def test_offload_input_changed_in_place_raises() -> None:
 
 def test_activation_checkpointing_of_unknown_mode_is_an_error() -> None:
     for wrong in ("offloaded", {"llm": "offloaded"}):
-        with pytest.raises(UserError, match="'offloaded' is none of none, selective, full, offload"):
+        with pytest.raises(UserError, match="'offloaded' is none of none, selective, attention, full, offload"):
             Settings(activation_checkpointing=wrong)
 
 

@@ -158,21 +158,25 @@ def sharing_matrices() -> tuple[str, list[Tensor], dict[str, Tensor]]:
         world.close()
 
 
-@pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.campaign(only=True)), "selective"])
+@pytest.mark.parametrize(
+    "how", ["selective", *(pytest.param(one, marks=pytest.mark.campaign(only=True)) for one in ("full", "attention"))]
+)
 def test_compile_with_attention_per_sequence_runs_or_warns_once(monkeypatch, how: str) -> None:
     said: list[str] = []
     monkeypatch.setattr(activation_checkpoint.LOGGER, "warning", lambda text, *words: said.append(text % words))
-    activation_checkpoint._warn_uncompiled.cache_clear()
+    activation_checkpoint._warn_graph_break.cache_clear()
     outs, grads, _ = expected("qwen3")
     its_outs, its_grads, graphs = found("qwen3", PLAIN, compile="aot_eager", activation_checkpointing=how)
     assert all(close(mine, one) for mine, one in zip(its_outs, outs, strict=True))
     assert all(close(its_grads[n], grad) for n, grad in grads.items())
-    assert (graphs[0] > 1) == (how == "full")  # the last norm is compiled in any case
+    assert (graphs[0] > 1) == (how != "selective")  # the last norm is compiled in any case
     assert graphs[-1] == graphs[WARM - 1]  # not one for each number of sequences
-    assert len(said) == (how == "selective")  # once for all blocks
-    assert all(
-        "Qwen3DecoderLayer runs uncompiled" in one and "Set model.activation_checkpointing=full" in one for one in said
-    )
+    assert len(said) == (how != "full")  # once for all blocks
+    words = {
+        "selective": ("Qwen3DecoderLayer runs uncompiled", "Set model.activation_checkpointing=full"),
+        "attention": ("Qwen3DecoderLayer keeps nothing", "as with full"),
+    }
+    assert all(word in one for one in said for word in words[how])
 
 
 WHOLE = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((4, 7, 6), (1, 7, 6), (1, 7, 10))]
@@ -298,7 +302,7 @@ def test_block_that_gets_views_of_any_size_has_one_graph_with_marked_sizes() -> 
 
 
 @pytest.mark.campaign(only=True)
-@pytest.mark.parametrize(("name", "mode"), [("qwen3_moe", "none"), ("qwen3", "selective")])
+@pytest.mark.parametrize(("name", "mode"), [("qwen3_moe", "none"), ("qwen3", "selective"), ("qwen3", "attention")])
 def test_graphs_of_blocks_are_kept_on_disk(name: str, mode: str) -> None:
     """Those with autograd functions (experts), and those whose checkpointing has a policy."""
     with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=dense):

@@ -116,7 +116,7 @@ for shape in ((3, 64), (2, 4096), (4, 192)):
 def test_compiled_block_with_full_checkpointing_keeps_no_dequantized_weight() -> None:
     """torch 2.11 would keep them for backward if they were computed in an autograd.Function."""
     block = nn.Sequential(layers(torch.float32)[1], nn.SiLU())
-    checkpoint_block(block, selective=False, backend=None)
+    checkpoint_block(block, "full", backend=None)
     block.compile(backend=aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=partition))
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]

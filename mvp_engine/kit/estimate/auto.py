@@ -71,7 +71,7 @@ def _check_supported(config: Any) -> None:
     if config.model.backend != "fsdp" or config.parallel.pipeline > 1:
         raise UserError(
             "mllm.micro_batch_tokens=auto and model.activation_checkpointing=auto are for model.backend=fsdp without "
-            "parallel.pipeline: set a number of tokens, and none, selective, full or offload"
+            "parallel.pipeline: set a number of tokens, and none, selective, attention, full or offload"
         )
 
 

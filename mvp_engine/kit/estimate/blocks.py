@@ -32,9 +32,11 @@ from mvp_engine.kit.speech_flops import SPEAKING, thinker_share
 from mvp_engine.ops import fp8
 from mvp_engine.ops.nf4 import quantized_layers
 
-REPEATING = ("full", "offload")  # modes with a second forward of the block
+REPEATING_ALL = ("full", "offload")  # modes with a second forward of the block
+REPEATING = ("attention", *REPEATING_ALL)  # and of the block without its attention
 # Inputs of blocks that are on the GPU at a time with `offload`: of the block that runs, and its neighbours'.
 RESIDENT_INPUTS = 3
+HEAD_DIM = 64  # of attention that does not name it
 # Uncompiled blocks save this many times more: each operation keeps its own inputs.
 EAGER = 1.7
 
@@ -140,13 +142,17 @@ class BlockCosts:
             elements = _saved_elements(block.module)
             if self.unused.intersection(block.module.parameters()):
                 elements = _saved_for_keys(block.module)
-            if mode == "none":
-                per_row = elements.none * (1.0 if self.compiled.get(block.part) else EAGER)
-            else:
-                per_row = elements.selective if mode == "selective" else elements.full
             # The input of a block, which full checkpointing saves, is whole on each tensor parallel rank.
-            ranks = self.settings.tensor if block.is_text and mode not in REPEATING else 1
-            saved = size * per_row * rows.get(block.rows, 0.0) / ranks
+            ranks = self.settings.tensor if block.is_text else 1
+            per_row = size * elements.full
+            if mode == "none":
+                eager = 1.0 if self.compiled.get(block.part) else EAGER
+                per_row = size * elements.none * eager / ranks
+            elif mode == "selective":
+                per_row = size * elements.selective / ranks
+            elif mode == "attention":  # and its log-sum-exp, in float32
+                per_row += (size * elements.attention + 4 * elements.heads) / ranks
+            saved = per_row * rows.get(block.rows, 0.0)
             saved *= 1.0 if block.is_text else share
             if mode == "none" and block.is_text and self.settings.context > 1:
                 saved += size * self._gathered_elements() * tokens
@@ -172,12 +178,12 @@ class BlockCosts:
         ranks = self.settings.ulysses * self.settings.tensor
         return 2 * head_dim * max(1.0, kv_heads / ranks) * copies
 
-    def repeated_flops(self, batch: PackedBatch) -> Amount:
-        """GEMM FLOPs of the second forward of blocks with full activation checkpointing, or offload."""
+    def repeated_flops(self, batch: PackedBatch, modes: tuple[str, ...] = REPEATING) -> Amount:
+        """GEMM FLOPs of the second forward of blocks with one of these modes of activation checkpointing."""
         rows = self._rows(batch)
         amount = Amount()
         for block in self.blocks:
-            if block.in_backward and self.checkpointing.get(block.part) in REPEATING:
+            if block.in_backward and self.checkpointing.get(block.part) in modes:
                 flops = _gemm_flops(block.module.modules(), self._config_of(block))
                 amount.add(block, flops * rows.get(block.rows, 0.0))
         return amount
@@ -321,6 +327,8 @@ class SavedElements:
     none: float = 0.0
     selective: float = 0.0  # outputs of GEMMs and attention
     full: float = 0.0  # the input of the block
+    attention: float = 0.0  # the output of attention
+    heads: float = 0.0  # of attention
 
 
 def _saved_elements(block: nn.Module) -> SavedElements:
@@ -373,6 +381,8 @@ def _add_linear(saved: SavedElements, group: nn.Module, layers: list[nn.Linear])
     if is_attention:  # queries are as wide as the attention output, the last layer's input
         saved.none += last_input + (outputs - last_input) / 2
         saved.selective += last_input
+        saved.attention += last_input
+        saved.heads += last_input / (getattr(group, "head_dim", None) or HEAD_DIM)
 
 
 def _add_experts(saved: SavedElements, weights: list[nn.Parameter], per_token: int) -> None:

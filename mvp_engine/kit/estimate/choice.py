@@ -174,12 +174,16 @@ def _pack_sizes(data: MLLMData, ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _modes(work: Workload) -> Iterator[Mode]:
-    """Every mode but the last resort for every part whose blocks are in backward."""
+    """Every mode but the last resort for every part whose blocks are in backward.
+
+    Not `attention` for encoders, whose sequences are short.
+    """
     blocks = BlockCosts(work.model, work.settings).blocks
-    parts = dict.fromkeys(block.part for block in blocks if block.in_backward)
+    parts = {block.part: block.is_text for block in blocks if block.in_backward}
     parts.pop("projector", None)
     searched = [mode for mode in MODES if mode != LAST_RESORT]
-    for modes in product(searched, repeat=len(parts)):
+    of_encoders = [mode for mode in searched if mode != "attention"]
+    for modes in product(*(searched if is_text else of_encoders for is_text in parts.values())):
         if len(set(modes)) == 1:
             yield modes[0]
         elif modes:

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import log
 from typing import Any
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import SPEECH
 from mvp_engine.hf.packed_model import PackedModel
-from mvp_engine.kit.estimate.blocks import BlockCosts
+from mvp_engine.kit.estimate.blocks import REPEATING_ALL, BlockCosts
 from mvp_engine.kit.estimate.memory import STATE_BYTES, peak_memory, state_bytes
 from mvp_engine.kit.estimate.settings import FITS, GIB, EstimateSettings, Gpu, gpu_by_name
 
 # Fractions of the peak, measured on an H200 with compiled blocks (docs/performance.md).
 GEMM_EFFICIENCY = 0.745
-ATTENTION_EFFICIENCY = 0.36
+ATTENTION_EFFICIENCY = 0.36  # of packs of short sequences, and of encoders
+# Of sequences of 32k tokens and more (context_share.json: 510 to 523 TFLOP/s of 3.5 forwards, of which MFU counts 3).
+LONG_ATTENTION_EFFICIENCY = 0.445
+SHORT = 8192  # tokens; in between, the efficiency grows with the logarithm of the length
+LONG = 32768
 BANDWIDTH_EFFICIENCY = 0.73
 
 FP8_SPEEDUP = 1.4  # of an FP8 GEMM, including the quantization of its operands
@@ -114,12 +119,15 @@ def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str,
     speech = {name: media for name, media in batch.media.items() if name == SPEECH}
     text_gemm, text_attention = _flops(costs, replace(batch, media=speech))
     all_gemm, all_attention = _flops(costs, batch)
+    encoder_attention = all_attention - text_attention
     saved = costs.saved_bytes(batch, checkpointed=False)
     repeated = costs.repeated_flops(batch)
+    with_attention = costs.repeated_flops(batch, REPEATING_ALL)
     low = costs.fp8_flops(batch)
     low_gradients = costs.fp8_weight_gradient_flops(batch)
     ranks = costs.settings.text_ranks
     share = costs.encoder_share(batch)
+    text_attention *= ATTENTION_EFFICIENCY / attention_efficiency(batch)
     text = _seconds(
         gpu,
         text_gemm / ranks,
@@ -127,14 +135,16 @@ def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str,
         repeated.text / ranks,
         _fp8_gain(low.text, low_gradients.text) / ranks,
         saved.text,
+        with_attention.text > 0,
     )
     encoder = _seconds(
         gpu,
         share * (all_gemm - text_gemm),
-        share * (all_attention - text_attention),
+        share * encoder_attention,
         share * repeated.encoder,
         share * _fp8_gain(low.encoder, low_gradients.encoder),
         saved.encoder,
+        with_attention.encoder > 0,
     )
     seconds = {name: value + encoder[name] for name, value in text.items()}
     copied = (
@@ -161,18 +171,33 @@ def _flops(costs: BlockCosts, batch: PackedBatch) -> tuple[float, float]:
     return float(gemm), float(attention)
 
 
+def attention_efficiency(batch: PackedBatch) -> float:
+    """The fraction of the peak that attention reaches over a batch's text, whose long sequences have most pairs."""
+    lengths = batch.cu_seqlens.diff().double()
+    length = float(lengths.pow(3).sum() / lengths.square().sum().clamp(min=1))  # of the mean pair
+    position = log(max(length, SHORT) / SHORT) / log(LONG / SHORT)
+    gain = min(1.0, position) * (LONG_ATTENTION_EFFICIENCY - ATTENTION_EFFICIENCY)
+    return ATTENTION_EFFICIENCY + gain
+
+
 def _seconds(
-    gpu: Gpu, gemm: float, attention: float, repeated: float, gain: float, saved: float
+    gpu: Gpu,
+    gemm: float,
+    attention: float,
+    repeated: float,
+    gain: float,
+    saved: float,
+    repeats_attention: bool,
 ) -> dict[str, float]:
-    """`repeated` are GEMM FLOPs of the second forward of full checkpointing, `gain` is FP8's; `saved` is bytes."""
-    # Forward and backward are three parts of work; a second forward is a fourth.
+    """`repeated` are GEMM FLOPs of the second forward of checkpointing, `gain` is FP8's; `saved` is bytes."""
+    # Forward and backward are three parts of work; a second forward is a fourth. Backward of attention computes its
+    # scores again: it takes 2.5 times as long as forward, and MFU counts 2.
     passes = 4 / 3 if repeated else 1.0
+    attention_passes = 4.5 / 3.5 if repeats_attention else 1.0
     gemm += repeated - gain
+    traffic = passes * SAVED_TRANSFERS * saved
     return {
         "GEMM": gemm / (GEMM_EFFICIENCY * gpu.flops_per_s),
-        "attention": passes * attention / (ATTENTION_EFFICIENCY * gpu.flops_per_s),
-        "memory traffic": passes
-        * SAVED_TRANSFERS
-        * saved
-        / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s),
+        "attention": attention_passes * attention / (ATTENTION_EFFICIENCY * gpu.flops_per_s),
+        "memory traffic": traffic / (BANDWIDTH_EFFICIENCY * gpu.bytes_per_s),
     }

@@ -1,4 +1,4 @@
-"""Activation checkpointing of blocks: full, or selective (outputs of GEMMs and attention are kept).
+"""Activation checkpointing of blocks: full, or with kept outputs, of GEMMs and attention (selective) or of attention.
 
 `offload` is full, and what a block saves goes to the host (`activation_offload.py`).
 """
@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 from mvp_engine.errors import UserError
@@ -26,42 +28,60 @@ from mvp_engine.model_engine.fsdp.compile import compile_arguments
 
 LOGGER = logging.getLogger("mvp_engine")
 
-# Selective checkpointing keeps the outputs of these operators: they take longest to compute. Names with an
-# underscore match any operator that contains them. All others are cheap, and make up most of the memory.
-_KEPT = {
-    "mm",
-    "addmm",
-    "bmm",
+# Outputs of these operators are kept: they take longest to compute. Names with an underscore match any operator that
+# contains them. All others are cheap, or make up most of the memory.
+_ATTENTION = {
     "_scaled_dot_product",
     "_flash_attention",
     "_cudnn_attention",
-    "_grouped_mm",
     "_varlen_attn",
     "ragged_attention",
     "short_attention",
-    "_scaled_mm",
-    "nf4_matmul",
 }
+_GEMMS = {"mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "nf4_matmul"}
 # A GEMM with so many times more columns than rows (a LoRA adapter's second matrix) is cheap for the size of its output.
 _MAX_ASPECT_RATIO = 8
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = _name_of(op)
-    kept = any(name == kind or (kind[0] == "_" and kind in name) for kind in _KEPT)
+    kept = _is_one_of(name, _ATTENTION | _GEMMS)
     if name in ("mm", "addmm"):
         rows, columns = args[-1].shape
-        kept = kept and columns <= _MAX_ASPECT_RATIO * rows
+        kept = columns <= _MAX_ASPECT_RATIO * rows
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _attention_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = _is_one_of(_name_of(op), _ATTENTION)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_one_of(name: str, kinds: set[str]) -> bool:
+    return any(name == kind or (kind[0] == "_" and kind in name) for kind in kinds)
 
 
 def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_policy)
 
 
-# The identity of this policy in the compile cache: without it, each start traces the graphs again. It changes with this
+def _attention_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_attention_policy)
+
+
+def _compiled_attention_contexts() -> Any:
+    """No policy where a block runs uncompiled although it is to be compiled: see `checkpoint_block`."""
+    if TracingContext.try_get() is None:
+        return noop_context_fn()
+    return _attention_contexts()
+
+
+_CONTEXTS = {"selective": _selective_contexts, "attention": _attention_contexts}
+# The identity of a policy in the compile cache: without it, each start traces the graphs again. It changes with this
 # file.
-_selective_contexts.cache_hash = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # type: ignore[attr-defined]
+_FILE_HASH = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+for _contexts in (_selective_contexts, _attention_contexts, _compiled_attention_contexts):
+    _contexts.cache_hash = _contexts.__name__ + _FILE_HASH  # type: ignore[attr-defined]
 
 
 def _name_of(op: Any) -> str:
@@ -70,33 +90,36 @@ def _name_of(op: Any) -> str:
     return str(getattr(op, "__name__", ""))
 
 
-def checkpoint_block(block: nn.Module, selective: bool, backend: str | None) -> None:
-    """Replace the forward of `block` by one that saves its inputs (and, if selective, costly outputs) for backward.
+def checkpoint_block(block: nn.Module, mode: str, backend: str | None) -> None:
+    """Replace the forward of `block` by one that saves its inputs, and the outputs that `mode` keeps, for backward.
 
     A block that torch compiles with `backend` but that arrives here uncompiled has attention with a graph break: it
     loops over sequences on the host, or is FlexAttention, which is compiled separately. torch compiles around such
-    attention, but not inside of a checkpointed function. So full checkpointing compiles the function inside. Selective
-    checkpointing cannot: a compiled function would hide the operators that the policy selects.
+    attention, but not inside of a checkpointed function. So the function is compiled inside. Selective checkpointing
+    cannot do that: a compiled function would hide the operators that the policy selects. `attention` can, because
+    such attention is no operator, and nothing is kept.
     """
     options: dict[str, Any] = {"use_reentrant": False}
-    if selective:
-        options["context_fn"] = _selective_contexts
+    if mode in _CONTEXTS:
+        options["context_fn"] = _CONTEXTS[mode]
+    if backend and mode == "attention":
+        options["context_fn"] = _compiled_attention_contexts
     forward = block.forward
     inner = forward
-    if backend is not None and not selective:
+    if backend is not None and mode != "selective":
         inner = torch.compile(forward, **compile_arguments(backend))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        if selective and backend is not None:
-            _warn_uncompiled(type(block).__name__)
+        if mode in _CONTEXTS and backend is not None:
+            _warn_graph_break(type(block).__name__, mode)
         try:
             return inner(*args, **kwargs)
         except RuntimeError as error:
-            if selective and "has been mutated" in str(error):
+            if mode in _CONTEXTS and "has been mutated" in str(error):
                 raise UserError(
-                    f"model.activation_checkpointing=selective keeps the outputs of GEMMs and attention; "
+                    f"model.activation_checkpointing={mode} keeps the outputs of some operators; "
                     f"{type(block).__name__} changes one of them in place. Set model.activation_checkpointing=full, or "
                     "change it out of place (nn.ReLU() for nn.ReLU(inplace=True), x = x + y for x += y)"
                 ) from error
@@ -116,7 +139,7 @@ def checkpoint_block(block: nn.Module, selective: bool, backend: str | None) -> 
         def positional(*values: Any) -> Any:
             return run(*values[:split], **dict(zip(names, values[split:], strict=True)), **others)
 
-        with disable_autocast_cache() if selective else contextlib.nullcontext():
+        with disable_autocast_cache() if mode in _CONTEXTS else contextlib.nullcontext():
             return checkpoint(positional, *args, *named.values(), **options)
 
     block.forward = checkpointed
@@ -131,7 +154,7 @@ def disable_autocast_cache() -> Iterator[None]:
     """Make autocast cast weights in every use.
 
     A block that runs twice in a step (on images and on videos) would reuse the weights cast the first time. The second
-    run in backward casts them itself, and selective checkpointing would see one operator too many.
+    run in backward casts them itself, and a policy would see one operator too many.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -141,11 +164,15 @@ def disable_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+_GRAPH_BREAK = {
+    "selective": "%s runs uncompiled: its attention loops over sequences (in fp32) or is FlexAttention (for what other "
+    "kernels lack), and torch does not compile around those with model.activation_checkpointing=selective. "
+    "Set model.activation_checkpointing=full, or model.compile=null",
+    "attention": "%s keeps nothing with model.activation_checkpointing=attention, as with full: its attention or mixer "
+    "loops over sequences (attention in fp32) or is FlexAttention (for what other kernels lack)",
+}
+
+
 @functools.cache
-def _warn_uncompiled(name: str) -> None:
-    LOGGER.warning(
-        "%s runs uncompiled: its attention loops over sequences (in fp32) or is FlexAttention (for what other kernels "
-        "lack), and torch does not compile around those with model.activation_checkpointing=selective. "
-        "Set model.activation_checkpointing=full, or model.compile=null",
-        name,
-    )
+def _warn_graph_break(name: str, mode: str) -> None:
+    LOGGER.warning(_GRAPH_BREAK[mode], name)

@@ -109,7 +109,7 @@ def _change_blocks(
         mode = checkpointing.get(part, "none")
         backend = backends.get(part)
         if mode != "none":
-            checkpoint_block(block, mode == "selective", backend)
+            checkpoint_block(block, mode, backend)
         if backend:
             _compile(block, backend, settings, host_inputs if mode == "offload" else None)
         elif mode == "offload":

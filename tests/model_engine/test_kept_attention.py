@@ -1,0 +1,134 @@
+"""`model.activation_checkpointing=attention`: bit-equal results, and attention is computed once."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from tiny_models import build_model, packs_of
+from torch import Tensor
+
+from mvp_engine.distributed import Layout, World
+from mvp_engine.errors import UserError
+from mvp_engine.hf import LanguageModel
+from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.model_engine.fsdp import activation_checkpoint
+from mvp_engine.ops import attention as attention_ops
+from mvp_engine.ops.attention import AttnSpec
+
+CALLS = list[str]()
+
+
+def scores(q_HTd: Tensor, k_HTd: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    tokens = torch.arange(q_HTd.shape[1])
+    of_tokens = torch.searchsorted(cu_seqlens, tokens, right=True)
+    allowed = (of_tokens[:, None] == of_tokens) & (tokens[:, None] >= tokens)
+    return (scale * q_HTd @ k_HTd.mT).masked_fill(~allowed, -torch.inf)
+
+
+# An operator as those of GPUs: it returns the log-sum-exp, too, and backward needs both.
+@torch.library.custom_op("mvp_tests::ragged_attention", mutates_args=())
+def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    CALLS.append("forward")
+    scores_HTT = scores(q, k, cu_seqlens, scale)
+    stats_HT1 = scores_HTT.logsumexp(-1, keepdim=True)
+    return (scores_HTT - stats_HT1).exp() @ v, stats_HT1
+
+
+@torch.library.custom_op("mvp_tests::ragged_attention_backward", mutates_args=())
+def attend_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    CALLS.append("backward")
+    weights_HTT = (scores(q, k, cu_seqlens, scale) - stats).exp()
+    d_scores_HTT = scale * weights_HTT * (d_out @ v.mT - (d_out * out).sum(-1, keepdim=True))
+    return d_scores_HTT @ k, d_scores_HTT.mT @ q, weights_HTT.mT @ d_out
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(*q.shape[:2], 1)
+
+
+@attend_backward.register_fake
+def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
+    ctx.scale = inputs[4]
+
+
+def backward(ctx: Any, d_out: Tensor, d_stats: Tensor) -> tuple[Tensor | None, ...]:
+    return *attend_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.scale), None, None
+
+
+attend.register_autograd(backward, setup_context=save)
+
+
+def kernel(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tensor:
+    k_HTd, v_HTd = (x.repeat_interleave(len(q_HTd) // len(x), 0) for x in (k_KTd, v_KTd))
+    scale = q_HTd.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+    return attend(q_HTd.contiguous(), k_HTd, v_HTd, spec.cu_seqlens, scale)[0]
+
+
+def gradients(mode: Any, precision: str = "fp32", backend: str | None = None) -> dict[str, Tensor]:
+    """Of one step on one pack; `CALLS` are those of this step, without their compilation."""
+    model = build_model(LanguageModel, "qwen3")
+    (batch,) = packs_of(model, "qwen3", [[2, 1]], [(7, 3, 11)])
+    settings = Settings(precision=precision, activation_checkpointing=mode, compile=backend)
+    engine = LanguageModelEngine(model, Layout(World(0, 1, 0, 1, torch.device("cpu"))), settings)
+    engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
+    torch._dynamo.reset()
+    with patch.multiple(attention_ops, _torch_varlen_is_supported=lambda *_: True, _torch_varlen=kernel):
+        CALLS.clear()
+        engine.train_batch([batch], lambda one: (engine.model(one, ["loss"])["loss"], one.num_loss_tokens))
+    return {name: param.grad for name, param in engine.model.named_parameters() if param.grad is not None}
+
+
+def test_attention_mode_computes_attention_once_with_equal_gradients() -> None:
+    expected = gradients("none")
+    layers = CALLS.count("forward")
+    assert layers > 1
+    assert CALLS.count("backward") == layers
+    ways: list[tuple[Any, str | None, int]] = [
+        ("full", None, 2),
+        ("attention", None, 1),
+        ({"llm": "attention"}, None, 1),
+        ("attention", "aot_eager", 1),
+    ]
+    for mode, backend, forwards in ways:
+        found = gradients(mode, backend=backend)
+        assert CALLS.count("forward") == forwards * layers, (mode, backend)
+        assert CALLS.count("backward") == layers
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], grad) for name, grad in expected.items()), (mode, backend)
+
+
+def test_attention_mode_keeps_the_outputs_of_attention_alone(monkeypatch) -> None:
+    """A policy that kept nothing would count as `full`; one that kept GEMMs, as `selective`."""
+    kept = list[str]()
+
+    def policy(ctx: Any, op: Any, *args: Any, **more: Any) -> Any:
+        found = attention_policy(ctx, op, *args, **more)
+        if found == activation_checkpoint.CheckpointPolicy.MUST_SAVE and not ctx.is_recompute:
+            kept.append(str(op))
+        return found
+
+    attention_policy = activation_checkpoint._attention_policy
+    monkeypatch.setattr(activation_checkpoint, "_attention_policy", policy)
+    gradients("attention", "bf16")
+    assert kept == ["mvp_tests.ragged_attention.default"] * CALLS.count("forward")
+
+
+def test_policies_have_their_own_graphs_in_the_compile_cache() -> None:
+    names = ("_selective_contexts", "_attention_contexts", "_compiled_attention_contexts")
+    assert len({getattr(activation_checkpoint, name).cache_hash for name in names}) == 3
+
+
+def test_unknown_mode_lists_attention() -> None:
+    with pytest.raises(UserError, match="is none of none, selective, attention, full, offload"):
+        Settings(activation_checkpointing={"llm": "attentions"})
