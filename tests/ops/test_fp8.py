@@ -50,6 +50,11 @@ def inputs(device: str = "cpu") -> tuple[Tensor, Tensor]:
     return x.to(device), d.to(device, torch.bfloat16)
 
 
+def in_columns(tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Tokens by features, with the tokens innermost in memory."""
+    return tuple(one.flatten(0, 1).t().contiguous().t() for one in tensors)
+
+
 def test_fp8_linear_outputs_and_gradients_are_close_to_bf16_in_every_row() -> None:
     plain, low = layers()
     expected, found = (run(layer, *inputs()) for layer in (plain, low))
@@ -74,10 +79,8 @@ def test_fp8_linear_of_transposed_input_and_gradient_multiplies_row_major_operan
         return real(a, a_scale, b, *rest, **how)
 
     monkeypatch.setattr(fp8, "_matmul_transposed", multiply)
-    x, d = (one.flatten(0, 1) for one in inputs())
-    expected = run(layers(weight_gradients=True)[1], x, d)
-    x, d = (one.t().contiguous().t() for one in (x, d))
-    found = run(layers(weight_gradients=True)[1], x, d)
+    expected = run(layers(weight_gradients=True)[1], *(one.flatten(0, 1) for one in inputs()))
+    found = run(layers(weight_gradients=True)[1], *in_columns(inputs()))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert [one.is_contiguous() for one in operands] == [True] * 12
 
@@ -234,9 +237,13 @@ def test_fp8_setting_by_part_is_applied_and_invalid_ones_raise() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("weight_gradients", [False, True])
-def test_fp8_linear_on_gpu_equals_cpu(weight_gradients: bool) -> None:
-    here, there = (run(layers(where, weight_gradients)[1], *inputs(where)) for where in ("cpu", "cuda"))
+def test_fp8_linear_on_gpu_equals_cpu(weight_gradients: bool, transposed: bool) -> None:
+    here, there = (
+        run(layers(where, weight_gradients)[1], *(in_columns(inputs(where)) if transposed else inputs(where)))
+        for where in ("cpu", "cuda")
+    )
     for name in here:
         a, b = here[name].float(), there[name].float().cpu()
         assert float((a - b).norm() / a.norm()) < 0.01, name  # the GPU accumulates with fewer bits

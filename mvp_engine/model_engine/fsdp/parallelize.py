@@ -149,7 +149,7 @@ def _fp8_parts(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[
 def _use_fp8(
     model: nn.Module, parts: Mapping[str, bool], settings: Settings, device: torch.device
 ) -> None:
-    """Linear layers and stacked experts of the blocks of some parts run in FP8; say which."""
+    """Linear layers and stacked experts of the blocks of some parts run in FP8; logs which."""
     if not any(parts.values()):
         return
     blocks = [block for block, part in blocks_by_part(model) if parts.get(part, False)]
