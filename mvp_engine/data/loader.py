@@ -208,12 +208,15 @@ def pinned(items: Iterator[Any], ahead: int = 2) -> Iterator[Any]:
     with ThreadPoolExecutor(1, "pin", torch.cuda.set_device, (device,)) as thread:
         ready: deque[Future[Any]] = deque()
         error: Exception | None = None
+        yielded = 0
         while error is None:
             try:
                 ready.append(thread.submit(pin, next(items)))
             except Exception as end:  # noqa: BLE001 - StopIteration or a failure; raised after what came before
                 error = end
-            while ready and (error or len(ready) > ahead):
+            # At first only two, so that the first step does not wait for the micro-batches of the second one.
+            while ready and (error or len(ready) > (ahead if yielded >= ahead else 2)):
+                yielded += 1
                 yield ready.popleft().result()
         if not isinstance(error, StopIteration):
             raise error
