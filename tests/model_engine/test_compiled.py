@@ -92,16 +92,17 @@ def expected(name: str) -> Found:
 
 FULL = {"compile": "aot_eager", "activation_checkpointing": "full"}
 SOME = {"compile": "aot_eager", "activation_checkpointing": "selective"}
+KEPT = {"compile": "aot_eager", "activation_checkpointing": "attention"}
 HOST = {"compile": "aot_eager", "activation_checkpointing": "offload"}
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "sizes", "ways"),
     [
-        pytest.param("qwen3", 4, {"shard": 2, "ulysses": 2}, [FULL, HOST], marks=pytest.mark.campaign(only=True)),
+        pytest.param("qwen3", 4, {"shard": 2, "ulysses": 2}, [FULL, KEPT, HOST], marks=pytest.mark.campaign(only=True)),
         pytest.param("qwen3_vl", 2, {"ulysses": 2}, [SOME], marks=pytest.mark.campaign(only=True)),
         pytest.param("qwen3", 4, {"context": 2, "ulysses": 2}, [FULL], marks=pytest.mark.campaign(only=True)),
-        pytest.param("qwen3_vl", 2, {"context": 2}, [FULL, HOST], marks=pytest.mark.campaign(only=True)),
+        pytest.param("qwen3_vl", 2, {"context": 2}, [FULL, KEPT, HOST], marks=pytest.mark.campaign(only=True)),
         pytest.param("qwen3", 2, {"ulysses": 2}, [SOME], marks=pytest.mark.campaign(only=True)),
         pytest.param("qwen3", 2, {"context": 2}, [SOME], marks=pytest.mark.campaign(only=True)),
     ],

@@ -155,6 +155,7 @@ def test_compiled_blocks_are_close_to_eager_ones() -> None:
     for how in (
         {"compile": "inductor"},
         {"compile": "inductor", "activation_checkpointing": "full"},
+        {"compile": "inductor", "activation_checkpointing": "attention"},
         {"activation_checkpointing": "selective"},
     ):
         found = gradients(language_model(shape, seed=4, precision="bf16", **how), [batch])
@@ -268,7 +269,7 @@ def test_soft_caps_and_sinks_in_bf16_are_close_to_fp32(name: str) -> None:
         shape |= {"num_local_experts": 2, "num_experts_per_tok": 2}
     batch = mix(512, [100, 50, 7, 200])
     exact = gradients(language_model(shape, seed=4), [batch])
-    for recompute in ("none", "full", "selective") if name == "gemma2" else ("none", "full"):
+    for recompute in ("none", "full", "selective", "attention") if name == "gemma2" else ("none", "full"):
         found = gradients(language_model(shape, seed=4, precision="bf16", activation_checkpointing=recompute), [batch])
         print("cosine", name, recompute, lowest_cosine(exact, found))
         assert lowest_cosine(exact, found) > 0.98, recompute

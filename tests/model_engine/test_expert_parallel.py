@@ -142,7 +142,7 @@ def test_expert_parallel_layout_gives_the_gradients_of_one_rank(
         {"activation_checkpointing": "selective"},
         *(
             pytest.param({"compile": "aot_eager", "activation_checkpointing": mode}, marks=CAMPAIGN)
-            for mode in ("none", "full", "selective")
+            for mode in ("none", "full", "selective", "attention")
         ),
     ],
     ids=str,

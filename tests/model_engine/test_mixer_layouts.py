@@ -25,6 +25,7 @@ HOW: dict[str, dict[str, Any]] = {
     "selective": {"activation_checkpointing": "selective"},
     "compiled": {"compile": "aot_eager"},
     "compiled, full": {"compile": "aot_eager", "activation_checkpointing": "full"},
+    "compiled, attention": {"compile": "aot_eager", "activation_checkpointing": "attention"},
 }
 
 
