@@ -144,7 +144,7 @@ def on_layout(base: Path, sizes: dict[str, int], lora: Lora, settings: dict[str,
 @pytest.mark.parametrize(
     ("sizes", "settings"),
     [
-        ({"replicate": 2}, {"activation_checkpointing": "full"}),
+        pytest.param({"replicate": 2}, {"activation_checkpointing": "full"}, marks=pytest.mark.campaign(only=True)),
         ({"shard": 2}, {"activation_checkpointing": "selective", "compile": {"llm": "aot_eager"}}),
         ({"ulysses": 2}, {}),
         pytest.param({"context": 2}, {"activation_checkpointing": "full"}, marks=pytest.mark.campaign(only=True)),

@@ -35,9 +35,11 @@ LOSSES: list[dict[str, Any]] = [
     {"loss": "kto", "beta": 0.5, "desirable_weight": 1.5, "nll": 0.2},
 ]
 LAYOUTS = [
-    {"shard": 2},
     {"ulysses": 2},
-    *(pytest.param(sizes, marks=pytest.mark.campaign(only=True)) for sizes in ({"tensor": 2}, {}, {"context": 2})),
+    *(
+        pytest.param(sizes, marks=pytest.mark.campaign(only=True))
+        for sizes in ({"shard": 2}, {"tensor": 2}, {}, {"context": 2})
+    ),
 ]
 POLICY, REFERENCE = 5, 6  # seeds of their weights
 PLAIN = 3  # a row that is no pair: only the NLL term counts it

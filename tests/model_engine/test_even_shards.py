@@ -137,6 +137,7 @@ def stepped_engine(family: str, layout: Layout) -> LanguageModelEngine:
     return engine
 
 
+@pytest.mark.campaign(only=True)
 def test_checkpoint_of_shards_inside_experts_is_that_of_one_rank(ranks4, tmp_path: Path) -> None:
     inner = ranks4.run(saved_on_ranks, str(tmp_path))[0]
     assert sum(name.endswith("gate_up_proj") for name in inner) == 4

@@ -65,14 +65,16 @@ def train_sharded(shard: int, folder: str) -> tuple[list[float], dict[str, Tenso
 
 
 @pytest.mark.slow
-def test_clip_with_a_scalar_parameter_on_two_replicas_of_two_shards_equals_one_rank(
-    ranks4: RankPool, tmp_path: Path
+@pytest.mark.parametrize("ranks", ["ranks2", pytest.param("ranks4", marks=pytest.mark.campaign(only=True))])
+def test_clip_with_a_scalar_parameter_on_replicas_of_two_shards_equals_one_rank(
+    request: pytest.FixtureRequest, ranks: str, tmp_path: Path
 ) -> None:
+    pool: RankPool = request.getfixturevalue(ranks)
     one = clip_engine(ALONE, 1)
     expected = train(one, 2)
     weights = {name: param.detach().clone() for name, param in one.model.named_parameters()}
     expected += train(one, 1)
-    for norms, sharded, scale in ranks4.run(train_sharded, 2, str(tmp_path / "saved")):
+    for norms, sharded, scale in pool.run(train_sharded, 2, str(tmp_path / "saved")):
         assert norms == pytest.approx(expected, rel=1e-4)
         assert sharded.keys() == weights.keys()
         for name, weight in weights.items():
