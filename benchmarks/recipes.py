@@ -21,7 +21,6 @@ Unsloth and Axolotl are reported if they are installed, and not run. MFU of a pe
 from __future__ import annotations
 
 import argparse
-import compileall
 import gc
 import json
 import os
@@ -41,6 +40,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.bytecode import compile_bytecode
 from benchmarks.recipes_figures import figures, starts_table, table
 from benchmarks.sft import files
 from benchmarks.sft.data import KNOWN, PER_STEP, VISION, rows, shape
@@ -179,24 +179,6 @@ def environment() -> dict[str, str]:
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     return env
-
-
-def compile_bytecode(folder: Path) -> None:
-    """Byte-compile packages that were copied instead of installed; `make setup` does it. A start takes half as long.
-
-    It is done once, and a file in `folder` says so: only looking at all files of torch takes ten seconds.
-    """
-    done = folder / "bytecode_is_compiled"
-    if done.is_file():
-        return
-    copied = [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    folders = [ROOT / "mvp_engine", *(folder for folder in copied if folder.resolve() != ROOT)]
-    if not Path(torch.__cached__).is_file():
-        folders += map(Path, torch.__path__)
-    for one in folders:
-        compileall.compile_dir(one, quiet=2, workers=0)
-    folder.mkdir(parents=True, exist_ok=True)
-    done.touch()
 
 
 def config_words(work: Work, model: Path, data: Path, args: argparse.Namespace) -> list[str]:

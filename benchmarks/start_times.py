@@ -182,7 +182,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     if sys.argv[1:2] == ["--inside"]:
         inside(sys.argv[2], sys.argv[3], sys.argv[4:])
-    from benchmarks.recipes import WORKS, about, compile_bytecode, environment, make_folder, make_rows
+    from benchmarks.bytecode import compile_bytecode
+    from benchmarks.recipes import WORKS, about, environment, make_folder, make_rows
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=WORKS)

@@ -176,8 +176,8 @@ def test_compiled_ranks_are_close_to_one_eager_rank(ranks2) -> None:
 def compiled_steps(ways: list[tuple[dict[str, int], str]]) -> list[tuple[list[float], list[float]]]:
     world = World.join("cuda")
     seen = []
-    for sizes, recompute in ways:
-        settings = Settings(seed=4, precision="bf16", compile="inductor", activation_checkpointing=recompute)
+    for sizes, mode in ways:
+        settings = Settings(seed=4, precision="bf16", compile="inductor", activation_checkpointing=mode)
         seen.append(steps(Layout.of(world, parallel(**sizes)), settings))
     world.close()
     return seen
@@ -269,10 +269,10 @@ def test_soft_caps_and_sinks_in_bf16_are_close_to_fp32(name: str) -> None:
         shape |= {"num_local_experts": 2, "num_experts_per_tok": 2}
     batch = mix(512, [100, 50, 7, 200])
     exact = gradients(language_model(shape, seed=4), [batch])
-    for recompute in ("none", "full", "selective", "attention") if name == "gemma2" else ("none", "full"):
-        found = gradients(language_model(shape, seed=4, precision="bf16", activation_checkpointing=recompute), [batch])
-        print("cosine", name, recompute, lowest_cosine(exact, found))
-        assert lowest_cosine(exact, found) > 0.98, recompute
+    for mode in ("none", "full", "selective", "attention") if name == "gemma2" else ("none", "full"):
+        found = gradients(language_model(shape, seed=4, precision="bf16", activation_checkpointing=mode), [batch])
+        print("cosine", name, mode, lowest_cosine(exact, found))
+        assert lowest_cosine(exact, found) > 0.98, mode
 
 
 def test_lockstep_batch_changed_on_the_gpu_is_joined_there() -> None:
