@@ -163,9 +163,10 @@ def _use_fp8(
     for module in chosen:
         stacked_experts.use_fp8(module)
     if not layers and not chosen:
+        why = f"; the experts of {count(len(found), 'layer')} would not: {reason}" if found else ""
         raise UserError(
-            f"model.fp8: no block of {type(model).__name__} has linear layers or experts with sizes that are multiples "
-            f"of {fp8.MULTIPLE}, so nothing would change. Leave it out"
+            f"model.fp8: no block of {type(model).__name__} has linear layers with sizes that are multiples of "
+            f"{fp8.MULTIPLE}{why}. So nothing would change: leave it out"
         )
     experts = f" and the experts of {count(len(chosen), 'layer')}" if chosen else ""
     LOGGER.info("model.fp8: %s%s run in FP8", count(layers, "linear layer"), experts)
