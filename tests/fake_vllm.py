@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import torch
 from folders import language_model
+from ranks import reserve_port
 from safetensors.torch import load_file, save_file
 
 from mvp_engine.data.batch import PackedBatch
@@ -47,7 +48,8 @@ class FakeVLLM:
         self.requests: list[tuple[str, Any]] = []
         self.lock = threading.Lock()
         self.http: ThreadingHTTPServer | None = None
-        self.port = 0
+        self.held = reserve_port()  # while the server is dead, too
+        self.port = int(self.held.getsockname()[1])
         self.start()
 
     @property
@@ -75,7 +77,6 @@ class FakeVLLM:
         self.connections: set[socket.socket] = set()
         self.http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self.http.daemon_threads = True
-        self.port = self.http.server_address[1]
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def kill(self) -> None:
@@ -85,6 +86,7 @@ class FakeVLLM:
         http = self.http
         self.http = None
         threading.Thread(target=http.shutdown, daemon=True).start()
+        http.socket.shutdown(socket.SHUT_RDWR)  # `close` alone leaves it listening until its thread has left `poll`
         http.socket.close()
         for connection in list(self.connections):
             with suppress(OSError):  # closed by its own thread meanwhile

@@ -66,7 +66,10 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         self._own.grow(self.size)  # another pool may have ended them
-        port = free_port()
+        with reserve_port() as held:
+            return self._run(function, args, timeout, held.getsockname()[1])
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, port: int) -> list[Any]:
         for pipe in self.pipes:
             pipe.send((function, args, self.size, port, probe_once.current_file()))
         answers = []
@@ -143,6 +146,13 @@ def _serve(rank: int, pipe: Any) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    with reserve_port() as held:
+        return int(held.getsockname()[1])
+
+
+def reserve_port() -> socket.socket:
+    """A socket that keeps a port: no other process is given it, and a server of ours may listen on it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
