@@ -166,6 +166,19 @@ def test_pinning_thread_delivers_micro_batches_before_a_failing_sample(monkeypat
     assert seen == [0, 1, 2, 3]
 
 
+def test_pinning_thread_that_fails_raises_in_the_training(monkeypatch) -> None:
+    def pin(item: int) -> int:
+        if item == 2:
+            raise RuntimeError("no memory to pin")
+        return item
+
+    monkeypatch.setattr(data_loader, "pin", pin)
+    seen: list[int] = []
+    with pytest.raises(RuntimeError, match="no memory to pin"):
+        seen.extend(data_loader.pinned(iter(range(9)), 4))
+    assert seen == [0, 1]
+
+
 class Large(Numbers):
     def __getitem__(self, index: int) -> Any:
         """How many of the large ones before are still there, in this process."""

@@ -255,6 +255,13 @@ def test_checkpoint_size_counts_weights_and_optimizer_states() -> None:
     assert checkpoint_sizes(compose(str(MAGIC), []).config) is None
 
 
+@pytest.mark.filterwarnings("error")
+def test_fp8_errors_of_linear_layers_and_experts_are_small_on_a_cpu() -> None:
+    found = kernels._fp8_errors(torch.device("cpu"))
+    found["experts"] = kernels._fp8_experts_error(torch.device("cpu"))
+    assert all(0.01 < error < 0.1 for error in found.values()), found
+
+
 @pytest.mark.gpu
 def test_kernels_on_a_gpu_agree_with_plain_torch() -> None:
     checks = (kernels.check_attention, kernels.check_loss, kernels.check_compile, kernels.check_fp8)

@@ -69,8 +69,8 @@ def test_summary_counts_idle_time_and_kinds_of_kernels() -> None:
     assert " W at " not in text
     clock = {"power_w": 691.5, "sm_clock_mhz": 1530.0}
     often, seldom = (page({**facts, "step_ms_alone": 0.02, **clock, "at_power_limit": x}, "") for x in (1.0, 0.1))
-    assert "It drew 692 W at 1,530 MHz: at its power limit" in often
-    assert "It drew 692 W at 1,530 MHz. " in seldom
+    assert "The GPU drew 692 W at 1,530 MHz: at its power limit" in often
+    assert "The GPU drew 692 W at 1,530 MHz. " in seldom
 
 
 def test_clock_of_gpu_is_sampled_while_something_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +88,17 @@ def test_clock_of_gpu_is_sampled_while_something_runs(tmp_path: Path, monkeypatc
     assert found == {"sm_clock_mhz": 1545.0, "power_w": 691.5, "at_power_limit": pytest.approx(2 / 3)}
     assert samples.between(begin - 2, begin - 1) == {}
     assert "-i GPU-7 --query-gpu=clocks.sm,power.draw" in (tmp_path / "asked").read_text()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    tool.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\nprintf "\\377 Field is not valid\\n"\nexit 2\n')
+    with sampled_clock() as samples:  # fails, as with a query that the driver does not know
+        begin = time.perf_counter()
+        while "-i 3 " not in (tmp_path / "asked").read_text() and time.perf_counter() < begin + 20:
+            time.sleep(0.01)
+    assert samples.between(0, time.perf_counter()) == {}
+    assert "-i 3 " in (tmp_path / "asked").read_text()
+    tool.write_text("not a program")
+    with sampled_clock() as samples:  # cannot be started
+        assert samples.between(0, time.perf_counter()) == {}
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with sampled_clock() as samples:  # no such tool
         assert samples.between(0, time.perf_counter()) == {}
@@ -122,6 +133,12 @@ def test_windows_of_gpu_and_host_are_apart() -> None:
     assert [kernel.start for kernel in found.collectives] == [602]
     assert [wait.start for wait in found.data_waits] == [110, 300]
     assert summary(found, 2, {})["idle"] == pytest.approx(0.5)
+    lost = [one for one in listed if one.name != "at::cuda::spin_kernel(long)" or one.time_range.start == 500]
+    assert read_events(SimpleNamespace(events=lambda: lost), "cuda").seconds == pytest.approx(299e-6)  # of the host
+    no_kernels = [one for one in listed if one.device_type == "DeviceType.CPU"]
+    facts = summary(read_events(SimpleNamespace(events=lambda: no_kernels), "cuda"), 2, {"peak": 1.0})
+    assert (facts["idle"], facts["launches"], facts["data_wait_ms"]) == (None, 0, pytest.approx(0.01))
+    assert "The profiler recorded no kernels" in page({**facts, "step_ms_alone": 1.0}, "a title")
 
 
 def test_summary_separates_exposed_communication() -> None:

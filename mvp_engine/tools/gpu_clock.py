@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import statistics
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 QUERY = "clocks.sm,power.draw,clocks_event_reasons.sw_power_cap"
 MILLISECONDS = 250
+ENDING_SECONDS = 5.0  # a process that waits for a driver that hangs does not end, and is left behind
 
 
 class ClockSamples:
@@ -37,20 +39,38 @@ class ClockSamples:
 
 
 @contextlib.contextmanager
-def sampled_clock(gpu: str = "0") -> Iterator[ClockSamples]:
-    """A context in which clock and power of a GPU (its number, or its UUID) are sampled, if there is one."""
+def sampled_clock(gpu: str | None = None) -> Iterator[ClockSamples]:
+    """A context in which clock and power of a GPU are sampled, if there is one: its number or UUID, or the first one.
+
+    Nothing that fails here ends what runs inside: then there are no samples.
+    """
     samples = ClockSamples()
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    process = _start(gpu or os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0")
+    if process is None:
         yield samples
         return
-    query = [f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", f"-lms={MILLISECONDS}"]
-    process = subprocess.Popen(
-        [tool, "-i", gpu, *query], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
     threading.Thread(target=samples._read, args=(process,), daemon=True).start()
     try:
         yield samples
     finally:
         process.kill()
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_SECONDS)
+
+
+def _start(gpu: str) -> subprocess.Popen[str] | None:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", f"-lms={MILLISECONDS}"]
+    try:
+        return subprocess.Popen(
+            [tool, "-i", gpu, *query],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+        )
+    except OSError:  # of another architecture, say
+        return None

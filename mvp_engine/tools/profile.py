@@ -25,6 +25,8 @@ from mvp_engine.tools.profile_kernels import DATA_WAIT, mark, read_events, summa
 from mvp_engine.tools.profile_page import page
 from mvp_engine.tools.temporary_run import temporary_run
 
+FILES = ("profile.md", "profile.json", "trace.json")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one rank of a profile."""
@@ -55,7 +57,8 @@ def _profile(out: Path, first: int, steps: int, composed: Composed, world: World
     if world.is_main:
         try:
             out.mkdir(parents=True, exist_ok=True)
-            (out / "profile.md").unlink(missing_ok=True)
+            for name in FILES:  # of an earlier profile
+                (out / name).unlink(missing_ok=True)
         except OSError as error:
             raise UserError(
                 f"--out {out}: {error.strerror}. Name a folder that can be written to"
@@ -136,10 +139,10 @@ def profiled(engine_class: type[Engine], out: Path, first: int, steps: int) -> t
             facts["step_ms_alone"] = 1e3 * begin.seconds_until(end) / steps
             if self._clock is not None:
                 facts |= self._clock.between(begin.on_host, end.on_host)
-            self.profiler.export_chrome_trace(str(out / "trace.json"))
             (out / "profile.json").write_text(json.dumps(facts, indent=2) + "\n")
             title = f"{self.config.project.name} on {self.world.size} x {_device_name(self.device)}"
             (out / "profile.md").write_text(page(facts, title))
+            self.profiler.export_chrome_trace(str(out / "trace.json"))  # last: hundreds of MB
 
         def save(self) -> None:
             """A profile writes no checkpoint."""

@@ -76,19 +76,14 @@ def kernels_of(profiler: Any, device: str) -> list[Kernel]:
 
 def data_waits_of(profiler: Any) -> list[Kernel]:
     """The times in which the step waited for its micro-batches."""
-    return [event for event in _ranges(profiler) if event.name == DATA_WAIT]
+    return _on_host(profiler, DATA_WAIT)
 
 
-def collectives_of_gloo(profiler: Any) -> list[Kernel]:
-    """Those that ran on the host; NCCL's are kernels."""
-    return [event for event in _ranges(profiler) if event.name.startswith("gloo:")]
-
-
-def _ranges(profiler: Any) -> list[Kernel]:
-    """What ran on the host, labelled time ranges among them."""
+def _on_host(profiler: Any, label: str) -> list[Kernel]:
+    """What ran on the host under a name that begins with a label."""
     found = []
-    for event in profiler.events():
-        if str(event.device_type).endswith("CPU"):
+    for event in profiler.events():  # a million of them: the name is compared first
+        if event.name.startswith(label) and str(event.device_type).endswith("CPU"):
             length = event.time_range.elapsed_us()
             found.append(Kernel(event.name, event.time_range.start, length))
     return found
@@ -113,10 +108,12 @@ def mark(device: torch.device) -> None:
 
 def read_events(profiler: Any, device: str) -> Events:
     """The events of a profiler between the two marks: those of the GPU, and those of the host, which is ahead."""
-    on_host = [event for event in _ranges(profiler) if event.name == MARK]
+    on_host = _on_host(profiler, MARK)
     kernels = kernels_of(profiler, device)
-    marks = [kernel for kernel in kernels if MARKING_KERNEL in kernel.name] or on_host
-    collectives = _between(on_host, collectives_of_gloo(profiler))
+    marks = [kernel for kernel in kernels if MARKING_KERNEL in kernel.name]
+    if len(marks) < 2:  # on a CPU, or the profiler lost one
+        marks = on_host
+    collectives = _between(on_host, _on_host(profiler, "gloo:"))  # NCCL's are kernels
     if device == "cuda":  # on a CPU these are among its kernels
         collectives += _between(marks, [one for one in kernels if one.kind == COMMUNICATION])
     return Events(
@@ -169,7 +166,8 @@ def summary(events: Events, steps: int, memory: dict[str, float]) -> dict[str, A
     return {
         "steps": steps,
         "step_ms": 1e3 * seconds / steps,
-        "idle": max(0.0, 1 - busy_time(kernels) / 1e6 / seconds),
+        # A profiler that may not see the GPU's counters records no kernel.
+        "idle": max(0.0, 1 - busy_time(kernels) / 1e6 / seconds) if kernels else None,
         "launches": len(kernels) / steps,
         "data_wait_ms": sum(wait.length for wait in events.data_waits) / steps / 1e3,
         "comm_ms": busy_time(collectives) / steps / 1e3,

@@ -13,14 +13,10 @@ MAX_KERNELS = 20  # profile.json has more
 
 def page(facts: dict[str, Any], title: str) -> str:
     step = facts["step_ms"]
-    intro = (
-        f"{facts['steps']} steps of {step:.1f} ms, {facts['step_ms_alone']:.1f} ms without the profiler. "
-        f"The device was idle for {facts['idle']:.1%} of the time, with {facts['launches']:,.0f} kernels and copies "
-        "per step."
-    )
+    intro = f"{facts['steps']} steps of {step:.1f} ms, {facts['step_ms_alone']:.1f} ms without the profiler."
     lines = [
         f"# {title}",
-        f"\n{intro}{_clock(facts)}{_data_wait(facts)}{_communication(facts)}",
+        f"\n{intro}{_idle(facts)}{_clock(facts)}{_data_wait(facts)}{_communication(facts)}",
     ]
     lines += _table("kind", facts["kinds"], step)
     lines += _table("kernel", facts["kernels"][:MAX_KERNELS], step)
@@ -31,10 +27,22 @@ def page(facts: dict[str, Any], title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _idle(facts: dict[str, Any]) -> str:
+    if facts["idle"] is None:
+        return (
+            " The profiler recorded no kernels, so idle time is unknown: it needs CUPTI, and the right to read the "
+            "GPU's performance counters."
+        )
+    return (
+        f" The device was idle for {facts['idle']:.1%} of the time, with {facts['launches']:,.0f} kernels and copies "
+        "per step."
+    )
+
+
 def _clock(facts: dict[str, Any]) -> str:
     if "power_w" not in facts:  # no GPU, or no nvidia-smi
         return ""
-    text = f" It drew {facts['power_w']:.0f} W at {facts['sm_clock_mhz']:,.0f} MHz"
+    text = f" The GPU drew {facts['power_w']:.0f} W at {facts['sm_clock_mhz']:,.0f} MHz"
     if facts["at_power_limit"] < OFTEN:
         return f"{text}."
     return (
