@@ -25,16 +25,20 @@ import platform
 import statistics
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.qlora import fill_at_random, shape_of
+from mvp_engine.config.schema import ActivationCheckpointing
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
+from mvp_engine.files import atomic_write_text
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.model_engine import ModelEngine, ModelSource, Settings, engine_class
 from mvp_engine.model_engine.fsdp import activation_offload, base_engine
@@ -44,8 +48,8 @@ COLUMNS = {"step ms": "step_ms", "tokens/s": "tokens_per_s", "peak GiB": "peak_g
 COLUMNS |= {"first s": "first_s", "second s": "second_s"}
 
 
-def measure(mode: str, config: dict[str, Any], args: argparse.Namespace) -> tuple[dict[str, Any], list[Any]]:
-    """A row, and what must be equal in all rows."""
+def measure(mode: str, config: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """A row; `same` in it must be equal in all rows."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     torch.manual_seed(0)
@@ -79,12 +83,12 @@ def measure(mode: str, config: dict[str, Any], args: argparse.Namespace) -> tupl
         if param.requires_grad:
             same.append(param.detach().view(torch.int32).sum().item())  # of the bits, in int64
     step_s = statistics.median(times[2:])
-    row: dict[str, Any] = {"mode": mode, "step_ms": 1e3 * step_s, "tokens_per_s": args.tokens / step_s}
+    row: dict[str, Any] = {"same": same, "step_ms": 1e3 * step_s, "tokens_per_s": ids.numel() / step_s}
     row |= {"first_s": times[0], "second_s": times[1], "loss": same[0] / float(numbers.weight)}
     row["host_gib"] = activation_offload.host_bytes(model) / GIB
     if on_gpu:
         row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-    return row, same
+    return row
 
 
 def synchronize() -> None:
@@ -108,6 +112,15 @@ def link() -> dict[str, float]:
     return found
 
 
+def attempt(part: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """What a part measured, or why it failed: the others are measured all the same."""
+    try:
+        return part(*args)
+    except Exception as error:  # noqa: BLE001 - out of memory of the GPU or the host, or a kernel that fails
+        traceback.print_exc()
+        return {"why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"| mode | {' | '.join(COLUMNS)} | equal |", "| --- |" + " ---: |" * len(COLUMNS) + " --- |"]
     for row in rows:
@@ -124,12 +137,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536, help="of a pack")
     parser.add_argument("--row", type=int, default=8192, help="tokens of a row")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--modes", nargs="*", default=["full", "offload"])
+    modes = get_args(ActivationCheckpointing)
+    parser.add_argument("--modes", nargs="+", default=["full", "offload"], choices=modes, metavar="MODE")
     parser.add_argument("--no-lora", dest="lora", action="store_false")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if not 0 < args.row <= args.tokens:
+        parser.error(f"--tokens {args.tokens} do not hold a row of --row {args.row} tokens")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     base_engine.materialize_weights = fill_at_random
     config = shape_of(args.shape, args.tiny)
     config["num_hidden_layers"] = args.layers
@@ -140,25 +158,23 @@ def main() -> None:
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     result |= {"shape": args.shape, "layers": args.layers, "tokens": args.tokens, "row": args.row, **versions}
     if torch.cuda.is_available():
-        result |= {"gpu": torch.cuda.get_device_name(), **link()}
+        result |= {"gpu": torch.cuda.get_device_name(), **attempt(link)}
     print(json.dumps(result), flush=True)
     rows: list[dict[str, Any]] = []
     first: list[Any] = []
     for mode in args.modes:
-        try:
-            row, same = measure(mode, config, args)
-        except torch.OutOfMemoryError as error:
-            row, same = {"mode": mode, "why": str(error).splitlines()[0][:200]}, []
+        row = attempt(measure, mode, config, args)
+        same = row.pop("same", [])
         if first and same:
             row["equal"] = same == first
         first = first or same
-        rows.append(row)
+        rows.append({"mode": mode, **row})
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         print(table(rows), flush=True)
         if args.out:
-            args.out.write_text(json.dumps({**result, "rows": rows}, indent=2) + "\n")
+            atomic_write_text(args.out, json.dumps({**result, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def compile_bytecode(folder: Path) -> None:
         return
     copied = [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     folders = [ROOT / "mvp_engine", *(one for one in copied if one.resolve() != ROOT)]
-    if not Path(torch.__cached__).is_file():
+    if torch.__spec__ and torch.__spec__.cached and not Path(torch.__spec__.cached).is_file():
         folders += map(Path, torch.__path__)
     for one in folders:
         compileall.compile_dir(one, quiet=2, workers=0)

@@ -13,6 +13,7 @@ graph is for the first pack's size. For a row of recipes.py, give the pack size 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from functools import partial
@@ -44,17 +45,17 @@ def shallow_pi0(tiny: bool, layers: int) -> dict[str, Any]:
     return {"model_type": "pi0", "vlm_config": vlm, "dit_config": part(base.dit_config, of_text)}
 
 
-def prime_pi0(args: argparse.Namespace) -> None:
+def prime_pi0(args: argparse.Namespace) -> dict[str, Any]:
     actions.model_config = partial(shallow_pi0, layers=args.layers)
     folder = args.folder or Path("robot")
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "robot").is_dir():
         actions.make(folder, tiny=False, episodes=8)
     how = argparse.Namespace(tiny=False, workers=12, steps=STEPS, keys=args.keys)
-    print(actions.ours(folder, how, args.tried.split(":")))
+    return actions.ours(folder, how, args.tried.split(":"))
 
 
-def prime_speech(args: argparse.Namespace) -> None:
+def prime_speech(args: argparse.Namespace) -> dict[str, Any]:
     full = speech.model_config
 
     def shallow(tiny: bool) -> dict[str, Any]:
@@ -67,15 +68,15 @@ def prime_speech(args: argparse.Namespace) -> None:
     folder = args.folder or Path("speech_shallow")
     speech.make_rows(folder, speech.ROWS, tiny=False)
     how = argparse.Namespace(tiny=False, workers=8, steps=STEPS, limit=600, keys=args.keys)
-    print(speech.train(folder, how, args.tried))
+    return speech.train(folder, how, args.tried)
 
 
-def prime_recipe(args: argparse.Namespace) -> None:
+def prime_recipe(args: argparse.Namespace) -> dict[str, Any]:
     full_shape, full_folder = recipes.shape, recipes.make_folder
     folder = args.folder or Path(tempfile.gettempdir()) / "mvp-recipes"
-    how = argparse.Namespace(tiny=False, steps=args.steps, folder=folder, limit=600, keys=args.keys, warm=True)
+    how = argparse.Namespace(tiny=args.tiny, steps=args.steps, folder=folder, limit=600, keys=args.keys, warm=True)
     how.profile = how.peers = False
-    how.interval = 5
+    how.interval = 1
     work, _, data = recipes.prepare(args.what, how)  # what the benchmark itself will use
 
     def shallow(name: str) -> dict[str, Any]:
@@ -86,25 +87,27 @@ def prime_recipe(args: argparse.Namespace) -> None:
         return config
 
     recipes.shape = shallow
-    model = full_folder(work.shape, work.longest, folder / "shallow")
+    model = full_folder(work.shape, work.longest, folder / f"{args.layers}_layers")
     how.steps = STEPS
-    scratch = folder / "shallow" / args.what
-    scratch.mkdir(exist_ok=True)
-    print(recipes.ours(work, model, data, how, scratch))
+    with tempfile.TemporaryDirectory(prefix="mvp-prime-") as scratch:
+        return recipes.ours(work, model, data, how, Path(scratch))
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["pi0", "speech", *recipes.WORKS])
     parser.add_argument("keys", nargs="*", metavar="key=value")
     parser.add_argument("--tried", default="24:none:1", help="of actions.py or speech.py")
     parser.add_argument("--steps", type=int, default=40, help="of recipes.py: it decides how many rows there are")
     parser.add_argument("--layers", type=int, default=3, help="of the shallow model")
+    parser.add_argument("--tiny", action="store_true", help="of a row of recipes.py: a small shape, for a CPU")
     parser.add_argument("--folder", type=Path, help="of robot data, or of recipes.py")
     args = parser.parse_intermixed_args()
     sys.argv = sys.argv[:1]  # benchmarks read it
-    {"pi0": prime_pi0, "speech": prime_speech}.get(args.what, prime_recipe)(args)
+    found = {"pi0": prime_pi0, "speech": prime_speech}.get(args.what, prime_recipe)(args)
+    print(json.dumps(found, indent=2, default=str))
+    return 1 if "why" in found else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,13 +15,15 @@ TARGETS = {"text_0.6b": 0.45, "text_1.7b": 0.55, "lora_8b": 0.5, "vlm_2b": 0.5, 
 def figures(seen: Watched) -> dict[str, Any]:
     """Of a log: times from the command, and the throughput of the second half."""
     train = [(when, record) for when, record in seen.records if record.get("split") == "train"]
-    if not train or (seen.code not in (0, None)):
-        return {"why": f"ended with {seen.code}", "output": seen.output}
+    if not train:
+        ending = f"ended with {seen.code}" if seen.code is not None else f"no step after {seen.seconds:.0f} s"
+        return {"why": ending, "output": seen.output}
     found: dict[str, Any] = {"first_step_s": train[0][0], "seconds": seen.seconds}
     intervals = [(when, record) for when, record in train if record["step"] > 1]
     rates = [{"step": one["step"], **{key: one["perf"].get(key) for key in RATES}} for _, one in intervals]
-    if len(intervals) < 2:
-        why = f"{len(intervals)} intervals within the limit"
+    if len(intervals) < 2 or seen.code not in (0, None):
+        ending = f"ended with {seen.code}" if seen.code else f"{len(intervals)} intervals within the limit"
+        why = f"{ending}, after step {train[-1][1]['step']}"
         return {**found, "why": why, "intervals": rates, "output": seen.output}
     counted = [record for _, record in intervals[len(intervals) // 2 :]]
     steady = statistics.median(record["perf"]["step_s"] for record in counted)
@@ -39,6 +41,7 @@ def figures(seen: Watched) -> dict[str, Any]:
             return None
         return sum(value * weight for value, weight in zip(values, seconds, strict=True)) / sum(seconds)
 
+    rate = mean("tokens_per_s")
     return {
         **found,
         "full_speed_s": fast[0] if fast else None,
@@ -46,7 +49,8 @@ def figures(seen: Watched) -> dict[str, Any]:
         "intervals": rates,
         "steps": train[-1][1]["step"],
         "step_s": steady,
-        "tokens_per_s": mean("tokens_per_s"),
+        "tokens_per_s": rate,
+        "tokens_per_step": rate and rate * statistics.mean(seconds),
         "mfu": mean("mfu"),
         "data_wait": mean("data_wait"),
         "memory_gib": counted[-1]["perf"]["memory_gib"],
@@ -62,7 +66,7 @@ def table(result: dict[str, Any]) -> str:
         if "why" in row:
             lines.append(f"| {row['work']} | {row['side']} | {row['why']} |" + " |" * (len(head) - 3))
             continue
-        target = TARGETS.get(row["work"]) if row["side"] == "ours" else None
+        target = TARGETS.get(row["work"]) if row["side"] == "ours" and row.get("mfu") else None
         cells = [_number(row["tokens_per_s"], "{:,.0f}"), _percent(row.get("mfu")), _percent(target)]
         cells += [_number(row["step_s"], "{:.3f} s"), _percent(row.get("data_wait")), _percent(row.get("idle"))]
         cells += [_number(row.get("memory_gib"), "{:.0f} GiB")]
@@ -76,7 +80,10 @@ def table(result: dict[str, Any]) -> str:
 def starts_table(result: dict[str, Any]) -> str:
     lines = ["| work | caches | first step | full speed |", "| --- | --- | ---: | ---: |"]
     for name, found in result.get("starts", {}).items():
-        for which, times in found.items():
+        if "why" in found:
+            lines.append(f"| {name} | {found['why']} | | |")
+        for which in ("cold", "warm"):
+            times = found.get(which, [])
             cells = []
             for key in ("first_step_s", "full_speed_s"):
                 cells.append(", ".join(_number(one.get(key), "{:.1f}") for one in times) + " s")

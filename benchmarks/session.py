@@ -36,6 +36,8 @@ class Job:
     @classmethod
     def parse(cls, text: str) -> Job:
         limit, *words = shlex.split(text)
+        if not words:
+            raise argparse.ArgumentTypeError(f"{text!r} has no arguments of python after its seconds")
         return cls(float(limit.removeprefix("+")), words, is_alone=not limit.startswith("+"))
 
 
@@ -46,7 +48,7 @@ class Session:
         self.logs = logs
         self.shown = shown
         self.results: list[tuple[str, int | None]] = []  # None: killed
-        self._leaders: list[int] = []  # of the sessions of all jobs
+        self._leaders: list[int] = []  # of the sessions of jobs that run
 
     def run(self, jobs: list[Job]) -> None:
         running: list[threading.Thread] = []
@@ -60,30 +62,41 @@ class Session:
                     _join(running)
             _join(running)
         finally:
-            for leader in self._leaders:  # after SIGTERM or Ctrl-C some still run
+            for leader in list(self._leaders):  # after SIGTERM or Ctrl-C some still run
                 kill_session(leader)
 
     def _run_one(self, number: int, job: Job) -> None:
         limit = min(job.limit, self.seconds - self.now)
         name = shlex.join(job.words)
         log = self.logs / f"{number}.txt"
+        log.unlink(missing_ok=True)  # of an earlier session
         code: int | None = None
+        ending = "not started: the time of the session was up"
         if limit > 0:
+            ending = f"killed after {limit:.0f} s"
             with log.open("w") as out:
                 command = [sys.executable, *job.words]
                 env = os.environ | {ENDS: str(time.time() + limit)}
                 process = subprocess.Popen(
-                    command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                    command,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
                 self._leaders.append(process.pid)
                 try:
                     code = process.wait(limit)
+                    ending = f"ended with {code}"
                 except subprocess.TimeoutExpired:
                     pass
-                finally:
+                try:
                     kill_session(process.pid)
                     process.wait()
-        ending = f"ended with {code}" if code is not None else f"killed after {max(0.0, limit):.0f} s"
+                    self._leaders.remove(process.pid)
+                except RuntimeError as error:  # the next jobs run all the same
+                    code, ending = None, str(error)
         lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
         text = "\n".join(line[:600] for line in lines[-self.shown :])
         print(f"=== {self.now:.0f} s: {name} {ending}\n{text}", flush=True)

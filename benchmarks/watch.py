@@ -60,7 +60,7 @@ def watch(
     `last_step`: they also end when this step is logged, without a final checkpoint.
     """
     limit = limit_of(limit)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     first: float | None = None
     records: list[tuple[float, dict[str, Any]]] = []
     log = folder / "output.txt"
@@ -81,7 +81,7 @@ def watch(
                 for file in folder.glob("runs/*/metrics.jsonl"):
                     lines = [line for line in file.read_text().split("\n")[:-1] if line]
                     records += [(now, json.loads(line)) for line in lines[len(records) :]]
-                if pattern and first is None and re.search(pattern, log.read_text(), re.MULTILINE):
+                if pattern and first is None and re.search(pattern, read_log(log), re.MULTILINE):
                     first = now
                 is_last = last_step is not None and records and records[-1][1]["step"] >= last_step
                 if code is not None or now > limit or is_last:
@@ -90,7 +90,12 @@ def watch(
         finally:
             kill_session(process.pid)
             process.wait()
-    return Watched(records, time.perf_counter() - started, code, log.read_text()[-3000:], first)
+    return Watched(records, time.perf_counter() - started, code, read_log(log)[-3000:], first)
+
+
+def read_log(log: Path) -> str:
+    """Its text so far, which may end inside of a character: progress bars have those of three bytes."""
+    return log.read_text(encoding="utf-8", errors="replace")
 
 
 @contextlib.contextmanager
