@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 QUERY = "clocks.sm,power.draw,clocks_event_reasons.sw_power_cap"
 MILLISECONDS = 250
-ENDING_SECONDS = 5.0  # a process that waits for a driver that hangs does not end, and is left behind
+ENDING_SECONDS = 5.0  # a process that waits for a hanging driver does not end: left behind
 
 
 class ClockSamples:
