@@ -31,7 +31,6 @@ from mvp_engine.hf import experts as local_experts
 from mvp_engine.hf.block_context import BlockContext
 
 _BIAS = "e_score_correction_bias"  # of routers that choose experts by score + bias
-_ROUTERS = ("gate", "router")  # names of routers next to their experts
 
 
 @dataclass
@@ -176,7 +175,7 @@ def _routers_of(model: nn.Module, model_type: str) -> list[tuple[nn.Module, int]
     found = []
     for name, experts in local_experts.modules(model).items():
         around = dict(model.get_submodule(name.rpartition(".")[0]).named_children())
-        routers = [around[key] for key in _ROUTERS if key in around]
+        routers = [around[key] for key in local_experts.ROUTERS if key in around]
         if len(routers) != 1:
             raise UserError(
                 f"experts: no router next to {name} of {model_type}, so its experts cannot be balanced. "

@@ -21,6 +21,7 @@ from mvp_engine.ops.autocast import autocast_dtype
 
 NAME = "mvp_grouped"
 MULTIPLE = 8  # the half-precision kernels need matrix sizes that are multiples of this
+ROUTERS = ("gate", "router")  # names of routers next to their experts
 
 
 def use(config: Any) -> None:
@@ -242,6 +243,17 @@ def adapters(experts: nn.Module) -> list[nn.Module]:
 def sizes_fit(experts: nn.Module) -> bool:
     """The half-precision kernels support all matrices of these experts, (E, in, out) each."""
     return _are_multiples([*experts.parameters()], MULTIPLE)
+
+
+def fp8_layers(block: nn.Module) -> list[nn.Module]:
+    """The linear layers of a block that can run in FP8. Not those of routers: rounding would choose other experts."""
+    in_routers: set[nn.Module] = set()
+    for module in block.modules():
+        around = dict(module.named_children())
+        if "experts" in around or "router" in around:
+            for router in (around[key] for key in ROUTERS if key in around):
+                in_routers.update(router.modules())
+    return [module for module in block.modules() if fp8.fits(module) and module not in in_routers]
 
 
 def fit_fp8(experts: nn.Module) -> bool:

@@ -10,6 +10,7 @@ gradients of weights, sums over all tokens, are bf16 GEMMs, or FP8 GEMMs with a 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +25,11 @@ SMALLEST = 1e-12  # largest value of a row, so that rows of zeros have a scale
 MULTIPLE = 16  # FP8 GEMMs need sizes that are multiples of this
 
 
-def use(block: nn.Module, weight_gradients: bool = False) -> int:
-    """Convert the linear layers of a block to FP8 under bf16 autocast; returns their number."""
-    layers = [layer for layer in block.modules() if fits(layer)]
+def use(layers: Iterable[nn.Module], weight_gradients: bool = False) -> None:
+    """Convert linear layers to FP8 under bf16 autocast."""
     for layer in layers:
         layer.__class__ = Fp8Linear  # the same layer with the same parameters
         layer.fp8_weight_gradient = weight_gradients  # type: ignore[assignment]
-    return len(layers)
 
 
 def check(device: torch.device) -> None:

@@ -9,9 +9,11 @@ import torch
 from test_experts import ALONE, SHAPES, stepped
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.hf import fp8_grouped_mm
+from mvp_engine.errors import UserError
+from mvp_engine.hf import experts, fp8_grouped_mm
 from mvp_engine.hf.fp8_grouped_mm import fp8_grouped_linear
 from mvp_engine.hf.lora import add_adapters
 from mvp_engine.hf.lora_settings import Lora
@@ -156,6 +158,26 @@ def test_fp8_experts_of_other_sizes_stay_in_bf16(
         "model.fp8: 8 linear layers run in FP8",
         "model.fp8: the experts of 2 layers do not run in FP8: their sizes are no multiples of 16",
     ]
+
+
+def test_fp8_layers_leave_out_routers_that_are_linear_layers() -> None:
+    """Other experts would be chosen."""
+    gemma = {"enable_moe_block": True, "num_experts": 32, "top_k_experts": 2, "moe_intermediate_size": 16}
+    for name, shape in {"afmoe": {"num_experts": 32, "num_dense_layers": 0}, "gemma4_text": gemma}.items():
+        config = AutoConfig.for_model(name, num_hidden_layers=1, layer_types=["full_attention"], **shape)
+        with torch.device("meta"):
+            block = AutoModelForCausalLM.from_config(config).model.layers[0]
+        linear = {key for key, module in block.named_modules() if fp8.fits(module)}
+        found = experts.fp8_layers(block)
+        left = linear - {key for key, module in block.named_modules() if module in found}
+        assert left == {"mlp.router.gate" if name == "afmoe" else "router.proj"}
+        assert found
+
+
+def test_fp8_weight_gradients_of_experts_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "fits", lambda _: False)
+    with pytest.raises(UserError, match="fp8_weight_gradients is for linear layers in FP8, and LanguageModel has only"):
+        stepped("qwen3_moe", precision="bf16", fp8=True, fp8_weight_gradients=True)
 
 
 def test_adapters_of_fp8_experts_stay_in_bf16(gemms: list[int]) -> None:

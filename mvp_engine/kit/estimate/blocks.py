@@ -227,7 +227,7 @@ class BlockCosts:
         """The linear layers and stacked experts of a block that run in FP8."""
         if not self.fp8.get(block.part, False):
             return []
-        layers = [module for module in block.module.modules() if fp8.fits(module)]
+        layers = experts.fp8_layers(block.module)
         if not runs_fp8_experts(self.settings.gpu):
             return layers
         stacked = experts.modules(block.module).values()

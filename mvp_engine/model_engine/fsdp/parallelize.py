@@ -153,7 +153,8 @@ def _use_fp8(
     if not any(parts.values()):
         return
     blocks = [block for block, part in blocks_by_part(model) if parts.get(part, False)]
-    layers = sum(fp8.use(block, settings.fp8_weight_gradients) for block in blocks)
+    layers = {layer for block in blocks for layer in stacked_experts.fp8_layers(block)}
+    fp8.use(layers, settings.fp8_weight_gradients)
     found = [module for block in blocks for module in stacked_experts.modules(block).values()]
     chosen = [module for module in found if stacked_experts.fit_fp8(module)]
     reason = f"their sizes are no multiples of {fp8.MULTIPLE}"
@@ -168,8 +169,13 @@ def _use_fp8(
             f"model.fp8: no block of {type(model).__name__} has linear layers with sizes that are multiples of "
             f"{fp8.MULTIPLE}{why}. So nothing would change: leave it out"
         )
+    if settings.fp8_weight_gradients and not layers:
+        raise UserError(
+            f"model.fp8_weight_gradients is for linear layers in FP8, and {type(model).__name__} has only experts in "
+            "FP8. Remove model.fp8_weight_gradients"
+        )
     experts = f" and the experts of {count(len(chosen), 'layer')}" if chosen else ""
-    LOGGER.info("model.fp8: %s%s run in FP8", count(layers, "linear layer"), experts)
+    LOGGER.info("model.fp8: %s%s run in FP8", count(len(layers), "linear layer"), experts)
     if left := len(found) - len(chosen):
         LOGGER.warning(
             "model.fp8: the experts of %s do not run in FP8: %s", count(left, "layer"), reason

@@ -198,7 +198,7 @@ def _fp8_errors(device: torch.device) -> dict[str, float]:
     d_out = torch.randn(60, 256, device=device)
     expected = layer(x)
     d_expected = torch.autograd.grad(expected, layer.weight, d_out)[0]
-    fp8.use(nn.Sequential(layer), weight_gradients=True)
+    fp8.use([layer], weight_gradients=True)
     with torch.autocast(device.type, torch.bfloat16):
         out = layer(x)
     d_found = torch.autograd.grad(out, layer.weight, d_out.bfloat16())[0]
