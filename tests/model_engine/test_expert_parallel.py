@@ -153,6 +153,20 @@ def test_expert_parallel_compiled_and_checkpointed_gives_the_gradients_of_one_ra
             assert_close(found[family], expected(family, 2), family)
 
 
+@pytest.mark.slow
+def test_fsdp_in_fp8_gives_close_to_the_gradients_of_bf16_also_with_a_second_forward(ranks2) -> None:
+    """Of linear layers and of experts, with gathered weights."""
+    low = {"precision": "bf16", "fp8": True}
+    hows = [{"precision": "bf16"}, low, {**low, "activation_checkpointing": "full"}]
+    runs = [ranks2.run(on_layout, {"shard": 2}, ["qwen3_moe"], how)[0]["qwen3_moe"] for how in hows]
+    bf16, found, again = runs
+    assert found.keys() == bf16.keys()
+    for name, grad in found.items():
+        assert torch.equal(again[name], grad), name
+        assert not torch.equal(bf16[name], grad), name
+        assert float(torch.cosine_similarity(grad.flatten(), bf16[name].flatten(), dim=0)) > 0.97, name
+
+
 @CAMPAIGN
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_expert_parallel_in_fp8_gives_the_gradients_of_fsdp_in_fp8(ranks2, checkpointing: str) -> None:
