@@ -160,6 +160,16 @@ def test_fp8_experts_of_other_sizes_stay_in_bf16(
     ]
 
 
+def test_fp8_experts_on_a_gpu_without_fp8_grouped_gemms_stay_in_bf16(
+    gemms: list[int], monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr(parallelize, "is_supported", lambda _: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
+    stepped("qwen3_moe", precision="bf16", fp8=True)
+    assert not gemms
+    assert "experts of 2 layers do not run in FP8: torch has no FP8 grouped GEMM for NVIDIA L40S" in said[1]
+
+
 def test_fp8_layers_leave_out_routers_that_are_linear_layers() -> None:
     """Other experts would be chosen."""
     gemma = {"enable_moe_block": True, "num_experts": 32, "top_k_experts": 2, "moe_intermediate_size": 16}

@@ -70,19 +70,22 @@ def test_fp8_linear_outputs_and_gradients_are_close_to_bf16_in_every_row() -> No
 def test_fp8_linear_of_transposed_input_and_gradient_multiplies_row_major_operands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As after a convolution over time; GEMMs on a GPU refuse others."""
+    """As after a convolution over time; GEMMs on a GPU refuse others. Sums over tokens are not of fewer bits."""
     operands: list[Tensor] = []
+    is_fast: list[bool] = []
     real = fp8._matmul_transposed
 
-    def multiply(a: Tensor, a_scale: Tensor, b: Tensor, *rest: Any, **how: Any) -> Tensor:
+    def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool = True) -> Tensor:
         operands.extend((a, b))
-        return real(a, a_scale, b, *rest, **how)
+        is_fast.append(fast)
+        return real(a, a_scale, b, b_scale, fast)
 
     monkeypatch.setattr(fp8, "_matmul_transposed", multiply)
     expected = run(layers(weight_gradients=True)[1], *(one.flatten(0, 1) for one in inputs()))
     found = run(layers(weight_gradients=True)[1], *in_columns(inputs()))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert [one.is_contiguous() for one in operands] == [True] * 12
+    assert is_fast == [True, True, False] * 2  # outputs, gradients of inputs and of weights
 
 
 @pytest.mark.parametrize("tokens", [16, 17, 79])
