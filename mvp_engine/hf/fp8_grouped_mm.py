@@ -52,7 +52,6 @@ class _Fp8GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         """Without values of the weight it is quantized here, and once more in backward."""
         ctx.is_transposed = is_transposed
-        ctx.weight_dtype = weight.dtype
         # Only the gradient of the weight needs the input: frozen experts do not keep it.
         saved_NI = x_NI if ctx.needs_input_grad[1] else None
         saved_weight = weight if values_EIO is None else None
@@ -73,7 +72,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         d_weight = None
         if ctx.needs_input_grad[1]:
             both = (x_NI, d_NO) if ctx.is_transposed else (d_NO, x_NI)
-            d_weight = _grouped_outer(*both, ends_E).to(ctx.weight_dtype)
+            d_weight = _grouped_outer(*both, ends_E)  # autograd casts it to the dtype of the weight
         return d_x_NI, d_weight, None, None, None, None, None, None
 
 

@@ -93,7 +93,6 @@ class _Fp8Matmul(torch.autograd.Function):
     ) -> Tensor:
         """Without values of the weight it is quantized here, and once more in backward."""
         ctx.fp8_weight_gradient = fp8_weight_gradient
-        ctx.weight_dtype = weight_NK.dtype
         # Only the gradient of the weight needs the input: frozen layers do not keep it. It is saved as it came, so
         # that queries, keys and values share one. The graph of a compiled block has what follows from it anyway, and
         # torch saves there what is smallest: often the FP8 values for the weight gradient.
@@ -120,7 +119,7 @@ class _Fp8Matmul(torch.autograd.Function):
                 d_weight_NK = _matmul_transposed(*low, fast=False)
             else:
                 d_weight_NK = d_TN.t() @ x_TK
-            d_weight_NK = d_weight_NK.to(ctx.weight_dtype)
+        # In bf16; autograd casts the gradient to the dtype of the weight.
         return d_x_TK, None, d_weight_NK, None, None, None, None
 
 
