@@ -13,8 +13,9 @@ profile, with the one that the first start filled (`warm`). `first step` and `fu
 to the end of step 1, and to the first interval whose steps take at most 1.1 times the median of the second half, which
 is what counts for throughput. Times are read from the run's own metrics, idle time from `mvp profile`.
 
-Peers train the same folder on the same rows with packing, bf16 and fused AdamW: `TRL + Liger` where both are installed.
-Unsloth and Axolotl are reported if they are installed, and not run. MFU of a peer is ours times the ratio of tokens/s.
+Peers train the same folder on the same rows with packing, bf16 and fused AdamW: TRL with Liger's kernels, and Unsloth,
+where they are installed (`--peers-python`: they may need other versions than ours). MFU of a peer is ours times the
+ratio of tokens/s. Axolotl is reported if it is installed, and not run.
 `--limit` ends a process and its children after so many seconds; what it had logged by then counts.
 """
 
@@ -32,7 +33,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.bytecode import compile_bytecode
 from benchmarks.recipes_figures import figures, starts_table, table
+from benchmarks.recipes_peers import NOT_RUN, PEERS, train_peer, versions
 from benchmarks.sft import files
 from benchmarks.sft.data import KNOWN, PER_STEP, VISION, rows, shape
 from benchmarks.watch import Watched, watch
@@ -50,8 +51,6 @@ from mvp_engine.tools.gpu_clock import sampled_clock
 ROOT = Path(__file__).parents[1]
 START_STEPS = 8  # of a start whose times are measured alone; each is logged
 FIRST_STEP = r"\bstep +1\b"  # in the output of `mvp profile`
-PEERS = {"TRL + Liger": ("trl", "liger-kernel", "datasets", "pyarrow")}
-NOT_RUN = ("unsloth", "axolotl")
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- message.content + ' ' }}"
     "{%- if message.role == 'assistant' %}<|im_end|>{%- endif %}{%- endfor %}"
@@ -260,46 +259,15 @@ def profiled(words: list[str], env: dict[str, str], limit: float, scratch: Path)
     return found
 
 
-# ---- Peers ---------------------------------------------------------------------------------------------------------
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def peer(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    out = scratch / "peer.json"
-    how = {"model": str(model), "rows": str(data), "out": str(out), "steps": args.steps, "lora": work.lora}
-    how |= {"longest": 4096 if args.tiny else work.longest, "global_tokens": 8192 if args.tiny else 65536}
-    command = [sys.executable, str(ROOT / "benchmarks" / "recipes_trl.py"), json.dumps(how)]
-    seen = watch(command, scratch, args.limit, env=environment())
-    if not out.is_file():
-        return {"why": f"ended with {seen.code}", "output": seen.output}
-    found = json.loads(out.read_text())
-    ends, tokens = found["ends"], found["tokens"]
-    half = len(ends) // 2
-    if half < 1:
-        return {"why": f"{len(ends)} steps within the limit", "output": seen.output}
-    seconds = ends[-1] - ends[half - 1]
-    step_s = seconds / (len(ends) - half)
-    rate = (tokens[-1] - tokens[half - 1]) / seconds
-    kept = {name: found[name] for name in ("memory_gib", "losses", "attention")}
-    return {"steps": len(ends), "step_s": step_s, "tokens_per_s": rate, "first_step_s": found["first_step_s"], **kept}
-
-
 # ---- The table -----------------------------------------------------------------------------------------------------
 
 
 def about() -> dict[str, Any]:
-    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in ("torch", "transformers", "trl", "liger-kernel", "peft", *NOT_RUN):
-        versions[package] = installed(package) or "not installed"
+    found = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    found |= versions(sys.executable, ("torch", "transformers"))
     on_gpu = torch.cuda.is_available()
     hardware = torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}"
-    return {"hardware": hardware, "cores": os.cpu_count(), "versions": versions}
+    return {"hardware": hardware, "cores": os.cpu_count(), "versions": found}
 
 
 def prepare(name: str, args: argparse.Namespace) -> tuple[Work, Path, Path]:
@@ -320,18 +288,16 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     work, model, data = prepare(name, args)
     with tempfile.TemporaryDirectory(prefix="mvp-recipes-") as scratch:
         found = [{"work": name, "side": "ours", **ours(work, model, data, args, Path(scratch))}]
-    for side, packages in PEERS.items():
-        missing = [package for package in packages if installed(package) is None]
-        if not work.peers or not args.peers:
-            continue
-        if missing:
-            found.append({"work": name, "side": side, "why": f"not installed: {', '.join(missing)}"})
+    how = {"model": str(model), "rows": str(data), "steps": args.steps, "lora": work.lora}
+    how |= {"longest": 512 if args.tiny else work.longest, "global_tokens": 512 if args.tiny else 65536}
+    for side in args.peers if work.peers else []:
+        if PEERS[side].lora_only and not work.lora:
             continue
         with tempfile.TemporaryDirectory(prefix="mvp-recipes-") as scratch:
-            row = {"work": name, "side": side, **peer(work, model, data, args, Path(scratch))}
+            row = train_peer(PEERS[side], how, args.peers_python, environment(), args.limit, Path(scratch))
         if "tokens_per_s" in row and found[0].get("mfu"):
             row["mfu"] = found[0]["mfu"] * row["tokens_per_s"] / found[0]["tokens_per_s"]
-        found.append(row)
+        found.append({"work": name, "side": side, **row})
     return found
 
 
@@ -345,7 +311,9 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--warm", action="store_true", help="use the compile cache of the user in the first start too")
     parser.add_argument("--starts", type=int, metavar="N", help="measure only the times of N cold and N warm starts")
     parser.add_argument("--no-profile", dest="profile", action="store_false")
-    parser.add_argument("--no-peers", dest="peers", action="store_false")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, metavar="NAME", help="; ".join(PEERS))
+    parser.add_argument("--no-peers", dest="peers", action="store_const", const=[])
+    parser.add_argument("--peers-python", default=sys.executable, help="of an environment that has the peers")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "mvp-recipes")
     parser.add_argument("--out", type=Path, help="write everything as JSON")
     parser.add_argument("--add", action="store_true", help="keep the other rows of --out")
@@ -370,13 +338,14 @@ def main(words: list[str] | None = None) -> None:
             result["starts"][name] = starts(*prepare(name, args), args)
             print(starts_table({"starts": {name: result["starts"][name]}}), file=sys.stderr, flush=True)
         else:
-            result["rows"] += measure(name, args)
-            print(table({"rows": result["rows"][-2:]}), file=sys.stderr, flush=True)
+            measured = measure(name, args)
+            result["rows"] += measured
+            print(table({"rows": measured}), file=sys.stderr, flush=True)
         if args.out:
             args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(table(result), starts_table(result), sep="\n\n")
-    for package in NOT_RUN:
-        print(f"{package}: {installed(package) or 'not installed'}")
+    for package, found in versions(args.peers_python, NOT_RUN).items():
+        print(f"{package}: {found or 'not installed'}")
 
 
 if __name__ == "__main__":

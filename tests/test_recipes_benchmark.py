@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ def test_figures_count_the_second_half_and_find_full_speed() -> None:
     assert found["tokens_per_s"] == pytest.approx(100)
     assert found["mfu"] is None
     row = {"work": "text_0.6b", "side": "ours", **found}
-    assert "| text_0.6b | ours | 100 | - | 45.0 % | 1.000 s | 10.0 % | - | 3 GiB | 20 s | 40 s |" in BENCH.table(
+    assert "| text_0.6b | ours | 100 | - | - | 1.000 s | 10.0 % | - | 3 GiB | 20 s | 40 s |" in BENCH.table(
         {"rows": [row]}
     )
+    assert "| 50.0 % | 45.0 % |" in BENCH.table({"rows": [row | {"mfu": 0.5}]})
     assert "ended with 1" in BENCH.figures(BENCH.Watched(seen, 61.0, 1, "no"))["why"]
 
 
@@ -51,6 +53,14 @@ def test_works_name_shipped_configs_and_shapes(name: str) -> None:
     work = BENCH.WORKS[name]
     assert (ROOT / "recipes" / work.config).is_file()
     assert BENCH.shape(work.shape)["model_type"] == BENCH.shape(work.tiny)["model_type"]
+
+
+def test_peer_that_is_not_installed_is_a_row_that_says_so(tmp_path: Path) -> None:
+    peer = replace(BENCH.PEERS["Unsloth"], packages=("no-such-trainer",))
+    found = BENCH.train_peer(peer, {"lora": 16}, sys.executable, {}, 60.0, tmp_path)
+    assert found == {"why": "not installed: no-such-trainer"}
+    row = {"work": "lora_8b", "side": "Unsloth", **found}
+    assert "| lora_8b | Unsloth | not installed: no-such-trainer |" in BENCH.table({"rows": [row]})
 
 
 def test_starts_table_lists_each_start_and_its_failures() -> None:
