@@ -8,6 +8,7 @@ backward the model has its masters, the only parameters that the optimizer, chec
 
 FP8 layers keep their masters, and compute with FP8 values of them: by rows, and by rows of the transposed matrix, 2
 bytes per weight as well. The gradient goes to a tensor of the copy that has no memory of its own (`fp8_weights.py`).
+Frozen weights have FP8 values, too, which are kept from step to step until other weights are loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from mvp_engine.errors import UserError
 from mvp_engine.hf import experts
-from mvp_engine.hf.fp8_weights import empty_copy, quantize_weights
+from mvp_engine.hf.fp8_weights import empty_copy, fp8_places, quantize_weights
 from mvp_engine.hf.lora import READ_DIRECTLY
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part
@@ -33,16 +34,20 @@ ENCODERS = ("vision", "audio", "projector")  # parts that run on media
 class ComputeWeights:
     def __init__(self, model: nn.Module) -> None:
         found = cast_once(model)
-        self.fp8_places = [place for place in found if _is_fp8(*place)]
-        self.places = [place for place in found if not _is_fp8(*place)]
+        in_fp8 = dict.fromkeys(fp8_places(model))
+        frozen = [(one, name) for one, name in in_fp8 if not one.get_parameter(name).requires_grad]
+        self.fp8_places = [*(place for place in found if place in in_fp8), *frozen]
+        self.places = [place for place in found if place not in in_fp8]
         self.fp8_masters = [module.get_parameter(name) for module, name in self.fp8_places]
         self.masters = [module.get_parameter(name) for module, name in self.places]
         self._copies: list[nn.Parameter] = []
         self._fp8_copies: list[Fp8Weight] = []
-        if not found:
+        self._frozen_versions: dict[nn.Parameter, int] = {}  # of the weights that were quantized
+        if not (found or frozen):
             raise UserError(
                 f"model.cast_weights_once: no block of {type(model).__name__} has trainable float32 weights that "
-                "autocast casts, of linear layers or stacked experts, so nothing would change. Leave it out"
+                "autocast casts, of linear layers or stacked experts, or frozen ones in FP8, so nothing would change. "
+                "Leave it out"
             )
 
     @contextlib.contextmanager
@@ -54,7 +59,7 @@ class ComputeWeights:
         if self._copies:
             with torch.no_grad():
                 torch._foreach_copy_([*self._copies], [*self.masters])
-        quantize_weights(self._fp8_copies, self.fp8_masters)
+        self._quantize()
         self._set(self._copies, self._fp8_copies)
         try:
             yield
@@ -65,6 +70,17 @@ class ComputeWeights:
         """Free the memory of the copies until they are needed again."""
         self._copies = []
         self._fp8_copies = []
+        self._frozen_versions = {}
+
+    def _quantize(self) -> None:
+        """Quantize the trainable weights, and the frozen ones that changed."""
+        found = self._frozen_versions
+        pairs = zip(self._fp8_copies, self.fp8_masters, strict=True)
+        stale = [(copy, one) for copy, one in pairs if found.get(one) != one._version]
+        quantize_weights([copy for copy, _ in stale], [master for _, master in stale])
+        # Optimizers may change weights in kernels of their own, which count no version: trainable ones are left out.
+        frozen = [master for master in self.fp8_masters if not master.requires_grad]
+        self._frozen_versions = {master: master._version for master in frozen}
 
     def _set(self, params: list[nn.Parameter], fp8: Sequence[Fp8Weight | None]) -> None:
         for (module, name), param in zip(self.places, params, strict=True):
@@ -81,7 +97,8 @@ def _copy_of(master: nn.Parameter) -> nn.Parameter:
 
 def _fp8_copy_of(master: nn.Parameter) -> Fp8Weight:
     copy = empty_copy(master)
-    copy.leaf.register_post_accumulate_grad_hook(_add_to(master))
+    if master.requires_grad:
+        copy.leaf.register_post_accumulate_grad_hook(_add_to(master))
     return copy
 
 
@@ -120,12 +137,6 @@ def cast_once(model: nn.Module) -> list[tuple[nn.Module, str]]:
                 names = [key for key, param in params if uses[param] == 1 and _has_copy(param)]
                 found |= dict.fromkeys((owner, key) for key in names)
     return list(found)
-
-
-def _is_fp8(module: nn.Module, name: str) -> bool:
-    """A matrix that is multiplied in FP8; biases of FP8 experts are not."""
-    is_expert = experts.is_fp8(module) and module.get_parameter(name).ndim == 3
-    return is_expert or isinstance(module, Fp8Linear)
 
 
 def _cast_modules(module: nn.Module, stacked: set[nn.Module]) -> list[nn.Module]:

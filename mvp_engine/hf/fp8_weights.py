@@ -5,23 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mvp_engine.ops.fp8 import Fp8Weight, quantize
+from mvp_engine.hf import experts
+from mvp_engine.ops.fp8 import Fp8Linear, Fp8Weight, quantize
+
+
+def fp8_places(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Modules and names of the weights that are multiplied in FP8: of experts the matrices, not the biases."""
+    found: list[tuple[nn.Module, str]] = []
+    for module in model.modules():
+        if isinstance(module, Fp8Linear):
+            found.append((module, "weight"))
+        elif experts.is_fp8(module):
+            params = module.named_parameters(recurse=False)
+            found += [(module, name) for name, param in params if param.ndim == 3]
+    return found
 
 
 def empty_copy(weight: Tensor) -> Fp8Weight:
     """Memory for the values of a weight.
 
-    The gradient, in bf16, goes to a tensor of the weight's shape that has the memory of one element. No one reads it;
-    its value is NaN, so that one who did would notice.
+    The gradient of a trainable one, in bf16, goes to a tensor of the weight's shape that has the memory of one element.
+    No one reads it; its value is NaN, so that one who did would notice.
     """
     *stack, rows, columns = weight.shape
     empty = weight.new_empty
     leaf = weight.new_empty_strided(weight.shape, (0,) * weight.ndim, dtype=torch.bfloat16)
     leaf.as_strided((1,), (1,)).fill_(torch.nan)
     return Fp8Weight(
-        leaf.detach().requires_grad_(),
+        leaf.detach().requires_grad_(weight.requires_grad),
         empty((*stack, rows, columns), dtype=torch.float8_e4m3fn),
         empty((*stack, rows, 1), dtype=torch.float32),
         empty((*stack, columns, rows), dtype=torch.float8_e4m3fn),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel
+from mvp_engine.hf import LanguageModel, compute_weights
 from mvp_engine.hf.lora import add_adapters
 from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.kit import compile_ahead
@@ -137,9 +137,41 @@ def test_cast_weights_once_with_adapters_and_shared_weights_trains_bit_equal(bui
     check_equal("text", build)
 
 
-@CAMPAIGN
-def test_cast_weights_once_with_adapters_of_fp8_experts_trains_bit_equal() -> None:
-    check_equal("text", lambda: with_lora("qwen3_moe", EXPERTS_LORA), fp8=True)
+@pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=CAMPAIGN)])
+@pytest.mark.parametrize("compile", [None, pytest.param("aot_eager", marks=CAMPAIGN)])
+def test_cast_weights_once_with_adapters_of_fp8_layers_trains_bit_equal(compile: Any, checkpointing: str) -> None:
+    """On frozen linear layers and experts."""
+    how: dict[str, Any] = {"compile": compile, "activation_checkpointing": checkpointing}
+    check_equal("text", lambda: with_lora("qwen3_moe", EXPERTS_LORA), fp8=True, **how)
+
+
+def test_cast_weights_once_quantizes_frozen_weights_when_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    real = compute_weights.quantize_weights
+    watched = lambda copies, weights: (sizes.append(len(weights)), real(copies, weights))[1]  # noqa: E731
+    monkeypatch.setattr(compute_weights, "quantize_weights", watched)
+    results = []
+    for once in (False, True):
+        model = with_lora("qwen3", Lora(rank=16))
+        engine = engine_of(model, fp8=True, cast_weights_once=once)
+        batches = packs_of(model, "text", [], LENGTHS)
+        loaded = {name: value * 1.1 for name, value in model.state_dict().items() if "lora_" not in name}
+        found = []
+        for step in range(4):
+            if step == 2:
+                model.load_state_dict(loaded, strict=False)
+            numbers = engine.train_batch(batches, loss_of(engine))
+            found += [numbers.loss_sum, numbers.grad_norm]
+        results.append(found)
+    frozen = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    assert sizes == [len(frozen), 0, len(frozen), 0]
+    assert results[1] == results[0]
+    assert not any("lora_" in name for name, module in model.named_modules() if module in frozen)
+    assert all(module.weight.grad is None for module in frozen)
+    assert engine.compute_weights
+    engine.compute_weights.release()  # as offloading does
+    engine.train_batch(batches, loss_of(engine))
+    assert sizes[4:] == [len(frozen)]
 
 
 @CAMPAIGN

@@ -248,8 +248,8 @@ class BlockCosts:
         """Bytes of the low-precision weight copies that autocast saves for backward.
 
         Checkpointed blocks cast again in backward, and weights that are bf16 already need no copy. The copies of
-        `model.cast_weights_once` stay: of FP8 layers two of one byte. Without it, compiled FP8 layers save the one
-        that backward needs.
+        `model.cast_weights_once` stay: of FP8 layers two of one byte, also of frozen ones. Without it, compiled FP8
+        layers save the one that backward needs.
         """
         if not self.settings.half_precision:
             return 0.0
@@ -260,8 +260,11 @@ class BlockCosts:
         for block in self.blocks:
             low = {p for module in self._fp8_modules(block) for p in module.parameters(False)}
             saves = block.in_backward and self.checkpointing.get(block.part, "none") == "none"
+            if self.settings.cast_weights_once:
+                kept.update(param for param in low if not param.requires_grad and param.ndim > 1)
             for param in block.module.parameters():
-                if param in self.unused or param.element_size() <= 2:
+                is_bf16 = param.element_size() <= 2 and param not in kept
+                if param in self.unused or is_bf16:
                     continue
                 if param in kept or (saves and param not in low):
                     total += 2.0 * param.numel()
