@@ -25,6 +25,7 @@ from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part, by_part
 from mvp_engine.hf.pi0 import Pi0Policy
 from mvp_engine.kit.action_flops import language_backbone, num_suffix_rows
+from mvp_engine.kit.estimate.saved_elements import saved_elements, saved_for_keys
 from mvp_engine.kit.estimate.settings import EstimateSettings, runs_fp8_experts
 from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
 from mvp_engine.kit.mfu import MFUKit, ids_with_own_media
@@ -36,7 +37,6 @@ REPEATING_ALL = ("full", "offload")  # modes with a second forward of the block
 REPEATING = ("attention", *REPEATING_ALL)  # and of the block without its attention
 # Inputs of blocks that are on the GPU at a time with `offload`: of the block that runs, and its neighbours'.
 RESIDENT_INPUTS = 3
-HEAD_DIM = 64  # of attention that does not name it
 # Uncompiled blocks save this many times more: each operation keeps its own inputs.
 EAGER = 1.7
 
@@ -139,9 +139,9 @@ class BlockCosts:
             if not block.in_backward:
                 continue
             mode = self.checkpointing.get(block.part, "none") if checkpointed else "none"
-            elements = _saved_elements(block.module)
+            elements = saved_elements(block.module)
             if self.unused.intersection(block.module.parameters()):
-                elements = _saved_for_keys(block.module)
+                elements = saved_for_keys(block.module)
             # The input of a block, which full checkpointing saves, is whole on each tensor parallel rank.
             ranks = self.settings.tensor if block.is_text else 1
             per_row = size * elements.full
@@ -321,82 +321,3 @@ def _gemm_flops(modules: Iterable[nn.Module], config: Any) -> float:
         for name, param in module.named_parameters(recurse=False):
             flops += matmul_flops(module, name, param, config)
     return flops
-
-
-@dataclass
-class SavedElements:
-    """Elements per row that backward of a block needs, by mode of activation checkpointing."""
-
-    none: float = 0.0
-    selective: float = 0.0  # outputs of GEMMs and attention
-    full: float = 0.0  # the input of the block
-    attention: float = 0.0  # the output of attention
-    heads: float = 0.0  # of attention
-
-
-def _saved_elements(block: nn.Module) -> SavedElements:
-    """Count the elements over the groups of a block: attention, MLP, experts, norms.
-
-    A group of linear layers saves the input and the outputs of its first layers and the input of its last one.
-    Rotary embeddings create new queries and keys. A norm saves its input. LoRA saves little besides the input of
-    its layer, which is counted already.
-    """
-    saved = SavedElements()
-    for group in block.children():
-        linear = _linear_layers(group)
-        experts = [p for p in group.parameters() if p.ndim == 3]
-        if linear:
-            _add_linear(saved, group, linear)
-        if experts:
-            _add_experts(saved, experts, _experts_per_token(group))
-        if not linear and not experts:
-            for name, param in group.named_parameters():
-                if name.endswith("weight") and param.ndim == 1:  # of a norm
-                    saved.none += param.numel()
-    saved.selective += saved.full
-    return saved
-
-
-def _saved_for_keys(block: Any) -> SavedElements:
-    """Of a block that only computes keys and values: the inputs of its norm and projections, and the rotated keys."""
-    width = float(block.self_attn.k_proj.in_features)
-    keys = float(block.self_attn.k_proj.out_features)
-    return SavedElements(2 * width + 2 * keys, width + 2 * keys, width)
-
-
-def _linear_layers(group: nn.Module) -> list[nn.Linear]:
-    layers = []
-    for name, module in group.named_modules():
-        if isinstance(module, nn.Linear) and "lora_" not in name:
-            layers.append(module)
-    return layers
-
-
-def _add_linear(saved: SavedElements, group: nn.Module, layers: list[nn.Linear]) -> None:
-    *first, last = layers
-    last_input = float(last.in_features)
-    outputs = float(sum(layer.out_features for layer in first))
-    first_input = max((layer.in_features for layer in first), default=0.0)
-    saved.none += last_input + outputs + first_input
-    saved.selective += outputs + last.out_features
-    saved.full = max(saved.full, float(last.out_features))
-    is_attention = hasattr(group, "is_causal") and bool(first)
-    if is_attention:  # queries are as wide as the attention output, the last layer's input
-        saved.none += last_input + (outputs - last_input) / 2
-        saved.selective += last_input
-        saved.attention += last_input
-        saved.heads += last_input / (getattr(group, "head_dim", None) or HEAD_DIM)
-
-
-def _add_experts(saved: SavedElements, weights: list[nn.Parameter], per_token: int) -> None:
-    saved.none += per_token * sum(float(weight.shape[1] + weight.shape[2]) for weight in weights)
-    saved.selective += per_token * sum(float(weight.shape[1]) for weight in weights)
-
-
-def _experts_per_token(group: nn.Module) -> int:
-    for module in group.modules():
-        for name in ("top_k", "num_experts_per_tok"):
-            found = getattr(module, name, None)
-            if isinstance(found, int):
-                return found
-    return 1
