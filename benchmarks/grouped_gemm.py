@@ -18,6 +18,7 @@ import json
 import platform
 import statistics
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mvp_engine.files import atomic_write_text
 from mvp_engine.hf import experts as ours
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CHOSEN = 8  # experts of a token
+SIDES = ["ours", "transformers", "compiled", "fp8", "compiled, fp8"]
 
 
 def layer(args: argparse.Namespace, dtype: torch.dtype) -> nn.Module:
@@ -89,8 +92,6 @@ def measure(name: str, args: argparse.Namespace, skewed: bool) -> dict[str, Any]
     flops = 6 * index_TK.numel() * 3 * args.hidden * args.inner
     counts = index_TK.flatten().bincount(minlength=args.experts)
     return {
-        "side": name,
-        "routing": "skewed" if skewed else "uniform",
         "most_over_mean": float(counts.max() / counts.float().mean()),
         "ms": seconds * 1e3,
         "tflops_per_s": flops / seconds / 1e12,
@@ -109,8 +110,10 @@ def _host_syncs(step: Callable[[], None]) -> int | None:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        step()
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(one.message) for one in found)
 
 
@@ -121,17 +124,27 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--inner", type=int, default=768)
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--sides", nargs="*", default=["ours", "transformers", "compiled", "fp8", "compiled, fp8"])
+    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.repeats < 2:
+        parser.error(f"--repeats {args.repeats}: the first one warms up, take 2 or more")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None
     result: dict[str, Any] = {"gpu": gpu, "torch": torch.__version__, "python": platform.python_version(), "rows": []}
     for skewed in (False, True):
         for name in args.sides:
-            result["rows"].append(measure(name, args, skewed))
-            print(json.dumps(result["rows"][-1]), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+            row = {"side": name, "routing": "skewed" if skewed else "uniform"}
+            try:
+                row |= measure(name, args, skewed)
+            except Exception as error:  # noqa: BLE001 - no such kernel on this GPU, say; the others are measured
+                traceback.print_exc()
+                row["why"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            result["rows"].append(row)
+            print(json.dumps(row), flush=True)
+            if args.out:
+                atomic_write_text(args.out, json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ from typing import Any
 import torch
 from data import PER_STEP, Pixels, Row, packed, rows, shape
 
-from benchmarks.watch import limit_of
+from benchmarks.watch import limit_of, watch
+from mvp_engine.files import atomic_write_text
 from mvp_engine.hf import LanguageModel
 from mvp_engine.kit import MFUKit
 from mvp_engine.log.peaks import device_peak
@@ -66,8 +67,13 @@ def our_command(args: argparse.Namespace, mix: str, folder: Path, side: str, int
 
 
 def ours(args: argparse.Namespace, mix: str, folder: Path, side: str) -> dict[str, Any]:
-    subprocess.run(our_command(args, mix, folder, side), check=True)
-    return figures(our_records(folder))
+    command = our_command(args, mix, folder / "runs", side)
+    seen = watch(command, folder, args.limit or DAY, last_step=args.steps)
+    records = [record for _, record in seen.records]
+    if seen.code not in (0, None) or len(intervals(records)) < 2:
+        print(seen.output, file=sys.stderr, flush=True)
+        raise subprocess.CalledProcessError(seen.code or 124, command)
+    return figures(records)
 
 
 def our_records(folder: Path) -> list[dict[str, Any]]:
@@ -77,7 +83,7 @@ def our_records(folder: Path) -> list[dict[str, Any]]:
 
 def figures(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Of a log: what was really trained in the intervals that count, and how long it took."""
-    records = [record for record in records if record["step"] % INTERVAL == 0]  # the first step has a line, too
+    records = intervals(records)
     counted = records[1:]
     seconds = [record["perf"]["step_s"] * INTERVAL for record in counted]
     waited = sum(record["perf"]["data_wait"] * time for record, time in zip(counted, seconds, strict=True))
@@ -85,6 +91,11 @@ def figures(records: list[dict[str, Any]]) -> dict[str, Any]:
     found["steps"] = len(counted) * INTERVAL
     found |= {"data_wait": waited / sum(seconds), "memory_gib": records[-1]["perf"]["memory_gib"]}
     return found | {name: sum(record["totals"][name] for record in counted) for name in ("tokens", "flops")}
+
+
+def intervals(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records of whole intervals: the first step has one, too."""
+    return [record for record in records if record["step"] % INTERVAL == 0]
 
 
 def their_command(
@@ -196,7 +207,7 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="to what is in --out already")
     parser.add_argument("--table", type=Path, help="only put the table of this JSON into docs/performance.md")
     parser.add_argument("--shape", default="qwen3_1_7b")
-    parser.add_argument("--mixes", nargs="*", default=["mix", "full"])
+    parser.add_argument("--mixes", nargs="+", default=["mix", "full"], choices=PER_STEP)
     parser.add_argument("--sides", nargs="*", default=SIDES, choices=[*OURS, *SIDES[1:], *TRL])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--longest", type=int, default=4096)
@@ -206,7 +217,7 @@ def main() -> None:
     parser.add_argument("--packs", type=int, default=2, help="micro-batches that we make of a step")
     parser.add_argument("--checkpointing", action="store_true", help="the Trainer recomputes activations")
     parser.add_argument("--keys", nargs="*", default=[], help="keys of our config")
-    parser.add_argument("--limit", type=float, help="seconds of a Trainer; the steps that it had by then count")
+    parser.add_argument("--limit", type=float, help="seconds of one side; the steps that it had by then count")
     args = parser.parse_args()
     if args.steps % INTERVAL or args.steps < 2 * INTERVAL:
         parser.error(f"--steps {args.steps}: take a multiple of {INTERVAL}, {2 * INTERVAL} or more")
@@ -220,6 +231,8 @@ def main() -> None:
         into_page(args.table.stem, json.loads(args.table.read_text()), HERE.parents[1] / "docs" / "performance.md")
         return
     result: dict[str, Any] = {**about(), "rows": []}
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.add:
         before = json.loads(args.out.read_text())
         result |= {"commands": before["commands"] + result["commands"], "rows": before["rows"]}
@@ -228,7 +241,7 @@ def main() -> None:
             result["rows"].append({"run": len(result["commands"]) - 1, **measure(args, side, mix)})
             print(result["rows"][-1], file=sys.stderr, flush=True)
             if args.out:  # after each, should the next one take the process with it
-                args.out.write_text(json.dumps(result, indent=2) + "\n")
+                atomic_write_text(args.out, json.dumps(result, indent=2) + "\n")
     print(table(result))
 
 
