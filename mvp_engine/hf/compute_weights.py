@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from mvp_engine.errors import UserError
 from mvp_engine.hf import experts
-from mvp_engine.hf.fp8_weights import empty_copy, fp8_places, quantize_weights
+from mvp_engine.hf.fp8_weights import empty_copy, fp8_places, quantize_weights, set_quantized
 from mvp_engine.hf.lora import READ_DIRECTLY
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part
-from mvp_engine.ops.fp8 import Fp8Linear, Fp8Weight, quantized_name
+from mvp_engine.ops.fp8 import Fp8Linear, Fp8Weight
 
 ENCODERS = ("vision", "audio", "projector")  # parts that run on media
 
@@ -85,8 +85,7 @@ class ComputeWeights:
     def _set(self, params: list[nn.Parameter], fp8: Sequence[Fp8Weight | None]) -> None:
         for (module, name), param in zip(self.places, params, strict=True):
             module._parameters[name] = param
-        for (module, name), quantized in zip(self.fp8_places, fp8, strict=True):
-            setattr(module, quantized_name(name), quantized)
+        set_quantized(self.fp8_places, fp8)
 
 
 def _copy_of(master: nn.Parameter) -> nn.Parameter:

@@ -1,14 +1,16 @@
-"""FP8 values of the weights of linear layers and stacked experts, made once per step (`model.cast_weights_once`)."""
+"""FP8 values of the weights of linear layers and stacked experts: made once per step (`model.cast_weights_once`), or
+once for all forwards of a generation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from mvp_engine.hf import experts
-from mvp_engine.ops.fp8 import Fp8Linear, Fp8Weight, quantize
+from mvp_engine.ops.fp8 import Fp8Linear, Fp8Weight, quantize, quantized_name
 
 
 def fp8_places(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -54,3 +56,26 @@ def quantize_weights(copies: Sequence[Fp8Weight], weights: Sequence[Tensor]) -> 
         both = (*quantize(weight), *quantize(weight.mT.contiguous()))
         for tensor, found in zip(copy[1:], both, strict=True):
             tensor.copy_(found)
+
+
+def set_quantized(
+    places: Sequence[tuple[nn.Module, str]], values: Sequence[Fp8Weight | None]
+) -> None:
+    """Give modules the FP8 values to compute with; None: they quantize in every forward."""
+    for (module, name), value in zip(places, values, strict=True):
+        setattr(module, quantized_name(name), value)
+
+
+@contextmanager
+def quantized_once(model: nn.Module) -> Iterator[None]:
+    """A context for forwards without gradients, in which no weight changes: each is quantized at its start."""
+    places = fp8_places(model)
+    weights = [module.get_parameter(name) for module, name in places]
+    before = [getattr(module, quantized_name(name), None) for module, name in places]
+    copies = [empty_copy(weight) for weight in weights]
+    quantize_weights(copies, weights)
+    try:
+        set_quantized(places, copies)
+        yield
+    finally:
+        set_quantized(places, before)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.errors import UserError
+from mvp_engine.hf.fp8_weights import quantized_once
 from mvp_engine.hf.kv_cache import KVCache
 from mvp_engine.kit.decode_graph import DecodeGraph, is_supported, try_capture
 from mvp_engine.kit.gumbel_noise import sample_tokens, sequence_keys
@@ -121,7 +122,7 @@ def complete(
 
 @contextmanager
 def _cast_weights_once(engine: ModelEngine) -> Iterator[None]:
-    """A context in which autocast keeps the half-precision weights of a forward for the next ones.
+    """A context in which the half-precision and FP8 weights of a forward are kept for the next ones.
 
     Not on sharded layouts: a rank could not hold all of them.
     """
@@ -129,7 +130,7 @@ def _cast_weights_once(engine: ModelEngine) -> Iterator[None]:
         yield
         return
     try:
-        with engine.autocast():
+        with engine.autocast(), quantized_once(engine.model):
             yield
     finally:
         torch.clear_autocast_cache()  # these have no gradients: no other forward may use them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,26 @@ from tiny_models import build_model, samples
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel
+from mvp_engine.hf import LanguageModel, fp8_grouped_mm, fp8_weights
+from mvp_engine.kit import decoding
 from mvp_engine.kit.decoding import Decoding, complete, stop_at, with_completion
 from mvp_engine.kit.generation import Answer, generate, generate_answers, split_prompts, write_answers
-from mvp_engine.model_engine import LanguageModelEngine
+from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.ops import fp8
 
 FAMILIES = ["qwen3_vl", "gemma3", "qwen2_audio", "paligemma"]  # more in test_chat_families.py
 FAMILIES += ["gemma2", "gpt_oss", "qwen3_moe"]  # soft caps, windows, sinks, experts
 NEW = 5
 
 
-def built(name: str, layout: Layout | None = None) -> tuple[LanguageModelEngine, list[PackedBatch]]:
+def built(
+    name: str, layout: Layout | None = None, settings: Settings | None = None
+) -> tuple[LanguageModelEngine, list[PackedBatch]]:
     model = build_model(LanguageModel, name)
     ones = (
         samples(model, name) if name in VISION else [PackedBatch.from_sequences([torch.arange(3, n)]) for n in (9, 6)]
     )
-    engine = LanguageModelEngine(model, layout or Layout(World(0, 1, 0, 1, torch.device("cpu"))))
+    engine = LanguageModelEngine(model, layout or Layout(World(0, 1, 0, 1, torch.device("cpu"))), settings)
     engine.initialize()
     return engine, ones
 
@@ -155,6 +160,28 @@ def test_complete_samples_are_those_of_any_batching_and_have_the_models_log_prob
         log_probs = engine.infer_batch(text, ["log_probs"], temperature=decoding.temperature)["log_probs"]
         start = ones[one.prompt].num_tokens - 1
         assert log_probs[start:-1].tolist() == pytest.approx(one.log_probs, abs=2e-5)
+
+
+def test_complete_in_fp8_quantizes_weights_once_with_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ones = built("qwen3_moe", settings=Settings(precision="bf16", fp8=True))
+    shapes = {tuple(p.shape) for p in engine.model.parameters() if p.ndim > 1}
+    seen: list[tuple[int, ...]] = []
+    real = fp8.quantize
+    for module in (fp8, fp8_grouped_mm, fp8_weights):
+        watched = lambda rows: (seen.append(tuple(rows.shape)), real(rows))[1]  # noqa: E731
+        monkeypatch.setattr(module, "quantize", watched)
+    found = []
+    for once in (True, False):
+        if not once:
+            monkeypatch.setattr(decoding, "quantized_once", lambda _: nullcontext())
+        seen.clear()
+        written = complete(engine, PackedBatch.concat(ones), Decoding(NEW, temperature=1.0))
+        found.append([(one.tokens, one.log_probs) for one in written])
+        times = len([shape for shape in seen if shape in shapes])
+        weights = fp8_weights.fp8_places(engine.model)
+        assert (times < 2.5 * len(weights)) == once  # values, and those of the transposed matrix
+        assert all(getattr(module, fp8.quantized_name(name), None) is None for module, name in weights)
+    assert found[0] == found[1]
 
 
 def test_complete_ends_where_the_caller_says() -> None:
