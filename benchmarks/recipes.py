@@ -29,10 +29,14 @@ import platform
 import random
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +49,9 @@ from benchmarks.recipes_figures import figures, starts_table, table
 from benchmarks.recipes_peers import NOT_RUN, PEERS, train_peer, versions
 from benchmarks.sft import files
 from benchmarks.sft.data import KNOWN, PER_STEP, VISION, rows, shape
-from benchmarks.watch import Watched, watch
+from benchmarks.watch import Watched, ended_by_sigterm, watch
+from mvp_engine.files import atomic_write_text
+from mvp_engine.kit.build_once import PARAMETERS_FILE, build_once
 from mvp_engine.tools.gpu_clock import sampled_clock
 
 ROOT = Path(__file__).parents[1]
@@ -74,49 +80,36 @@ class Work:
 SFT = "qwen3/configs/sft_gpu1.yaml"
 # What fits on 80 GB with optimizer states on the host, also where the GPU is larger.
 FULL_8B = ["mllm.micro_batch_tokens=16384", "model.activation_checkpointing=full"]
+LONG = ["mllm.row_tokens=131072", "mllm.global_batch_tokens=131072"]
 WORKS = {
-    "text_0.6b": Work("qwen3/configs/sft_gpu1.yaml", "qwen3_0_6b", "tiny", "chats", peers=True),
-    "text_1.7b": Work("qwen3/configs/sft_gpu1.yaml", "qwen3_1_7b", "tiny", "chats", peers=True),
+    "text_0.6b": Work(SFT, "qwen3_0_6b", "tiny", "chats", peers=True),
+    "text_1.7b": Work(SFT, "qwen3_1_7b", "tiny", "chats", peers=True),
     "lora_8b": Work("qwen3/configs/sft_gpu1_lora.yaml", "qwen3_8b", "tiny", "chats", lora=16, peers=True),
     "vlm_2b": Work("qwen3_vl/configs/instruct_gpu1.yaml", "qwen3_vl_2b", "tiny_vl", "images"),
-    "experts_a3b": Work("qwen3/configs/sft_gpu1.yaml", "qwen3_a3b_6", "tiny_moe", "chats"),
-    "full_8b": Work(
-        "qwen3/configs/sft_gpu1.yaml", "qwen3_8b", "tiny", "chats", [*FULL_8B, "optim.state_dtype=bfloat16"]
-    ),
-    "full_8b_offload": Work(
-        "qwen3/configs/sft_gpu1.yaml", "qwen3_8b", "tiny", "chats", [*FULL_8B, "optim.offload=true"]
-    ),
-    "long_128k": Work(
-        "qwen3/configs/sft_gpu1.yaml",
-        "qwen3_1_7b",
-        "tiny",
-        "documents",
-        ["mllm.row_tokens=131072", "mllm.global_batch_tokens=131072"],
-        longest=131072,
-    ),
+    "experts_a3b": Work(SFT, "qwen3_a3b_6", "tiny_moe", "chats"),
+    "full_8b": Work(SFT, "qwen3_8b", "tiny", "chats", [*FULL_8B, "optim.state_dtype=bfloat16"]),
+    "full_8b_offload": Work(SFT, "qwen3_8b", "tiny", "chats", [*FULL_8B, "optim.offload=true"]),
+    "long_128k": Work(SFT, "qwen3_1_7b", "tiny", "documents", LONG, longest=131072),
 }
 
 
 def make_folder(name: str, longest: int, base: Path) -> Path:
     """A Hugging Face folder with random weights in bf16, and a processor that reads numbers as words."""
-    folder = base / f"{name}-{longest}"
-    if folder.is_dir():
-        return folder
     positions = max(32768, longest)
-    made = base / f".{folder.name}-{os.getpid()}"
-    made.mkdir(parents=True)
-    others = sorted(base.glob(f"{name}-*/config.json"))
-    if others:  # for other rows: the same but for one number
-        config = json.loads(others[0].read_text())
+
+    def build(folder: Path) -> None:
+        others = sorted(base.glob(f"{name}-*/config.json"))
+        if not others:
+            save_folder(name, positions, folder)
+            return
+        config = json.loads(others[0].read_text())  # for other rows: the same but for one number
         config.get("text_config", config)["max_position_embeddings"] = positions
-        (made / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config))
         for file in others[0].parent.iterdir():
-            if file.name != "config.json":
-                os.link(file, made / file.name)
-    else:
-        save_folder(name, positions, made)
-    made.rename(folder)
-    return folder
+            if file.name not in ("config.json", PARAMETERS_FILE):
+                os.link(file, folder / file.name)
+
+    return build_once(base / f"{name}-{longest}", {"shape": name, "positions": positions}, build, "--folder")
 
 
 def save_folder(name: str, positions: int, folder: Path) -> None:
@@ -141,25 +134,26 @@ def save_folder(name: str, positions: int, folder: Path) -> None:
 
 def make_rows(work: Work, count: int, base: Path) -> Path:
     """A jsonl of `count` rows: chats or documents as numbers in words, or text behind JPEG files."""
-    folder = base / f"{work.rows}-{work.longest}-{count}"
-    file = folder / "rows.jsonl"
-    if file.is_file():
-        return file
-    folder.mkdir(parents=True, exist_ok=True)
-    if work.rows == "images":
-        files.write(folder, rows("images", -(-count // PER_STEP["images"])))
-        return file
-    dice = random.Random(0)
-    lines = []
-    for _ in range(count):
-        if work.rows == "documents":
-            lines.append({"text": words_of(dice, work.longest - 2)})
-            continue
-        size = min(4000, max(64, int(dice.lognormvariate(6.58, 0.9))))  # as chats have them: 1,030 on average
-        question = {"role": "user", "content": words_of(dice, size // 4)}
-        lines.append({"messages": [question, {"role": "assistant", "content": words_of(dice, size - size // 4)}]})
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
+
+    def build(folder: Path) -> None:
+        if work.rows == "images":
+            files.write(folder, rows("images", -(-count // PER_STEP["images"])))
+            return
+        dice = random.Random(0)
+        with (folder / "rows.jsonl").open("w") as file:
+            for _ in range(count):
+                file.write(json.dumps(make_row(work, dice)) + "\n")
+
+    about = {"rows": work.rows, "longest": work.longest, "count": count}
+    return build_once(base / f"{work.rows}-{work.longest}-{count}", about, build, "--folder") / "rows.jsonl"
+
+
+def make_row(work: Work, dice: random.Random) -> dict[str, Any]:
+    if work.rows == "documents":
+        return {"text": words_of(dice, work.longest - 2)}
+    size = min(4000, max(64, int(dice.lognormvariate(6.58, 0.9))))  # as chats have them: 1,030 on average
+    question = {"role": "user", "content": words_of(dice, size // 4)}
+    return {"messages": [question, {"role": "assistant", "content": words_of(dice, size - size // 4)}]}
 
 
 def words_of(dice: random.Random, length: int) -> str:
@@ -213,8 +207,7 @@ def ours(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch:
         cold = train(words, env, scratch, args.steps, args.limit, args.interval)
     found = {"command": shlex.join(["mvp", "train", *words]), **figures(cold)}
     found |= clock.between(*(began + second for second in found.pop("counted_s", (0, 0))))
-    (run,) = list(scratch.glob("runs/*/run.json")) or [None]
-    if run is not None:
+    for run in scratch.glob("runs/*/run.json"):
         info = json.loads(run.read_text())
         found["auto"] = info.get("auto", {}).get("reason")
         setup = info.get("setup", {})
@@ -223,23 +216,21 @@ def ours(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch:
         found["recompiles"] = len(re.findall(r"compiled after the first", text))
     if args.profile and "why" not in found:
         found |= profiled(words, env, args.limit, scratch)
-        if "launches_per_step" in found:
-            found["launches_per_token"] = found["launches_per_step"] / (found["tokens_per_s"] * found["step_s"])
+        if "launches_per_step" in found and found["tokens_per_step"]:
+            found["launches_per_token"] = found["launches_per_step"] / found["tokens_per_step"]
     return found
 
 
-def starts(work: Work, model: Path, data: Path, args: argparse.Namespace) -> dict[str, Any]:
+def starts(work: Work, model: Path, data: Path, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Seconds to the first step and to full speed, with empty and with filled caches in turn."""
     found: dict[str, Any] = {"cold": [], "warm": []}
-    for _ in range(args.starts):
-        with tempfile.TemporaryDirectory(prefix="mvp-recipes-") as name:
-            scratch = Path(name)
-            words = [*config_words(work, model, data, args), f"mllm.cache={scratch / 'costs'}"]
-            for which in ("cold", "warm"):
-                seen = train(words, caches(scratch), scratch / which, START_STEPS, args.limit, 1)
-                times = figures(seen)
-                kept = ("first_step_s", "full_speed_s", "step_s", "why", "output")
-                found[which].append({key: times[key] for key in kept if key in times})
+    for number in range(args.starts):
+        folder = scratch / str(number)
+        words = [*config_words(work, model, data, args), f"mllm.cache={folder / 'costs'}"]
+        for which in ("cold", "warm"):
+            times = figures(train(words, caches(folder), folder / which, START_STEPS, args.limit, 1))
+            kept = ("first_step_s", "full_speed_s", "step_s", "why", "output")
+            found[which].append({key: times[key] for key in kept if key in times})
     return found
 
 
@@ -270,35 +261,54 @@ def about() -> dict[str, Any]:
     return {"hardware": hardware, "cores": os.cpu_count(), "versions": found}
 
 
-def prepare(name: str, args: argparse.Namespace) -> tuple[Work, Path, Path]:
-    """A row of the table, its model folder and its file of rows."""
+def prepare(name: str, args: argparse.Namespace, count: int | None = None) -> tuple[Work, Path, Path]:
+    """A row of the table, its model folder and its file of rows: `count`, or a little more than the steps take."""
     work = WORKS[name]
-    longest = 512 if args.tiny and work.longest > 8192 else work.longest
     if args.tiny:
         kept = [word for word in work.words if not word.startswith("mllm.")]
-        work = Work(work.config, work.tiny, work.tiny, work.rows, kept, longest, work.lora, work.peers)
+        longest = 512 if work.longest > 8192 else work.longest
+        work = replace(work, shape=work.tiny, words=kept, longest=longest)
     model = make_folder(work.shape, work.longest, args.folder)
-    per_step = {"chats": 72, "images": 160, "documents": 1}[work.rows]  # a little more than a step takes
-    steps = min(args.steps + 12, 12 if work.rows == "images" else 100)  # files of images take long to make
-    count = 4 * args.steps if args.tiny else per_step * steps  # then they come again
+    if count is None:
+        per_step = {"chats": 72, "images": 160, "documents": 1}[work.rows]
+        steps = min(args.steps + 12, 12 if work.rows == "images" else 100)  # files of images take long to make
+        count = 4 * args.steps if args.tiny else per_step * steps  # then they come again
     return work, model, make_rows(work, count, args.folder)
 
 
-def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    work, model, data = prepare(name, args)
-    with tempfile.TemporaryDirectory(prefix="mvp-recipes-") as scratch:
-        found = [{"work": name, "side": "ours", **ours(work, model, data, args, Path(scratch))}]
+def measure(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Our row, and those of peers, each when it is measured."""
+    mine = {"work": name, "side": "ours", **attempt(ours, name, args)}
+    yield mine
+    for side in args.peers if WORKS[name].peers else []:
+        if PEERS[side].lora_only and not WORKS[name].lora:
+            continue
+        row = {"work": name, "side": side, **attempt(partial(theirs, side), name, args)}
+        if "tokens_per_s" in row and mine.get("mfu"):
+            row["mfu"] = mine["mfu"] * row["tokens_per_s"] / mine["tokens_per_s"]
+        yield row
+
+
+def theirs(side: str, work: Work, model: Path, data: Path, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     how = {"model": str(model), "rows": str(data), "steps": args.steps, "lora": work.lora}
     how |= {"longest": 512 if args.tiny else work.longest, "global_tokens": 512 if args.tiny else 65536}
-    for side in args.peers if work.peers else []:
-        if PEERS[side].lora_only and not work.lora:
-            continue
-        with tempfile.TemporaryDirectory(prefix="mvp-recipes-") as scratch:
-            row = train_peer(PEERS[side], how, args.peers_python, environment(), args.limit, Path(scratch))
-        if "tokens_per_s" in row and found[0].get("mfu"):
-            row["mfu"] = found[0]["mfu"] * row["tokens_per_s"] / found[0]["tokens_per_s"]
-        found.append({"work": name, "side": side, **row})
-    return found
+    return train_peer(PEERS[side], how, args.peers_python, environment(), args.limit, scratch)
+
+
+def attempt(side: Callable[..., dict[str, Any]], name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What a side measured, or why it failed: the others are measured all the same."""
+    try:
+        work, model, data = prepare(name, args)
+        with tempfile.TemporaryDirectory(prefix="mvp-recipes-", ignore_cleanup_errors=True) as scratch:
+            return side(work, model, data, args, Path(scratch))
+    except Exception as error:  # noqa: BLE001 - out of memory or disk while a folder is made, say
+        traceback.print_exc()
+        return {"why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
+
+
+def write(result: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        atomic_write_text(out, json.dumps(result, indent=2) + "\n")
 
 
 def main(words: list[str] | None = None) -> None:
@@ -321,9 +331,15 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--keys", nargs="*", default=[], metavar="key=value", help="of our configs, to try others")
     args = parser.parse_args(words)
     if args.table:
+        if not args.table.is_file():
+            parser.error(f"--table {args.table}: no such file")
         result = json.loads(args.table.read_text())
         print(table(result), starts_table(result), sep="\n\n")
         return
+    if shutil.which(args.peers_python) is None:
+        parser.error(f"--peers-python {args.peers_python}: no such program")
+    if args.steps < 2 * args.interval and not args.starts:
+        parser.error(f"--steps {args.steps} are fewer than two intervals: set --interval to {max(1, args.steps // 2)}")
     result = {**about(), "commands": [], "rows": [], "starts": {}}
     if args.add and args.out and args.out.is_file():
         before = json.loads(args.out.read_text())
@@ -331,18 +347,21 @@ def main(words: list[str] | None = None) -> None:
         result["commands"] = before["commands"]
         result["rows"] = [row for row in before["rows"] if row["work"] not in replaced]
         result["starts"] = before.get("starts", {})
-    compile_bytecode(args.folder)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     result["commands"].append(shlex.join(["python", "benchmarks/recipes.py", *(words or sys.argv[1:])]))
-    for name in args.only:
-        if args.starts:
-            result["starts"][name] = starts(*prepare(name, args), args)
-            print(starts_table({"starts": {name: result["starts"][name]}}), file=sys.stderr, flush=True)
-        else:
-            measured = measure(name, args)
-            result["rows"] += measured
-            print(table({"rows": measured}), file=sys.stderr, flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(result, indent=2) + "\n")
+    with ended_by_sigterm():
+        compile_bytecode(args.folder)
+        for name in args.only:
+            if args.starts:
+                result["starts"][name] = attempt(starts, name, args)
+                write(result, args.out)
+                print(starts_table({"starts": {name: result["starts"][name]}}), file=sys.stderr, flush=True)
+                continue
+            for row in measure(name, args):
+                result["rows"].append(row)
+                write(result, args.out)
+                print(table({"rows": [row]}), file=sys.stderr, flush=True)
     print(table(result), starts_table(result), sep="\n\n")
     for package, found in versions(args.peers_python, NOT_RUN).items():
         print(f"{package}: {found or 'not installed'}")

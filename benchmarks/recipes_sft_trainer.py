@@ -54,7 +54,9 @@ def run(
             found["tokens"].append(int(state.num_input_tokens_seen))
             found["first_step_s"] = found["ends"][0]
             found["losses"] = [one["loss"] for one in state.log_history if "loss" in one]
-            Path(out).write_text(json.dumps(found))
+            part = Path(out).with_suffix(".part")  # renamed when whole: the process may be killed at any time
+            part.write_text(json.dumps(found))
+            part.replace(out)
 
     # Weights are float32, as ours; with LoRA the base is frozen in bf16, as ours.
     init: dict[str, Any] = {"dtype": "bfloat16" if lora else "float32", "attn_implementation": attention}

@@ -29,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.watch import watch
+from mvp_engine.files import atomic_write_text
 
 ROOT = Path(__file__).parents[1]
 SAMPLED_SECONDS = 0.02  # between two looks at the stack of the main thread
@@ -72,7 +73,7 @@ class Stages:
         now = time.time()
         row = {"stage": name, "depth": depth, "begin_s": begin - self.started, "wall_s": now - begin}
         self.found.append({**row, "cpu_s": time.process_time() - cpu})
-        self.file.write_text(json.dumps(self.found))
+        write_whole(self.file, self.found)
 
     def watch(self, module: str, owner: str, name: str) -> None:
         found = importlib.import_module(module)
@@ -90,6 +91,13 @@ class Stages:
                 self.note(name, begin, cpu, depth)
 
         setattr(place, name, classmethod(timed) if isinstance(inner, classmethod) else timed)
+
+
+def write_whole(file: Path, found: list[Any]) -> None:
+    """The process is killed after its last step, maybe while it writes. Not flushed to disk, which takes time."""
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(found))
+    temporary.replace(file)
 
 
 class Timeline:
@@ -118,7 +126,7 @@ class Timeline:
             if now - written > LINE_SECONDS:
                 written = now
                 rows = [[line * LINE_SECONDS, *found.most_common(1)[0]] for line, found in self.lines.items()]
-                self.file.write_text(json.dumps(rows))
+                write_whole(self.file, rows)
 
 
 def _place(frame: FrameType | None) -> str:
@@ -158,16 +166,16 @@ def inside(file: str, started: str, words: list[str]) -> None:
     sys.exit(launch.main(words))
 
 
-def start(words: list[str], env: dict[str, str], folder: Path, limit: float, steps: int) -> tuple[list[Any], list[Any]]:
-    """The stages of a start, which ends after so many steps, and its timeline."""
-    file = folder / "stages.json"
-    command = [sys.executable, __file__, "--inside", str(file), str(time.time()), *words]
+def start(words: list[str], env: dict[str, str], folder: Path, limit: float, steps: int) -> dict[str, Any]:
+    """The stages of a start, which ends after so many steps, and its timeline; also of one that failed."""
+    files = [folder / "stages.json", folder / "timeline.json"]
+    command = [sys.executable, __file__, "--inside", str(files[0]), str(time.time()), *words]
     seen = watch(command, folder, limit, env=env, last_step=steps)
-    if seen.code not in (0, None) or not file.is_file():
-        raise SystemExit(seen.output)
-    found: list[dict[str, Any]] = json.loads(file.read_text())
-    timeline = json.loads(file.with_name("timeline.json").read_text())
-    return sorted(found, key=lambda row: row["begin_s"]), timeline
+    stages, timeline = (json.loads(one.read_text()) if one.is_file() else [] for one in files)
+    found = {"stages": sorted(stages, key=itemgetter("begin_s")), "timeline": timeline}
+    if seen.code not in (0, None):
+        found |= {"why": f"ended with {seen.code}", "output": seen.output}
+    return found
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -179,53 +187,51 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main() -> int:
     if sys.argv[1:2] == ["--inside"]:
         inside(sys.argv[2], sys.argv[3], sys.argv[4:])
     from benchmarks.bytecode import compile_bytecode
-    from benchmarks.recipes import WORKS, about, environment, make_folder, make_rows
+    from benchmarks.recipes import WORKS, about, caches, config_words, prepare
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=WORKS)
     parser.add_argument("keys", nargs="*", metavar="key=value")
-    parser.add_argument("--rows", type=int, default=5000)
+    parser.add_argument("--rows", type=int, help="in the file; by default 5000 chats, fewer of images and documents")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--limit", type=float, default=240, help="seconds of one start")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "mvp-recipes")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     compile_bytecode(args.folder)
-    work = WORKS[args.work]
-    model = make_folder(work.tiny if args.tiny else work.shape, work.longest, args.folder)
-    data = make_rows(work, args.rows, args.folder)
-    result: dict[str, Any] = {**about(), "work": args.work, "rows": args.rows}
+    work, model, data = prepare(args.work, args, args.rows or (5000 if WORKS[args.work].rows == "chats" else None))
+    result: dict[str, Any] = {**about(), "work": args.work, "rows": data.parent.name}
     with tempfile.TemporaryDirectory(prefix="mvp-start-") as name:
         scratch = Path(name)
-        words = [f"mllm.sources.{source}.path={data}" for source in ("chats", "held_chats")]
-        words += [f"model.path={model}", f"mllm.cache={scratch / 'costs'}", *work.words]
-        words += ["loop.eval_interval=null", "eval_generation=null", "checkpoint.interval=null", "export=null"]
-        words += ["loop.epochs=null", f"loop.total_steps={args.steps}", "log.backends=[jsonl]", "log.interval=1"]
-        if args.tiny:
-            words += ["mllm.row_tokens=4096", "mllm.global_batch_tokens=8192", "loop.precision=fp32", "cpu_threads=1"]
-            words += ["model.compile=null", "data.num_workers=2"]
-        config = ["--config", str(ROOT / "recipes" / work.config)]
-        env = {**environment(), "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
-        env["TRITON_CACHE_DIR"] = str(scratch / "triton")
+        config, *words = [*config_words(work, model, data, args), f"mllm.cache={scratch / 'costs'}"]
+        words += [f"loop.total_steps={args.steps}", "log.backends=[jsonl]", "log.interval=1"]
         for which in ("first", "second"):
             (scratch / which).mkdir()
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            command = [*config, *words, f"project.dir={scratch / which / 'runs'}", *args.keys]
-            found, timeline = start(command, env, scratch / which, args.limit, args.steps)
+            command = ["--config", config, *words, f"project.dir={scratch / which / 'runs'}"]
+            found = start(command, caches(scratch), scratch / which, args.limit, args.steps)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-            result[which] = {"cpu_s": cpu, "stages": found, "timeline": timeline}
-            print(f"\n{which} start, {cpu:.1f} s of CPU time with all processes\n\n{table(found)}\n", flush=True)
-            for place, lines in groupby(timeline, key=itemgetter(1)):
-                print(f"{next(lines)[0]:5.1f} s  {place}", flush=True)
+            result[which] = {"cpu_s": cpu, **found}
+            print(f"\n{which} start, {cpu:.1f} s of CPU time with all processes\n\n{table(found['stages'])}\n")
+            for place, lines in groupby(found["timeline"], key=itemgetter(1)):
+                print(f"{next(lines)[0]:5.1f} s  {place}")
+            if "why" in found:
+                print(f"\n{found['output']}\nThe {which} start {found['why']}.")
+            sys.stdout.flush()
             if args.out:
-                args.out.write_text(json.dumps(result, indent=2) + "\n")
+                atomic_write_text(args.out, json.dumps(result, indent=2) + "\n")
+            if "why" in found:
+                return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
