@@ -21,7 +21,9 @@ __all__ = ["AttnSpec", "KeySpec", "varlen_attention"]
 def varlen_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tensor:
     """Attention of shape (H, T, d) by the fastest kernel for this GPU, dtype, head size and spec."""
     if spec.is_plain:
-        if cudnn_attention.is_supported(q_HTd, spec, k_KTd):
+        # Its plans have one head size; latent attention (DeepSeek) has two.
+        is_same = v_KTd.shape[-1] == q_HTd.shape[-1]
+        if is_same and cudnn_attention.is_supported(q_HTd, spec, k_KTd):
             return cudnn_attention.cudnn_attention(q_HTd, k_KTd, v_KTd, spec)
         if _torch_varlen_is_supported(q_HTd, v_KTd):
             return _torch_varlen(q_HTd, k_KTd, v_KTd, spec)

@@ -19,6 +19,7 @@ from mvp_engine.hf.action_model import ActionModel
 from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.parts import blocks_by_part, by_part
 from mvp_engine.kit.action_flops import language_backbone
+from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.settings import COMMON_GPUS, usable_gib
 from mvp_engine.kit.estimate.training import changed
 from mvp_engine.ops import nf4
@@ -201,7 +202,10 @@ def _checkpointing(estimator: Estimator, config: Any) -> Iterator[Change]:
     if len(parts) > 1:
         wanted = [(1.0, "full", "none"), (3.0, "full", "selective"), (4.2, "full", "attention")]
         wanted += [(4.5, "full", "full"), (5.5, "full", "offload")]
+    keeps_attention = _keeps_attention(estimator, config)
     for cost, of_encoders, of_llm in wanted:
+        if of_llm == "attention" and not keeps_attention:
+            continue
         modes = dict[str, str]()
         for part, mode in now.items():
             modes[part] = max(mode, of_llm if part == "llm" else of_encoders, key=MODES.index)
@@ -213,6 +217,12 @@ def _checkpointing(estimator: Estimator, config: Any) -> Iterator[Change]:
             yield Change(
                 cost, {key: {part: mode for part, mode in modes.items() if mode != "none"}}
             )
+
+
+def _keeps_attention(estimator: Estimator, config: Any) -> bool:
+    """Whether `attention` keeps something of the language model."""
+    costs = BlockCosts(estimator.model(config), estimator.settings(config))
+    return any(costs.keeps_attention(block) for block in costs.blocks if block.part == "llm")
 
 
 def _state_dtypes(estimator: Estimator, config: Any) -> Iterator[Change]:

@@ -54,9 +54,14 @@ class _Deferred(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
-            self.stream.put(lambda: func(*args, **(kwargs or {})))
+            self.stream.put(lambda: self._copy(*args, **(kwargs or {})))
             return args[0]
         return func(*args, **(kwargs or {}))
+
+    def _copy(self, to: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        # Its version was counted when the copy was called.
+        with torch.autograd._unsafe_preserve_version_counter(to):
+            torch.ops.aten.copy_.default(to, *args, **kwargs)
 
 
 def use_lazy_streams(monkeypatch: pytest.MonkeyPatch) -> list[LazyStream]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +116,22 @@ def test_choose_of_one_long_sequence_computes_its_attention_once() -> None:
     data = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=131072)  # type: ignore[list-item]
     config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
     assert choose(config, "mllm", data, 1, work).values == {KEYS[2]: "attention"}
+
+
+def test_choose_leaves_out_attention_where_it_would_keep_nothing() -> None:
+    """Soft caps need FlexAttention, which is no operator: there `attention` is `full`."""
+    shape = {"model_type": "gemma2", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
+    shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+    model = LanguageModel.on_meta(None, shape)
+    settings = EstimateSettings()
+    work = Workload(model, settings, lambda size: rows_of([size]), gpu_by_name("H200"), 1)
+    data = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=131072)  # type: ignore[list-item]
+    config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
+    assert choose(config, "mllm", data, 1, work).values == {KEYS[2]: "full"}
+    batch = rows_of([8192])
+    modes = [replace(settings, activation_checkpointing=mode) for mode in ("attention", "full")]
+    attention, full = (estimate_step(model, [batch], [batch], one) for one in modes)
+    assert attention == full
 
 
 @pytest.fixture

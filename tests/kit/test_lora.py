@@ -115,8 +115,8 @@ def test_lora_base_in_bf16_stays_bf16_when_training_in_bf16(ranks2, base: Path, 
 def test_lora_selective_checkpointing_saves_no_adapter_matmuls(base: Path, monkeypatch) -> None:
     kept, policy = list[int](), activation_checkpoint._policy
 
-    def watched(ctx: Any, op: Any, *args: Any, **more: Any) -> Any:
-        found = policy(ctx, op, *args, **more)
+    def watched(kinds: set[str], ctx: Any, op: Any, *args: Any, **more: Any) -> Any:
+        found = policy(kinds, ctx, op, *args, **more)
         if found == CheckpointPolicy.MUST_SAVE and not ctx.is_recompute and op.overloadpacket.__name__ == "mm":
             kept.append(args[0].shape[0] * args[1].shape[1])
         return found

@@ -254,12 +254,18 @@ def test_pinned_memory_is_registered_exactly_and_unregistered_when_freed(monkeyp
         registered[address] = size
         return codes.pop(0)
 
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.pop)
+    events: list[str] = []
+
+    def unregister(address: int) -> None:
+        events.append("unregister")
+        del registered[address]
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     synchronized: list[int] = []  # devices
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(synchronized.append(device)))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
     zeros = host_memory.pinned_zeros((5, 7), torch.bfloat16, "optim.offload", "")
     assert (zeros.shape, zeros.dtype, registered) == ((5, 7), torch.bfloat16, {zeros.data_ptr(): 70})
     assert not zeros.any()
@@ -273,6 +279,7 @@ def test_pinned_memory_is_registered_exactly_and_unregistered_when_freed(monkeyp
     gc.collect()
     assert not registered
     assert synchronized == [3]  # of the thread that allocated it
+    assert events == ["synchronize", "unregister"]  # a copy may still read it
     with pytest.raises(UserError, match="cannot be pinned"):
         host_memory.pinned_zeros((5, 7), torch.bfloat16, "optim.offload", "")
 

@@ -171,11 +171,12 @@ def test_offload_holds_two_inputs_on_the_device_and_prefetches_the_next(monkeypa
     assert not alive
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_offload_after_forward_has_two_inputs_in_memory(backend: str | None) -> None:
+@pytest.mark.parametrize(("backend", "by_name"), [(None, False), (None, True), ("aot_eager", False)])
+def test_offload_after_forward_has_two_inputs_in_memory(backend: str | None, by_name: bool) -> None:
     engine = engine_of(Net(), "offload", compile=backend)
     inputs: list[StorageWeakRef] = []
     net: Any = engine.model
+    net.by_name = by_name
     net.change = lambda x: inputs.append(StorageWeakRef(x.untyped_storage()))
     loss = net(torch.ones(32, WIDTH))
     assert [one.expired() for one in inputs] == [True] * (2 * BLOCKS - 2) + [False] * 2
@@ -200,8 +201,66 @@ def test_offload_input_passed_by_name_and_evaluation_without_gradients() -> None
     assert Inputs.made[0].taken == 2 * BLOCKS - 1
 
 
-def test_offload_after_interrupted_forward_and_backward_has_all_buffers() -> None:
+def several_forwards(mode: str, loss_of: str) -> list[Tensor]:
+    """Gradients where forwards and backwards are not in turn, as of preference pairs."""
+    engine = engine_of(Net(), mode)
+    net = engine.model
+    g = torch.Generator().manual_seed(0)
+    a, b, c = (torch.randn(rows, WIDTH, generator=g) for rows in (32, 48, 16))
+    if loss_of == "sum":
+        (net(a) + 2 * net(b)).backward()
+    elif loss_of == "each":
+        losses = [net(a), net(b), net(c)]
+        losses[0].backward()
+        with torch.no_grad():
+            net(b)
+        losses[2].backward()
+        last = net(a)
+        losses[1].backward()
+        last.backward()
+    else:
+        kept = net(a)
+        kept.backward(retain_graph=True)
+        net(b)  # without backward
+        net(c).backward()
+        kept.backward()
+    return [param.grad for param in net.parameters() if param.grad is not None]
+
+
+@pytest.mark.parametrize("loss_of", ["sum", "each", "twice"])
+def test_offload_of_several_forwards_before_their_backwards_is_bit_equal_to_full(
+    loss_of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = several_forwards("full", loss_of)
+    streams = use_lazy_streams(monkeypatch)
+    assert same(full, several_forwards("offload", loss_of))
+    assert Inputs.made[-1].all_are_free
+    assert not streams[0].queue
+
+
+def test_offload_buffers_are_the_smallest_that_fit() -> None:
+    inputs = Inputs(nn.Module())
+    device = torch.device("cpu")
+    buffers = {size: inputs.take(size, device) for size in (3072, 1024, 2048)}
+    for size in (3072, 1024, 2048):
+        inputs.give_back(buffers.pop(size))
+    assert [len(inputs.take(size, device)) for size in (2000, 2500, 1000)] == [2048, 3072, 1024]
+    assert inputs.host_bytes == 6144
+
+
+def test_offload_without_host_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "available_host_memory", lambda: 5 * 2**30)
+    monkeypatch.setattr(activation_offload, "pinned_zeros", lambda shape, *_: torch.empty(shape, device="meta"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    inputs = HostInputs(nn.Module())
+    assert len(inputs.take(2**30, torch.device("cuda"))) == 2**30
+    with pytest.raises(UserError, match=r"has 1.0 GiB of inputs .* and 5.0 GiB are left for more on 4 ranks"):
+        inputs.take(2**31, torch.device("cuda"))
+
+
+def test_offload_after_interrupted_forward_and_backward_has_all_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained("full", [[32]])
+    streams = use_lazy_streams(monkeypatch)
     engine = engine_of(Net(), "offload")
     net: Any = engine.model
     calls = [0]
@@ -222,6 +281,7 @@ def test_offload_after_interrupted_forward_and_backward_has_all_buffers() -> Non
         engine.optimizer_zero_grad()
         gc.collect()
         assert Inputs.made[-1].all_are_free
+        assert not streams[0].queue  # copies were waited for before their memory was freed
     net.change = None
     engine.train_batch([batch], lambda x: (net(x), len(x)))
     assert same(expected, [param.detach() for param in net.parameters()])

@@ -165,7 +165,7 @@ def sharing_matrices() -> tuple[str, list[Tensor], dict[str, Tensor]]:
 def test_compile_with_attention_per_sequence_runs_or_warns_once(monkeypatch, how: str) -> None:
     said: list[str] = []
     monkeypatch.setattr(activation_checkpoint.LOGGER, "warning", lambda text, *words: said.append(text % words))
-    activation_checkpoint._warn_graph_break.cache_clear()
+    activation_checkpoint._warn_of_attention.cache_clear()
     outs, grads, _ = expected("qwen3")
     its_outs, its_grads, graphs = found("qwen3", PLAIN, compile="aot_eager", activation_checkpointing=how)
     assert all(close(mine, one) for mine, one in zip(its_outs, outs, strict=True))

@@ -75,10 +75,10 @@ def kernel(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tenso
     return attend(q_HTd.contiguous(), k_HTd, v_HTd, spec.cu_seqlens, scale)[0]
 
 
-def gradients(mode: Any, precision: str = "fp32", backend: str | None = None) -> dict[str, Tensor]:
+def gradients(mode: Any, precision: str = "fp32", backend: str | None = None, name: str = "qwen3") -> dict[str, Tensor]:
     """Of one step on one pack; `CALLS` are those of this step, without their compilation."""
-    model = build_model(LanguageModel, "qwen3")
-    (batch,) = packs_of(model, "qwen3", [[2, 1]], [(7, 3, 11)])
+    model = build_model(LanguageModel, name)
+    (batch,) = packs_of(model, name, [[2, 1]], [(7, 3, 11)])
     settings = Settings(precision=precision, activation_checkpointing=mode, compile=backend)
     engine = LanguageModelEngine(model, Layout(World(0, 1, 0, 1, torch.device("cpu"))), settings)
     engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 0.0))
@@ -112,16 +112,44 @@ def test_attention_mode_keeps_the_outputs_of_attention_alone(monkeypatch) -> Non
     """A policy that kept nothing would count as `full`; one that kept GEMMs, as `selective`."""
     kept = list[str]()
 
-    def policy(ctx: Any, op: Any, *args: Any, **more: Any) -> Any:
-        found = attention_policy(ctx, op, *args, **more)
+    def policy(kinds: set[str], ctx: Any, op: Any, *args: Any, **more: Any) -> Any:
+        found = real_policy(kinds, ctx, op, *args, **more)
         if found == activation_checkpoint.CheckpointPolicy.MUST_SAVE and not ctx.is_recompute:
             kept.append(str(op))
         return found
 
-    attention_policy = activation_checkpoint._attention_policy
-    monkeypatch.setattr(activation_checkpoint, "_attention_policy", policy)
+    real_policy = activation_checkpoint._policy
+    monkeypatch.setattr(activation_checkpoint, "_policy", policy)
     gradients("attention", "bf16")
     assert kept == ["mvp_tests.ragged_attention.default"] * CALLS.count("forward")
+
+
+def test_attention_mode_that_keeps_nothing_warns_once(monkeypatch) -> None:
+    """Uncompiled blocks too: of attention with soft caps, no operator is kept."""
+    said = list[str]()
+    monkeypatch.setattr(activation_checkpoint.LOGGER, "warning", lambda text, *words: said.append(text % words))
+    activation_checkpoint._warn_of_attention.cache_clear()
+    for name in ("qwen3", "gemma2"):
+        gradients("attention", name=name)
+    assert len(said) == 1  # for all blocks
+    assert "Gemma2DecoderLayer keeps nothing with model.activation_checkpointing=attention, as with full" in said[0]
+
+
+def test_selective_of_a_block_that_runs_twice_in_bf16_casts_its_weights_each_time() -> None:
+    """As an encoder's on images and on videos. Autocast would reuse weights that the first run cast."""
+    found = list[list[Tensor]]()
+    for mode in ("none", "selective"):
+        torch.manual_seed(0)
+        block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        x = torch.randn(16, 8, requires_grad=True)
+        if mode != "none":
+            activation_checkpoint.checkpoint_block(block, mode, None)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = block(block(x)).square().sum()
+        loss.backward()
+        found.append([x.grad, *(param.grad for param in block.parameters())])
+    # Without the cache, the gradients of both casts are added in float32.
+    assert all(torch.allclose(one, other, rtol=2e-2, atol=2e-2) for one, other in zip(*found, strict=True))
 
 
 def test_policies_have_their_own_graphs_in_the_compile_cache() -> None:

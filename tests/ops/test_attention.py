@@ -58,6 +58,13 @@ def test_varlen_attention_extra_option_uses_flex_attention(chosen: list[str], ex
     assert chosen == ["flex"]
 
 
+def test_varlen_attention_values_narrower_than_queries_leave_out_cudnn(chosen: list[str]) -> None:
+    """As latent attention has them (DeepSeek): a plan of cuDNN has one head size. So has FlashAttention's kernel."""
+    q, k, v = qkv()
+    varlen_attention(q, k, v[..., :4], AttnSpec(CU_SEQLENS, 5))
+    assert chosen == ["varlen"]  # which reports here that it supports everything
+
+
 def test_varlen_attention_dropout_uses_the_reference(chosen: list[str]) -> None:
     varlen_attention(*qkv(), AttnSpec(CU_SEQLENS, 5, dropout=0.1))
     assert chosen == ["reference"]

@@ -25,7 +25,12 @@ from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part, by_part
 from mvp_engine.hf.pi0 import Pi0Policy
 from mvp_engine.kit.action_flops import language_backbone, num_suffix_rows
-from mvp_engine.kit.estimate.saved_elements import saved_elements, saved_for_keys
+from mvp_engine.kit.estimate.saved_elements import (
+    attends_within_images,
+    has_fused_attention,
+    saved_elements,
+    saved_for_keys,
+)
 from mvp_engine.kit.estimate.settings import EstimateSettings, runs_fp8_experts
 from mvp_engine.kit.flop_costs import matmul_flops, modules_in_forward_order
 from mvp_engine.kit.mfu import MFUKit, ids_with_own_media
@@ -50,6 +55,7 @@ class Block:
     part: str
     in_backward: bool  # it trains, or something before it does
     is_predictor: bool = False  # of codes, which belongs to the talker
+    keeps_attention: bool = True  # with activation checkpointing `attention`
 
     @property
     def rows(self) -> str:
@@ -96,6 +102,26 @@ class BlockCosts:
         """The parameters that get gradients and optimizer states."""
         return [p for p in self.model.parameters() if p.requires_grad and p not in self.unused]
 
+    def mode(self, block: Block) -> str:
+        """The mode of activation checkpointing of a block; `full` in place of `attention` where that keeps nothing."""
+        mode = self.checkpointing.get(block.part, "none")
+        if mode == "attention" and not self.keeps_attention(block):
+            return "full"
+        return mode
+
+    def keeps_attention(self, block: Block) -> bool:
+        """Whether the mode `attention` keeps something; in fp32, compiled blocks break their graphs at attention."""
+        is_fp32_compiled = not self.settings.half_precision and self.compiled.get(block.part)
+        return block.keeps_attention and not is_fp32_compiled
+
+    def repeats_attention(self, block: Block) -> bool:
+        """Whether backward computes a block's attention a second time."""
+        mode = self.mode(block)
+        is_mixer = not saved_elements(block.module).attention
+        if self.checkpointing.get(block.part) == "attention" and is_mixer:
+            return False  # of a hybrid model
+        return block.in_backward and mode in REPEATING_ALL
+
     def saved_bytes(self, batch: PackedBatch, *, checkpointed: bool = True) -> Amount:
         """Bytes that all blocks save for backward; `checkpointed=False` ignores activation checkpointing.
 
@@ -138,7 +164,7 @@ class BlockCosts:
         for block in self.blocks:
             if not block.in_backward:
                 continue
-            mode = self.checkpointing.get(block.part, "none") if checkpointed else "none"
+            mode = self.mode(block) if checkpointed else "none"
             elements = saved_elements(block.module)
             if self.unused.intersection(block.module.parameters()):
                 elements = saved_for_keys(block.module)
@@ -178,12 +204,12 @@ class BlockCosts:
         ranks = self.settings.ulysses * self.settings.tensor
         return 2 * head_dim * max(1.0, kv_heads / ranks) * copies
 
-    def repeated_flops(self, batch: PackedBatch, modes: tuple[str, ...] = REPEATING) -> Amount:
-        """GEMM FLOPs of the second forward of blocks with one of these modes of activation checkpointing."""
+    def repeated_flops(self, batch: PackedBatch) -> Amount:
+        """GEMM FLOPs of the second forward of checkpointed blocks."""
         rows = self._rows(batch)
         amount = Amount()
         for block in self.blocks:
-            if block.in_backward and self.checkpointing.get(block.part) in modes:
+            if block.in_backward and self.mode(block) in REPEATING:
                 flops = _gemm_flops(block.module.modules(), self._config_of(block))
                 amount.add(block, flops * rows.get(block.rows, 0.0))
         return amount
@@ -205,7 +231,7 @@ class BlockCosts:
                 continue
             backward = 0
             if block.in_backward:
-                backward = 2 if self.checkpointing.get(block.part) in REPEATING else 1
+                backward = 2 if self.mode(block) in REPEATING else 1
             flops = _gemm_flops(self._fp8_modules(block), self._config_of(block))
             amount.add(block, (1 + backward) * flops * rows.get(block.rows, 0.0))
         return amount
@@ -238,7 +264,7 @@ class BlockCosts:
         moved = 0.0
         for block in self.blocks:
             passes = 1 + block.in_backward
-            passes += block.in_backward and self.checkpointing.get(block.part) in REPEATING
+            passes += block.in_backward and self.mode(block) in REPEATING
             layers = quantized_layers(block.module).values()
             weights = sum(layer.in_features * layer.out_features for layer in layers)
             moved += passes * weights * (9 / 16 + self.settings.compute_bytes)
@@ -259,7 +285,7 @@ class BlockCosts:
         total = 0.0
         for block in self.blocks:
             low = {p for module in self._fp8_modules(block) for p in module.parameters(False)}
-            saves = block.in_backward and self.checkpointing.get(block.part, "none") == "none"
+            saves = block.in_backward and self.mode(block) == "none"
             if self.settings.cast_weights_once:
                 kept.update(param for param in low if not param.requires_grad and param.ndim > 1)
             for param in block.module.parameters():
@@ -304,9 +330,12 @@ def _blocks(model: PackedModel) -> list[Block]:
     if isinstance(model, SPEAKING):
         predictor = set(model.predictor.modules())
     speaks = isinstance(model, SPEAKING) and _trains(model)  # the talker comes after everything
+    # Action models attend by groups of queries, without masks.
+    within_images = not isinstance(model, ActionModel) and attends_within_images(model)
     for module, part in blocks_by_part(model):
         in_backward = module in after_trained or _trains(module) or (speaks and part == "talker")
-        found.append(Block(module, part, in_backward, module in predictor))
+        keeps = has_fused_attention(module) and not (part == "llm" and within_images)
+        found.append(Block(module, part, in_backward, module in predictor, keeps))
     return found
 
 

@@ -176,14 +176,17 @@ def _pack_sizes(data: MLLMData, ranks: int) -> Iterator[tuple[int, int]]:
 def _modes(work: Workload) -> Iterator[Mode]:
     """Every mode but the last resort for every part whose blocks are in backward.
 
-    Not `attention` for encoders, whose sequences are short.
+    Not `attention` for encoders, whose sequences are short, and for parts where it would keep nothing.
     """
-    blocks = BlockCosts(work.model, work.settings).blocks
-    parts = {block.part: block.is_text for block in blocks if block.in_backward}
-    parts.pop("projector", None)
-    searched = [mode for mode in MODES if mode != LAST_RESORT]
-    of_encoders = [mode for mode in searched if mode != "attention"]
-    for modes in product(*(searched if is_text else of_encoders for is_text in parts.values())):
+    costs = BlockCosts(work.model, work.settings)
+    parts = dict[str, set[str]]()
+    for block in costs.blocks:
+        if block.in_backward and block.part != "projector":
+            modes_of_part = parts.setdefault(block.part, set(MODES) - {LAST_RESORT, "attention"})
+            if block.is_text and costs.keeps_attention(block):
+                modes_of_part.add("attention")
+    searched = [sorted(modes, key=MODES.index) for modes in parts.values()]
+    for modes in product(*searched):
         if len(set(modes)) == 1:
             yield modes[0]
         elif modes:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from mvp_engine.hf.packed_model import PackedModel
+
 HEAD_DIM = 64  # of attention that does not name it
+LARGEST_HEAD = 256  # of cuDNN's and FlashAttention's kernels
 
 
 @dataclass
@@ -87,3 +91,35 @@ def _experts_per_token(group: nn.Module) -> int:
             if isinstance(found, int):
                 return found
     return 1
+
+
+# ---- Attention that is no operator ----------------------------------------------------------------------------------
+
+
+def has_fused_attention(block: nn.Module) -> bool:
+    """Whether the layers of a block let a GPU compute attention by cuDNN or FlashAttention.
+
+    They are operators, whose outputs the mode `attention` keeps. FlexAttention (soft caps, sinks, other head sizes),
+    the reference loop (dropout) and mixers of hybrid models are none: there `attention` is `full`.
+    """
+    return any(hasattr(layer, "is_causal") and _is_fused(layer) for layer in block.modules())
+
+
+def _is_fused(attention: Any) -> bool:
+    softcap = getattr(attention, "attn_logit_softcapping", None)
+    sinks = getattr(attention, "sinks", None)
+    dropout: Any = getattr(attention, "attention_dropout", None)
+    if softcap is not None or sinks is not None or dropout:
+        return False
+    size = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None)
+    head_dim = int(size or HEAD_DIM)
+    same_values = getattr(attention, "v_head_dim", head_dim) == head_dim
+    return head_dim % 8 == 0 and head_dim <= LARGEST_HEAD and same_values
+
+
+def attends_within_images(model: PackedModel) -> bool:
+    """Whether tokens of an image attend to each other in the language model, by FlexAttention (Gemma 3, PaliGemma)."""
+    hf: Any = model.hf
+    text: Any = hf.config.get_text_config()
+    has_types = "token_type_ids" in inspect.signature(hf.forward).parameters
+    return has_types or bool(getattr(text, "use_bidirectional_attention", False))

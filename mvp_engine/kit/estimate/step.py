@@ -14,7 +14,7 @@ from typing import Any
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import SPEECH
 from mvp_engine.hf.packed_model import PackedModel
-from mvp_engine.kit.estimate.blocks import REPEATING_ALL, BlockCosts
+from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import STATE_BYTES, peak_memory, state_bytes
 from mvp_engine.kit.estimate.settings import FITS, GIB, EstimateSettings, Gpu, gpu_by_name
 
@@ -122,7 +122,7 @@ def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str,
     encoder_attention = all_attention - text_attention
     saved = costs.saved_bytes(batch, checkpointed=False)
     repeated = costs.repeated_flops(batch)
-    with_attention = costs.repeated_flops(batch, REPEATING_ALL)
+    repeating = {block.is_text for block in costs.blocks if costs.repeats_attention(block)}
     low = costs.fp8_flops(batch)
     low_gradients = costs.fp8_weight_gradient_flops(batch)
     ranks = costs.settings.text_ranks
@@ -135,7 +135,7 @@ def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str,
         repeated.text / ranks,
         _fp8_gain(low.text, low_gradients.text) / ranks,
         saved.text,
-        with_attention.text > 0,
+        True in repeating,
     )
     encoder = _seconds(
         gpu,
@@ -144,7 +144,7 @@ def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str,
         share * repeated.encoder,
         share * _fp8_gain(low.encoder, low_gradients.encoder),
         saved.encoder,
-        with_attention.encoder > 0,
+        False in repeating,
     )
     seconds = {name: value + encoder[name] for name, value in text.items()}
     copied = (

@@ -41,32 +41,25 @@ _ATTENTION = {
 _GEMMS = {"mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "nf4_matmul"}
 # A GEMM with so many times more columns than rows (a LoRA adapter's second matrix) is cheap for the size of its output.
 _MAX_ASPECT_RATIO = 8
+_NUM_KEPT = [0]  # outputs, in all forwards
 
 
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(kinds: set[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = _name_of(op)
-    kept = _is_one_of(name, _ATTENTION | _GEMMS)
-    if name in ("mm", "addmm"):
+    kept = any(name == kind or (kind[0] == "_" and kind in name) for kind in kinds)
+    if kept and name in ("mm", "addmm"):
         rows, columns = args[-1].shape
         kept = columns <= _MAX_ASPECT_RATIO * rows
+    _NUM_KEPT[0] += kept
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _attention_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = _is_one_of(_name_of(op), _ATTENTION)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _is_one_of(name: str, kinds: set[str]) -> bool:
-    return any(name == kind or (kind[0] == "_" and kind in name) for kind in kinds)
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+    return create_selective_checkpoint_contexts(functools.partial(_policy, _ATTENTION | _GEMMS))
 
 
 def _attention_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_attention_policy)
+    return create_selective_checkpoint_contexts(functools.partial(_policy, _ATTENTION))
 
 
 def _compiled_attention_contexts() -> Any:
@@ -85,9 +78,7 @@ for _contexts in (_selective_contexts, _attention_contexts, _compiled_attention_
 
 
 def _name_of(op: Any) -> str:
-    if hasattr(op, "overloadpacket"):
-        return str(op.overloadpacket.__name__)
-    return str(getattr(op, "__name__", ""))
+    return str(getattr(getattr(op, "overloadpacket", op), "__name__", ""))
 
 
 def checkpoint_block(block: nn.Module, mode: str, backend: str | None) -> None:
@@ -104,23 +95,24 @@ def checkpoint_block(block: nn.Module, mode: str, backend: str | None) -> None:
         options["context_fn"] = _CONTEXTS[mode]
     if backend and mode == "attention":
         options["context_fn"] = _compiled_attention_contexts
+    name = type(block).__name__
     forward = block.forward
     inner = forward
-    if backend is not None and mode != "selective":
+    if backend and mode != "selective":
         inner = torch.compile(forward, **compile_arguments(backend))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        if mode in _CONTEXTS and backend is not None:
-            _warn_graph_break(type(block).__name__, mode)
+        if mode in _CONTEXTS and backend:
+            _warn_of_attention(name, mode)
         try:
             return inner(*args, **kwargs)
         except RuntimeError as error:
             if mode in _CONTEXTS and "has been mutated" in str(error):
                 raise UserError(
                     f"model.activation_checkpointing={mode} keeps the outputs of some operators; "
-                    f"{type(block).__name__} changes one of them in place. Set model.activation_checkpointing=full, or "
+                    f"{name} changes one of them in place. Set model.activation_checkpointing=full, or "
                     "change it out of place (nn.ReLU() for nn.ReLU(inplace=True), x = x + y for x += y)"
                 ) from error
             raise
@@ -139,8 +131,12 @@ def checkpoint_block(block: nn.Module, mode: str, backend: str | None) -> None:
         def positional(*values: Any) -> Any:
             return run(*values[:split], **dict(zip(names, values[split:], strict=True)), **others)
 
+        before = _NUM_KEPT[0]
         with disable_autocast_cache() if mode in _CONTEXTS else contextlib.nullcontext():
-            return checkpoint(positional, *args, *named.values(), **options)
+            result = checkpoint(positional, *args, *named.values(), **options)
+        if mode == "attention" and not backend and _NUM_KEPT[0] == before:
+            _warn_of_attention(name, mode)
+        return result
 
     block.forward = checkpointed
 
@@ -164,15 +160,16 @@ def disable_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-_GRAPH_BREAK = {
+_ATTENTION_IS_NO_OPERATOR = {
     "selective": "%s runs uncompiled: its attention loops over sequences (in fp32) or is FlexAttention (for what other "
     "kernels lack), and torch does not compile around those with model.activation_checkpointing=selective. "
     "Set model.activation_checkpointing=full, or model.compile=null",
     "attention": "%s keeps nothing with model.activation_checkpointing=attention, as with full: its attention or mixer "
-    "loops over sequences (attention in fp32) or is FlexAttention (for what other kernels lack)",
+    "loops over sequences (attention in fp32) or is FlexAttention (for what other kernels lack). If all blocks do, set "
+    "model.activation_checkpointing=full",
 }
 
 
 @functools.cache
-def _warn_graph_break(name: str, mode: str) -> None:
-    LOGGER.warning(_GRAPH_BREAK[mode], name)
+def _warn_of_attention(name: str, mode: str) -> None:
+    LOGGER.warning(_ATTENTION_IS_NO_OPERATOR[mode], name)
