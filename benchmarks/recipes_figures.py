@@ -66,7 +66,7 @@ def table(result: dict[str, Any]) -> str:
         if "why" in row:
             lines.append(f"| {row['work']} | {row['side']} | {row['why']} |" + " |" * (len(head) - 3))
             continue
-        target = TARGETS.get(row["work"]) if row["side"] == "ours" else None
+        target = TARGETS.get(row["work"]) if row["side"] == "ours" and row.get("mfu") else None
         cells = [_number(row["tokens_per_s"], "{:,.0f}"), _percent(row.get("mfu")), _percent(target)]
         cells += [_number(row["step_s"], "{:.3f} s"), _percent(row.get("data_wait")), _percent(row.get("idle"))]
         cells += [_number(row.get("memory_gib"), "{:.0f} GiB")]

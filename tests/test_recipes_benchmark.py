@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,45 @@ def test_figures_count_the_second_half_and_find_full_speed() -> None:
         {"rows": [row]}
     )
     assert "| 50.0 % | 45.0 % |" in BENCH.table({"rows": [row | {"mfu": 0.5}]})
-    assert "ended with 1" in BENCH.figures(BENCH.Watched(seen, 61.0, 1, "no"))["why"]
+    assert found["tokens_per_step"] == pytest.approx(100)
+    assert found["counted_s"] == [50.0, 60.0]
+    failed = BENCH.figures(BENCH.Watched(seen, 61.0, 1, "out of memory"))
+    assert (failed["why"], failed["output"]) == ("ended with 1, after step 20", "out of memory")
+    assert [one["step"] for one in failed["intervals"]] == [5, 10, 15, 20]  # what it had
+    late = BENCH.figures(BENCH.Watched([], 25.0, None, "compiling"))
+    assert late["why"] == "no step after 25 s"
+    rows = [{"work": "text_0.6b", "side": "ours", **one} for one in (failed, late)]
+    assert len({line.count("|") for line in BENCH.table({"rows": rows}).splitlines()}) == 1
+
+
+def test_side_that_fails_is_a_row_and_the_others_are_measured(tmp_path: Path, monkeypatch) -> None:
+    def ours(*_: Any) -> dict[str, Any]:
+        raise OSError("no space left on device\nmore")
+
+    out = tmp_path / "new" / "out.json"
+    seen = list[int]()
+
+    def theirs(side: str, *_: Any) -> dict[str, Any]:
+        seen.append(len(json.loads(out.read_text())["rows"]))  # what came before is written
+        return {"why": f"of {side}"}
+
+    for name, value in {"ours": ours, "theirs": theirs, "compile_bytecode": print}.items():
+        monkeypatch.setattr(BENCH, name, value)
+    monkeypatch.setattr(BENCH, "prepare", lambda name, args: (BENCH.WORKS[name], tmp_path, tmp_path))
+    BENCH.main(["--only", "text_0.6b", "lora_8b", "--peers", "TRL + Liger", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["why"] for row in rows] == ["OSError: no space left on device", "of TRL + Liger"] * 2
+    assert seen == [1, 3]
+
+
+def test_rows_are_made_once_for_each_count(tmp_path: Path) -> None:
+    work = BENCH.WORKS["text_0.6b"]
+    file = BENCH.make_rows(work, 3, tmp_path)
+    before = file.stat().st_mtime_ns
+    assert len(file.read_text().splitlines()) == 3
+    assert BENCH.make_rows(work, 3, tmp_path) == file
+    assert file.stat().st_mtime_ns == before
+    assert len(BENCH.make_rows(work, 4, tmp_path).read_text().splitlines()) == 4
 
 
 def test_watch_ends_a_process_and_its_children_at_the_limit(tmp_path: Path) -> None:
