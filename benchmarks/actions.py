@@ -40,6 +40,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.attempt import FOUND, attempt
+from mvp_engine.files import atomic_path, atomic_write_text
 
 SIDE = {False: 224, True: 16}  # pixels, by --tiny
 CAMERAS = ("observation.images.left", "observation.images.right", "observation.images.wrist")
@@ -72,7 +73,8 @@ def make(folder: Path, tiny: bool, episodes: int, codec: str | None = "libsvtav1
     sizes = {"observation.state": 14, "action": 14}
     dice = np.random.default_rng(0)
     cameras = dict.fromkeys(CAMERAS, (side, side))
-    with LeRobotWriter(folder / "robot", fps=30, sizes=sizes, cameras=cameras, codec=codec) as writer:
+    given = {"fps": 30, "sizes": sizes, "cameras": cameras, "codec": codec}
+    with atomic_path(folder / "robot") as made, LeRobotWriter(made, **given) as writer:
         for _ in range(episodes):
             columns = {name: dice.standard_normal((FRAMES, size)).astype(np.float32) for name, size in sizes.items()}
             images = {camera: moving_noise(dice, side) for camera in CAMERAS}
@@ -295,7 +297,7 @@ def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     if ratio:
         print(f"ours / transformers: {ratio:.2f} x samples per second", flush=True)
     if args.out:
-        args.out.write_text(json.dumps({**about(), "ratio": ratio, "rows": rows}, indent=2) + "\n")
+        atomic_write_text(args.out, json.dumps({**about(), "ratio": ratio, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

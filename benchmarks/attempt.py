@@ -8,14 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.watch import limit_of
+
+DAY = 86_400.0
 FOUND = "found.json"  # in the folder of the attempt: what the process measured
 
 
 def attempt(script: str, what: str, tried: str, folder: str, limit: float | None = None) -> dict[str, Any]:
     """Run `script` with the words of this command and `--inside`; a failure is a row with its last lines.
 
-    `limit`: seconds after which it is killed.
+    `limit`: seconds after which it is killed; earlier where the session of benchmarks ends.
     """
+    limit = limit_of(DAY if limit is None else limit)
     found = Path(folder) / FOUND
     found.unlink(missing_ok=True)
     command = [sys.executable, script, *sys.argv[1:], "--inside", what, tried, folder]

@@ -50,7 +50,7 @@ def prime_pi0(args: argparse.Namespace) -> dict[str, Any]:
     folder = args.folder or Path("robot")
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "robot").is_dir():
-        actions.make(folder, tiny=False, episodes=8)
+        actions.make(folder, tiny=False, episodes=8, codec=actions.codec_of("libsvtav1"))
     how = argparse.Namespace(tiny=False, workers=12, steps=STEPS, keys=args.keys)
     return actions.ours(folder, how, args.tried.split(":"))
 

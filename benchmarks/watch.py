@@ -80,6 +80,8 @@ def watch(
                 now = time.perf_counter() - started
                 for file in folder.glob("runs/*/metrics.jsonl"):
                     lines = [line for line in file.read_text().split("\n")[:-1] if line]
+                    if len(lines) < len(records):  # it ran out of memory and started again, with smaller packs
+                        records.clear()
                     records += [(now, json.loads(line)) for line in lines[len(records) :]]
                 if pattern and first is None and re.search(pattern, read_log(log), re.MULTILINE):
                     first = now
