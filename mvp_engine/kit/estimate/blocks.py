@@ -174,6 +174,8 @@ class BlockCosts:
             if mode == "none":
                 eager = 1.0 if self.compiled.get(block.part) else EAGER
                 per_row = size * elements.none * eager / ranks
+                if self._compiles_fp8_gradients(block):
+                    per_row -= elements.fp8_gradients
             elif mode == "selective":
                 per_row = size * elements.selective / ranks
             elif mode == "attention":  # and its log-sum-exp, in float32
@@ -248,6 +250,10 @@ class BlockCosts:
                 weights = sum(p.numel() for p in trained)
                 amount.add(block, 2.0 * weights * rows.get(block.rows, 0.0))
         return amount
+
+    def _compiles_fp8_gradients(self, block: Block) -> bool:
+        is_fp8 = self.settings.fp8_weight_gradients and self.fp8.get(block.part, False)
+        return bool(is_fp8 and self.compiled.get(block.part))
 
     def _fp8_modules(self, block: Block) -> list[nn.Module]:
         """The linear layers and stacked experts of a block that run in FP8."""

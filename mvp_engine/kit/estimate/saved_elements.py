@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.ops import fp8
 
 HEAD_DIM = 64  # of attention that does not name it
 LARGEST_HEAD = 256  # of cuDNN's and FlashAttention's kernels
@@ -23,6 +24,9 @@ class SavedElements:
     full: float = 0.0  # the input of the block
     attention: float = 0.0  # the output of attention
     heads: float = 0.0  # of attention
+    fp8_gradients: float = (
+        0.0  # bytes that `model.fp8_weight_gradients` saves less, in compiled blocks
+    )
 
 
 def saved_elements(block: nn.Module) -> SavedElements:
@@ -77,6 +81,15 @@ def _add_linear(saved: SavedElements, group: nn.Module, layers: list[nn.Linear])
         saved.selective += last_input
         saved.attention += last_input
         saved.heads += last_input / (getattr(group, "head_dim", None) or HEAD_DIM)
+    # One byte of an input instead of two. Backward of attention needs its output in bf16 all the same.
+    if any(_has_fp8_gradient(layer) for layer in first):
+        saved.fp8_gradients += first_input
+    if _has_fp8_gradient(last):
+        saved.fp8_gradients += -last_input if is_attention else last_input
+
+
+def _has_fp8_gradient(layer: nn.Linear) -> bool:
+    return fp8.fits(layer) and layer.weight.requires_grad
 
 
 def _add_experts(saved: SavedElements, weights: list[nn.Parameter], per_token: int) -> None:
