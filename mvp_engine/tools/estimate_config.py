@@ -34,7 +34,7 @@ from mvp_engine.kit.estimate.packs import (
     assumed_packs,
     assumed_speech_packs,
 )
-from mvp_engine.kit.estimate.sample import assumed_batches, sampled_batches
+from mvp_engine.kit.estimate.sample import SampledBatches, assumed_batches
 from mvp_engine.kit.estimate.settings import GIB, EstimateSettings, gpu_by_name
 from mvp_engine.kit.estimate.step import estimate_step
 from mvp_engine.kit.estimate.training import changed, meta_model, settings_of
@@ -99,12 +99,14 @@ class Estimator:
         plain = changed(self.config, default.values)
         settings = self.settings(plain)
         model = self.model(plain)
+        ranks = self.gpus // settings.text_ranks
+        gpu = gpu_by_name(self.gpu)
         if self.is_assumed:
             batch = self._assumed_batches(model, plain)
+            work = Workload(model, settings, batch, gpu, ranks)
         else:
-            batch = sampled_batches(config_data_kit(self.engine_class, plain))
-        ranks = self.gpus // settings.text_ranks
-        work = Workload(model, settings, batch, gpu_by_name(self.gpu), ranks)
+            rows = SampledBatches(config_data_kit(self.engine_class, plain))
+            work = Workload(model, settings, rows, gpu, ranks, rows.heaviest)
         packs = data_packs(plain)
         return choose(self.config, self.section, data, packs, work)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -22,9 +24,12 @@ from mvp_engine.hf.encoder_share import largest_share
 from mvp_engine.hf.lora import add_adapters
 from mvp_engine.hf.quantize import quantize_layers
 from mvp_engine.imports import import_file
-from mvp_engine.kit import Lora, MLLMModelKit
+from mvp_engine.kit import Lora, MLLMData, MLLMModelKit
+from mvp_engine.kit.data.pack.plan import make_packs
 from mvp_engine.kit.estimate.blocks import BlockCosts
+from mvp_engine.kit.estimate.choice import Workload, choose
 from mvp_engine.kit.estimate.memory import DYNAMIC
+from mvp_engine.kit.estimate.sample import SampledBatches
 from mvp_engine.kit.estimate.settings import MEMORY, EstimateSettings, gpu_by_name
 from mvp_engine.kit.estimate.step import (
     ATTENTION_EFFICIENCY,
@@ -300,6 +305,33 @@ def test_estimate_offload_waits_for_copies_over_a_slow_link() -> None:
     fast = micro_batch_seconds(costs, batch, gpu)
     assert micro_batch_seconds(costs, batch, slow) > max(fast, copies)
     assert micro_batch_seconds(costs, batch, slow) < fast + 1.2 * copies
+
+
+def test_sampled_batches_know_the_encoder_work_of_the_heaviest_pack() -> None:
+    """The few rows of a sample may have less than most: `auto` counts that of more rows, which are not loaded."""
+    rows = data.rows("images", 1)
+    costs = np.array([[len(row.ids), 1536 * sum(h * w for h, w in row.grids)] for row in rows])
+    size = 8192
+    light = sorted(range(40), key=lambda row: costs[row, 1] / costs[row, 0])[8:14]
+    sample = data.packed([rows[row] for row in light], "qwen3_vl_2b", PIXELS)
+    costs = costs[light + [row for row in range(40) if row not in light]]
+    packs = [costs[pack].sum(0) for pack in make_packs(*costs.T, size)]
+    heaviest = max(encoder / tokens for tokens, encoder in packs if tokens > 0.9 * size)
+    kit: Any = SimpleNamespace(sample=lambda _: sample, sample_costs=lambda _: costs)
+    batches = SampledBatches(kit)
+    batch = batches(size)
+    density = batch.media["pixel_values"].values.numel() / batch.num_tokens
+    assert density < 0.8 * heaviest
+    assert density * batches.heaviest(size) == pytest.approx(heaviest)
+    model = LanguageModel.on_meta(None, data.shape("qwen3_vl_2b"))
+    config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="none"))
+    fixed = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=size)  # type: ignore[list-item]
+    work = Workload(model, EstimateSettings(), batches, gpu_by_name("H200"), 1)
+    peaks = [choose(config, "mllm", fixed, 2, one).peak for one in (work, replace(work, heaviest=batches.heaviest))]
+    encoder = BlockCosts(model, EstimateSettings()).saved_bytes(batch).encoder * size / batch.num_tokens
+    assert peaks[1] - peaks[0] == pytest.approx((batches.heaviest(size) - 1) * encoder)
+    costs[:, 1] = 0
+    assert SampledBatches(kit).heaviest(size) == 1.0
 
 
 def test_estimate_with_data_advises_packs_that_hold_its_longest_row(

@@ -60,6 +60,15 @@ def test_measure_ahead_finds_the_costs_of_measured_and_leaves_it_nothing_to_do(
     assert not kit_of(tmp_path, 0, "third").measure_ahead(["train"])  # without processes
 
 
+def test_sample_costs_are_those_of_the_measured_rows_in_the_order_of_the_sample(tmp_path: Path) -> None:
+    kit = kit_of(tmp_path, 0, rows=12)
+    found = kit.sample_costs()
+    mixture, (costs,) = kit.measured("train")
+    rows = [row for _, row in mixture.order(0, 0).tolist() if row != 5]  # which is bad
+    assert found.tolist() == [[costs.tokens[row], costs.encoder[row]] for row in rows]
+    assert found.all()
+
+
 def test_measure_ahead_in_which_a_process_dies_leaves_the_error_to_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

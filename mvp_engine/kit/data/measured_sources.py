@@ -147,6 +147,19 @@ class MeasuredSources:
             raise no_rows(split, self.left_out(split), bad, long, limit)
         return PackedBatch.concat(batches)
 
+    def sample_costs(self, split: str = "train") -> np.ndarray:
+        """Tokens and encoder work of the rows of `sample` and of more after them, whose media are not decoded."""
+        sources = self.mixture(split).sources
+        formats = self.row_formats(split)
+        costs: list[tuple[int, int]] = []
+        for which, row in self.mixture(split).order(0, 0)[:SAMPLED_ROWS].tolist():
+            source = sources[which]
+            with contextlib.suppress(BadRow):
+                sides = self.row_encoder.encode(source[row], formats[which], source.root)
+                tokens = sum(side.num_positions for side in sides)
+                costs.append((tokens, self.row_encoder.encoder_cost(sides)))
+        return np.array(costs, np.int64).reshape(-1, 2)
+
     def _read_sample(self, split: str, order: np.ndarray) -> list[PackedBatch]:
         sources = self.mixture(split).sources
         formats = self.row_formats(split)

@@ -22,7 +22,7 @@ from mvp_engine.errors import TryAgain, UserError
 from mvp_engine.kit.action_flops import language_backbone
 from mvp_engine.kit.data.settings import MLLMData, data_section
 from mvp_engine.kit.estimate.choice import Choice, Workload, choose, default_choice, is_open
-from mvp_engine.kit.estimate.sample import assumed_batches, sampled_batches
+from mvp_engine.kit.estimate.sample import SampledBatches, assumed_batches
 from mvp_engine.kit.estimate.settings import Gpu, gpu_by_name
 from mvp_engine.kit.estimate.training import changed, meta_model, settings_of
 from mvp_engine.runs import Run
@@ -110,13 +110,13 @@ def _choose(engine: MLLMEngine, section: str, data: MLLMData, asked: dict[str, A
             if gpu is not None and kit is not None:
                 settings = settings_of(plain, config.parallel, UNKNOWN_GPU)
                 model = meta_model(plain, settings)
-                is_stream = kit.is_stream()
-                batch = (
-                    assumed_batches(language_backbone(model).config, data)
-                    if is_stream
-                    else sampled_batches(kit)
-                )
-                work = Workload(model, settings, batch, gpu, engine.layout.data_size)
+                ranks = engine.layout.data_size
+                if kit.is_stream():
+                    batch = assumed_batches(language_backbone(model).config, data)
+                    work = Workload(model, settings, batch, gpu, ranks)
+                else:
+                    rows = SampledBatches(kit)
+                    work = Workload(model, settings, rows, gpu, ranks, rows.heaviest)
                 choice = _choose_untried(config, section, work, note.get("out_of_memory", []))
             note = {**note, "asked": asked, "values": choice.values, "reason": choice.reason}
             note["peak"] = choice.peak

@@ -68,6 +68,8 @@ class Workload:
     batch: Callable[[int], PackedBatch]  # a micro-batch of so many tokens
     gpu: Gpu
     data_ranks: int
+    # The encoder work of the heaviest micro-batch of so many tokens, as a multiple of that of `batch`.
+    heaviest: Callable[[int], float] = lambda _: 1.0
 
 
 def is_open(config: Any, data: MLLMData) -> bool:
@@ -211,6 +213,8 @@ def _estimates(
         micro_batches = -(-packs // work.data_ranks)
         memory = peak_memory(costs, [batch], micro_batches)
         peak = sum(memory.values()) + (more - 1) * sum(memory[kind] for kind in DYNAMIC)
+        if batch.media:
+            peak += (work.heaviest(tokens) - 1) * more * costs.saved_bytes(batch).encoder
         seconds = math.inf
         if peak <= room:
             on_gpu = slowdown * more * micro_batch_seconds(costs, batch, work.gpu)

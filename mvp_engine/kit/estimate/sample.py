@@ -11,14 +11,48 @@ import numpy as np
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.kit.data.kit import MLLMDataKit
+from mvp_engine.kit.data.pack.plan import make_packs
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.kit.estimate.packs import MEDIA_SHARE, assumed_packs
 
+FULL = 0.9  # of the tokens of a pack that counts as full
 
-def sampled_batches(kit: MLLMDataKit, split: str = "train") -> Callable[[int], PackedBatch]:
-    """Micro-batches by their number of tokens, without measuring all rows."""
-    sample = _without_values(kit.sample(split))
-    return cache(lambda size: repeated(sample, size))
+
+class SampledBatches:
+    """Micro-batches by their number of tokens, without measuring all rows.
+
+    The rows in them are few, and may have less media than most. The encoder work of more rows is measured.
+    """
+
+    def __init__(self, kit: MLLMDataKit, split: str = "train") -> None:
+        self.sample = _without_values(kit.sample(split))
+        self.costs = cache(lambda: kit.sample_costs(split))  # of no use without media
+        # A choice asks for each size with many modes.
+        self._batch = cache(lambda size: repeated(self.sample, size))
+        self.heaviest = cache(self._heaviest)
+
+    def __call__(self, size: int) -> PackedBatch:
+        return self._batch(size)
+
+    def _heaviest(self, size: int) -> float:
+        """The encoder work of the heaviest of many packs of this size, as a multiple of that of `self(size)`."""
+        costs = self.costs()
+        tokens, encoder = costs[costs[:, 0] <= size].T
+        of_batch = _media_share(self(size)) / (_media_share(self.sample) or 1.0)
+        in_sample = int(np.searchsorted(np.cumsum(tokens), self.sample.num_tokens)) + 1
+        density = of_batch * encoder[:in_sample].sum() / max(1, tokens[:in_sample].sum())
+        if not density:
+            return 1.0  # text
+        shares = [float(encoder.sum() / tokens.sum())]
+        for pack in make_packs(tokens, encoder, size):
+            if tokens[pack].sum() >= FULL * size:  # not the last one
+                shares.append(float(encoder[pack].sum() / tokens[pack].sum()))
+        return max(shares) / density
+
+
+def _media_share(batch: PackedBatch) -> float:
+    """Values of media for each token."""
+    return sum(media.values.numel() for media in batch.media.values()) / batch.num_tokens
 
 
 def assumed_batches(
