@@ -73,7 +73,7 @@ class ComputeWeights:
         self._frozen_versions = {}
 
     def _quantize(self) -> None:
-        """Quantize the trainable weights, and the frozen ones that changed."""
+        """Quantize the trainable weights, and the frozen ones that changed; not seen is a write to `param.data`."""
         found = self._frozen_versions
         pairs = zip(self._fp8_copies, self.fp8_masters, strict=True)
         stale = [(copy, one) for copy, one in pairs if found.get(one) != one._version]

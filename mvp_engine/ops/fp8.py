@@ -49,7 +49,7 @@ def fits(layer: nn.Module) -> bool:
 
 
 class Fp8Weight(NamedTuple):
-    """A weight that was quantized ahead, by outputs, and transposed, by inputs; `leaf` gets its gradient."""
+    """A weight that is quantized already: by outputs, and transposed, by inputs. `leaf` gets its gradient."""
 
     leaf: Tensor  # (N, K); of experts (E, N, K), and so on
     values: Tensor
@@ -59,7 +59,7 @@ class Fp8Weight(NamedTuple):
 
 
 def quantized_name(name: str) -> str:
-    """The attribute of a module that holds the FP8 values of its parameter, if they were made ahead."""
+    """The attribute of a module with the FP8 values of its parameter; None: its forward quantizes."""
     return f"{name}_quantized"
 
 
@@ -67,7 +67,7 @@ class Fp8Linear(nn.Linear):
     """A linear layer that runs in FP8 under bf16 autocast, and as nn.Linear otherwise."""
 
     fp8_weight_gradient: bool = False
-    weight_quantized: Fp8Weight | None = None  # the weight, by `model.cast_weights_once`
+    weight_quantized: Fp8Weight | None = None  # the weight: `hf/fp8_weights.py`
 
     def forward(self, x: Tensor) -> Tensor:
         if autocast_dtype(x) != torch.bfloat16:
