@@ -122,6 +122,21 @@ def test_sft_tables_in_docs_equal_the_stored_results(compare: Any, tmp_path) -> 
     assert [len(row.ids) for row in compare.rows("full", 1)] == [4096] * 8
 
 
+def test_sft_side_that_ends_at_its_limit_counts_the_steps_it_had(compare: Any, tmp_path, monkeypatch) -> None:
+    perf = {"step_s": 2.0, "data_wait": 0.1, "memory_gib": 3.0}
+    totals = {"tokens": 100, "flops": 1e9}
+    records = [(9.0, {"step": step, "loss": 1.0, "perf": perf, "totals": totals}) for step in (1, 5, 10)]
+    args = Namespace(shape="tiny", steps=20, longest=64, packs=2, keys=[], limit=60)
+    for seen, code in ((records, None), (records[:2], None), (records, 1)):
+        ended = Namespace(records=seen, code=code, output="")
+        monkeypatch.setattr(compare, "watch", lambda *_, ended=ended, **__: ended)
+        row = compare.measure(args, "ours", "mix")
+        if (len(seen), code) == (3, None):
+            assert (row["steps"], row["tokens_per_s"], row["data_wait"]) == (5, 10.0, pytest.approx(0.1))
+        else:
+            assert row["why"] == f"ended with {code or 124}"
+
+
 def test_sft_rows_with_images_are_equal_packed_and_padded(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "sft"))
     data, trainer = (import_file(ROOT / "benchmarks" / "sft" / f"{name}.py") for name in ("data", "trainer"))
