@@ -172,6 +172,12 @@ def test_cast_weights_once_quantizes_frozen_weights_when_they_are_loaded(monkeyp
     engine.compute_weights.release()  # as offloading does
     engine.train_batch(batches, loss_of(engine))
     assert sizes[4:] == [len(frozen)]
+    assert not any(copy.leaf.requires_grad for copy in engine.compute_weights._fp8_copies)  # inputs would be saved
+    sizes.clear()
+    engine = engine_of(build_model(LanguageModel, "qwen3"), fp8=True, cast_weights_once=True)
+    for _ in range(2):  # trainable ones always: kernels of optimizers may count no version
+        engine.forward_backward_batch(batches, loss_of(engine))
+    assert sizes == [len(frozen)] * 2
 
 
 @CAMPAIGN
