@@ -246,7 +246,7 @@ def sizes_fit(experts: nn.Module) -> bool:
 
 
 def fp8_layers(block: nn.Module) -> list[nn.Module]:
-    """The linear layers of a block that can run in FP8. Not those of routers: rounding would choose other experts."""
+    """The linear layers of a block that can run in FP8. Not those of routers: rounding could choose other experts."""
     in_routers: set[nn.Module] = set()
     for module in block.modules():
         around = dict(module.named_children())
