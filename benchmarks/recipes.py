@@ -81,12 +81,17 @@ SFT = "qwen3/configs/sft_gpu1.yaml"
 # What fits on 80 GB with optimizer states on the host, also where the GPU is larger.
 FULL_8B = ["mllm.micro_batch_tokens=16384", "model.activation_checkpointing=full"]
 LONG = ["mllm.row_tokens=131072", "mllm.global_batch_tokens=131072"]
+FP8 = ["model.fp8=true", "model.fp8_weight_gradients=true"]
+VLM = "qwen3_vl/configs/instruct_gpu1.yaml"
 WORKS = {
     "text_0.6b": Work(SFT, "qwen3_0_6b", "tiny", "chats", peers=True),
     "text_1.7b": Work(SFT, "qwen3_1_7b", "tiny", "chats", peers=True),
+    "text_1.7b_fp8": Work(SFT, "qwen3_1_7b", "tiny", "chats", FP8),
     "lora_8b": Work("qwen3/configs/sft_gpu1_lora.yaml", "qwen3_8b", "tiny", "chats", lora=16, peers=True),
-    "vlm_2b": Work("qwen3_vl/configs/instruct_gpu1.yaml", "qwen3_vl_2b", "tiny_vl", "images"),
+    "vlm_2b": Work(VLM, "qwen3_vl_2b", "tiny_vl", "images"),
+    "vlm_2b_fp8": Work(VLM, "qwen3_vl_2b", "tiny_vl", "images", FP8),
     "experts_a3b": Work(SFT, "qwen3_a3b_6", "tiny_moe", "chats"),
+    "experts_a3b_fp8": Work(SFT, "qwen3_a3b_6", "tiny_moe", "chats", FP8[:1]),
     "full_8b": Work(SFT, "qwen3_8b", "tiny", "chats", [*FULL_8B, "optim.state_dtype=bfloat16"]),
     "full_8b_offload": Work(SFT, "qwen3_8b", "tiny", "chats", [*FULL_8B, "optim.offload=true"]),
     "long_128k": Work(SFT, "qwen3_1_7b", "tiny", "documents", LONG, longest=131072),
@@ -182,7 +187,7 @@ def config_words(work: Work, model: Path, data: Path, args: argparse.Namespace) 
     words += ["export=null", "loop.epochs=null", *work.words, *args.keys]
     if args.tiny:
         words += ["mllm.row_tokens=4096", "mllm.global_batch_tokens=8192", "data.num_workers=1", "model.compile=null"]
-        words += ["loop.precision=fp32", "cpu_threads=1"]
+        words += [f"loop.precision={'bf16' if FP8[0] in words else 'fp32'}", "cpu_threads=1"]
     return words
 
 

@@ -10,6 +10,7 @@ from benchmarks.watch import Watched
 FULL_SPEED = 1.1  # times the steady step
 RATES = ("step_s", "tokens_per_s", "mfu")  # kept of each interval, to compare the same steps of two runs
 TARGETS = {"text_0.6b": 0.45, "text_1.7b": 0.55, "lora_8b": 0.5, "vlm_2b": 0.5, "experts_a3b": 0.42, "long_128k": 0.5}
+TARGETS |= {"text_1.7b_fp8": 0.66, "vlm_2b_fp8": 0.6}
 
 
 def figures(seen: Watched) -> dict[str, Any]:
