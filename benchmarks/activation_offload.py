@@ -25,17 +25,17 @@ import platform
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.attempt import failure
 from benchmarks.qlora import fill_at_random, shape_of
-from mvp_engine.config.schema import ActivationCheckpointing
+from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.files import atomic_write_text
@@ -117,8 +117,7 @@ def attempt(part: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     try:
         return part(*args)
     except Exception as error:  # noqa: BLE001 - out of memory of the GPU or the host, or a kernel that fails
-        traceback.print_exc()
-        return {"why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
+        return failure(error)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -137,8 +136,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536, help="of a pack")
     parser.add_argument("--row", type=int, default=8192, help="tokens of a row")
     parser.add_argument("--steps", type=int, default=3)
-    modes = get_args(ActivationCheckpointing)
-    parser.add_argument("--modes", nargs="+", default=["full", "offload"], choices=modes, metavar="MODE")
+    parser.add_argument("--modes", nargs="+", default=["full", "offload"], choices=CHECKPOINTING_MODES, metavar="MODE")
     parser.add_argument("--no-lora", dest="lora", action="store_false")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--tiny", action="store_true")

@@ -18,7 +18,6 @@ import json
 import platform
 import statistics
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.attempt import failure
 from mvp_engine.files import atomic_write_text
 from mvp_engine.hf import experts as ours
 
@@ -139,8 +139,7 @@ def main() -> None:
             try:
                 row |= measure(name, args, skewed)
             except Exception as error:  # noqa: BLE001 - no such kernel on this GPU, say; the others are measured
-                traceback.print_exc()
-                row["why"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+                row |= failure(error)
             result["rows"].append(row)
             print(json.dumps(row), flush=True)
             if args.out:

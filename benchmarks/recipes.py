@@ -33,7 +33,6 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,6 +43,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.attempt import failure
 from benchmarks.bytecode import compile_bytecode
 from benchmarks.recipes_figures import figures, starts_table, table
 from benchmarks.recipes_peers import NOT_RUN, PEERS, train_peer, versions
@@ -307,8 +307,7 @@ def attempt(side: Callable[..., dict[str, Any]], name: str, args: argparse.Names
         with tempfile.TemporaryDirectory(prefix="mvp-recipes-", ignore_cleanup_errors=True) as scratch:
             return side(work, model, data, args, Path(scratch))
     except Exception as error:  # noqa: BLE001 - out of memory or disk while a folder is made, say
-        traceback.print_exc()
-        return {"why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
+        return failure(error)
 
 
 def write(result: dict[str, Any], out: Path | None) -> None:

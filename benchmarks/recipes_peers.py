@@ -1,4 +1,4 @@
-"""Who trains beside us in `recipes.py`, in an environment that may be another than ours."""
+"""Peers of `recipes.py`: the trainers that it compares with, in an environment that may be another than ours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(json.dumps(found))
 @dataclass(frozen=True)
 class Peer:
     packages: tuple[str, ...]
-    words: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the script
     lora_only: bool = False
 
 
@@ -56,7 +56,7 @@ def train_peer(
     if missing := [name for name, one in needed.items() if one is None]:
         return {"why": f"not installed: {', '.join(missing)}"}
     out = scratch / "peer.json"
-    how = how | {"out": str(out), "checkpointing": bool(how["lora"])} | peer.words
+    how = how | {"out": str(out), "checkpointing": bool(how["lora"])} | peer.arguments
     env = env | {"UNSLOTH_COMPILE_LOCATION": str(scratch / "unsloth"), "UNSLOTH_DISABLE_STATISTICS": "1"}
     seen = watch([python, str(SCRIPT), json.dumps(how)], scratch, limit, env=env)
     found = json.loads(out.read_text()) if out.is_file() else {"ends": [], "tokens": []}

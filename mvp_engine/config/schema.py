@@ -11,7 +11,7 @@ A recipe adds its own keys by subclassing `Config` and setting the subclass as i
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -36,9 +36,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 Part = Literal["vision", "audio", "projector", "llm", "talker", "action"]
-ActivationCheckpointing = Literal[
-    "none", "selective", "attention", "full", "offload"
-]  # most memory first
+# Modes of activation checkpointing, the largest memory first.
+ActivationCheckpointing = Literal["none", "selective", "attention", "full", "offload"]
+CHECKPOINTING_MODES: tuple[str, ...] = get_args(ActivationCheckpointing)
 
 
 class Project(Section):

@@ -105,8 +105,8 @@ class SampleLoader:
         items = self._items()
         if self._pins:
             # A step takes all its micro-batches at once. Without workers, reading ahead would delay the first one.
-            ahead = max(2, min(self.accumulation, MOST_PINNED)) if self._num_workers else 2
-            items = pinned(items, ahead)
+            prefetch = max(2, min(self.accumulation, MOST_PINNED)) if self._num_workers else 2
+            items = pinned(items, prefetch)
         for micro_batch in items:
             self._yielded += 1
             yield micro_batch
@@ -198,7 +198,7 @@ class _SeededDataset(Dataset[Any]):
             raise
 
 
-def pinned(items: Iterator[Any], ahead: int = 2) -> Iterator[Any]:
+def pinned(items: Iterator[Any], prefetch: int = 2) -> Iterator[Any]:
     """The same items in pinned memory, prefetched by a thread.
 
     torch's DataLoader would pin all batches that workers have ready: gigabytes, and while the driver allocates them
@@ -215,7 +215,7 @@ def pinned(items: Iterator[Any], ahead: int = 2) -> Iterator[Any]:
             except Exception as end:  # noqa: BLE001 - StopIteration or a failure; raised after what came before
                 error = end
             # At first only two, so that the first step does not wait for the micro-batches of the second one.
-            while ready and (error or len(ready) > (ahead if yielded >= ahead else 2)):
+            while ready and (error or len(ready) > (prefetch if yielded >= prefetch else 2)):
                 yielded += 1
                 yield ready.popleft().result()
         if not isinstance(error, StopIteration):

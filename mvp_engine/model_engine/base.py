@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mvp_engine.checkpoint.format import publish_leftover
 from mvp_engine.checkpoint.state import SavedState, save
-from mvp_engine.config.schema import ActivationCheckpointing, Config, Experts
+from mvp_engine.config.schema import CHECKPOINTING_MODES, Config, Experts
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout
@@ -72,9 +72,9 @@ class Settings:
         if checkpointing == "auto":
             raise UserError(
                 "model.activation_checkpointing=auto is a choice of MLLMEngine and its subclasses for training: set "
-                "none, selective, attention, full or offload"
+                f"one of {', '.join(CHECKPOINTING_MODES)}"
             )
-        self._check("activation_checkpointing", modes, get_args(ActivationCheckpointing))
+        self._check("activation_checkpointing", modes, CHECKPOINTING_MODES)
         fp8 = self.fp8.values() if isinstance(self.fp8, Mapping) else [self.fp8]
         if self.fp8_weight_gradients and not any(fp8):
             raise UserError(

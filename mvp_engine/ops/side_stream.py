@@ -1,4 +1,4 @@
-"""Copies between host and device next to the computation, on a stream of their own: ordered by events, no host sync.
+"""Copies between host and device on a side stream, which overlap with computation: ordered by events, no host sync.
 
 On a CPU there are no streams and no events: the same code copies at once.
 """

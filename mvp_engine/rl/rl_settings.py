@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mvp_engine.config.schema import Count, Fraction, NonNegative, Parallel, Positive, Section
+from mvp_engine.config.schema import (
+    CHECKPOINTING_MODES,
+    Count,
+    Fraction,
+    NonNegative,
+    Parallel,
+    Positive,
+    Section,
+)
 from mvp_engine.kit.settings import MLLMConfig
 
 Algorithm = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo"]
@@ -266,7 +274,7 @@ class RLConfig(MLLMConfig):
         if "auto" in (self.mllm.micro_batch_tokens, self.model.activation_checkpointing):
             raise ValueError(
                 "mllm.micro_batch_tokens and model.activation_checkpointing: an RL run does not choose them. Set a "
-                "number of tokens, and none, selective, attention, full or offload"
+                f"number of tokens, and one of {', '.join(CHECKPOINTING_MODES)}"
             )
         if self.mllm.pairs:
             raise ValueError("mllm.pairs: RL needs prompts, not pairs. Set it to false")

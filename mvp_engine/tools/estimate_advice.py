@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import reduce
 from itertools import product
 from operator import add
-from typing import Any, get_args
+from typing import Any
 
-from mvp_engine.config.schema import ActivationCheckpointing
+from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.hf.action_model import ActionModel
 from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.parts import blocks_by_part, by_part
@@ -29,7 +29,6 @@ MOST_GPUS = 64
 GPUS_OF_NODE = 8
 SMALLEST_PACK = 512  # tokens
 LORA_LR = 1e-4
-MODES = get_args(ActivationCheckpointing)  # by the memory that they save
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,9 @@ def _checkpointing(estimator: Estimator, config: Any) -> Iterator[Change]:
             continue
         modes = dict[str, str]()
         for part, mode in now.items():
-            modes[part] = max(mode, of_llm if part == "llm" else of_encoders, key=MODES.index)
+            modes[part] = max(
+                mode, of_llm if part == "llm" else of_encoders, key=CHECKPOINTING_MODES.index
+            )
         if modes == now:
             continue
         if len(set(modes.values())) == 1:

@@ -19,12 +19,13 @@ from conftest import ROOT
 from tiny_vlm import chat, model_config, qwen3_vl, with_images, write
 
 from mvp_engine.cli import main
+from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.estimate import auto
-from mvp_engine.kit.estimate.choice import MODES, USABLE, Workload, choose
+from mvp_engine.kit.estimate.choice import USABLE, Workload, choose
 from mvp_engine.kit.estimate.settings import GIB, EstimateSettings, Gpu, gpu_by_name
 from mvp_engine.kit.estimate.step import estimate_step
 from mvp_engine.runs import list_runs
@@ -76,7 +77,7 @@ def test_choose_fills_the_memory_with_packs_and_then_checkpoints_activations() -
         assert values[1] % (2 * values[0]) == 0  # as many micro-batches on each rank
         assert f"{values[0]:,} tokens" in found.reason
         tokens.append(values[0])
-        modes.append(MODES.index(values[2]))
+        modes.append(CHECKPOINTING_MODES.index(values[2]))
         accumulation.append(values[1] // values[0] // 2)
     assert tokens[0] == 65536
     assert accumulation[0] == 1

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.distributed import World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.errors import TryAgain, UserError
@@ -71,7 +72,7 @@ def _check_supported(config: Any) -> None:
     if config.model.backend != "fsdp" or config.parallel.pipeline > 1:
         raise UserError(
             "mllm.micro_batch_tokens=auto and model.activation_checkpointing=auto are for model.backend=fsdp without "
-            "parallel.pipeline: set a number of tokens, and none, selective, attention, full or offload"
+            f"parallel.pipeline: set a number of tokens, and one of {', '.join(CHECKPOINTING_MODES)}"
         )
 
 

@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
-from mvp_engine.config.schema import ActivationCheckpointing
+from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import count
 from mvp_engine.hf.packed_model import PackedModel
@@ -26,7 +26,6 @@ from mvp_engine.kit.estimate.step import micro_batch_seconds
 
 AUTO = "auto"
 CHECKPOINTING = "model.activation_checkpointing"
-MODES: tuple[str, ...] = get_args(ActivationCheckpointing)
 LAST_RESORT = "offload"  # needs memory of the host, about which nothing is known: only where nothing else fits
 USABLE = 0.9  # of the memory: estimates are within a tenth of measurements
 NEARLY_EQUAL = 1.01  # times the shortest step: of these, the least activation checkpointing and the largest packs
@@ -128,7 +127,7 @@ def choose(
 def _checkpointed(mode: Mode) -> int:
     """How much is computed a second time in backward; it orders modes."""
     modes = mode.values() if isinstance(mode, Mapping) else [mode]
-    return sum(MODES.index(one) for one in modes)
+    return sum(CHECKPOINTING_MODES.index(one) for one in modes)
 
 
 def _reason(best: Sizes, work: Workload, found: list[Sizes], fits: bool) -> str:
@@ -184,10 +183,12 @@ def _modes(work: Workload) -> Iterator[Mode]:
     parts = dict[str, set[str]]()
     for block in costs.blocks:
         if block.in_backward and block.part != "projector":
-            modes_of_part = parts.setdefault(block.part, set(MODES) - {LAST_RESORT, "attention"})
+            modes_of_part = parts.setdefault(
+                block.part, set(CHECKPOINTING_MODES) - {LAST_RESORT, "attention"}
+            )
             if block.is_text and costs.keeps_attention(block):
                 modes_of_part.add("attention")
-    searched = [sorted(modes, key=MODES.index) for modes in parts.values()]
+    searched = [sorted(modes, key=CHECKPOINTING_MODES.index) for modes in parts.values()]
     for modes in product(*searched):
         if len(set(modes)) == 1:
             yield modes[0]

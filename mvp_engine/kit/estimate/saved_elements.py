@@ -10,9 +10,9 @@ from torch import nn
 
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.ops import fp8
+from mvp_engine.ops.cudnn_attention import LARGEST_HEAD  # also FlashAttention's
 
 HEAD_DIM = 64  # of attention that does not name it
-LARGEST_HEAD = 256  # of cuDNN's and FlashAttention's kernels
 
 
 @dataclass
@@ -24,9 +24,7 @@ class SavedElements:
     full: float = 0.0  # the input of the block
     attention: float = 0.0  # the output of attention
     heads: float = 0.0  # of attention
-    fp8_gradients: float = (
-        0.0  # bytes that `model.fp8_weight_gradients` saves less, in compiled blocks
-    )
+    fp8_gradients: float = 0.0  # bytes less with `model.fp8_weight_gradients`, in compiled blocks
 
 
 def saved_elements(block: nn.Module) -> SavedElements:

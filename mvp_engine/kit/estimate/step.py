@@ -147,9 +147,8 @@ def _batch_seconds(costs: BlockCosts, batch: PackedBatch, gpu: Gpu) -> dict[str,
         False in repeating,
     )
     seconds = {name: value + encoder[name] for name, value in text.items()}
-    copied = (
-        sum(costs.offloaded_bytes(batch)[1:]) / gpu.host_bytes_per_s
-    )  # all but the last block's
+    moved = sum(costs.offloaded_bytes(batch)[1:])  # inputs of all blocks but the last one
+    copied = moved / gpu.host_bytes_per_s
     if copied:
         compute = sum(seconds.values())
         if not costs.settings.half_precision:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
-from mvp_engine.config.schema import ActivationCheckpointing
-
-MODES: tuple[str, ...] = get_args(ActivationCheckpointing)  # the largest memory first
+from mvp_engine.config.schema import CHECKPOINTING_MODES
 
 
 @dataclass(frozen=True)
@@ -113,10 +111,10 @@ class Space:
     def _next_modes(self, setup: Setup, change: int) -> Iterator[Setup]:
         for i, mode in enumerate(setup.modes):
             level = _level(mode) + change
-            if 0 <= level < len(MODES):
-                modes = (*setup.modes[:i], MODES[level], *setup.modes[i + 1 :])
+            if 0 <= level < len(CHECKPOINTING_MODES):
+                modes = (*setup.modes[:i], CHECKPOINTING_MODES[level], *setup.modes[i + 1 :])
                 yield replace(setup, modes=modes)
 
 
 def _level(mode: str) -> int:
-    return MODES.index(mode)
+    return CHECKPOINTING_MODES.index(mode)
