@@ -9,6 +9,7 @@ import importlib.abc
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
+from typing import Any
 
 CONFIG_KEYS = {
     "model.recompute": "model.activation_checkpointing",
@@ -21,8 +22,9 @@ CONFIG_KEYS = {
     "mllm.packs_per_step": "data.global_batch_size",
 }
 
-REMOVED_KEYS = {
+REMOVED_KEYS = {  # all were false by default
     "lora.dora": "DoRA is no longer supported: delete the key to train with plain LoRA",
+    "model.cast_weights_once": "It changed no results and made no step faster: delete the key",
 }
 
 # Modules below mvp_engine.
@@ -117,6 +119,15 @@ def current_keys(values: Mapping[str, object]) -> dict[str, object]:
         if key not in REMOVED_KEYS:
             found[renamed_key(key) or key] = value
     return found
+
+
+def drop_removed_defaults(values: Mapping[str, Any]) -> None:
+    """Delete removed keys that have their default from the values of a run's config.yaml, which records all keys."""
+    for key in REMOVED_KEYS:
+        section, _, name = key.rpartition(".")
+        found = values.get(section)
+        if isinstance(found, dict) and found.get(name) is False:
+            del found[name]
 
 
 def raise_renamed(owner: object, name: str, attributes: Mapping[str, str]) -> None:

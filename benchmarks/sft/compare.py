@@ -12,10 +12,9 @@ autocast over float32 weights). `mix` has lengths as chats have them, `full` not
 costs the Trainer nothing. `images` has text behind none to four images, and trains the encoder too. A step is 32 (8,
 40) rows, about 32k tokens. Tokens are useful ones, never padding; MFU is by MFUKit's formula, the same for all, of the
 card's peak for bf16. The first interval warms up and does not count. `ours, fp8` has 8-bit products (`model.fp8`),
-`ours, fp8 all` has weight gradients in FP8 as well, and quantizes weights once per step. Rows lie in memory,
-save for `ours, JPEG files`: there the data kit's loader reads the same rows from a jsonl and real files, in packs of
-its own (`files.py`), for `images` alone. With `--add`, rows that are in the file stay there; `run` says which of the
-commands a row is from.
+`ours, fp8 all` has weight gradients in FP8 as well. Rows lie in memory, save for `ours, JPEG files`: there the data
+kit's loader reads the same rows from a jsonl and real files, in packs of its own (`files.py`), for `images` alone. With
+`--add`, rows that are in the file stay there; `run` says which of the commands a row is from.
 
 `TRL + Liger` is SFTTrainer (`pip install trl`), which packs rows itself, and so has them in another order, in blocks of
 `--longest` tokens: counted are the sequences that its steps really had, each apart from the others. It keeps them whole
@@ -51,7 +50,7 @@ from mvp_engine.log.peaks import device_peak
 HERE = Path(__file__).parent
 FP8 = "model.fp8=true"
 OURS: dict[str, list[str]] = {"ours": [], "ours, fp8": [FP8], "ours, JPEG files": ["sft.source=files"]}
-OURS["ours, fp8 all"] = [FP8, "model.fp8_weight_gradients=true", "model.cast_weights_once=true"]
+OURS["ours, fp8 all"] = [FP8, "model.fp8_weight_gradients=true"]
 SIDES = ["ours", "Trainer", "Trainer + Liger"]
 TRL = {"TRL + Liger": "bfd", "TRL + Liger, wrapped": "wrapped"}  # how it packs
 INTERVAL = 5

@@ -31,6 +31,7 @@ from mvp_engine.config.places import ConfigFile, override_key, place_of, short_p
 from mvp_engine.config.schema import Config
 from mvp_engine.config.shipped import shipped_config, shipped_configs
 from mvp_engine.errors import UserError, did_you_mean, similar_path
+from mvp_engine.renamed import drop_removed_defaults
 from mvp_engine.runs import flat_keys
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def read_draft(path: str | Path, overrides: list[str]) -> Draft:
     roots = _search_roots(file)
     files = [ConfigFile(DEFAULTS, ""), *_inherited(file, roots)]
     values = _compose_values(file, roots, files, overrides)
+    if (file.parent / "run.json").is_file():
+        drop_removed_defaults(values)
     engine = values.get("engine")
     if engine is not None and not isinstance(engine, str):
         place = place_of("engine", files, overrides)

@@ -107,7 +107,6 @@ class Model(Section):
     compile: str | dict[Part, str | None] | None
     compile_cache: str | None = None
     compile_dynamic: bool = False
-    cast_weights_once: bool = False
     fp8: bool | dict[Part, bool]
     fp8_weight_gradients: bool = False
     quantize: dict[Part, Literal["nf4"]]

@@ -235,11 +235,6 @@ def adapter_name(name: str) -> str:
     return f"{name}_adapter"
 
 
-def adapters(experts: nn.Module) -> list[nn.Module]:
-    """The LoRA adapters of stacked parameters: `lora_experts.py`."""
-    return [child for name, child in experts.named_children() if name.endswith("_adapter")]
-
-
 def sizes_fit(experts: nn.Module) -> bool:
     """The half-precision kernels support all matrices of these experts, (E, in, out) each."""
     return _are_multiples([*experts.parameters()], MULTIPLE)

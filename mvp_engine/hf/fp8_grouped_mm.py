@@ -30,53 +30,41 @@ def fp8_grouped_linear(
     x_NI: Tensor, weight: Tensor | Fp8Weight, ends_E: Tensor, is_transposed: bool = False
 ) -> Tensor:
     """Each row times the matrix of its expert, (N, O) in bf16. `is_transposed`: matrices are (in, out)."""
-    leaf, *by_row = weight if isinstance(weight, Fp8Weight) else (weight, None, None, None, None)
-    if is_transposed:
-        by_row = [*by_row[2:], *by_row[:2]]
     rows_NI = x_NI.bfloat16().contiguous()
-    return _Fp8GroupedLinear.apply(rows_NI, leaf, ends_E, is_transposed, *by_row)
+    if isinstance(weight, Fp8Weight):
+        return _grouped_mm_transposed(rows_NI, *weight, ends_E)
+    return _Fp8GroupedLinear.apply(rows_NI, weight, ends_E, is_transposed)
 
 
 class _Fp8GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_NI: Tensor,
-        weight: Tensor,
-        ends_E: Tensor,
-        is_transposed: bool,
-        values_EOI: Tensor | None,
-        scale_EO1: Tensor | None,
-        values_EIO: Tensor | None,
-        scale_EI1: Tensor | None,
+        ctx: Any, x_NI: Tensor, weight: Tensor, ends_E: Tensor, is_transposed: bool
     ) -> Tensor:
-        """Without values of the weight it is quantized here, and once more in backward."""
+        """The weight is quantized here, and once more in backward."""
         ctx.is_transposed = is_transposed
         # Only the gradient of the weight needs the input: frozen experts do not keep it.
         saved_NI = x_NI if ctx.needs_input_grad[1] else None
-        saved_weight = weight if values_EIO is None else None
-        ctx.save_for_backward(saved_NI, saved_weight, ends_E, values_EIO, scale_EI1)
-        if values_EOI is None or scale_EO1 is None:
-            values_EOI, scale_EO1 = _quantize(weight, transposed=is_transposed)
-        return _grouped_mm_transposed(x_NI, values_EOI, scale_EO1, ends_E)
+        ctx.save_for_backward(saved_NI, weight, ends_E)
+        return _grouped_mm_transposed(x_NI, *quantize_experts(weight, is_transposed), ends_E)
 
     @staticmethod
     def backward(ctx: Any, d_NO: Tensor) -> tuple[Tensor | None, ...]:
-        x_NI, weight, ends_E, values_EIO, scale_EI1 = ctx.saved_tensors
+        x_NI, weight, ends_E = ctx.saved_tensors
         d_NO = d_NO.bfloat16().contiguous()
         d_x_NI = None
         if ctx.needs_input_grad[0]:
-            if values_EIO is None:
-                values_EIO, scale_EI1 = _quantize(weight, transposed=not ctx.is_transposed)
-            d_x_NI = _grouped_mm_transposed(d_NO, values_EIO, scale_EI1, ends_E)
+            by_input = quantize_experts(weight, not ctx.is_transposed)
+            d_x_NI = _grouped_mm_transposed(d_NO, *by_input, ends_E)
         d_weight = None
         if ctx.needs_input_grad[1]:
             both = (x_NI, d_NO) if ctx.is_transposed else (d_NO, x_NI)
             d_weight = _grouped_outer(*both, ends_E)  # autograd casts it to the dtype of the weight
-        return d_x_NI, d_weight, None, None, None, None, None, None
+        return d_x_NI, d_weight, None, None
 
 
-def _quantize(weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+def quantize_experts(weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """The float8 values and scales of matrices by their rows, or by those of their transposed ones."""
     # Not of a transposed copy: the FP8 values are what is transposed, with a fourth of the bytes.
     return quantize(weight.mT if transposed else weight)
 

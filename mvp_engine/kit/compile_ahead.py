@@ -62,9 +62,8 @@ def compile_blocks(engine: MLLMEngine) -> None:
 def _forward_backward(engine: MLLMEngine, batch: PackedBatch) -> None:
     model: Any = engine.model
     name = "hidden_states" if "hidden_states" in model.provides else model.provides[0]
-    with engine.model_engine.on_compute_weights():
-        with engine.model_engine.autocast():
-            found = model(batch.to(engine.device), [name])[name]
-        if found.requires_grad:
-            found.float().mean().backward()
+    with engine.model_engine.autocast():
+        found = model(batch.to(engine.device), [name])[name]
+    if found.requires_grad:
+        found.float().mean().backward()
     model.zero_grad(set_to_none=True)

@@ -107,7 +107,7 @@ def complete(
         members = split.members
     completions: list[Completion] = []
     # Compiled blocks would be compiled again for these shapes.
-    with engine.eval_mode(), torch.compiler.set_stance("force_eager"), _cast_weights_once(engine):
+    with engine.eval_mode(), torch.compiler.set_stance("force_eager"), _keep_cast_weights(engine):
         # Ranks that shard one model run the same number of forwards; they start each group together.
         num_groups = (
             engine.world.all_gather(len(groups)) if engine.layout.shard_mesh else [len(groups)]
@@ -121,7 +121,7 @@ def complete(
 
 
 @contextmanager
-def _cast_weights_once(engine: ModelEngine) -> Iterator[None]:
+def _keep_cast_weights(engine: ModelEngine) -> Iterator[None]:
     """A context in which the half-precision and FP8 weights of a forward are kept for the next ones.
 
     Not on sharded layouts: a rank could not hold all of them.

@@ -54,7 +54,6 @@ class Settings:
     compile: str | Mapping[Any, str | None] | None = None  # torch.compile backend, auto; or by part
     compile_cache: str | None = None  # the folder of compiled graphs; None: in the user's cache
     compile_dynamic: bool = False  # the first graph of a block is for packs of any size
-    cast_weights_once: bool = False  # to bf16, once per step instead of once per micro-batch
     fp8: bool | Mapping[Any, bool] = False  # linear layers and experts in FP8; or by part
     fp8_weight_gradients: bool = False  # of linear layers in FP8, in FP8 as well
     quantize: Mapping[Any, str] = field(default_factory=dict)  # nf4 by part; needs LoRA
@@ -197,10 +196,6 @@ class ModelEngine(abc.ABC):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """A context that computes in the precision of the training."""
-        return nullcontext()
-
-    def on_compute_weights(self) -> AbstractContextManager[None]:
-        """A context for training forwards and their backwards: weights in the precision of the training."""
         return nullcontext()
 
     @abc.abstractmethod

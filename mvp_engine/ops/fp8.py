@@ -49,13 +49,10 @@ def fits(layer: nn.Module) -> bool:
 
 
 class Fp8Weight(NamedTuple):
-    """A weight that is quantized already: by outputs, and transposed, by inputs. `leaf` gets its gradient."""
+    """A weight that is quantized already, for forwards without gradients."""
 
-    leaf: Tensor  # (N, K); of experts (E, N, K), and so on
-    values: Tensor
+    values: Tensor  # (N, K); of experts (E, N, K)
     scale: Tensor  # (N, 1)
-    transposed: Tensor
-    transposed_scale: Tensor  # (K, 1)
 
 
 def quantized_name(name: str) -> str:
@@ -73,45 +70,33 @@ class Fp8Linear(nn.Linear):
         if autocast_dtype(x) != torch.bfloat16:
             return super().forward(x)
         x_TK = x.bfloat16().reshape(-1, self.in_features)
-        weight = self.weight_quantized or (self.weight, None, None, None, None)
-        out_TN = _Fp8Matmul.apply(x_TK, self.fp8_weight_gradient, *weight)
+        if self.weight_quantized is None:
+            out_TN = _Fp8Matmul.apply(x_TK, self.fp8_weight_gradient, self.weight)
+        else:
+            out_TN = _matmul_transposed(*quantize(x_TK), *self.weight_quantized)
         out = out_TN.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias.bfloat16()
 
 
 class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TK: Tensor,
-        fp8_weight_gradient: bool,
-        weight_NK: Tensor,
-        values_NK: Tensor | None,
-        scale_N1: Tensor | None,
-        values_KN: Tensor | None,
-        scale_K1: Tensor | None,
-    ) -> Tensor:
-        """Without values of the weight it is quantized here, and once more in backward."""
+    def forward(ctx: Any, x_TK: Tensor, fp8_weight_gradient: bool, weight_NK: Tensor) -> Tensor:
+        """The weight is quantized here, and once more in backward."""
         ctx.fp8_weight_gradient = fp8_weight_gradient
         # Only the gradient of the weight needs the input: frozen layers do not keep it. It is saved as it came, so
         # that queries, keys and values share one. The graph of a compiled block has what follows from it anyway, and
         # torch saves there what is smallest: often the FP8 values for the weight gradient.
         saved_TK = x_TK if ctx.needs_input_grad[2] else None
-        weight = weight_NK if values_KN is None else None
-        ctx.save_for_backward(saved_TK, weight, values_KN, scale_K1)
-        if values_NK is None or scale_N1 is None:
-            values_NK, scale_N1 = quantize(weight_NK)
-        return _matmul_transposed(*quantize(x_TK), values_NK, scale_N1)
+        ctx.save_for_backward(saved_TK, weight_NK)
+        return _matmul_transposed(*quantize(x_TK), *quantize(weight_NK))
 
     @staticmethod
     def backward(ctx: Any, d_TN: Tensor) -> tuple[Tensor | None, ...]:
-        x_TK, weight_NK, values_KN, scale_K1 = ctx.saved_tensors
+        x_TK, weight_NK = ctx.saved_tensors
         d_TN = d_TN.bfloat16()
         d_x_TK = None
         if ctx.needs_input_grad[0]:
-            if values_KN is None:
-                values_KN, scale_K1 = quantize(weight_NK.t().contiguous())
-            d_x_TK = _matmul_transposed(*quantize(d_TN), values_KN, scale_K1)
+            d_x_TK = _matmul_transposed(*quantize(d_TN), *quantize(weight_NK.t().contiguous()))
         d_weight_NK = None
         if ctx.needs_input_grad[2]:
             if ctx.fp8_weight_gradient:
@@ -120,7 +105,7 @@ class _Fp8Matmul(torch.autograd.Function):
             else:
                 d_weight_NK = d_TN.t() @ x_TK
         # In bf16; autograd casts the gradient to the dtype of the weight.
-        return d_x_TK, None, d_weight_NK, None, None, None, None
+        return d_x_TK, None, d_weight_NK
 
 
 def _matmul_transposed(

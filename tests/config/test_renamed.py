@@ -139,3 +139,12 @@ def test_removed_key_names_line_and_reason(config: Path, key: str) -> None:
     line = len((BASE + as_yaml(key)).splitlines())
     assert f"{config}:{line}: '{key}' was removed. {REMOVED_KEYS[key]}" in error(config)
     assert f"command line ({key}=true): '{key}' was removed." in error(config.with_name("train.yaml"), f"{key}=true")
+
+
+@pytest.mark.parametrize("key", sorted(REMOVED_KEYS))
+def test_removed_key_with_its_default_is_dropped_from_the_config_of_a_run(config: Path, key: str) -> None:
+    config.write_text(BASE + as_yaml(key).replace(": 1", ": false"))
+    assert f"'{key}' was removed." in error(config)
+    config.with_name("run.json").write_text("{}")
+    compose(config)
+    assert f"'{key}' was removed." in error(config, f"{key}=true")

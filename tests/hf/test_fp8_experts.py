@@ -112,6 +112,15 @@ def test_fp8_grouped_linear_of_frozen_weights_does_not_save_its_input() -> None:
     assert kept == [True, False]
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fp8_grouped_linear_of_quantized_weights_gives_bit_equal_outputs(transposed: bool) -> None:
+    x_NI, weight, ends_E, _ = inputs([5, 0, 3, 9], transposed)
+    quantized = fp8.Fp8Weight(*fp8_grouped_mm.quantize_experts(weight.detach(), transposed))
+    with torch.no_grad():
+        expected, found = (fp8_grouped_linear(x_NI, one, ends_E, transposed) for one in (weight, quantized))
+    assert torch.equal(found, expected)
+
+
 @pytest.fixture
 def gemms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of rows of each grouped GEMM that runs in FP8."""

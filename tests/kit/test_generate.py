@@ -162,13 +162,15 @@ def test_complete_samples_are_those_of_any_batching_and_have_the_models_log_prob
         assert log_probs[start:-1].tolist() == pytest.approx(one.log_probs, abs=2e-5)
 
 
-def test_complete_in_fp8_quantizes_weights_once_with_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, ones = built("qwen3_moe", settings=Settings(precision="bf16", fp8=True))
-    shapes = {tuple(p.shape) for p in engine.model.parameters() if p.ndim > 1}
-    seen: list[tuple[int, ...]] = []
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # matrices of experts (out, in), and (in, out)
+def test_complete_in_fp8_quantizes_weights_once_with_equal_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ones = built(name, settings=Settings(precision="bf16", fp8=True))
+    places = fp8_weights.fp8_places(engine.model)
+    weights = {module.get_parameter(name).data_ptr() for module, name in places}
+    seen: list[int] = []
     real = fp8.quantize
     for module in (fp8, fp8_grouped_mm, fp8_weights):
-        watched = lambda rows: (seen.append(tuple(rows.shape)), real(rows))[1]  # noqa: E731
+        watched = lambda rows: (seen.append(rows.data_ptr()), real(rows))[1]  # noqa: E731
         monkeypatch.setattr(module, "quantize", watched)
     found = []
     for once in (True, False):
@@ -177,10 +179,9 @@ def test_complete_in_fp8_quantizes_weights_once_with_equal_results(monkeypatch: 
         seen.clear()
         written = complete(engine, PackedBatch.concat(ones), Decoding(NEW, temperature=1.0))
         found.append([(one.tokens, one.log_probs) for one in written])
-        times = len([shape for shape in seen if shape in shapes])
-        weights = fp8_weights.fp8_places(engine.model)
-        assert (times < 2.5 * len(weights)) == once  # values, and those of the transposed matrix
-        assert all(getattr(module, fp8.quantized_name(name), None) is None for module, name in weights)
+        times = len([rows for rows in seen if rows in weights])
+        assert times == len(places) * (1 if once else NEW)
+        assert all(getattr(module, fp8.quantized_name(name), None) is None for module, name in places)
     assert found[0] == found[1]
 
 

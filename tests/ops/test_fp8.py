@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf.fp8_weights import empty_copy, quantize_weights
+from mvp_engine.hf.fp8_weights import quantized_once
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 from mvp_engine.ops import fp8
 
@@ -23,15 +23,6 @@ def layers(device: str = "cpu", weight_gradients: bool = False) -> tuple[nn.Line
     low = nn.Sequential(copy.deepcopy(plain))
     fp8.use(low, weight_gradients)
     return plain, low
-
-
-def quantized_ahead(low: nn.Sequential) -> fp8.Fp8Weight:
-    """As `model.cast_weights_once` does it."""
-    weight = low.get_parameter("0.weight")
-    ahead = empty_copy(weight)
-    quantize_weights([ahead], [weight])
-    low[0].weight_quantized = ahead
-    return ahead
 
 
 def run(layer: nn.Module, x: Tensor, d: Tensor) -> dict[str, Tensor]:
@@ -124,13 +115,12 @@ def test_fp8_linear_without_bf16_autocast_or_with_odd_sizes_equals_linear() -> N
     assert not any(fp8.fits(odd) for odd in (nn.Linear(20, 32), nn.Linear(32, 10)))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_fp8_linear_compiled_equals_uncompiled_with_two_graphs(ahead: bool) -> None:
+def test_fp8_linear_compiled_equals_uncompiled_with_two_graphs() -> None:
     """For the first number of tokens, and for all others, whether or not they are multiples of 16."""
-    check_compiled("cpu", "aot_eager", ahead, tolerance=0.0)
+    check_compiled("cpu", "aot_eager", tolerance=0.0)
 
 
-def check_compiled(device: str, backend: str, ahead: bool, tolerance: float) -> None:
+def check_compiled(device: str, backend: str, tolerance: float) -> None:
     _, low = layers(device, weight_gradients=True)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -140,36 +130,22 @@ def check_compiled(device: str, backend: str, ahead: bool, tolerance: float) -> 
         results = []
         for layer in (low, compiled):
             low.zero_grad()
-            copied = quantized_ahead(low) if ahead else None  # new ones in each step
             results.append(run(layer, x[:tokens].bfloat16(), d[:tokens]))
-            if copied:
-                results[-1]["weight"] = copied.leaf.grad
         for name, value in results[0].items():
             assert (results[1][name] - value).norm() <= tolerance * value.norm(), name
     counted = torch._dynamo.utils.counters
     assert (counted["stats"]["unique_graphs"], len(counted["graph_break"])) == (2, 0)
 
 
-def test_fp8_weight_quantized_ahead_computes_bit_equal() -> None:
-    for weight_gradients in (False, True):
-        _, low = layers(weight_gradients=weight_gradients)
-        expected = run(low, *inputs())
-        low.zero_grad()
-        ahead = quantized_ahead(low)
-        found = run(low, *inputs())
-        assert found.pop("weight") is None
-        grad = ahead.leaf.grad
-        assert grad is not None
-        assert grad.dtype == torch.bfloat16
-        assert torch.equal(grad.float(), expected.pop("weight"))
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def test_fp8_weight_quantized_ahead_takes_two_bytes_per_weight() -> None:
-    ahead = empty_copy(torch.zeros(64, 256))
-    tensors = [ahead.values, ahead.transposed, ahead.leaf]
-    assert sum(one.untyped_storage().nbytes() for one in tensors) == 2 * 64 * 256 + 2
-    assert ahead.leaf.isnan().all()  # not to be read
+def test_fp8_weight_quantized_once_gives_bit_equal_outputs_until_its_context_ends() -> None:
+    _, low = layers()
+    x = inputs()[0]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = low(x)
+        with quantized_once(low):
+            low.get_parameter("0.weight").mul_(2)  # not read
+            assert torch.equal(low(x), expected)
+        assert not torch.equal(low(x), expected)
 
 
 def test_fp8_linear_frozen_weight_does_not_save_its_input() -> None:
@@ -210,7 +186,7 @@ def test_fp8_model_losses_follow_those_of_bf16(checkpointing: str) -> None:
     batch = PackedBatch.from_sequences([torch.arange(n) % 7 for n in (30, 12, 50)])
     losses: dict[bool, list[float]] = {}
     for low in (False, True):
-        how = {"fp8": low, "fp8_weight_gradients": low, "cast_weights_once": low}
+        how = {"fp8": low, "fp8_weight_gradients": low}
         part = engine(precision="bf16", activation_checkpointing=checkpointing, **how)
         kinds = {type(module) for module in part.model.modules() if isinstance(module, nn.Linear)}
         assert (fp8.Fp8Linear in kinds) == low
@@ -252,6 +228,5 @@ def test_fp8_linear_on_gpu_equals_cpu(weight_gradients: bool, transposed: bool) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ahead", [False, True])
-def test_fp8_linear_compiled_on_gpu_equals_uncompiled_with_two_graphs(ahead: bool) -> None:
-    check_compiled("cuda", "inductor", ahead, tolerance=0.01)
+def test_fp8_linear_compiled_on_gpu_equals_uncompiled_with_two_graphs() -> None:
+    check_compiled("cuda", "inductor", tolerance=0.01)

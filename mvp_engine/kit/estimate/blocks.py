@@ -16,7 +16,6 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.speech import SPEECH
 from mvp_engine.hf import experts
 from mvp_engine.hf.action_model import ActionModel
-from mvp_engine.hf.compute_weights import cast_once
 from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.hf.csm import CsmModel
 from mvp_engine.hf.encoder_share import largest_share
@@ -279,28 +278,22 @@ class BlockCosts:
     def autocast_bytes(self) -> float:
         """Bytes of the low-precision weight copies that autocast saves for backward.
 
-        Checkpointed blocks cast again in backward, and weights that are bf16 already need no copy. The copies of
-        `model.cast_weights_once` stay: of FP8 layers two of one byte, also of frozen ones. Without it, compiled FP8
-        layers save the one that backward needs.
+        Checkpointed blocks cast again in backward, and weights that are bf16 already need no copy. Compiled FP8 layers
+        save the one that backward needs.
         """
         if not self.settings.half_precision:
             return 0.0
-        kept = set[nn.Parameter]()
-        if self.settings.cast_weights_once:
-            kept.update(module.get_parameter(name) for module, name in cast_once(self.model))
         total = 0.0
         for block in self.blocks:
+            if not block.in_backward or self.mode(block) != "none":
+                continue
             low = {p for module in self._fp8_modules(block) for p in module.parameters(False)}
-            saves = block.in_backward and self.mode(block) == "none"
-            if self.settings.cast_weights_once:
-                kept.update(param for param in low if not param.requires_grad and param.ndim > 1)
             for param in block.module.parameters():
-                is_bf16 = param.element_size() <= 2 and param not in kept
-                if param in self.unused or is_bf16:
+                if param in self.unused or param.element_size() <= 2:
                     continue
-                if param in kept or (saves and param not in low):
+                if param not in low:
                     total += 2.0 * param.numel()
-                elif saves and self.compiled.get(block.part):
+                elif self.compiled.get(block.part):
                     total += param.numel()
         return total
 

@@ -24,7 +24,6 @@ from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.fsdp import sharded_modules
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
-from mvp_engine.hf.compute_weights import ComputeWeights
 from mvp_engine.model_engine.adapter import adapter_of
 from mvp_engine.model_engine.base import DTYPES, ModelEngine, Settings
 from mvp_engine.model_engine.fsdp import schedule_state
@@ -49,7 +48,6 @@ class FSDPBaseEngine(ModelEngine):
         self.reducer: DDPReducer | None = None
         self.loss_scale: LossScale | None = None
         self.spike_detector: SpikeDetector | None = None
-        self.compute_weights: ComputeWeights | None = None
         self._link: StageLink | None = None  # to other pipeline stages
         self._initialized = False
         self._lockstep = LockstepScheduler(layout)
@@ -168,9 +166,6 @@ class FSDPBaseEngine(ModelEngine):
             return contextlib.nullcontext()
         return torch.autocast(self.world.device.type, self.dtype)
 
-    def on_compute_weights(self) -> contextlib.AbstractContextManager[None]:
-        return self.compute_weights.in_place() if self.compute_weights else contextlib.nullcontext()
-
     def _on_device(self, micro_batch: Any) -> Any:
         if self.world.device.type == "cpu":
             return micro_batch
@@ -217,8 +212,6 @@ class FSDPBaseEngine(ModelEngine):
             self.optimizer_zero_grad()  # gradients are not offloaded
         if self.reducer and to_host:
             self.reducer.release()
-        if self.compute_weights and to_host:
-            self.compute_weights.release()
         move_model(self.model, target)
         if self.reducer and not to_host:
             self.reducer.allocate()

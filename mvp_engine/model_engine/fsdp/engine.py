@@ -20,7 +20,6 @@ from mvp_engine.distributed import DDPReducer, Layout
 from mvp_engine.distributed.fsdp import UnusedParameterTracker
 from mvp_engine.distributed.pipeline import StageCall, one_forward_one_backward, recorded
 from mvp_engine.errors import UserError
-from mvp_engine.hf.compute_weights import ComputeWeights
 from mvp_engine.log.metrics import device_scalar
 from mvp_engine.model_engine.base import ForwardStep, Settings, StepNumbers, StepStatus
 from mvp_engine.model_engine.fsdp import schedule_state
@@ -83,8 +82,6 @@ class FSDPEngine(FSDPBaseEngine):
         self._tied = [p for p in self.adapter.tied_to_other_stage() if p.requires_grad]
         self._copies = set(self._tied) if self.layout.stage > 0 else set()
         self._usage = ParameterUsage(self.params, self._places())
-        if self.settings.cast_weights_once:
-            self.compute_weights = ComputeWeights(self.model)
         device = self.world.device
         if self.settings.precision == "fp16":
             self.loss_scale = LossScale(device)
@@ -123,14 +120,13 @@ class FSDPEngine(FSDPBaseEngine):
         waiting: deque[_Forwarded] = deque()  # for their backward; at most one without a pipeline
         backwards = 0
         order = one_forward_one_backward(len(scheduled), self.layout.stage, self.layout.pipeline)
-        with self.on_compute_weights():
-            for is_forward in order:
-                if is_forward:
-                    waiting.append(self._forward_one(forward_step, *next(prefetched), losses))
-                else:
-                    backwards += 1
-                    self._before_backward(is_last=backwards == len(scheduled))
-                    self._backward_one(waiting.popleft())
+        for is_forward in order:
+            if is_forward:
+                waiting.append(self._forward_one(forward_step, *next(prefetched), losses))
+            else:
+                backwards += 1
+                self._before_backward(is_last=backwards == len(scheduled))
+                self._backward_one(waiting.popleft())
         if self.reducer:
             self.reducer.finish()
         if losses:

@@ -56,7 +56,6 @@ def parallelize_model(
     if "inductor" in backends.values():
         use_cache(settings.compile_cache)
     fp8_parts = _fp8_parts(model, layout, settings)
-    _check_cast_weights_once(layout, settings)
     freeze(model, settings.freeze)
     adapter.before_parallelize(dtype)
     on_meta = any(param.is_meta for param in model.parameters())
@@ -183,19 +182,6 @@ def _use_fp8(
     others = {param for block in blocks for param in block.parameters() if param.ndim > 2}
     if others.difference(*(module.parameters() for module in found)):
         LOGGER.warning("model.fp8: convolutions and other stacked matrices stay in bf16")
-
-
-def _check_cast_weights_once(layout: Layout, settings: Settings) -> None:
-    if settings.cast_weights_once and settings.precision != "bf16":
-        raise UserError(
-            f"model.cast_weights_once is for bf16, not for {settings.precision}: set loop.precision=bf16, or leave it "
-            "out"
-        )
-    if settings.cast_weights_once and layout.world.size > 1:
-        raise UserError(
-            f"model.cast_weights_once is for one rank, not for {layout.world.size}: FSDP casts its shards before the "
-            "all-gather, and replicas reduce the gradients of their float32 weights. Leave it out"
-        )
 
 
 def _check_quantize(settings: Settings, layout: Layout, fp8_parts: Mapping[str, bool]) -> None:

@@ -32,8 +32,6 @@ def check_supported(model: Any, layout: Layout, settings: Settings) -> None:
         raise _refuse("LoRA adapters are not supported")
     if settings.quantize or _is_set(settings.fp8):
         raise _refuse("model.fp8 and model.quantize are not supported")
-    if settings.cast_weights_once:
-        raise _refuse("model.cast_weights_once is not supported")
     if layout.tensor > 1 and _is_set(settings.compile) and settings.compile != "auto":
         raise UserError(
             f"model.backend=megatron: model.compile is not supported with parallel.tensor={layout.tensor}. "
