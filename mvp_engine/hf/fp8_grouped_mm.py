@@ -3,8 +3,8 @@
 Legend: N rows, sorted by expert; E experts; I inputs, O outputs.
 
 Scaling is row-wise, as in `ops/fp8.py`: each row has a scale, and each output of each expert. The gradient of inputs
-sums over outputs, so matrices are quantized again for it, with a scale for each input. The gradients of weights stay
-bf16 grouped GEMMs. Groups may end at any row: only the sizes of matrices have to be multiples of 16.
+sums over outputs: the quantized matrices are transposed for it, with a scale for each expert. The gradients of weights
+stay bf16 grouped GEMMs. Groups may end at any row: only the sizes of matrices have to be multiples of 16.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mvp_engine.hf.grouped_mm import opaque_grouped_mm
 from mvp_engine.ops.fp8 import Fp8Weight, quantize
+from mvp_engine.ops.fp8_transpose import transpose
 
 # torch has FP8 grouped GEMMs with row-wise scales for these alone, Hopper and the first Blackwell.
 CAPABILITIES = ((9, 0), (10, 0))
@@ -65,8 +66,8 @@ class _Fp8GroupedLinear(torch.autograd.Function):
 
 def quantize_experts(weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     """The float8 values and scales of matrices by their rows, or by those of their transposed ones."""
-    # Not of a transposed copy: the FP8 values are what is transposed, with a fourth of the bytes.
-    return quantize(weight.mT if transposed else weight)
+    low = quantize(weight)
+    return transpose(*low, weight.shape[-2]) if transposed else low
 
 
 def _grouped_mm_transposed(

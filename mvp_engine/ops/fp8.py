@@ -2,10 +2,11 @@
 
 Legend: T tokens, P tokens with padding, K inputs, N outputs, R rows.
 
-Scaling is row-wise: each row of a matrix has a scale that maps its largest value to the largest float8 one, so an
-outlier costs precision in one token or one output, not in all. Outputs and gradients of inputs are FP8 GEMMs. The
-gradients of weights, sums over all tokens, are bf16 GEMMs, or FP8 GEMMs with a scale for each output and each input
-(`model.fp8_weight_gradients`). Weights and optimizer states stay float32.
+Scaling is row-wise: each row of a matrix has a scale that maps its largest value to the largest float8 one, or to half
+of it, so an outlier costs precision in one token or one output, not in all. Scales are powers of two, so that what is
+quantized by rows can be transposed (`fp8_transpose.py`). Outputs and gradients of inputs are FP8 GEMMs. Gradients of
+weights, sums over all tokens, are bf16 GEMMs, or FP8 GEMMs of transposed operands (`model.fp8_weight_gradients`).
+Weights and optimizer states stay float32.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mvp_engine.errors import UserError
 from mvp_engine.ops.autocast import autocast_dtype
+from mvp_engine.ops.fp8_transpose import transpose
 
 LARGEST = 448.0  # of float8_e4m3fn
 SMALLEST = 1e-12  # largest value of a row, so that rows of zeros have a scale
@@ -83,27 +84,31 @@ class _Fp8Matmul(torch.autograd.Function):
     def forward(ctx: Any, x_TK: Tensor, fp8_weight_gradient: bool, weight_NK: Tensor) -> Tensor:
         """The weight is quantized here, and once more in backward."""
         ctx.fp8_weight_gradient = fp8_weight_gradient
-        # Only the gradient of the weight needs the input: frozen layers do not keep it. It is saved as it came, so
-        # that queries, keys and values share one. The graph of a compiled block has what follows from it anyway, and
-        # torch saves there what is smallest: often the FP8 values for the weight gradient.
-        saved_TK = x_TK if ctx.needs_input_grad[2] else None
-        ctx.save_for_backward(saved_TK, weight_NK)
-        return _matmul_transposed(*quantize(x_TK), *quantize(weight_NK))
+        low_TK, scale_T1 = quantize(x_TK)
+        # Only the gradient of the weight needs the input: frozen layers do not keep it.
+        inputs = (low_TK, scale_T1) if fp8_weight_gradient else (x_TK,)
+        ctx.save_for_backward(weight_NK, *(inputs if ctx.needs_input_grad[2] else ()))
+        return _matmul_transposed(low_TK, scale_T1, *quantize(weight_NK))
 
     @staticmethod
     def backward(ctx: Any, d_TN: Tensor) -> tuple[Tensor | None, ...]:
-        x_TK, weight_NK = ctx.saved_tensors
+        weight_NK, *inputs = ctx.saved_tensors
         d_TN = d_TN.bfloat16()
+        low_TN, scale_T1 = quantize(d_TN)
         d_x_TK = None
         if ctx.needs_input_grad[0]:
-            d_x_TK = _matmul_transposed(*quantize(d_TN), *quantize(weight_NK.t().contiguous()))
+            weight_KN = transpose(*quantize(weight_NK), len(weight_NK))
+            d_x_TK = _matmul_transposed(low_TN, scale_T1, *weight_KN)
         d_weight_NK = None
         if ctx.needs_input_grad[2]:
             if ctx.fp8_weight_gradient:
-                low = (*_quantize_columns(d_TN), *_quantize_columns(x_TK))
-                d_weight_NK = _matmul_transposed(*low, fast=False)
+                # More than the tokens, always: GEMMs need a row to sum, and a branch would be another graph.
+                padded = (d_TN.shape[0] // MULTIPLE + 1) * MULTIPLE
+                x_KP = transpose(inputs[0], inputs[1], padded)
+                both = (*transpose(low_TN, scale_T1, padded), *x_KP)
+                d_weight_NK = _matmul_transposed(*both, fast=False)
             else:
-                d_weight_NK = d_TN.t() @ x_TK
+                d_weight_NK = d_TN.t() @ inputs[0]
         # In bf16; autograd casts the gradient to the dtype of the weight.
         return d_x_TK, None, d_weight_NK
 
@@ -123,27 +128,7 @@ def _matmul_transposed(
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The float8 values in row-major order, which FP8 GEMMs need, and the scale of each row, (..., R, 1)."""
-    scale_R1 = _scale(rows.abs().amax(-1, keepdim=True))
-    return _to_float8(rows, scale_R1).contiguous(), scale_R1
-
-
-def _quantize_columns(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """The float8 values of the transposed matrix, (K, P), and the scale of each of its rows, (K, 1).
-
-    Tokens are padded with zeros to more than their number, always: the branch for no padding would be another graph,
-    and no tokens at all have no largest value.
-    """
-    tokens = x_TK.shape[0]
-    padded = (tokens // MULTIPLE + 1) * MULTIPLE
-    x_PK = F.pad(x_TK, (0, 0, 0, padded - tokens))
-    scale_1K = _scale(x_PK.abs().amax(0, keepdim=True))
-    return _to_float8(x_PK, scale_1K).t().contiguous(), scale_1K.view(-1, 1)
-
-
-def _scale(largest: Tensor) -> Tensor:
-    # A product: a quotient by a number is rounded differently on a GPU, and one bit of it moves values to others.
-    return largest.float().clamp(min=SMALLEST) * (1 / LARGEST)
-
-
-def _to_float8(values: Tensor, scale: Tensor) -> Tensor:
-    return (values.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    wanted = rows.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST) * (1 / LARGEST)
+    # The next power of two, by the bits of a float32: below its 8 of exponent are 23.
+    scale_R1 = ((wanted.view(torch.int32) + (2**23 - 1)) & -(2**23)).view(torch.float32)
+    return (rows.float() * scale_R1.reciprocal()).to(torch.float8_e4m3fn).contiguous(), scale_R1

@@ -13,12 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
-from mvp_engine.hf import experts, fp8_grouped_mm
+from mvp_engine.hf import experts, fp8_grouped_mm, fp8_layers
 from mvp_engine.hf.fp8_grouped_mm import fp8_grouped_linear
 from mvp_engine.hf.lora import add_adapters
 from mvp_engine.hf.lora_settings import Lora
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
-from mvp_engine.model_engine.fsdp import parallelize
 from mvp_engine.ops import fp8
 
 GROUPS = {
@@ -77,7 +76,7 @@ def test_fp8_grouped_linear_is_close_to_float32_in_every_row(sizes: list[int], t
     for name, wanted in (("out", wanted_NO.detach()), ("x", x_grad)):
         apart = error(found[name], wanted)
         assert len(apart) == sum(sizes)
-        assert (apart < 0.06).all(), (name, apart.max())
+        assert (apart < 0.07).all(), (name, apart.max())
         assert not sum(sizes) or apart.max() > 0.005, name  # FP8 was used
     assert torch.allclose(found["weight"], weight_grad, rtol=1e-2, atol=1e-2 * float(weight_grad.abs().max()))
     for size, grad in zip(sizes, found["weight"], strict=True):
@@ -135,7 +134,7 @@ def gemms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     for kind in ("info", "warning"):
-        monkeypatch.setattr(parallelize.LOGGER, kind, lambda text, *words: found.append(text % words))
+        monkeypatch.setattr(fp8_layers.LOGGER, kind, lambda text, *words: found.append(text % words))
     return found
 
 
@@ -172,7 +171,7 @@ def test_fp8_experts_of_other_sizes_stay_in_bf16(
 def test_fp8_experts_on_a_gpu_without_fp8_grouped_gemms_stay_in_bf16(
     gemms: list[int], monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    monkeypatch.setattr(parallelize, "is_supported", lambda _: False)
+    monkeypatch.setattr(fp8_layers, "is_supported", lambda _: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
     stepped("qwen3_moe", precision="bf16", fp8=True)
     assert not gemms

@@ -84,18 +84,18 @@ def test_fp8_weight_gradient_is_close_to_float32_in_every_output_and_input(token
     """Whether or not their number is a multiple of 16; small values of one input, large ones of one output."""
     _, low = layers(weight_gradients=True)
     x, d = (one.flatten(0, 1)[1 : 1 + tokens] for one in inputs())  # without the outlier
-    x[:, 5] *= 1e-4
-    d[:, 7] *= 1e4
+    x[:, 5] *= 2**-8
+    d[:, 7] *= 2**8
     found = run(low, x, d)
     wanted = d.float().t() @ x.bfloat16().float()
     assert found["weight"].dtype == torch.float32
     assert torch.equal(found["bias"], run(layers()[1], x, d)["bias"])
     for one in (found["weight"], wanted):
-        one[:, 5] *= 1e4
-        one[7] *= 1e-4
+        one[:, 5] *= 2**8
+        one[7] *= 2**-8
     for dim in (0, 1):
         apart = (found["weight"] - wanted).norm(dim=dim) / wanted.norm(dim=dim)
-        assert 0.005 < float(apart.max()) < 0.06, dim
+        assert 0.005 < float(apart.max()) < 0.07, dim
 
 
 def test_fp8_weight_gradient_of_no_tokens_is_zero() -> None:

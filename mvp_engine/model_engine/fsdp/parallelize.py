@@ -11,7 +11,6 @@ its own shards (`init_weights.py`), so that no rank ever holds the whole model.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -21,10 +20,9 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from mvp_engine.distributed import Layout
 from mvp_engine.distributed.fsdp import apply_fsdp
 from mvp_engine.distributed.pipeline import StageLink
-from mvp_engine.errors import UserError, count
-from mvp_engine.hf import experts as stacked_experts
+from mvp_engine.errors import UserError
 from mvp_engine.hf.dynamic_sizes import mark_sizes
-from mvp_engine.hf.fp8_grouped_mm import is_supported
+from mvp_engine.hf.fp8_layers import use_fp8
 from mvp_engine.hf.parts import PARTS, blocks_by_part, by_part, matching, norms_by_part
 from mvp_engine.model_engine.adapter import ModelAdapter
 from mvp_engine.model_engine.base import DTYPES, Settings
@@ -40,7 +38,6 @@ from mvp_engine.model_engine.fsdp.compile import (
 from mvp_engine.model_engine.fsdp.dummy_sequences import run_dummies_along
 from mvp_engine.ops import fp8
 
-LOGGER = logging.getLogger("mvp_engine")
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -77,7 +74,8 @@ def parallelize_model(
     adapter.replace_layers(layout, settings)
     if settings.experts.is_used:  # before the cut: it counts the layers of all stages
         adapter.balance_experts(settings.experts, world.device)
-    _use_fp8(model, fp8_parts, settings, world.device)  # before the cut: it tests all stages alike
+    # Before the cut: it tests all stages alike.
+    use_fp8(model, fp8_parts, settings.fp8_weight_gradients, world.device)
     if layout.pipeline > 1:
         adapter.cut_stage(StageLink(layout), skeleton)
         held = set(model.modules())
@@ -143,45 +141,6 @@ def _fp8_parts(model: nn.Module, layout: Layout, settings: Settings) -> Mapping[
             )
         fp8.check(layout.world.device)
     return parts
-
-
-def _use_fp8(
-    model: nn.Module, parts: Mapping[str, bool], settings: Settings, device: torch.device
-) -> None:
-    """Linear layers and stacked experts of the blocks of some parts run in FP8; logs which."""
-    if not any(parts.values()):
-        return
-    blocks = [block for block, part in blocks_by_part(model) if parts.get(part, False)]
-    layers = {layer for block in blocks for layer in stacked_experts.fp8_layers(block)}
-    fp8.use(layers, settings.fp8_weight_gradients)
-    found = [module for block in blocks for module in stacked_experts.modules(block).values()]
-    chosen = [module for module in found if stacked_experts.fit_fp8(module)]
-    reason = f"their sizes are no multiples of {fp8.MULTIPLE}"
-    if not is_supported(device):
-        reason = f"torch has no FP8 grouped GEMM for {torch.cuda.get_device_name(device)}"
-        chosen = []
-    for module in chosen:
-        stacked_experts.use_fp8(module)
-    if not layers and not chosen:
-        why = f"; the experts of {count(len(found), 'layer')} would not: {reason}" if found else ""
-        raise UserError(
-            f"model.fp8: no block of {type(model).__name__} has linear layers with sizes that are multiples of "
-            f"{fp8.MULTIPLE}{why}. So nothing would change: leave it out"
-        )
-    if settings.fp8_weight_gradients and not layers:
-        raise UserError(
-            f"model.fp8_weight_gradients is for linear layers in FP8, and {type(model).__name__} has only experts in "
-            "FP8. Remove model.fp8_weight_gradients"
-        )
-    experts = f" and the experts of {count(len(chosen), 'layer')}" if chosen else ""
-    LOGGER.info("model.fp8: %s%s run in FP8", count(len(layers), "linear layer"), experts)
-    if left := len(found) - len(chosen):
-        LOGGER.warning(
-            "model.fp8: the experts of %s do not run in FP8: %s", count(left, "layer"), reason
-        )
-    others = {param for block in blocks for param in block.parameters() if param.ndim > 2}
-    if others.difference(*(module.parameters() for module in found)):
-        LOGGER.warning("model.fp8: convolutions and other stacked matrices stay in bf16")
 
 
 def _check_quantize(settings: Settings, layout: Layout, fp8_parts: Mapping[str, bool]) -> None:
