@@ -106,7 +106,7 @@ class Model(Section):
     )
     compile: str | dict[Part, str | None] | None
     compile_cache: str | None = None
-    compile_dynamic: bool = False
+    compile_dynamic: bool = True
     fp8: bool | dict[Part, bool]
     fp8_weight_gradients: bool = False
     quantize: dict[Part, Literal["nf4"]]

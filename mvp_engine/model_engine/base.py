@@ -53,7 +53,7 @@ class Settings:
     activation_checkpointing: str | Mapping[Any, str] = "none"  # a mode; or modes by part
     compile: str | Mapping[Any, str | None] | None = None  # torch.compile backend, auto; or by part
     compile_cache: str | None = None  # the folder of compiled graphs; None: in the user's cache
-    compile_dynamic: bool = False  # the first graph of a block is for packs of any size
+    compile_dynamic: bool = True  # the first graph of a block is for packs of any size
     fp8: bool | Mapping[Any, bool] = False  # linear layers and experts in FP8; or by part
     fp8_weight_gradients: bool = False  # of linear layers in FP8, in FP8 as well
     quantize: Mapping[Any, str] = field(default_factory=dict)  # nf4 by part; needs LoRA

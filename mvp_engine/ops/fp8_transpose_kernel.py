@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 128  # of a tile
-COLUMNS = 128
+ROWS = 256  # of a tile
+COLUMNS = 64
 WARPS = 8
 
 
