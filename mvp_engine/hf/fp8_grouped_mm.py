@@ -66,8 +66,11 @@ class _Fp8GroupedLinear(torch.autograd.Function):
 
 def quantize_experts(weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     """The float8 values and scales of matrices by their rows, or by those of their transposed ones."""
-    low = quantize(weight)
-    return transpose(*low, weight.shape[-2]) if transposed else low
+    values, scale = quantize(weight)
+    if not transposed:
+        return values, scale
+    values, scale_E11 = transpose(values, scale, weight.shape[-2])
+    return values, scale_E11.expand(-1, weight.shape[-1], 1).contiguous()
 
 
 def _grouped_mm_transposed(

@@ -97,8 +97,8 @@ class _Fp8Matmul(torch.autograd.Function):
         low_TN, scale_T1 = quantize(d_TN)
         d_x_TK = None
         if ctx.needs_input_grad[0]:
-            weight_KN = transpose(*quantize(weight_NK), len(weight_NK))
-            d_x_TK = _matmul_transposed(low_TN, scale_T1, *weight_KN)
+            weight_KN, scale_11 = transpose(*quantize(weight_NK), len(weight_NK))
+            d_x_TK = _matmul_transposed(low_TN, scale_T1, weight_KN, scale_11)
         d_weight_NK = None
         if ctx.needs_input_grad[2]:
             if ctx.fp8_weight_gradient:
@@ -116,11 +116,17 @@ class _Fp8Matmul(torch.autograd.Function):
 def _matmul_transposed(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool = True
 ) -> Tensor:
-    """`a @ b.T` of FP8 values, with bf16 output; `fast` sums with fewer bits, not for sums over many tokens."""
+    """`a @ b.T` of FP8 values, with bf16 output.
+
+    `fast` sums with fewer bits, and `a` has a scale for each row. Sums over many tokens are not: with all bits, cuBLAS
+    is only faster than in bf16 if each operand has one scale.
+    """
     if not a.is_cuda:
         # The same values on a CPU, which has no FP8 GEMM.
         with torch.autocast("cpu", enabled=False):
             return (a.float() @ b.float().t() * a_scale * b_scale.t()).bfloat16()
+    if fast:
+        b_scale = b_scale.expand(len(b), 1).contiguous()
     return torch._scaled_mm(
         a, b.t(), a_scale, b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=fast
     )

@@ -16,11 +16,10 @@ from torch import Tensor
 
 
 def transpose(values: Tensor, scale: Tensor, padded: int) -> tuple[Tensor, Tensor]:
-    """(..., C, P) of (..., R, C) with zeros behind the rows, and its scale for each of its rows, (..., C, 1)."""
+    """(..., C, P) of (..., R, C) with zeros behind the rows, and the one scale of each matrix, (..., 1, 1)."""
     tiny = torch.finfo(scale.dtype).tiny  # no rows have no largest scale
     largest = F.pad(scale, (0, 0, 0, 1), value=tiny).amax(-2, keepdim=True)
-    scales = largest.expand(*largest.shape[:-2], values.shape[-1], 1).contiguous()
-    return _transpose(values, scale, largest, padded), scales
+    return _transpose(values, scale, largest, padded), largest
 
 
 @torch.library.custom_op("mvp::transpose_fp8", mutates_args=())
