@@ -55,10 +55,14 @@ def compile_arguments(backend: str) -> dict[str, Any]:
     """Keyword arguments of torch.compile for a block.
 
     Inductor pads strides to 128 bytes. In torch 2.11 a bf16 block with head size 32 then computes wrong values, or NaN,
-    from an odd number of tokens.
+    from an odd number of tokens. It also fuses sums over features with sums over tokens only in packs of at least twice
+    as many tokens as features (its strict mode): smaller ones, which come late if at all, would be another graph.
     """
-    options = {"comprehensive_padding": False} if backend == "inductor" else None
-    return {"backend": backend, "options": options}
+    options = {
+        "comprehensive_padding": False,
+        "triton.mix_order_reduction_non_strict_mode": True,
+    }
+    return {"backend": backend, "options": options if backend == "inductor" else None}
 
 
 def allow_graphs() -> None:
