@@ -117,6 +117,12 @@ def test_choose_of_one_long_sequence_computes_its_attention_once() -> None:
     data = MLLMData(sources=[{"path": "x"}], micro_batch_tokens=131072)  # type: ignore[list-item]
     config = SimpleNamespace(model=SimpleNamespace(activation_checkpointing="auto"))
     assert choose(config, "mllm", data, 1, work).values == {KEYS[2]: "attention"}
+    batch = rows_of([131072])
+    found = estimate_step(model, [batch], [batch], EstimateSettings(activation_checkpointing="attention"))
+    rows = json.loads((ROOT / "benchmarks" / "results" / "recipes.json").read_text())["rows"]
+    measured = next(row for row in rows if row["work"] == "long_128k")
+    assert found["step_s"] == pytest.approx(measured["step_s"], rel=0.05)
+    assert found["peak_gib"] == pytest.approx(measured["memory_gib"], rel=0.05)
 
 
 def test_choose_leaves_out_attention_where_it_would_keep_nothing() -> None:
