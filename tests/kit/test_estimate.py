@@ -33,8 +33,8 @@ from mvp_engine.kit.estimate.settings import MEMORY, EstimateSettings, gpu_by_na
 from mvp_engine.kit.estimate.step import (
     ATTENTION_EFFICIENCY,
     FP8_SPEEDUP,
-    REST,
     GEMM_EFFICIENCY,
+    REST,
     attention_efficiency,
     estimate_step,
     micro_batch_seconds,

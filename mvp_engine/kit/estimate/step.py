@@ -30,8 +30,8 @@ LONG = 32768
 BANDWIDTH_EFFICIENCY = 0.73
 
 FP8_SPEEDUP = 1.45  # of an FP8 GEMM, including the quantization of its operands
-# Of one for a weight gradient, whose operands are transposed: 2.8 and 0.8 ms instead of 4.2 for a layer of Qwen3-1.7B and
-# 32k tokens.
+# Of one for a weight gradient, whose operands are transposed: 2.8 and 0.8 ms, instead of 4.2, for a layer of Qwen3-1.7B
+# and 32k tokens.
 FP8_WEIGHT_GRADIENT_SPEEDUP = 1.2
 SAVED_TRANSFERS = 4.1  # how often saved activations cross the memory bus in forward and backward
 FP32_SLOWDOWN = 8.0
