@@ -32,9 +32,14 @@ def mark_sizes(block: nn.Module) -> None:
         for tensor in tensors:
             if hasattr(tensor, _MARKED):  # all blocks of a forward share it
                 continue
-            for dim, size in enumerate(tensor.shape):
-                if size == tokens or tensor.ndim == 1:  # boundaries of sequences have one dimension
-                    maybe_mark_dynamic(tensor, dim)
+            if tensor.ndim == 1:  # boundaries of sequences
+                maybe_mark_dynamic(tensor, 0)
+            elif tokens in tensor.shape:
+                # One dimension alone: a pack may have as many tokens as there are features, which come last.
+                before = tensor.shape[-2] == tokens
+                maybe_mark_dynamic(
+                    tensor, tensor.ndim - 2 if before else tensor.shape.index(tokens)
+                )
         return compiled(*args, **kwargs)
 
     block._compiled_call_impl = call
