@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -25,6 +26,7 @@ from mvp_engine.hf.parts import blocks_by_part, by_part
 from mvp_engine.hf.pi0 import Pi0Policy
 from mvp_engine.kit.action_flops import language_backbone, num_suffix_rows
 from mvp_engine.kit.estimate.saved_elements import (
+    SavedElements,
     attends_within_images,
     has_fused_attention,
     saved_elements,
@@ -63,6 +65,10 @@ class Block:
     @property
     def is_text(self) -> bool:
         return self.rows in ("text", "action", "talker", "code")
+
+    @cached_property  # asked for every pack size
+    def elements(self) -> SavedElements:
+        return saved_elements(self.module)
 
 
 @dataclass
@@ -116,7 +122,7 @@ class BlockCosts:
     def repeats_attention(self, block: Block) -> bool:
         """Whether backward computes a block's attention a second time."""
         mode = self.mode(block)
-        is_mixer = not saved_elements(block.module).attention
+        is_mixer = not block.elements.attention
         if self.checkpointing.get(block.part) == "attention" and is_mixer:
             return False  # of a hybrid model
         return block.in_backward and mode in REPEATING_ALL
@@ -164,8 +170,8 @@ class BlockCosts:
             if not block.in_backward:
                 continue
             mode = self.mode(block) if checkpointed else "none"
-            elements = saved_elements(block.module)
-            if self.unused.intersection(block.module.parameters()):
+            elements = block.elements
+            if self.unused and self.unused.intersection(block.module.parameters()):
                 elements = saved_for_keys(block.module)
             # The input of a block, which full checkpointing saves, is whole on each tensor parallel rank.
             ranks = self.settings.tensor if block.is_text else 1
