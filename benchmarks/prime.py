@@ -5,9 +5,9 @@
     PYTHONPATH=. python benchmarks/prime.py speech --tried 16384:none:inductor [key=value ...]
 
 Blocks of one kind share their graphs, so three layers compile what thirty need, in a fraction of the memory: several of
-these run at once. The packs must be those of the benchmark (same rows, `--steps`, `--tried` and keys), since the first
-graph is for the first pack's size. For a row of recipes.py, give the pack size and the activation checkpointing that
-`auto` chooses for the large model as keys; its folder and rows are made too. pi0's robot data stay in `--folder`.
+these run at once. Keys must be those of the benchmark; rows, `--steps` and `--tried` should be, since graphs are tuned
+for the first pack's size. For a row of recipes.py, give the pack size and the activation checkpointing that `auto`
+chooses for the large model as keys; its folder and rows are made too. pi0's robot data stay in `--folder`.
 """
 
 from __future__ import annotations

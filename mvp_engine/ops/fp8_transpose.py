@@ -4,8 +4,9 @@ Legend: R rows, C columns, P rows with padding.
 
 Gradients of weights sum over tokens, and those of inputs over outputs; FP8 GEMMs want what they sum over innermost in
 memory, with one scale along it. The scales of rows are powers of two, so a value moves to the largest scale of its
-matrix by its exponent: exact, unless it falls below float8's smallest normal number, 2^-15 of the largest value of the
-matrix. This reads and writes one byte per value; to quantize the columns again reads four more.
+matrix by its exponent. That is exact down to float8's smallest normal number, 2^-6 (the largest value of the matrix is
+between 224 and 448), and rounds to multiples of 2^-9 below. This reads one byte per value and writes one; to quantize
+the columns of bf16 values would read four, two of them for the largest, and write one.
 """
 
 from __future__ import annotations

@@ -47,3 +47,16 @@ def test_block_with_marked_sizes_compiles_one_graph_for_all_packs(marked: bool, 
         torch.compiler.config.dynamic_sources = before
         dynamo.reset()
     assert counter.frame_count == graphs
+
+
+def test_mark_sizes_marks_one_dimension_of_a_tensor() -> None:
+    """That of the tokens; others may be of the same size."""
+    block: nn.Module = nn.Identity()
+    block._compiled_call_impl = lambda *_, **__: None
+    mark_sizes(block)
+    hidden, rotary, heads = torch.ones(6, 6, 6), torch.ones(1, 6, 6), torch.ones(1, 6, 1, 6)
+    ids, boundaries, other = torch.ones(3, 1, 6), torch.ones(4), torch.ones(2, 5)
+    block(hidden, (rotary, heads), ids=ids, boundaries=boundaries, other=other)
+    tensors = (hidden, rotary, heads, ids, boundaries, other)
+    found = [getattr(one, "_dynamo_weak_dynamic_indices", set()) for one in tensors]
+    assert found == [{1}, {1}, {1}, {2}, {0}, set()]

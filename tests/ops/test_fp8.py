@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
@@ -77,6 +78,40 @@ def test_fp8_linear_of_transposed_input_and_gradient_multiplies_row_major_operan
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert [one.is_contiguous() for one in operands] == [True] * 12
     assert is_fast == [True, True, False] * 2  # outputs, gradients of inputs and of weights
+
+
+def test_fp8_quantize_scales_rows_by_the_smallest_power_of_two_that_fits() -> None:
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randn(200, 16, generator=g) * torch.linspace(-30, 30, 200).exp2()[:, None]
+    rows[:3], rows[3] = 448 * 2.0 ** torch.arange(3)[:, None], 0
+    values, scale = fp8.quantize(rows)
+    assert torch.equal(scale.log2(), scale.log2().round())
+    largest = (rows / scale).abs().amax(-1)
+    assert ((largest > 224) & (largest <= 448))[rows.any(-1)].all()
+    lost = (values.float() * scale - rows).abs()
+    assert (lost <= torch.maximum(rows.abs() / 16, scale * 2.0**-10)).all()  # 3 bits; below 2^-6 steps of 2^-9
+
+
+@pytest.mark.parametrize("weight_gradients", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 16, 17])
+def test_fp8_gemms_have_operands_and_scales_that_gpus_accept(tokens: int, weight_gradients: bool) -> None:
+    """By what torch checks of tensors without values: orders in memory, sizes, one scale or one of each row."""
+
+    class Context:
+        needs_input_grad = True, False, True
+        saved_tensors: tuple[Tensor, ...] = ()
+
+        def save_for_backward(self, *tensors: Tensor) -> None:
+            self.saved_tensors = tensors
+
+    with FakeTensorMode():
+        x, d = (torch.empty(tokens, size, device="cuda", dtype=torch.bfloat16) for size in (384, 256))
+        context = Context()
+        out = fp8._Fp8Matmul.forward(context, x, weight_gradients, torch.empty(256, 384, device="cuda"))
+        d_x, _, d_weight = fp8._Fp8Matmul.backward(context, d)
+    assert d_x is not None
+    assert d_weight is not None
+    assert (out.shape, d_x.shape, d_weight.shape) == ((tokens, 256), (tokens, 384), (256, 384))
 
 
 @pytest.mark.parametrize("tokens", [16, 17, 79])

@@ -55,8 +55,9 @@ def compile_arguments(backend: str) -> dict[str, Any]:
     """Keyword arguments of torch.compile for a block.
 
     Inductor pads strides to 128 bytes. In torch 2.11 a bf16 block with head size 32 then computes wrong values, or NaN,
-    from an odd number of tokens. It also fuses sums over features with sums over tokens only in packs of at least twice
-    as many tokens as features (its strict mode): smaller ones, which come late if at all, would be another graph.
+    from an odd number of tokens. In its strict mode it fuses sums over features with sums over tokens, as in the
+    backward of a norm, only in packs of at least 4,096 tokens, twice as many as features, and 5 Mi values: smaller
+    ones, which come late if at all, would be another graph.
     """
     options = {
         "comprehensive_padding": False,
