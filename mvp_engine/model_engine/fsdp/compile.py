@@ -55,15 +55,10 @@ def compile_arguments(backend: str) -> dict[str, Any]:
     """Keyword arguments of torch.compile for a block.
 
     Inductor pads strides to 128 bytes. In torch 2.11 a bf16 block with head size 32 then computes wrong values, or NaN,
-    from an odd number of tokens. In its strict mode it fuses sums over features with sums over tokens, as in the
-    backward of a norm, only in packs of at least 4,096 tokens, twice as many as features, and 5 Mi values: smaller
-    ones, which come late if at all, would be another graph.
+    from an odd number of tokens.
     """
-    options = {
-        "comprehensive_padding": False,
-        "triton.mix_order_reduction_non_strict_mode": True,
-    }
-    return {"backend": backend, "options": options if backend == "inductor" else None}
+    options = {"comprehensive_padding": False} if backend == "inductor" else None
+    return {"backend": backend, "options": options}
 
 
 def allow_graphs() -> None:
