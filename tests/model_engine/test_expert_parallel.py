@@ -182,7 +182,7 @@ def test_expert_parallel_in_fp8_gives_the_gradients_of_fsdp_in_fp8(ranks2, check
         for name, grad in wanted[family].items():
             if "experts" in name:
                 apart, used = (float((one[family][name] - grad).norm() / grad.norm()) for one in (found, plain))
-                assert apart < (1e-5 if family == "gpt_oss" else 0.03) < used, (family, name, apart, used)
+                assert apart < (1e-5 if family == "gpt_oss" else 0.06) < used, (family, name, apart, used)
 
 
 # ---- Routers that send every token to the same experts ----------------------------------------------------------
