@@ -138,6 +138,20 @@ def test_fp8_weight_gradient_of_no_tokens_is_zero() -> None:
     assert not run(low, torch.zeros(0, 64), torch.zeros(0, 48, dtype=torch.bfloat16))["weight"].any()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_fp8_gradients_of_a_non_finite_gradient_are_not_finite(bad: float) -> None:
+    """So that the step is skipped; rows of other tokens stay as they are."""
+    _, low = layers(weight_gradients=True)
+    x, d = (one.flatten(0, 1) for one in inputs())
+    expected = run(low, x, d)["x"]
+    low.zero_grad()
+    d[3, 5] = bad
+    found = run(low, x, d)
+    assert not found["x"][3].isfinite().any()
+    assert torch.equal(found["x"][4:], expected[4:])
+    assert not found["weight"][5].isfinite().any()
+
+
 def test_fp8_linear_without_bf16_autocast_or_with_odd_sizes_equals_linear() -> None:
     plain, low = layers()
     x = inputs()[0]
