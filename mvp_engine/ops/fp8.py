@@ -118,8 +118,8 @@ def _matmul_transposed(
 ) -> Tensor:
     """`a @ b.T` of FP8 values, with bf16 output.
 
-    `fast` sums with fewer bits, and `a` has a scale for each row. Sums over many tokens are not: with all bits, cuBLAS
-    is only faster than in bf16 if each operand has one scale.
+    `fast` sums with fewer bits, and `a` has a scale for each row. GEMMs over many tokens sum with all bits, and each
+    operand has one scale: with a scale for each row, cuBLAS would be no faster than in bf16.
     """
     if not a.is_cuda:
         # The same values on a CPU, which has no FP8 GEMM.

@@ -172,7 +172,10 @@ def test_fsdp_in_fp8_gives_close_to_the_gradients_of_bf16_also_with_a_second_for
 @CAMPAIGN
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_expert_parallel_in_fp8_gives_the_gradients_of_fsdp_in_fp8(ranks2, checkpointing: str) -> None:
-    """Both quantize bf16 weights; without biases, routing weights scale rows after FP8, not before."""
+    """Both quantize bf16 weights; without biases, routing weights scale rows after FP8, not before.
+
+    Scales are powers of two, so a row that is scaled before is rounded differently.
+    """
     families = ["qwen3_moe", "gpt_oss"]
     bf16 = {"precision": "bf16", "activation_checkpointing": checkpointing}
     found = ranks2.run(on_layout, {"shard": 2, "expert": 2}, families, {**bf16, "fp8": True})[0]
