@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import sys
+import time
 import types
 from functools import partial
 from pathlib import Path
@@ -163,6 +164,7 @@ def test_tensorboard_after_resume_has_each_step_once(train, tmp_path: Path) -> N
 
     words = ["log.backends=[tensorboard,jsonl]", "log.interval=1"]
     assert train(*words, "tiny.fault=sigterm", "tiny.fault_step=5", dir=tmp_path) == 75
+    time.sleep(1)  # event files are read in the order of their names, which have whole seconds
     assert train(*words, "resume=auto", dir=tmp_path) == 0
     events = EventAccumulator(str(list_runs(tmp_path)[0].dir / "tensorboard"))
     events.Reload()
