@@ -176,8 +176,8 @@ class Layout:
         return self.is_mp_src_rank and self.data_rank == 0
 
     def of_data_ranks(self, values: list[T]) -> list[T]:
-        """One value for each data-parallel rank, from values of all ranks that are equal for equal data."""
-        return values[: self.stage_size : self.sequence_size * self.tensor]
+        """One value for each data-parallel rank, from values of all ranks: those of the last stage, with outputs."""
+        return values[-self.stage_size :: self.sequence_size * self.tensor]
 
     @property
     def dropout_rank(self) -> int:

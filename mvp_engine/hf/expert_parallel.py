@@ -19,10 +19,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from mvp_engine.errors import UserError
 from mvp_engine.hf import experts as local_experts
 from mvp_engine.hf.packed_model import PackedModel
+
+# FSDP annotates its work for the profiler. FSDP modules inside of a block, as these experts are, annotate more in the
+# second forward of activation checkpointing than in the first, which torch takes for another computation.
+_ANNOTATIONS = {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
 
 
 def apply_expert_parallel(model: PackedModel, mesh: DeviceMesh) -> list[nn.Module]:
@@ -35,6 +43,7 @@ def apply_expert_parallel(model: PackedModel, mesh: DeviceMesh) -> list[nn.Modul
             f"parallel.expert={ranks}: {config.model_type} has no experts that transformers runs through its experts "
             "interface. Set parallel.expert=1"
         )
+    SAC_IGNORED_OPS.update(_ANNOTATIONS)
     for name, experts in found.items():
         _check(name, experts, ranks)
         for part in experts.modules():  # with its adapters

@@ -192,7 +192,7 @@ class ContrastiveEngine(Engine):
         first_BD, second_BD = views_B2D.unbind(1)
         rows_B = torch.arange(len(loss_B), device=loss_B.device)
         similar_BB = first_BD @ second_BD.T
-        if self.world.is_main:
+        if self.layout.is_metrics_rank:
             ctx.log("loss", loss_B.sum(), len(loss_B))
             found = (similar_BB.argmax(1) == rows_B).sum()
             found_back = (similar_BB.argmax(0) == rows_B).sum()

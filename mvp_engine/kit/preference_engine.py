@@ -140,5 +140,5 @@ class PreferenceEngine(MLLMEngine):
         pairs = sum(loss[1] for loss, _ in gathered if loss)
         nll = sum(nll[0] for _, nll in gathered if nll)
         tokens = sum(nll[1] for _, nll in gathered if nll)
-        if self.world.is_main:
+        if self.layout.is_metrics_rank:
             ctx.log("loss", self.config.preference.nll_weight * nll / max(1, tokens) * pairs, 0.0)

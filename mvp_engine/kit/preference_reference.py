@@ -123,14 +123,17 @@ def cache_file(engine: PreferenceEngine, split: str) -> Path:
     encoder = engine.data.row_encoder
     source = model.source
     weights = fingerprint(source) if source else f"random {engine.config.seed}"
+    settings = engine.model_engine.settings
     facts = [
         engine.data.data_id(split),
         encoder.fingerprint,
         f"{encoder.max_tokens} {encoder.overlong}",
         json.dumps(model.hf.config.to_dict(), default=str, sort_keys=True),
         weights,
-        engine.model_engine.settings.precision,
+        settings.precision,
     ]
+    if settings.fp8 or settings.quantize:
+        facts.append(f"{settings.fp8} {settings.quantize}")
     key = hashlib.blake2b("\0".join(facts).encode(), digest_size=12).hexdigest()
     return engine.data.cache / f"reference_log_probs-{key}.npy"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.lora import adapted_layers, adapters_off
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.kit.kto import mismatched_batches
+from mvp_engine.kit.preference_reference import cache_file
+from mvp_engine.model_engine import Settings
 
 
 def test_adapters_off_gives_base_outputs_and_leaves_gradients_alone() -> None:
@@ -85,6 +88,20 @@ def test_mismatched_batches_cut_long_answers_to_the_budget(tmp_path: Path) -> No
     kit = made(write(tmp_path / "rows.jsonl", rows), tokenizer("qwen2_5"))
     parts, _ = mismatched_batches(list(kit.loader("train")), alone(), 100)
     assert max(part.num_tokens for part in parts) <= 100
+
+
+def test_cached_log_probs_of_fp8_and_of_4_bits_have_files_of_their_own(tmp_path: Path) -> None:
+    model: Any = LanguageModel.from_config(config_of("qwen3"))
+    encoder = SimpleNamespace(fingerprint="rows", max_tokens=8, overlong="drop")
+    data = SimpleNamespace(data_id=str, row_encoder=encoder, cache=tmp_path)
+    settings = [Settings(precision="bf16", **how) for how in ({}, {"fp8": True}, {"quantize": {"llm": "nf4"}})]
+    files = set()
+    for one in settings:
+        engine: Any = SimpleNamespace(
+            config=SimpleNamespace(seed=0), model=model, data=data, model_engine=SimpleNamespace(settings=one)
+        )
+        files.add(cache_file(engine, "train"))
+    assert len(files) == 3
 
 
 BASE = """
