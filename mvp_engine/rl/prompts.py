@@ -227,7 +227,7 @@ def prompt_loader(
         raise no_rows(split, kit.left_out(split), bad, long, kit.row_encoder.max_tokens)
     bad_rows = kit.bad_rows_list(split, len(dataset.is_good), folder)
     bad_rows.add(bad)
-    if folder is not None and kit.settings.overlong == "drop":
+    if folder is not None:
         append_new(Path(folder) / OVERLONG_ROWS_FILE, long)
     return PromptLoader(
         dataset,

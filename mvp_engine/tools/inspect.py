@@ -36,6 +36,7 @@ def inspect_kit(
     dataset = kit.dataset(split, global_batch_size=packs)
     mixture, costs = kit.measured(split)
     bad = kit.bad_rows(split)
+    dropped = kit.overlong_rows(split)
     corrupt = Counter[str]()
     if decode:
         found = _decode_all(dataset)
@@ -50,7 +51,7 @@ def inspect_kit(
                 "rows": len(source),
                 "good": int((cost.tokens > 0).sum()) - corrupt[name],
                 "bad": sum(record.source == name for record in bad),
-                "overlong": len(cost.long),
+                "overlong": sum(record.source == name for record in dropped),
                 "tokens": int(cost.tokens.sum()),
                 "share": round(shares[name], 4),
             }
@@ -75,8 +76,8 @@ def inspect_kit(
         "plan": _plan(dataset.plan) if has_plan else None,
         "overlong": {
             "fate": kit.settings.overlong,
-            "rows": sum(len(cost.long) for cost in costs),
-            "where": [record.where for record in kit.overlong_rows(split)],
+            "rows": len(dropped),
+            "where": [record.where for record in dropped],
         },
         "bad": count_bad(vars(record) for record in bad),
         "rows": shown,

@@ -10,7 +10,7 @@ from mvp_engine.kit.actions.robot_facts import robot_facts
 from mvp_engine.kit.actions.rows import FrameRows, is_lerobot
 from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.data.read.limits import Limits
-from mvp_engine.kit.data.read.media_source import describe, open_media
+from mvp_engine.kit.data.read.media_source import open_media
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow, SpeechCodes
 from mvp_engine.kit.data.read.rows import read_row
@@ -45,7 +45,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
             sounds = [message.speech for message in read.messages if message.speech]
             sounds = [sound for sound in sounds if not isinstance(sound.value, SpeechCodes)]
             for part in [*read.media(), *sounds]:
-                open_media(part.value, Limits(), source.root, describe(part))
+                open_media(part.value, Limits(), source.root, part.kind)
             messages = sum(len(message.text) for message in read.messages)
             lengths.append(messages + len(read.text or ""))
             if index in wanted:

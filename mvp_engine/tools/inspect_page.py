@@ -22,7 +22,7 @@ MAX_BAD_ROWS = 10
 MAX_ACTIONS = 3
 MAX_DETAIL = 300  # characters of a bad row's detail
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # could move the cursor or set colours
-OVERLONG = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}
+OVERLONG_FIX = "raise mllm.row_tokens or mllm.micro_batch_tokens, or set mllm.overlong"
 SIDES = {1: ", chosen", -1: ", rejected", 0: ""}
 
 
@@ -94,15 +94,15 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
     if overlong is not None and overlong["rows"]:
         places = ", ".join(overlong["where"][:MAX_BAD_ROWS])
         more = ", ..." if overlong["rows"] > MAX_BAD_ROWS else ""
-        fate = f"{overlong['rows']:,} rows {OVERLONG[overlong['fate']]}"
-        _line(console, "over-long", _clean(f"{fate}: {places}{more}"))
+        dropped = f"{count(overlong['rows'], 'row')} dropped"
+        _line(console, "over-long", _clean(f"{dropped}: {places}{more}; {OVERLONG_FIX}"))
     if facts["missing"]:
         _line(console, "missing", Text(facts["missing"], ERROR))
 
 
 def _source(source: dict[str, Any], is_mixture: bool) -> Text:
     text = Text.assemble(
-        (source["name"], "bold"), f": {source['rows']:,} rows, {source['good']:,} usable"
+        (source["name"], "bold"), f": {count(source['rows'], 'row')}, {source['good']:,} usable"
     )
     if source["tokens"] is not None:
         text.append(f", {source['tokens']:,} tokens")

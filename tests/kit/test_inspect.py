@@ -94,7 +94,7 @@ def test_inspect_file_with_a_model_shows_tokens_loss_and_packing(folder: Path, c
     text = "".join(piece.get("text", "") for piece in one["text"])
     assert one["tokens"] == len(processor.tokenizer(text).input_ids) + medium["tokens"]
     assert facts["overlong"] == {"fate": "drop", "rows": 1, "where": ["rows.jsonl:13"]}
-    assert "1 rows dropped: rows.jsonl:13" in printed(facts, 80)
+    assert "1 row dropped: rows.jsonl:13; raise mllm.row_tokens" in printed(facts, 80)
     assert facts["bad"]["total"] == 2
     plan = facts["plan"]
     assert (plan["rows"], plan["steps"]) == (11, plan["packs"])

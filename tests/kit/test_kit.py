@@ -154,11 +154,12 @@ def test_loader_overlong_rows_are_dropped_truncated_shrunk_or_refused(tmp_path: 
     elif overlong == "truncate":  # the question of the third is all that would be left
         assert batches.keys() == {0, 1}
         assert batches[1].num_tokens == 90
-        assert "Bad rows: 1 nothing_to_learn. Over-long rows truncated: 2" in lost
+        assert "Bad rows: 1 nothing_to_learn. Over-long rows truncated: 1 (long.jsonl:2), dropped: 0" in lost
     else:
         assert batches.keys() == {0, 2}
         assert len(batches[2].media["pixel_values"].row_counts) == 4
-        assert "Bad rows: 1 overlong. Over-long rows shrunk: 2" in lost
+        assert "Bad rows: none. Over-long rows shrunk: 1 (long.jsonl:3), dropped: 1 (long.jsonl:2)" in lost
+        assert [one.where for one in kit.overlong_rows("train")] == ["long.jsonl:2"]
 
 
 def test_loader_bad_rows_are_listed_counted_and_left_out(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ RIGHT: dict[str, str | list[str]] = {
     "image_text": "user: [image] | assistant: «c»",
     "reasoning_content": "user: q | assistant: «<think>\nthink\n</think>\n\na»",
     "developer_role": f"system: s | {CHAT}",
+    "fine_vision": IMAGE,
     "csv": CHAT,
     "txt": "s«ome text<|endoftext|>»",  # nothing predicts the first token
 }
@@ -146,7 +147,7 @@ def test_row_shape_is_read_right_or_refused_with_the_reason(
 
 def test_row_shapes_table_has_at_least_28_of_32_right() -> None:
     assert SHAPES.keys() == RIGHT.keys() | REFUSED.keys()
-    assert len(SHAPES) == 32
+    assert len(SHAPES) == 33
     assert len(RIGHT) >= 28
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import pickle
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -187,10 +188,41 @@ def test_read_row_unknown_format_names_found_and_wanted_keys() -> None:
     assert caught.value.reason == "unknown_format"
     assert "'question', 'messages' (null)" in caught.value.detail
     assert all(key in caught.value.detail for keys in FORMATS.values() for key in keys)
-    with pytest.raises(BadRow, match="alpaca wants instruction and output"):
+    with pytest.raises(BadRow, match="wanted: instruction and output"):
         read_row({"messages": [QUESTION, ANSWER]}, "alpaca")
     with pytest.raises(UserError, match="mesages"):
         read_row({}, "mesages")
+
+
+@pytest.mark.parametrize(
+    ("raw", "columns"),
+    [
+        ({"message": []}, "{message: messages}"),
+        ({"Question": "Q", "Answer": "A", "id": 1}, "{Question: question, Answer: answer}"),
+        ({"prompt": "Q", "chosen_response": "a", "rejected": "b"}, "{chosen_response: chosen}"),
+    ],
+)
+def test_read_row_similar_columns_are_named_in_the_error(raw: dict[str, Any], columns: str) -> None:
+    with pytest.raises(BadRow, match=re.escape(f"Did you mean `columns: {columns}`")):
+        read_row(raw)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "kind"),
+    [
+        ("image_path", "a.png", "image"),
+        ("picture", {"bytes": b"x", "path": None}, "image"),
+        ("frames", ["1.jpg", "2.jpg"], "image"),
+        ("audio_filepath", "a.wav", "audio"),
+    ],
+)
+def test_read_row_media_in_a_column_that_nothing_reads_is_refused(column: str, value: Any, kind: str) -> None:
+    raw = {"question": "Q", "answer": "A", column: value}
+    with pytest.raises(BadRow, match=re.escape(f"columns: {{{column}: {kind}}}")):
+        read_row(raw)
+    assert read_row(raw, RowFormat(columns={column: kind})).media()
+    assert not read_row(raw, RowFormat(columns={column: None})).media()
+    assert read_row(raw | {"images": ["b.png"]}).unused == (column,)  # the row has its media
 
 
 def test_read_row_given_format_overrides_detection() -> None:

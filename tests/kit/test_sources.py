@@ -216,7 +216,6 @@ def test_media_folder_reads_captions_or_metadata_jsonl(tmp_path: Path) -> None:
         {"text": "A cat", "images": ["cats/1.v2.jpg"]},
     ]
     assert source.where(2) == "cats/1.v2.jpg"
-    assert source.root == tmp_path / "a"
     before = source.fingerprint
     (tmp_path / "a" / "2.txt").write_bytes(b"A cow")
     assert open_source(tmp_path / "a").fingerprint != before
@@ -229,6 +228,9 @@ def test_media_folder_reads_captions_or_metadata_jsonl(tmp_path: Path) -> None:
     assert source.where(2) == "a/metadata.jsonl:3"
     with pytest.raises(BadRow, match="bad_media"):
         source[1]
+    assert open_source(tmp_path / "a" / "metadata.jsonl")[0] == {"text": "A dog", "images": ["2.PNG"]}
+    (tmp_path / "a" / "metadata.csv").write_text("file_name,text\n2.PNG,A cow\n")
+    assert list(open_source(tmp_path / "a")) == [{"text": "A cow", "images": ["2.PNG"]}]
 
 
 def test_media_folder_of_texts_is_documents(tmp_path: Path) -> None:
@@ -273,6 +275,8 @@ def test_open_source_several_folders_have_media_paths_from_the_common_root(tmp_p
         ("empty.jsonl", b"", "is empty"),
         ("blank.jsonl", b"\n\r\n", "no rows"),
         ("none.json", b"[]", "no rows"),
+        ("lines.jsonl", b'{\n "text": "t"\n}\n', "several lines"),
+        ("wide.jsonl", '{"text": "t"}'.encode("utf-16"), "is UTF-16"),
         ("half.json", b'[{"text": "a"}', "not a JSON list"),
         ("number.json", b"3", "not a JSON list"),
         ("a.jsonl.gz", b"\x1f\x8b00", "unpack it"),

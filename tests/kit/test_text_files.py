@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 
@@ -29,3 +30,9 @@ def test_text_file_gives_one_row_per_line(tmp_path: Path) -> None:
     assert source.where(1) == "a.txt:3"
     with pytest.raises(BadRow, match="not UTF-8"):
         source[2]
+
+
+def test_open_source_json_list_in_a_jsonl_file_is_read_as_a_list(tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"text": "b"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows, indent=1))
+    assert list(open_source(tmp_path / "a.jsonl")) == rows

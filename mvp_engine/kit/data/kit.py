@@ -120,7 +120,7 @@ class MLLMDataKit(MeasuredSources):
         num_rows = sum(len(source) for source in dataset.mixture.sources)
         bad_rows = self.bad_rows_list(split, num_rows, folder)
         bad_rows.add(self.bad_rows(split), list_them=rank == 0)
-        if rank == 0 and folder is not None and self.settings.overlong == "drop":
+        if rank == 0 and folder is not None:
             append_new(Path(folder) / OVERLONG_ROWS_FILE, self.overlong_rows(split))
         return PackLoader(
             dataset,

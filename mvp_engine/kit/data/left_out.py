@@ -15,18 +15,21 @@ from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.sources import Source
 
 LOGGER = logging.getLogger("mvp_engine")
-_OUTCOMES = {"drop": "dropped", "truncate": "truncated", "shrink": "shrunk"}
+_OUTCOMES = {"truncate": "truncated", "shrink": "shrunk"}
 _SHOWN = 3  # names in a message
 _FIRST_ROWS = 100  # their columns are compared with the settings
 
 
-def overlong_records(mixture: Mixture, costs: list[Costs], max_tokens: int) -> list[BadRecord]:
-    """The over-long rows of all sources."""
+def overlong_records(
+    mixture: Mixture, costs: list[Costs], max_tokens: int, dropped: bool = True
+) -> list[BadRecord]:
+    """The over-long rows of all sources that are dropped, or the others, which were made to fit."""
     detail = f"more than {max_tokens} tokens"
     records = []
     for name, source, cost in zip(mixture.names, mixture.sources, costs, strict=True):
         for row in cost.long.tolist():
-            records.append(BadRecord(name, source.where(row), "overlong", detail))
+            if row not in cost.bad and (cost.tokens[row] == 0) == dropped:
+                records.append(BadRecord(name, source.where(row), "overlong", detail))
     return records
 
 
@@ -68,10 +71,14 @@ def describe_left_out(mixture: Mixture, costs: list[Costs], overlong: str) -> st
     for cost in costs:
         reasons.update(reason for reason, _ in cost.bad.values())
     bad = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "none"
-    outcome = _OUTCOMES.get(overlong, "refused")
-    long = overlong_records(mixture, costs, 0)
-    names = f" ({_names(long)})" if long else ""
-    return f"Bad rows: {bad}. Over-long rows {outcome}: {len(long):,}{names}"
+    outcomes = ["dropped"]
+    if overlong in _OUTCOMES:
+        outcomes.insert(0, _OUTCOMES[overlong])
+    parts = []
+    for outcome in outcomes:
+        long = overlong_records(mixture, costs, 0, outcome == "dropped")
+        parts.append(f"{outcome}: {len(long):,}" + (f" ({_names(long)})" if long else ""))
+    return f"Bad rows: {bad}. Over-long rows {', '.join(parts)}"
 
 
 def warn_of_missing_columns(name: str, source: Source, row_format: RowFormat) -> None:

@@ -186,7 +186,7 @@ class MeasuredSources:
         return found
 
     def overlong_rows(self, split: str = "train") -> list[BadRecord]:
-        """The rows with more tokens than allowed, which `mllm.overlong` says what to do with."""
+        """The rows that are dropped because they have more tokens than allowed."""
         return overlong_records(*self.measured(split), self.row_encoder.max_tokens)
 
     def left_out(self, split: str) -> str:

@@ -157,7 +157,8 @@ class MLLMData(Section):
     row_tokens: Count | None = None
     """The most tokens of a row (of a preference pair: of both sides together); null: micro_batch_tokens."""
     overlong: Literal["drop", "truncate", "shrink", "error"] = "drop"
-    """What happens to a longer row: dropped, truncated, its images shrunk, or an error."""
+    """What happens to a longer row: dropped, truncated, its images shrunk, or an error. A row that still does not fit
+    is dropped."""
     fields: dict[str, FieldType] = Field(default_factory=dict)
     """Columns of numbers, as {score: float, target: int}: each is one of a batch's `sequence_fields`."""
     prompt_only: bool | Literal["always"] = False

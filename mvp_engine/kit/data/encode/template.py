@@ -138,7 +138,7 @@ class ChatTemplate:
         if missing:
             raise BadRow(
                 "unsupported_media",
-                f"the chat template has no placeholder for {' and '.join(sorted(missing))}",
+                f"the chat template has no placeholder for {' and '.join(sorted(missing))}: is this a model for it?",
             )
         rendered = self._render_with_tool_calls(row, has_loss, tools, tool_calls)
         for index, message in enumerate(row.messages):

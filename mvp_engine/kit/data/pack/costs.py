@@ -153,8 +153,9 @@ def measure_costs(
 ) -> Costs:
     """The costs of all rows of a source, from the cache where possible. `num_workers` is data.num_workers.
 
-    Over-long rows are measured again as truncated or shrunk, if the encoder does that; otherwise they cost 0 tokens,
-    which drops them. Costs that were written after the time `since` are this start's own, ahead or of another rank.
+    Over-long rows are measured again as truncated or shrunk, if the encoder does that; those that stay over-long cost
+    0 tokens, which drops them. Costs that were written after the time `since` are this start's own, ahead or of
+    another rank.
     """
     measure = Measure(source, format, row_encoder)
     workers = num_processes(num_workers)
@@ -171,8 +172,9 @@ def measure_costs(
         costs.tokens[long] = fitted.tokens
         costs.encoder[long] = fitted.encoder
         costs.media[long] = fitted.media
-        for index, why in fitted.bad.items():
-            costs.bad[int(long[index])] = why
+        for index, (reason, detail) in fitted.bad.items():
+            if reason != "overlong":
+                costs.bad[int(long[index])] = reason, detail
     else:
         costs.tokens[long] = 0
         costs.encoder[long] = 0

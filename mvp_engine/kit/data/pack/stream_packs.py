@@ -198,8 +198,7 @@ class _Lane:
             raise UserError(
                 f"data: {where}: {bad.detail}: raise mllm.micro_batch_tokens, or set mllm.overlong"
             ) from None
-        is_dropped = bad.reason == "overlong" and self.row_encoder.overlong == "drop"
-        records = self.output.dropped if is_dropped else self.output.bad
+        records = self.output.dropped if bad.reason == "overlong" else self.output.bad
         records.append(BadRecord(name, where, bad.reason, bad.detail))
 
     def _pack_window(self, window: int) -> list[list[_EncodedRow]]:

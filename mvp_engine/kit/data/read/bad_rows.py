@@ -118,10 +118,10 @@ class BadRows:
         self.counts.update((key[0], listed[key]) for key in of_other_ranks)
 
     def _message(self, new: list[BadRecord]) -> str:
-        kinds: dict[tuple[str, str], BadRecord] = {}  # one example of each
+        examples_of: dict[str, BadRecord] = {}  # by reason
         for one in new:
-            kinds.setdefault((one.reason, one.detail), one)
-        firsts = list(kinds.values())[:3]
+            examples_of.setdefault(one.reason, one)
+        firsts = list(examples_of.values())[:3]
         examples = [f"{one.where}: {one.reason}: {one.detail[:400]}" for one in firsts]
         return (
             f"data: {self.counts.total()} of {self.rows} rows are bad, and {self.max_allowed} are "

@@ -1,10 +1,9 @@
-"""JSON lines, JSON lists, and the metadata.jsonl of Hugging Face's imagefolder."""
+"""JSON lines and JSON lists."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +11,16 @@ import numpy as np
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.row_files import RowFile, content_hash
-from mvp_engine.kit.data.read.row_types import BadRow
-from mvp_engine.kit.data.read.sample_files import media_kind
 from mvp_engine.kit.data.read.value_checks import parse_object
 
 _CHUNK_BYTES = 1 << 24
 
 
 class JsonLines(RowFile):
-    """One JSON object per line. The file is scanned once for line ends; blank lines are no rows.
+    """One JSON object per line. The file is scanned once for line ends; blank lines are no rows."""
 
-    With `media_folder` it is a metadata.jsonl: `file_name` is the row's image, video or audio file,
-    in that folder.
-    """
-
-    def __init__(
-        self,
-        file: Path,
-        name: str,
-        media_folder: str | None = None,
-    ) -> None:
+    def __init__(self, file: Path, name: str) -> None:
         super().__init__(file, name)
-        self.media_folder = media_folder
         data = np.memmap(file, np.uint8, "r")
         digest = content_hash()
         newlines = []
@@ -62,16 +49,7 @@ class JsonLines(RowFile):
             return stream.read(end - start)
 
     def row(self, index: int) -> dict[str, Any]:
-        row = parse_object(self.read_line(index), "the line")
-        if self.media_folder is not None and "file_name" in row:
-            name = row.pop("file_name")
-            kind = media_kind(name) if isinstance(name, str) else None
-            if kind is None:
-                raise BadRow(
-                    "bad_media", "file_name is not the name of an image, video or audio file"
-                )
-            row[f"{kind}s"] = [os.path.normpath(f"{self.media_folder}/{name}")]
-        return row
+        return parse_object(self.read_line(index), "the line")
 
     def where(self, index: int) -> str:
         line = index if self.lines is None else self.lines[index]

@@ -83,7 +83,10 @@ def open_media(
     if text.startswith("file://"):
         text = unquote(urlsplit(text).path)
     elif "://" in text[:16]:
-        raise BadRow("unsupported", f"{what}: nothing is fetched from the network: {text[:200]}")
+        raise BadRow(
+            "unsupported",
+            f"{what} {text[:200]}: nothing is fetched from the network; download it, and give its path",
+        )
     return _resolve_file(text, limits, root, what)
 
 
@@ -106,8 +109,11 @@ def _resolve_file(text: str, limits: Limits, root: Path, what: str) -> Path:
             fix = "set the source's root, or mllm.limits.allow_outside=true"
             raise BadRow("path_escape", f"{what}: {text[:200]} leads out of {folder}: {fix}")
         mode = path.stat().st_mode
+    except FileNotFoundError:
+        fix = "paths are relative to the folder of their rows, or to the source's root"
+        raise BadRow("missing_file", f"{what}: no file {str(path)[:300]}; {fix}") from None
     except (OSError, ValueError, RuntimeError) as error:
-        # Missing, too long, with a NUL character, or a loop of symbolic links.
+        # Too long, with a NUL character, or a loop of symbolic links.
         raise BadRow("missing_file", f"{what}: {str(error)[:300]}") from None
     if not stat.S_ISREG(mode):  # reading from a pipe or a device might never end
         raise BadRow("unsupported", f"{what}: {path} is not a regular file")

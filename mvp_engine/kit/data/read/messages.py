@@ -109,15 +109,17 @@ def read_message(raw: Any, where: str) -> Message:
     parts = _read_content(content, where)
     message = Message(role, parts, None if loss is None else bool(loss), fields)
     if content is None and not has_actions(message):
-        raise BadRow("missing_key", f"{where} has no content")
+        others = [key for key in fields if key not in KNOWN_KEYS]
+        found = f", only {', '.join(others)[:80]}" if others else ""
+        raise BadRow("missing_key", f"{where} has no content{found}")
     return message
 
 
 def _read_role(name: Any, where: str) -> str:
     role = _ROLE_OF.get(name.lower()) if isinstance(name, str) else None
     if role is None:
-        shown = name if isinstance(name, str) else type_name(name)
-        raise BadRow("unknown_role", f"{where} has role {shown!r:.40}")
+        shown = f"{name!r:.40}" if isinstance(name, str) else type_name(name)
+        raise BadRow("unknown_role", f"{where} has role {shown}; roles are {', '.join(ROLES)}")
     return role
 
 

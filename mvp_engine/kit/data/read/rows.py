@@ -41,6 +41,7 @@ from mvp_engine.kit.data.read.preference import (
     with_rejected_response,
 )
 from mvp_engine.kit.data.read.row_format import Columns, RowFormat
+from mvp_engine.kit.data.read.row_hints import describe_columns, refuse_unread_media
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, ParsedRow, Part, Row
 from mvp_engine.kit.data.read.speech_parts import take_speech
 from mvp_engine.kit.data.read.value_checks import (
@@ -62,6 +63,7 @@ FORMATS = {
     "question_answer": ("question", "answer"),
     "prompt_response": ("prompt", "response"),
     "segments": ("segments",),
+    "texts": ("texts",),
     "text": ("text",),
 }
 _PROMPTS = ("prompt", "question", "query", "instruction")
@@ -104,6 +106,8 @@ def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
     media = [key for key in unused if key in _MEDIA_COLUMNS]
     if media:
         raise BadRow("bad_media", f"the format {name} takes no media, but the row has {media[0]!r}")
+    if not format.drops_answers and not row.media() and not any(m.speech for m in row.messages):
+        refuse_unread_media(columns, unused)
     for message in row.messages:
         unused += [f"{message.role}.{key}" for key in message.extra if key not in KNOWN_KEYS]
     return replace(row, fields=fields, format=name, unused=tuple(dict.fromkeys(unused)))
@@ -139,17 +143,7 @@ def _has_format(columns: Columns, format: str) -> bool:
 def _unknown_format_detail(raw: Any, columns: Columns, name: str | None) -> str:
     if name is None and "input_ids" in columns:
         return "the row has token ids, which may be of another tokenizer: give its text or messages"
-    keys = []
-    for key in list(raw)[:20]:
-        keys.append(f"{key!r:.40}" + ("" if key in columns else " (null)"))
-    wanted = []
-    for format in [name] if name else FORMATS:
-        wanted.append(f"{format} wants {' and '.join(FORMATS[format])}")
-    found = f"the row has {', '.join(keys) or 'no keys'}; {'; '.join(wanted)}"
-    fix = "Rename columns with `columns: {yours: one of these}` of the source"
-    if any(key in columns for key in _PROMPTS):
-        fix += ", or set mllm.prompt_only=true if the recipe needs no answers"
-    return f"{found}. {fix}"
+    return describe_columns(raw, {name: FORMATS[name]} if name else FORMATS)
 
 
 class _Reader:
@@ -166,6 +160,7 @@ class _Reader:
             "sharegpt": partial(self._messages, "conversations"),
             "prompt_completion": self._prompt_completion,
             "segments": self._segments,
+            "texts": self._texts,
             "text": self._text,
             "prompt": self._prompt,
         }
@@ -178,6 +173,18 @@ class _Reader:
 
     def _messages(self, key: str) -> Row:
         return self._conversation([], read_messages(self.columns[key], key))
+
+    def _texts(self) -> Row:
+        """Turns as the_cauldron and FineVision have them: each entry is a question and its answer."""
+        turns = []
+        for index, raw in enumerate(check_list(self.columns["texts"], "texts")):
+            where = f"texts[{index}]"
+            entry = check_object(raw, where)
+            for role in ("user", "assistant"):
+                turns.append(text_message(role, entry.get(role), f"{where}.{role}"))
+        if not turns:
+            raise BadRow("empty", "texts has no entries")
+        return self._conversation([], turns)
 
     def _prompt_completion(self) -> Row:
         prompt = read_turns(self.columns["prompt"], "prompt")

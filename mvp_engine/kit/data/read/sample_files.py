@@ -169,6 +169,35 @@ def _resolve_link(
     )
 
 
+class Metadata(RowFile):
+    """The metadata.csv, .jsonl or .parquet of Hugging Face's imagefolder and its relatives.
+
+    `file_name` is the row's image, video or audio file, in `folder`.
+    """
+
+    def __init__(self, table: RowFile, folder: str) -> None:
+        super().__init__(table.file, table.name)
+        self.table = table
+        self.folder = folder
+        self.size = table.size
+        self.fingerprint = table.fingerprint
+
+    def row(self, index: int) -> dict[str, Any]:
+        row = self.table.row(index)
+        if "file_name" in row:
+            name = row.pop("file_name")
+            kind = media_kind(name) if isinstance(name, str) else None
+            if kind is None:
+                raise BadRow(
+                    "bad_media", "file_name is not the name of an image, video or audio file"
+                )
+            row[f"{kind}s"] = [os.path.normpath(f"{self.folder}/{name}")]
+        return row
+
+    def where(self, index: int) -> str:
+        return self.table.where(index)
+
+
 class MediaFolder(RowFile):
     """A folder of media files with captions; a folder without media is `.txt` files as documents."""
 

@@ -22,7 +22,7 @@ from mvp_engine.errors import UserError, similar_path
 from mvp_engine.kit.data.read.arrow_files import ArrowFile
 from mvp_engine.kit.data.read.json_files import JsonLines, JsonList
 from mvp_engine.kit.data.read.row_files import RowFile, content_hash
-from mvp_engine.kit.data.read.sample_files import MediaFolder, TarShard
+from mvp_engine.kit.data.read.sample_files import MediaFolder, Metadata, TarShard
 from mvp_engine.kit.data.read.text_files import CsvFile, TextLines
 
 _DATASET_ID = re.compile(r"[\w.-]+/[\w:@-]+")  # without a dot, which file names have
@@ -30,6 +30,8 @@ _COMPRESSED = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".zip")
 _GZIP_MAGIC = b"\x1f\x8b"
 LEROBOT_INFO = "meta/info.json"  # only these datasets have it
 _UTF8_BOM = b"\xef\xbb\xbf"
+_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
 class Source:
@@ -152,7 +154,10 @@ def _find_files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def _open_path(path: Path, name: str, root: Path) -> list[RowFile]:
-    return _open_folder(path, name, root) if path.is_dir() else [_open_file(path, name)]
+    if path.is_dir():
+        return _open_folder(path, name, root)
+    file = _open_file(path, name)
+    return [Metadata(file, os.path.relpath(path.parent, root)) if path.name in _METADATA else file]
 
 
 def _open_file(file: Path, name: str) -> RowFile:
@@ -173,20 +178,28 @@ def _open_file(file: Path, name: str) -> RowFile:
         return ArrowFile(file, name)
     if suffix == ".tar" or head[257:262] == b"ustar":
         return TarShard(file, name)
+    if head.startswith(_UTF16_BOMS):
+        raise UserError(f"data: {file} is UTF-16: iconv -f UTF-16 -t UTF-8 converts it")
     if suffix in (".csv", ".tsv"):
         return CsvFile(file, name, "\t" if suffix == ".tsv" else ",")
     if suffix == ".txt":
         return TextLines(file, name)
-    is_object = head.removeprefix(_UTF8_BOM).lstrip().startswith(b"{")
-    if suffix == ".json" and not is_object:
+    text = head.removeprefix(_UTF8_BOM).lstrip()
+    is_object = text.startswith(b"{")
+    if text.startswith(b"[") or (suffix == ".json" and not is_object):
         return JsonList(file, name)
+    if is_object and text.partition(b"\n")[0].strip() == b"{":
+        raise UserError(
+            f"data: {file} has JSON objects over several lines: write one object per line "
+            "(jq -c . FILE), or one list of them"
+        )
     if suffix in (".jsonl", ".ndjson", ".json") or is_object:  # many .json files are JSON lines
         return JsonLines(file, name)
     raise UserError(f"data: {file} is none of jsonl, json, csv, tsv, txt, parquet, arrow, tar")
 
 
 def _open_folder(folder: Path, name: str, root: Path) -> list[RowFile]:
-    """A dataset saved by `datasets`, an imagefolder with metadata.jsonl, or a folder of media."""
+    """A dataset saved by `datasets`, an imagefolder with its metadata, or a folder of media."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(str(state.parent) for state in folder.glob("*/state.json"))
         raise UserError(f"data: {folder} has several splits: open one of {', '.join(splits)}")
@@ -197,10 +210,9 @@ def _open_folder(folder: Path, name: str, root: Path) -> list[RowFile]:
         raise UserError(
             f"data: {folder} is a LeRobot dataset of robot actions: only an ActionEngine trains on it (docs/actions.md)"
         )
-    metadata = folder / "metadata.jsonl"
-    if metadata.is_file():
-        media_folder = os.path.relpath(folder, root)
-        return [JsonLines(metadata, f"{name}/metadata.jsonl", media_folder)]
+    for metadata in _METADATA:
+        if (folder / metadata).is_file():
+            return _open_path(folder / metadata, f"{name}/{metadata}", root)
     return [MediaFolder(folder, name, root)]
 
 

@@ -1,0 +1,79 @@
+"""What is probably meant by a row that has the columns of no format, or one of media that nothing reads."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow
+from mvp_engine.kit.data.read.sample_files import media_kind
+
+Formats = Mapping[str, Sequence[str]]  # name -> the columns that it wants
+_MAX_NAME = 1024  # a longer string is no file name
+
+
+def describe_columns(raw: Mapping[str, Any], formats: Formats) -> str:
+    """What a row of no format has, what is wanted, and the likely `columns` of its source."""
+    found = [key for key in raw if isinstance(key, str) and raw[key] is not None]
+    shown = [f"{key!r:.40}" + (" (null)" if raw[key] is None else "") for key in list(raw)[:20]]
+    if found and all(key.removesuffix("s") in MEDIA for key in found):
+        has = " and ".join(found)
+        return f"the row has {has}, and no text. A caption is a column text, or a .txt file of the same name"
+    text = f"the row has {', '.join(shown) or 'no columns'}"
+    for wanted in formats.values():
+        renamed = _similar_columns(found, wanted)
+        if renamed:
+            pairs = ", ".join(f"{old}: {new}" for old, new in renamed.items())
+            return f"{text}. Did you mean `columns: {{{pairs}}}` of the source?"
+    names = ", ".join(dict.fromkeys(" and ".join(wanted) for wanted in formats.values()))
+    return (
+        f"{text}; wanted: {names}. Rename columns with `columns: {{YOURS: WANTED}}` of the source; "
+        "mllm.prompt_only=true is for rows without an answer"
+    )
+
+
+def _similar_columns(found: Sequence[str], wanted: Sequence[str]) -> dict[str, str]:
+    """The columns to rename, old name first; none unless all that are wanted have one of a similar name."""
+    renamed: dict[str, str] = {}
+    for name in wanted:
+        if name in found:
+            continue
+        old = next((key for key in found if key not in renamed and _is_similar(key, name)), None)
+        if old is None:
+            return {}
+        renamed[old] = name
+    return renamed
+
+
+def _is_similar(key: str, name: str) -> bool:
+    words = re.split(r"[\W_]+", key.lower())
+    if name in words and (name != "text" or len(words) == 1):
+        return True
+    return difflib.SequenceMatcher(None, key.lower(), name).ratio() > 0.85
+
+
+def refuse_unread_media(row: Mapping[str, Any], unused: Sequence[str]) -> None:
+    """Raise if a row without media has files of them in a column that nothing reads: it would train on text alone."""
+    for key in unused:
+        kind = None if key == "id" else _kind_of_value(row[key])
+        if kind is not None:
+            raise BadRow(
+                "bad_media",
+                f"the row's only {kind} is in the column {key!r}, which nothing reads: rename it with "
+                f"`columns: {{{key}: {kind}}}` of the source, or drop it with {{{key}: null}}",
+            )
+
+
+def _kind_of_value(value: Any) -> str | None:
+    if isinstance(value, list | tuple) and value:
+        value = value[0]
+    if isinstance(value, Mapping):  # as `datasets` stores media
+        if not value.keys() <= {"bytes", "path"}:
+            return None
+        path = value.get("path")
+        return (media_kind(path) if isinstance(path, str) else None) or "image"
+    if not isinstance(value, str) or len(value) > _MAX_NAME or "\n" in value:
+        return None
+    return media_kind(value)
