@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import probe_once
 import pytest
 from forked import ForkedModule, save_time
-from ranks import RankPool, RankProcesses
+from ranks import RankPool, RankProcesses, reserve_port
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "tests" / "recipes" / "tiny" / "train.yaml"
@@ -187,6 +188,29 @@ def run_process(*args: str, **options: Any) -> tuple[int, str]:
     process = spawn(*args, **options)
     output, _ = process.communicate(timeout=120)
     return process.returncode, output
+
+
+def wait_until(happened: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for what takes a moment, and on a busy machine seconds."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, also as a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it ended between `open` and `read`
+        return True
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Held: a server of the test may listen on it, and no other process is given it meanwhile."""
+    with reserve_port() as held:
+        yield held.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from conftest import ROOT, TINY, spawn
-from ranks import free_port
+from ranks import reserve_port
 
 SETTINGS = [
     "log.interval=3",
@@ -82,7 +82,8 @@ class ForkedJob:
     def __init__(self, config: Path, nproc: int, settings: list[str], log: Path) -> None:
         launch = ["-m", "mvp_engine.launch", "--config", str(config), *settings]
         job = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
-        job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self.held = reserve_port()  # for as long as this job lives
+        job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.held.getsockname()[1])}
         environments = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)]
         self.ranks = [spawn(*launch, env=env if nproc > 1 else None) for env in environments]
         self.log = log

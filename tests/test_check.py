@@ -49,7 +49,7 @@ def test_check_of_a_plain_engine_measures_steps_and_leaves_no_files(tmp_path: Pa
     assert (step["tokens"], step["samples"], len(step["losses"])) == (128 * 25, 128, STEPS)
     assert step["losses"][0] == pytest.approx(2.4, abs=0.2)
     assert step["losses"][-1] < step["losses"][0]
-    assert 0 < step["seconds"] < 60
+    assert step["seconds"] > 0
     assert (training["steps"], training["steps_per_epoch"]) == (600, 782)
     assert training["eta_s"] == pytest.approx(600 * step["seconds"])
     assert found["memory"]["of"] == "process"

@@ -233,7 +233,7 @@ def test_ranks_that_hang_or_fail_are_problems(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_run_with_limit_kills_all_processes_after_the_limit() -> None:
-    code, output = ranks.run_with_limit(["sh", "-c", "echo begun; sleep 100 & wait"], 0.2)
+    code, output = ranks.run_with_limit(["sh", "-c", "echo begun; sleep 100 & wait"], 1.5)
     assert (code, output) == (None, "begun\n")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from conftest import MAGIC, TINY, losses, spawn
 from kill_resume import child_pids
-from ranks import RankPool, free_port
+from ranks import RankPool
 
 from mvp_engine.cli import main
 from mvp_engine.distributed import World
@@ -126,9 +126,9 @@ def test_interface_of_gloo_is_the_one_that_reaches_node_0(monkeypatch: pytest.Mo
     assert os.environ["GLOO_SOCKET_IFNAME"] in [name for _, name in socket.if_nameindex()]
 
 
-def test_node_without_the_others_is_a_user_error(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_node_without_the_others_is_a_user_error(monkeypatch: pytest.MonkeyPatch, capsys, port: int) -> None:
     monkeypatch.setattr(launcher, "JOIN_SECONDS", 0)
-    words = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    words = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     assert main(["train", str(TINY), *words]) == EXIT_USER_ERROR
     assert "the nodes did not meet at 127.0.0.1" in capsys.readouterr().err
     words[5] = "no.such.host.invalid"
@@ -137,13 +137,14 @@ def test_node_without_the_others_is_a_user_error(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_two_launchers_of_two_ranks_train_one_run_and_stop_together(tmp_path: Path, train: Callable[..., int]) -> None:
+def test_two_launchers_of_two_ranks_train_one_run_and_stop_together(
+    tmp_path: Path, train: Callable[..., int], port: int
+) -> None:
     """Node 0 has options, node 1 SLURM's variables. A SIGTERM to node 1 alone stops, saves and ends both with 75."""
-    port = str(free_port())
     command = ["-m", "mvp_engine.cli", "train", str(TINY), *LONG, f"project.dir={tmp_path / 'nodes'}"]
     options = ["--nproc", "2", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"]
     variables = slurm(2, 2, 1, SLURM_GPUS_ON_NODE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    nodes = [spawn(*command, *options, "--master-port", port), spawn(*command, env=variables)]
+    nodes = [spawn(*command, *options, "--master-port", str(port)), spawn(*command, env=variables)]
     assert nodes[0].stdout is not None
     seen = ""
     while "step 3/" not in seen:
@@ -151,7 +152,7 @@ def test_two_launchers_of_two_ranks_train_one_run_and_stop_together(tmp_path: Pa
         assert line, seen
         seen += line
     nodes[1].send_signal(signal.SIGTERM)
-    outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [EXIT_INTERRUPTED] * 2, outputs
     [run] = list_runs(tmp_path / "nodes")
     [checkpoint] = run.checkpoint_list()
@@ -162,12 +163,11 @@ def test_two_launchers_of_two_ranks_train_one_run_and_stop_together(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_srun_tasks_as_ranks_train_one_run(tmp_path: Path) -> None:
-    port = free_port()
+def test_srun_tasks_as_ranks_train_one_run(tmp_path: Path, port: int) -> None:
     command = ["-m", "mvp_engine.cli", "train", str(TINY), "loop.total_steps=2", f"project.dir={tmp_path}"]
     others = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     tasks = [spawn(*command, env=slurm(1, 2, task, **others)) for task in (0, 1)]
-    outputs = [task.communicate(timeout=60)[0] for task in tasks]
+    outputs = [task.communicate(timeout=120)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], outputs
     [run] = list_runs(tmp_path)
     assert len(list(run.checkpoint_list()[0].glob("rank_*.safetensors"))) == 2
@@ -175,27 +175,25 @@ def test_srun_tasks_as_ranks_train_one_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.campaign(only=True)
-def test_run_folder_that_nodes_do_not_share_is_a_user_error_on_each(tmp_path: Path) -> None:
-    port = str(free_port())
+def test_run_folder_that_nodes_do_not_share_is_a_user_error_on_each(tmp_path: Path, port: int) -> None:
     nodes = []
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
-        words = ["--nnodes", "2", "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port]
+        words = ["--nnodes", "2", "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", str(port)]
         command = ["-m", "mvp_engine.cli", "train", str(TINY), "project.dir=out", *words]
         nodes.append(spawn(*command, cwd=tmp_path / rank))
     for node in nodes:
-        output = node.communicate(timeout=60)[0]
+        output = node.communicate(timeout=120)[0]
         assert node.returncode == EXIT_USER_ERROR
         assert "set project.dir to a folder that all nodes share" in output
 
 
 @pytest.mark.slow
 @pytest.mark.campaign(only=True)
-def test_killed_rank_ends_a_hanging_rank_of_another_node(tmp_path: Path) -> None:
-    port = str(free_port())
+def test_killed_rank_ends_a_hanging_rank_of_another_node(tmp_path: Path, port: int) -> None:
     nodes = []
     for rank in ("0", "1"):
-        words = ["--nnodes", "2", "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port]
+        words = ["--nnodes", "2", "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", str(port)]
         words += [*LONG, "tiny.fault=hang", f"project.dir={tmp_path}"]
         nodes.append(spawn("-m", "mvp_engine.cli", "train", str(TINY), *words, fresh_workers=True))
     assert nodes[0].stdout is not None
@@ -204,11 +202,11 @@ def test_killed_rank_ends_a_hanging_rank_of_another_node(tmp_path: Path) -> None
     [rank1] = child_pids(nodes[1].pid)
     started = time.monotonic()
     os.kill(rank1, signal.SIGKILL)
-    output = nodes[0].communicate(timeout=60)[0]
+    output = nodes[0].communicate(timeout=120)[0]
     assert nodes[0].returncode == 1
     assert "a rank on another node of this job died" in output
-    assert time.monotonic() - started < 30
-    assert "was killed by SIGKILL" in nodes[1].communicate(timeout=60)[0]
+    assert time.monotonic() - started < 60
+    assert "was killed by SIGKILL" in nodes[1].communicate(timeout=120)[0]
 
 
 def test_slurm_script_is_valid_bash_with_the_command_and_the_options(tmp_path: Path, capsys) -> None:
@@ -280,4 +278,4 @@ def work_of_uneven_nodes() -> int:
 
 
 def test_work_once_per_node_ends_on_nodes_with_different_numbers_of_ranks(ranks4: RankPool) -> None:
-    assert ranks4.run(work_of_uneven_nodes, timeout=30.0) == [1, 0, 0, 1]
+    assert ranks4.run(work_of_uneven_nodes) == [1, 0, 0, 1]

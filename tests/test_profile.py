@@ -82,7 +82,7 @@ def test_clock_of_gpu_is_sampled_while_something_runs(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with sampled_clock("GPU-7") as samples:
         begin = time.perf_counter()
-        while len(samples.rows) < 3 and time.perf_counter() < begin + 20:
+        while len(samples.rows) < 3 and time.perf_counter() < begin + 60:
             time.sleep(0.01)
     found = samples.between(begin - 1, time.perf_counter())
     assert found == {"sm_clock_mhz": 1545.0, "power_w": 691.5, "at_power_limit": pytest.approx(2 / 3)}
@@ -92,7 +92,7 @@ def test_clock_of_gpu_is_sampled_while_something_runs(tmp_path: Path, monkeypatc
     tool.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\nprintf "\\377 Field is not valid\\n"\nexit 2\n')
     with sampled_clock() as samples:  # fails, as with a query that the driver does not know
         begin = time.perf_counter()
-        while "-i 3 " not in (tmp_path / "asked").read_text() and time.perf_counter() < begin + 20:
+        while "-i 3 " not in (tmp_path / "asked").read_text() and time.perf_counter() < begin + 60:
             time.sleep(0.01)
     assert samples.between(0, time.perf_counter()) == {}
     assert "-i 3 " in (tmp_path / "asked").read_text()
@@ -110,8 +110,8 @@ def test_profile_slow_loader_is_reported_as_wait_for_data_and_idle_time(tmp_path
     words = [str(config), "--out", str(tmp_path), "--steps", "2", "--first", "2", f"project.dir={tmp_path}"]
     assert main(["profile", *words, "tiny.load_seconds=0.05", "data.num_workers=0"]) == 0
     facts = json.loads((tmp_path / "profile.json").read_text())
-    assert facts["data_wait_ms"] > 0.8 * facts["step_ms"]
-    assert facts["idle"] > 0.8
+    assert facts["data_wait_ms"] > 0.5 * facts["step_ms"]  # 0.97 on an idle machine
+    assert facts["idle"] > 0.5
     assert "for data. More data.num_workers" in (tmp_path / "profile.md").read_text()
 
 

@@ -62,28 +62,39 @@ class HangWatch:
         reported: float | None = None
         while not self._ended.wait(min(1.0, self.seconds / 4)):
             began = self._at
-            is_late = began is not None and time.monotonic() - began > self.seconds
-            if is_late and began != reported:
-                reported = began
-                try:
+            if began is None or time.monotonic() - began <= self.seconds:
+                continue
+            try:
+                if began == reported:
+                    self._answer()  # for a rank that is late after this one
+                else:
+                    reported = began
                     self._report(self.seconds)
-                except RuntimeError as error:  # the store is gone with its host
-                    LOGGER.warning(
-                        "%s %d hangs; the other ranks gave no answer: %s",
-                        self._what,
-                        self._step,
-                        error,
-                    )
+            except RuntimeError as error:  # the store is gone with its host
+                LOGGER.warning(
+                    "%s %d hangs; the other ranks gave no answer: %s",
+                    self._what,
+                    self._step,
+                    error,
+                )
+                return
 
-    def _report(self, seconds: float) -> None:
+    def _answer(self) -> dict[str, Any]:
+        """Where this rank is now, written to the store."""
         own: dict[str, Any] = {"time": time.time(), "step": self._step, "what": self._what}
         own["stack"] = _stack(self._main)
-        found = {self.world.rank: own}
         if self.world.store is not None:
             self.world.store.set(_key(self.world.rank), json.dumps(own))
+        return own
+
+    def _report(self, seconds: float) -> None:
+        own = self._answer()
+        found = {self.world.rank: own}
+        if self.world.store is not None:
             # Other ranks began the step, and so are late, at other times.
             deadline = time.monotonic() + seconds / 2 + 2.0
             while len(found) < self.world.size and not self._ended.wait(0.2):
+                self._answer()
                 found = self._answers(own["time"] - seconds)
                 if time.monotonic() > deadline:
                     break

@@ -158,7 +158,8 @@ class _Worker:
 
     def outcome(self, is_ready: bool, timeout: float) -> Outcome | None:
         """The outcome of the first task of the group; None while it is being computed."""
-        if is_ready:
+        # A result may have come while the controller replaced another worker: it is no time-out.
+        if is_ready or self.connection.poll():
             try:
                 found: Outcome = self.connection.recv()
                 return found

@@ -193,7 +193,8 @@ def _leave(errors: Path) -> None:
     """Kill the ranks, and print why some of them had failed by then."""
     process = os.getpid()
     for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
-        os.kill(int(child), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # torchrun has read its exit code since
+            os.kill(int(child), signal.SIGKILL)
     _print_errors(errors)
 
 

@@ -7,16 +7,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, spawn
+from conftest import TINY, spawn, wait_until
 from kill_resume import child_pids
 
-from mvp_engine.distributed import World
+from mvp_engine.distributed import World, hang
 from mvp_engine.distributed.hang import HangWatch, describe
 from mvp_engine.worker.host import Place, WorkerHost
 
@@ -34,21 +35,79 @@ def reports() -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
-def test_hang_watch_reports_a_slow_step_once_and_a_quick_one_never(reports: list[str]) -> None:
+class Clock:
+    """The seconds of HangWatch, which pass when a test says so: a busy machine makes no step slow."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.looks = 0  # of the watching thread, and one for each beat
+
+    def monotonic(self) -> float:
+        self.looks += 1
+        return self.now
+
+    def let_watch(self) -> None:
+        """Wait until the watching thread has looked at the step: once, and after that."""
+        before = self.looks
+        wait_until(lambda: self.looks >= before + 2)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(hang, "time", SimpleNamespace(monotonic=made.monotonic, time=lambda: made.now))
+    return made
+
+
+def test_hang_watch_reports_a_slow_step_once_and_a_quick_one_never(reports: list[str], clock: Clock) -> None:
     with HangWatch(0.2, ALONE) as watch:
-        for step in range(1, 12):
+        for step in range(1, 6):
             watch.beat(step)
-            time.sleep(0.05)
+            clock.now += 0.1
+            clock.let_watch()
         assert not reports
         watch.beat(12)
-        time.sleep(0.9)
+        clock.now += 0.3
+        wait_until(lambda: bool(reports))
+        clock.let_watch()
         [text] = reports
         assert text.startswith("step 12 takes longer than guard.hang_seconds=0.2")
-        assert "time.sleep(0.9)" in text
+        assert "in wait_until" in text
         watch.beat(13)
-        time.sleep(0.6)
-        assert len(reports) == 2
-    assert not [thread for thread in threading.enumerate() if thread.name == "mvp-hang" and thread.join(2)]
+        clock.now += 0.3
+        wait_until(lambda: len(reports) == 2)
+    assert not [thread for thread in threading.enumerate() if thread.name == "mvp-hang" and thread.join(60)]
+
+
+class Store:
+    """The part of a TCPStore that HangWatch uses."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.set = self.values.__setitem__
+        self.get = self.values.__getitem__
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def test_hang_watch_rank_that_is_late_long_after_another_still_gets_its_answer(
+    reports: list[str], clock: Clock
+) -> None:
+    store = Store()
+    rank_0, rank_1 = (World(rank, 2, 0, 1, torch.device("cpu"), store=store) for rank in range(2))  # type: ignore[arg-type]
+    with HangWatch(0.2, rank_1) as first, HangWatch(0.2, rank_0) as second:
+        first.beat(7)
+        clock.now += 0.3
+        wait_until(lambda: store.check(["hang/1"]))
+        clock.now += 9.0  # rank 0 has not begun its step: rank 1 does not wait for its answer any longer
+        wait_until(lambda: bool(reports))
+        assert "rank 0 did not answer" in reports[0]
+        second.beat(7)
+        clock.now += 0.3
+        wait_until(lambda: len(reports) == 2)
+    assert "did not answer" not in reports[1]
+    assert "2 ranks (0, 1)" in reports[1]
 
 
 def answer(step: int, *frames: str) -> dict[str, Any]:
@@ -89,10 +148,11 @@ def test_training_names_the_rank_that_hangs_with_its_stack(tmp_path: Path, how: 
         lines.append(line)
         if how != "hangs" and "step 4/" in line:
             os.kill(child_pids(process.pid)[1], signal.SIGSTOP)
-        if "in a collective:" in line:
+        # A report of a first step that is slow on a busy machine may come before.
+        if "in a collective:" in line and ("time.sleep(600)" if how == "hangs" else "did not answer") in "".join(lines):
             break
     process.kill()
-    process.wait(30)
+    process.wait(60)
     text = "".join(lines)
     if how == "hangs":
         assert "rank 1 did not arrive where the others wait" in text, text
@@ -106,19 +166,24 @@ def test_training_names_the_rank_that_hangs_with_its_stack(tmp_path: Path, how: 
 
 
 class Sleeper:
-    def update(self, seconds: float) -> str:
-        time.sleep(seconds)
+    def update(self, hang_here: Callable[[], None]) -> str:
+        hang_here()
         return "done"
 
 
-def test_worker_host_reports_a_call_that_hangs_and_not_the_time_between_calls(reports: list[str]) -> None:
+def test_worker_host_reports_a_call_that_hangs_and_not_the_time_between_calls(reports: list[str], clock: Clock) -> None:
+    def until_reported() -> None:
+        clock.now += 0.3
+        wait_until(lambda: bool(reports))
+
     host = WorkerHost(Place(0, 1, "cpu"))
     host.workers["actor"] = Sleeper()  # type: ignore[assignment]
     with HangWatch(0.2, ALONE) as host.hang:
-        assert host.call("actor", "update", 0.01) == "done"
-        time.sleep(0.6)
+        assert host.call("actor", "update", clock.let_watch) == "done"
+        clock.now += 0.6
+        time.sleep(0.2)  # some looks of the watching thread, which need no clock
         assert not reports
-        assert host.call("actor", "update", 0.8) == "done"
+        assert host.call("actor", "update", until_reported) == "done"
     [text] = reports
     assert text.startswith("update of group actor, call 2 takes longer than guard.hang_seconds=0.2")
-    assert "time.sleep(seconds)" in text
+    assert "hang_here()" in text

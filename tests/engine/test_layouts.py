@@ -108,6 +108,6 @@ def test_layout_sizes_that_do_not_multiply_to_the_ranks_are_refused(words: dict[
     from mvp_engine.config.schema import Parallel
 
     four = World(0, 4, 0, 4, torch.device("cpu"))
-    config = Parallel(**{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 60.0, **words})
+    config = Parallel(**{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0, **words})
     with pytest.raises(UserError, match="do not multiply to the 4 processes of this job: use --nproc"):
         Layout.of(four, config)

@@ -303,7 +303,7 @@ def parallel(**sizes: int) -> Any:
     """The `parallel` section of a config."""
     from mvp_engine.config.schema import Parallel
 
-    return Parallel(**{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 60.0, **sizes})
+    return Parallel(**{"replicate": -1, "shard": 1, "ulysses": 1, "tensor": 1, "timeout": 100.0, **sizes})
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def on_layout(name: str, layout: Layout, **settings: Any) -> dict[str, Tensor]:
 
 def on_two_ranks(name: str, pool: Any, **sizes: int) -> bool | str:
     """Whether a layout of the two ranks of `pool` gives the log-probs and gradients of one."""
-    answers = pool.run(_or_reason, name, sizes, timeout=60.0)
+    answers = pool.run(_or_reason, name, sizes)
     return compare_ranks(answers, on_layout(name, Layout(World.join("cpu"))), sizes)
 
 

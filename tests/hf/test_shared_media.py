@@ -103,7 +103,7 @@ def trained(name: str, layout: Layout, is_shared: bool) -> dict[str, torch.Tenso
 
 
 def on_ranks(name: str, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-    world = World.join("cpu", timeout=30.0)
+    world = World.join("cpu", timeout=100.0)
     found = trained(name, Layout.of(world, parallel(**sizes)), is_shared=True)
     world.close()
     return found

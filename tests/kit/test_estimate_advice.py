@@ -19,7 +19,7 @@ from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.tools.estimate import page
 
 SHAPES = yaml.safe_load((ROOT / "benchmarks" / "hardware" / "shapes.yaml").read_text())
-GPU_CONFIGS = [file for file in ROOT.glob("recipes/*/configs/*gpu[18]*.yaml") if "vit" not in str(file)]
+GPU_CONFIGS = sorted(file for file in ROOT.glob("recipes/*/configs/*gpu[18]*.yaml") if "vit" not in str(file))
 PACKS = "mllm.micro_batch_tokens=4096"
 FIXED = ["mllm.micro_batch_tokens=8192", "model.activation_checkpointing=none"]
 SFT = str(ROOT / "recipes" / "qwen3" / "configs" / "sft_gpu1.yaml")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import transformers as hf
-from test_measure import image_rows, is_running
+from conftest import is_gone
+from test_measure import image_rows
 from tiny_vlm import made, model_config, qwen3_vl, write
 
 from mvp_engine.cli import main
@@ -89,9 +90,9 @@ def test_stop_measuring_ends_the_processes_and_releases_the_lock(
         patched.setattr(decode_image, "open_image", lambda *_: signal.pause())
         kit.measure_ahead(["train"])
     workers = [process.pid for process in kit._ahead._workers._processes]
-    assert all(map(is_running, workers))
+    assert not any(map(is_gone, workers))
     kit.stop_measuring()
-    assert not any(map(is_running, workers))
+    assert all(map(is_gone, workers))
     assert (kit.measured("train")[1][0].tokens > 0).any()
 
 

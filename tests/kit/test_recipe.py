@@ -74,7 +74,7 @@ def test_docs_recipe_on_streams_resumes_bit_exactly(recipe: Path) -> None:
         for name in ("straight", "stopped")
     )
     assert straight == stopped
-    assert {*active_children()} == before  # the garbage collector would wait five seconds for each worker
+    assert {*active_children()} <= before  # the garbage collector would wait five seconds for each worker
     assert [step for step, _, _ in straight] == [1, 2, 3, 4]
 
 

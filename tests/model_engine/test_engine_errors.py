@@ -107,7 +107,7 @@ def test_infer_batch_too_long_sequence_on_one_rank_raises_on_all(ranks2) -> None
 
 
 def too_long() -> str:
-    world = World.join("cpu", timeout=30.0)
+    world = World.join("cpu", timeout=100.0)
     model = LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3")))
     engine = LanguageModelEngine(model, Layout.of(world, parallel(shard=2)))
     engine.initialize()

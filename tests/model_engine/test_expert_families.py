@@ -70,7 +70,7 @@ def test_expert_parallel_of_every_family_gives_the_gradients_of_one_rank(ranks2:
             balance = "none"
             wanted = stepped(name, None, balance)
         try:
-            for found in ranks2.run(stepped, name, {"shard": 2, "expert": 2}, balance, timeout=60.0):
+            for found in ranks2.run(stepped, name, {"shard": 2, "expert": 2}, balance):
                 if isinstance(wanted, str) or isinstance(found, str):
                     assert found == wanted
                 else:

@@ -120,7 +120,7 @@ def test_rank_without_data_runs_a_dummy_of_the_same_call(ranks2) -> None:
 
 
 def after_inference(alone: bool = False) -> float:
-    world = World(0, 1, 0, 1, torch.device("cpu")) if alone else World.join("cpu", timeout=30.0)
+    world = World(0, 1, 0, 1, torch.device("cpu")) if alone else World.join("cpu", timeout=100.0)
     layout = Layout.of(world, parallel(shard=world.size))
     engine = LanguageModelEngine(
         LanguageModelEngine.build_model(ModelSource(None, overrides_of("qwen3"))), layout, Settings(seed=1)

@@ -136,7 +136,7 @@ def test_collector_apart_does_not_wait_for_the_next_samples() -> None:
     original = policy.sample
 
     def sample(prompts: list[Prompt]) -> Experience:
-        assert may_sample.wait(10)
+        assert may_sample.wait(60)
         return original(prompts)
 
     made.sample = sample

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import signal
 import subprocess
 import sys
 import threading
-import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import is_gone, wait_until
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.rl import reward_workers
 from mvp_engine.rl.prompts import Prompt
+from mvp_engine.rl.reward_workers import Group, Task
 from mvp_engine.rl.rewards import Answer, RewardFailed, Rewards, reward_metrics
 from mvp_engine.rl.rl_settings import RewardSettings
 from mvp_engine.rl.rollout import Sample
@@ -61,6 +65,31 @@ def made(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield make
     for rewards in opened:
         rewards.close()
+
+
+class Limit:
+    """The clock of the workers. It stands still, however busy the machine is, until a reward that hangs has touched
+    `file`. With several workers, the others are idle by then, and the results before it have arrived."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.now = 0.0
+        self.workers: list[Any] = []  # empty: there is only one
+
+    def monotonic(self) -> float:
+        first = [worker.group.tasks[0].answer.text for worker in self.workers if worker.group and worker.group.tasks]
+        if self.file.exists() and (first == ["bb"] or not self.workers):
+            self.now += 1000.0
+            if not self.workers:
+                self.file.unlink()
+        return self.now
+
+
+@pytest.fixture
+def limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limit:
+    made = Limit(tmp_path / "hangs")
+    monkeypatch.setattr(reward_workers, "time", made)
+    return made
 
 
 def by_place(row: dict[str, Any], answer: Answer) -> float:
@@ -105,6 +134,8 @@ def fails(row: dict[str, Any], answer: Answer) -> Any:
     if answer.text != "bb":
         return 1.0
     kind = os.environ["REWARD_FAILS"]
+    if kind in ("hang", "regex"):
+        Path(os.environ["REWARD_HANGS"]).touch()
     if kind == "hang":
         threading.Event().wait()
     if kind == "regex":  # holds the GIL
@@ -137,13 +168,13 @@ FAILURES = {
 
 @pytest.mark.parametrize("kind", FAILURES)
 def test_rewards_one_that_fails_is_named_and_costs_no_other(
-    made: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+    made: Any, kind: str, monkeypatch: pytest.MonkeyPatch, limit: Limit
 ) -> None:
     monkeypatch.setenv("REWARD_FAILS", kind)
-    timeout = 0.3 if kind in ("hang", "regex") else 20
-    started = time.monotonic()
-    found = made(fails, timeout=timeout)(prompts(3), samples(3, 3))
-    assert time.monotonic() - started < 10
+    monkeypatch.setenv("REWARD_HANGS", str(limit.file))
+    rewards = made(fails, timeout=0.3)
+    limit.workers = rewards._workers._workers
+    found = rewards(prompts(3), samples(3, 3))
     assert [reward.value for reward in found] == [1.0] * 4 + [None] + [1.0] * 4
     assert found[4].error is not None
     assert found[4].error.startswith(FAILURES[kind])
@@ -178,15 +209,27 @@ def test_rewards_worker_killed_while_idle_is_replaced(made: Any) -> None:
     assert rewards(prompts(3), samples(3, 2)) == before
 
 
-def test_rewards_hung_reward_is_killed_with_the_processes_it_started(made: Any, tmp_path: Path) -> None:
+def test_rewards_result_that_came_while_a_worker_was_replaced_is_no_time_out(made: Any, limit: Limit) -> None:
+    """The controller is busy for longer than the limit, and the result is there."""
+    worker = made(lambda row, answer: 1.0, workers=1)._workers._workers[0]
+    group = Group(pickle.dumps({}), deque([Task(0, 0, None)]))
+    worker.connection.send((group.row, list(group.tasks)))
+    assert worker.connection.poll(60)
+    limit.now = 1000.0
+    outcome = worker.outcome(False, 20)
+    assert (outcome.value, outcome.error, worker.is_lost) == ((1.0, {}), None, False)
+
+
+def test_rewards_hung_reward_is_killed_with_the_processes_it_started(made: Any, tmp_path: Path, limit: Limit) -> None:
     def reward(row: dict[str, Any], answer: Answer) -> float:
         child = subprocess.Popen(["sleep", "600"])
         (tmp_path / "pid").write_text(str(child.pid))
+        limit.file.touch()
         return child.wait()
 
     with pytest.raises(RewardFailed, match="no result after"):
         made(reward, timeout=0.5, workers=1)(prompts(1), samples(1, 1))
-    assert is_gone(int((tmp_path / "pid").read_text()))
+    wait_until(lambda: is_gone(int((tmp_path / "pid").read_text())))
 
 
 def run_endless_reward(out: Any) -> None:
@@ -206,17 +249,4 @@ def test_rewards_controller_killed_leaves_no_worker() -> None:
     worker = ours.recv()
     controller.kill()
     controller.join()
-    assert is_gone(worker)
-
-
-def is_gone(pid: int) -> bool:
-    """Does the process end within five seconds? A zombie has ended."""
-    for _ in range(500):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state in ("Z", "X"):
-            return True
-        time.sleep(0.01)
-    return False
+    wait_until(lambda: is_gone(worker))

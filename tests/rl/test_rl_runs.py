@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from conftest import wait_until
 from templates.tiny import tokenizer
+from test_rewards import Limit
 from tiny_rl import write_recipe
 from tiny_vlm import TEXT
 
 from mvp_engine.cli import main
 from mvp_engine.distributed import hang
 from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.rl import reward_workers
 from mvp_engine.rl.learner import Learner
 from mvp_engine.rl.rollout_log import read_rollouts
 from mvp_engine.runs import list_runs
@@ -38,7 +40,7 @@ def records(folder: Path, split: str = "train") -> list[dict[str, Any]]:
 
 FAILING = {
     "raises": "assert row['answer'] != '3', 'no threes'",
-    "hangs": "import time\nif row['answer'] == '3': time.sleep(60)",
+    "hangs": "import pathlib, time\nif row['answer'] == '3': pathlib.Path('HANGS').touch(); time.sleep(600)",
     "nan": "if row['answer'] == '3': return float('nan')",
     "dies": "import os\nif row['answer'] == '3': os._exit(3)",
 }
@@ -47,9 +49,13 @@ FAILING = {
 @pytest.mark.parametrize(
     "kind", ["hangs", *(pytest.param(kind, marks=IN_CAMPAIGN) for kind in ("raises", "nan", "dies"))]
 )
-def test_rl_run_with_a_reward_that_fails_continues_and_names_the_row(tmp_path: Path, capfd: Any, kind: str) -> None:
-    config = write_recipe(tmp_path, f"{FAILING[kind]}\n{LENGTH}")
-    folder = trained(config, "reward.timeout=0.5")
+def test_rl_run_with_a_reward_that_fails_continues_and_names_the_row(
+    tmp_path: Path, capfd: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = Limit(tmp_path / "hangs")
+    monkeypatch.setattr(reward_workers, "time", limit)
+    config = write_recipe(tmp_path, f"{FAILING[kind].replace('HANGS', str(limit.file))}\n{LENGTH}")
+    folder = trained(config, "reward.timeout=0.5", "reward.workers=1")
     assert sum(record["reward_errors"] for record in records(folder)) == pytest.approx(2 / 8)
     assert "reward failed: rows.jsonl:4 (source rows), answer " in capfd.readouterr().err
     completions = [one for record in read_rollouts(folder / "rollouts.jsonl") for one in record["completions"]]
@@ -146,12 +152,15 @@ def test_rl_training_reports_the_part_of_a_step_that_hangs(tmp_path: Path, monke
     update = Learner.update
     warnings: list[str] = []
 
+    def is_reported() -> bool:
+        return any(text.startswith("update of step 1 takes longer") for text in warnings)
+
     def slow(self: Learner, *args: Any) -> Any:
-        time.sleep(1.5)
+        wait_until(is_reported)
         return update(self, *args)
 
     monkeypatch.setattr(Learner, "update", slow)
     monkeypatch.setattr(hang.LOGGER, "log", lambda level, text, *words: warnings.append(text % words))
     trained(write_recipe(tmp_path, LENGTH), "loop.total_steps=1", "guard.hang_seconds=0.5")
     [text] = [text for text in warnings if text.startswith("update of step 1 takes longer than guard.hang_seconds=0.5")]
-    assert "time.sleep(1.5)" in text
+    assert "wait_until(is_reported)" in text

@@ -195,7 +195,7 @@ def test_vllm_rollout_other_trainer_changes_weights_during_generation_is_generat
         left[0] -= 1
         if left[0] == 0:
             threading.Thread(target=other.sync, args=(buckets(other_model), 1)).start()
-            until = time.monotonic() + 5
+            until = time.monotonic() + 60
             while fake.version.startswith(rollout.name) and time.monotonic() < until:
                 fake.lock.release()
                 time.sleep(0.005)
@@ -265,7 +265,7 @@ def test_vllm_rollout_without_any_server_raises_with_url_and_reason(
     start = time.monotonic()
     with pytest.raises(NoServer, match=rf"no server for 0.2 s:\n  {fake.url}: .*(Refused|[Tt]imed? ?out)"):
         rollout.generate(prompts(2), SAMPLING)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     assert f"rollout server {fake.url} is gone" in "\n".join(logged)
 
 
@@ -274,7 +274,14 @@ def test_vllm_rollout_server_that_stops_answering_in_a_long_request_is_noticed(
 ) -> None:
     rollout = synced(fake, folder, tmp_path, wait_seconds=0.1)
     request.getfixturevalue("quick_health")
-    fake.generate = lambda body: setattr(fake, "hangs", True) or time.sleep(0.5) or {}  # type: ignore[method-assign,assignment]
+
+    def generate(body: Any) -> Any:
+        fake.hangs = True
+        while fake.hangs:  # until the end of the test
+            time.sleep(0.01)
+        return {}
+
+    fake.generate = generate  # type: ignore[method-assign]
     with pytest.raises(NoServer, match="TimeoutError"):
         rollout.generate(prompts(1), SAMPLING)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import is_gone, wait_until
 from worker_cases import TokenLoss, batch_of
 
 from mvp_engine.worker import WorkerDied, WorkerGroup
@@ -24,19 +25,8 @@ def pids(group: WorkerGroup) -> list[int]:
     return [rank.process.pid if hasattr(rank, "process") else rank.home.pid for rank in ranks]
 
 
-def is_gone(pid: int) -> bool:
-    """Ended, or a zombie that nobody has waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def wait_until_gone(gone: list[int], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not all(map(is_gone, gone)):
-        assert time.monotonic() < deadline, "processes are left"
-        time.sleep(0.05)
+def wait_until_gone(pids: list[int]) -> None:
+    wait_until(lambda: all(map(is_gone, pids)))
 
 
 CALLS: dict[str, Callable[[WorkerGroup, Path], Any]] = {
@@ -50,8 +40,14 @@ CALLS: dict[str, Callable[[WorkerGroup, Path], Any]] = {
 
 def _stop_before_bucket(group: WorkerGroup) -> Iterator[Any]:
     """A stream whose receiving rank 1 stops before the first bucket arrives."""
-    os.kill(pids(group)[1], signal.SIGSTOP)
+    _stop_and_kill(pids(group)[1])
     yield [("lm_head.weight", torch.zeros(64, 32))]
+
+
+def _stop_and_kill(pid: int) -> None:
+    """Stop a rank, so that the next call is under way when it is killed a moment later."""
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
 
 
 def check_rank_killed_in_call(group: WorkerGroup, folder: Path, method: str, how: str) -> None:
@@ -62,15 +58,14 @@ def check_rank_killed_in_call(group: WorkerGroup, folder: Path, method: str, how
     expected = group.update(BATCH, TokenLoss(), budget=64)
     started = pids(group)
     if method != "receive_weights":
-        os.kill(started[1], signal.SIGSTOP)  # so that the call is under way when the rank dies
-    threading.Timer(0.3, os.kill, (started[1], signal.SIGKILL)).start()
+        _stop_and_kill(started[1])
     begin = time.monotonic()
     with pytest.raises(WorkerDied, match=rf"rank 1 of group actor died in {method}: {how}"):
         CALLS[method](group, folder)
-    named = time.monotonic() - begin - 0.3
-    assert named < 10
+    named = time.monotonic() - begin
+    assert named < 60
     wait_until_gone(started)
-    print(f"killed in {method}: named after {named:.1f} s, all gone after {time.monotonic() - begin - 0.3:.1f} s")
+    print(f"killed in {method}: named after {named:.1f} s, all gone after {time.monotonic() - begin:.1f} s")
     with pytest.raises(WorkerDied, match=r"has no processes: .* died in .*restart\(\) starts new ones"):
         group.checksums()
     group.restart()

@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import spawn
-from fault_cases import is_gone, wait_until_gone
+from conftest import is_gone, spawn
+from fault_cases import wait_until_gone
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 

@@ -117,7 +117,7 @@ def test_ray_error_on_one_rank_is_named_with_its_traceback_and_ends_the_group(ru
     with pytest.raises(WorkerError) as caught:
         running.update(BATCH, FailingLoss(rank=1), budget=64)
     print(f"raised in update: named after {time.monotonic() - begin:.1f} s")
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     error = caught.value
     assert (error.group, error.rank, error.method) == ("actor", 1, "update")
     assert "ZeroDivisionError" in error.reason
@@ -130,7 +130,7 @@ def test_ray_without_free_resources_is_a_user_error_and_leaves_the_group_usable(
     begin = time.monotonic()
     with pytest.raises(UserError, match="the Ray cluster has 1 CPU free, and 2 ranks need 1 CPU each"):
         WorkerGroup.start(spec_of(), ranks=2, where=RayLauncher(wait=1.0))
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     assert running.update(BATCH, TokenLoss(), budget=64)[0].skipped is None
 
 

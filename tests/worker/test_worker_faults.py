@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import spawn
-from fault_cases import BATCH, CALLS, check_rank_killed_in_call, is_gone, pids, wait_until_gone
+from conftest import is_gone, spawn
+from fault_cases import BATCH, CALLS, check_rank_killed_in_call, pids, wait_until_gone
 from forked_launcher import ForkedLauncher
 from worker_cases import FailingLoss, TokenLoss, spec_of
 
