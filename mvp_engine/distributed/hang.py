@@ -65,11 +65,10 @@ class HangWatch:
             if began is None or time.monotonic() - began <= self.seconds:
                 continue
             try:
-                if began == reported:
-                    self._answer()  # for a rank that is late after this one
-                else:
-                    reported = began
+                if began != reported:
                     self._report(self.seconds)
+                reported = began
+                self._answer()  # again and again, for ranks that are late after this one
             except RuntimeError as error:  # the store is gone with its host
                 LOGGER.warning(
                     "%s %d hangs; the other ranks gave no answer: %s",
@@ -81,35 +80,37 @@ class HangWatch:
 
     def _answer(self) -> dict[str, Any]:
         """Where this rank is now, written to the store."""
-        own: dict[str, Any] = {"time": time.time(), "step": self._step, "what": self._what}
-        own["stack"] = _stack(self._main)
+        own = {
+            "time": time.time(),
+            "step": self._step,
+            "what": self._what,
+            "stack": _stack(self._main),
+        }
         if self.world.store is not None:
             self.world.store.set(_key(self.world.rank), json.dumps(own))
         return own
 
     def _report(self, seconds: float) -> None:
-        own = self._answer()
-        found = {self.world.rank: own}
-        if self.world.store is not None:
-            # Other ranks began the step, and so are late, at other times.
-            deadline = time.monotonic() + seconds / 2 + 2.0
-            while len(found) < self.world.size and not self._ended.wait(0.2):
-                self._answer()
-                found = self._answers(own["time"] - seconds)
-                if time.monotonic() > deadline:
-                    break
+        found = {self.world.rank: self._answer()}
+        # Other ranks began the step, and so are late, at other times.
+        deadline = time.monotonic() + seconds / 2 + 2.0
+        while len(found) < self.world.size and not self._ended.wait(0.2):
+            self._answer()
+            found = self._answers(seconds)
+            if time.monotonic() > deadline:
+                break
         if self.world.rank == min(found) and not self._ended.is_set():
             LOGGER.log(self._level, "%s", describe(found, self.world.size, seconds))
 
-    def _answers(self, since: float) -> dict[int, dict[str, Any]]:
-        """What the ranks wrote that are late now, by rank."""
+    def _answers(self, seconds: float) -> dict[int, dict[str, Any]]:
+        """What the ranks that are late wrote in the last seconds, by rank."""
         store = self.world.store
         assert store is not None
-        found: dict[int, dict[str, Any]] = {}
+        found = {}
         for rank in range(self.world.size):
             if store.check([_key(rank)]):
                 answer = json.loads(store.get(_key(rank)))
-                if answer["time"] > since:
+                if answer["time"] > time.time() - seconds:
                     found[rank] = answer
         return found
 

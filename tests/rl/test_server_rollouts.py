@@ -279,7 +279,6 @@ def test_vllm_rollout_server_that_stops_answering_in_a_long_request_is_noticed(
         fake.hangs = True
         while fake.hangs:  # until the end of the test
             time.sleep(0.01)
-        return {}
 
     fake.generate = generate  # type: ignore[method-assign]
     with pytest.raises(NoServer, match="TimeoutError"):
