@@ -138,7 +138,7 @@ def test_check_settings_that_fail_late_are_problems_at_once(digits: list[str], t
 
 def test_check_bad_rows_are_a_warning_or_an_error(digits: list[str], tmp_path: Path, capsys: Any) -> None:
     chat = [{"role": "user", "content": "Which digit is this?"}, {"role": "assistant", "content": "7"}]
-    rows = ["{broken", *[json.dumps({"messages": chat, "image_path": "7.png"})] * 30]
+    rows = ["{broken", *[json.dumps({"messages": chat, "origin": "web"})] * 30]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
     words = [*digits, f"mllm.sources=[{{path: {tmp_path}/rows.jsonl}}]", f"mllm.cache={tmp_path}"]
     words += ["loop.eval_interval=null", "eval_generation=null"]
@@ -149,7 +149,7 @@ def test_check_bad_rows_are_a_warning_or_an_error(digits: list[str], tmp_path: P
     found = checked(capsys, DIGITS, *words, "mllm.max_bad_fraction=0.1")
     bad, columns, unused = [text for text in found["warnings"] if "wait for data" not in text]  # on a busy machine
     assert bad == "train: leaves out 1 bad row"
-    assert columns == "train: nothing reads 1 column: image_path"
+    assert columns == "train: nothing reads 1 column: origin"
     assert "parameters that train got no gradient in 4 steps: all of vision, all of projector. Is the loss" in unused
     assert found["data"]["rows"][0]["where"] == "rows.jsonl:2"  # the first good row
     assert found["evaluation"] is None

@@ -7,6 +7,7 @@ ranks agree on before a step.
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,12 @@ class PreferenceEngine(MLLMEngine):
     def _reference_log_probs(self, batch: PackedBatch, split: str) -> Tensor | None:
         return None if self.reference is None else self.reference.log_probs(batch, split)
 
-    # ---- Steps --------------------------------------------------------------------------------------------
+    # ---- Rows and steps ---------------------------------------------------------------------------------
+
+    def prepare_dataloader(self, split: str) -> Any:
+        if self.config.preference.loss != "kto" and not self.config.preference.nll_weight:
+            self.data.require_pairs(split)
+        return super().prepare_dataloader(split)
 
     def train_pre_step(self, ctx: StepContext) -> None:
         super().train_pre_step(ctx)

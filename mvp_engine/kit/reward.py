@@ -94,6 +94,11 @@ class RewardEngine(MLLMEngine):
     def reward(self) -> RewardLossKit:
         return RewardLossKit(self.config.reward)
 
+    def prepare_dataloader(self, split: str) -> Any:
+        if self.config.reward.target is None:
+            self.data.require_pairs(split)
+        return super().prepare_dataloader(split)
+
     def train_pre_step(self, ctx: StepContext) -> None:
         super().train_pre_step(ctx)
         for batch in ctx.micro_batches:

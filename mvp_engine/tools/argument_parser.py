@@ -204,7 +204,7 @@ def _add_chat_command(commands: Any) -> None:
 def _add_merge_command(commands: Any) -> None:
     text = "convert a checkpoint to a Hugging Face folder, on a CPU, one weight file at a time"
     merge = add_command(commands, "merge", text)
-    text = "a checkpoint, or a run folder (its newest one)"
+    text = "a checkpoint, or a run (its newest one): a folder, an id or latest"
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help=text)
     merge.add_argument("out", metavar="OUT", help="the folder to write")
     merge.add_argument(

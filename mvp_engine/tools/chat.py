@@ -20,9 +20,9 @@ from mvp_engine.hf.hub import ADAPTER_CONFIG, hub_model, local_folder
 from mvp_engine.hf.merge import merge
 from mvp_engine.kit.chat import ChatModel
 from mvp_engine.kit.decoding import Decoding
-from mvp_engine.runs import Run, checkpoint_step, complete_checkpoints, list_runs, open_run
+from mvp_engine.runs import checkpoint_step, complete_checkpoints
 from mvp_engine.tools.chat_speech import SpeechOutput
-from mvp_engine.tools.merge import build_model
+from mvp_engine.tools.merge import build_model, trained_run
 
 HELP = "/image FILE, /video FILE, /audio FILE: with your next message   /reset: a new conversation   /exit"
 KINDS = ("image", "video", "audio")
@@ -170,12 +170,6 @@ def _answer(
     if spoken is not None:
         record["speech"] = spoken
     print(json.dumps(record, ensure_ascii=False))
-
-
-def trained_run(name: str, root: Path) -> Run:
-    """The run that `name` names; `latest` is the newest one with a checkpoint, not one that failed at its start."""
-    trained = [run for run in list_runs(root) if run.checkpoint_list()] if name == "latest" else []
-    return trained[-1] if trained else open_run(name, root)
 
 
 @contextmanager

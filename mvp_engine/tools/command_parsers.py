@@ -29,7 +29,7 @@ def add_config_command(commands: Any, name: str, text: str) -> argparse.Argument
 def add_overrides(command: argparse.ArgumentParser) -> None:
     """The `key=value` words of a command on a config."""
     command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides of config keys"
+        "overrides", nargs="*", default=[], metavar="key=value", help="overrides of config keys"
     )
 
 

@@ -15,6 +15,7 @@ from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.imports import load_spec
 from mvp_engine.model_engine.base import ModelSource
 from mvp_engine.model_engine.registry import engine_class, is_registered
+from mvp_engine.runs import Run, list_runs, open_run
 
 
 def merge_command(
@@ -28,8 +29,9 @@ def merge_command(
     adapter: bool,
     ema: bool,
 ) -> None:
-    """Merge a checkpoint, or the newest one of a run folder, into the folder `out`."""
-    folder = find_checkpoint(Path(checkpoint))
+    """Merge a checkpoint, or the newest one of a run (its folder, its id or `latest`), into the folder `out`."""
+    is_path = Path(checkpoint).exists() or "/" in checkpoint
+    folder = find_checkpoint(Path(checkpoint) if is_path else trained_run(checkpoint).dir)
     policy = folder / "actor"  # of reinforcement learning, whose checkpoints hold several models
     if policy.is_dir():
         folder = find_checkpoint(policy)
@@ -46,6 +48,12 @@ def merge_command(
         ema=ema,
     )
     print(f"{folder} is now the {'peft' if adapter else 'Hugging Face'} folder {out}")
+
+
+def trained_run(name: str, root: Path = Path("outputs")) -> Run:
+    """The run that `name` names; `latest` is the newest one with a checkpoint, not one that failed at its start."""
+    trained = [run for run in list_runs(root) if run.checkpoint_list()] if name == "latest" else []
+    return trained[-1] if trained else open_run(name, root)
 
 
 def build_model(checkpoint: Path, engine: str | None = None) -> PackedModel:

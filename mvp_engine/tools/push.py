@@ -20,8 +20,8 @@ from mvp_engine.hf.hub import HubRepo
 from mvp_engine.hf.hub_errors import hub_errors
 from mvp_engine.hf.merge import merge
 from mvp_engine.runs import Run
-from mvp_engine.tools.chat import model_folders, trained_run
-from mvp_engine.tools.merge import build_model
+from mvp_engine.tools.chat import model_folders
+from mvp_engine.tools.merge import build_model, trained_run
 from mvp_engine.tools.model_card import base_model, model_card
 
 CARD = "README.md"

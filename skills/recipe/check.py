@@ -115,7 +115,7 @@ def _split_problems(config: str, overrides: list[str]) -> list[str]:
         rows = by_source.get(source, [])
         overlap = sum(digest in trained for digest in rows)
         if overlap > MAX_OVERLAP * len(rows):
-            found.append(f"{overlap} of {len(rows)} held-out rows of {name} are training rows, equal in every pixel")
+            found.append(f"{overlap} of {len(rows)} held-out rows of {name} are training rows, equal in text and media")
     return found
 
 

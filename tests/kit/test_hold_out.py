@@ -76,5 +76,5 @@ def test_hold_out_that_cannot_be_is_an_error(source: dict[str, Any], expected: s
 def test_hold_out_of_a_single_row_is_an_error(tmp_path: Path) -> None:
     file = write(tmp_path / "chat.jsonl", [chat("What?", "This.")])
     kit = made(file, tokenizer("qwen2_5"), sources=[{"path": str(file), "hold_out": 0.1}])
-    with pytest.raises(UserError, match="has one row: nothing can be held out"):
+    with pytest.raises(UserError, match="has one row, and hold_out needs two"):
         kit.loader("train")

@@ -124,7 +124,7 @@ class ActionDataKit(MLLMDataKit):
         count = len(rows.folder.episodes)
         if count == 1:
             raise UserError(
-                f"data: {settings.label} has one episode: nothing can be held out (hold_out)"
+                f"data: {settings.label} has one episode, and hold_out needs two: set its hold_out to null"
             )
         held_out, trained = split_rows(count, settings.hold_out)
         chosen = held_out if settings.split == "eval" else trained

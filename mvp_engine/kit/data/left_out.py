@@ -12,6 +12,7 @@ from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.read.bad_rows import BadRecord
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import Source
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -79,6 +80,21 @@ def describe_left_out(mixture: Mixture, costs: list[Costs], overlong: str) -> st
         long = overlong_records(mixture, costs, 0, outcome == "dropped")
         parts.append(f"{outcome}: {len(long):,}" + (f" ({_names(long)})" if long else ""))
     return f"Bad rows: {bad}. Over-long rows {', '.join(parts)}"
+
+
+def refuse_no_pairs(split: str, sources: list[Source], formats: list[RowFormat]) -> None:
+    """Raise if the first rows of the sources are no preference pairs: nothing would be trained."""
+    seen = None
+    for source, row_format in zip(sources, formats, strict=True):
+        for index in range(min(len(source), _FIRST_ROWS)):
+            with contextlib.suppress(BadRow):
+                if read_row(source[index], row_format).rejected:
+                    return
+                seen = seen or source.where(index)
+    if seen:
+        raise UserError(
+            f"data: no preference pairs among the first rows of {split}, such as {seen}: rows need chosen and rejected"
+        )
 
 
 def warn_of_missing_columns(name: str, source: Source, row_format: RowFormat) -> None:

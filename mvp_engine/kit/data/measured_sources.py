@@ -20,6 +20,7 @@ from mvp_engine.kit.data.left_out import (
     no_rows,
     no_source,
     overlong_records,
+    refuse_no_pairs,
     refuse_overlong,
     warn_of_missing_columns,
 )
@@ -188,6 +189,11 @@ class MeasuredSources:
     def overlong_rows(self, split: str = "train") -> list[BadRecord]:
         """The rows that are dropped because they have more tokens than allowed."""
         return overlong_records(*self.measured(split), self.row_encoder.max_tokens)
+
+    def require_pairs(self, split: str) -> None:
+        """Raise if the rows of a split are no preference pairs."""
+        if not self.is_stream(split):
+            refuse_no_pairs(split, self.mixture(split).sources, self.row_formats(split))
 
     def left_out(self, split: str) -> str:
         return describe_left_out(*self.measured(split), self.settings.overlong)

@@ -79,13 +79,16 @@ def is_open(config: Any, data: MLLMData) -> bool:
 def default_choice(config: Any, section: str, data: MLLMData) -> Choice:
     """What `auto` stands for without a GPU."""
     values: dict[str, Any] = {}
+    chosen = []
     if data.micro_batch_tokens == AUTO:
         tokens = min(data.default_pack_tokens, data.global_batch_tokens or 0)
         packs = (data.global_batch_tokens or 0) // tokens
         values = _pack_values(section, tokens, packs)
+        chosen.append(f"packs of {tokens:,} tokens")
     if config.model.activation_checkpointing == AUTO:
         values[CHECKPOINTING] = "none"
-    return Choice(values, "the default without a GPU")
+        chosen.append("activation checkpointing none")
+    return Choice(values, f"{', '.join(chosen)}: the default without a GPU")
 
 
 def choose(

@@ -16,6 +16,8 @@ from mvp_engine.tools.check.checked_engine import MAX_IDS, CheckedEngine
 from mvp_engine.tools.check.record import CheckRecord
 from mvp_engine.tools.check.splits import PAGE, batch_norms, compare_splits, explain
 
+LORA_A = (".lora_A.weight", ".lora_A")  # ends of names
+
 
 def check_rare_media(engine: CheckedEngine) -> None:
     """Raise if the model fails on a kind of media that the steps did not have, such as one video in many images.
@@ -44,6 +46,8 @@ def report_unused_parameters(record: CheckRecord, engine: CheckedEngine) -> None
         engine.model, ActionModel
     ):  # a training on actions alone leaves these as they are
         names = [name for name in names if name not in engine.model.text_parameters]
+    if engine.step == 1:  # LoRA begins with B = 0, so that A has no gradient in the first step
+        names = [name for name in names if not name.endswith(LORA_A)]
     record["without_gradient"] = names
     if not names:
         return

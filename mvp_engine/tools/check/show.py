@@ -73,7 +73,9 @@ class Printer:
         amounts = []
         for key in ("tokens", "samples"):
             if step[key] is not None:
-                amounts.append(f"{step[key]:,} {key}")
+                amounts.append(
+                    f"{step[key]:,.4g} {key}" if key == "samples" else f"{step[key]:,} {key}"
+                )
         text = ", ".join(amounts)
         if step["tokens_per_s"]:
             text += f"; {rate(step['tokens_per_s'])} tokens/s"

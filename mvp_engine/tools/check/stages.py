@@ -264,8 +264,9 @@ class Check:
             data: Any = getattr(config, "mllm", None)
             in_tokens = data is not None and data.global_batch_tokens
             size = "mllm.global_batch_tokens" if in_tokens else "data.global_batch_size"
+            length = "loop.epochs" if config.loop.total_steps is None else "loop.total_steps"
             record.warning(
-                f"the training has {count(total, 'step')}: raise loop.epochs, or lower {size} or "
+                f"the training has {count(total, 'step')}: raise {length}, or lower {size} or "
                 "mllm.micro_batch_tokens"
             )
         if total and total * seconds > LONG_RUN and config.checkpoint.interval is None:
@@ -276,7 +277,9 @@ class Check:
                 f"(now {config.data.num_workers}; the machine has {available_cpus()} cores), or use smaller media "
                 "(mllm.limits) or faster storage"
             )
-        record.end_stage(f"{len(records)} steps: {seconds:.3g} s each", ok=not record["problems"])
+        record.end_stage(
+            f"{count(len(records), 'step')}: {seconds:.3g} s each", ok=not record["problems"]
+        )
 
     def _step_facts(self, engine: CheckedEngine, records: list[dict[str, Any]]) -> dict[str, Any]:
         timed = [one["perf"] for one in records[1:] or records]

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from mvp_engine.data import SampleLoader, derived_seed
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.step_plan import MediaKinds
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.encode.sequences import EncodedSequence
 from mvp_engine.kit.data.pack.cost_cache import Costs
@@ -100,9 +100,9 @@ class PackDataset(Dataset[Any]):
         sources = [f"{name}: {n:,}" for name, n in zip(self.mixture.names, counts, strict=True)]
         plan = self.plan
         return (
-            f"{sum(counts):,} rows an epoch ({', '.join(sources)}) -> {len(plan.rows):,} rows with "
-            f"{int(plan.tokens.sum()):,} tokens in {len(plan):,} packs of {plan.budget:,}, {plan.fill_ratio:.1%} full; "
-            f"{plan.steps:,} steps of {plan.packs_per_step}."
+            f"{count(sum(counts), 'row')} an epoch ({', '.join(sources)}) -> {count(len(plan.rows), 'row')} with "
+            f"{int(plan.tokens.sum()):,} tokens in {count(len(plan), 'pack')} of {plan.budget:,}, "
+            f"{plan.fill_ratio:.1%} full; {count(plan.steps, 'step')} of {plan.packs_per_step}."
         )
 
     def media_kinds(self, index: int) -> frozenset[str]:
@@ -236,9 +236,12 @@ class PackLoader(SampleLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if state["plan"] != self.plan_id():
+            what = "the packing (pack and row size, global batch, mllm.limits, seed, processor) is"
+            if not state["plan"].startswith(f"{self.data_id}-"):
+                what = "the rows (files of the sources, hold_out) are"
             raise UserError(
-                "the data, the processor or the packing is not what the checkpoint was trained with, so its position "
-                "in the epoch is not valid here: restore them, or start a new run from its weights (model.path)"
+                f"{what} not what the checkpoint was trained with, so its position in the epoch is not valid here: "
+                "restore it (config.yaml of the run), or start a new run from its weights (model.path)"
             )
 
     def sample_ids(self, first: int, last: int) -> list[Any]:

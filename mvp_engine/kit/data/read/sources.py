@@ -60,7 +60,9 @@ class Source:
     def split(self, hold_out: float, held_out: bool, name: str) -> Source:
         """The rows that are held out, or the others; see `split_rows`."""
         if len(self) == 1:
-            raise UserError(f"data: {name} has one row: nothing can be held out (hold_out)")
+            raise UserError(
+                f"data: {name} has one row, and hold_out needs two: set its hold_out to null"
+            )
         chosen, others = split_rows(len(self), hold_out)
         return self.subset(chosen if held_out else others)
 
