@@ -17,6 +17,7 @@ from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.tools.estimate_config import Estimator, Question
 from mvp_engine.tools.plan.command import PlanOptions, plan
+from mvp_engine.tools.plan.compare import find_differences
 from mvp_engine.tools.plan.network import EFFICIENCY, Network
 from mvp_engine.tools.plan.record import Collective, ranks_text
 from mvp_engine.tools.plan.simulate import Simulation
@@ -107,6 +108,7 @@ def test_plan_bytes_of_ranks_equal_those_of_simulated_ranks() -> None:
     [
         (["parallel.shard=3"], "--gpus 32: the parallel layout of the config needs a multiple of 3"),
         (["--ranks", "7,99"], "--ranks 7,99: '99' is no rank below 32"),
+        (["parallel.tensor=2", "loop.precision=bf16", "model.fp8=true"], "model.fp8 does not support parallel.tensor"),
     ],
 )
 def test_plan_wrong_options_are_user_errors(words: list[str], message: str, capsys) -> None:
@@ -131,6 +133,16 @@ def test_network_seconds_follow_bytes_groups_and_nodes() -> None:
     assert seconds("all-gather", range(64)) == pytest.approx(inside * 64 * 63 / 64 / 56, rel=1e-2)
     assert seconds("all-to-all", range(8)) == pytest.approx(inside, rel=1e-2)
     assert seconds("all-to-all", range(16)) == pytest.approx(size / 2 / (EFFICIENCY * 50e9), rel=1e-2)
+
+
+def test_all_to_all_of_other_sizes_differs_unless_ranks_have_told_them() -> None:
+    """Expert parallel on Ulysses ranks with an odd number of tokens, of which a simulated rank knows its own."""
+    calls_of: dict[int, list[Collective]] = {}
+    for rank, rows in enumerate((6, 4)):
+        calls_of[rank] = [Collective("all-to-all", (0, 1), rows, "float32", (rows, rows), (rows, rows))]
+    assert len(find_differences(calls_of)) == 1
+    counts = Collective("all-to-all", (0, 1), 16, "int64")
+    assert find_differences({rank: [counts, *calls] for rank, calls in calls_of.items()}) == []
 
 
 def test_ranks_text_shortens_even_steps() -> None:

@@ -45,9 +45,8 @@ class Simulation:
         self._codes = dict[int, int]()  # see ShapesOnly
         precision = "bf16" if config.loop.precision == "auto" else config.loop.precision
         settings = Settings.from_config(config, precision)
-        # None of these changes a collective, and the CPU has no FP8.
-        off: dict[str, Any] = {"compile": None, "fp8": False, "fp8_weight_gradients": False}
-        self.settings = replace(settings, **off, offload="none")
+        # Neither changes a collective.
+        self.settings = replace(settings, compile=None, offload="none")
 
     def ranks(self, wanted: str | None = None) -> list[int]:
         """The ranks to simulate; raises a UserError if the layout does not fit the number of ranks."""
