@@ -135,7 +135,7 @@ def test_network_seconds_follow_bytes_groups_and_nodes() -> None:
     assert seconds("all-to-all", range(16)) == pytest.approx(size / 2 / (EFFICIENCY * 50e9), rel=1e-2)
 
 
-def test_all_to_all_of_other_sizes_differs_unless_ranks_have_told_them() -> None:
+def test_all_to_all_of_other_sizes_differs_unless_ranks_have_exchanged_them() -> None:
     """Expert parallel on Ulysses ranks with an odd number of tokens, of which a simulated rank knows its own."""
     calls_of: dict[int, list[Collective]] = {}
     for rank, rows in enumerate((6, 4)):

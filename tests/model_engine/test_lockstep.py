@@ -14,15 +14,19 @@ from conftest import ROOT, TINY
 from families import parallel
 from transformers.modeling_outputs import BaseModelOutput
 
+from mvp_engine.checkpoint.format import from_bytes, to_bytes
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
+from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
 from mvp_engine.model_engine.fsdp.dummy_sequences import _cut, append_dummies
 from mvp_engine.model_engine.fsdp.lockstep import LockstepScheduler, media_kinds
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 IMAGE, SOUND = "pixel_values", "input_features"
+SHAPE: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1}
+SHAPE |= {"intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
 
 
 def packed(length: int, *kinds: str, axes: int = 0) -> PackedBatch:
@@ -63,6 +67,27 @@ def test_lockstep_batch_changed_after_the_copy_is_joined_again() -> None:
     in_place = batch.to("cpu")
     in_place.labels[:] = IGNORE
     assert in_place.join().labels[:5].tolist() == [IGNORE] * 5
+
+
+def test_engine_state_has_the_dummies_so_that_a_resumed_step_is_of_the_same_size() -> None:
+    """Of another size, experts and GEMMs would round differently."""
+    source = ModelSource(None, SHAPE)
+    engines = [LanguageModelEngine(LanguageModelEngine.build_model(source), Layout(ALONE), Settings()) for _ in "12"]
+    for engine in engines:
+        engine.initialize(lambda model: torch.optim.AdamW(model.parameters()))
+    pack = PackedBatch.concat([packed(40, IMAGE, axes=3), packed(5, IMAGE, axes=3)])
+    engines[0].lockstep.dummies = {IMAGE: pack.select([1])}
+    saved = to_bytes(engines[0].state_dict())
+    engines[1].load_state_dict(from_bytes(saved))
+    given, found = (engine.lockstep.dummies[IMAGE] for engine in engines)
+    assert torch.equal(found.input_ids, given.input_ids)
+    assert torch.equal(found.position_ids, given.position_ids)
+    assert found.media.keys() == given.media.keys()
+    assert torch.equal(found.media[IMAGE].values, given.media[IMAGE].values)
+    before = engines[0].state_dict()
+    del before["dummies"]  # a checkpoint of an earlier version
+    engines[1].load_state_dict(before)
+    assert engines[1].lockstep.dummies == {}
 
 
 def test_cut_keeps_the_type_of_outputs() -> None:

@@ -50,7 +50,7 @@ class FSDPBaseEngine(ModelEngine):
         self.spike_detector: SpikeDetector | None = None
         self._link: StageLink | None = None  # to other pipeline stages
         self._initialized = False
-        self._lockstep = LockstepScheduler(layout)
+        self.lockstep = LockstepScheduler(layout)
         self._recompiles = RecompileWatch()
         self._offloader = Offloader(self.settings.offload, self._move)
         self._status = StatusReader(
@@ -106,7 +106,7 @@ class FSDPBaseEngine(ModelEngine):
     ) -> Iterator[Any]:
         scheduled: Iterable[Scheduled]
         if self.sharded:
-            scheduled = self._lockstep.stream(micro_batches)
+            scheduled = self.lockstep.stream(micro_batches)
         else:
             scheduled = (Scheduled(micro_batch, False) for micro_batch in micro_batches)
         results: deque[Any] = deque()

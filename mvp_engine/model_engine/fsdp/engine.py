@@ -113,8 +113,8 @@ class FSDPEngine(FSDPBaseEngine):
         totals = torch.zeros_like(self._totals)
         scheduled = [Scheduled(micro_batch, False) for micro_batch in micro_batches]
         if self.sharded:
-            scheduled = self._lockstep.step(micro_batches, plan)
-        self.adapter.preflight_media(self, self._lockstep.dummies.values() or micro_batches)
+            scheduled = self.lockstep.step(micro_batches, plan)
+        self.adapter.preflight_media(self, self.lockstep.dummies.values() or micro_batches)
         prefetched = self._prefetch(scheduled)
         losses: list[Tensor] = []
         waiting: deque[_Forwarded] = deque()  # for their backward; at most one without a pipeline

@@ -108,8 +108,7 @@ class LockstepScheduler:
         new = frozenset().union(*mine) - set(self._known)
         has_none = self._repeatable is None
         lender = -math.inf if has_none else -world.rank
-        numbers = [len(mine), lender, has_none, bool(new)]
-        most = world.all_reduce([float(number) for number in numbers], torch.maximum)
+        most = world.all_reduce([len(mine), lender, has_none, bool(new)], torch.maximum)
         if most[0] and most[2]:
             self._share_repeatable(-int(most[1]))
         if most[3]:

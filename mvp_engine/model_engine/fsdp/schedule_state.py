@@ -1,13 +1,14 @@
 """The small state of an FSDP engine in a checkpoint: learning-rate schedule, loss scale, spike statistics, counts
-of experts."""
+of experts, dummy sequences."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from mvp_engine.hf.dummy_state import loaded_dummies, saved_dummies
 
 if TYPE_CHECKING:
     from mvp_engine.model_engine.fsdp.base_engine import FSDPBaseEngine
@@ -22,6 +23,7 @@ def state_dict(engine: FSDPBaseEngine) -> dict[str, Any]:
         "scale": engine.loss_scale.state() if engine.loss_scale else None,
         "spikes": engine.spike_detector.state.tolist() if engine.spike_detector else None,
         "experts": balance.state() if balance else None,
+        "dummies": saved_dummies(engine.lockstep.dummies),
     }
 
 
@@ -31,31 +33,30 @@ def load_state_dict(engine: FSDPBaseEngine, state: dict[str, Any]) -> None:
     else:
         engine.scheduler.load_state_dict(state["scheduler"])
     if engine.spike_detector and state.get("spikes"):
-        spikes = torch.tensor(state["spikes"], dtype=torch.float64)
-        engine.spike_detector.state = spikes.to(engine.world.device)
+        spikes = engine.spike_detector.state.new_tensor(state["spikes"])
+        engine.spike_detector.state = spikes
     if engine.adapter.expert_balance and state.get("experts"):
         engine.adapter.expert_balance.load_state(state["experts"])
     if engine.loss_scale and state["scale"]:
         engine.loss_scale.load_state(state["scale"])
+    engine.lockstep.dummies = loaded_dummies(state.get("dummies", {}))
 
 
 def _load_lambda_schedule(scheduler: LambdaLR, optimizer: Optimizer, state: dict[str, Any]) -> None:
     """The position comes from the checkpoint; the learning rates from the config, which may have changed."""
     scheduler.last_epoch = state["last_epoch"]
     scheduler._step_count = state["_step_count"]
-    scheduler._last_lr = []
     groups = zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
     for group, base, factor in groups:
         group["initial_lr"] = base
         group["lr"] = base * factor(scheduler.last_epoch)
-        scheduler._last_lr.append(group["lr"])
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:
     """`lr`, or `lr/<group>` for each parameter group where they differ."""
-    rates: dict[str, float] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        rates[str(group.get("name", index))] = float(group["lr"])
+    groups = enumerate(optimizer.param_groups)
+    rates = {str(group.get("name", index)): float(group["lr"]) for index, group in groups}
     if len(set(rates.values())) == 1:
         return {"lr": next(iter(rates.values()))}
     return {f"lr/{name}": rate for name, rate in rates.items()}

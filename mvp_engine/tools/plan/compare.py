@@ -70,10 +70,10 @@ def _swapped(one: Difference) -> Difference:
 def _compare(rank: int, calls: Calls, other: int, other_calls: Calls) -> Difference | None:
     together = [c for c in calls if other in c.ranks and c.kind not in POINT_TO_POINT]
     theirs = [c for c in other_calls if rank in c.ranks and c.kind not in POINT_TO_POINT]
-    # Ranks that tell each other the sizes of later calls agree on them, whatever a simulation assumes.
-    told = {call.ranks for call in together if call.kind == "all-to-all" and not call.sent}
+    # Ranks that send each other the sizes of later calls agree on them, whatever a simulation assumes.
+    agreed = {call.ranks for call in together if call.kind == "all-to-all" and not call.sent}
     for number, (mine, its) in enumerate(zip_longest(together, theirs), 1):
-        if not _match(rank, mine, other, its, told):
+        if not _match(rank, mine, other, its, agreed):
             return Difference(other, rank, number, its, mine)
     for sender, sending, receiver, receiving in (
         (rank, calls, other, other_calls),
@@ -92,7 +92,7 @@ def _match(
     one: Collective | None,
     other: int,
     two: Collective | None,
-    told: set[tuple[int, ...]],
+    agreed: set[tuple[int, ...]],
 ) -> bool:
     if one is None or two is None:
         return False
@@ -100,7 +100,7 @@ def _match(
         return False
     if not one.sent or not two.sent:
         return one.bytes == two.bytes
-    if one.ranks in told:
+    if one.ranks in agreed:
         return True
     mine = one.ranks.index(rank)
     its = one.ranks.index(other)
