@@ -1,4 +1,4 @@
-"""The shipped GPU configs as users run them, on random folders of real shapes, and TRL on the same rows, in one table.
+"""The shipped GPU configs as users run them, on random folders of real shapes, and peers on the same rows: one table.
 
     PYTHONPATH=. python benchmarks/recipes.py --out benchmarks/results/recipes.json
     PYTHONPATH=. python benchmarks/recipes.py --only text_0.6b vlm_2b --limit 240 --out FILE --add
@@ -13,9 +13,9 @@ profile, with the one that the first start filled (`warm`). `first step` and `fu
 to the end of step 1, and to the first interval whose steps take at most 1.1 times the median of the second half, which
 is what counts for throughput. Times are read from the run's own metrics, idle time from `mvp profile`.
 
-Peers train the same folder on the same rows with packing, bf16 and fused AdamW: TRL with Liger's kernels, and Unsloth,
-where they are installed (`--peers-python`: they may need other versions than ours). MFU of a peer is ours times the
-ratio of tokens/s. Axolotl is reported if it is installed, and not run.
+Peers train the same folder on the same rows with packing, bf16 and fused AdamW: TRL with Liger's kernels, Unsloth and
+Axolotl, where they are installed (`--peers-python`: they may need other versions than ours). MFU of a peer is ours
+times the ratio of tokens/s.
 `--limit` ends a process and its children after so many seconds; what it had logged by then counts.
 """
 
@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.attempt import failure
 from benchmarks.bytecode import compile_bytecode
 from benchmarks.recipes_figures import figures, starts_table, table
-from benchmarks.recipes_peers import NOT_RUN, PEERS, train_peer, versions
+from benchmarks.recipes_peers import PEERS, train_peer, versions
 from benchmarks.sft import files
 from benchmarks.sft.data import KNOWN, PER_STEP, VISION, rows, shape
 from benchmarks.watch import Watched, ended_by_sigterm, watch
@@ -367,8 +367,6 @@ def main(words: list[str] | None = None) -> None:
                 write(result, args.out)
                 print(table({"rows": [row]}), file=sys.stderr, flush=True)
     print(table(result), starts_table(result), sep="\n\n")
-    for package, found in versions(args.peers_python, NOT_RUN).items():
-        print(f"{package}: {found or 'not installed'}")
 
 
 if __name__ == "__main__":

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.watch import watch
 
-SCRIPT = Path(__file__).parent / "recipes_sft_trainer.py"
 TRAINER = ("trl", "datasets", "pyarrow")
-NOT_RUN = ("axolotl",)
+LIGER = (*TRAINER, "liger-kernel", "peft")
 VERSIONS = """
 import json, sys
 from importlib.metadata import PackageNotFoundError, version
@@ -31,14 +31,20 @@ class Peer:
     packages: tuple[str, ...]
     arguments: dict[str, Any] = field(default_factory=dict)  # of the script
     lora_only: bool = False
+    script: str = "recipes_sft_trainer.py"
 
 
-# Activation checkpointing is the default of both with LoRA; without it there is memory enough for their packs.
+# Activation checkpointing is the default with LoRA; without it there is memory enough for their packs.
+NOT_CHECKPOINTED = {"checkpointing": False}
 PEERS = {
-    "TRL + Liger": Peer((*TRAINER, "liger-kernel", "peft")),
-    "TRL + Liger, not checkpointed": Peer((*TRAINER, "liger-kernel", "peft"), {"checkpointing": False}, lora_only=True),
+    "TRL + Liger": Peer(LIGER),
+    "TRL + Liger, not checkpointed": Peer(LIGER, NOT_CHECKPOINTED, lora_only=True),
     "Unsloth": Peer((*TRAINER, "unsloth"), {"unsloth": True}),
-    "Unsloth, not checkpointed": Peer((*TRAINER, "unsloth"), {"unsloth": True, "checkpointing": False}, lora_only=True),
+    "Unsloth, not checkpointed": Peer((*TRAINER, "unsloth"), {"unsloth": True, **NOT_CHECKPOINTED}, lora_only=True),
+    "Axolotl": Peer((*LIGER, "axolotl"), script="recipes_axolotl.py"),
+    "Axolotl, not checkpointed": Peer(
+        (*LIGER, "axolotl"), NOT_CHECKPOINTED, lora_only=True, script="recipes_axolotl.py"
+    ),
 }
 
 
@@ -56,9 +62,11 @@ def train_peer(
     if missing := [name for name, one in needed.items() if one is None]:
         return {"why": f"not installed: {', '.join(missing)}"}
     out = scratch / "peer.json"
-    how = how | {"out": str(out), "checkpointing": bool(how["lora"])} | peer.arguments
+    how = how | {"out": str(out), "started": time.monotonic(), "checkpointing": bool(how["lora"])} | peer.arguments
     env = env | {"UNSLOTH_COMPILE_LOCATION": str(scratch / "unsloth"), "UNSLOTH_DISABLE_STATISTICS": "1"}
-    seen = watch([python, str(SCRIPT), json.dumps(how)], scratch, limit, env=env)
+    env["AXOLOTL_DO_NOT_TRACK"] = "1"
+    script = str(Path(__file__).parent / peer.script)
+    seen = watch([python, script, json.dumps(how)], scratch, limit, env=env)
     found = json.loads(out.read_text()) if out.is_file() else {"ends": [], "tokens": []}
     ends, tokens = found["ends"], found["tokens"]
     half = len(ends) // 2

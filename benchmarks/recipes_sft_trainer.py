@@ -6,19 +6,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-STARTED = time.perf_counter()
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 def run(
     model: str,
     rows: str,
     out: str,
+    started: float,
     steps: int,
     lora: int | None,
     longest: int,
@@ -36,28 +35,14 @@ def run(
     import pyarrow
     from datasets import Dataset
     from datasets.table import InMemoryTable
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
+
+    from benchmarks.recipes_clock import LINEAR, Clock
 
     attention = "sdpa"
     if on_gpu and find_spec("flash_attn"):
         attention = "flash_attention_2"
-    found: dict[str, Any] = {"ends": [], "tokens": [], "losses": [], "memory_gib": None}
-    found["attention"] = "chosen by Unsloth" if unsloth else attention
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if on_gpu:
-                torch.cuda.synchronize()
-                found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            found["ends"].append(time.perf_counter() - STARTED)
-            found["tokens"].append(int(state.num_input_tokens_seen))
-            found["first_step_s"] = found["ends"][0]
-            found["losses"] = [one["loss"] for one in state.log_history if "loss" in one]
-            part = Path(out).with_suffix(".part")  # renamed when whole: the process may be killed at any time
-            part.write_text(json.dumps(found))
-            part.replace(out)
-
     # Weights are float32, as ours; with LoRA the base is frozen in bf16, as ours.
     init: dict[str, Any] = {"dtype": "bfloat16" if lora else "float32", "attn_implementation": attention}
     arguments = SFTConfig(
@@ -116,7 +101,7 @@ def run(
         train_dataset=Dataset(InMemoryTable(pyarrow.Table.from_pylist(lines)), fingerprint="rows"),
         processing_class=AutoTokenizer.from_pretrained(model),
         peft_config=adapters,
-        callbacks=[Clock()],
+        callbacks=[Clock(out, started, "chosen by Unsloth" if unsloth else attention)],
     )
     trainer.train()
 

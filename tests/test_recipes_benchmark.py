@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,20 @@ def test_peer_that_is_not_installed_is_a_row_that_says_so(tmp_path: Path) -> Non
     assert found == {"why": "not installed: no-such-trainer"}
     row = {"work": "lora_8b", "side": "Unsloth", **found}
     assert "| lora_8b | Unsloth | not installed: no-such-trainer |" in BENCH.table({"rows": [row]})
+
+
+def test_clock_of_peers_writes_after_each_step(tmp_path: Path) -> None:
+    clock = import_file(ROOT / "benchmarks" / "recipes_clock.py").Clock(
+        str(tmp_path / "peer.json"), time.monotonic() - 100, "sdpa"
+    )
+    for step in (1, 2):
+        history = [{"loss": 2.0 - one} for one in range(step)] + [{"train_runtime": 1}]
+        clock.on_step_end(None, Namespace(num_input_tokens_seen=50 * step, log_history=history), None)
+        found = json.loads((tmp_path / "peer.json").read_text())
+        assert (found["tokens"], found["losses"]) == ([50, 100][:step], [2.0, 1.0][:step])
+        assert found["first_step_s"] == found["ends"][0] >= 100
+        assert [len(found[name]) for name in ("ends", "losses")] == [step, step]
+    assert {(ROOT / "benchmarks" / peer.script).is_file() for peer in BENCH.PEERS.values()} == {True}
 
 
 def test_starts_table_lists_each_start_and_its_failures() -> None:
