@@ -9,6 +9,7 @@ batched nor on the layout.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from mvp_engine.model_engine import ModelEngine
 
 Finished = Callable[[list[int]], bool]
 REPLAYS = 8  # of a CUDA graph between two host syncs; a finished batch runs at most as many in vain
+_STANCES: list[Any] = []  # of torch.compile, set by the threads that generate
+_STANCES_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,7 @@ def complete(
         groups = split.parts
         members = split.members
     completions: list[Completion] = []
-    # Compiled blocks would be compiled again for these shapes.
-    with engine.eval_mode(), torch.compiler.set_stance("force_eager"), _keep_cast_weights(engine):
+    with engine.eval_mode(), _uncompiled(), _keep_cast_weights(engine):
         # Ranks that shard one model run the same number of forwards; they start each group together.
         num_groups = (
             engine.world.all_gather(len(groups)) if engine.layout.shard_mesh else [len(groups)]
@@ -118,6 +120,21 @@ def complete(
             group_keys = [keys[index] for index in indices] if keys is not None else []
             completions += _Group(engine, group, indices, decoding, group_keys).run()
     return sorted(completions, key=lambda one: one.prompt)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """A context in which compiled blocks run eagerly: they would be compiled again for the shapes of decoding.
+
+    The stance is one of the process. When two threads generate, the one that ends last resets it, whichever began.
+    """
+    with _STANCES_LOCK:
+        _STANCES.append(torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _STANCES_LOCK:
+            _STANCES.pop().__exit__(None, None, None)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 import torch
 from families import VISION, parallel
 from tiny_models import build_model, samples
+from torch._dynamo import eval_frame
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import Layout, World
@@ -237,3 +238,14 @@ def test_write_answers_replaces_its_step_and_keeps_the_others(tmp_path: Path) ->
     found = [json.loads(line) for line in file.open()]
     assert [(one["step"], one["written"], one["right"]) for one in found] == [(4, "a\u2028b", False), (2, "yes", True)]
     assert found[0]["source"] == "text"
+
+
+def test_decoding_of_two_threads_leaves_compiled_blocks_compiled() -> None:
+    """torch's stance is one of the process; the thread that began first ends first."""
+    first, second = (decoding._uncompiled() for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert eval_frame._stance.stance == "force_eager"
+    second.__exit__(None, None, None)
+    assert eval_frame._stance.stance == "default"
