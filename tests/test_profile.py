@@ -110,7 +110,7 @@ def test_profile_slow_loader_is_reported_as_wait_for_data_and_idle_time(tmp_path
     words = [str(config), "--out", str(tmp_path), "--steps", "2", "--first", "2", f"project.dir={tmp_path}"]
     assert main(["profile", *words, "tiny.load_seconds=0.05", "data.num_workers=0"]) == 0
     facts = json.loads((tmp_path / "profile.json").read_text())
-    assert facts["data_wait_ms"] > 0.5 * facts["step_ms"]  # 0.97 on an idle machine
+    assert facts["data_wait_ms"] > 0.5 * facts["step_ms"]  # 0.99 on a machine with nothing else to do
     assert facts["idle"] > 0.5
     assert "for data. More data.num_workers" in (tmp_path / "profile.md").read_text()
 
