@@ -22,7 +22,7 @@ def explain_invalid(
     error: ValidationError, schema: type[Config], files: list[ConfigFile], overrides: list[str]
 ) -> str:
     """The message for values that the schema refuses, one line per problem."""
-    lines = list[str]()
+    lines = []
     for problem in error.errors(include_url=False):
         key = _key_of(problem["loc"], schema)
         place = place_of(key, files, overrides)
@@ -34,16 +34,19 @@ def explain_invalid(
                 lines.append(f"{place}: unknown key '{key}'. {suggest_key(key, schema)}")
         elif problem["type"] == "missing":
             file = short_path(files[-1].path)
-            fix = f"add it, or give {key}=... on the command line"
-            lines.append(f"{file}: key '{key}' is missing; {fix}")
+            lines.append(
+                f"{file}: key '{key}' is missing; add it, or give {key}=... on the command line"
+            )
         else:
             text = problem["msg"].removeprefix("Value error, ")
             if problem["type"] == "model_type":
                 inner = [one for one in all_keys(schema) if one.startswith(f"{key}.")]
                 text = f"It is a section, so set one of its keys: {', '.join(inner)}"
-            if key:
-                text = f"'{key}' is {problem['input']!r}. {text[0].upper()}{text[1:]}"
-            lines.append(f"{place}: {text}")  # a check over several sections names the keys itself
+            if not isinstance(
+                problem["input"], dict
+            ):  # a check over several keys names them itself
+                text = f"{place}: '{key}' is {problem['input']!r}. {text[0].upper()}{text[1:]}"
+            lines.append(text)
     return "\n".join(dict.fromkeys(lines))
 
 
@@ -122,15 +125,15 @@ def all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
 def suggest_key(key: str, schema: type[Config]) -> str:
     """The key that was probably meant: a similar one, else one with the same or a similar last part."""
     other_trainers = yaml.safe_load(OTHER_TRAINERS.read_text(encoding="utf-8"))
-    if _leaf(key) in other_trainers:
-        return f"Here it is {other_trainers[_leaf(key)]}"
+    leaf = _leaf(key)
+    if leaf in other_trainers:
+        return f"Here it is {other_trainers[leaf]}"
     known = all_keys(schema)
     key = re.sub(r"\.\d+(?=\.)", "", key)  # all items of a list have the same keys
     old = [name for name, new in CONFIG_KEYS.items() if name != key and new in known]
     near = difflib.get_close_matches(key, [*known, *old], n=1, cutoff=0.75)
     if near and near[0] not in known:
         return f"Did you mean '{CONFIG_KEYS[near[0]]}', the new name of '{near[0]}'?"
-    leaf = _leaf(key)
     near = near or [one for one in known if _leaf(one) == leaf]
     near = near or [
         one for one in known if difflib.get_close_matches(leaf, [_leaf(one)], cutoff=0.7)

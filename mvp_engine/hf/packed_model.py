@@ -318,9 +318,14 @@ class PackedModel(nn.Module):
         wanted = tuple(outputs)
         unknown = [name for name in wanted if name not in self.provides]
         if unknown:
+            hint = (
+                ". Logits of a whole batch are never in memory: see skills/loss"
+                if "logits" in unknown
+                else ""
+            )
             raise UserError(
                 f"{type(self).__name__} does not provide {unknown}; "
-                f"it provides {', '.join(self.provides)}"
+                f"it provides {', '.join(self.provides)}{hint}"
             )
         if not batch.labels.is_cuda:  # GPU batches were checked on the host, before the copy
             self.check(batch)

@@ -45,6 +45,8 @@ def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(
     assert composed.config.project.name == "sft_lora"
     assert composed.files[-1] == ROOT / "recipes/sft/configs/lora.yaml"
     assert "The recipe has: sft/base, sft/full, sft/lora" in error("sft/qlora")
+    words = ["model.path=m", "mllm.sources.rows.path=r.jsonl", "mllm.global_batch_tokens=1000"]
+    assert error("sft/lora", *words).startswith("mllm.global_batch_tokens=1000 is less than one row may have")
     assert "config file not found: nothing/lora" in error("nothing/lora")
     assert "The recipe has: digits_vlm/qlora, digits_vlm/qlora_base, digits_vlm/train" in error("digits_vlm")
     assert "Did you mean sft/lora?" in error("stf/lora")

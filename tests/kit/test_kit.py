@@ -286,7 +286,7 @@ def test_settings_invalid_values_raise_with_a_fix(tmp_path: Path) -> None:
         ({"limits": {"pixels": 3}}, "unknown limit pixels"),
         ({"global_batch_tokens": 300}, "multiple of mllm.micro_batch_tokens"),
         ({"sources": [{"path": str(file), "format": "chatty"}]}, "choose one of"),
-        ({"sources": {"a": str(file)}}, r"a is not a source: write a: {path: FILE}"),
+        ({"sources": {"a": str(file)}}, r"the source a needs a path: a: {path: FILE}"),
     ]
     for settings, words in tries:
         with pytest.raises(ValueError, match=words):

@@ -223,6 +223,7 @@ def test_read_row_media_in_a_column_that_nothing_reads_is_refused(column: str, v
     assert read_row(raw, RowFormat(columns={column: kind})).media()
     assert not read_row(raw, RowFormat(columns={column: None})).media()
     assert read_row(raw | {"images": ["b.png"]}).unused == (column,)  # the row has its media
+    assert read_row(raw | {column: "png"}).unused == (column,)  # no file
 
 
 def test_read_row_given_format_overrides_detection() -> None:

@@ -192,13 +192,20 @@ class MLLMData(Section):
     def _read_sources(cls, value: Any) -> Any:
         """Turn a mapping from name to source into a list: inheritance merges mappings and replaces lists."""
         if not isinstance(value, Mapping):
+            names = (
+                [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+            )
+            if names:
+                raise ValueError(f"write a source as {{path: {names[0]}}}")
             return value
         sources = []
         for name, source in value.items():
             if source is None:
                 continue
             if not isinstance(source, Mapping):
-                raise ValueError(f"{name} is not a source: write {name}: {{path: FILE}}")
+                raise ValueError(
+                    f"the source {name} needs a path: {name}: {{path: FILE}}, or sources.{name}.path=FILE"
+                )
             sources.append({"name": name, **source})
         return sources
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mvp_engine.kit.data.read.media_names import media_kind
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow
-from mvp_engine.kit.data.read.sample_files import media_kind
 
 Formats = Mapping[str, Sequence[str]]  # name -> the columns that it wants
 _MAX_NAME = 1024  # a longer string is no file name
@@ -74,6 +74,5 @@ def _kind_of_value(value: Any) -> str | None:
             return None
         path = value.get("path")
         return (media_kind(path) if isinstance(path, str) else None) or "image"
-    if not isinstance(value, str) or len(value) > _MAX_NAME or "\n" in value:
-        return None
-    return media_kind(value)
+    is_name = isinstance(value, str) and len(value) < _MAX_NAME and "." in value
+    return media_kind(value) if is_name and "\n" not in value else None

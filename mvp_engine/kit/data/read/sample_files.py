@@ -20,36 +20,13 @@ from typing import IO, Any
 import numpy as np
 
 from mvp_engine.errors import UserError, count
+from mvp_engine.kit.data.read.media_names import media_kind, suffix_of
 from mvp_engine.kit.data.read.row_files import RowFile, content_hash, file_edges
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow
 from mvp_engine.kit.data.read.value_checks import parse_object
 
 LOGGER = logging.getLogger("mvp_engine")
 MAX_LINKS = 40  # from link to link, as in Linux
-_SUFFIXES = {
-    "image": "jpg jpeg png webp gif bmp tif tiff",
-    "video": "mp4 mkv webm avi mov m4v mpg mpeg",
-    "audio": "wav flac mp3 ogg opus m4a",
-}
-
-
-def _kinds_by_suffix() -> dict[str, str]:
-    kinds = {}
-    for kind, suffixes in _SUFFIXES.items():
-        kinds.update(dict.fromkeys(suffixes.split(), kind))
-    return kinds
-
-
-_KIND_OF_SUFFIX = _kinds_by_suffix()
-
-
-def media_kind(name: str) -> str | None:
-    """The media kind of a file by its name; None for other files."""
-    return _KIND_OF_SUFFIX.get(_suffix(name))
-
-
-def _suffix(name: str) -> str:
-    return name.rpartition(".")[2].lower()
 
 
 def sample_key(name: str) -> str:
@@ -79,7 +56,7 @@ def merge_sample(members: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {}
     from_files: dict[str, Any] = {}
     for name, value in members:
-        suffix = _suffix(name)
+        suffix = suffix_of(name)
         kind = media_kind(name)
         if suffix == "json":
             row = parse_object(value, "the .json file")
@@ -208,7 +185,7 @@ class MediaFolder(RowFile):
         digest = content_hash()
         for path in _visible_files(folder):
             inside = path.relative_to(folder)
-            suffix = _suffix(path.name)
+            suffix = suffix_of(path.name)
             if suffix in ("jsonl", "parquet", "arrow", "tar"):
                 raise UserError(
                     f"data: {folder} holds {inside}: name such files one by one, or by a glob"
@@ -229,7 +206,7 @@ class MediaFolder(RowFile):
                 count(without_media, "text or json file"),
             )
         if not self.samples:
-            self.samples = [names for names in groups.values() if _suffix(names[-1]) == "txt"]
+            self.samples = [names for names in groups.values() if suffix_of(names[-1]) == "txt"]
         self.size = len(self.samples)
         self.fingerprint = digest.hexdigest()
 
