@@ -23,7 +23,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.data.kit import OVERLONG_ROWS_FILE
 from mvp_engine.kit.data.left_out import no_rows
-from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
+from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog, check_seconds
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows, append_new
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_source import open_media
@@ -162,7 +162,7 @@ class PromptLoader(SampleLoader):
             shuffle=False,
             collate_fn=list,
             num_workers=num_workers,
-            timeout=stall_seconds,
+            timeout=check_seconds(stall_seconds),
         )
 
     def __iter__(self) -> Iterator[list[Prompt]]:

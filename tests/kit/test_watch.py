@@ -14,6 +14,7 @@ from templates.tiny import tokenizer
 from test_kit import made, write
 
 from mvp_engine.errors import UserError
+from mvp_engine.kit.data.pack import worker_watchdog
 from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
 
 
@@ -39,9 +40,9 @@ def set_stall_seconds(kit: Any, seconds: float) -> None:
     kit.settings = kit.settings.model_copy(update={"stall_seconds": seconds})
 
 
-def test_watchdog_killed_worker_raises_with_its_row(kit: Any) -> None:
+def test_watchdog_killed_worker_raises_with_its_row_long_before_a_stall(kit: Any, monkeypatch) -> None:
     broken_at(kit, 7, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    set_stall_seconds(kit, 1.5)  # after which torch looks at the workers
+    monkeypatch.setattr(worker_watchdog, "CHECK_SECONDS", 1.0)
     with pytest.raises(UserError, match=r"(?s)DataLoader worker \(pid.*worker \d at a.jsonl:8"):
         list(kit.loader("train", num_workers=2))
 
@@ -65,7 +66,7 @@ def test_watchdog_death_reported_during_another_error_raises_with_its_row(monkey
 
 def test_watchdog_hanging_worker_raises_with_its_row(kit: Any) -> None:
     broken_at(kit, 7, lambda: time.sleep(600))
-    set_stall_seconds(kit, 1.5)
+    set_stall_seconds(kit, 1.0)
     with pytest.raises(UserError, match=r"nothing came from the workers .*worker . at a.jsonl:8"):
         list(kit.loader("train", num_workers=1))
 

@@ -23,6 +23,7 @@ from mvp_engine.kit.data.pack.mixture import Mixture
 from mvp_engine.kit.data.pack.plan import Plan, make_plan
 from mvp_engine.kit.data.pack.worker_watchdog import (
     WorkerWatchdog,
+    check_seconds,
     start_without_sigchld_handler,
 )
 from mvp_engine.kit.data.read.bad_rows import BadRecord, BadRows
@@ -180,7 +181,7 @@ class PackLoader(SampleLoader):
             seed=dataset.seed,
             shuffle=False,
             collate_fn=_single_item,
-            timeout=stall_seconds,
+            timeout=check_seconds(stall_seconds),
             **options,
         )
 

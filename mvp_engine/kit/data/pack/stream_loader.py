@@ -17,6 +17,7 @@ from mvp_engine.data.worker_memory import KeepLastBatches, start_worker
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.pack.stream_lanes import Cursor, move_lanes
 from mvp_engine.kit.data.pack.stream_packs import LaneOutput, StreamPackDataset
+from mvp_engine.kit.data.pack.worker_watchdog import check_seconds
 from mvp_engine.kit.data.read.bad_rows import BadRows, append_new
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -184,7 +185,7 @@ class StreamLoader:
                 self.dataset,
                 batch_size=None,
                 num_workers=self.num_workers,
-                timeout=self.stall_seconds if self.num_workers else 0.0,
+                timeout=check_seconds(self.stall_seconds) if self.num_workers else 0.0,
                 collate_fn=KeepLastBatches(default_convert),
                 worker_init_fn=start_worker,
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any
@@ -19,6 +20,12 @@ from mvp_engine.errors import UserError
 
 MAX_WORKERS = 256
 MAX_POSITION_BYTES = 256
+CHECK_SECONDS = 5.0
+
+
+def check_seconds(stall_seconds: float) -> float:
+    """The timeout of a DataLoader: only after it does torch look whether its workers are alive."""
+    return min(CHECK_SECONDS, stall_seconds)
 
 
 class WorkerWatchdog:
@@ -47,13 +54,14 @@ class WorkerWatchdog:
         return found
 
     def iterate(self, start: Callable[[], Iterator[Any]], seconds: float) -> Iterator[Any]:
-        """The items of a DataLoader that has a timeout of `seconds`.
+        """The items of a DataLoader that has a timeout of `check_seconds`.
 
-        A timeout is an error only if no worker moved to another row since the timeout before.
+        Timeouts are an error only if no worker moved to another row for twice as many seconds as given.
         """
         self.positions_WB.zero_()
         iterator: Any = None
-        positions_at_timeout = None
+        last_positions = None
+        moved = 0.0
         while True:
             try:
                 if iterator is None:
@@ -71,14 +79,15 @@ class WorkerWatchdog:
                     ) from error
                 if not str(error).startswith("DataLoader timed out"):
                     raise
-                if positions == positions_at_timeout:
+                if positions != last_positions:
+                    last_positions, moved = positions, time.monotonic()
+                elif time.monotonic() - moved >= 2 * seconds:
                     raise UserError(
                         f"data: nothing came from the workers for {2 * seconds:g} seconds, and they did not get any "
                         f"further: {where}. Take the row out, or raise stall_seconds"
                     ) from error
-                positions_at_timeout = positions
                 continue
-            positions_at_timeout = None
+            last_positions = None
             yield item
 
     def _inspect(self, iterator: Any, error: Exception) -> tuple[list[str], str | None]:
