@@ -61,7 +61,7 @@ def explain_uncomposed(error: Exception, files: list[ConfigFile], overrides: lis
         # An interpolation names the old key in the value of another one, which OmegaConf calls full_key.
         user = named if deleted else str(getattr(error, "full_key", None) or named)
         return f"{place_of(user, files, overrides)}: '{named}' was renamed to '{new}'"
-    return f"{short_path(files[-1].path)} does not compose: {text}"
+    return f"{short_path(files[-1].path)} does not compose: {text.split(' Config search')[0]}"
 
 
 def _old_keys(key: str, value: Any) -> list[str]:

@@ -225,7 +225,7 @@ class Fuzz:
                 ({"question": "a", "reply": "b"}, "unknown_format"),
                 ({"messages": None}, "unknown_format"),
                 ({"messages": []}, "empty"),
-                ({"messages": "hello"}, "wrong_type"),
+                ({"messages": "hello"}, "bad_json"),
                 ({"messages": {"role": "user"}}, "wrong_type"),
                 ({"messages": [[user], [answer]]}, "wrong_type"),
                 ({"messages": [user]}, "no_answer"),

@@ -238,7 +238,7 @@ def test_read_row_given_format_overrides_detection() -> None:
         (None, "wrong_type"),
         ({}, "unknown_format"),
         ({"messages": []}, "empty"),
-        ({"messages": "hello"}, "wrong_type"),
+        ({"messages": "hello"}, "bad_json"),
         ({"messages": [QUESTION]}, "no_answer"),
         ({"messages": [QUESTION, {**ANSWER, "content": " \n"}]}, "no_answer"),
         ({"messages": [QUESTION, {**ANSWER, "content": "", "tool_calls": []}]}, "no_answer"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import open_source
 
 
@@ -36,3 +37,13 @@ def test_open_source_json_list_in_a_jsonl_file_is_read_as_a_list(tmp_path: Path)
     rows = [{"text": "a"}, {"text": "b"}]
     (tmp_path / "a.jsonl").write_text(json.dumps(rows, indent=1))
     assert list(open_source(tmp_path / "a.jsonl")) == rows
+
+
+def test_csv_file_messages_may_be_a_json_string(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    cell = json.dumps(messages).replace('"', '""')
+    (tmp_path / "a.csv").write_text(f'id,messages\n1,"{cell}"\n2,"[{{\'role\'"\n')
+    source = open_source(tmp_path / "a.csv")
+    assert [message.text for message in read_row(source[0]).messages] == ["q", "a"]
+    with pytest.raises(BadRow, match="messages is a string that is not JSON"):
+        read_row(source[1])

@@ -69,8 +69,8 @@ def text_message(role: str, text: Any, where: str) -> Message:
 
 
 def read_messages(value: Any, where: str) -> list[Message]:
-    """A list of messages; an empty one is a bad row."""
-    raw_messages = check_list(value, where)
+    """A list of messages, which may be a JSON string, as csv files have it; an empty one is a bad row."""
+    raw_messages = check_list(parse_json(value, where), where)
     messages = [read_message(raw, f"{where}[{i}]") for i, raw in enumerate(raw_messages)]
     if not messages:
         raise BadRow("empty", f"{where} has no messages")
