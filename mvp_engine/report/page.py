@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from mvp_engine.errors import count
 from mvp_engine.files import atomic_write_text
 from mvp_engine.log.format import is_learning_rate
 from mvp_engine.report.facts import RunFacts, config_text, percent
@@ -169,7 +170,7 @@ def _choose(examples: Sequence[Example], shown: int) -> list[Example]:
 
 
 def _counts(examples: Sequence[Example], chosen: Sequence[Example]) -> str:
-    text = f"{len(examples):,} prompts were answered"
+    text = f"{count(len(examples), 'prompt')} {'was' if len(examples) == 1 else 'were'} answered"
     if any(example.right is None for example in chosen):
         return text
     wrong = sum(example.right is False for example in examples)
