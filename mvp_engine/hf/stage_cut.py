@@ -40,6 +40,15 @@ def cut_model(model: PackedModel, link: StageLink, skeleton: Any) -> None:
     of_block = _num_params(blocks) / len(blocks)
     ends = (_num_params(before) / of_block, _num_params(after) / of_block)
     bounds = stage_bounds(len(blocks), link.stages, deepstack_layers(model), key, ends)
+    for index in range(link.stages):
+        held_there: list[nn.Module] = list(blocks[bounds[index] : bounds[index + 1]])
+        held_there += before if index == 0 else []
+        held_there += after if index == link.stages - 1 else []
+        if _trains([model]) and not _trains(held_there):
+            raise UserError(
+                f"{key}: stage {index} would have no trained parameters (model.freeze, lora.targets). "
+                "Set parallel.shard instead"
+            )
     parts = parts_of(model)
     every: dict[str, OtherTensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -113,6 +122,10 @@ def stage_bounds(
 
 def _num_params(modules: Iterable[nn.Module]) -> int:
     return sum(param.numel() for module in modules for param in module.parameters())
+
+
+def _trains(modules: Iterable[nn.Module]) -> bool:
+    return any(param.requires_grad for module in modules for param in module.parameters())
 
 
 def deepstack_layers(model: PackedModel) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_path
@@ -58,6 +59,8 @@ def frozen_engine(engine: MLLMEngine, model: Any, settings: Settings) -> ModelEn
         clip_grad_norm=None,
         spike_sigmas=None,
         offload="none",
+        quantize={},  # for adapters, which it has not
+        experts=Experts(),
     )
     kind = engine_class(engine.config.model.type, engine.config.model.backend)
     second: ModelEngine = kind(model, engine.layout, frozen)

@@ -91,6 +91,11 @@ class PreferenceConfig(MLLMConfig):
             raise ValueError(
                 "preference.reference=adapters_off needs LoRA: set lora, or reference=copy"
             )
+        if self.reference == "copy" and self.model.quantize:
+            raise ValueError(
+                "preference.reference=copy would not have the weights in 4 bits that model.quantize trains adapters "
+                "on: set preference.reference to adapters_off or cached"
+            )
         if self.reference == "adapters_off" and self.lora is not None and self.lora.train:
             raise ValueError(
                 "preference.reference=adapters_off: lora.train changes weights that no switch turns back. "

@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from families import config_of
+from families import config_of, overrides_of
 from folders import alone
 from lora_models import BATCH
 from templates.tiny import tokenizer
 from tiny_vlm import made, model_config, qwen3_vl, write, write_image
 
 from mvp_engine.config import compose
+from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import IGNORE
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
 from mvp_engine.hf.lora import adapted_layers, adapters_off
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.kit.kto import mismatched_batches
-from mvp_engine.kit.preference_reference import cache_file
+from mvp_engine.kit.preference_reference import cache_file, frozen_engine
 from mvp_engine.model_engine import Settings
 
 
@@ -104,6 +105,16 @@ def test_cached_log_probs_of_fp8_and_of_4_bits_have_files_of_their_own(tmp_path:
     assert len(files) == 3
 
 
+def test_frozen_model_is_neither_quantized_nor_balanced_as_the_model_that_trains() -> None:
+    """A teacher without experts; weights in 4 bits are for adapters."""
+    model = LanguageModel.on_meta(None, {**overrides_of("qwen3"), "hidden_size": 64})
+    config = SimpleNamespace(model=SimpleNamespace(type="language_model", backend="fsdp"))
+    engine: Any = SimpleNamespace(config=config, layout=alone())
+    settings = Settings(quantize={"llm": "nf4"}, experts=Experts(balance="loss"))
+    frozen = frozen_engine(engine, model.requires_grad_(False), settings)
+    assert frozen.settings.precision == settings.precision
+
+
 BASE = """
 engine: mvp_engine.kit:PreferenceEngine
 project: {name: pairs}
@@ -121,6 +132,7 @@ loop: {total_steps: 1}
         (["preference.loss=hinge", "preference.label_smoothing=0.1"], "has no label_smoothing"),
         (["preference.reference=adapters_off"], "needs LoRA"),
         (["lora.rank=4", "lora.train=[projector]"], "preference.reference=copy"),
+        (["lora.rank=4", "preference.reference=copy", "model.quantize={llm: nf4}"], "to adapters_off or cached"),
         (["preference.loss=kto", "preference.reference=cached"], "set reference to copy or adapters_off"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel
-from mvp_engine.hf.stage_cut import check_supported
+from mvp_engine.hf.stage_cut import check_supported, cut_model
 from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.ops.fp8 import Fp8Linear
 
 # What each of two data ranks has: [], or micro-batches of samples 0 (text), 1 (one item), 2 (two, of two kinds if any)
@@ -117,6 +119,15 @@ def test_pipeline_with_fp8_of_a_part_that_one_stage_has_alone(ranks2) -> None:
     first, last = ranks2.run(fp8_layers)
     assert first > 0
     assert last == 0
+
+
+def test_pipeline_refuses_a_stage_without_trained_parameters() -> None:
+    model = model_on_meta("qwen3_vl", 2)
+    skeleton = copy.deepcopy(model)
+    freeze(model, ["llm"])
+    link: Any = SimpleNamespace(stages=2, stage=0, is_first=True, is_last=False)
+    with pytest.raises(UserError, match="stage 1 would have no trained parameters"):
+        cut_model(model, link, skeleton)
 
 
 def test_pipeline_refuses_masks_that_depend_on_images() -> None:
