@@ -4,8 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fault_cases import pids
-from worker_cases import EndlessLoss, TokenLoss, batch_of, spec_of
+from worker_cases import EndlessLoss, TokenLoss, batch_of, pids, spec_of
 
 from mvp_engine.worker import WorkerGroup
 

@@ -13,16 +13,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import is_gone, wait_until
-from worker_cases import TokenLoss, batch_of
+from worker_cases import TokenLoss, batch_of, pids
 
 from mvp_engine.worker import WorkerDied, WorkerGroup
 
 BATCH = batch_of(7, 3, 12, 5)
-
-
-def pids(group: WorkerGroup) -> list[int]:
-    ranks: list[Any] = group.processes.ranks
-    return [rank.process.pid if hasattr(rank, "process") else rank.home.pid for rank in ranks]
 
 
 def wait_until_gone(pids: list[int]) -> None:

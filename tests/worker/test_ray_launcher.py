@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 from conftest import run_process, spawn
-from fault_cases import BATCH, CALLS, check_rank_killed_in_call, pids, wait_until_gone
+from fault_cases import BATCH, CALLS, check_rank_killed_in_call, wait_until_gone
 from ten_updates import train_by_groups
-from worker_cases import FailingLoss, TokenLoss, batch_of, spec_of
+from worker_cases import FailingLoss, TokenLoss, batch_of, pids, spec_of
 
 from mvp_engine.errors import UserError
 from mvp_engine.worker import WorkerDied, WorkerError, WorkerGroup

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from conftest import is_gone, spawn
-from fault_cases import BATCH, CALLS, check_rank_killed_in_call, pids, wait_until_gone
+from fault_cases import BATCH, CALLS, check_rank_killed_in_call, wait_until_gone
 from forked_launcher import ForkedLauncher
-from worker_cases import FailingLoss, TokenLoss, spec_of
+from worker_cases import FailingLoss, TokenLoss, pids, spec_of
 
 from mvp_engine.errors import UserError
 from mvp_engine.imports import import_file

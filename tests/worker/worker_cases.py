@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
-from mvp_engine.worker import WorkerSpec
+from mvp_engine.worker import WorkerGroup, WorkerSpec
 
 TINY = {
     "model_type": "qwen3",
@@ -75,3 +75,8 @@ class EndlessLoss:
     def __call__(self, model: Any, batch: PackedBatch, log: Any) -> tuple[Tensor, Tensor]:
         while True:
             time.sleep(1.0)
+
+
+def pids(group: WorkerGroup) -> list[int]:
+    ranks: list[Any] = group.processes.ranks
+    return [rank.process.pid if hasattr(rank, "process") else rank.home.pid for rank in ranks]
