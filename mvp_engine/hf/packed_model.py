@@ -196,7 +196,8 @@ class PackedModel(nn.Module):
             return self.whole.export_target(self, dtype or self.export_dtype)
         skeleton = self._skeleton(type(self.hf))
         names = {name: f"hf.{name}" for name in skeleton.state_dict()}
-        own_weights = tuple(name for name in self.state_dict() if not name.startswith("hf."))
+        whole = self if self.stage is None else self.stage.whole
+        own_weights = tuple(name for name in whole.state_dict() if not name.startswith("hf."))
         folder = self.side_files or self.source
         return Target(skeleton, names, own_weights, dtype or self.export_dtype, folder)
 

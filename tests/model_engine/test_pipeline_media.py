@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,9 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel
+from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.hf.stage_cut import check_supported, cut_model
-from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.model_engine import LanguageModelEngine, Settings, ValueModelEngine
 from mvp_engine.model_engine.fsdp.parallelize import freeze
 from mvp_engine.ops.fp8 import Fp8Linear
 
@@ -38,13 +39,13 @@ MORE: list[Any] = [
 CASES += [pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.campaign(only=True)]) for case in MORE]
 
 
-def model_on_meta(name: str, layers: int) -> LanguageModel:
+def model_on_meta(name: str, layers: int, model_class: Any = LanguageModel) -> Any:
     from transformers import AutoConfig
 
     special = copy.deepcopy({**TOKENS, **VISION[name][1]})
     special["text_config"]["num_hidden_layers"] = layers
     with torch.device("meta"):
-        return LanguageModel.from_config(AutoConfig.for_model(name, **special))
+        return model_class.from_config(AutoConfig.for_model(name, **special))
 
 
 def batches(name: str, share: list[list[int]]) -> list[PackedBatch]:
@@ -119,6 +120,22 @@ def test_pipeline_with_fp8_of_a_part_that_one_stage_has_alone(ranks2) -> None:
     first, last = ranks2.run(fp8_layers)
     assert first > 0
     assert last == 0
+
+
+def export_value_model(folder: str, sizes: dict[str, int]) -> None:
+    with layout_of(**sizes) as layout:
+        engine = ValueModelEngine(model_on_meta("qwen3_vl", 2, ValueModel), layout, Settings(seed=3))
+        engine.initialize()
+        engine.export_hf(folder)
+
+
+def test_pipeline_exports_a_head_that_one_stage_has_alone(ranks2, tmp_path: Path) -> None:
+    export_value_model(str(tmp_path / "one"), {})
+    ranks2.run(export_value_model, str(tmp_path / "two"), {"pipeline": 2})
+    files = [file.name for file in (tmp_path / "one").glob("*.safetensors")]
+    assert len(files) == 2  # the backbone, and the head, for which transformers has no class
+    for file in files:
+        assert (tmp_path / "two" / file).read_bytes() == (tmp_path / "one" / file).read_bytes()
 
 
 def test_pipeline_refuses_a_stage_without_trained_parameters() -> None:
