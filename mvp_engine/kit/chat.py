@@ -73,6 +73,12 @@ class ChatModel:
                 f"{folder}: {config.model_type} writes no text, so mvp chat has no answer. It "
                 f"{_WITHOUT_TEXT[config.model_type]}"
             )
+        model_class = (config.architectures or [""])[0]
+        if model_class.endswith("ForSequenceClassification"):
+            raise UserError(
+                f"{folder}: {model_class} writes no text, so mvp chat has no answer. It scores text: RL uses it by "
+                f"reward.model={folder}"
+            )
         self.encoder = RowEncoder(
             load_processor(_folder_with_processor(folder, adapter)),
             Limits(allow_outside=True),

@@ -145,7 +145,8 @@ class RunFacts:
         rows = []
         for part in self.setup.get("parts", []):
             share = part["trained"] / max(1, part["parameters"])
-            rates = ", ".join(f"{value:g}" for value in part["rates"]) or "frozen"
+            rates = ", ".join(f"{value:g}" for value in part["rates"])
+            rates = rates if part["trained"] else "frozen"
             if part["adapters"]:
                 rates += f", LoRA on {part['adapters']} layers"
             figures = [f"{part['parameters']:,}", f"{part['trained']:,}", percent(share)]
@@ -204,9 +205,14 @@ class RunFacts:
         config = yaml.safe_load(config_file.read_text()) if config_file.is_file() else {}
         steps = {}
         if (self.run.dir / "processor").is_dir():
-            if config.get("model", {}).get("type") != "action_model":
+            exports = sorted(self.run.dir.glob("hf_step_*"), key=lambda path: path.stat().st_mtime)
+            if writes_text(config):
                 steps["Chat with it"] = f"mvp chat {folder}"
-            if not any(self.run.dir.glob("hf_step_*")):
+            elif exports and config["model"]["type"] == "value_model":
+                steps["Train with it"] = (
+                    f"mvp train RL_CONFIG reward.model={shlex.quote(str(exports[-1]))}"
+                )
+            if not exports:
                 words = f"{shlex.quote(str(config_file))} workflow=export resume={folder}"
                 steps["Export it"] = f"mvp train {words}"
             steps["Upload it"] = f"mvp push {folder} YOUR_NAME/{self.run.info['name']}"
@@ -217,6 +223,11 @@ class RunFacts:
             steps["Train longer"] = self.run.resume_command(longer)
         steps["Compare runs"] = f"mvp runs list --dir {shlex.quote(str(self.run.dir.parent))}"
         return steps
+
+
+def writes_text(config: Mapping[str, Any]) -> bool:
+    """Whether the model of this config writes text, so that one can chat with it."""
+    return config.get("model", {}).get("type") not in ("action_model", "value_model")
 
 
 def percent(value: float | None) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import SGD
 
 from mvp_engine.checkpoint.manager import recover
 from mvp_engine.config.schema import Config
@@ -25,7 +26,10 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.mllm import MLLMEngine
+from mvp_engine.kit.policy import ALGORITHMS
 from mvp_engine.model_engine import StepNumbers, precision_on
+from mvp_engine.model_engine.fsdp.parallelize import freeze
+from mvp_engine.model_engine.optim import parameter_groups
 from mvp_engine.report import write_report
 from mvp_engine.report.facts import RunFacts
 from mvp_engine.rl.batches import rollout_batch
@@ -38,13 +42,15 @@ from mvp_engine.rl.model_groups import ModelGroups
 from mvp_engine.rl.pass_at_k import pass_metrics
 from mvp_engine.rl.prompts import Prompt, PromptLoader, prompt_loader, prompt_settings
 from mvp_engine.rl.report import rl_panels, rollout_sections
-from mvp_engine.rl.reward_model import RewardModel, check_tokenizer
+from mvp_engine.rl.reward_model import RewardModel, check_reward_model
 from mvp_engine.rl.rewards import Answer, Rewards, reward_metrics
 from mvp_engine.rl.rl_settings import RLConfig
 from mvp_engine.rl.rollout import PackedRollout, Reason, Rollout, Sample, Sampling
 from mvp_engine.rl.rollout_log import RolloutLog
 from mvp_engine.rl.server_rollout import server_rollout
 from mvp_engine.worker.errors import WorkerDied
+
+NO_SIGNAL_STEPS = 20
 
 
 class RLEngine(MLLMEngine):
@@ -55,6 +61,7 @@ class RLEngine(MLLMEngine):
     model_before_data = False  # the workers' schedules need the number of steps
     model_engine: ModelGroups  # type: ignore[assignment]
     meter: RLMeter
+    _no_signal = 0  # steps in a row
 
     def __init__(self, config: RLConfig, world: Any, *args: Any, **kwargs: Any) -> None:
         if world.size > 1:
@@ -110,9 +117,12 @@ class RLEngine(MLLMEngine):
         return Learner(self.config, self.model_engine)
 
     def _build_model_engine(self) -> ModelGroups:  # type: ignore[override]
-        self.model = self.prepare_model()  # on the meta device: its shapes, for logs and reports
+        self.model = self.prepare_model()  # on the meta device: its parts, for logs and reports
+        freeze(self.model, self.config.model.freeze)
         side_files = self.run.dir / "processor"
         groups = ModelGroups(self.config, self.precision, self.total_steps, side_files)
+        if self._training:
+            groups.optimizer = SGD(parameter_groups(self.model, self.config.optim))
         return self._closing.enter_context(closing(groups))
 
     def _open_rewards(self) -> None:
@@ -120,7 +130,7 @@ class RLEngine(MLLMEngine):
         settings = self.config.reward
         compute = None if type(self).reward is RLEngine.reward else self.reward
         if settings.model is not None:
-            check_tokenizer(settings.model, self.tokenizer)
+            check_reward_model(settings.model, self.tokenizer)
         elif compute is None:
             raise UserError(
                 f"{type(self).__name__} has no reward: define reward(self, row, answer), or set reward.model"
@@ -196,6 +206,7 @@ class RLEngine(MLLMEngine):
                 ctx.step, "train", prompts, experience.samples, experience.rewards
             )
             _log_all(ctx, experience.metrics)
+            self._watch_signal(experience)
             with self._phase("update"):
                 updates = self._learn(ctx, experience)
             self.model_engine.add_status(updates.actor, updates.critic)
@@ -204,6 +215,16 @@ class RLEngine(MLLMEngine):
             self.step = ctx.step
             self.train_post_step(ctx)
             self._after_step(ctx, ctx.numbers)
+
+    def _watch_signal(self, experience: Experience) -> None:
+        """Warn once of many steps in a row from which nothing was learnt."""
+        self._no_signal = 0 if experience.prompts_with_signal() else self._no_signal + 1
+        if self._no_signal == NO_SIGNAL_STEPS and ALGORITHMS[self.config.rl.algorithm].has_groups:
+            self.logger.warning(
+                f"in the last {NO_SIGNAL_STEPS} steps all completions of each prompt had the same reward, so nothing "
+                "was learnt: is the task too hard or too easy for this policy, or the reward wrong? rollouts.jsonl has "
+                "completions with their rewards"
+            )
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

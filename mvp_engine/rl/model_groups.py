@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mvp_engine.checkpoint.format import Reader, from_bytes, to_bytes, verify
 from mvp_engine.checkpoint.state import SavedState
@@ -39,7 +40,7 @@ class ModelGroups:
         self.settings = Settings.from_config(config, precision)
         self.total_steps = total_steps
         self.side_files = side_files
-        self.optimizer = None  # optimizers are in the workers
+        self.optimizer: Optimizer | None = None  # only for logs: the workers have those that update
         self.learning_rates: dict[str, float] = {}
         # The collector's part of a checkpoint, and what of it was restored.
         self.pending_state: Callable[[], dict[str, Any] | None] = lambda: None

@@ -8,6 +8,8 @@ from typing import Any
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
+from mvp_engine.hf.hub import local_folder
+from mvp_engine.hf.weight_files import WeightFiles
 from mvp_engine.kit.data import load_processor
 from mvp_engine.kit.decoding import with_completion
 from mvp_engine.kit.reward import last_token_scores
@@ -37,8 +39,25 @@ class RewardModel:
         return scores
 
 
-def check_tokenizer(folder: str | Path, tokenizer: Any) -> None:
-    """A reward model reads the policy's token ids: refuse one with another vocabulary."""
+def check_reward_model(name: str | Path, tokenizer: Any) -> None:
+    """Refuse a folder without the head of a reward model, which would score at random, or with another vocabulary."""
+    folder = local_folder(name, weights=True)
+    if not (folder / "config.json").is_file():
+        exports = "".join(
+            f". Its export is {path}" for path in sorted(folder.glob("hf_step_*"))[-1:]
+        )
+        raise UserError(
+            f"reward.model={name} is not the Hugging Face folder of a reward model, nor a model of the Hub{exports}"
+        )
+    if "score.weight" not in WeightFiles(folder):
+        raise UserError(
+            f"reward.model={name} has no score.weight, so it is not a reward model: train one (docs/reward_model.md)"
+        )
+    _check_tokenizer(folder, tokenizer)
+
+
+def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """A reward model reads the policy's token ids."""
     processor = load_processor(folder)
     own = getattr(processor, "tokenizer", processor).get_vocab()
     vocabulary = tokenizer.get_vocab()

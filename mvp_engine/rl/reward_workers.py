@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,14 +64,17 @@ def run_task(compute: Compute, row: bytes, task: Task) -> Outcome:
     try:
         return Outcome(compute(pickle.loads(row), task.answer))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
-        # Without the frame of this function.
-        frames = traceback.format_exception(error.with_traceback(_user_frames(error)))
-        return Outcome(error=f"{type(error).__name__}: {error}"[:500], detail="".join(frames))
+        frames = _user_frames(error)
+        lines = traceback.format_exception(error.with_traceback(frames)) if frames else []
+        return Outcome(error=f"{type(error).__name__}: {error}"[:500], detail="".join(lines))
 
 
 def _user_frames(error: BaseException) -> Any:
+    """The frames of the reward function; None for a result that is no number."""
     frames = error.__traceback__
-    return frames.tb_next if frames is not None and frames.tb_next is not None else frames
+    while frames and Path(frames.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+        frames = frames.tb_next
+    return frames
 
 
 class RewardWorkers:

@@ -6,12 +6,14 @@ what happens to the completion. The order of completions is kept, and random num
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import numbers
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +66,8 @@ class Rewards:
     def __init__(
         self, compute: Compute | None, tokenizer: Any, settings: RewardSettings, seed: int = 0
     ) -> None:
+        if compute is not None:
+            _check_arguments(compute)
         self.compute = _Checked(compute or (lambda row, answer: 0.0))
         self.model: Model | None = None
         self.tokenizer = tokenizer
@@ -84,15 +88,28 @@ class Rewards:
         """The reward of each sample; `sample.prompt` is an index into the prompts."""
         answers = [self.answer(sample) for sample in samples]
         groups = self._groups(prompts, samples, answers)
-        with self._lock:
-            outcomes = dict(self._run(groups))
-        found = [outcomes[index] for index in range(len(samples))]
-        if self.model is not None:
-            found = self._with_scores(found, self.model(prompts, samples))
-        self._check_failures(prompts, samples, answers, found)
-        return [self._reward(outcome) for outcome in found]
+        outcomes: dict[int, Outcome] = {}
+        failed: list[str] = []
 
-    def _run(self, groups: list[Group]) -> Iterator[tuple[int, Outcome]]:
+        def add(index: int, outcome: Outcome) -> None:
+            outcomes[index] = outcome
+            if outcome.error is not None:
+                place = _describe(prompts[samples[index].prompt], answers[index], outcome)
+                failed.append(f"{place}\n{outcome.detail}".rstrip())
+                self._warn(place)
+                self._check_failures(failed, len(outcomes), len(samples))
+
+        # Closed at once when too many have failed: of rewards that hang, each would cost a time-out.
+        with self._lock, closing(self._run(groups)) as finished:
+            for index, outcome in finished:
+                add(index, outcome)
+        if self.model is not None:
+            for index, score in enumerate(self.model(prompts, samples)):
+                if outcomes[index].error is None:
+                    add(index, self._with_score(outcomes[index], score))
+        return [self._reward(outcomes[index]) for index in range(len(samples))]
+
+    def _run(self, groups: list[Group]) -> Generator[tuple[int, Outcome]]:
         if self._workers is not None:
             yield from self._workers.run(groups)
             return
@@ -102,19 +119,13 @@ class Rewards:
                 yield task.index, run_task(self.compute, group.row, task)
         set_rng_state(outside)
 
-    def _with_scores(self, outcomes: list[Outcome], scores: list[float]) -> list[Outcome]:
-        """The outcomes with the scores of the reward model as one more part."""
-        found = []
-        for outcome, score in zip(outcomes, scores, strict=True):
-            if outcome.error is None:
-                value, parts = outcome.value
-                if not math.isfinite(score):
-                    outcome = Outcome(error=f"the reward model's score is {score}")
-                else:
-                    total = value + self.settings.model_weight * score
-                    outcome = Outcome((total, {**parts, "model": score}))
-            found.append(outcome)
-        return found
+    def _with_score(self, outcome: Outcome, score: float) -> Outcome:
+        """The outcome with the score of the reward model as one more part."""
+        if not math.isfinite(score):
+            return Outcome(error=f"the reward model's score is {score}")
+        value, parts = outcome.value
+        total = value + self.settings.model_weight * score
+        return Outcome((total, {**parts, "model": score}))
 
     def answer(self, sample: Sample) -> Answer:
         text = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
@@ -141,37 +152,24 @@ class Rewards:
         value, parts = outcome.value
         return Reward(value, parts)
 
-    def _check_failures(
-        self,
-        prompts: Sequence[Prompt],
-        samples: Sequence[Sample],
-        answers: Sequence[Answer],
-        outcomes: Sequence[Outcome],
-    ) -> None:
-        """Warn of failed rewards; raise if one may not fail, or if too many did."""
-        failed = [index for index, outcome in enumerate(outcomes) if outcome.error is not None]
-        for index in failed:
-            if self._warned == MAX_WARNINGS:
-                break
-            self._warned += 1
-            place = _describe(prompts[samples[index].prompt], answers[index], outcomes[index])
+    def _warn(self, place: str) -> None:
+        if self._warned < MAX_WARNINGS:
             LOGGER.warning("reward failed: %s", place)
-            if self._warned == MAX_WARNINGS:
-                LOGGER.warning("further failed rewards are only counted")
-        if not failed:
-            return
-        first = failed[0]
-        place = _describe(prompts[samples[first].prompt], answers[first], outcomes[first])
-        place += f"\n{outcomes[first].detail}".rstrip()
+        self._warned += 1
+        if self._warned == MAX_WARNINGS:
+            LOGGER.warning("further failed rewards are only counted")
+
+    def _check_failures(self, failed: list[str], computed: int, total: int) -> None:
+        """Raise if a reward may not fail, or if too many of the `total` rewards of a step did."""
         if self.settings.on_error == "raise":
-            raise RewardFailed(f"reward: {place}")
+            raise RewardFailed(f"reward: {failed[0]}")
         share = self.settings.max_errors
-        allowed = min(max(1, int(share * len(samples))) if share else 0, len(samples) - 1)
+        allowed = min(max(1, int(share * total)) if share else 0, total - 1)
         if len(failed) > allowed:
             raise RewardFailed(
-                f"reward: {len(failed)} of {count(len(samples), 'reward')} of this step failed, and {allowed} may "
-                f"(reward.max_errors={share:g}). Fix the reward function, or raise reward.max_errors. The first: "
-                f"{place}"
+                f"reward: {len(failed)} of the first {count(computed, 'reward')} of this step failed, and {allowed} of "
+                f"{total} may (reward.max_errors={share:g}). Fix the reward function, or raise reward.max_errors. The "
+                f"first: {failed[0]}"
             )
 
 
@@ -211,6 +209,18 @@ class _Checked:
                 raise TypeError(f"the reward has the name {name!r}, wanted a string")
             parts[name] = _number(value, f"the reward {name!r}")
         return sum(parts.values()), parts
+
+
+def _check_arguments(compute: Compute) -> None:
+    """Raise `UserError` for a function that does not take a row and an answer, before anything is generated."""
+    signature = inspect.signature(compute)
+    try:
+        signature.bind({}, None)
+    except TypeError:
+        name = getattr(compute, "__qualname__", "the reward function")
+        raise UserError(
+            f"{name}{signature}: a reward is called with a row and one of its answers. Write reward(self, row, answer)"
+        ) from None
 
 
 def _number(value: Any, what: str) -> float:

@@ -260,7 +260,7 @@ class RLConfig(MLLMConfig):
     @model_validator(mode="after")
     def _no_keys_of_sft(self) -> RLConfig:
         sizes = self.parallel.model_dump(
-            include={"replicate", "shard", "context", "ulysses", "tensor"}
+            include={"replicate", "shard", "context", "ulysses", "tensor", "pipeline", "expert"}
         )
         if max(sizes.values()) > 1:
             raise ValueError(
@@ -275,6 +275,10 @@ class RLConfig(MLLMConfig):
             raise ValueError(
                 "mllm.micro_batch_tokens and model.activation_checkpointing: an RL run does not choose them. Set a "
                 f"number of tokens, and one of {', '.join(CHECKPOINTING_MODES)}"
+            )
+        if (self.data.global_batch_size or 1) > 1 or self.mllm.global_batch_tokens is not None:
+            raise ValueError(
+                "data.global_batch_size and mllm.global_batch_tokens are of SFT: a step of RL has rl.prompts prompts"
             )
         if self.mllm.pairs:
             raise ValueError("mllm.pairs: RL needs prompts, not pairs. Set it to false")

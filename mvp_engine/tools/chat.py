@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mvp_engine.checkpoint.format import META
-from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.errors import UserError, similar_path
 from mvp_engine.hf.hub import ADAPTER_CONFIG, hub_model, local_folder
 from mvp_engine.hf.merge import merge
@@ -22,7 +21,7 @@ from mvp_engine.kit.chat import ChatModel
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.runs import checkpoint_step, complete_checkpoints
 from mvp_engine.tools.chat_speech import SpeechOutput
-from mvp_engine.tools.merge import build_model, trained_run
+from mvp_engine.tools.merge import build_model, model_checkpoint, trained_run
 
 HELP = "/image FILE, /video FILE, /audio FILE: with your next message   /reset: a new conversation   /exit"
 KINDS = ("image", "video", "audio")
@@ -197,7 +196,7 @@ def model_folders(target: str, root: Path) -> Iterator[tuple[Path, Path | None]]
                 f"adapter ({ADAPTER_CONFIG})"
             )
         with tempfile.TemporaryDirectory(prefix="mvp_chat_") as temporary:
-            checkpoint = find_checkpoint(run)
+            checkpoint = model_checkpoint(run)
             print(f"model: {checkpoint}", file=sys.stderr)
             folder = Path(temporary) / "model"
             merge(checkpoint, build_model(checkpoint), folder)

@@ -31,10 +31,7 @@ def merge_command(
 ) -> None:
     """Merge a checkpoint, or the newest one of a run (its folder, its id or `latest`), into the folder `out`."""
     is_path = Path(checkpoint).exists() or "/" in checkpoint
-    folder = find_checkpoint(Path(checkpoint) if is_path else trained_run(checkpoint).dir)
-    policy = folder / "actor"  # of reinforcement learning, whose checkpoints hold several models
-    if policy.is_dir():
-        folder = find_checkpoint(policy)
+    folder = model_checkpoint(Path(checkpoint) if is_path else trained_run(checkpoint).dir)
     if not 0 < max_file_gb < float("inf"):
         raise UserError(f"--max-file-gb {max_file_gb}: must be a positive size")
     merge(
@@ -48,6 +45,13 @@ def merge_command(
         ema=ema,
     )
     print(f"{folder} is now the {'peft' if adapter else 'Hugging Face'} folder {out}")
+
+
+def model_checkpoint(path: Path) -> Path:
+    """The checkpoint at `path`, or the newest one of the run there; of an RL run, that of its policy."""
+    checkpoint = find_checkpoint(path)
+    policy = checkpoint / "actor"
+    return find_checkpoint(policy) if policy.is_dir() else checkpoint
 
 
 def trained_run(name: str, root: Path = Path("outputs")) -> Run:

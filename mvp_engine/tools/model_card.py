@@ -11,11 +11,12 @@ from typing import Any
 
 import yaml
 
-from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.checkpoint.state import HF
 from mvp_engine.hf.hub import ADAPTER_CONFIG, SCHEME, hub_model
 from mvp_engine.hf.hub_datasets import hub_dataset
+from mvp_engine.report.facts import writes_text
 from mvp_engine.runs import Run, flat_keys
+from mvp_engine.tools.merge import model_checkpoint
 
 # The config keys of the table, in its order. Keys that a run does not have are left out.
 SHOWN_KEYS = [
@@ -57,12 +58,13 @@ def model_card(run: Run, folder: Path, name: str, *, license: str | None = None)
         "datasets": _hub_datasets(config) or None,
         "tags": ["mvp-engine", *(["lora"] if config.get("lora") else [])],
     }
+    chat = f"Or, in a terminal: `mvp chat {name}`\n" if writes_text(config) else ""
     kept = {key: value for key, value in metadata.items() if value is not None}
     parts = [
         f"---\n{yaml.safe_dump(kept, sort_keys=False)}---\n",
         f"# {name.rpartition('/')[2]}\n",
         _summary(run, config, base, is_adapter),
-        f"## Use\n\n{_snippet(run, folder, name, base)}\nOr, in a terminal: `mvp chat {name}`\n",
+        f"## Use\n\n{_snippet(run, folder, name, base)}\n{chat}",
         _results(run),
         f"## Data\n\n{_sources(config)}",
         f"## Training\n\n{_settings(run, config)}",
@@ -94,7 +96,7 @@ def _summary(run: Run, config: dict[str, Any], base: str | None, is_adapter: boo
 
 def _snippet(run: Run, folder: Path, name: str, base: str | None) -> str:
     if (folder / ADAPTER_CONFIG).is_file():
-        model_class = _model_class(find_checkpoint(run.dir) / HF)
+        model_class = _model_class(model_checkpoint(run.dir) / HF)
         return ADAPTER_SNIPPET.format(model_class=model_class, name=name, base=base or "BASE_MODEL")
     return SNIPPET.format(model_class=_model_class(folder), name=name)
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import yaml
 
-from mvp_engine.checkpoint.manager import find_checkpoint
 from mvp_engine.errors import UserError
 from mvp_engine.hf.hub import HubRepo
 from mvp_engine.hf.hub_errors import hub_errors
 from mvp_engine.hf.merge import merge
 from mvp_engine.runs import Run
 from mvp_engine.tools.chat import model_folders
-from mvp_engine.tools.merge import build_model, trained_run
+from mvp_engine.tools.merge import build_model, model_checkpoint, trained_run
 from mvp_engine.tools.model_card import base_model, model_card
 
 CARD = "README.md"
@@ -64,7 +63,10 @@ def _page(facts: dict[str, Any]) -> str:
     sizes: dict[str, int] = facts["files"]
     if facts["url"]:
         total = f"{len(sizes)} files, {sum(sizes.values()) / 1e6:,.1f} MB"
-        return f"{facts['url']}: {total}. Talk to it: mvp chat {facts['repository']}"
+        chat = f"mvp chat {facts['repository']}"
+        return f"{facts['url']}: {total}." + (
+            f" Talk to it: {chat}" if chat in facts["card"] else ""
+        )
     visibility = "public" if facts["public"] else "private"
     lines = [f"would upload to {facts['repository']} ({visibility}):", ""]
     lines += [f"  {size / 1e6:10,.2f} MB  {name}" for name, size in sizes.items()]
@@ -78,7 +80,7 @@ def _folder(run: Run, adapter: bool) -> Iterator[Path]:
             yield folder
         return
     with tempfile.TemporaryDirectory(prefix="mvp_push_") as temporary:
-        checkpoint = find_checkpoint(run.dir)
+        checkpoint = model_checkpoint(run.dir)
         folder = Path(temporary) / "adapter"
         merge(checkpoint, build_model(checkpoint), folder, adapter_only=True)
         yield folder

@@ -16,7 +16,7 @@ from tiny_vlm import TEXT, made, write
 from mvp_engine.errors import UserError
 from mvp_engine.kit import MLLMDataKit
 from mvp_engine.rl.prompts import prompt_loader, prompt_settings
-from mvp_engine.rl.reward_model import RewardModel, check_tokenizer
+from mvp_engine.rl.reward_model import RewardModel, check_reward_model
 from mvp_engine.rl.rewards import RewardFailed, Rewards
 from mvp_engine.rl.rollout import Sample
 from mvp_engine.worker.group import WorkerGroup
@@ -63,7 +63,13 @@ def test_rewards_without_a_function_are_the_scores_and_nan_is_named() -> None:
         rewards(toy_prompts(1), samples)
 
 
-def test_check_tokenizer_another_vocabulary_is_refused(folder: Path) -> None:
-    check_tokenizer(folder, tokenizer("qwen2_5"))
+def test_check_reward_model_another_vocabulary_or_no_head_is_refused(folder: Path, tmp_path: Path) -> None:
+    check_reward_model(folder, tokenizer("qwen2_5"))
     with pytest.raises(UserError, match=r"reward.model=.* its tokenizer is not the policy's"):
-        check_tokenizer(folder, tokenizer("zephyr"))
+        check_reward_model(folder, tokenizer("zephyr"))
+    hf.Qwen3ForCausalLM(hf.Qwen3Config(**TEXT)).save_pretrained(tmp_path / "policy")
+    with pytest.raises(UserError, match=r"policy has no score.weight, so it is not a reward model"):
+        check_reward_model(tmp_path / "policy", tokenizer("qwen2_5"))
+    (tmp_path / "hf_step_20").mkdir()
+    with pytest.raises(UserError, match=r"is not the Hugging Face folder .* Its export is .*hf_step_20"):
+        check_reward_model(tmp_path, tokenizer("qwen2_5"))

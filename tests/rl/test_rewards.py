@@ -22,6 +22,7 @@ import torch
 from conftest import is_gone, wait_until
 
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.errors import UserError
 from mvp_engine.rl import reward_workers
 from mvp_engine.rl.prompts import Prompt
 from mvp_engine.rl.reward_workers import Group, Task
@@ -193,11 +194,26 @@ def test_rewards_too_many_failures_end_the_run(made: Any) -> None:
     def reward(row: dict[str, Any], answer: Answer) -> float:
         return 1 / (row["n"] % 2)
 
-    with pytest.raises(RewardFailed, match=r"8 of 16 rewards of this step failed, and 4 may .*toy.jsonl:0"):
+    with pytest.raises(RewardFailed, match=r"5 of the first \d+ rewards of this step failed, and 4 of 16 may .*toy"):
         made(reward, max_errors=0.25)(prompts(4), samples(4, 4))
     assert made(reward, max_errors=0.5)(prompts(4), samples(4, 4))[15].value == 1.0
-    with pytest.raises(RewardFailed, match=r"1 of 1 reward of this step failed, and 0 may"):
+    with pytest.raises(RewardFailed, match=r"1 of the first 1 reward of this step failed, and 0 of 1 may"):
         made(reward, max_errors=1.0)(prompts(1), samples(1, 1))
+
+
+def test_rewards_many_that_hang_end_the_run_after_those_that_may(made: Any, tmp_path: Path) -> None:
+    def reward(row: dict[str, Any], answer: Answer) -> float:
+        (tmp_path / f"{row['n']}{answer.text}").touch()
+        return float(threading.Event().wait())
+
+    with pytest.raises(RewardFailed, match=r"2 of the first 2 rewards .* 1 of 16 may .*no result after 0.1 s"):
+        made(reward, max_errors=0.0625, timeout=0.1)(prompts(4), samples(4, 4))
+    assert len(list(tmp_path.iterdir())) <= 4
+
+
+def test_rewards_function_with_other_arguments_is_refused_at_once(made: Any) -> None:
+    with pytest.raises(UserError, match=r"\(answer\): a reward is called with a row and one of its answers"):
+        made(lambda answer: 1.0)
 
 
 def test_rewards_worker_killed_while_idle_is_replaced(made: Any) -> None:

@@ -18,10 +18,12 @@ from tiny_vlm import TEXT
 from mvp_engine.cli import main
 from mvp_engine.distributed import hang
 from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.report.facts import RunFacts
 from mvp_engine.rl import reward_workers
 from mvp_engine.rl.learner import Learner
 from mvp_engine.rl.rollout_log import read_rollouts
-from mvp_engine.runs import list_runs
+from mvp_engine.runs import Run, list_runs
+from mvp_engine.tools.merge import model_checkpoint
 
 IN_CAMPAIGN = pytest.mark.campaign(only=True)
 LENGTH = "return len(set(answer.tokens)) / 4"
@@ -115,7 +117,12 @@ def test_rl_run_scored_by_a_reward_model_alone_and_refused_without_any(tmp_path:
     torch.manual_seed(1)
     hf.Qwen3ForSequenceClassification(hf.Qwen3Config(**TEXT, num_labels=1)).save_pretrained(tmp_path / "scorer")
     tokenizer("qwen2_5").save_pretrained(tmp_path / "scorer")
-    folder = trained(config, f"reward.model={tmp_path / 'scorer'}", "reward.model_weight=2")
+    words = ["reward.model_weight=2", "model.freeze=[*embed*]"]
+    folder = trained(config, f"reward.model={tmp_path / 'scorer'}", *words)
+    part = RunFacts(Run(folder)).part_rows()[1]
+    assert (part[0], part[4]) == ("llm", "0.001")
+    assert part[1] != part[2]  # without the frozen embeddings
+    assert model_checkpoint(folder).parts[-2:] == ("step_00000002", "actor")
     for record in records(folder):
         assert record["reward"] == pytest.approx(2 * record["reward_model"])
         assert record["grad_norm"] > 0

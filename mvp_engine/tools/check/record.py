@@ -93,3 +93,15 @@ class CheckRecord:
     def save(self) -> None:
         if self.is_main:
             atomic_write_text(self.folder / "facts.json", json.dumps(self.facts))
+
+
+def more_steps(config: Any) -> str:
+    """How a training gets more steps."""
+    if config.loop.total_steps is not None:
+        return "raise loop.total_steps"
+    if hasattr(config, "rl"):
+        return "raise loop.epochs, or lower rl.prompts"
+    data = getattr(config, "mllm", None)
+    in_tokens = data is not None and data.global_batch_tokens
+    size = "mllm.global_batch_tokens" if in_tokens else "data.global_batch_size"
+    return f"raise loop.epochs, or lower {size} or mllm.micro_batch_tokens"

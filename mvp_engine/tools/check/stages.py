@@ -45,7 +45,7 @@ from mvp_engine.tools.check.model_checks import (
     report_unused_parameters,
     split_stage,
 )
-from mvp_engine.tools.check.record import CheckRecord
+from mvp_engine.tools.check.record import CheckRecord, more_steps
 from mvp_engine.tools.data_kit import config_data_kit
 from mvp_engine.tools.inspect import inspect_kit
 from mvp_engine.tools.inspect_stats import count_bad
@@ -261,14 +261,7 @@ class Check:
                 "lengthen the warm-up"
             )
         if record["data"] and total and total < FEW_STEPS:
-            data: Any = getattr(config, "mllm", None)
-            in_tokens = data is not None and data.global_batch_tokens
-            size = "mllm.global_batch_tokens" if in_tokens else "data.global_batch_size"
-            length = "loop.epochs" if config.loop.total_steps is None else "loop.total_steps"
-            record.warning(
-                f"the training has {count(total, 'step')}: raise {length}, or lower {size} or "
-                "mllm.micro_batch_tokens"
-            )
+            record.warning(f"the training has {count(total, 'step')}: {more_steps(config)}")
         if total and total * seconds > LONG_RUN and config.checkpoint.interval is None:
             record.warning("checkpoint.interval is null: nothing is saved before the end")
         if step["data_wait"] > LONG_WAIT and step["data_wait"] * seconds > LONG_WAIT_SECONDS:
