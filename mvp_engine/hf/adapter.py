@@ -19,7 +19,7 @@ from mvp_engine.distributed.context import SequenceGroups
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
 from mvp_engine.hf import export as hf_export
-from mvp_engine.hf import stage_cut, stages
+from mvp_engine.hf import input_hooks, stage_cut, stages
 from mvp_engine.hf.expert_balance import ExpertBalance
 from mvp_engine.hf.expert_parallel import apply_expert_parallel
 from mvp_engine.hf.export_plan import ExportPlan
@@ -27,6 +27,7 @@ from mvp_engine.hf.lora import merge_adapters
 from mvp_engine.hf.lora_tensor_parallel import shard_adapters
 from mvp_engine.hf.model_info import check_base, write_model_info
 from mvp_engine.hf.packed_model import PackedModel
+from mvp_engine.hf.parts import parts_of
 from mvp_engine.hf.preflight import check_gradients, check_packing
 from mvp_engine.hf.preflight_media import MediaPreflight
 from mvp_engine.hf.pretrained import load_pretrained
@@ -53,6 +54,11 @@ class HFAdapter:
                 "which is not part of any output here: experts.balance=loss balances them. Set it to false to confirm."
             )
         cast_frozen_base(self.model, dtype)
+        parts = parts_of(self.model)
+        trained = {parts[name] for name, p in self.model.named_parameters() if p.requires_grad}
+        if trained and trained <= {"vision", "audio", "projector"}:
+            embedding: Any = self.model.hf.get_input_embeddings()  # type: ignore[operator]
+            embedding.register_forward_hook(input_hooks.keep_graph)
 
     def set_export_dtype(self, dtype: torch.dtype) -> None:
         self.model.export_dtype = dtype

@@ -34,6 +34,16 @@ def embedding_dtype(embeds: Tensor) -> torch.dtype:
     return torch.bfloat16 if autocast_dtype(embeds) == torch.bfloat16 else embeds.dtype
 
 
+def keep_graph(module: nn.Module, args: Any, embeds: Tensor) -> Tensor | None:
+    """Forward hook of the embedding layer where only encoders train: a batch without media has a backward, too.
+
+    It gives no gradients, but ranks run the same collectives in it.
+    """
+    if embeds.requires_grad or not torch.is_grad_enabled():
+        return None
+    return embeds.requires_grad_().clone()  # a copy: models may write features into it
+
+
 def cast_decoder_inputs(
     decoder: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:

@@ -113,6 +113,48 @@ def check(results: list[dict[str, torch.Tensor]], name: str, frozen: bool) -> No
             assert torch.allclose(result[key] / scale, value / scale, rtol=1e-5, atol=1e-5), key
 
 
+def encoders_alone(layout: Layout) -> list[dict[str, torch.Tensor]]:
+    """Gradients, losses and gradient norm of two steps in which only encoders train, the first one of text."""
+    model = build_model(LanguageModel, "qwen3_vl")
+    mine = list[list[PackedBatch]]()
+    for shares in ([[[0]], [[0], [0]]], SHARES):
+        own = [batch for part in shares[layout.data_rank :: layout.data_size] for batch in part]
+        mine.append(share(model, "qwen3_vl", own))
+    engine = LanguageModelEngine(model, layout, Settings(freeze=("llm",)))
+    engine.initialize(lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 0.1))
+
+    def loss(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return engine.model(batch, ["loss"])["loss"], batch.num_loss_tokens
+
+    found = []
+    for batches in mine:
+        numbers = engine.train_batch(batches, loss)
+        params = engine.model.named_parameters()
+        grads = {n: full_tensor(p.grad).clone() for n, p in params if p.grad is not None}
+        of_step = torch.tensor(engine.step_status()[0].loss)
+        found.append({**grads, "norm": numbers.grad_norm.float().cpu(), "loss": of_step})
+    return found
+
+
+def encoders_alone_on_ranks(sizes: dict[str, int]) -> list[dict[str, torch.Tensor]]:
+    with layout_of(**sizes) as layout:
+        return encoders_alone(layout)
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"shard": 1}])
+def test_text_trains_nothing_where_only_encoders_train(ranks2, sizes: dict[str, int]) -> None:
+    expected = encoders_alone(Layout(World(0, 1, 0, 1, torch.device("cpu"))))
+    assert set(expected[0]) == {"norm", "loss"}
+    assert expected[0]["norm"] == 0 < expected[1]["norm"]
+    assert any("visual.merger" in name for name in expected[1])
+    for result in ranks2.run(encoders_alone_on_ranks, sizes):
+        for found, wanted in zip(result, expected, strict=True):
+            assert set(found) == set(wanted)
+            for key, value in wanted.items():
+                scale = max(1.0, float(value.abs().max()))
+                assert torch.allclose(found[key] / scale, value / scale, rtol=1e-5, atol=1e-5), key
+
+
 def test_rank_without_data_runs_a_dummy_of_the_same_call(ranks2) -> None:
     """One of an earlier call, here of an inference, may lack what the step reads."""
     one, two = ranks2.run(after_inference)
