@@ -207,8 +207,8 @@ class ModelEngine(abc.ABC):
     ) -> Tensor:
         """Accumulate the gradients of the summed loss; returns this rank's [loss_sum, weight], on the device.
 
-        May be called several times before `optimizer_step`. Ranks may have different numbers of micro-batches; a
-        `plan` says what each rank holds; without it they communicate.
+        May be called several times before `optimizer_step`, equally often on all ranks. Ranks may have different
+        numbers of micro-batches; a `plan` says what each rank holds; without it they communicate.
         """
 
     @abc.abstractmethod
