@@ -89,6 +89,9 @@ def test_regressor_export_acts_as_the_engine_and_not_without_its_statistics(engi
     assert np.abs(found[0] - policy.act(images[0], states[0], "task 1")).max() > 1e-4  # it reads the instruction
     with pytest.raises(ValueError, match="no noise"):
         policy.act(images[0], states[0], tasks[0], torch.zeros(4, 5))
+    for wrong in (images[0][next(iter(CAMERAS))] / 255, images[0][next(iter(CAMERAS))].transpose(2, 0, 1)):
+        with pytest.raises(ValueError, match=r"needs \(height, width, 3\) of uint8"):
+            policy.act(dict.fromkeys(images[0], wrong), states[0], tasks[0])
     spec = json.loads((folder / "normalization.json").read_text())
     spec["action"]["std"] = [1.0, 1.0, 1.0]
     (folder / "normalization.json").write_text(json.dumps(spec))

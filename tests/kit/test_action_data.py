@@ -137,6 +137,10 @@ def test_action_kit_missing_video_is_found_before_training(tmp_path, tokenizer) 
     kit.train_folders()[0][0].folder.episodes[2].clips[CAMERA].file.unlink()
     bad = make_kit(root, tokenizer).bad_rows()
     assert [one.where for one in bad] == [f"robot: episode 2, frame {i}" for i in range(5)]
+    for episode in kit.train_folders()[0][0].folder.episodes[:2]:
+        episode.clips[CAMERA].file.unlink()
+    with pytest.raises(UserError, match=r"no frame .* can be used: robot: episode 0, frame 0: there is no videos/"):
+        make_kit(root, tokenizer).normalization  # noqa: B018 - it reads the frames
 
 
 def test_action_kit_cameras_of_all_folders_have_the_order_of_the_first(tmp_path, tokenizer) -> None:

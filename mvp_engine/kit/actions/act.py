@@ -99,6 +99,19 @@ class Normalization:
             values[..., self.relative] += np.asarray(state)[..., None, self.relative]
         return values.astype(np.float32)
 
+    def frames(self, images: Mapping[str, Any]) -> list[Any]:
+        """The images of one observation in the order of the cameras; it may lack some of them."""
+        found = {name: images[name] for name in self.cameras if name in images}
+        if not found:
+            raise ValueError(f"the observation has {list(images)}; the policy needs {self.cameras}")
+        for name, frame in found.items():
+            # Values from 0 to 1 would be black, and the actions wrong without an error.
+            pixels = np.asarray(frame)
+            if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
+                is_now = f"{name} is {pixels.shape} of {pixels.dtype}"
+                raise ValueError(f"{is_now}; the policy needs (height, width, 3) of uint8")
+        return list(found.values())
+
     def image(self, frame: Any) -> Tensor:
         """A frame (H, W, 3) uint8 -> (3, height, width): resized to fit, centred on black, scaled."""
         spec = self.spec["image"]  # null for models whose own processor prepares images
@@ -186,13 +199,7 @@ class Policy:
         num_steps: int | None = None,
     ) -> np.ndarray:
         """The actions (observations, steps, size). An observation may lack cameras."""
-        frames = []
-        for seen in images:
-            frames.append([seen[name] for name in self.normalization.cameras if name in seen])
-            if not frames[-1]:
-                raise ValueError(
-                    f"an observation has the images {list(seen)}; the policy needs {self.normalization.cameras}"
-                )
+        frames = [self.normalization.frames(seen) for seen in images]
         chunk = self.chunks(frames, states, tasks, noise, num_steps)
         return self.normalization.unnormalize_actions(chunk, states)
 

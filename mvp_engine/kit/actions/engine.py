@@ -130,18 +130,15 @@ class ActionEngine(MLLMEngine):
         encoder.normalization = normalization
         batches = []
         for seen in observations:
-            cameras = [name for name in normalization.cameras if name in seen.images]
-            if not cameras:
-                raise UserError(
-                    f"an observation has the images {list(seen.images)}; the model was trained with "
-                    f"{normalization.cameras}"
-                )
+            try:
+                images = normalization.frames(seen.images)
+            except ValueError as error:
+                raise UserError(str(error)) from None
             if len(seen.state) != normalization.state_size:
                 raise UserError(
                     f"an observation has a state of {len(seen.state)} values; the model was trained with "
                     f"{normalization.state_size} ({self.config.actions.state})"
                 )
-            images = [seen.images[name] for name in cameras]
             batches.append(encoder.observation(seen.task, images, seen.state, {}))
         return PackedBatch.concat(batches)
 

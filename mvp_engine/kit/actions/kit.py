@@ -282,7 +282,9 @@ class ActionDataKit(MLLMDataKit):
                 rows.actions[used], rows.states[used], last, self.relative, self.spec.chunk
             )
         if not sum(map(len, states)):
-            raise UserError("no frame of the training folders can be used: see bad_rows.jsonl")
+            bad = self.bad_rows("train")
+            first = f": {bad[0].where}: {bad[0].detail}" if bad else ""
+            raise UserError(f"no frame of the training folders can be used{first}")
         return {"state": merged_stats(states), "action": merged_stats(actions)}
 
     def _given_statistics(self, path: Path) -> dict[str, Any]:
