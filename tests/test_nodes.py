@@ -81,6 +81,29 @@ def test_wrong_node_options_are_user_errors(resolve: Callable[..., Nodes], words
         resolve(*words.split())
 
 
+TORCHRUN = {"WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": None, "MASTER_ADDR": None}, "WORLD_SIZE=4 is set in the environment, and not RANK, MASTER_ADDR"),
+        ({"RANK": "4"}, "RANK=4: with WORLD_SIZE=4 it is 0 to 3"),
+        ({"RANK": "x"}, "the environment variable RANK=x is not a number"),
+        ({"MASTER_PORT": "p"}, "MASTER_PORT=p is not a number"),
+    ],
+)
+def test_variables_of_no_rank_are_user_errors(
+    resolve: Callable[..., Nodes], changes: dict[str, str | None], message: str
+) -> None:
+    variables = {name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None}
+    with pytest.raises(UserError, match=message):
+        resolve(**variables)
+    with pytest.raises(UserError, match=r"is one of 4 ranks\. Remove --nproc"):
+        resolve("--nproc", "2", **TORCHRUN)
+    assert resolve("--nproc", "2", WORLD_SIZE="1") == Nodes(2)
+
+
 def test_srun_with_a_task_per_node_starts_a_rank_per_gpu(resolve: Callable[..., Nodes]) -> None:
     port = 10_000 + 4711
     assert resolve(**slurm(2, 2, 1, SLURM_GPUS_ON_NODE=8)) == Nodes(8, 2, 1, "gpu07", port)
@@ -101,7 +124,7 @@ def test_srun_with_a_task_per_rank_sets_the_variables_of_a_rank(resolve: Callabl
 def test_nodes_of_a_job_without_srun_is_one_with_a_warning(resolve: Callable[..., Nodes], capsys) -> None:
     assert resolve("--nproc", "8", SLURM_JOB_NUM_NODES="2", SLURM_PROCID="0") == Nodes(8)
     assert "srun mvp" in capsys.readouterr().err
-    assert resolve(WORLD_SIZE="4", **slurm(2, 2, 1)) == Nodes(1)  # torchrun under srun
+    assert resolve(**TORCHRUN, **slurm(2, 2, 1)) == Nodes(1)  # torchrun under srun
 
 
 @pytest.mark.parametrize(

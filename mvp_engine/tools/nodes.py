@@ -123,6 +123,8 @@ def nodes_of(args: argparse.Namespace) -> Nodes:
         if getattr(args, name) is not None and args.nnodes is None:
             option = name.replace("_", "-")
             raise UserError(f"--{option} is for several nodes: give --nnodes as well")
+    if "WORLD_SIZE" in os.environ:
+        _check_torchrun(os.environ, args.nproc)
     if "WORLD_SIZE" in os.environ or args.nnodes is not None:
         return Nodes(_or(args.nproc, 1), _or(nnodes, 1))
     if "SLURM_STEP_NUM_TASKS" in os.environ:
@@ -147,6 +149,35 @@ def _node_range(text: str | None) -> tuple[int | None, int | None]:
     return (int(found[1]) if found[1] else None), int(found[2])
 
 
+def _check_torchrun(variables: Mapping[str, str], nproc: int | None) -> None:
+    """Raise for variables that describe no rank: torch would wait for ranks that never come."""
+    size = _number(variables, "WORLD_SIZE")
+    if size <= 1:
+        return
+    how = "Start ranks with --nproc or with torchrun, which sets them, or unset WORLD_SIZE"
+    missing = [one for one in ("RANK", "MASTER_ADDR", "MASTER_PORT") if one not in variables]
+    if missing:
+        raise UserError(
+            f"WORLD_SIZE={size} is set in the environment, and not {', '.join(missing)}. {how}"
+        )
+    rank = _number(variables, "RANK")
+    if rank >= size:
+        raise UserError(f"RANK={rank}: with WORLD_SIZE={size} it is 0 to {size - 1}. {how}")
+    _number(variables, "MASTER_PORT")
+    if (nproc or 1) > 1:
+        raise UserError(
+            f"--nproc {nproc}: WORLD_SIZE={size} in the environment says that this process is one of {size} ranks. "
+            "Remove --nproc, or unset WORLD_SIZE; for several nodes give --nnodes, --node-rank and --master-addr"
+        )
+
+
+def _number(variables: Mapping[str, str], name: str, default: int = 0) -> int:
+    text = variables.get(name, str(default))
+    if not text.isdecimal():
+        raise UserError(f"the environment variable {name}={text} is not a number")
+    return int(text)
+
+
 def _or(value: int | None, default: int) -> int:
     return default if value is None else value
 
@@ -158,7 +189,7 @@ def _from_options(args: argparse.Namespace, nnodes: int, least: int | None) -> N
             f"--nnodes {args.nnodes}: run the command on each node, with --node-rank 0 to {nnodes - 1} and the "
             "same --master-addr, the host name of node 0"
         )
-    port = args.master_port or int(os.environ.get("MASTER_PORT", DEFAULT_PORT))
+    port = args.master_port or _number(os.environ, "MASTER_PORT", DEFAULT_PORT)
     return Nodes(_or(args.nproc, 1), nnodes, args.node_rank, address, port, least)
 
 

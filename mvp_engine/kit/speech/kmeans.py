@@ -94,8 +94,9 @@ class ResidualKMeans(Codec):
     def decode(self, codes: np.ndarray) -> np.ndarray:
         return self.mels.waveform(self.log_mels(codes)).numpy()
 
-    def save(self, folder: Path) -> None:
-        """Write the folder that `open_codec` reads."""
+    def save(self, folder: str | Path) -> None:
+        """Write the folder that `mllm.speech.codec` names."""
+        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         sizes = (
             self.mels.sampling_rate,

@@ -197,7 +197,8 @@ def _read_block(block: Any, where: str) -> Part:
     name = fields.pop("type", inferred)
     if not isinstance(name, str) or name not in _BLOCK_TYPES:
         shown = name if isinstance(name, str) else type_name(name)
-        raise BadRow("unknown_block", f"{where} has type {shown!r:.40}")
+        known = ", ".join(_BLOCK_TYPES)
+        raise BadRow("unknown_block", f"{where} has type {shown!r:.40}; known types: {known}")
     if name == "text":
         return Part("text", check_text(pop_first(fields, "text", "value"), f"{where}.text"))
     return _read_media_block(name, fields, where)
