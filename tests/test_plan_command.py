@@ -24,6 +24,7 @@ from mvp_engine.tools.plan.simulate import Simulation
 from mvp_engine.tools.plan.step import micro_batches
 
 CONFIG = str(ROOT / "recipes" / "qwen3" / "configs" / "pretrain_cpu.yaml")
+ACTIONS = str(ROOT / "recipes" / "table_vla" / "configs" / "cpu.yaml")
 LAYOUT = ["parallel.shard=8", "parallel.tensor=2"]
 
 
@@ -172,3 +173,8 @@ def test_plan_of_qwen3_235b_on_1024_ranks_takes_a_minute_and_two_gib(tmp_path: P
     assert largest <= 1.05 * min(kind["held_gib_smallest"] for kind in facts["kinds"])
     assert used.ru_utime + used.ru_stime < 60  # CPU seconds, of one core
     assert used.ru_maxrss / 2**20 < 2
+
+
+def test_plan_of_a_model_that_acts_is_refused(capsys) -> None:
+    assert main(["plan", ACTIONS, "--gpus", "2"]) == EXIT_USER_ERROR
+    assert "mvp plan does not simulate the loss of model.type=action_model" in capsys.readouterr().err
