@@ -53,11 +53,6 @@ def plan(question: Question, options: PlanOptions) -> dict[str, Any]:
             "sizes in a config of sft"
         )
     config = estimator.config
-    if config.model.type in ("action_model", "omni_model"):
-        raise UserError(
-            f"mvp plan does not simulate the loss of model.type={config.model.type}. mvp estimate CONFIG predicts its "
-            "memory and time"
-        )
     batches = micro_batches(estimator, config)
     estimated = estimate_stages(estimator, config, len(batches))
     simulation = Simulation(config, estimator.gpus, options.gpus_per_node)

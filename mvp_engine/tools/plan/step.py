@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from mvp_engine.errors import UserError
 from mvp_engine.kit.estimate.training import changed
 from mvp_engine.tools.estimate_config import Estimator
 from mvp_engine.tools.plan.network import Network
@@ -16,6 +17,11 @@ MOST_MICRO_BATCHES = 2  # of a step that are simulated; those after the first re
 
 def micro_batches(estimator: Estimator, config: Any) -> list[Any]:
     """One rank's micro-batches of a step; without data they are assumed, and equal."""
+    if config.model.type in ("action_model", "omni_model"):
+        raise UserError(
+            f"mvp plan does not simulate the loss of model.type={config.model.type}. mvp estimate CONFIG, without "
+            "--communication, predicts its memory and time"
+        )
     packs_per_step = estimator.packs_per_step(config, estimator.gpus)
     parallel = config.parallel
     same_data = parallel.pipeline * parallel.context * parallel.ulysses * parallel.tensor
