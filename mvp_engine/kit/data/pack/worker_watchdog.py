@@ -106,7 +106,7 @@ def _worker_death(iterator: Any, error: Exception) -> str | None:
     OSError or EOFError.
     """
     if re.match(r"DataLoader worker \(pid", str(error)):
-        return str(error)
+        return f"{str(error).rstrip(' .')}."
     if isinstance(error, RuntimeError):
         return None
     workers = {worker.sentinel: worker for worker in getattr(iterator, "_workers", ())}
