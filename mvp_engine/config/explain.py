@@ -42,9 +42,8 @@ def explain_invalid(
             if problem["type"] == "model_type":
                 inner = [one for one in all_keys(schema) if one.startswith(f"{key}.")]
                 text = f"It is a section, so set one of its keys: {', '.join(inner)}"
-            if not isinstance(
-                problem["input"], dict
-            ):  # a check over several keys names them itself
+            # A check over several keys names them itself.
+            if not isinstance(problem["input"], dict):
                 text = f"{place}: '{key}' is {problem['input']!r}. {text[0].upper()}{text[1:]}"
             lines.append(text)
     return "\n".join(dict.fromkeys(lines))
