@@ -213,7 +213,10 @@ class _Checked:
 
 def _check_arguments(compute: Compute) -> None:
     """Raise `UserError` for a function that does not take a row and an answer, before anything is generated."""
-    signature = inspect.signature(compute)
+    try:
+        signature = inspect.signature(compute)
+    except ValueError:  # of a compiled function, which may have none
+        return
     try:
         signature.bind({}, None)
     except TypeError:
