@@ -64,7 +64,8 @@ def test_watchdog_death_reported_during_another_error_raises_with_its_row(monkey
         list(WorkerWatchdog().iterate(fetching, 1.0))
 
 
-def test_watchdog_hanging_worker_raises_with_its_row(kit: Any) -> None:
+def test_watchdog_hanging_worker_raises_with_its_row(kit: Any, monkeypatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # until it is ended
     broken_at(kit, 7, lambda: time.sleep(600))
     set_stall_seconds(kit, 1.0)
     with pytest.raises(UserError, match=r"nothing came from the workers .*worker . at a.jsonl:8"):
