@@ -22,8 +22,7 @@ from mvp_engine.tools.plan.memory import held_bytes
 from mvp_engine.tools.plan.record import Collective, CollectiveRecorder
 
 LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
-    ("qwen3_moe", {"shard": 2}, {}),
-    ("qwen3", {"tensor": 2, "shard": 2}, {"activation_checkpointing": "full"}),
+    ("qwen3_moe", {"tensor": 2, "shard": 2}, {"activation_checkpointing": "full"}),
 ]
 MORE_LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("qwen3", {"ulysses": 2, "shard": 2}, {}),
@@ -35,7 +34,8 @@ MORE_LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("qwen3_moe", {"expert": 2, "pipeline": 2, "shard": 2}, {"activation_checkpointing": "full"}),
     ("qwen3", {}, {}),
     ("qwen3", {"shard": 4}, {}),
-    ("qwen3_moe", {"tensor": 2, "shard": 2}, {}),
+    ("qwen3_moe", {"shard": 2}, {}),
+    ("qwen3", {"tensor": 2, "shard": 2}, {}),
     ("gpt_oss", {"ulysses": 4}, {}),
     ("gpt_oss", {"shard": 4}, {"activation_checkpointing": "selective"}),
 ]
