@@ -1,4 +1,4 @@
-"""Evaluations whose loss is made at their end, on pipeline stages: it is that of one rank."""
+"""Evaluations that compute their loss at the end (preference, contrastive), on pipeline stages: equal to one rank."""
 
 from __future__ import annotations
 
