@@ -256,9 +256,9 @@ def fit_fp8(experts: nn.Module) -> bool:
     return sizes_fit(experts) and _are_multiples([*experts.parameters(False)], fp8.MULTIPLE)
 
 
-def use_fp8(experts: nn.Module) -> None:
-    """Run these experts in FP8 under bf16 autocast."""
-    experts.in_fp8 = True  # type: ignore[assignment]
+def use_fp8(experts: nn.Module, in_fp8: bool = True) -> None:
+    """Run these experts in FP8 under bf16 autocast, or no longer."""
+    experts.in_fp8 = in_fp8  # type: ignore[assignment]
 
 
 def is_fp8(experts: Any) -> bool:

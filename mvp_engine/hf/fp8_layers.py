@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -54,3 +55,21 @@ def use_fp8(
     others = {param for block in blocks for param in block.parameters() if param.ndim > 2}
     if others.difference(*(module.parameters() for module in found)):
         LOGGER.warning("model.fp8: convolutions and other stacked matrices stay in bf16")
+
+
+@contextmanager
+def run_in_bf16(model: nn.Module) -> Iterator[None]:
+    """A context in which layers in FP8 run in bf16, for comparisons whose bounds are the rounding of bf16."""
+    layers: list[nn.Module] = [one for one in model.modules() if isinstance(one, fp8.Fp8Linear)]
+    stacked = [module for module in model.modules() if experts.is_fp8(module)]
+    for layer in layers:
+        layer.__class__ = nn.Linear
+    for module in stacked:
+        experts.use_fp8(module, False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = fp8.Fp8Linear
+        for module in stacked:
+            experts.use_fp8(module)

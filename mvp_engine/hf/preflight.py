@@ -25,6 +25,7 @@ from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.pipeline import recorded
 from mvp_engine.errors import UserError
 from mvp_engine.hf import attention
+from mvp_engine.hf.fp8_layers import run_in_bf16
 from mvp_engine.hf.model_inputs import needed_media
 from mvp_engine.hf.packed_model import PackedModel
 
@@ -259,11 +260,11 @@ def _equal_on_ranks(grad: Tensor, group: dist.ProcessGroup) -> bool:
 
 @contextmanager
 def _eager_eval(model: PackedModel) -> Iterator[None]:
-    """Eval mode without compiled blocks; the mode of each module is restored afterwards."""
+    """Eval mode without compiled blocks and without FP8; each module is restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), run_in_bf16(model):
             yield
     finally:
         for module, mode in modes:

@@ -7,24 +7,30 @@ from typing import Any
 import pytest
 import torch
 from families import parallel
-from tiny_models import build_model, samples
+from tiny_models import build_model, samples, shared_model
 from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError
-from mvp_engine.hf import LanguageModel
+from mvp_engine.hf import LanguageModel, fp8_grouped_mm
 from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.ops import fp8
 
 
-def start(world: World, precision: str = "fp32", **sizes: int) -> tuple[LanguageModelEngine, list[PackedBatch]]:
-    """An engine on a tiny Qwen3-VL, and rows: without media, with one image, with an image and a video."""
-    model = build_model(LanguageModel, "qwen3_vl")
-    rows = samples(model, "qwen3_vl")
-    layout = Layout.of(world, parallel(**sizes))
-    engine = LanguageModelEngine(model, layout, Settings(precision=precision))
+def engine_of(name: str, world: World, sizes: dict[str, int], **settings: Any) -> LanguageModelEngine:
+    model = build_model(LanguageModel, name)
+    engine = LanguageModelEngine(model, Layout.of(world, parallel(**sizes)), Settings(**settings))
     engine.initialize(lambda model: torch.optim.SGD(model.parameters(), 1e-3))
-    return engine, rows
+    return engine
+
+
+def start(
+    world: World, precision: str = "fp32", fp8: bool = False, **sizes: int
+) -> tuple[LanguageModelEngine, list[PackedBatch]]:
+    """An engine on a tiny Qwen3-VL, and rows: without media, with one image, with an image and a video."""
+    engine = engine_of("qwen3_vl", world, sizes, precision=precision, fp8=fp8)
+    return engine, samples(shared_model(LanguageModel, "qwen3_vl"), "qwen3_vl")
 
 
 def step(engine: LanguageModelEngine, rows: list[PackedBatch]) -> None:
@@ -81,6 +87,27 @@ def test_media_preflight_runs_once_for_each_kind_of_media() -> None:
     assert both_kinds > first + 3  # an image, an image and a video, and the probe of videos
     step(engine, [image, both])
     assert len(calls) == both_kinds + 3
+
+
+def test_preflight_does_not_count_the_rounding_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a deep model FP8 rounds to other values with every change of a last bit, as noise does here."""
+    plain, calls = fp8.quantize, []
+
+    def noisy(rows: Tensor) -> Any:
+        calls.append(len(rows))
+        return plain(rows * (1 + torch.rand_like(rows)))
+
+    for module in (fp8, fp8_grouped_mm):
+        monkeypatch.setattr(module, "quantize", noisy)
+    engine, (_, image, _) = start(World.join("cpu"), "bf16", fp8=True)
+    engine.adapter.preflight_media(engine, [image])
+    assert engine.adapter._media.checked == {"pixel_values"}
+    experts = engine_of("qwen3_moe", World.join("cpu"), {}, precision="bf16", fp8=True)
+    assert not calls
+    step(engine, [image])
+    before = len(calls)
+    step(experts, [PackedBatch.from_sequences([torch.arange(9)])])
+    assert len(calls) > before > 0
 
 
 def reject_on_sharded_ranks() -> str:
