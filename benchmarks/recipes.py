@@ -79,7 +79,7 @@ class Work:
 
 SFT = "qwen3/configs/sft_gpu1.yaml"
 # What fits on 80 GB with optimizer states on the host, also where the GPU is larger.
-FULL_8B = ["mllm.micro_batch_tokens=16384", "model.activation_checkpointing=full"]
+FULL_8B = ["mllm.micro_batch_tokens=16384", "model.activation_checkpointing=full", "optim.state_dtype=bfloat16"]
 LONG = ["mllm.row_tokens=131072", "mllm.global_batch_tokens=131072"]
 FP8 = ["model.fp8=true", "model.fp8_weight_gradients=true"]
 VLM = "qwen3_vl/configs/instruct_gpu1.yaml"
@@ -92,7 +92,7 @@ WORKS = {
     "vlm_2b_fp8": Work(VLM, "qwen3_vl_2b", "tiny_vl", "images", FP8),
     "experts_a3b": Work(SFT, "qwen3_a3b_6", "tiny_moe", "chats"),
     "experts_a3b_fp8": Work(SFT, "qwen3_a3b_6", "tiny_moe", "chats", FP8[:1]),
-    "full_8b": Work(SFT, "qwen3_8b", "tiny", "chats", [*FULL_8B, "optim.state_dtype=bfloat16"]),
+    "full_8b": Work(SFT, "qwen3_8b", "tiny", "chats", FULL_8B),
     "full_8b_offload": Work(SFT, "qwen3_8b", "tiny", "chats", [*FULL_8B, "optim.offload=true"]),
     "long_128k": Work(SFT, "qwen3_1_7b", "tiny", "documents", LONG, longest=131072),
 }
