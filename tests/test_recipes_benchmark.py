@@ -120,3 +120,14 @@ def test_starts_table_lists_each_start_and_its_failures() -> None:
     text = BENCH.starts_table({"starts": {"text_0.6b": {"cold": times}}})
     assert "| text_0.6b | cold | 14.0, - s | 40.0, - s |" in text
     assert BENCH.starts_table({"rows": []}) == ""
+
+
+def test_table_of_shipped_configs_in_docs_equals_the_stored_results() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    lines = page.partition("## The shipped configs")[2].partition("###")[0].splitlines()
+    for row in json.loads((ROOT / "benchmarks" / "results" / "recipes.json").read_text())["rows"]:
+        if "mfu" not in row:
+            continue
+        speed = round(row["tokens_per_s"], -2 if row["tokens_per_s"] > 10_000 else -1)
+        figures = f" | {speed:,.0f} | {100 * row['mfu']:.1f} % |"
+        assert any(figures in line.replace("**", "") for line in lines), (row["work"], row["side"], figures)
