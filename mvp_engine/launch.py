@@ -135,7 +135,7 @@ def _end_ranks(text: str) -> None:
 def _attempt(composed: Composed, world: World, start: Start) -> int:
     config = composed.config
     engine: Engine | None = None
-    status = "failed"
+    status: str | None = "failed"  # None: `run.json` stays as it is
     reason: str | None = None
     first = 0  # the rank that failed first: it may outlive rank 0
     started = time.time()
@@ -150,7 +150,7 @@ def _attempt(composed: Composed, world: World, start: Start) -> int:
         status = "finished"
         return 0
     except TryAgain:
-        status = "running"
+        status = None
         raise
     except Interrupted as stop:
         status = "interrupted"
@@ -165,9 +165,15 @@ def _attempt(composed: Composed, world: World, start: Start) -> int:
         is_own = first == world.rank and not isinstance(error, UserError)
         if is_own and world.watch and world.watch.has_dead_rank():
             status = "killed"  # the collective broke because another rank was: resume=auto continues the run
+        trained = engine is not None and engine.step > start.step
+        if start.before and isinstance(error, UserError) and not trained:
+            status = None  # the launch failed, not the run
+            if world.is_main:
+                with contextlib.suppress(OSError):
+                    start.run.note(**start.before)
         raise
     finally:
-        if start.owned and status != "running" and world.rank in (0, first):
+        if start.owned and status is not None and world.rank in (0, first):
             with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
                 step = engine.step if engine else 0
                 start.run.note(status=status, error=reason, step=step, ended=time.time())

@@ -7,6 +7,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -32,6 +33,12 @@ class Start:
     checkpoint: Path | None
     message: str
     owned: bool = True  # this launch makes or trains the run; False: it only reads it
+    before: dict[str, Any] | None = None  # `run.json` of a resumed run, as this launch found it
+
+    @property
+    def step(self) -> int:
+        """The step that this launch starts from."""
+        return 0 if self.checkpoint is None else checkpoint_step(self.checkpoint) or 0
 
 
 def choose_start(config: Config) -> Start:
@@ -52,13 +59,11 @@ def choose_start(config: Config) -> Start:
         runs = [run for run in list_runs(root, config.project.name) if _can_resume(run, config)]
         if runs:
             return _resume(runs[-1], config, "resume=auto")
+        none = f"no run named {config.project.name!r} in {root.absolute()}"
         if config.workflow != "train":
-            raise UserError(
-                f"resume=auto: no run named {config.project.name!r} in {root.absolute()}"
-            )
-        where = f"no run named {config.project.name!r} in {root.absolute()}"
+            raise UserError(f"resume=auto: {none}")
         return Start(
-            _new_run(config, root), None, f"resume=auto found {where}: a new run from step 0"
+            _new_run(config, root), None, f"resume=auto found {none}: a new run from step 0"
         )
     path = Path(config.resume).expanduser()
     if (path / "run.json").is_file():
@@ -106,18 +111,17 @@ def _resume(run: Run, config: Config, why: str) -> Start:
         )
     if checkpoints:
         refuse_beyond_the_end(run, checkpoint_step(checkpoints[-1]) or 0, config.loop.total_steps)
+    before = run.info
+    checkpoint = checkpoints[-1] if checkpoints else None
+    if checkpoint is not None:
+        message = f"continuing {run.dir} from {checkpoint.name}"
+    elif parent := before.get("parent"):
+        checkpoint = find_checkpoint(Path(parent))
+        message = f"{run.dir} starts again from {parent}"
+    else:
+        message = f"run {run.dir} has no complete checkpoint, it starts again from step 0"
     run.note(status="running", launcher=launcher_id())
-    if checkpoints:
-        return Start(
-            run, checkpoints[-1], f"{why}: continuing {run.dir} from {checkpoints[-1].name}"
-        )
-    if parent := run.info.get("parent"):
-        return Start(
-            run, find_checkpoint(Path(parent)), f"{why}: {run.dir} starts again from {parent}"
-        )
-    return Start(
-        run, None, f"{why}: run {run.dir} has no complete checkpoint, it starts again from step 0"
-    )
+    return Start(run, checkpoint, f"{why}: {message}", before=before)
 
 
 def refuse_beyond_the_end(run: Run, step: int, total: int | None) -> None:
@@ -136,12 +140,12 @@ def record_config(run: Run, text: str, step: int) -> None:
     if file.is_file() and (before := file.read_text()) != text:
         old = current_keys(flat_keys(yaml.safe_load(before)))
         new = flat_keys(yaml.safe_load(text))
+        keys = [key for key in {**old, **new} if key not in ("resume", "workflow")]
         changed = [
-            f"{k}: {old.get(k)!r} -> {new.get(k)!r}"
-            for k in {**old, **new}
-            if old.get(k) != new.get(k)
+            f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
+            for key in keys
+            if old.get(key) != new.get(key)
         ]
-        changed = [line for line in changed if not line.startswith(("resume:", "workflow:"))]
         if changed:
             LOGGER.warning("from step %d on the config differs: %s", step, "; ".join(changed))
             atomic_write_text(run.dir / f"config.until_step_{step}.yaml", before)

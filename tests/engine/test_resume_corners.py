@@ -166,6 +166,16 @@ def test_resume_auto_ignores_launches_without_a_step(train, tmp_path: Path) -> N
     assert [r["step"] for r in list_runs(tmp_path)[0].records("train")] == [1, 2, 4, 6, 8, 10, 12]
 
 
+def test_resume_with_a_user_error_leaves_the_state_of_the_run(train, tmp_path: Path) -> None:
+    assert train("loop.total_steps=2", dir=tmp_path) == 0
+    [run] = list_runs(tmp_path)
+    before = run.info
+    assert (before["status"], before["step"]) == ("finished", 2)
+    assert train("resume=auto", "tiny.loader=none", dir=tmp_path) == EXIT_USER_ERROR
+    assert train("resume=auto", "model.freeze=[nothing]", dir=tmp_path) == EXIT_USER_ERROR
+    assert run.info == before
+
+
 def test_branch_killed_before_its_first_checkpoint_restarts_from_its_source(train, tmp_path: Path) -> None:
     assert train("checkpoint.interval=4", "log.interval=2", dir=tmp_path) == 0
     first = list_runs(tmp_path)[-1]
