@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,46 +59,59 @@ class Draft:
     files: list[ConfigFile]
     overrides: list[str]
     values: dict[str, Any]
+    missing: list[str]  # keys that have no value (???)
 
     def validated(self, schema: type[Config], engine: str) -> Config:
+        problems: list[str] = []
         try:
-            return schema.model_validate({**self.values, "engine": engine})
+            config = schema.model_validate({**self.values, "engine": engine})
         except ValidationError as error:
-            message = explain_invalid(error, schema, self.files, self.overrides)
-            raise UserError(message) from None
+            # Next to missing values, unknown keys only: a misspelt one is often the one without a value.
+            found = explain_invalid(error, schema, self.files, self.overrides, bool(self.missing))
+            problems = list(dict.fromkeys(found))
+        if self.missing:
+            raise MissingKeys(self.file, self.missing, problems)
+        if problems:
+            raise UserError("\n".join(problems))
+        return config
 
 
 class MissingKeys(UserError):
     """Keys that have no value (???) in the files and none on the command line."""
 
-    def __init__(self, file: Path, keys: list[str]) -> None:
+    def __init__(self, file: Path, keys: list[str], unknown: Sequence[str] = ()) -> None:
+        """`unknown`: what is said about unknown keys, one line each."""
         words = " ".join(f"{key}=..." for key in keys)
-        super().__init__(
+        text = (
             f"{short_path(file)} has keys without a value (???); give on the command line: {words}"
         )
+        super().__init__("\n".join([*unknown, text]))
         self.keys = keys
 
 
 def compose(path: str | Path, overrides: list[str] | None = None) -> Composed:
     """Compose and validate the config at `path`; raises `UserError` with what is wrong, where, and the fix."""
-    draft = read_draft(path, overrides or [])
+    draft = read_draft(path, overrides or [], incomplete=True)
     engine_class, engine = find_engine(draft.values.get("engine"), draft.file)
     config = draft.validated(engine_class.config_class, engine)
     return Composed(config, engine_class, [source.path for source in draft.files])
 
 
-def read_draft(path: str | Path, overrides: list[str]) -> Draft:
+def read_draft(path: str | Path, overrides: list[str], incomplete: bool = False) -> Draft:
+    """`incomplete`: keys without a value are not an error yet, but in `Draft.validated`."""
     file = _find_file(Path(path).expanduser())
     roots = _search_roots(file)
     files = [ConfigFile(DEFAULTS, ""), *_inherited(file, roots)]
-    values = _compose_values(file, roots, files, overrides)
+    values, missing = _compose_values(file, roots, files, overrides)
+    if missing and ("engine" in missing or not incomplete):
+        raise MissingKeys(file, missing)
     if (file.parent / "run.json").is_file():
         drop_removed_defaults(values)
     engine = values.get("engine")
     if engine is not None and not isinstance(engine, str):
         place = place_of("engine", files, overrides)
         raise UserError(f"{place}: 'engine' is {engine!r}. Write file.py:Class")
-    return Draft(file, files, overrides, values)
+    return Draft(file, files, overrides, values, missing)
 
 
 # ---- Files ------------------------------------------------------------------------------------------
@@ -182,8 +195,8 @@ def load_yaml(file: Path) -> Any:
 
 def _compose_values(
     file: Path, roots: list[Path], files: list[ConfigFile], overrides: list[str]
-) -> dict[str, Any]:
-    """The values of all files and overrides, with interpolations resolved."""
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of all files and overrides, and the keys without one; if all have one, interpolations are resolved."""
     if not isinstance(load_yaml(file), dict):
         raise UserError(f"{short_path(file)} must be a mapping of keys to values")
     _store_defaults()
@@ -198,13 +211,11 @@ def _compose_values(
         with folder, _without_hydra_settings():
             composed = hydra_compose("_mvp_root", overrides=words)
         missing = OmegaConf.missing_keys(composed) | _open_keys(files[1:], composed, overrides)
-        if missing:
-            raise MissingKeys(file, sorted(missing))
-        values = OmegaConf.to_container(composed, resolve=True)
+        values = OmegaConf.to_container(composed, resolve=not missing)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain_uncomposed(error, files, overrides)) from None
     assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    return {str(key): value for key, value in values.items()}, sorted(missing)
 
 
 @functools.cache

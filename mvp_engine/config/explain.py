@@ -19,11 +19,17 @@ OTHER_TRAINERS = Path(__file__).parent / "other_trainers.yaml"  # their names of
 
 
 def explain_invalid(
-    error: ValidationError, schema: type[Config], files: list[ConfigFile], overrides: list[str]
-) -> str:
-    """The message for values that the schema refuses, one line per problem."""
+    error: ValidationError,
+    schema: type[Config],
+    files: list[ConfigFile],
+    overrides: list[str],
+    only_unknown: bool = False,
+) -> list[str]:
+    """The messages for values that the schema refuses, one line per problem; `only_unknown`: for unknown keys."""
     lines = []
     for problem in error.errors(include_url=False):
+        if only_unknown and problem["type"] != "extra_forbidden":
+            continue
         key = _key_of(problem["loc"], schema)
         place = place_of(key, files, overrides)
         if problem["type"] == "extra_forbidden":
@@ -46,7 +52,7 @@ def explain_invalid(
             if not isinstance(problem["input"], dict):
                 text = f"{place}: '{key}' is {problem['input']!r}. {text[0].upper()}{text[1:]}"
             lines.append(text)
-    return "\n".join(dict.fromkeys(lines))
+    return lines
 
 
 def explain_uncomposed(error: Exception, files: list[ConfigFile], overrides: list[str]) -> str:

@@ -21,7 +21,9 @@ def print_config(config_file: str, overrides: list[str]) -> None:
     try:
         text = draft.validated(*find_schema(draft)).to_yaml()
     except UserError as error:  # of a key that is a number, a placeholder is no value
-        raise MissingKeys(draft.file, missing) if _NO_VALUE in str(error) else error from None
+        if _NO_VALUE in str(error):
+            read_config(config_file, overrides)  # raises MissingKeys
+        raise
     if missing:
         print(f"mvp: to be set before training: {', '.join(missing)}", file=sys.stderr)
     print(text.replace(_NO_VALUE, "???"), end="")
@@ -45,7 +47,7 @@ def print_schema(config_file: str, overrides: list[str]) -> None:
 
 def read_config(config_file: str, overrides: list[str]) -> Config:
     """The config that `compose` returns, without an import of torch: its user errors are raised before that."""
-    draft = read_draft(config_file, overrides)
+    draft = read_draft(config_file, overrides, incomplete=True)
     return draft.validated(*find_schema(draft))
 
 

@@ -55,6 +55,13 @@ def test_shipped_config_is_found_by_recipe_and_name_from_any_folder(
     assert "no engine.py" in error("sft/lora.yaml")  # a file of one's own comes first
 
 
+def test_misspelt_key_beside_keys_without_a_value_is_reported_first() -> None:
+    lines = error("sft/lora", "model.pth=folder", "optim.lr=fast").splitlines()
+    assert lines[0] == "command line (model.pth=folder): unknown key 'model.pth'. Did you mean 'model.path'?"
+    assert lines[1].endswith("give on the command line: mllm.sources.rows.path=... model.path=...")
+    assert len(lines) == 2
+
+
 def test_default_yaml_and_schema_have_the_same_keys() -> None:
     from mvp_engine.config.compose import DEFAULTS
     from mvp_engine.config.schema import Config
