@@ -42,7 +42,8 @@ def import_file(file: Path) -> ModuleType:
     file = file.resolve()
     folder = str(file.parent)
     name = re.sub(r"\W", "_", file.parent.name)
-    if not _stands_for(name, folder) and (
+    stands_for = list(getattr(sys.modules.get(name), "__path__", []))
+    if stands_for != [folder] and (
         name in sys.modules or importlib.util.find_spec(name) is not None
     ):
         name = f"{name}_{hashlib.blake2b(folder.encode(), digest_size=4).hexdigest()}"  # the name is somebody else's
@@ -66,10 +67,6 @@ def add_packages(folders: dict[str, str]) -> None:
 def added_packages() -> dict[str, str]:
     """The packages of `import_file`, which another process must add before it can load a pickle of their classes."""
     return dict(_packages)
-
-
-def _stands_for(name: str, folder: str) -> bool:
-    return list(getattr(sys.modules.get(name), "__path__", [])) == [folder]
 
 
 def lazy_exports(package: str) -> Callable[[str], Any]:

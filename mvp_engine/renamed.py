@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.abc
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -114,11 +114,8 @@ def renamed_key(key: str) -> str | None:
 
 def current_keys(values: Mapping[str, object]) -> dict[str, object]:
     """The values of a config of an older version by today's keys, without those of removed keys."""
-    found: dict[str, object] = {}
-    for key, value in values.items():
-        if key not in REMOVED_KEYS:
-            found[renamed_key(key) or key] = value
-    return found
+    kept = [key for key in values if key not in REMOVED_KEYS]
+    return {renamed_key(key) or key: values[key] for key in kept}
 
 
 def drop_removed_defaults(values: Mapping[str, Any]) -> None:
@@ -130,12 +127,16 @@ def drop_removed_defaults(values: Mapping[str, Any]) -> None:
             del found[name]
 
 
-def raise_renamed(owner: object, name: str, attributes: Mapping[str, str]) -> None:
-    """Raise the AttributeError for an unknown attribute; it gives the new name where there is one."""
-    kind = type(owner).__name__
-    if name in attributes:
-        raise AttributeError(f"{kind}.{name} was renamed to {kind}.{attributes[name]}")
-    raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+def renamed_attributes(attributes: Mapping[str, str]) -> Callable[[object, str], None]:
+    """The `__getattr__` of a class: its AttributeError gives the new name of an attribute where there is one."""
+
+    def get(owner: object, name: str) -> None:
+        kind = type(owner).__name__
+        if name in attributes:
+            raise AttributeError(f"{kind}.{name} was renamed to {kind}.{attributes[name]}")
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+
+    return get
 
 
 class _RenamedModules(importlib.abc.MetaPathFinder):

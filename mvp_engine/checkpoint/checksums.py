@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +29,41 @@ HEADER_SIZE_BYTES = 8  # a safetensors file begins with the size of its header
 
 class CorruptCheckpoint(UserError):
     """A file of a checkpoint cannot be read, or is not what was written."""
+
+
+_UNREADABLE = (
+    OSError,
+    SafetensorError,
+    AttributeError,
+    KeyError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A context in which an error of reading `path` becomes a `CorruptCheckpoint`."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpoint(
+            f"checkpoint file {path} cannot be read ({reason}). {OLDER}"
+        ) from error
+
+
+class Header(NamedTuple):
+    entries: dict[str, Any]
+    size: int  # bytes, until the data begins
+
+
+def read_header(path: Path) -> Header:
+    """The header of a safetensors file, without opening the file as a whole."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(HEADER_SIZE_BYTES), "little")
+        return Header(json.loads(file.read(size)), HEADER_SIZE_BYTES + size)
 
 
 def shard_checksum(header: dict[str, Any], data: Tensor) -> int:
@@ -52,13 +88,8 @@ def folder_checksums(folder: Path) -> dict[str, int]:
 
 def verify_rank_file(path: Path, names: Callable[[str], bool]) -> None:
     """Raise `CorruptCheckpoint` unless the entries that `names` accepts hold what was written."""
-    try:
+    with reading(path):
         problem = _problem(path, names)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise CorruptCheckpoint(
-            f"checkpoint file {path} cannot be read ({reason}). {OLDER}"
-        ) from error
     if problem is not None:
         raise CorruptCheckpoint(
             f"checkpoint file {path} is corrupt: the checksum of {problem} is wrong. {OLDER}"
@@ -84,25 +115,21 @@ def verify_folder(folder: Path, expected: dict[str, int]) -> None:
 def _problem(path: Path, names: Callable[[str], bool]) -> str | None:
     """The name of the first entry with a wrong checksum."""
     with safe_open(path, "pt") as file, open(path, "rb") as raw:
-        metadata = file.metadata()
+        places, header_size = read_header(path)
+        metadata = places["__metadata__"]
         header = json.loads(metadata["pieces"])
         if CRC not in metadata:
             return None  # of an earlier version
         if header_checksum(metadata["ranks"], metadata["pieces"]) != int(metadata[CRC]):
             return "its header"
-        size = int.from_bytes(raw.read(HEADER_SIZE_BYTES), "little")
-        places = json.loads(raw.read(size))
         for key, about in header.items():
             if not names(about["name"]):
                 continue
             start, end = places[key]["data_offsets"]
-            raw.seek(HEADER_SIZE_BYTES + size + start)
-            shape = file.get_slice(key).get_shape()
+            raw.seek(header_size + start)
+            shape = places[key]["shape"]
             empty = file.get_slice(key)[:0] if shape else file.get_tensor(key)
-            checksum = _seed(about, empty.dtype, shape)
-            for chunk in _chunks(raw, end - start):
-                checksum = zlib.crc32(chunk, checksum)
-            if checksum != about[CRC]:
+            if _crc(raw, end - start, _seed(about, empty.dtype, shape)) != about[CRC]:
                 return str(about["name"])
     return None
 
@@ -112,18 +139,17 @@ def _seed(header: dict[str, Any], dtype: torch.dtype, shape: Any) -> int:
     return zlib.crc32(json.dumps(place).encode())
 
 
-def _chunks(file: BinaryIO, size: int) -> Iterator[bytes]:
+def _crc(file: BinaryIO, size: int, checksum: int = 0) -> int:
+    """Continue a checksum with the next `size` bytes of a file."""
     while size > 0:
         chunk = file.read(min(size, CHUNK_BYTES))
         if not chunk:
             raise ValueError("the file is cut short")
         size -= len(chunk)
-        yield chunk
+        checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def _file_checksum(path: Path) -> int:
-    checksum = 0
     with open(path, "rb") as file:
-        for chunk in _chunks(file, path.stat().st_size):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
+        return _crc(file, path.stat().st_size)

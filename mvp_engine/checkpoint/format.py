@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from mvp_engine import __version__, files
@@ -31,11 +31,19 @@ from mvp_engine.checkpoint.checksums import (
     CorruptCheckpoint,
     folder_checksums,
     header_checksum,
+    reading,
     shard_checksum,
     verify_folder,
     verify_rank_file,
 )
-from mvp_engine.checkpoint.index import INDEX, Index, dtype_of, shard_key, write_index
+from mvp_engine.checkpoint.index import (
+    INDEX,
+    Index,
+    SavedShard,
+    dtype_of,
+    shard_key,
+    write_index,
+)
 from mvp_engine.checkpoint.safetensors_io import SafetensorsReader, write_safetensors
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.dtensor import local_shards
@@ -52,15 +60,6 @@ class Shard(NamedTuple):
     full_shape: torch.Size
     offset: tuple[int, ...]
     data: Tensor
-
-
-class SavedShard(NamedTuple):
-    """A shard in a checkpoint."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: Path
-    key: str  # of the safetensors entry
 
 
 class Entry(NamedTuple):
@@ -115,7 +114,10 @@ class Reader:
         self._index: Index | None = None
         self._scanned: dict[str, dict[tuple[Any, Any], SavedShard]] = {}  # without an index
         if (folder / INDEX).is_file():
-            self._open_index()
+            with reading(folder / INDEX):
+                self._index = Index(folder)
+                for name, row in self._index.tensors.items():
+                    self.entries[name] = Entry(torch.Size(row.shape), dtype_of(row.dtype))
         elif any(folder.glob("rank_*.safetensors")):
             self._scan()
         else:
@@ -123,45 +125,28 @@ class Reader:
 
     def shards(self, name: str) -> list[SavedShard]:
         """All shards of a tensor. Raises `CorruptCheckpoint` if some are missing."""
-        if self._index is None:
-            shards = [*self._scanned[name].values()]
-        else:
-            with _corrupt(self.folder / INDEX):
-                indexed = self._index.shards(name)
-                shards = [
-                    SavedShard(
-                        one.offset,
-                        one.shape,
-                        rank_file(self.folder, one.rank),
-                        shard_key(name, one.offset),
-                    )
-                    for one in indexed
-                ]
+        with reading(self.folder / INDEX):
+            shards = self._index.shards(name) if self._index else [*self._scanned[name].values()]
         if sum(prod(shard.shape) for shard in shards) != prod(self.entries[name].shape):
             raise CorruptCheckpoint(
                 f"checkpoint {self.folder} has only some shards of {name}. {OLDER}"
             )
         return shards
 
-    def _open_index(self) -> None:
-        with _corrupt(self.folder / INDEX):
-            self._index = Index(self.folder)
-            for name, row in self._index.tensors.items():
-                self.entries[name] = Entry(torch.Size(row.shape), dtype_of(row.dtype))
-
     def _scan(self) -> None:
         """Read the headers of all files."""
         rank = 0
         num_ranks = 1  # until the first file has been read
         while rank < num_ranks:
-            num_ranks = self._read_header(rank_file(self.folder, rank))
+            num_ranks = self._read_header(rank)
             rank += 1
         for name in self.entries:
             self.shards(name)  # raises if some are missing
 
-    def _read_header(self, path: Path) -> int:
-        """Add the shards of one file; returns the number of files."""
-        with _corrupt(path):
+    def _read_header(self, rank: int) -> int:
+        """Add the shards of one rank's file; returns the number of files."""
+        path = rank_file(self.folder, rank)
+        with reading(path):
             file = safe_open(path, "pt")
             metadata = file.metadata()
             for key, shard in json.loads(metadata["pieces"]).items():
@@ -172,7 +157,7 @@ class Reader:
                 offset = tuple(shard["offset"])
                 shape = tuple(file.get_slice(key).get_shape())
                 found = self._scanned.setdefault(name, {})
-                found[offset, shape] = SavedShard(offset, shape, path, key)
+                found[offset, shape] = SavedShard(rank, offset, shape)
             return int(metadata["ranks"])
 
     def read(
@@ -208,22 +193,11 @@ class Reader:
         for shard in saved:
             overlap = _overlap(offset, out.shape, shard.offset, shard.shape)
             if overlap is not None:
-                with _corrupt(shard.file):
+                path = rank_file(self.folder, shard.rank)
+                with reading(path):
                     part = _relative(overlap, shard.offset)
-                    source = self._files.read(shard.file, shard.key, part)
+                    source = self._files.read(path, shard_key(name, shard.offset), part)
                 out[_relative(overlap, offset)].copy_(source)
-
-
-@contextlib.contextmanager
-def _corrupt(path: Path) -> Iterator[None]:
-    """A context in which an error of reading `path` becomes a `CorruptCheckpoint`."""
-    try:
-        yield
-    except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise CorruptCheckpoint(
-            f"checkpoint file {path} cannot be read ({reason}). {OLDER}"
-        ) from error
 
 
 def _overlap(

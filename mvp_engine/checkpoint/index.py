@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mvp_engine.checkpoint.checksums import HEADER_SIZE_BYTES
+from mvp_engine.checkpoint.checksums import read_header
 
 INDEX = "index.jsonl"
 VERSION = 1
@@ -30,8 +30,8 @@ class IndexedTensor(NamedTuple):
     size: int
 
 
-class IndexedShard(NamedTuple):
-    """A shard of a tensor, and the rank whose file holds it."""
+class SavedShard(NamedTuple):
+    """A shard of a tensor in a checkpoint, and the rank whose file holds it."""
 
     rank: int
     offset: tuple[int, ...]
@@ -51,7 +51,7 @@ def write_index(folder: Path, rank_files: Sequence[Path]) -> None:
     about: dict[str, tuple[str, list[int]]] = {}
     shards: dict[str, dict[str, list[Any]]] = {}  # by tensor and key
     for rank, path in enumerate(rank_files):
-        header = _header(path)
+        header = read_header(path).entries
         for key, shard in json.loads(header["__metadata__"]["pieces"]).items():
             name = shard["name"]
             if name not in shards:
@@ -72,14 +72,6 @@ def write_index(folder: Path, rank_files: Sequence[Path]) -> None:
         file.writelines(lines)
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file, without opening the file as a whole."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(HEADER_SIZE_BYTES), "little")
-        header: dict[str, Any] = json.loads(file.read(size))
-        return header
-
-
 class Index:
     """The index of a checkpoint folder, opened: the table in memory, the shards of a tensor on request."""
 
@@ -94,13 +86,13 @@ class Index:
             name: IndexedTensor(*row) for name, row in first["tensors"].items()
         }
 
-    def shards(self, name: str) -> list[IndexedShard]:
+    def shards(self, name: str) -> list[SavedShard]:
         """All shards of a tensor."""
         row = self.tensors[name]
         self._file.seek(self._first_line + row.start)
-        shards: list[IndexedShard] = []
+        shards: list[SavedShard] = []
         for rank, offset, shape in json.loads(self._file.read(row.size)):
-            shards.append(IndexedShard(int(rank), tuple(offset), tuple(shape)))
+            shards.append(SavedShard(int(rank), tuple(offset), tuple(shape)))
         return shards
 
 

@@ -134,12 +134,6 @@ class CheckpointManager:
             self._thread = None
             self._link_best()
 
-    def __enter__(self) -> CheckpointManager:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.wait()
-
     def _write(self, step: int, shards: list[Shard], meta: dict[str, Any]) -> None:
         folder = self.folder / _folder_name(step)
         temporary = temporary_path(folder)

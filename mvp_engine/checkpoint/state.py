@@ -92,10 +92,8 @@ def collect(
     must have the same names. `without`: names of model tensors that are stored elsewhere.
     """
     model_tensors, model_extra = tensors_of(model)
-    tensors: dict[str, Tensor] = {}
-    for name, value in model_tensors.items():
-        if name.removeprefix("model.") not in without:
-            tensors[name] = value
+    without = {f"model.{name}" for name in without}
+    tensors = {name: one for name, one in model_tensors.items() if name not in without}
     scalars: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
@@ -111,10 +109,8 @@ def collect(
             groups.append({**group, "params": [names[param] for param in group["params"]]})
 
     # Buffers may differ between ranks; those of rank 0 are saved, as they are also the ones to evaluate with.
-    rank_0_names: set[str] = set()
-    for name, buffer in model.named_buffers():
-        if not isinstance(buffer, DTensor):
-            rank_0_names.add(f"model.{name}")
+    buffers = model.named_buffers()
+    rank_0_names = {f"model.{name}" for name, one in buffers if not isinstance(one, DTensor)}
     holders = None if stage is None else stage.ranks
     first = 0 if stage is None else stage.ranks.start
     if stage is not None:
@@ -353,9 +349,7 @@ class _ParameterNames:
     """The names of a model's parameters, by parameter."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._names: dict[Tensor, str] = {}
-        for name, param in model.named_parameters():
-            self._names[param] = name
+        self._names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
 
     def __getitem__(self, param: Tensor) -> str:
         if param not in self._names:

@@ -25,7 +25,11 @@ def find_engine(spec: str | None, config_file: Path) -> tuple[type[Engine], str]
     one engine only, or None for the nearest `engine.py`. The absolute spec is saved with the run, so that a resume from
     another folder finds the same class.
     """
-    module, class_name = _import_module(spec, config_file)
+    class_name = None
+    if spec is None:
+        module = import_file(nearest_engine(config_file))
+    else:
+        module, class_name = load_spec(spec, config_file.parent, "engine")
     class_name = class_name or _only_engine(module)
     engine_class = _engines_in(module).get(class_name)
     if engine_class is None:
@@ -33,13 +37,6 @@ def find_engine(spec: str | None, config_file: Path) -> tuple[type[Engine], str]
         raise UserError(f"{_name(module)} has no engine class {class_name!r}; it has: {known}")
     is_file = spec is None or spec.partition(":")[0].endswith(".py")
     return engine_class, f"{module.__file__ if is_file else module.__name__}:{class_name}"
-
-
-def _import_module(spec: str | None, config_file: Path) -> tuple[ModuleType, str | None]:
-    """The module, and the class name if the spec has one."""
-    if spec is not None:
-        return load_spec(spec, config_file.parent, "engine")
-    return import_file(nearest_engine(config_file)), None
 
 
 def nearest_engine(config_file: Path) -> Path:

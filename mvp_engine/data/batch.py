@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mvp_engine.data.media import Media, concat_media
 from mvp_engine.data.split import Split, fit_groups, sharing_units
-from mvp_engine.renamed import raise_renamed
+from mvp_engine.renamed import renamed_attributes
 
 __all__ = ["IGNORE", "Media", "PackedBatch", "Split", "tensor_versions"]
 
@@ -62,9 +62,7 @@ class PackedBatch:
         self._check_sequences()
 
     if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> None:
-            raise_renamed(self, name, RENAMED)
+        __getattr__ = renamed_attributes(RENAMED)
 
     @classmethod
     def from_sequences(
@@ -114,11 +112,10 @@ class PackedBatch:
     def select(self, sequences: list[int]) -> PackedBatch:
         """A batch of these sequences, in this order."""
         starts = self.cu_seqlens.tolist()
-        lengths = self.lengths.tolist()
-        tokens = [torch.arange(starts[s], starts[s] + lengths[s]) for s in sequences]
+        tokens = [torch.arange(starts[s], starts[s + 1]) for s in sequences]
         index = torch.cat(tokens).to(self.input_ids.device)
         chosen = torch.tensor(sequences, device=self.input_ids.device)
-        boundaries = torch.tensor([0, *(lengths[s] for s in sequences)]).cumsum(0)
+        boundaries = torch.tensor([0, *map(len, tokens)]).cumsum(0)
         return PackedBatch(
             self.input_ids[index],
             self.labels[index],
@@ -172,7 +169,7 @@ class PackedBatch:
         gives its own). Sequences with equal ids in `together`, such as the sides of a pair, stay in one micro-batch; by
         default those that share media, up to a quarter of the budget.
         """
-        sizes = self.lengths.tolist() if costs is None else costs
+        sizes = self.host_lengths if costs is None else costs
         if together is None:
             together = self.media_units(budget // 4, sizes)
         ids = torch.as_tensor(together).tolist()
@@ -185,7 +182,7 @@ class PackedBatch:
 
     def media_units(self, limit: int, costs: list[int] | None = None) -> list[int]:
         """An id for each sequence: those with equal ids share media, and cost at most `limit` tokens together."""
-        sizes = self.lengths.tolist() if costs is None else costs
+        sizes = self.host_lengths if costs is None else costs
         maps = [media.shared_with for media in self.media.values() if media.shared_with is not None]
         return sharing_units(maps[0].tolist() if maps else list(range(len(sizes))), sizes, limit)
 

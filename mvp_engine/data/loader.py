@@ -89,9 +89,8 @@ class SampleLoader:
         return {"epoch": self.epoch, "samples": samples}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._begin_epoch(state["epoch"])
+        self.set_epoch(state["epoch"])
         self.start = state["samples"]
-        self._yielded = 0
 
     def _begin_epoch(self, epoch: int) -> None:
         """A dataset with `set_epoch` may be another one in each epoch, and of another size."""

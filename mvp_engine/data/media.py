@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from mvp_engine.renamed import raise_renamed
+from mvp_engine.renamed import renamed_attributes
 
 RENAMED = {"rows": "row_counts", "owner": "sequence_ids"}
 
@@ -49,9 +49,7 @@ class Media:
             raise ValueError("media items belong to a sequence that uses those of another one")
 
     if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> None:
-            raise_renamed(self, name, RENAMED)
+        __getattr__ = renamed_attributes(RENAMED)
 
     def items_of(self, sequence: int) -> list[int]:
         """The items that a sequence uses."""

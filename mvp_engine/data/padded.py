@@ -141,29 +141,33 @@ def about_tokens(values: Tensor, batch: PackedBatch) -> Tensor:
 
 def responses(values: Tensor, batch: PackedBatch) -> Tensor:
     """Per-token outputs about the responses' tokens, as padded (B, R): column j is about response token j."""
-    prompts, lengths = batch.sequence_fields[PROMPT_LENS], batch.lengths
-    columns = int((lengths - prompts).max())
-    column = torch.arange(columns, device=values.device)
-    there = column < (lengths - prompts)[:, None]
-    index = (batch.cu_seqlens[:-1].long() + prompts)[:, None] + column
+    columns = int((batch.lengths - batch.sequence_fields[PROMPT_LENS]).max())
+    there, index = _response_tokens(batch, columns)
     out = values.new_zeros((batch.num_sequences, columns, *values.shape[1:]))
-    out[there] = about_tokens(values, batch)[index[there]]
+    out[there] = about_tokens(values, batch)[index]
     return out
 
 
 def from_responses(padded: Tensor, batch: PackedBatch) -> Tensor:
     """The way back: (B, R) about the responses' tokens -> (T,) with entry t about the next token; 0 elsewhere."""
-    prompts, lengths = batch.sequence_fields[PROMPT_LENS], batch.lengths
-    column = torch.arange(padded.shape[1], device=padded.device)
-    there = column < (lengths - prompts)[:, None]
-    index = (batch.cu_seqlens[:-1].long() + prompts)[:, None] + column - 1
-    if bool((prompts == 0).any()):
+    empty = (batch.sequence_fields[PROMPT_LENS] == 0).nonzero()
+    if len(empty):
         raise ValueError(
-            f"sequence {int((prompts == 0).nonzero()[0])} has no prompt: nothing predicts its first token"
+            f"sequence {int(empty[0])} has no prompt: nothing predicts its first token"
         )
+    there, index = _response_tokens(batch, padded.shape[1])
     out = padded.new_zeros((batch.num_tokens, *padded.shape[2:]))
-    out[index[there]] = padded[there]
+    out[index - 1] = padded[there]
     return out
+
+
+def _response_tokens(batch: PackedBatch, columns: int) -> tuple[Tensor, Tensor]:
+    """Which entries of a (B, R) tensor are tokens of responses, and the index of each of these in the batch."""
+    prompts = batch.sequence_fields[PROMPT_LENS]
+    column = torch.arange(columns, device=prompts.device)
+    there = column < (batch.lengths - prompts)[:, None]
+    index = (batch.cu_seqlens[:-1].long() + prompts)[:, None] + column
+    return there, index[there]
 
 
 def _full(value: Tensor, rows: int, columns: int, response_length: int | None, name: str) -> Tensor:

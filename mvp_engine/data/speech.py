@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import Tensor
 
 from mvp_engine.data.batch import IGNORE, Media, PackedBatch
@@ -57,16 +56,15 @@ def without_speech(batch: PackedBatch) -> PackedBatch:
 
 def num_speech_labels(batch: PackedBatch) -> Tensor:
     """The frames and ends of speech that carry loss, as a scalar on the batch's device."""
-    speech = batch.media.get(SPEECH)
-    if speech is None:
-        return torch.zeros((), dtype=torch.long, device=batch.labels.device)
-    return (speech.values[:, LABEL] != IGNORE).sum()
+    return (_values(batch)[:, LABEL] != IGNORE).sum()
 
 
 def num_speech_frames(batch: PackedBatch) -> Tensor:
     """The frames that carry loss, without ends of speech, as a scalar on the batch's device."""
-    speech = batch.media.get(SPEECH)
-    if speech is None:
-        return torch.zeros((), dtype=torch.long, device=batch.labels.device)
-    has_label = speech.values[:-1, LABEL] != IGNORE
-    return (has_label & (speech.values[1:, -1] >= 0)).sum()
+    values = _values(batch)
+    return ((values[:-1, LABEL] != IGNORE) & (values[1:, -1] >= 0)).sum()
+
+
+def _values(batch: PackedBatch) -> Tensor:
+    """The talker's positions; none without speech."""
+    return batch.media[SPEECH].values if SPEECH in batch.media else batch.labels.new_empty(0, 1)

@@ -25,7 +25,7 @@ class Split:
         """One (T_part, ...) tensor for each part -> (T, ...) in the order of the batch."""
         by_sequence: dict[int, Tensor] = {}
         for members, part, output in zip(self.members, self.parts, outputs, strict=True):
-            by_sequence |= zip(members, output.split(part.lengths.tolist()), strict=True)
+            by_sequence |= zip(members, output.split(part.host_lengths), strict=True)
         return torch.cat([by_sequence[sequence] for sequence in sorted(by_sequence)])
 
 

@@ -95,9 +95,7 @@ class ContextShard(UlyssesShard):
         chunks = of_ranks[context_rank]
         ulysses = None
         if groups.ulysses is not None:
-            inner_rank = dist.get_rank(groups.ulysses)
-            inner_sizes = even_sizes(context_sizes[context_rank], inner)
-            ulysses = UlyssesShard(groups.ulysses, inner_rank, inner_sizes)
+            ulysses = UlyssesShard.of(groups.ulysses, context_sizes[context_rank])
         useful = [window for window in windows if window < max(lengths)]
         exchanges = {
             window: KeyExchange.of(of_ranks, context_rank, causal_keys(window), device)
@@ -136,8 +134,7 @@ class ContextShard(UlyssesShard):
     @cached_property
     def all_keys(self) -> KeyExchange:
         """The whole sequence of each chunk, for attention that is not causal. Made of host values: not traced."""
-        of_ranks = [list(chunks) for chunks in self.chunks]
-        return KeyExchange.of(of_ranks, self.context_rank, whole_sequence, self.own.device)
+        return KeyExchange.of(self.chunks, self.context_rank, whole_sequence, self.own.device)
 
     def cut(self, value: Tensor, dim: int = 0) -> Tensor:
         return value.index_select(dim, self.own)

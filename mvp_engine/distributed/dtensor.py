@@ -7,7 +7,7 @@ rank; a rank can hold several: of a fused weight, such as `gate_up_proj`, it hol
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
 from zlib import crc32
@@ -58,7 +58,7 @@ def shard_offsets(tensor: Tensor) -> list[tuple[Offset, Index]]:
         return [one_shard]  # no elements, but the entry itself must be saved
     layout = (tensor.placements, tensor.device_mesh.shape, coordinate)
     by_dim = [dim_slices(size, dim, *layout) for dim, size in enumerate(tensor.shape)]
-    expected_shape = tuple(_total_length(slices) for slices in by_dim)
+    expected_shape = _shape_of(by_dim)
     if local_shape != expected_shape:
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)} with layout {layout} should have the local shape "
@@ -84,12 +84,10 @@ def empty_sharded_like(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype)
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "only ranks of its mesh hold a tensor"
-    local_shape = []
-    for dim, size in enumerate(shape):
-        slices = dim_slices(size, dim, tensor.placements, mesh.shape, coordinate)
-        local_shape.append(_total_length(slices))
+    layout = (tensor.placements, mesh.shape, coordinate)
+    by_dim = [dim_slices(size, dim, *layout) for dim, size in enumerate(shape)]
     return DTensor.from_local(
-        torch.empty(local_shape, dtype=dtype, device=tensor.device),
+        torch.empty(_shape_of(by_dim), dtype=dtype, device=tensor.device),
         mesh,
         tensor.placements,
         run_check=False,
@@ -116,13 +114,8 @@ def dim_slices(
     if len(held) == 0:
         return []
     jumps = (held.diff() != 1).nonzero().flatten() + 1
-    starts = [0, *jumps.tolist()]
-    ends = [*starts[1:], len(held)]
-    slices: list[DimSlice] = []
-    for start, end in zip(starts, ends, strict=True):
-        global_start = int(held[start])
-        slices.append(DimSlice(global_start, start, end - start))
-    return slices
+    ends = pairwise([0, *jumps.tolist(), len(held)])
+    return [DimSlice(int(held[start]), start, end - start) for start, end in ends]
 
 
 def _splits_in_order(
@@ -158,8 +151,8 @@ def _chunk(held: Tensor, chunks: int, index: int) -> Tensor:
     return held[index * size : (index + 1) * size]
 
 
-def _total_length(slices: Sequence[DimSlice]) -> int:
-    return sum(part.length for part in slices)
+def _shape_of(by_dim: list[list[DimSlice]]) -> tuple[int, ...]:
+    return tuple(sum(part.length for part in slices) for slices in by_dim)
 
 
 def is_writer(name: str, tensor: Tensor, holders: range | None = None) -> bool:

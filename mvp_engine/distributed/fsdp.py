@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from mvp_engine.distributed.dtensor import local_tensor
+
 
 def apply_fsdp(
     model: nn.Module,
@@ -59,7 +61,7 @@ def even_placement(param: nn.Parameter, ranks: int) -> Shard:
     By the first one, 8 stacked experts on 16 ranks would lie on 8 of them. FSDP2 needs other dimensions to divide
     evenly. Of a tensor-parallel parameter, a dimension that is sharded already stays as it is.
     """
-    local = param.to_local() if isinstance(param, DTensor) else param
+    local = local_tensor(param)
     placements = param.placements if isinstance(param, DTensor) else ()
     taken = {getattr(placement, "dim", None) for placement in placements}
     if local.ndim > 2 and local.shape[0] % ranks:

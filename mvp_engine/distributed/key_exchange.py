@@ -9,16 +9,16 @@ with windows. Every rank computes the plan of all from the chunks, on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from mvp_engine.distributed.ulysses import all_to_all_single
 from mvp_engine.distributed.zigzag import Chunk
 
 Span = tuple[int, int]  # begin and end, as tokens of the batch
@@ -79,7 +79,7 @@ class KeyExchange:
     @classmethod
     def of(
         cls,
-        of_ranks: list[list[Chunk]],
+        of_ranks: Sequence[Sequence[Chunk]],
         rank: int,
         keys_of_chunk: Callable[[Chunk], Span],
         device: torch.device,
@@ -88,19 +88,13 @@ class KeyExchange:
         needed = [_by_sequence(map(keys_of_chunk, chunks), chunks) for chunks in of_ranks]
         own = of_ranks[rank]
         own_tokens = sum(chunk.tokens for chunk in own)
-        sent = []
         sent_rows = []
         for of_rank in needed:
-            mine = ranges_of([rows for _, rows in _overlaps(own, of_rank)])
-            sent.append(len(mine))
-            sent_rows.append(mine)
+            sent_rows.append(ranges_of([rows for _, rows in _overlaps(own, of_rank)]))
         received = []
-        tokens = []
         for chunks in of_ranks:
-            arriving = ranges_of([span for span, _ in _overlaps(chunks, needed[rank])])
-            received.append(len(arriving))
-            tokens.append(arriving)
-        arrived = torch.cat(tokens)
+            received.append(ranges_of([span for span, _ in _overlaps(chunks, needed[rank])]))
+        arrived = torch.cat(received)
         total = sum(chunk.tokens for chunks in of_ranks for chunk in chunks)
         row_of_token = torch.zeros(total, dtype=torch.long)
         row_of_token[arrived] = torch.arange(len(arrived))
@@ -112,8 +106,8 @@ class KeyExchange:
             keys=Keys.of(
                 [keys_of_chunk(chunk) for chunk in own], row_of_token, len(arrived), device
             ),
-            sent=tuple(sent),
-            received=tuple(received),
+            sent=tuple(map(len, sent_rows)),
+            received=tuple(map(len, received)),
             sent_rows=to_device(torch.cat(sent_rows), device),
             sent_places=to_device(torch.cat(sent_places), device),
             is_own=own_keys[rank],
@@ -131,10 +125,8 @@ class KeyExchange:
         own = torch.cat(tensors, dim=1)
         to_ranks = _SelectRows.apply(own, self.sent_rows, self.sent_places, len(self.sent))
         row_size = own.shape[1]
-        operator = torch.ops._c10d_functional.all_to_all_single
-        sizes = [[rows * row_size for rows in counts] for counts in (self.received, self.sent)]
-        pending = operator(to_ranks.reshape(-1), *sizes, group.group_name)
-        arrived = functional.wait_tensor(pending).view(-1, row_size)
+        received, sent = [[n * row_size for n in rows] for rows in (self.received, self.sent)]
+        arrived = all_to_all_single(to_ranks.reshape(-1), received, sent, group).view(-1, row_size)
         found = []
         widths = [tensor.shape[1] for tensor in tensors]
         for part, like in zip(arrived.split(widths, dim=1), (k_Ktd, v_Ktd), strict=True):
@@ -180,7 +172,7 @@ class _SelectRows(torch.autograd.Function):
         return by_copy.view(ctx.shape).sum(0), None, None, None
 
 
-def _by_sequence(spans: Iterable[Span], chunks: list[Chunk]) -> dict[int, list[Span]]:
+def _by_sequence(spans: Iterable[Span], chunks: Sequence[Chunk]) -> dict[int, list[Span]]:
     """The tokens that chunks need, as spans that do not overlap, by the first token of their sequence."""
     found: dict[int, list[Span]] = {}
     for chunk, span in sorted(zip(chunks, spans, strict=True), key=lambda pair: pair[1]):
@@ -192,7 +184,7 @@ def _by_sequence(spans: Iterable[Span], chunks: list[Chunk]) -> dict[int, list[S
     return found
 
 
-def _overlaps(chunks: list[Chunk], needed: dict[int, list[Span]]) -> list[tuple[Span, Span]]:
+def _overlaps(chunks: Sequence[Chunk], needed: dict[int, list[Span]]) -> list[tuple[Span, Span]]:
     """The parts of chunks that are needed, in the order of the chunks: as tokens, and as rows of these chunks."""
     found = []
     offset = 0

@@ -143,18 +143,13 @@ class StageLink:
 
     # ---- All stages -----------------------------------------------------------------------------------------------
 
-    def from_last_(self, tensor: Tensor) -> Tensor:
-        """Overwrite a tensor with that of the last stage."""
-        dist.broadcast(tensor, src=self._ranks[-1], group=self._activations)
-        return tensor
-
     def result(self, output: Tensor) -> Tensor:
         """An output of the last stage, on all stages; half precision becomes float32, which the others have."""
         halves = (torch.bfloat16, torch.float16)
-        return self.from_last_(output.float() if output.dtype in halves else output)
+        return self.from_stage_(output.float() if output.dtype in halves else output)
 
-    def from_stage_(self, tensor: Tensor, stage: int) -> Tensor:
-        """Overwrite a tensor with that of a stage."""
+    def from_stage_(self, tensor: Tensor, stage: int = -1) -> Tensor:
+        """Overwrite a tensor with that of a stage, by default the last one."""
         dist.broadcast(tensor, src=self._ranks[stage], group=self._activations)
         return tensor
 

@@ -127,13 +127,24 @@ def _all_to_all(
     """
     sent_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in to_ranks]
     flat = torch.cat([tensor.reshape(-1) for tensors in to_ranks for tensor in tensors])
+    return _receive(flat, sent_sizes, shapes, group)
+
+
+def _receive(
+    flat: Tensor, sent_sizes: list[int], shapes: list[Shapes], group: dist.ProcessGroup
+) -> list[list[Tensor]]:
+    """Send slices of `flat` of these sizes to the ranks, receive tensors of the given shapes from each."""
     sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
-    received_sizes = [sum(of_rank) for of_rank in sizes]
-    operator = torch.ops._c10d_functional.all_to_all_single
-    pending = operator(flat, received_sizes, sent_sizes, group.group_name)
-    received = functional.wait_tensor(pending)
+    received = all_to_all_single(flat, [sum(of_rank) for of_rank in sizes], sent_sizes, group)
     slices = iter(received.split([size for of_rank in sizes for size in of_rank]))
     return [[next(slices).view(shape) for shape in of_rank] for of_rank in shapes]
+
+
+def all_to_all_single(
+    sent: Tensor, received_sizes: list[int], sent_sizes: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    operator = torch.ops._c10d_functional.all_to_all_single
+    return functional.wait_tensor(operator(sent, received_sizes, sent_sizes, group.group_name))
 
 
 def all_to_all_rows(
@@ -147,18 +158,11 @@ def all_to_all_rows(
     own = torch.cat([tensor.reshape(-1) for tensor in tensors])
     # expand, not repeat: its gradient is one sum over all ranks, which is rounded once.
     flat = own.expand(ranks, -1).reshape(-1)
-    row_shapes = [tensor.shape[1:] for tensor in tensors]
-    row_size = sum(math.prod(shape) for shape in row_shapes)
-    operator = torch.ops._c10d_functional.all_to_all_single
-    received_sizes = [size * row_size for size in sizes]
-    pending = operator(flat, received_sizes, [len(own)] * ranks, group.group_name)
-    parts: list[list[Tensor]] = [[] for _ in tensors]
-    of_ranks = functional.wait_tensor(pending).split(received_sizes)
-    for size, of_rank in zip(sizes, of_ranks, strict=True):
-        of_tensors = of_rank.split([size * math.prod(shape) for shape in row_shapes])
-        for index, shape in enumerate(row_shapes):
-            parts[index].append(of_tensors[index].view(size, *shape))
-    return [torch.cat(part) for part in parts]
+    shapes: list[Shapes] = []
+    for size in sizes:
+        shapes.append([(size, *tensor.shape[1:]) for tensor in tensors])
+    from_ranks = _receive(flat, [len(own)] * ranks, shapes, group)
+    return [torch.cat(parts) for parts in zip(*from_ranks, strict=True)]
 
 
 class _Gather(torch.autograd.Function):

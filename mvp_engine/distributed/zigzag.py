@@ -9,7 +9,7 @@ every rank computes the same result.
 from __future__ import annotations
 
 import heapq
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 # A sequence is cut if it has more than this part of a rank's tokens or pairs: the first that balances is taken.
@@ -40,9 +40,7 @@ def zigzag(lengths: list[int], ranks: int, smallest: int = 1) -> list[list[Chunk
 
     A rank has at most two chunks of a sequence. The pack must have `ranks * smallest` tokens.
     """
-    ends = [0]
-    for length in lengths:
-        ends.append(ends[-1] + length)
+    ends = accumulate(lengths, initial=0)
     sequences = [Chunk(first, last, first, last) for first, last in pairwise(ends)]
     best: list[list[Chunk]] = []
     lowest = float("inf")

@@ -10,7 +10,7 @@ from torch import Tensor
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.log.metrics import MetricStore
 from mvp_engine.model_engine.base import StepNumbers
-from mvp_engine.renamed import raise_renamed
+from mvp_engine.renamed import renamed_attributes
 
 
 @dataclass
@@ -30,9 +30,7 @@ class StepContext:
     stop: bool = False  # a hook sets it to end the training after this step (on any rank)
 
     if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> None:
-            raise_renamed(self, name, {"counts": "is_dummy"})
+        __getattr__ = renamed_attributes({"counts": "is_dummy"})
 
     def log(self, name: str, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """Add to a weighted mean: `value` is a sum over `weight` items. Averaged over the interval and all ranks."""

@@ -27,7 +27,6 @@ from mvp_engine.data import (
     seed_everything,
     set_rng_state,
 )
-from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.hang import HangWatch
 from mvp_engine.engine.context import StepContext
@@ -143,9 +142,11 @@ class Engine(EngineHooks):
     def do_train(self) -> None:
         while not self.done:
             self.hang.beat(self.step + 1)
-            plan = self._next_plan()
+            plan = self.feed.next_plan()
             micro_batches = self.feed.take()
-            if not self._has_data(plan, micro_batches):
+            # A plan says without communication whether any rank has data for this step.
+            has_data = plan.num_micro_batches if plan else self.world.any(bool(micro_batches))[0]
+            if not has_data:
                 self._read_status()
                 self.feed.next_epoch()
                 self.epoch = self.feed.epoch
@@ -209,18 +210,6 @@ class Engine(EngineHooks):
         )
 
     # ---- One step -------------------------------------------------------------------------------------------------
-
-    def _next_plan(self) -> StepPlan | None:
-        """What all ranks hold in the next step, if the loader planned it for these ranks."""
-        plan = self.feed.next_plan()
-        fits = plan is not None and len(plan.ranks) == self.layout.data_size
-        return plan if fits else None
-
-    def _has_data(self, plan: StepPlan | None, micro_batches: list[Any]) -> bool:
-        """Does any rank have data for this step? A plan says so without communication."""
-        if plan is not None:
-            return plan.num_micro_batches > 0
-        return self.world.any(bool(micro_batches))[0]
 
     def _forward_step(self, ctx: StepContext, micro_batch: Any) -> tuple[Tensor, Tensor | float]:
         ctx.is_dummy = self.model_engine.is_dummy
@@ -395,6 +384,7 @@ class Engine(EngineHooks):
         manager = CheckpointManager(
             self.run.checkpoints, self.config.checkpoint, self.world, description
         )
-        self.checkpoints = self._closing.enter_context(manager)
+        self.checkpoints = manager
+        self._closing.callback(manager.wait)
         if self.best and self.best["step"] <= self.step:
             manager.mark_best(self.best["step"])

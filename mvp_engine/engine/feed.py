@@ -71,8 +71,9 @@ class Feed:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def next_plan(self) -> StepPlan | None:
-        """What all ranks hold in the next step, if the loader knows."""
-        return self._planned and self._planned.step_plan(self._steps_since_cursor)
+        """What all ranks hold in the next step, if the loader planned it for these ranks."""
+        plan = self._planned and self._planned.step_plan(self._steps_since_cursor)
+        return plan if plan and len(plan.ranks) == self.data_size else None
 
     def take(self) -> list[Any]:
         """This rank's micro-batches of the next step. Empty when this rank has none left in this epoch."""
@@ -111,13 +112,19 @@ class Feed:
                 "the training loader gave no batch at all in a whole epoch: the dataset is empty, or everything in it "
                 "was filtered out. Check what prepare_dataloader('train') returns."
             )
-        self.epoch += 1
-        self.steps = 0
+        self._begin(self.epoch + 1)
+
+    def _begin(self, epoch: int, steps: int = 0) -> None:
+        """Start an epoch, after its first `steps` steps."""
+        self.epoch = epoch
+        self.steps = steps
         self.used = 0
         self._steps_since_cursor = 0
         self._iterator = None
         self._epoch_rng = None
-        self._set_epoch()
+        for part in self._parts():
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
 
     def sample_ids(self, place: dict[str, Any]) -> list[Any] | None:
         """The samples at a place in the current epoch, if the loader knows."""
@@ -139,11 +146,7 @@ class Feed:
         self, state: dict[str, Any], num_saved: int, rank_state: Callable[[int], dict[str, Any]]
     ) -> None:
         """`rank_state(n)` is the state of rank n of the `num_saved` ranks that saved; only what is needed is read."""
-        self.epoch = state["epoch"]
-        self.steps = state["steps"]
-        self.used = 0
-        self._steps_since_cursor = 0
-        self._set_epoch()
+        self._begin(state["epoch"], state["steps"])
         first = rank_state(0)
         # Checkpoints of earlier versions do not say which ranks share their data.
         knows = "data_size" in first
@@ -222,11 +225,6 @@ class Feed:
         found = [getattr(part, "generator", None) for part in self._parts()]
         generators = [one for one in found if isinstance(one, torch.Generator)]
         return list({id(generator): generator for generator in generators}.values())
-
-    def _set_epoch(self) -> None:
-        for part in self._parts():
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(self.epoch)
 
 
 def _has_global_cursor(loader: Iterable[Any]) -> bool:

@@ -94,13 +94,9 @@ class MetricStore:
 
     def state_dict(self) -> dict[str, Any]:
         """Empty on a rank that does not contribute: a run on fewer ranks adds up the sums of all."""
-        host: Sums = {}
-        device: dict[str, Tensor] = {}
-        if self.contributes:
-            host = _copy(self._host)
-            device = self._device
+        device = self._device if self.contributes else {}
         return {
-            "host": host,
+            "host": _copy(self._host if self.contributes else {}),
             "names": list(device),
             "device": _stack(device).cpu(),
         }

@@ -120,10 +120,8 @@ def _metrics_table(record: dict[str, Any]) -> Table:
     table = Table.grid(padding=(0, 3))
     pairs = [(name, text) for name, text in fmt.shown(record) if name != "eta"]
     for start in range(0, len(pairs), COLUMNS):
-        cells: list[Any] = []
-        for name, text in pairs[start : start + COLUMNS]:
-            cell = Text.assemble((f"{name} ", "dim"), (text, "bold"))
-            cells.append(cell)
+        row = pairs[start : start + COLUMNS]
+        cells = [Text.assemble((f"{name} ", "dim"), (text, "bold")) for name, text in row]
         table.add_row(*cells, *[""] * (COLUMNS - len(cells)))
     return table
 

@@ -28,7 +28,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.step_plan import StepPlan
 from mvp_engine.distributed import Layout
 from mvp_engine.errors import UserError
-from mvp_engine.renamed import raise_renamed
+from mvp_engine.renamed import renamed_attributes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RENAMED = {
@@ -156,9 +156,7 @@ class ModelEngine(abc.ABC):
         self.learning_rates: dict[str, float] = {}  # of the last update
 
     if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> None:
-            raise_renamed(self, name, RENAMED)
+        __getattr__ = renamed_attributes(RENAMED)
 
     @classmethod
     def build_model(cls, source: ModelSource) -> nn.Module:

@@ -4,43 +4,43 @@ from __future__ import annotations
 
 from torch import nn
 
-from mvp_engine.hf import ActionModel, LanguageModel, OmniModel, ValueModel
+from mvp_engine.hf import ActionModel, LanguageModel, OmniModel, PackedModel, ValueModel
 from mvp_engine.model_engine.base import ModelSource
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
 from mvp_engine.model_engine.registry import register
 
 
-@register("language_model", "fsdp")
-class LanguageModelEngine(FSDPEngine):
-    """A language model: per-token log-probs, entropy and loss."""
+class _PackedModelEngine(FSDPEngine):
+    model_class: type[PackedModel]
 
     @classmethod
     def build_model(cls, source: ModelSource) -> nn.Module:
-        return LanguageModel.on_meta(source.path, source.config)
+        return cls.model_class.on_meta(source.path, source.config)
+
+
+@register("language_model", "fsdp")
+class LanguageModelEngine(_PackedModelEngine):
+    """A language model: per-token log-probs, entropy and loss."""
+
+    model_class = LanguageModel
 
 
 @register("omni_model", "fsdp")
-class OmniModelEngine(FSDPEngine):
+class OmniModelEngine(_PackedModelEngine):
     """A language model that also speaks: the outputs of its thinker, and log-probs, entropy and loss of speech."""
 
-    @classmethod
-    def build_model(cls, source: ModelSource) -> nn.Module:
-        return OmniModel.on_meta(source.path, source.config)
+    model_class = OmniModel
 
 
 @register("value_model", "fsdp")
-class ValueModelEngine(FSDPEngine):
+class ValueModelEngine(_PackedModelEngine):
     """A value model: one number per token."""
 
-    @classmethod
-    def build_model(cls, source: ModelSource) -> nn.Module:
-        return ValueModel.on_meta(source.path, source.config)
+    model_class = ValueModel
 
 
 @register("action_model", "fsdp")
-class ActionModelEngine(FSDPEngine):
+class ActionModelEngine(_PackedModelEngine):
     """An action model: chunks of actions from images, a prompt and a state."""
 
-    @classmethod
-    def build_model(cls, source: ModelSource) -> nn.Module:
-        return ActionModel.on_meta(source.path, source.config)
+    model_class = ActionModel

@@ -9,11 +9,11 @@ which supports every option. What transformers adds (call signatures, mask objec
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mvp_engine.ops import cudnn_attention, flex_attention
 from mvp_engine.ops.attn_spec import AttnSpec, KeySpec
+from mvp_engine.ops.half_precision import is_half_on_gpu
 
 __all__ = ["AttnSpec", "KeySpec", "varlen_attention"]
 
@@ -40,7 +40,7 @@ def _torch_varlen_is_supported(q_HTd: Tensor, v_KTd: Tensor) -> bool:
     head_size = q_HTd.shape[-1]
     if head_size % 8 != 0 or head_size > 256 or v_KTd.shape[-1] != head_size:
         return False
-    return q_HTd.is_cuda and q_HTd.dtype in (torch.bfloat16, torch.float16)
+    return is_half_on_gpu(q_HTd)
 
 
 def _torch_varlen(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tensor:

@@ -85,16 +85,13 @@ _SPEC_SCHEMA = (
     device_types="cuda",
     schema=f"(Tensor q, Tensor k, Tensor v, {_SPEC_SCHEMA}) -> (Tensor, Tensor)",
 )
-def _forward(  # type: ignore[no-untyped-def]
-    q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, scale, causal, window, bottom_right
-):
+def _forward(q, k, v, cu_seqlens, cu_seqlens_k, *options):  # type: ignore[no-untyped-def]
     """The output (T, H, d), and the log-sum-exp of each row (T, H, 1), which backward needs."""
     q = q.contiguous()
     k = k.contiguous()
     out = torch.empty_like(q)
     stats = q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
-    sizes = (len(cu_seqlens) - 1, max_seqlen, scale, causal, window, max_seqlen_k, bottom_right)
-    plan = cudnn_graph.Plan.of(q, k, *sizes)
+    plan = cudnn_graph.Plan.of(q, k, len(cu_seqlens) - 1, *options)
     tensors = {"q": q, "k": k, "v": v.contiguous(), "o": out, "stats": stats}
     cudnn_graph.run(plan, cu_seqlens, False, tensors, cu_seqlens_k)
     return out, stats
@@ -108,27 +105,13 @@ def _forward(  # type: ignore[no-untyped-def]
     "-> (Tensor, Tensor, Tensor)",
 )
 def _backward(  # type: ignore[no-untyped-def]
-    d_out,
-    q,
-    k,
-    v,
-    out,
-    stats,
-    cu_seqlens,
-    cu_seqlens_k,
-    max_seqlen,
-    max_seqlen_k,
-    scale,
-    causal,
-    window,
-    bottom_right,
+    d_out, q, k, v, out, stats, cu_seqlens, cu_seqlens_k, *options
 ):
     q = q.contiguous()
     k = k.contiguous()
     v = v.contiguous()
     gradients = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
-    sizes = (len(cu_seqlens) - 1, max_seqlen, scale, causal, window, max_seqlen_k, bottom_right)
-    plan = cudnn_graph.Plan.of(q, k, *sizes)
+    plan = cudnn_graph.Plan.of(q, k, len(cu_seqlens) - 1, *options)
     inputs = {"q": q, "k": k, "v": v, "o": out, "do": d_out.contiguous(), "stats": stats}
     cudnn_graph.run(plan, cu_seqlens, True, inputs | gradients, cu_seqlens_k)
     return tuple(gradients.values())

@@ -57,14 +57,13 @@ class Plan:
         k_TKd: Tensor,
         sequences: int,
         max_seqlen: int,
+        max_seqlen_k: int,
         scale: float,
         causal: bool,
         window: int,
-        max_seqlen_k: int | None = None,
         bottom_right: bool = False,
     ) -> Plan:
         """The plan for these tensors, with sizes rounded up so that packed batches share plans."""
-        max_seqlen_k = max_seqlen if max_seqlen_k is None else max_seqlen_k
         return cls(
             device=q_THd.device.index,
             dtype=q_THd.dtype,

@@ -9,7 +9,6 @@ block mask is computed on the GPU, once per pack and kind of layer, in `mvp_engi
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +16,11 @@ from torch import Tensor
 
 from mvp_engine.ops.attn_spec import AttnSpec
 from mvp_engine.ops.flex_block_mask import block_mask_of
+from mvp_engine.ops.half_precision import HAS_TRITON, is_half_on_gpu
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-INSTALLED = importlib.util.find_spec("triton") is not None
 # Graphs per compiled function: 15 pack sizes up to 131,072 tokens, times kinds of layers, with and without gradients.
 # torch falls back to eager after 8.
 _RECOMPILE_LIMIT = 256
@@ -29,11 +28,10 @@ _RECOMPILE_LIMIT = 256
 
 def is_supported(q_HTd: Tensor, v_KTd: Tensor) -> bool:
     """Half precision on a GPU. float32 stays with the reference, which kernels are tested against."""
-    if not INSTALLED or not q_HTd.is_cuda:
+    if not HAS_TRITON or not is_half_on_gpu(q_HTd):
         return False
     head_sizes = (q_HTd.shape[-1], v_KTd.shape[-1])
-    half = q_HTd.dtype in (torch.bfloat16, torch.float16)
-    return half and min(head_sizes) >= 16 and max(head_sizes) <= 512
+    return min(head_sizes) >= 16 and max(head_sizes) <= 512
 
 
 def flex_varlen_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tensor:

@@ -8,20 +8,17 @@ which is 3.4 times their memory traffic. Here one Triton kernel writes both halv
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
-INSTALLED = importlib.util.find_spec("triton") is not None
+from mvp_engine.ops.half_precision import HAS_TRITON, is_half_on_gpu
 
 
 def is_supported(gate_up_N2F: Tensor) -> bool:
     """Half precision on a GPU."""
-    return (
-        INSTALLED and gate_up_N2F.is_cuda and gate_up_N2F.dtype in (torch.bfloat16, torch.float16)
-    )
+    return HAS_TRITON and is_half_on_gpu(gate_up_N2F)
 
 
 def gated_rows(gate_up_N2F: Tensor, weight_N: Tensor) -> Tensor:

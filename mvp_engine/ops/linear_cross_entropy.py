@@ -166,22 +166,13 @@ def linear_loss(
     """
     inputs = (hidden_TD, weight_VD, bias_V)
     needs_grad = any(x is not None and x.requires_grad for x in inputs)
-    if not (torch.is_grad_enabled() and needs_grad):
-        scores = linear_log_probs(
-            hidden_TD,
-            weight_VD,
-            labels_T,
-            bias_V,
-            scale=scale,
-            softcap=softcap,
-            temperature=temperature,
-            chunk=chunk,
-            excluded=excluded,
-        )
-        return -scores.log_probs.sum(), -scores.log_probs
     spec = _head_spec(hidden_TD, scale, softcap, temperature, excluded)
+    arguments = (*inputs, labels_T, spec, chunk)
     with torch.autocast(hidden_TD.device.type, enabled=False):
-        return _LinearLoss.apply(hidden_TD, weight_VD, bias_V, labels_T, spec, chunk)
+        if torch.is_grad_enabled() and needs_grad:
+            return _LinearLoss.apply(*arguments)
+        log_probs_T = _LinearLogProbs.apply(*arguments, False, None)[0]
+    return -log_probs_T.sum(), -log_probs_T
 
 
 def _head_spec(

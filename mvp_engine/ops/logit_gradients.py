@@ -29,12 +29,7 @@ class UpstreamGrads(NamedTuple):
     uniform: Tensor | None = None  # the same for all logits of a token
 
     def chunk(self, rows: slice) -> UpstreamGrads:
-        return UpstreamGrads(
-            self.label[rows],
-            self.p[rows],
-            None if self.entropy is None else self.entropy[rows],
-            None if self.uniform is None else self.uniform[rows],
-        )
+        return UpstreamGrads(*(None if one is None else one[rows] for one in self))  # type: ignore[arg-type]
 
 
 class LocalLabels(NamedTuple):
@@ -110,17 +105,15 @@ class HeadGradients:
         if self.d_hidden_TD is not None:
             self.d_hidden_TD[rows] = d_raw_CV @ self.weight
         if self.d_weight_VD is not None:
-            self._add_weight_gradient(self.d_weight_VD, d_raw_CV, hidden_CD.to(self.spec.dtype))
+            hidden_CD = hidden_CD.to(self.spec.dtype)
+            if d_raw_CV.is_cuda and d_raw_CV.dtype != torch.float32:
+                # Accumulated in float32 inside the GEMM: no (V, D) temporary.
+                total_VD = self.d_weight_VD
+                torch.addmm(total_VD, d_raw_CV.T, hidden_CD, out_dtype=torch.float32, out=total_VD)
+            else:
+                self.d_weight_VD += d_raw_CV.T @ hidden_CD
         if self.d_bias_V is not None:
             self.d_bias_V += d_raw_CV.sum(0, dtype=torch.float32)
-
-    @staticmethod
-    def _add_weight_gradient(total_VD: Tensor, d_raw_CV: Tensor, hidden_CD: Tensor) -> None:
-        if d_raw_CV.is_cuda and d_raw_CV.dtype != torch.float32:
-            # Accumulated in float32 inside the GEMM: no (V, D) temporary.
-            torch.addmm(total_VD, d_raw_CV.T, hidden_CD, out_dtype=torch.float32, out=total_VD)
-        else:
-            total_VD += d_raw_CV.T @ hidden_CD
 
     def multiply_(self, factor: Tensor) -> None:
         for gradient in (self.d_hidden_TD, self.d_weight_VD, self.d_bias_V):

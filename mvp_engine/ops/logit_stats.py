@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from mvp_engine.ops.half_precision import is_half_on_gpu
+
 IGNORE = -100  # the label of tokens without a loss
 # The logit of excluded tokens: of probability 0, but finite, so that 0 times it and its square are finite too.
 EXCLUDED = -1e15
@@ -58,8 +60,7 @@ class Stats(NamedTuple):
 
 def fused_kernels(raw_CV: Tensor, spec: HeadSpec) -> Any:
     """The module of Triton kernels where it supports these logits: it saves most of the time outside of matmuls."""
-    half = raw_CV.dtype in (torch.bfloat16, torch.float16)
-    if not raw_CV.is_cuda or not half or spec.softcap is not None:
+    if not is_half_on_gpu(raw_CV) or spec.softcap is not None:
         return None
     from mvp_engine.ops import logit_kernels
 

@@ -81,11 +81,8 @@ class Nf4Linear(nn.Linear):
 
 def quantized_layers(model: nn.Module) -> dict[str, Nf4Linear]:
     """The quantized layers of a model by the names of their weights."""
-    found: dict[str, Nf4Linear] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Nf4Linear):
-            found[f"{name}.weight"] = module
-    return found
+    modules = model.named_modules()
+    return {f"{name}.weight": one for name, one in modules if isinstance(one, Nf4Linear)}
 
 
 def num_parameters(model: nn.Module) -> dict[str, int]:

@@ -46,8 +46,7 @@ def _can_batch(q_HTd: Tensor, spec: AttnSpec, q_lengths: list[int], k_lengths: l
     """
     if not q_HTd.is_cpu or len(q_lengths) == 1 or len({*q_lengths}) > 1 or len({*k_lengths}) > 1:
         return False
-    is_plain = spec.mask_function is None and spec.softcap is None and spec.sinks is None
-    return is_plain and not spec.dropout
+    return spec.is_plain
 
 
 def _equal_sequences(
@@ -61,16 +60,29 @@ def _equal_sequences(
     queries = q_lengths[0]
     allowed_LM = _mask(spec, slice(0, queries), slice(0, keys), q_HTd.device)
     count = len(q_lengths)
-    out_SHLd = F.scaled_dot_product_attention(
+    out_SHLd = _sdpa(
         q_HTd.unflatten(1, (count, queries)).transpose(0, 1),
         k_KTd.unflatten(1, (count, keys)).transpose(0, 1),
         v_KTd.unflatten(1, (count, keys)).transpose(0, 1),
-        attn_mask=allowed_LM,
-        is_causal=spec.causal and allowed_LM is None,
-        scale=spec.scale,
-        enable_gqa=q_HTd.shape[0] != k_KTd.shape[0],
+        allowed_LM,
+        spec,
     )
     return out_SHLd.transpose(0, 1).flatten(1, 2)
+
+
+def _sdpa(
+    q_SHLd: Tensor, k_SKMd: Tensor, v_SKMd: Tensor, allowed_LM: Tensor | None, spec: AttnSpec
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q_SHLd,
+        k_SKMd,
+        v_SKMd,
+        attn_mask=allowed_LM,
+        dropout_p=spec.dropout,
+        is_causal=spec.causal and allowed_LM is None,
+        scale=spec.scale,
+        enable_gqa=q_SHLd.shape[1] != k_SKMd.shape[1],
+    )
 
 
 def _mask(spec: AttnSpec, rows: slice, columns: slice, device: torch.device) -> Tensor | None:
@@ -99,17 +111,7 @@ def _one_sequence(
 ) -> Tensor:
     if spec.softcap is not None or spec.sinks is not None:
         return _capped_or_with_sinks(q_HLd, k_KMd, v_KMd, allowed_LM, spec)
-    out_1HLd = F.scaled_dot_product_attention(
-        q_HLd[None],
-        k_KMd[None],
-        v_KMd[None],
-        attn_mask=allowed_LM,
-        dropout_p=spec.dropout,
-        is_causal=spec.causal and allowed_LM is None,
-        scale=spec.scale,
-        enable_gqa=q_HLd.shape[0] != k_KMd.shape[0],
-    )
-    return out_1HLd[0]
+    return _sdpa(q_HLd[None], k_KMd[None], v_KMd[None], allowed_LM, spec)[0]
 
 
 def _capped_or_with_sinks(

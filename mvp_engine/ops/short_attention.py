@@ -9,20 +9,20 @@ all keys of its queries, backward needs nothing but the inputs, and no atomic ad
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-INSTALLED = importlib.util.find_spec("triton") is not None
+from mvp_engine.ops.half_precision import HAS_TRITON, is_half_on_gpu
+
 LONGEST = 32  # tokens of a sequence; longer ones fill tiles of flash kernels
 
 
 def is_supported(q_NHLd: Tensor, k_NKLd: Tensor, v_NKLd: Tensor) -> bool:
     """Half precision on a GPU, head sizes that are powers of 2."""
-    if not INSTALLED or not q_NHLd.is_cuda or q_NHLd.dtype not in (torch.bfloat16, torch.float16):
+    if not HAS_TRITON or not is_half_on_gpu(q_NHLd):
         return False
     size = q_NHLd.shape[-1]
     same = q_NHLd.shape[2] == k_NKLd.shape[2] and v_NKLd.shape == k_NKLd.shape

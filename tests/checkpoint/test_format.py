@@ -92,9 +92,10 @@ def write_by_hand(folder: Path, ranks: int = 3) -> list[Path]:
     """A checkpoint of three ranks, written by hand: x in three shards, y complete and twice."""
     x, y = torch.arange(6.0), torch.ones(2)
     for rank in range(ranks):
-        about = {"x": {"name": "x", "dtype": "torch.float32", "shape": [6], "offset": [2 * rank]}}
-        about |= {"y": {"name": "y", "dtype": "torch.float32", "shape": [2], "offset": [0]}} if rank else {}
-        data = {"x": x[2 * rank : 2 * rank + 2], "y": y}
+        key = f"x@{2 * rank}"
+        about = {key: {"name": "x", "dtype": "torch.float32", "shape": [6], "offset": [2 * rank]}}
+        about |= {"y@0": {"name": "y", "dtype": "torch.float32", "shape": [2], "offset": [0]}} if rank else {}
+        data = {key: x[2 * rank : 2 * rank + 2], "y@0": y}
         metadata = {"ranks": str(ranks), "pieces": json.dumps(about)}
         save_file({key: data[key] for key in about}, folder / f"rank_{rank:05d}.safetensors", metadata)
     return sorted(folder.iterdir())

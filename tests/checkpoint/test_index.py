@@ -52,9 +52,9 @@ def opened(monkeypatch) -> set[str]:
         found.add(path.name)
         return read(self, path, *args)
 
-    def watched_scan(self: Reader, path: Path) -> int:
-        found.add(path.name)
-        return scan(self, path)
+    def watched_scan(self: Reader, rank: int) -> int:
+        found.add(rank_file(self.folder, rank).name)
+        return scan(self, rank)
 
     monkeypatch.setattr(SafetensorsReader, "read", watched)
     monkeypatch.setattr(Reader, "_read_header", watched_scan)

@@ -24,7 +24,8 @@ def test_plan_packs_of_all_sizes_share_few_plans() -> None:
     for _ in range(500):
         lengths = torch.randint(64, 4097, (int(torch.randint(4, 33, (), generator=g)),), generator=g)
         q = torch.empty(int(lengths.sum()), 16, 128, device="meta")
-        plan = Plan.of(q, q[:, :8], len(lengths), int(lengths.max()), 0.1, True, 0)
+        longest = int(lengths.max())
+        plan = Plan.of(q, q[:, :8], len(lengths), longest, longest, 0.1, True, 0)
         assert plan.sequences >= len(lengths)
         assert plan.max_seqlen >= int(lengths.max())
         assert plan.tokens >= len(q)
@@ -106,7 +107,7 @@ def test_cudnn_nan_around_the_tensors_leaves_outputs_finite(
         k, v = (inside(total, heads[1], size) for _ in "kv")
         made = {n: inside(*x.shape, fill=torch.nan) for n, x in {"o": q, "dq": q, "dk": k, "dv": v}.items()}
         made["stats"] = inside(total, heads[0], 1, dtype=torch.float32, fill=torch.nan)
-        plan = Plan.of(q, k, len(lengths), max(lengths), 0.1, causal, 0)
+        plan = Plan.of(q, k, len(lengths), max(lengths), max(lengths), 0.1, causal, 0)
         for backward, names in ((False, ("o", "stats")), (True, ("o", "stats", "dq", "dk", "dv"))):
             given = {"q": q, "k": k, "v": v} | ({"do": do} if backward else {}) | {n: made[n] for n in names}
             cudnn_graph.run(plan, cu_seqlens, backward, given)

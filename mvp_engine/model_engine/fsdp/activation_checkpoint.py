@@ -45,7 +45,7 @@ _NUM_KEPT = [0]  # outputs, in all forwards
 
 
 def _policy(kinds: set[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = _name_of(op)
+    name = str(getattr(getattr(op, "overloadpacket", op), "__name__", ""))
     kept = any(name == kind or (kind[0] == "_" and kind in name) for kind in kinds)
     if kept and name in ("mm", "addmm"):
         rows, columns = args[-1].shape
@@ -75,10 +75,6 @@ _CONTEXTS = {"selective": _selective_contexts, "attention": _attention_contexts}
 _FILE_HASH = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 for _contexts in (_selective_contexts, _attention_contexts, _compiled_attention_contexts):
     _contexts.cache_hash = _contexts.__name__ + _FILE_HASH  # type: ignore[attr-defined]
-
-
-def _name_of(op: Any) -> str:
-    return str(getattr(getattr(op, "overloadpacket", op), "__name__", ""))
 
 
 def checkpoint_block(block: nn.Module, mode: str, backend: str | None) -> None:

@@ -6,6 +6,7 @@ import abc
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,10 @@ class FSDPBaseEngine(ModelEngine):
             )
         skeleton = parallelize_model(self.model, self.adapter, self.layout, self.settings)
         if skeleton is not None:
-            self._materialize(skeleton)
+            # A file may be damaged in one rank's slices only, or on one machine.
+            with raise_on_all_ranks(self.world.host_group):
+                seed = self.settings.seed
+                materialize_weights(self.model, self.adapter, skeleton, self.world.device, seed)
         self.sharded = list(sharded_modules(self.model))
         self._link = self.adapter.stage_link
         self._initialized = True
@@ -81,16 +85,11 @@ class FSDPBaseEngine(ModelEngine):
         if optimizer is not None:
             self.model.train()
             self.optimizer = optimizer(self.model)
-            self.scheduler = scheduler(self.optimizer) if scheduler else _constant(self.optimizer)
+            scheduler = scheduler or partial(LambdaLR, lr_lambda=lambda _: 1.0)
+            self.scheduler = scheduler(self.optimizer)
             self._prepare_training()
         if self.settings.offload != "none":
             self.to("cpu", model=self.settings.offload == "all")
-
-    def _materialize(self, skeleton: nn.Module) -> None:
-        # A file may be damaged in one rank's slices only, or on one machine.
-        with raise_on_all_ranks(self.world.host_group):
-            seed = self.settings.seed
-            materialize_weights(self.model, self.adapter, skeleton, self.world.device, seed)
 
     @abc.abstractmethod
     def _prepare_training(self) -> None:
@@ -272,7 +271,3 @@ class FSDPBaseEngine(ModelEngine):
         self, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         return self.adapter.named_full_tensors(dtype)
-
-
-def _constant(optimizer: Optimizer) -> LambdaLR:
-    return LambdaLR(optimizer, lambda _: 1.0)

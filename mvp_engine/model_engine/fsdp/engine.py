@@ -126,13 +126,17 @@ class FSDPEngine(FSDPBaseEngine):
             else:
                 backwards += 1
                 self._before_backward(is_last=backwards == len(scheduled))
-                self._backward_one(waiting.popleft())
+                forwarded = waiting.popleft()
+                if self._link is None:
+                    forwarded.loss_sum.backward()
+                else:
+                    self._link.backward(forwarded.calls, forwarded.loss_sum)
         if self.reducer:
             self.reducer.finish()
         if losses:
             of_micro_batches = torch.stack(losses)
             if self._link is not None:  # the other stages computed them from zeros
-                self._link.from_last_(of_micro_batches)
+                self._link.from_stage_(of_micro_batches)
                 self._link.flush()
             self._losses += of_micro_batches.unbind()
             totals = of_micro_batches.sum(0)
@@ -153,12 +157,6 @@ class FSDPEngine(FSDPBaseEngine):
         if self.loss_scale:
             loss_sum = loss_sum * self.loss_scale.value
         return _Forwarded(loss_sum, calls)
-
-    def _backward_one(self, forwarded: _Forwarded) -> None:
-        if self._link is None:
-            forwarded.loss_sum.backward()
-        else:
-            self._link.backward(forwarded.calls, forwarded.loss_sum)
 
     def _forward(
         self, forward_step: ForwardStep, micro_batch: Any, is_dummy: bool

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mvp_engine.distributed.dtensor import local_tensor
+
 
 class GradNorms(NamedTuple):
     """Norms of this rank's shards of some gradients."""
@@ -41,8 +43,7 @@ def local_grad_norm_sq(params: list[Any], world_size: int) -> tuple[Tensor, list
 
 def local_grad(param: Any) -> Tensor:
     """This rank's shard of a gradient."""
-    grad: Tensor = param.grad
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    return local_tensor(param.grad)
 
 
 def _num_shards(grad: Tensor) -> int:

@@ -8,7 +8,7 @@ more than one unsharded unit at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,11 @@ def materialize_weights(
         unset = initialize_random(modules, owners, tensors, loaded, unit_seed, quantized, waiting)
         # A rule outside of the blocks may set buffers inside of them (Falcon-H1), and that unit is the last one.
         waiting = {n: v for n, v in unset.items() if name and not isinstance(v, nn.Parameter)}
-        _raise_unset(unset.keys() - waiting.keys())
+        for missing in sorted(unset.keys() - waiting.keys()):
+            raise UserError(
+                f"{missing} has no value: its model's _init_weights does not set it. Set it there, or load it from a "
+                "folder that has it (model.path)"
+            )
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
@@ -117,7 +121,10 @@ def initialize_random(
         # Children before parents, so that the rule of a parent may overwrite theirs. Loaded tensors are still on the
         # meta device here, where writing does nothing.
         for module in reversed(list(modules.values())):
-            _init_module(module, owners[module])
+            if owners[module] is not None:
+                owners[module]._init_weights(module)
+            elif hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # type: ignore[operator]
     for name, value in unsharded.items():
         if _is_unset(value, versions[name]):
             unset[name] = value
@@ -175,14 +182,6 @@ def _is_unset(value: Tensor, version: int) -> bool:
     return value.numel() > 0 and value._version == version
 
 
-def _raise_unset(names: Set[str]) -> None:
-    for name in sorted(names):
-        raise UserError(
-            f"{name} has no value: its model's _init_weights does not set it. Set it there, or load it from a "
-            "folder that has it (model.path)"
-        )
-
-
 def _init_owners(model: nn.Module) -> dict[nn.Module, Any]:
     """For each module, the innermost module around it (itself included) that has `_init_weights`, or None."""
     owners: dict[nn.Module, Any] = {}
@@ -195,10 +194,3 @@ def _init_owners(model: nn.Module) -> dict[nn.Module, Any]:
 
     walk(model, None)
     return owners
-
-
-def _init_module(module: nn.Module, owner: Any) -> None:
-    if owner is not None:
-        owner._init_weights(module)
-    elif hasattr(module, "reset_parameters"):
-        module.reset_parameters()  # type: ignore[operator]

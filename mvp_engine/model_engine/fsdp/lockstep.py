@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -70,12 +69,11 @@ class LockstepScheduler:
         if plan is None:
             forwards = self._agreed(micro_batches)
         else:
-            kinds_of_ranks = self._planned(plan)
-            longest = max(len(ranks.kinds) for ranks in kinds_of_ranks)
-            having = [rank for rank, one in enumerate(kinds_of_ranks) if one.repeat is not None]
-            if longest and len(having) < len(kinds_of_ranks):
-                self._share_repeatable(having[0])
-            forwards = _forwards_of_ranks(kinds_of_ranks, longest)
+            having = [rank for rank, kinds in enumerate(plan.ranks) if kinds]
+            if having and len(having) < len(plan.ranks):
+                ranks_of_data = self.layout.sequence_size * self.layout.tensor
+                self._share_repeatable(having[0] * ranks_of_data)
+            forwards = _planned_forwards(plan)
         scheduled = [Scheduled(micro_batch, False) for micro_batch in micro_batches]
         scheduled += [Scheduled(self._repeatable, True)] * (len(forwards) - len(scheduled))
         if plan is not None and forwards:
@@ -128,16 +126,6 @@ class LockstepScheduler:
             everywhere = frozenset(kind for kind in some if not has_lacks[kind][1])
             forwards.append([some, everywhere])
         return forwards
-
-    def _planned(self, plan: StepPlan) -> list[_RankKinds]:
-        data_ranks = [list(kinds) for kinds in plan.ranks]
-        each = self.layout.sequence_size * self.layout.tensor
-        of_stage = [
-            _RankKinds(kinds, kinds[-1] if kinds else None)
-            for kinds in data_ranks
-            for _ in range(each)
-        ]
-        return of_stage * self.layout.pipeline
 
     def _check_against(self, plan: StepPlan, micro_batches: list[Any]) -> None:
         planned = plan.ranks[self.layout.data_rank]
@@ -202,26 +190,14 @@ class LockstepScheduler:
             required |= implied
 
 
-@dataclass(frozen=True)
-class _RankKinds:
-    """What one rank holds in a call."""
-
-    kinds: list[MediaKinds]  # of its micro-batches
-    repeat: MediaKinds | None  # of the micro-batch that its dummy forwards repeat, if it has one
-
-
-def _forwards_of_ranks(kinds_of_ranks: list[_RankKinds], longest: int) -> list[list[MediaKinds]]:
-    """The kinds of each rank in each forward, dummy forwards included."""
-    lent = next((ranks.repeat for ranks in kinds_of_ranks if ranks.repeat is not None), None)
-    forwards: list[list[MediaKinds]] = [[] for _ in range(longest)]
-    for ranks in kinds_of_ranks:
-        repeat = lent if ranks.repeat is None else ranks.repeat
-        assert repeat is not None or not longest
-        for index, of_ranks in enumerate(forwards):
-            of_ranks.append(
-                ranks.kinds[index] if index < len(ranks.kinds) else repeat or frozenset()
-            )
-    return forwards
+def _planned_forwards(plan: StepPlan) -> list[list[MediaKinds]]:
+    """The kinds of each data-parallel rank in each forward, dummy forwards included."""
+    lent = next((kinds[-1:] for kinds in plan.ranks if kinds), ())
+    of_ranks: list[tuple[MediaKinds, ...]] = []
+    for kinds in plan.ranks:
+        repeat = kinds[-1:] or lent
+        of_ranks.append(kinds + repeat * (plan.num_micro_batches - len(kinds)))
+    return [list(forward) for forward in zip(*of_ranks, strict=True)]
 
 
 def media_kinds(micro_batch: Any) -> MediaKinds:
@@ -246,11 +222,10 @@ def _smallest(batches: list[Any], kind: str) -> PackedBatch | None:
 
 
 def _smallest_of(samples: list[PackedBatch], kind: str) -> PackedBatch:
-    return min(samples, key=lambda sample: _size(sample, kind))
+    def size(sample: PackedBatch) -> tuple[int, int]:
+        return len(media_kinds(sample)), int(sample.media[kind].row_counts.sum())
 
-
-def _size(sample: PackedBatch, kind: str) -> tuple[int, int]:
-    return len(media_kinds(sample)), int(sample.media[kind].row_counts.sum())
+    return min(samples, key=size)
 
 
 def _one_token(batch: PackedBatch) -> PackedBatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal
 
 import torch
@@ -56,11 +57,12 @@ def to_host(tensor: Tensor) -> Tensor:
     return copy.pin_memory()
 
 
-def move_model(model: nn.Module, device: torch.device) -> None:
-    def move(tensor: Tensor) -> Tensor:
-        return to_host(tensor) if device.type == "cpu" else tensor.to(device, non_blocking=True)
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    return to_host(tensor) if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
-    model._apply(move)  # what `model.to` calls; FSDP2 supports it
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    model._apply(partial(_moved, device=device))  # what `model.to` calls; FSDP2 supports it
 
 
 def move_optimizer(optimizer: Optimizer, device: torch.device) -> None:
@@ -71,7 +73,5 @@ def move_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     for param, state in optimizer.state.items():
         for name, value in state.items():
             stays = host_steps if name == "step" else is_offloaded(param)
-            if not isinstance(value, Tensor) or stays:
-                continue
-            on_cpu = device.type == "cpu"
-            state[name] = to_host(value) if on_cpu else value.to(device, non_blocking=True)
+            if isinstance(value, Tensor) and not stays:
+                state[name] = _moved(value, device)

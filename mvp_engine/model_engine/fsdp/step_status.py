@@ -18,6 +18,13 @@ ZERO_WEIGHT = 2
 NONFINITE_GRAD = 4
 LOSS_SPIKE = 8
 NONFINITE_WEIGHT = 16
+REASONS = {  # the first cause first
+    NONFINITE_WEIGHT: "the loss weight is not finite",
+    ZERO_WEIGHT: "the batch has weight 0 (nothing to train on)",
+    NONFINITE_LOSS: "the loss is not finite",
+    NONFINITE_GRAD: "a gradient is not finite",
+    LOSS_SPIKE: "the loss is far above those before it",
+}
 
 
 class _PendingCode(NamedTuple):
@@ -89,19 +96,11 @@ def decode_status(code: int, loss_scale: float | None) -> StepStatus:
 
     `loss_scale` is the fp16 loss scale, or None.
     """
-    if code == 0:
+    cause = next((bit for bit in REASONS if code & bit), None)
+    if cause is None:
         return StepStatus(None)
-    if code & NONFINITE_WEIGHT:
-        return StepStatus("the loss weight is not finite")
-    if code & ZERO_WEIGHT:
-        return StepStatus("the batch has weight 0 (nothing to train on)")
-    if code & NONFINITE_LOSS:
-        return StepStatus("the loss is not finite")
-    if code & NONFINITE_GRAD:
-        # At the lowest loss scale no smaller one can help: then it is an error of its own.
-        if loss_scale is not None and loss_scale > LossScale.LOWEST:
-            reason = f"fp16 gradients overflowed at loss scale {loss_scale:g}"
-            return StepStatus(reason, overflow=True)
-        return StepStatus("a gradient is not finite")
-    assert code & LOSS_SPIKE, code
-    return StepStatus("the loss is far above those before it")
+    # At the lowest loss scale no smaller one can help: then it is an error of its own.
+    if cause == NONFINITE_GRAD and loss_scale is not None and loss_scale > LossScale.LOWEST:
+        reason = f"fp16 gradients overflowed at loss scale {loss_scale:g}"
+        return StepStatus(reason, overflow=True)
+    return StepStatus(REASONS[cause])

@@ -11,6 +11,7 @@ from mvp_engine.hf import PackedModel
 from mvp_engine.model_engine.base import Settings
 
 FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+BIASED = ("q_proj.bias", "k_proj.bias", "v_proj.bias")  # parameters that may have a bias
 
 
 def check_supported(model: Any, layout: Layout, settings: Settings) -> None:
@@ -22,10 +23,10 @@ def check_supported(model: Any, layout: Layout, settings: Settings) -> None:
         raise _refuse(f"{config.model_type} is none of {', '.join(FAMILIES)}")
     if config.hidden_act != "silu":
         raise _refuse(f"{config.model_type} with hidden_act={config.hidden_act} is not supported")
-    if biased := [
-        name for name in _biases(model) if not name.endswith(("q_proj", "k_proj", "v_proj"))
-    ]:
-        raise _refuse(f"{biased[0]} has a bias")
+    layers: Any = model.decoder()
+    for name, _ in layers.layers.named_parameters():
+        if name.endswith(".bias") and not name.endswith(BIASED):
+            raise _refuse(f"{name.removesuffix('.bias')} has a bias")
     if getattr(config, "router_jitter_noise", 0.0):
         raise _refuse(f"{config.model_type} with router_jitter_noise is not supported")
     if model.lora is not None:
@@ -37,15 +38,6 @@ def check_supported(model: Any, layout: Layout, settings: Settings) -> None:
             f"model.backend=megatron: model.compile is not supported with parallel.tensor={layout.tensor}. "
             "Set model.compile=null"
         )
-
-
-def _biases(model: PackedModel) -> list[str]:
-    layers: Any = model.decoder()
-    return [
-        name.removesuffix(".bias")
-        for name, _ in layers.layers.named_parameters()
-        if name.endswith(".bias")
-    ]
 
 
 def _is_set(setting: Any) -> bool:

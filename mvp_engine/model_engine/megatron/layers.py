@@ -32,28 +32,18 @@ def use_megatron_layers(model: PackedModel, layout: Layout, sequence: bool) -> l
     layers = list(decoder.layers)
     group = None if layout.tensor_mesh is None else layout.tensor_mesh.get_group()
     sequence = sequence and group is not None
-    config: Any = model.hf.config
-    first = layers[0].self_attn
-    sizes = modules.Sizes(
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=first.head_dim,
-        intermediate=config.intermediate_size,
-        eps=config.rms_norm_eps,
-        qkv_bias=first.q_proj.bias is not None,
-        qk_norm=hasattr(first, "q_norm"),
-    )
+    first: Any = layers[0].self_attn
     with warnings.catch_warnings():  # of defaults that are not used here
         warnings.simplefilter("ignore")
-        megatron_config = modules.transformer_config(sizes, layout.tensor, sequence)
+        megatron_config = modules.transformer_config(
+            model.hf.config, first, layout.tensor, sequence
+        )
         cores = [
             modules.build_layer(megatron_config, i + 1, group, hasattr(layer.mlp, "experts"))
             for i, layer in enumerate(layers)
         ]
     for index, layer in enumerate(layers):
-        table = WeightTable(layer, sizes.head_dim, group, sequence)
+        table = WeightTable(layer, first.head_dim, group, sequence)
         table.check(cores[index])
         layer.forward = LayerForward(layer, cores[index], table, modules.make_viewless_tensor)
         layer.forward.sequence_group = group if sequence else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from torch import Tensor, nn
 
 from mvp_engine.model_engine.megatron.sequence import GatheredLinear, ReduceScatter
 
-__all__ = ["Sizes", "build_layer", "make_viewless_tensor", "transformer_config"]
+__all__ = ["build_layer", "make_viewless_tensor", "transformer_config"]
 
 
 class OneRank:
@@ -114,34 +113,22 @@ class Experts(nn.Module):
         return self.run(x), None
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The facts of a model that Megatron's config needs."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    eps: float
-    qkv_bias: bool
-    qk_norm: bool
-
-
-def transformer_config(sizes: Sizes, tensor: int, sequence: bool) -> TransformerConfig:
+def transformer_config(
+    config: Any, attention: Any, tensor: int, sequence: bool
+) -> TransformerConfig:
+    """Megatron's config for that of a Hugging Face model, and one of its attention modules."""
     return TransformerConfig(
-        num_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        num_attention_heads=sizes.heads,
-        num_query_groups=sizes.kv_heads,
-        kv_channels=sizes.head_dim,
-        ffn_hidden_size=sizes.intermediate,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=attention.head_dim,
+        ffn_hidden_size=config.intermediate_size,
         normalization="RMSNorm",
-        layernorm_epsilon=sizes.eps,
-        qk_layernorm=sizes.qk_norm,
+        layernorm_epsilon=config.rms_norm_eps,
+        qk_layernorm=hasattr(attention, "q_norm"),
         add_bias_linear=False,
-        add_qkv_bias=sizes.qkv_bias,
+        add_qkv_bias=attention.q_proj.bias is not None,
         gated_linear_unit=True,
         activation_func=F.silu,
         hidden_dropout=0.0,

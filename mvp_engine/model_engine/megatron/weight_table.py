@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.model_engine.megatron.sequence import SummedGrads
 
 Join = Callable[..., Tensor]
@@ -111,7 +111,7 @@ class WeightTable:
         parts: dict[str, list[Tensor]] = {}
         for row, places in self.entries:
             params = [getattr(place.module, place.name) for place in places]
-            local = [p.to_local() if isinstance(p, DTensor) else p for p in params]
+            local = [local_tensor(param) for param in params]
             parts[row.megatron] = local if dtype is None else [part.to(dtype) for part in local]
         if self.partial:
             whole = SummedGrads.apply(self.group, *(parts[name][0] for name in self.partial))
