@@ -117,6 +117,32 @@ def test_plan_wrong_options_are_user_errors(words: list[str], message: str, caps
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["parallel.tensor=2", "model.fp8=true"], "model.fp8 does not support parallel.tensor"),
+        (["parallel.ulysses=32"], "parallel.ulysses=32 cannot share"),
+        (["parallel.shard=2", "parallel.expert=2"], "qwen3 has no experts"),
+        (["model.activation_checkpointing=auto", "parallel.pipeline=2"], "without parallel.pipeline: set a number"),
+    ],
+)
+def test_estimate_refuses_what_a_training_refuses(words: list[str], message: str, capsys) -> None:
+    words = [*words, "loop.precision=bf16", "model.config.num_hidden_layers=1", "optim.offload=true"]
+    assert main(["estimate", CONFIG, *words]) == EXIT_USER_ERROR
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("precision", "refused"), [("fp32", False), ("bf16", True)])
+def test_plan_of_experts_with_unaligned_rows_is_refused_in_half_precision(
+    precision: str, refused: bool, capsys
+) -> None:
+    shape = ["model_type=qwen3_moe", "num_hidden_layers=1", "num_experts=4", "num_experts_per_tok=2"]
+    words = [f"model.config.{word}" for word in [*shape, "moe_intermediate_size=24"]]
+    words += ["parallel.tensor=2", f"loop.precision={precision}", "--gpus", "2", "--tokens", "64", "--ranks", "0"]
+    assert main(["plan", CONFIG, *words]) == (EXIT_USER_ERROR if refused else 0)
+    assert ("rows have 24 bytes on a rank" in capsys.readouterr().err) == refused
+
+
 def test_network_seconds_follow_bytes_groups_and_nodes() -> None:
     network = Network(gpus_per_node=8, nvlink=400.0, network=50.0)
     size = 4 * 10**9

@@ -21,12 +21,7 @@ from torch.optim import Optimizer
 
 from mvp_engine.checkpoint import CheckpointManager
 from mvp_engine.config.schema import Config
-from mvp_engine.data import (
-    derived_seed,
-    rng_state,
-    seed_everything,
-    set_rng_state,
-)
+from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.hang import HangWatch
 from mvp_engine.engine.context import StepContext
@@ -69,6 +64,8 @@ class Engine(EngineHooks):
         self.greeting = greeting  # the first line of the log: which run and checkpoint, and why
         self.can_start_again = False  # after a TryAgain; else errors are errors
         self.device = world.device
+        self._engine_class = engine_class(config.model.type, config.model.backend)
+        self._engine_class.check_packages()
         self.layout = Layout.of(world, config.parallel)
         self.logger = logging.getLogger("mvp_engine")
         self.step = 0  # optimizer steps made
@@ -334,12 +331,12 @@ class Engine(EngineHooks):
         return MetricStore(self.world, self.layout.is_mp_src_rank, skip_nonfinite)
 
     def _build_model_engine(self) -> ModelEngine:
-        model = self.config.model
-        kind = engine_class(model.type, model.backend)
         seed_everything(derived_seed(self.config.seed, "model"))
         self.model = self.prepare_model()
         precision = precision_on(self.device, self.config.loop.precision)
-        return kind(self.model, self.layout, Settings.from_config(self.config, precision))
+        return self._engine_class(
+            self.model, self.layout, Settings.from_config(self.config, precision)
+        )
 
     def _loader(self, split: str) -> Iterable[Any]:
         seed_everything(derived_seed(self.config.seed, "data", split))

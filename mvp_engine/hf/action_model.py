@@ -115,7 +115,7 @@ class ActionModel(PackedModel):
     @property
     def text_parameters(self) -> set[str]:
         """Parameters that only text outputs use: without rows of text they get no gradient."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define text_parameters")
 
     @property
     def num_steps(self) -> int:

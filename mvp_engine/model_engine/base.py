@@ -158,6 +158,11 @@ class ModelEngine(abc.ABC):
     if not TYPE_CHECKING:
         __getattr__ = renamed_attributes(RENAMED)
 
+    @staticmethod
+    def check_packages() -> None:
+        """Raise an error if a package of this backend is missing; called before data is read."""
+        return
+
     @classmethod
     def build_model(cls, source: ModelSource) -> nn.Module:
         """A model of this type, on the meta device; `initialize` gives it its weights."""

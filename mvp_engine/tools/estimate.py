@@ -7,6 +7,7 @@ from typing import Any
 
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.kit.estimate.memory import IN_BACKWARD
+from mvp_engine.kit.estimate.training import changed
 from mvp_engine.log.format import duration, rate
 from mvp_engine.rl.rl_settings import RLConfig
 from mvp_engine.tools.estimate_advice import advise
@@ -31,6 +32,7 @@ def print_estimate(
     `communication`: also simulate a rank, for the communication that a step waits for.
     """
     estimator = make_estimator(question)
+    _refuse_unsupported(estimator)
     facts = estimator.estimate(estimator.config, estimator.gpus)
     if communication and estimator.is_rl:
         raise UserError("--communication is for trainings: leave it out for an RL config")
@@ -39,6 +41,26 @@ def print_estimate(
     advice = {} if facts["fits"] else advise(estimator, facts)
     print(json.dumps({**facts, **advice}, indent=2) if as_json else page({**facts, **advice}))
     return 0 if facts["fits"] else EXIT_USER_ERROR
+
+
+def _refuse_unsupported(estimator: Estimator) -> None:
+    """Raise the error with which a training of this config would end at its start.
+
+    Building a rank takes up to two seconds, so a layout that supports every model is not tried: FSDP and replicas.
+    """
+    from mvp_engine.tools.plan.simulate import Simulation
+
+    config = estimator.config
+    parallel = estimator.parallel(config)
+    model = config.model
+    is_plain = parallel.context == parallel.ulysses == parallel.tensor == parallel.expert == 1
+    if is_plain and model.backend == "fsdp" and not (model.fp8 or model.quantize):
+        return
+    if hasattr(config.optim, "offload"):
+        config = changed(
+            config, {"optim.offload": False}
+        )  # which needs host memory, there and not here
+    Simulation(config, estimator.gpus, parallel=parallel).check()
 
 
 def _with_communication(

@@ -22,7 +22,7 @@ from mvp_engine.hf.hub import hub_model
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.data.settings import data_section
-from mvp_engine.kit.estimate.auto import data_packs
+from mvp_engine.kit.estimate.auto import check_supported, data_packs
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.choice import Choice, Workload, choose, default_choice, is_open
 from mvp_engine.kit.estimate.memory import peak_memory
@@ -89,6 +89,7 @@ class Estimator:
         self._packs = dict[tuple[int, int], Packs]()
         self.choice: Choice | None = None  # of `auto`
         if is_open(self.config, self.data(self.config)):
+            check_supported(self.config)
             self.choice = self._choose()
             self.config = changed(self.config, self.choice.values)
 

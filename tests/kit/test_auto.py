@@ -212,7 +212,7 @@ def test_train_without_a_gpu_takes_the_documented_default_and_tools_say_so(
         (["mllm.global_batch_tokens=null"], "mllm.global_batch_tokens, the tokens of an optimizer step"),
         (["data.global_batch_size=4"], "both set the global batch"),
         (["mllm.global_batch_tokens=64"], "raise it to mllm.row_tokens=128"),
-        (["model.backend=megatron"], "are for model.backend=fsdp"),
+        (["model.backend=megatron"], "model.backend=fsdp"),  # with or without its package
     ],
 )
 def test_auto_that_cannot_be_chosen_is_refused(config: str, words: list[str], message: str, capsys: Any) -> None:

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from families import overrides_of, parallel
 from torch import Tensor
 
+from mvp_engine.cli import main
 from mvp_engine.config.schema import Experts
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
-from mvp_engine.errors import UserError
+from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.hf import LanguageModel, ValueModel
 from mvp_engine.kit.generation import generate
 from mvp_engine.model_engine import Settings, engine_class
@@ -290,6 +292,17 @@ def test_sequence_parallel_of_megatron_on_fsdp_is_refused() -> None:
 def test_megatron_that_is_not_installed_names_the_extra() -> None:
     with pytest.raises(UserError, match=r"pip install 'mvp-engine\[megatron\]'"):
         engine_for("qwen3")
+
+
+@pytest.mark.skipif(not MISSING, reason="megatron-core is installed")
+def test_megatron_that_is_not_installed_is_noticed_before_data_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ROOT / "recipes" / "qwen3" / "configs" / "pretrain_cpu.yaml"
+    assert main(["train", str(config), "model.backend=megatron", f"made.folder={tmp_path}/made"]) == EXIT_USER_ERROR
+    assert "pip install 'mvp-engine[megatron]'" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
 
 
 def test_weight_table_interleaves_queries_keys_and_values_by_key_value_head() -> None:

@@ -55,7 +55,7 @@ def with_choice(engine: MLLMEngine) -> Any:
     section, data = data_section(config)
     if not is_open(config, data):
         return config
-    _check_supported(config)
+    check_supported(config)
     asked = _asked(config, section, data)
     choice = recorded_choice(engine.run, asked) if engine.world.is_main else None
     choice = engine.world.broadcast(choice)
@@ -68,7 +68,8 @@ def with_choice(engine: MLLMEngine) -> Any:
     return changed(config, choice.values)
 
 
-def _check_supported(config: Any) -> None:
+def check_supported(config: Any) -> None:
+    """Raise an error for trainings that `auto` chooses nothing for."""
     if config.model.backend != "fsdp" or config.parallel.pipeline > 1:
         raise UserError(
             "mllm.micro_batch_tokens=auto and model.activation_checkpointing=auto are for model.backend=fsdp without "

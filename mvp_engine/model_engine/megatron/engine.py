@@ -11,7 +11,11 @@ from mvp_engine.hf.adapter import HFAdapter
 from mvp_engine.model_engine.base import Settings
 from mvp_engine.model_engine.fsdp.engine import FSDPEngine
 from mvp_engine.model_engine.megatron.families import check_supported
-from mvp_engine.model_engine.megatron.layers import import_megatron, mark_ends, use_megatron_layers
+from mvp_engine.model_engine.megatron.layers import (
+    mark_ends,
+    require_megatron,
+    use_megatron_layers,
+)
 from mvp_engine.model_engine.registry import register
 from mvp_engine.model_engine.types import LanguageModelEngine, ValueModelEngine
 
@@ -38,10 +42,12 @@ class MegatronAdapter(HFAdapter):
 
 
 class _MegatronEngine(FSDPEngine):
+    check_packages = staticmethod(require_megatron)
+
     def __init__(self, model: nn.Module, layout: Layout, settings: Settings | None = None) -> None:
         super().__init__(model, layout, settings)
         check_supported(model, layout, self.settings)
-        import_megatron()
+        require_megatron()
         self.adapter = MegatronAdapter(model)  # type: ignore[arg-type, assignment]
 
 

@@ -7,6 +7,7 @@ attention (the reference of the preflight) a layer runs transformers' code, so e
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -59,19 +60,20 @@ def mark_ends(forwards: list[LayerForward]) -> None:
         forward.joins = index == len(forwards) - 1 and forward.sequence_group is not None
 
 
-def import_megatron() -> Any:
-    """`modules.py`, which imports megatron; slow, so nothing imports it earlier."""
-    try:
-        with warnings.catch_warnings():  # of packages that are not used here
-            warnings.simplefilter("ignore")
-            from mvp_engine.model_engine.megatron import modules
-    except ImportError as error:
-        if (error.name or "").split(".")[0] != "megatron":
-            raise
+def require_megatron() -> None:
+    if find_spec("megatron") is None:
         raise UserError(
             "model.backend=megatron needs the package megatron-core: pip install 'mvp-engine[megatron]', or set "
             "model.backend=fsdp"
-        ) from error
+        )
+
+
+def import_megatron() -> Any:
+    """`modules.py`, which imports megatron; slow, so nothing imports it earlier."""
+    require_megatron()
+    with warnings.catch_warnings():  # of packages that are not used here
+        warnings.simplefilter("ignore")
+        from mvp_engine.model_engine.megatron import modules
     return modules
 
 

@@ -30,6 +30,7 @@ from mvp_engine.model_engine.fsdp.unused_params import Places
 from mvp_engine.tools.plan.record import CollectiveRecorder
 
 WITHOUT_VALUES = (FakeTensor, DTensor, nn.Parameter)
+GROUPED_BYTES = 16  # to which rows of a grouped GEMM's matrices are aligned
 MOST_KNOWN = 2**22  # elements of a tensor whose values are kept
 
 
@@ -104,8 +105,7 @@ class ShapesOnly(CollectiveRecorder):
             with _disable_current_modes():
                 return func(*args, **kwargs)
         if func is torch.ops.aten._grouped_mm.default:  # its shape function accepts bfloat16 only
-            low = tree_map_only(FakeTensor, _as_bfloat16, (args, kwargs))
-            return func(*low[0], **low[1]).to(args[0].dtype)
+            return _grouped_mm_shape(*args, **kwargs)
         if func.namespace == "c10d":
             with _disable_current_modes():
                 self._answer(func, args)
@@ -133,8 +133,19 @@ class ShapesOnly(CollectiveRecorder):
             tensors[0].fill_(self.codes[call.ranks.index(call.peer)])
 
 
-def _as_bfloat16(tensor: Tensor) -> Tensor:
-    return tensor.bfloat16() if tensor.is_floating_point() else tensor
+def _grouped_mm_shape(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Any:
+    """The output of a grouped GEMM, without values. Groups are a dimension, or rows or columns up to `offs`."""
+    for matrix in (a, b):
+        wide = max(matrix.stride()[-2:]) * matrix.element_size()
+        if matrix.element_size() == 2 and wide % GROUPED_BYTES:
+            raise UserError(
+                f"experts have matrices whose rows have {wide} bytes on a rank, and grouped GEMMs of GPUs need a "
+                f"multiple of {GROUPED_BYTES}: lower parallel.tensor, or use other sizes"
+            )
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.ndim == b.ndim:
+        shape.insert(0, a.shape[0] if offs is None else len(offs))
+    return a.new_empty(shape)
 
 
 def _add_leaves(values: Sequence[Any], leaves: list[Any]) -> None:
@@ -249,6 +260,19 @@ class _WithoutValues(FSDPEngine):
 
     def _update(self, code: Tensor, loss: Tensor) -> None:
         self.optimizer.step()  # whether a step is skipped depends on values
+
+
+class _WithoutParameters(_WithoutValues):
+    """The same for what comes before a step alone: parameters stay on the meta device."""
+
+    def _materialize(self, skeleton: nn.Module) -> None: ...
+
+    def _prepare_training(self) -> None: ...
+
+
+def check_engine(engine_class: type[Any], build: Callable[[type[Any]], object]) -> None:
+    """Let `build` make and initialize an engine, which raises what a training would raise at its start."""
+    build(type(f"Checked{engine_class.__name__}", (_WithoutParameters, engine_class), {}))
 
 
 def simulated_step(

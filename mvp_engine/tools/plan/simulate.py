@@ -17,7 +17,7 @@ from mvp_engine.log import MetricStore
 from mvp_engine.model_engine import Settings, engine_class
 from mvp_engine.model_engine.fsdp.lockstep import media_kinds
 from mvp_engine.model_engine.optim import build_optimizer
-from mvp_engine.tools.plan.fake_ranks import fake_world, simulated_step
+from mvp_engine.tools.plan.fake_ranks import check_engine, fake_world, simulated_step
 from mvp_engine.tools.plan.memory import bytes_of_ranks, held_bytes
 from mvp_engine.tools.plan.ranks import chosen_ranks, group_names
 from mvp_engine.tools.plan.record import Collective
@@ -38,8 +38,13 @@ class RankPlan:
 
 
 class Simulation:
-    def __init__(self, config: Any, size: int, gpus_per_node: int = 8) -> None:
+    """`parallel`: the section of the layout, which in an RL config is that of the actor."""
+
+    def __init__(
+        self, config: Any, size: int, gpus_per_node: int = 8, parallel: Any = None
+    ) -> None:
         self.config = config
+        self.parallel = parallel or config.parallel
         self.size = size
         self.gpus_per_node = gpus_per_node
         self._codes = dict[int, int]()  # see ShapesOnly
@@ -51,11 +56,19 @@ class Simulation:
     def ranks(self, wanted: str | None = None) -> list[int]:
         """The ranks to simulate; raises a UserError if the layout does not fit the number of ranks."""
         with fake_world(0, self.size, self.gpus_per_node) as world:
-            return chosen_ranks(Layout.of(world, self.config.parallel), wanted)
+            return chosen_ranks(Layout.of(world, self.parallel), wanted)
+
+    def check(self) -> None:
+        """Build rank 0: what a training would refuse at its start is refused here, by the same code."""
+        with fake_world(0, self.size, self.gpus_per_node) as world:
+            layout = Layout.of(world, self.parallel)
+            model = self.config.model
+            kind = engine_class(model.type, model.backend)
+            check_engine(kind, lambda checked: self._build(checked, layout))
 
     def run(self, rank: int, micro_batches: list[PackedBatch]) -> RankPlan:
         with fake_world(rank, self.size, self.gpus_per_node) as world:
-            layout = Layout.of(world, self.config.parallel)
+            layout = Layout.of(world, self.parallel)
 
             def step(engine: Any) -> None:
                 world.host_calls = 0
