@@ -199,6 +199,19 @@ def test_normalization_survives_its_file_and_inverts(tmp_path, tokenizer, mode, 
     assert (tmp_path / "act.py").is_file()
 
 
+def test_observation_with_a_renamed_camera_or_a_broken_state_is_refused() -> None:
+    stats = {"mean": [0.0], "std": [1.0]}
+    spec = {"format": 1, "mode": "mean_std", "relative": [], "cameras": ["top", "wrist"], "state": stats}
+    normalization = Normalization({**spec, "action": stats})
+    frame = np.zeros((2, 2, 3), np.uint8)
+    assert len(normalization.frames({"wrist": frame})) == 1  # as frames of training, it may lack one
+    assert len(normalization.frames({"side": frame, "wrist": frame, "top": frame})) == 2
+    with pytest.raises(ValueError, match=r"the observation has \['side', 'top'\]; the policy needs"):
+        normalization.frames({"side": frame, "top": frame})
+    with pytest.raises(ValueError, match="not finite"):
+        normalization.normalize_state([np.nan], 2)
+
+
 def test_relative_actions_with_absolute_statistics_are_a_user_error(tmp_path, tokenizer) -> None:
     root = write_folder(tmp_path / "robot", "v3.0", None)
     stats = str(root / "meta/stats.json")
@@ -257,7 +270,10 @@ def test_tokenizer_of_another_model_is_a_user_error(tmp_path, tokenizer) -> None
     ("actions", "message"),
     [
         ({"cameras": ["observation.images.side"]}, r"has no camera 'observation\.images\.side'"),
-        ({"action": "actions"}, r"has no feature 'actions'\. Did you mean action\?"),
+        (
+            {"action": "actions"},
+            r"has no feature 'actions'\. Did you mean action\?.* actions\.action name the features",
+        ),
         ({"relative": [3]}, r"actions\.relative=\[3\]: dimensions are 0 to 2"),
         ({"statistics": "nowhere.json"}, r"actions\.statistics=nowhere\.json: no such file"),
     ],

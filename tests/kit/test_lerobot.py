@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from mvp_engine.errors import UserError
@@ -231,3 +232,11 @@ def test_folder_errors_name_the_file_and_the_fix(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"{Path(file).name} cannot be read: .*Is the download complete"):
             LeRobotFolder(root)
         (root / "meta" / file).write_bytes(content)
+    with pytest.raises(UserError, match=r"file-000\.parquet has no column 'observation\.images\.side'"):
+        read_frames(LeRobotFolder(root), ["action"], images=["observation.images.side"])
+    pq.write_table(pq.read_table(root / "meta" / file).drop(["length"]), root / "meta" / file)
+    with pytest.raises(UserError, match=r"meta/episodes: an episode has no 'length'"):
+        LeRobotFolder(root)
+    (root / "meta" / file).unlink()
+    with pytest.raises(UserError, match=r"meta/episodes has no episodes"):
+        LeRobotFolder(root)

@@ -75,11 +75,12 @@ class Normalization:
     def normalize_state(self, state: Any, size: int) -> Tensor:
         """(..., state size) -> (..., size): normalized, then padded with zeros."""
         offset, scale = self.state
-        if np.shape(state)[-1] != self.state_size:
-            raise ValueError(
-                f"a state has {np.shape(state)[-1]} values; the policy was trained with {self.state_size}"
-            )
+        given = np.shape(state)[-1]
+        if given != self.state_size:
+            raise ValueError(f"a state has {given} values; the policy needs {self.state_size}")
         values = (np.asarray(state, np.float64) - offset) / scale
+        if not np.isfinite(values).all():
+            raise ValueError(f"a state has values that are not finite: {state}")
         return F.pad(torch.from_numpy(values).float(), (0, size - values.shape[-1]))
 
     def normalize_actions(self, actions: Any, state: Any, size: int) -> Tensor:
@@ -102,7 +103,8 @@ class Normalization:
     def frames(self, images: Mapping[str, Any]) -> list[Any]:
         """The images of one observation in the order of the cameras; it may lack some of them."""
         found = {name: images[name] for name in self.cameras if name in images}
-        if not found:
+        # A camera under another name would be left out, and the actions wrong without an error.
+        if not found or len(found) < min(len(images), len(self.cameras)):
             raise ValueError(f"the observation has {list(images)}; the policy needs {self.cameras}")
         for name, frame in found.items():
             # Values from 0 to 1 would be black, and the actions wrong without an error.
@@ -129,12 +131,9 @@ def _affine(mode: str, stats: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray
     if mode == "none":
         size = len(stats["mean"])
         return np.zeros(size), np.ones(size)
-    first, second = (np.array(stats[name], np.float64) for name in MODES[mode])
-    offset = first
-    scale = second
+    offset, scale = (np.array(stats[name], np.float64) for name in MODES[mode])
     if mode != "mean_std":  # the low and the high end
-        offset = (first + second) / 2
-        scale = (second - first) / 2
+        offset, scale = (offset + scale) / 2, (scale - offset) / 2
     return offset, np.where(scale < _TINY, 1.0, scale)
 
 
@@ -242,6 +241,8 @@ class Pi0(Policy):
         noise: Tensor | None,
         num_steps: int | None,
     ) -> Tensor:
+        if num_steps is not None and num_steps < 1:
+            raise ValueError(f"num_steps={num_steps}: noise becomes actions in one step or more")
         config = self.model.config
         device = self.model.device
         ids = []
@@ -265,7 +266,7 @@ class Pi0(Policy):
             state=state.to(device, dtype),
             input_ids=input_ids.to(device),
             pixel_values=pixels.to(device, dtype),
-            noise=None if noise is None else noise.to(device, dtype),
+            noise=None if noise is None else torch.as_tensor(noise).to(device, dtype),
             attention_mask=mask.to(device),
             pixel_attention_mask=has_camera.to(device),
             num_steps=num_steps,

@@ -50,8 +50,8 @@ class Frames:
         return mask
 
 
-def read_frames(folder: LeRobotFolder, keys: Sequence[str]) -> Frames:
-    """Read the features `keys` of all frames."""
+def read_frames(folder: LeRobotFolder, keys: Sequence[str], images: Sequence[str] = ()) -> Frames:
+    """Read the features `keys` of all frames; the files must also have the columns `images`, which are read later."""
     lengths = np.array([episode.length for episode in folder.episodes], np.int64)
     first = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
     total = int(lengths.sum())
@@ -65,7 +65,7 @@ def read_frames(folder: LeRobotFolder, keys: Sequence[str]) -> Frames:
         first=first,
         bad={},
     )
-    reader = _Reader(folder, frames, lengths, np.zeros(total, bool))
+    reader = _Reader(folder, frames, lengths, np.zeros(total, bool), images)
     by_file: dict[Path, list[int]] = {}
     for number, episode in enumerate(folder.episodes):
         by_file.setdefault(episode.data_file, []).append(number)
@@ -81,6 +81,7 @@ class _Reader:
     frames: Frames
     lengths: np.ndarray
     seen: np.ndarray  # (F,) bool: rows that a file has
+    images: Sequence[str]
 
     def read_file(self, file: Path, numbers: list[int]) -> None:
         """Read a file that should hold the episodes at the positions `numbers`."""
@@ -106,7 +107,7 @@ class _Reader:
         wanted = [*_INDEX_COLUMNS, *self.frames.columns]
         try:
             names = pq.read_schema(file).names
-            missing = [name for name in wanted if name not in names]
+            missing = [name for name in [*wanted, *self.images] if name not in names]
             if not missing:
                 wanted += [_TASK_COLUMN] if _TASK_COLUMN in names else []
                 return pq.read_table(file, columns=wanted)

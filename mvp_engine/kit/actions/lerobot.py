@@ -67,9 +67,15 @@ class LeRobotFolder:
         require_package("pyarrow", f"reading {self.root}")
         is_v3 = self.version == "v3.0"
         self.tasks: dict[int, str] = _tasks_v3(self.root) if is_v3 else _tasks_v2(self.root)
-        self.episodes: list[Episode] = self._episodes_v3() if is_v3 else self._episodes_v2()
+        where = f"{self.root}/meta/{'episodes' if is_v3 else 'episodes.jsonl'}"
+        try:
+            self.episodes: list[Episode] = self._episodes_v3() if is_v3 else self._episodes_v2()
+        except KeyError as error:
+            raise UserError(
+                f"{where}: an episode has no {error}, which LeRobot writes: is it complete?"
+            ) from None
         if not self.episodes:
-            raise UserError(f"{self.root} has no episodes")
+            raise UserError(f"{where} has no episodes: is the download complete?")
 
     @property
     def cameras(self) -> list[str]:
@@ -83,7 +89,7 @@ class LeRobotFolder:
             numeric = [name for name in self.features if name not in self.cameras]
             raise UserError(
                 f"{self.root / INFO_FILE} has no feature {key!r}.{did_you_mean(key, numeric)} It has "
-                f"{', '.join(numeric)}"
+                f"{', '.join(numeric)}. In a config, actions.state and actions.action name the features"
             )
         return int(np.prod(self.features[key]["shape"]))
 

@@ -75,7 +75,8 @@ class FrameRows(RowFile):
 
     @cached_property
     def _frames(self) -> Frames:  # not pickled: another process reads it again
-        frames = read_frames(self.folder, [self.settings.state, self.settings.action])
+        images = [camera for camera in self.cameras if not self.folder.is_video(camera)]
+        frames = read_frames(self.folder, [self.settings.state, self.settings.action], images)
         self._find_missing_videos(frames)
         return frames
 
