@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 def record_setup(engine: Engine, accumulation: int) -> None:
     """Log the setup and note it in the run folder. `accumulation`: micro-batches of a rank in one step."""
-    optimizer = engine.model_engine.optimizer
-    parts = trained_parts(engine.model, optimizer)
+    world = engine.model_engine.world  # in RL not the controller's own
+    groups = engine.model_engine.param_groups
+    parts = trained_parts(engine.model, groups)
     everything = parts[-1]
     setup: dict[str, Any] = {
-        "device": _device_name(engine.device),
-        "ranks": engine.world.size,
+        "device": _device_name(world.device),
+        "ranks": world.size,
         "precision": engine.model_engine.settings.precision,
         "first_step": engine.step,
         "total_steps": engine.total_steps,
@@ -37,15 +38,17 @@ def record_setup(engine: Engine, accumulation: int) -> None:
         trained += f" of {everything['parameters']:,}"
     engine.logger.info(
         f"run {engine.run.dir}: {trained} parameters train, {setup['precision']} on "
-        f"{engine.world.size} x {engine.device.type}; "
-        f"steps {engine.step} to {engine.total_steps or '?'}; global batch of {setup['global_batch']} on "
-        f"{count(engine.layout.data_size, 'data-parallel rank')}, {count(accumulation, 'micro-batch')} each"
+        f"{world.size} x {world.device.type}; "
+        f"steps {engine.step} to {engine.total_steps or '?'}; global batch of {setup['global_batch']} "
+        f"{engine.batch_division(accumulation)}"
     )
-    if text := table(engine.model, optimizer):
+    if text := table(engine.model, groups):
         engine.logger.info("what trains:\n%s", text)
 
 
 def _device_name(device: torch.device) -> str:
+    if device.type == "cuda" and not torch.cuda.is_initialized():
+        return "GPU"  # of worker processes: asking for its name would take memory of it here
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {count(torch.get_num_threads(), 'thread')}"

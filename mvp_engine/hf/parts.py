@@ -11,11 +11,10 @@ for an Omni model, code predictor included, is `talker`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
-import torch
 from torch import nn
 
 from mvp_engine.config.schema import Part
@@ -190,16 +189,16 @@ def _no_part(model: nn.Module, part: str, key: str, known: set[Any]) -> UserErro
 
 
 def trained_parts(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module, param_groups: Sequence[dict[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """One dict per part, then one for `all` of the model.
+    """One dict per part, then one for `all` of the model; `param_groups` are those of its optimizer.
 
     Keys: `part`, `parameters`, `trained` (how many are not frozen), `rates` (their learning rates
     before any schedule) and `adapters` (LoRA layers). A model without parts has `all` alone.
     """
     parts = parts_of(model)
     named = dict(model.named_parameters())
-    learning_rates = _learning_rates(optimizer)
+    learning_rates = _learning_rates(param_groups)
     sizes = num_parameters(model)
     facts = []
     others = [one for one in _elsewhere(model).values() if one.part]
@@ -211,9 +210,9 @@ def trained_parts(
     return [*facts, _summary("all", named, others, sizes, learning_rates)]
 
 
-def _learning_rates(optimizer: torch.optim.Optimizer | None) -> dict[nn.Parameter, float]:
+def _learning_rates(param_groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, float]:
     rates: dict[nn.Parameter, float] = {}
-    for group in optimizer.param_groups if optimizer else []:
+    for group in param_groups:
         rate = group.get("initial_lr", group["lr"])
         rates |= dict.fromkeys(group["params"], rate)
     return rates
@@ -239,9 +238,9 @@ def _summary(
     }
 
 
-def table(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+def table(model: nn.Module, param_groups: Sequence[dict[str, Any]] = ()) -> str:
     """`trained_parts` as a text table for the log; empty for a model without parts."""
-    facts = trained_parts(model, optimizer)
+    facts = trained_parts(model, param_groups)
     if len(facts) == 1:
         return ""
     rows = [("part", "parameters", "trained", "", "learning rate"), *map(_table_row, facts)]

@@ -64,7 +64,7 @@ class MLLMModelKit:
     @staticmethod
     def table(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
         """A table of what trains, by part, as the engine logs it at the start."""
-        return table(model, optimizer)
+        return table(model, optimizer.param_groups if optimizer else ())
 
     @staticmethod
     def export_adapter(engine: ModelEngine, folder: str | Path) -> None:

@@ -163,6 +163,11 @@ class ModelEngine(abc.ABC):
         """Raise an error if a package of this backend is missing; called before data is read."""
         return
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer: parameters by learning rate and weight decay."""
+        return self.optimizer.param_groups
+
     @classmethod
     def build_model(cls, source: ModelSource) -> nn.Module:
         """A model of this type, on the meta device; `initialize` gives it its weights."""

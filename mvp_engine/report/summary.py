@@ -74,8 +74,10 @@ def summary_text(facts: RunFacts, seconds: float) -> str:
     ]
     train = facts.last("train")
     held_out = facts.last("eval")
-    if train.get("loss") is not None:
-        lines.append(_line("train", f"loss {number(train['loss'])}"))
+    # Of an RL run the reward says how it went: its loss is about 0 throughout.
+    name = "reward" if "reward" in train else "loss"
+    if train.get(name) is not None:
+        lines.append(_line("train", f"{name} {number(train[name])}"))
     if held_out:
         values = _metrics(held_out)
         lines.append(_line("eval", f"step {held_out['step']:,}  {values}"))

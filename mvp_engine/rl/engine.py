@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import SGD
 
 from mvp_engine.checkpoint.manager import recover
 from mvp_engine.config.schema import Config
 from mvp_engine.data import derived_seed
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import StepContext
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.decoding import Decoding
 from mvp_engine.kit.mllm import MLLMEngine
@@ -71,6 +70,7 @@ class RLEngine(MLLMEngine):
             )
         # What "auto" means for the models. The controller itself computes on a GPU only if the models are with it.
         self.precision = precision_on(world.device, config.loop.precision)
+        self.model_device = world.device
         if config.workers.where != "local":
             world = dataclasses.replace(world, device=torch.device("cpu"))
         super().__init__(config, world, *args, **kwargs)
@@ -93,6 +93,11 @@ class RLEngine(MLLMEngine):
     def global_batch_size(self) -> int:
         """Prompts in one step."""
         return self.config.rl.prompts
+
+    def batch_division(self, accumulation: int) -> str:
+        rl = self.config.rl
+        completions = count(rl.group, "completion")
+        return f"with {completions} each, in {count(rl.updates, 'optimizer step')}"
 
     def prepare_dataloader(self, split: str) -> PromptLoader:
         return prompt_loader(
@@ -120,9 +125,10 @@ class RLEngine(MLLMEngine):
         self.model = self.prepare_model()  # on the meta device: its parts, for logs and reports
         freeze(self.model, self.config.model.freeze)
         side_files = self.run.dir / "processor"
-        groups = ModelGroups(self.config, self.precision, self.total_steps, side_files)
+        device = self.model_device
+        groups = ModelGroups(self.config, self.precision, self.total_steps, side_files, device)
         if self._training:
-            groups.optimizer = SGD(parameter_groups(self.model, self.config.optim))
+            groups.param_groups = parameter_groups(self.model, self.config.optim)
         return self._closing.enter_context(closing(groups))
 
     def _open_rewards(self) -> None:
@@ -159,17 +165,19 @@ class RLEngine(MLLMEngine):
             except WorkerDied as error:
                 if restart == restarts:
                     raise
-                self._reset(f"{error}. Restart {restart + 1} of {restarts}")
+                self.logger.error("%s", error)
+                self._reset(f"restart {restart + 1} of {restarts}")
 
-    def _reset(self, why: str) -> None:
+    def _reset(self, what: str) -> None:
         """Close everything and return to the state of a launch that resumes this run."""
-        self.logger.error("%s", why)
         self._closing.close()
         recover(self.run.checkpoints)
         found = self.run.checkpoint_list()
         checkpoint = found[-1] if found else self.checkpoint
         self.__dict__.pop("learner", None)
-        MLLMEngine.__init__(self, self.config, self.world, self.run, checkpoint, why)
+        start = checkpoint.name if checkpoint else "the start: there is no checkpoint yet"
+        greeting = f"{what}: continuing {self.run.dir} from {start}"
+        MLLMEngine.__init__(self, self.config, self.world, self.run, checkpoint, greeting)
 
     def before_train(self) -> None:
         self._open_rewards()
@@ -209,6 +217,8 @@ class RLEngine(MLLMEngine):
             self._watch_signal(experience)
             with self._phase("update"):
                 updates = self._learn(ctx, experience)
+            peaks = [one.peak_memory for one in updates.actor + updates.critic]
+            self.meter.worker_memory = max([self.meter.worker_memory, *peaks])
             self.model_engine.add_status(updates.actor, updates.critic)
             _log_all(ctx, updates.metrics())
             ctx.numbers = _step_numbers(updates)
@@ -290,7 +300,8 @@ class RLEngine(MLLMEngine):
             rewards = self.rewards(prompts, samples)
         made = Experience(prompts, samples, rewards)
         made.metrics = reward_metrics(rewards) | _sample_metrics(samples)
-        made.log("with_signal", len(made.prompts_with_signal()), len(prompts))
+        if ALGORITHMS[self.config.rl.algorithm].has_groups:
+            made.log("with_signal", len(made.prompts_with_signal()), len(prompts))
         return made
 
     # ---- Evaluation -----------------------------------------------------------------------------------------------

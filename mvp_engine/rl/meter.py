@@ -11,9 +11,16 @@ from mvp_engine.engine.meter import Meter
 
 
 class RLMeter(Meter):
+    generation_key = "evaluation.samples"
+
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.seconds: dict[str, float] = {}
+        self.worker_memory = 0  # bytes: the peak of the rank that has most
+
+    def peak_memory(self) -> int:
+        """Of the models' processes: the controller itself holds none."""
+        return self.worker_memory or super().peak_memory()
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:

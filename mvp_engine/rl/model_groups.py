@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from mvp_engine.checkpoint.format import Reader, from_bytes, to_bytes, verify
 from mvp_engine.checkpoint.state import SavedState
+from mvp_engine.distributed import World
 from mvp_engine.errors import UserError
 from mvp_engine.kit.policy import ALGORITHMS
 from mvp_engine.model_engine import Settings, StepStatus
@@ -33,14 +34,22 @@ class ModelGroups:
     reward: WorkerGroup | None = None  # the reward model
 
     def __init__(
-        self, config: RLConfig, precision: str, total_steps: int | None, side_files: Path
+        self,
+        config: RLConfig,
+        precision: str,
+        total_steps: int | None,
+        side_files: Path,
+        device: torch.device,
     ) -> None:
         """`total_steps`: steps of the controller, of `rl.updates` optimizer steps each."""
         self.config = config
         self.settings = Settings.from_config(config, precision)
         self.total_steps = total_steps
         self.side_files = side_files
-        self.optimizer: Optimizer | None = None  # only for logs: the workers have those that update
+        ranks = config.groups.actor.ranks or 1
+        self.world = World(0, ranks, 0, ranks, device)  # of the actor, for logs
+        # The actor's parameters by learning rate, on the meta device: the workers have the optimizers.
+        self.param_groups: list[dict[str, Any]] = []
         self.learning_rates: dict[str, float] = {}
         # The collector's part of a checkpoint, and what of it was restored.
         self.pending_state: Callable[[], dict[str, Any] | None] = lambda: None
@@ -54,7 +63,8 @@ class ModelGroups:
         """Start the processes and their models; without an optimizer only those of an evaluation."""
         config = self.config
         groups = config.groups
-        warmup = config.rl.critic_warmup
+        has_critic = ALGORITHMS[config.rl.algorithm].has_critic
+        warmup = config.rl.critic_warmup if has_critic else 0
         with self._started:  # ends what was started if a later group fails
             if optimizer is None:
                 self.actor = self._start("actor", groups.actor, self._spec(optim=None))

@@ -28,6 +28,11 @@ LOGGER = logging.getLogger("mvp_engine")
 Model = Callable[[Sequence[Prompt], Sequence[Sample]], list[float]]
 MAX_WARNINGS = 10  # of a run
 SHOWN_CHARACTERS = 200  # of an answer
+TAKEN_NAMES = {  # of parts of a reward, whose metric is reward_NAME
+    "": "is empty: choose another one",
+    "errors": "is that of the metric reward_errors: choose another one",
+    "model": "is that of the reward model's score: choose another one",
+}
 
 
 @dataclass(frozen=True)
@@ -207,6 +212,8 @@ class _Checked:
         for name, value in returned.items():
             if not isinstance(name, str):
                 raise TypeError(f"the reward has the name {name!r}, wanted a string")
+            if name in TAKEN_NAMES:
+                raise ValueError(f"the reward has the name {name!r}, which {TAKEN_NAMES[name]}")
             parts[name] = _number(value, f"the reward {name!r}")
         return sum(parts.values()), parts
 

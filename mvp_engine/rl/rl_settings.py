@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mvp_engine.config.schema import (
     CHECKPOINTING_MODES,
@@ -193,6 +195,22 @@ class Group(Section):
             raise ValueError(f"on: {self.on} has the ranks of that group: leave out ranks")
         return self
 
+    def check_layout(self, name: str, actor_ranks: int) -> None:
+        """Raise if the sizes of `parallel` do not multiply to the ranks of this group."""
+        owner = "actor" if self.on is not None else name
+        ranks = actor_ranks if self.on is not None else self.ranks or 1
+        sizes = self.parallel.model_dump(exclude={"replicate", "expert", "reshard"})
+        replicas = self.parallel.replicate
+        each = math.prod(sizes.values()) * max(1, replicas)
+        if ranks % each or (replicas != -1 and ranks != each):
+            keys = [f"{key}={size}" for key, size in sizes.items() if size > 1]
+            keys += [f"replicate={replicas}"] if replicas > 1 else []
+            raise ValueError(
+                f"groups.{name}.parallel ({', '.join(keys) or 'replicate=1'}) does not multiply to "
+                f"groups.{owner}.ranks={ranks}: set groups.{owner}.ranks={each * max(1, ranks // each)}, or change "
+                "the sizes"
+            )
+
 
 class Groups(Section):
     actor: Group = Group()
@@ -205,6 +223,14 @@ class Groups(Section):
     """The reward model of reward.model."""
     rollout: Group | None = None
     """A group of its own that generates, for rollout.backend=packed; null: the actor generates."""
+
+    @field_validator("critic", "reference", "reward", mode="before")
+    @classmethod
+    def _on_the_actor(cls, group: Any) -> Any:
+        """A group that is given a layout alone stays where it is by default."""
+        if isinstance(group, Mapping) and not {"ranks", "on"} & set(group):
+            return {**group, "on": "actor"}
+        return group
 
 
 class RLConfig(MLLMConfig):
@@ -235,6 +261,9 @@ class RLConfig(MLLMConfig):
                         f"groups.{name}.ranks={group.ranks}: workers.where=local is one process. Set "
                         "workers.where=spawn"
                     )
+        for name, group in self.groups:
+            if group is not None:
+                group.check_layout(name, actor.ranks or 1)
         if self.groups.rollout is not None and self.rollout.backend != "packed":
             raise ValueError("groups.rollout is for rollout.backend=packed: servers generate")
         if self.rollout.backend != "packed" and not self.rollout.urls:
@@ -248,6 +277,12 @@ class RLConfig(MLLMConfig):
         if rl.algorithm in needs_groups and rl.group == 1:
             raise ValueError(
                 f"rl.algorithm={rl.algorithm} compares the completions of a prompt: set rl.group to 2 or more"
+            )
+        in_rewards = ("rloo", "reinforce_pp", "ppo")
+        if rl.kl and rl.kl_estimator == "k1" and rl.algorithm not in in_rewards:
+            raise ValueError(
+                f"rl.kl_estimator=k1: {rl.algorithm} has the KL divergence in its loss, where the gradient of k1 is 0 "
+                "in expectation. Set k2 or k3"
             )
         if rl.updates > rl.prompts:
             raise ValueError(f"rl.updates={rl.updates} is more than rl.prompts={rl.prompts}")

@@ -22,8 +22,9 @@ from mvp_engine.tools.merge import model_checkpoint
 SHOWN_KEYS = [
     "optim.lr", "optim.lr_by_part", "optim.schedule", "optim.warmup_steps", "optim.warmup_ratio",
     "optim.weight_decay", "loop.epochs", "loop.total_steps", "loop.precision", "data.global_batch_size",
-    "mllm.micro_batch_tokens", "mllm.global_batch_tokens", "lora.rank", "lora.alpha", "lora.targets",
-    "model.freeze", "seed",
+    "rl.algorithm", "rl.prompts", "rl.group", "rl.updates", "rl.clip", "rl.kl", "rollout.max_new_tokens",
+    "rollout.temperature", "mllm.micro_batch_tokens", "mllm.global_batch_tokens", "lora.rank", "lora.alpha",
+    "lora.targets", "model.freeze", "seed",
 ]  # fmt: skip
 SNIPPET = """\
 ```python
@@ -91,6 +92,8 @@ def _summary(run: Run, config: dict[str, Any], base: str | None, is_adapter: boo
     how = "fine-tuning of all weights"
     if config.get("lora"):
         how = "LoRA, as an adapter" if is_adapter else "LoRA, merged"
+    if rl := config.get("rl"):
+        how = f"reinforcement learning ({rl['algorithm']}; {how})"
     return f"Trained from {origin} by {how}, with MVP Engine (run `{run.id}`).\n"
 
 
@@ -123,13 +126,14 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _results(run: Run) -> str:
-    """The metrics of the last evaluation, and the last training loss."""
+    """The metrics of the last evaluation, and the last training loss; of an RL run, the last reward."""
     values: dict[str, float] = {}
     for split in ("train", "eval"):
         records = list(run.records(split))
         last = records[-1] if records else {}
+        shown = "reward" if "reward" in last else "loss"
         for key, value in last.items():
-            if isinstance(value, float) and (split == "eval" or key == "loss"):
+            if isinstance(value, float) and (split == "eval" or key == shown):
                 values[f"{'held-out' if split == 'eval' else 'training'} {key}"] = value
     rows = [f"| {key} | {value:.4g} |" for key, value in values.items()]
     return _table("## Results", "metric", "value", rows) if rows else ""
@@ -138,6 +142,8 @@ def _results(run: Run) -> str:
 def _settings(run: Run, config: dict[str, Any]) -> str:
     """Config keys, and the versions of the last launch, which need not be those that are installed here."""
     flat = flat_keys(config)
+    if config.get("rl"):
+        flat.pop("data.global_batch_size", None)  # a step has rl.prompts prompts
     shown = {key: flat[key] for key in SHOWN_KEYS if flat.get(key) not in (None, [], {}, "")}
     rows = [f"| `{key}` | {value} |" for key, value in shown.items()]
     versions = run.info.get("setup", {}).get("versions", {})

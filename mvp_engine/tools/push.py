@@ -18,6 +18,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.hub import HubRepo
 from mvp_engine.hf.hub_errors import hub_errors
 from mvp_engine.hf.merge import merge
+from mvp_engine.report.facts import writes_text
 from mvp_engine.runs import Run
 from mvp_engine.tools.chat import model_folders
 from mvp_engine.tools.merge import build_model, model_checkpoint, trained_run
@@ -41,7 +42,7 @@ def push(
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise UserError(f"{name} is not the name of a repository: write org/name or user/name")
     run = trained_run(target, Path(root))
-    base = _base(run)
+    base = base_model(_config(run))
     if adapter and base is None:
         raise UserError(
             f"{run.id} started from a local folder, which others cannot load with the adapter: push the merged model "
@@ -56,6 +57,7 @@ def push(
         sizes[CARD] = len(card.encode())
         url = None if dry_run else _upload(name, folder, list(sizes), card, run)
     facts = {"repository": name, "public": public, "url": url, "files": sizes, "card": card}
+    facts["chats"] = writes_text(_config(run))
     print(json.dumps(facts, indent=2) if as_json else _page(facts))
 
 
@@ -63,10 +65,8 @@ def _page(facts: dict[str, Any]) -> str:
     sizes: dict[str, int] = facts["files"]
     if facts["url"]:
         total = f"{len(sizes)} files, {sum(sizes.values()) / 1e6:,.1f} MB"
-        chat = f"mvp chat {facts['repository']}"
-        return f"{facts['url']}: {total}." + (
-            f" Talk to it: {chat}" if chat in facts["card"] else ""
-        )
+        talk = f" Talk to it: mvp chat {facts['repository']}" if facts["chats"] else ""
+        return f"{facts['url']}: {total}.{talk}"
     visibility = "public" if facts["public"] else "private"
     lines = [f"would upload to {facts['repository']} ({visibility}):", ""]
     lines += [f"  {size / 1e6:10,.2f} MB  {name}" for name, size in sizes.items()]
@@ -133,10 +133,10 @@ def _upload_errors(name: str) -> Iterator[None]:
             ) from None
 
 
-def _base(run: Run) -> str | None:
-    """The model of the Hub that the training started from."""
+def _config(run: Run) -> dict[str, Any]:
     file = run.dir / "config.yaml"
-    return base_model(yaml.safe_load(file.read_text())) if file.is_file() else None
+    config: dict[str, Any] = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    return config
 
 
 def _license(base: str | None) -> str | None:

@@ -355,4 +355,5 @@ def _over_ranks(numbers: list[UpdateNumbers]) -> UpdateNumbers:
             total = metrics.get(name, (0.0, 0.0))
             metrics[name] = (total[0] + value, total[1] + weight)
     weight = sum(one.weight for one in numbers)
-    return dataclasses.replace(numbers[0], weight=weight, metrics=metrics)
+    peak = max(one.peak_memory for one in numbers)
+    return dataclasses.replace(numbers[0], weight=weight, metrics=metrics, peak_memory=peak)

@@ -21,6 +21,7 @@ from mvp_engine.checkpoint.format import publish_leftover
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
+from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import UserError
 from mvp_engine.hf.lora import adapters_off
 from mvp_engine.hf.receive import WeightReceiver
@@ -61,6 +62,7 @@ class UpdateNumbers:
     lr: float  # the highest one, where parts have their own
     skipped: str | None  # why the weights were not updated
     metrics: dict[str, tuple[float, float]]  # name -> (sum, weight)
+    peak_memory: int = 0  # bytes, of the rank that has most
 
 
 class Worker:
@@ -174,6 +176,7 @@ class Worker:
             max(engine.learning_rates.values()),
             status.reason,
             metrics,
+            peak_memory(self.world.device),
         )
 
     # ---- Weights --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from mvp_engine.cli import main
 from mvp_engine.config.compose import read_draft
 from mvp_engine.config.explain import OTHER_TRAINERS, all_keys, suggest_key
 from mvp_engine.kit import MLLMConfig
+from mvp_engine.kit.preference_settings import PreferenceConfig
+from mvp_engine.rl.rl_settings import RLConfig
 from mvp_engine.tools.argument_parser import build_parser
 from mvp_engine.tools.config import json_schema, schemas_of
 from mvp_engine.tools.config_keys import config_keys, reference_page
@@ -102,6 +105,11 @@ def test_name_of_another_trainer_is_answered(names: str) -> None:
         assert suggest_key(name, MLLMConfig).startswith(("Here it is", "Did you mean")), name
 
 
+def test_name_of_another_rl_trainer_is_answered_with_a_key_of_rl() -> None:
+    for name in ["num_generations", "max_completion_length", "kl_coef", "ppo_mini_batch_size", "rl.beta"]:
+        assert re.match(r"Here it is (rl|rollout)\.", suggest_key(name, RLConfig)), name
+
+
 def test_section_that_is_given_a_value_names_its_keys(capsys) -> None:
     config = str(ROOT / "recipes/digits_vlm/configs/train.yaml")
     assert main(["config", "show", config, "model=org/name", "lora=true"]) == 2
@@ -111,7 +119,7 @@ def test_section_that_is_given_a_value_names_its_keys(capsys) -> None:
 
 
 def test_names_that_replace_those_of_other_trainers_exist() -> None:
-    known = {key.name for key in config_keys(MLLMConfig)}
+    known = {key.name for schema in (MLLMConfig, RLConfig, PreferenceConfig) for key in config_keys(schema)}
     for text in yaml.safe_load(OTHER_TRAINERS.read_text()).values():
         first = text.split()[0].split("=")[0].split("[")[0].strip(",:")
         assert "." not in first or first in known, text

@@ -84,7 +84,7 @@ def test_freeze_part_gets_no_gradient_and_no_update(frozen: tuple[str, ...]) -> 
             assert torch.equal(param, before[name]), name
         else:
             assert not torch.equal(param, before[name]), name
-    shown = {line.split()[0]: line for line in table(engine.model, engine.optimizer).splitlines()}
+    shown = {line.split()[0]: line for line in table(engine.model, engine.optimizer.param_groups).splitlines()}
     assert all(shown[part].endswith("frozen") for part in frozen if part in shown)
     assert "0.01" in shown["projector" if "projector" not in frozen else "vision"]
 

@@ -47,6 +47,13 @@ def random_values(seed: int) -> Tensor:
     return torch.randn(sum(map(len, MASKS)), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("value", [0.1, 1 / 3 * 1e9, 1e30])
+def test_group_advantages_equal_rewards_of_any_size_are_zero(value: float) -> None:
+    """The mean of equal numbers differs from them by rounding, which their deviation would scale up to 1."""
+    rewards = torch.full((7,), value, dtype=torch.float64)
+    assert group_advantages(rewards, torch.zeros(7, dtype=torch.long)).tolist() == [0.0] * 7
+
+
 @pytest.mark.parametrize(("std", "leave_one_out"), [(True, False), (False, False), (False, True)])
 def test_group_advantages_equal_loop_over_groups(std: bool, leave_one_out: bool) -> None:
     found = group_advantages(REWARDS, GROUPS, std=std, leave_one_out=leave_one_out)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mvp_engine.distributed import World
 from mvp_engine.errors import EXIT_USER_ERROR, UserError
 from mvp_engine.launch import launch
 from mvp_engine.runs import list_runs
+from mvp_engine.tools.model_card import model_card
 
 pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "recipes" / "reverse_rl" / "configs"
@@ -77,6 +79,10 @@ def test_rl_grpo_step_logs_rewards_gap_and_rollouts_and_exports(base: Path) -> N
     assert len(rollouts[0]["completions"]) == 4
     assert (base / "model" / "tokenizer.json").is_file()
     assert "rollouts" in (run.dir / "report.html").read_text().lower()
+    card = model_card(run, base / "model", "me/reverse")
+    assert "by reinforcement learning (grpo; fine-tuning of all weights)" in card
+    assert "| `rl.group` | 4 |" in card
+    assert "global_batch_size" not in card
 
 
 def test_rl_single_update_between_gap_steps_equals_one_with_old_log_probs(base: Path) -> None:
@@ -120,6 +126,8 @@ def test_rl_run_resumed_from_a_checkpoint_is_bit_equal(base: Path, config: str, 
     undisturbed = trained(base, name, *words, config=config)
     # Step 1 is on-policy; after it the sampler is one step behind, and the ratio is to its log-probs.
     gaps = [record.get("gap", 0.0) > 1e-3 for record in undisturbed if record["split"] == "train"]
+    # PPO compares no completions of a prompt.
+    assert ("with_signal" in undisturbed[0]) == (config == "grpo")
     assert gaps == [False, config == "grpo", config == "grpo"]
     models = ["actor", "critic"] if config == "ppo" else ["actor"]
     before = [weights(base, name, model) for model in models]
@@ -180,10 +188,16 @@ def test_rl_under_torchrun_is_refused_with_the_fix() -> None:
         ("eval_generation.max_new_tokens=3", "evaluation.samples"),
         ("evaluation.samples=2", "evaluation.temperature"),
         ("rollout.max_new_tokens=5000", "mllm.micro_batch_tokens"),
+        ("rl.kl=0.1 rl.kl_estimator=k1", "Set k2 or k3"),
+        (
+            "workers.where=spawn groups.actor.ranks=3 groups.actor.parallel.shard=2",
+            "groups.actor.parallel (shard=2) does not multiply to groups.actor.ranks=3: set groups.actor.ranks=2",
+        ),
+        ("groups.critic.parallel.tensor=2", "does not multiply to groups.actor.ranks=1: set groups.actor.ranks=2"),
     ],
 )
 def test_rl_config_errors_name_the_fix(base: Path, word: str, text: str, capsys: Any) -> None:
-    words = words_of(base, "errors", word)
+    words = words_of(base, "errors", *word.split())
     assert main(["train", str(CONFIGS / "grpo.yaml"), *words]) == EXIT_USER_ERROR
     assert text in capsys.readouterr().err
 
@@ -195,6 +209,28 @@ def test_rl_gap_above_the_limit_stops_before_the_first_update(base: Path, capsys
     assert "rollout.max_gap=1e-12: log-probs of sampler and trainer differ by " in error
     assert "assistant" in error  # the text before the worst tokens
     assert read_metrics(base / "gap") == []
+
+
+@pytest.mark.parametrize(("algorithm", "steps"), [("grpo", 40), ("ppo", 34)])
+def test_rl_schedule_of_the_actor_leaves_out_the_warm_up_of_a_critic_alone(
+    algorithm: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mvp_engine.rl.model_groups import ModelGroups
+
+    started: dict[str, Any] = {}
+
+    def start(self: Any, name: str, group: Any, spec: Any) -> Any:
+        started[name] = spec
+        return nullcontext()
+
+    monkeypatch.setattr(ModelGroups, "_start", start)
+    words = ["model.path=x", f"rl.algorithm={algorithm}", "rl.critic_warmup=3", "rl.updates=2"]
+    config: Any = compose(CONFIGS / "gpu8.yaml", words).config
+    groups = ModelGroups(config, "fp32", 20, Path("files"), torch.device("cuda"))
+    groups.initialize(optimizer=object())
+    assert started["actor"].total_steps == steps
+    assert ("critic" in started) == (algorithm == "ppo")
+    assert (groups.world.size, groups.world.device.type) == (8, "cuda")  # as the log names them
 
 
 @pytest.mark.parametrize("name", ["gpu1", "gpu8"])
@@ -270,7 +306,7 @@ def test_rl_training_after_the_death_of_a_worker_restarts_from_the_newest_checkp
     monkeypatch.setattr(RLEngine, "train_pre_step", train_pre_step)
     assert trained(base, "died", *words, "log.backends=[file,jsonl]") == undisturbed
     log = (list_runs(base / "died")[-1].dir / "log.txt").read_text()
-    assert "Restart 1 of 2" in log
+    assert "restart 1 of 2: continuing" in log
     assert "step_00000002" in log
     assert not multiprocessing.active_children()
 

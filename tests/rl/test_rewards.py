@@ -147,9 +147,9 @@ def fails(row: dict[str, Any], answer: Answer) -> Any:
         sys.exit("over")
     if kind == "raise":
         raise KeyError("solution")
-    return {"nan": float("nan"), "inf": {"a": float("inf")}, "none": None, "text": "1", "list": [1.0], "empty": {}}[
-        kind
-    ]
+    values: dict[str, Any] = {"nan": float("nan"), "inf": {"a": float("inf")}, "none": None, "text": "1"}
+    values |= {"list": [1.0], "empty": {}, "name": {"errors": 1.0}}
+    return values[kind]
 
 
 FAILURES = {
@@ -164,6 +164,7 @@ FAILURES = {
     "text": "TypeError: the reward is '1' of type str",
     "list": "TypeError: the reward is [1.0] of type list",
     "empty": "ValueError: the reward is an empty dict",
+    "name": "ValueError: the reward has the name 'errors', which is that of the metric reward_errors",
 }
 
 

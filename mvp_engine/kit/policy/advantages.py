@@ -57,8 +57,8 @@ def group_advantages(
 ) -> Tensor:
     """Each sample's reward minus the mean of its group: the samples with the same number in `groups_S`.
 
-    `std` divides by the group's standard deviation. `leave_one_out` takes the mean of the other samples alone. A sample
-    without others has nothing to be compared with, and an advantage of 0.
+    `std` divides by the group's standard deviation. `leave_one_out` takes the mean of the other samples alone. Where
+    all rewards of a group are equal, as that of a sample without others, advantages are 0.
     """
     rewards = rewards_S.double()
     numbers, group_S = groups_S.unique(return_inverse=True)
@@ -73,7 +73,8 @@ def group_advantages(
     if std:
         squares_S = zeros.index_add(0, group_S, difference_S.square())[group_S]
         advantages_S = advantages_S / ((squares_S / others_S).sqrt() + epsilon)
-    return torch.where(size_S > 1, advantages_S, 0.0).float()
+    # Equal rewards differ from their mean by rounding, which `std` would scale up to 1.
+    return torch.where(has_signal(rewards, groups_S), advantages_S, 0.0).float()
 
 
 def has_signal(rewards_S: Tensor, groups_S: Tensor) -> Tensor:

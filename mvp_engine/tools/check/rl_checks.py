@@ -10,6 +10,7 @@ from mvp_engine.errors import count
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.rows import read_row
+from mvp_engine.kit.policy import ALGORITHMS
 from mvp_engine.log.format import number
 from mvp_engine.rl.engine import RLEngine
 from mvp_engine.rl.prompts import Prompt
@@ -19,6 +20,8 @@ from mvp_engine.tools.check.record import CheckRecord
 ANSWER_COLUMNS = ("answer", "solution", "completion", "response", "output")
 OWN_ANSWERS = 16  # rows whose own answers are scored
 FEW_FINISHED = 0.5  # of the completions that end by themselves
+LONG_REWARDS = 0.5  # of the step time
+LONG_REWARD_SECONDS = 1.0
 METRICS = ("reward", "length", "finished", "with_signal", "gap", "reward_errors")
 
 
@@ -28,12 +31,16 @@ def rollout_stage(record: CheckRecord, engine: RLEngine, records: list[dict[str,
     facts: dict[str, Any] = {name: [one.get(name) for one in records] for name in METRICS}
     facts["gap_by_modality"] = _largest_gaps(records)
     facts["own_answers"] = _own_answer_reward(engine)
-    facts["seconds"] = {
-        name: records[-1]["perf"].get(f"{name}_s") for name in ("generate", "reward", "update")
-    }
+    facts["seconds"] = _seconds([one["perf"] for one in records[1:] or records])
     record["rollouts"] = facts
     _warn(record, engine, facts)
     record.end_stage(f"rewards {' '.join(number(value) for value in facts['reward'])}")
+
+
+def _seconds(timed: list[dict[str, Any]]) -> dict[str, float]:
+    """The means of what the steps after the first spend their time on."""
+    names = ("generate", "reward", "update")
+    return {name: mean(one.get(f"{name}_s", 0.0) for one in timed) for name in names}
 
 
 def _largest_gaps(records: list[dict[str, Any]]) -> dict[str, float]:
@@ -50,7 +57,7 @@ def _largest_gaps(records: list[dict[str, Any]]) -> dict[str, float]:
 def _warn(record: CheckRecord, engine: RLEngine, facts: dict[str, Any]) -> None:
     config = engine.config
     rewards = [value for value in facts["reward"] if value is not None]
-    if config.rl.group > 1 and not any(facts["with_signal"]):
+    if ALGORITHMS[config.rl.algorithm].has_groups and not any(facts["with_signal"]):
         record.warning(
             f"all completions of each prompt have the same reward in {count(len(rewards), 'step')} (mean "
             f"{number(mean(rewards) if rewards else None)}): nothing can be learnt from them. Does the reward read the "
@@ -61,6 +68,17 @@ def _warn(record: CheckRecord, engine: RLEngine, facts: dict[str, Any]) -> None:
         record.warning(
             f"the rows' own answers have the mean reward {number(own)}, less than the completions of the policy "
             f"({number(mean(rewards))}): is the sign of the reward wrong, or does it compare other text?"
+        )
+    seconds = facts["seconds"]
+    share = seconds["reward"] / max(sum(seconds.values()), 1e-9)
+    if (
+        share > LONG_REWARDS
+        and seconds["reward"] > LONG_REWARD_SECONDS
+        and config.reward.model is None
+    ):
+        record.warning(
+            f"{share:.0%} of the step time are rewards: raise reward.workers (now {config.reward.workers}), which may "
+            "be more than the cores where a reward waits for something else"
         )
     finished = [value for value in facts["finished"] if value is not None]
     if finished and mean(finished) < FEW_FINISHED:

@@ -20,7 +20,6 @@ import torch
 
 from mvp_engine.config import Composed, Config
 from mvp_engine.distributed import World
-from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
 from mvp_engine.hf.parts import trained_parts
 from mvp_engine.kit import MLLMData, MLLMDataKit
@@ -90,7 +89,10 @@ class Check:
         check_environment(config, record)
         engine = self._build_engine(composed, world)
         precision = precision_on(device, config.loop.precision)
-        text = f"{config.project.name}: {name}, {precision} on {world.size} x {device.type}"
+        ranks = world.size
+        if is_rl(engine):
+            ranks = config.groups.actor.ranks or 1  # type: ignore[attr-defined]
+        text = f"{config.project.name}: {name}, {precision} on {ranks} x {device.type}"
         if auto := engine.run.info.get("auto"):
             record["auto"] = {**auto["values"], "reason": auto["reason"]}
             text += f"; auto: {auto['reason']}"
@@ -147,11 +149,12 @@ class Check:
             if config.loop.eval_interval or (kit is not None and _has_eval(kit)):
                 record.begin_stage("evaluation")
                 self._evaluation_stage(engine, config, kit)
-        peak = max(engine.world.all_gather(peak_memory(engine.device)))
+        peak = max(engine.world.all_gather(engine.meter.peak_memory()))
+        device = engine.model_engine.world.device  # in RL not the controller's own
         record["memory"] = {
-            "of": "device" if engine.device.type == "cuda" else "process",
+            "of": "device" if device.type == "cuda" else "process",
             "peak_gib": _gib(peak),
-            "total_gib": _gib(_total_memory(engine.device)),
+            "total_gib": _gib(_total_memory(device)),
             "host_gib": _gib(_host_states(engine)),
             "host_inputs_gib": _gib(_host_inputs(engine)),
         }
@@ -222,7 +225,7 @@ class Check:
         recorder = Recorder()
         if engine.world.is_main:
             engine.hub.backends.append(recorder)
-        parts = trained_parts(engine.model, engine.model_engine.optimizer)
+        parts = trained_parts(engine.model, engine.model_engine.param_groups)
         record["parts"] = parts
         total = parts[-1]
         record.end_stage(f"{total['trained']:,} of {total['parameters']:,} parameters train")
@@ -284,7 +287,7 @@ class Check:
             plan = data["plan"]
             samples = round(plan["rows"] / plan["steps"], 1) if plan else None
             if is_rl(engine):
-                samples = engine.global_batch_size
+                samples = engine.global_batch_size * engine.config.rl.group  # type: ignore[attr-defined]
         return {
             "seconds": seconds,
             "first_seconds": records[0]["perf"]["step_s"],
