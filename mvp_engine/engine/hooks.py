@@ -15,7 +15,7 @@ from mvp_engine.config.schema import Config
 from mvp_engine.data import SampleLoader
 from mvp_engine.distributed import Layout
 from mvp_engine.engine.context import StepContext
-from mvp_engine.errors import UserError, count
+from mvp_engine.errors import UserError
 from mvp_engine.model_engine import ModelSource, engine_class
 from mvp_engine.model_engine.optim import build_optimizer, build_scheduler
 
@@ -27,6 +27,9 @@ class EngineHooks:
     layout: Layout
     total_steps: int | None
     batch_unit = "sample"  # what `global_batch_size` counts
+    batch_division = (
+        ""  # how a global batch is divided, for the log; by default among ranks and micro-batches
+    )
     model_before_data = False  # True: the model gets its weights before prepare_dataloader("train")
 
     # ---- Parts ----------------------------------------------------------------------------------------------------
@@ -50,11 +53,6 @@ class EngineHooks:
 
     def prepare_scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
         return build_scheduler(optimizer, self.config.optim, self.total_steps)
-
-    def batch_division(self, accumulation: int) -> str:
-        """How a global batch is divided, for the log; `accumulation`: micro-batches of a rank."""
-        ranks = count(self.layout.data_size, "data-parallel rank")
-        return f"on {ranks}, {count(accumulation, 'micro-batch')} each"
 
     # ---- A training step ------------------------------------------------------------------------------------------
 

@@ -22,8 +22,6 @@ SETTLING = 2  # intervals after which what was made stays, such as compiled grap
 
 
 class Meter:
-    generation_key = "eval_generation.max_samples"  # limits what an evaluation generates
-
     def __init__(self, world: World) -> None:
         self.world = world
         self.steps = 0
@@ -57,15 +55,10 @@ class Meter:
         if len(self._evaluations) == COUNTED_EVALUATIONS and share > MOST_EVALUATING:
             LOGGER.warning(
                 "evaluations take %.0f %% of the time, %.1f s each: raise loop.eval_interval, or lower "
-                "loop.eval_batches or %s",
+                "loop.eval_batches or eval_generation.max_samples (of RL: evaluation.samples)",
                 100 * share,
                 sum(self._evaluations) / len(self._evaluations),
-                self.generation_key,
             )
-
-    def peak_memory(self) -> int:
-        """Peak memory so far in bytes of this rank."""
-        return peak_memory(self.world.device)
 
     def read(
         self, totals: dict[str, float], waited: float, remaining_steps: int | None
@@ -81,7 +74,7 @@ class Meter:
             figures["mfu"] = totals["flops"] / seconds / (peak * self.world.size)
         figures |= {
             "data_wait": waited / seconds,
-            "memory_gib": self.peak_memory() / 2**30,
+            "memory_gib": peak_memory(self.world.device) / 2**30,
         }
         if remaining_steps is not None:
             figures["eta_s"] = remaining_steps * per_step

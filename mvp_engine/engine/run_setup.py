@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,39 +18,34 @@ if TYPE_CHECKING:
 def record_setup(engine: Engine, accumulation: int) -> None:
     """Log the setup and note it in the run folder. `accumulation`: micro-batches of a rank in one step."""
     world = engine.model_engine.world  # in RL not the controller's own
-    groups = engine.model_engine.param_groups
-    parts = trained_parts(engine.model, groups)
-    everything = parts[-1]
-    setup: dict[str, Any] = {
+    parts = trained_parts(engine.model, engine.model_engine.param_groups)
+    setup = {
         "device": _device_name(world.device),
         "ranks": world.size,
         "precision": engine.model_engine.settings.precision,
-        "first_step": engine.step,
         "total_steps": engine.total_steps,
         "global_batch": count(engine.global_batch_size, engine.batch_unit),
         "parts": parts,
         "versions": _versions(),
     }
-    if engine.world.is_main:
+    if world.is_main:
         engine.run.note(setup=setup)
-    trained = f"{everything['trained']:,}"
-    if everything["trained"] != everything["parameters"]:
-        trained += f" of {everything['parameters']:,}"
-    engine.logger.info(
-        f"run {engine.run.dir}: {trained} parameters train, {setup['precision']} on "
-        f"{world.size} x {world.device.type}; "
-        f"steps {engine.step} to {engine.total_steps or '?'}; global batch of {setup['global_batch']} "
-        f"{engine.batch_division(accumulation)}"
+    division = engine.batch_division or (
+        f"on {count(engine.layout.data_size, 'data-parallel rank')}, {count(accumulation, 'micro-batch')} each"
     )
-    if text := table(engine.model, groups):
-        engine.logger.info("what trains:\n%s", text)
+    engine.logger.info(
+        f"run {engine.run.dir}: {parts[-1]['trained']:,} of {parts[-1]['parameters']:,} parameters train, "
+        f"{setup['precision']} on {world.size} x {world.device.type}; steps {engine.step} to "
+        f"{engine.total_steps or '?'}; global batch of {setup['global_batch']} {division}"
+    )
+    if text := table(parts):
+        engine.logger.info(f"what trains:\n{text}")
 
 
 def _device_name(device: torch.device) -> str:
-    if device.type == "cuda" and not torch.cuda.is_initialized():
-        return "GPU"  # of worker processes: asking for its name would take memory of it here
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        # Of the GPUs of worker processes: asking for the name would take memory there.
+        return torch.cuda.get_device_name(device) if torch.cuda.is_initialized() else "GPU"
     return f"CPU, {count(torch.get_num_threads(), 'thread')}"
 
 

@@ -238,9 +238,8 @@ def _summary(
     }
 
 
-def table(model: nn.Module, param_groups: Sequence[dict[str, Any]] = ()) -> str:
+def table(facts: list[dict[str, Any]]) -> str:
     """`trained_parts` as a text table for the log; empty for a model without parts."""
-    facts = trained_parts(model, param_groups)
     if len(facts) == 1:
         return ""
     rows = [("part", "parameters", "trained", "", "learning rate"), *map(_table_row, facts)]

@@ -19,7 +19,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf.lora import add_adapters
 from mvp_engine.hf.lora_export import export_adapter
 from mvp_engine.hf.lora_settings import Lora
-from mvp_engine.hf.parts import parts_of, table
+from mvp_engine.hf.parts import parts_of, table, trained_parts
 from mvp_engine.model_engine import ModelEngine, ModelSource, engine_class
 
 
@@ -64,7 +64,7 @@ class MLLMModelKit:
     @staticmethod
     def table(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
         """A table of what trains, by part, as the engine logs it at the start."""
-        return table(model, optimizer.param_groups if optimizer else ())
+        return table(trained_parts(model, optimizer.param_groups if optimizer else ()))
 
     @staticmethod
     def export_adapter(engine: ModelEngine, folder: str | Path) -> None:

@@ -71,6 +71,9 @@ class RLEngine(MLLMEngine):
         # What "auto" means for the models. The controller itself computes on a GPU only if the models are with it.
         self.precision = precision_on(world.device, config.loop.precision)
         self.model_device = world.device
+        completions = count(config.rl.group, "completion")
+        updates = count(config.rl.updates, "optimizer step")
+        self.batch_division = f"with {completions} each, in {updates}"
         if config.workers.where != "local":
             world = dataclasses.replace(world, device=torch.device("cpu"))
         super().__init__(config, world, *args, **kwargs)
@@ -93,11 +96,6 @@ class RLEngine(MLLMEngine):
     def global_batch_size(self) -> int:
         """Prompts in one step."""
         return self.config.rl.prompts
-
-    def batch_division(self, accumulation: int) -> str:
-        rl = self.config.rl
-        completions = count(rl.group, "completion")
-        return f"with {completions} each, in {count(rl.updates, 'optimizer step')}"
 
     def prepare_dataloader(self, split: str) -> PromptLoader:
         return prompt_loader(
@@ -218,7 +216,7 @@ class RLEngine(MLLMEngine):
             with self._phase("update"):
                 updates = self._learn(ctx, experience)
             peaks = [one.peak_memory for one in updates.actor + updates.critic]
-            self.meter.worker_memory = max([self.meter.worker_memory, *peaks])
+            self.meter.peak_memory = max([self.meter.peak_memory, *peaks])
             self.model_engine.add_status(updates.actor, updates.critic)
             _log_all(ctx, updates.metrics())
             ctx.numbers = _step_numbers(updates)

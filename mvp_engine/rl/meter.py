@@ -11,16 +11,12 @@ from mvp_engine.engine.meter import Meter
 
 
 class RLMeter(Meter):
-    generation_key = "evaluation.samples"
-
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.seconds: dict[str, float] = {}
-        self.worker_memory = 0  # bytes: the peak of the rank that has most
-
-    def peak_memory(self) -> int:
-        """Of the models' processes: the controller itself holds none."""
-        return self.worker_memory or super().peak_memory()
+        self.peak_memory = (
+            0  # bytes of the rank that has most: the controller itself holds no model
+        )
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -35,4 +31,6 @@ class RLMeter(Meter):
         steps = max(1, self.steps)
         spent = {f"{name}_s": seconds / steps for name, seconds in self.seconds.items()}
         self.seconds = {}
+        if self.peak_memory:
+            spent["memory_gib"] = self.peak_memory / 2**30
         return {**super().read(totals, waited, remaining_steps), **spent}

@@ -315,6 +315,10 @@ class RLConfig(MLLMConfig):
             raise ValueError(
                 "data.global_batch_size and mllm.global_batch_tokens are of SFT: a step of RL has rl.prompts prompts"
             )
+        if self.model.type in ("value_model", "action_model"):
+            raise ValueError(
+                f"model.type={self.model.type}: a policy writes text. Set model.type=language_model"
+            )
         if self.mllm.pairs:
             raise ValueError("mllm.pairs: RL needs prompts, not pairs. Set it to false")
         return self

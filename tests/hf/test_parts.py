@@ -17,7 +17,8 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, ValueModel
-from mvp_engine.hf.parts import parts_of, table
+from mvp_engine.hf.parts import parts_of
+from mvp_engine.kit import MLLMModelKit
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.model_engine.optim import build_optimizer
 
@@ -57,7 +58,7 @@ def test_parts_of_family_cover_each_parameter_once(family: str) -> None:
             fits = [p for p, pattern in patterns.items() if any(fnmatchcase(inner, one) for one in pattern.split())]
             assert part == ("projector" if "projector" in fits else (*fits, "llm")[0]), name
         assert set(parts.values()) == {*patterns, "llm"}
-        sizes = [int(row.split()[1].replace(",", "")) for row in table(model).splitlines()[1:]]
+        sizes = [int(row.split()[1].replace(",", "")) for row in MLLMModelKit.table(model).splitlines()[1:]]
         assert sum(sizes[:-1]) == sizes[-1] == sum(param.numel() for param in model.parameters())
 
 
@@ -84,7 +85,7 @@ def test_freeze_part_gets_no_gradient_and_no_update(frozen: tuple[str, ...]) -> 
             assert torch.equal(param, before[name]), name
         else:
             assert not torch.equal(param, before[name]), name
-    shown = {line.split()[0]: line for line in table(engine.model, engine.optimizer.param_groups).splitlines()}
+    shown = {line.split()[0]: line for line in MLLMModelKit.table(engine.model, engine.optimizer).splitlines()}
     assert all(shown[part].endswith("frozen") for part in frozen if part in shown)
     assert "0.01" in shown["projector" if "projector" not in frozen else "vision"]
 
@@ -146,4 +147,4 @@ def test_settings_part_that_the_model_lacks_is_rejected() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(UserError, match=r"model.compile: Linear has no part llm; only Hugging Face models have parts"):
         LanguageModelEngine(model, alone(), Settings(compile={"llm": "eager"})).initialize()
-    assert table(model) == ""
+    assert MLLMModelKit.table(model) == ""

@@ -17,7 +17,7 @@ SETUP = {"device": "NVIDIA H200", "ranks": 8, "precision": "bf16", "global_batch
 
 def run_folder(folder: Path, **info: object) -> Run:
     """A finished run of 40 steps with two sources, four bad rows and an over-long one."""
-    setup = {**SETUP, "first_step": 0, "parts": PARTS, "versions": {"torch": "2.15.0"}}
+    setup = {**SETUP, "parts": PARTS, "versions": {"torch": "2.15.0"}}
     entries = {"name": "cats", "status": "finished", "ended": 0.0, "setup": setup, **info}
     (folder / "run.json").write_text(json.dumps(entries))
     records = []

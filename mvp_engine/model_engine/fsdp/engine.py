@@ -66,8 +66,7 @@ class FSDPEngine(FSDPBaseEngine):
         self.training = True
         with self.autocast():
             self.adapter.preflight_gradients(self.layout)
-        groups = self.optimizer.param_groups
-        self.params = [p for group in groups for p in group["params"] if p.requires_grad]
+        self.params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._ranks_may_differ = True
         if self.sharded:
             self._gradients = tracker = UnusedParameterTracker(self.model)

@@ -20,6 +20,7 @@ import torch
 
 from mvp_engine.config import Composed, Config
 from mvp_engine.distributed import World
+from mvp_engine.engine.meter import peak_memory
 from mvp_engine.errors import EXIT_USER_ERROR, UserError, count
 from mvp_engine.hf.parts import trained_parts
 from mvp_engine.kit import MLLMData, MLLMDataKit
@@ -149,7 +150,10 @@ class Check:
             if config.loop.eval_interval or (kit is not None and _has_eval(kit)):
                 record.begin_stage("evaluation")
                 self._evaluation_stage(engine, config, kit)
-        peak = max(engine.world.all_gather(engine.meter.peak_memory()))
+        of_workers = getattr(
+            engine.meter, "peak_memory", 0
+        )  # in RL, where this process holds no model
+        peak = max(engine.world.all_gather(of_workers or peak_memory(engine.device)))
         device = engine.model_engine.world.device  # in RL not the controller's own
         record["memory"] = {
             "of": "device" if device.type == "cuda" else "process",
