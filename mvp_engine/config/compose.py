@@ -7,7 +7,6 @@ command line. `explain.py` writes the error messages.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,16 +198,14 @@ def _compose_values(
     """The values of all files and overrides, and the keys without one; if all have one, interpolations are resolved."""
     if not isinstance(load_yaml(file), dict):
         raise UserError(f"{short_path(file)} must be a mapping of keys to values")
-    _store_defaults()
-    store = ConfigStore.instance()
-    store.store(name="_mvp_root", node={"defaults": ["_mvp_defaults", "_self_", file.stem]})
     GlobalHydra.instance().clear()
     try:
         words = [_hydra_override(word, roots) for word in overrides]
         if len(roots) > 1:
             words.append(f"hydra.searchpath=['file://{roots[1]}']")
         folder = initialize_config_dir(config_dir=str(file.parent), version_base="1.3")
-        with folder, _without_hydra_settings():
+        with folder, _own_store() as store:
+            store.store("_mvp_root", {"defaults": ["_mvp_defaults", "_self_", file.stem]})
             composed = hydra_compose("_mvp_root", overrides=words)
         missing = OmegaConf.missing_keys(composed) | _open_keys(files[1:], composed, overrides)
         values = OmegaConf.to_container(composed, resolve=not missing)
@@ -218,23 +215,32 @@ def _compose_values(
     return {str(key): value for key, value in values.items()}, sorted(missing)
 
 
-@functools.cache
-def _store_defaults() -> None:
-    """Give Hydra the values of `default.yaml`, once: parsing them is a third of the time of a composition."""
-    ConfigStore.instance().store(name="_mvp_defaults", node=OmegaConf.load(DEFAULTS))
+class _Configs(dict[str, Any]):
+    """What Hydra's store holds. Hydra copies all of it in each composition, and then again what it reads."""
+
+    def __deepcopy__(self, _: object) -> _Configs:
+        return self
+
+
+_OWN_CONFIGS = _Configs()
 
 
 @contextlib.contextmanager
-def _without_hydra_settings() -> Iterator[None]:
-    """A context in which Hydra does not compose its own settings (loggers, sweepers), half of the time for nothing."""
+def _own_store() -> Iterator[ConfigStore]:
+    """A context in which Hydra's store holds `default.yaml`, and no settings of Hydra (loggers, sweepers).
+
+    It is filled once: that would be half of the time of a composition.
+    """
     store = ConfigStore.instance()
-    of_hydra = store.repo["hydra"]
-    own = of_hydra["config.yaml"]
-    store.store(group="hydra", name="config", node=HydraConf(defaults=[]))
+    outside = store.repo
+    store.repo = _OWN_CONFIGS
     try:
-        yield
+        if not _OWN_CONFIGS:
+            store.store("_mvp_defaults", OmegaConf.load(DEFAULTS))
+            store.store("config", HydraConf(defaults=[]), group="hydra")
+        yield store
     finally:
-        of_hydra["config.yaml"] = own
+        store.repo = outside
 
 
 def _open_keys(files: list[ConfigFile], composed: Any, overrides: list[str]) -> set[str]:
