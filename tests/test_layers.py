@@ -108,8 +108,8 @@ def test_transformers_internals_are_imported_only_by_hf() -> None:
     assert not transformers_internals("from transformers import AutoModel\nimport transformers\ntransformers.AutoModel")
     package = ROOT / "mvp_engine"
     files = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] != "hf"]
-    found = {str(file): used for file in files if (used := transformers_internals(file.read_text()))}
-    assert found == {}
+    sources = {str(file): source for file in files if "transformers" in (source := file.read_text())}
+    assert {file: used for file, source in sources.items() if (used := transformers_internals(source))} == {}
 
 
 def test_recipes_never_import_each_other() -> None:
@@ -130,11 +130,10 @@ def test_no_file_is_past_400_lines_and_recipe_engines_stay_small() -> None:
 
 def test_code_size_core_and_reading_path_stay_within_limits() -> None:
     code_size: Any = import_file(ROOT / "scripts" / "code_size.py")
-    rooms = code_size.sizes()
-    core = code_size.core(rooms)
+    core = code_size.core(code_size.sizes(left_out=code_size.NOT_CORE))
     assert sum(size.tokens for size in core) <= CORE_TOKENS
     assert code_size.density(core) <= 9  # tokens per line of code; 10.5 once, 8.0 in nanochat
-    assert statistics.median(size.lines for files in rooms.values() for size in files) < 200
+    assert statistics.median(len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")) < 200
     path = code_size.READING_PATH
     assert len(path) <= 4
     assert sum(code_size.measure(code_size.PACKAGE / file).lines for file in path) <= 2000
@@ -159,7 +158,8 @@ def test_prose_of_package_holds_no_banned_word() -> None:
     banned = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
     found = []
     for file in sorted((ROOT / "mvp_engine").rglob("*.py")):
-        if file.name == "renamed.py":  # it quotes the old names
+        # Tokens take long: first whether the word is anywhere. renamed.py quotes the old names.
+        if file.name == "renamed.py" or not banned.search(file.read_text()):
             continue
         for line, text in prose(file):
             found += [f"{file.relative_to(ROOT)}:{line}: {match[0]}" for match in banned.finditer(text)]
@@ -167,9 +167,12 @@ def test_prose_of_package_holds_no_banned_word() -> None:
 
 
 def test_prose_of_package_uses_the_terms_of_the_field() -> None:
-    lines = [text for file in (ROOT / "mvp_engine").rglob("*.py") for _, text in prose(file)]
-    text = " ".join(" ".join(line.strip("# ") for line in lines).lower().split())
-    assert [term for term in FIELD_TERMS if term not in text] == []
+    missing = set(FIELD_TERMS)
+    for file in sorted((ROOT / "mvp_engine").rglob("*.py")):
+        if any(term.split()[-1] in file.read_text().lower() for term in missing):
+            text = " ".join(" ".join(line.strip("# ") for _, line in prose(file)).lower().split())
+            missing = {term for term in missing if term not in text}
+    assert missing == set()
 
 
 def test_help_imports_no_torch() -> None:

@@ -96,7 +96,7 @@ def new_figure(width: float, height: float) -> Any:
 
 def lay_out(figure: Any) -> None:
     """Place the axes once before a file is drawn: a smaller axis may get longer tick labels, which need room."""
-    figure.draw_without_rendering()
+    figure.get_layout_engine().execute(figure)
 
 
 def save_png(figure: Any, out: Path) -> None:

@@ -3,30 +3,46 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import MAGIC, TINY, losses, read_metrics, run_process
+from conftest import MAGIC, ROOT, TINY, losses, read_metrics, run_process
 
 from mvp_engine.errors import EXIT_INTERRUPTED
+from mvp_engine.runs import list_runs
 
 QUIET = ["log.backends=[jsonl]", "loop.eval_interval=null", "checkpoint.interval=null"]
 
 
 @pytest.mark.slow
 def test_launch_by_python_torchrun_and_mvp_gives_equal_losses(tmp_path: Path) -> None:
-    words = ["loop.total_steps=4", "log.interval=1", "data.micro_batch_size=16", "data.global_batch_size=32", *QUIET]
+    words = [
+        "loop.total_steps=4",
+        "log.interval=1",
+        "data.micro_batch_size=16",
+        "data.global_batch_size=32",
+        *QUIET[1:],
+    ]
     launch = ["-m", "mvp_engine.launch", "--config", str(MAGIC)]
     ways = {
         "python": launch,
         "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node=1", *launch],
         "mvp": ["-m", "mvp_engine.cli", "train", str(MAGIC)],
     }
+    for name, backends in (("python", "terminal,file,jsonl"), ("torchrun", "jsonl"), ("mvp", "jsonl")):
+        ways[name] = [*ways[name], f"log.backends=[{backends}]"]
+
+    # One of them from nothing: without git, a terminal or a writable folder.
+    environment = {"PATH": "/nowhere", "TERM": "dumb", "PYTHONPATH": str(ROOT)}
+    bare: dict[str, Any] = {"fresh": True, "env": environment, "cwd": "/proc", "stdin": subprocess.DEVNULL}
 
     def run(name: str) -> tuple[int, str]:
-        return run_process(*ways[name], *words, f"project.dir={tmp_path / name}", fresh=name == "python")
+        options = bare if name == "python" else {}
+        return run_process(*ways[name], f"project.dir={tmp_path / name}", *words, **options)
 
     with ThreadPoolExecutor() as pool:  # imports are most of it
         ended = list(pool.map(run, ways))
@@ -34,6 +50,7 @@ def test_launch_by_python_torchrun_and_mvp_gives_equal_losses(tmp_path: Path) ->
     seen = [losses(tmp_path / name) for name in ways]
     assert len(seen[0]) == 4
     assert seen[0] == seen[1] == seen[2]
+    assert list_runs(tmp_path / "python")[0].info["git"] is None
 
 
 @pytest.mark.parametrize("micro", [8, 3, 1])

@@ -222,14 +222,6 @@ def test_kill_9_at_random_moments_resumes_bit_equal(
     assert report["bit_equal"]
 
 
-def test_launch_without_git_terminal_or_writable_folder_trains(tmp_path: Path) -> None:
-    words = ["loop.total_steps=2", f"project.dir={tmp_path}", "log.backends=[terminal,file,jsonl]"]
-    environment = {"PATH": "/nowhere", "TERM": "dumb", "PYTHONPATH": str(TINY.parents[3])}
-    code, output = run_process(*LAUNCH, *words, env=environment, cwd="/proc", fresh=True, stdin=subprocess.DEVNULL)
-    assert code == 0, output
-    assert list_runs(tmp_path)[0].info["git"] is None
-
-
 def _environment(pid: int) -> dict[str, str]:
     entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
