@@ -144,7 +144,7 @@ class ServerRollout(ABC):
     def _mark_gone(self, server: Server, error: Exception) -> None:
         with self._lock:
             if server not in self._gone:
-                LOGGER.warning("rollout server %s is gone: %s", server.url, error)
+                LOGGER.warning("rollout server %s does not answer: %s", server.url, error)
             self._gone[server] = str(error)
         self._asked_at[server] = time.monotonic()
 
@@ -154,7 +154,8 @@ class ServerRollout(ABC):
             [
                 f"rollouts: {what}:",
                 *lines,
-                "Start the servers again, then resume the run: weights are sent to them at the start.",
+                "Start the servers (docs/rl.md, Rollouts by a server), then start or resume the run: a server that "
+                "takes weights gets them at the start.",
             ]
         )
 

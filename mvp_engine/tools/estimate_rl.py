@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mvp_engine.errors import count
 from mvp_engine.hf.config_facts import num_heads
 from mvp_engine.kit.estimate.memory import DYNAMIC
 from mvp_engine.kit.estimate.packs import Packs, assumed_packs
@@ -66,10 +67,12 @@ class RLEstimator(Estimator):
         tokens = np.concatenate([cost.tokens for cost in costs])
         return tokens[tokens > 0]
 
-    def packs_per_step(self, config: Any, gpus: int) -> int:
+    def _tokens_per_step(self, config: Any) -> float:
         length = float(self.prompt_tokens.mean()) + config.rollout.max_new_tokens
-        tokens = config.rl.prompts * config.rl.group * length
-        return math.ceil(tokens / self.data(config).pack_tokens)
+        return float(config.rl.prompts * config.rl.group * length)
+
+    def packs_per_step(self, config: Any, gpus: int) -> int:
+        return math.ceil(self._tokens_per_step(config) / self.data(config).pack_tokens)
 
     def packs(self, config: Any, packs_per_step: int) -> Packs:
         data = self.data(config)
@@ -89,7 +92,12 @@ class RLEstimator(Estimator):
     def estimate(self, config: Any, gpus: int) -> dict[str, Any]:
         facts = super().estimate(config, gpus)
         memory = self._memory(config, gpus, facts["memory_gib"])
-        seconds = {**facts["seconds"], **self._more_seconds(config, gpus, facts["seconds"])}
+        # The packs of a step need not be full: a step is so much of them.
+        tokens = self._tokens_per_step(config)
+        share = min(1.0, tokens / facts["tokens_per_step"])
+        update = {name: share * facts["seconds"][name] for name in UPDATE}
+        seconds = {**facts["seconds"], **update}
+        seconds |= self._more_seconds(config, gpus, seconds)
         before = facts["step_s"]
         extra = REST * (sum(seconds.values()) - sum(facts["seconds"].values()))
         step_s = before + extra
@@ -102,8 +110,9 @@ class RLEstimator(Estimator):
             "fits": peak * GIB < FITS * gpu_by_name(self.gpu).memory,
             "seconds": seconds,
             "step_s": step_s,
-            "tokens_per_s": facts["tokens_per_step"] / step_s,
-            "mfu": facts["mfu"] * before / step_s,
+            "tokens_per_step": round(tokens),
+            "tokens_per_s": tokens / step_s,
+            "mfu": facts["mfu"] * share * before / step_s,
             "eta_s": steps and steps * step_s,
         }
 
@@ -184,8 +193,8 @@ def _rollout_packs(kit: Any, config: Any) -> Packs:
     found.steps_per_epoch = math.ceil(len(dataset) / config.rl.prompts)
     mean = float(tokens[tokens > 0].mean())
     found.text = (
-        f"{config.rl.prompts} prompts of {mean:,.0f} tokens x {group} completions of {new:,} tokens, in packs of up "
-        f"to {budget:,}"
+        f"{count(config.rl.prompts, 'prompt')} of {mean:,.0f} tokens x {count(group, 'completion')} of {new:,} tokens, "
+        f"in packs of up to {budget:,}"
     )
     return found
 

@@ -50,6 +50,8 @@ def test_estimate_of_an_rl_config_counts_generation_reference_and_critic(config:
     assert (plain["gpus"], plain["steps"]) == (1, 2)
     assert {"generation", "log-probs"} <= plain["seconds"].keys()
     longer = estimated(capsys, config, "rollout.max_new_tokens=8")
+    # 4 prompts with 2 completions; the last pack of a step is not full.
+    assert longer["tokens_per_step"] - plain["tokens_per_step"] == 4 * 2 * 4
     assert longer["seconds"]["generation"] == pytest.approx(2 * plain["seconds"]["generation"], rel=0.01)
     with_kl = estimated(capsys, config, "rl.kl=0.1")
     assert with_kl["seconds"]["log-probs"] == pytest.approx(2 * plain["seconds"]["log-probs"])

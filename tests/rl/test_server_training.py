@@ -99,5 +99,5 @@ def test_training_without_its_server_ends_with_url_and_fix(
     assert code == EXIT_USER_ERROR
     err = capfd.readouterr().err
     assert f"no server for 0.1 s:\n  {fakes[0].url}: " in err
-    assert "Start the servers again" in err
+    assert "Start the servers (docs/rl.md" in err
     assert "Traceback" not in err
