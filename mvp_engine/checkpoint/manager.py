@@ -204,7 +204,9 @@ def find_checkpoint(path: Path) -> Path:
         if found:
             return found[-1]
     if not path.exists():
-        raise UserError(f"{path} does not exist.{similar_path(path)}")
+        raise UserError(
+            f"{path} does not exist.{similar_path(path)} Name a run folder, such as outputs/RUN, or a checkpoint in it"
+        )
     raise UserError(f"{path} is neither a complete checkpoint nor a run folder with one")
 
 

@@ -11,6 +11,7 @@ import difflib
 import functools
 import importlib.util
 import json
+import logging
 import re
 import sys
 from pathlib import Path
@@ -29,6 +30,16 @@ _LEROBOT_PI0 = {
     "action_expert_variant": "gemma_300m",
     "image_resolution": [224, 224],
 }
+# Keys of multimodal rotary positions: transformers reads them, and warns of them in each config of a talker.
+_MROPE_KEYS = {"mrope_section", "mrope_interleaved", "interleaved"}
+
+
+def _is_no_false_alarm(record: logging.LogRecord) -> bool:
+    unknown = set(re.findall(r"'(\w+)'", record.getMessage().rpartition(":")[2]))
+    return not unknown or not unknown <= _MROPE_KEYS
+
+
+logging.getLogger("transformers.modeling_rope_utils").addFilter(_is_no_false_alarm)
 
 
 def read_config(path: str | Path | None, overrides: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,8 @@ def apply_tensor_parallel(model: PackedModel, mesh: DeviceMesh) -> dict[str, str
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+    # torch's own DTensor calls them, once on every rank.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     hf: Any = model.hf
     plan = dict(hf.tp_plan or {})
     _check(hf.config.get_text_config(), plan, mesh.size())

@@ -213,9 +213,8 @@ class RunFacts:
                 steps["Train with it"] = (
                     f"mvp train RL_CONFIG reward.model={shlex.quote(str(exports[-1]))}"
                 )
-            if not exports:
-                words = f"{shlex.quote(str(config_file))} workflow=export resume={folder}"
-                steps["Export it"] = f"mvp train {words}"
+            if not exports and self.run.checkpoint_list():
+                steps["Export it"] = self.run.resume_command("workflow=export")
             steps["Upload it"] = f"mvp push {folder} YOUR_NAME/{self.run.info['name']}"
         loop = config.get("loop", {})
         key = "total_steps" if loop.get("total_steps") else "epochs"

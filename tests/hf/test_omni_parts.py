@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +109,14 @@ def test_omni_model_refuses_configs_that_cannot_speak(config: dict[str, Any], me
         config.get(f"{part}_config", {}).update(config.pop(part, {}))
     with pytest.raises(UserError, match=message):
         OmniModel.on_meta(None, config)
+
+
+def test_rotary_keys_of_a_talker_are_no_warning_and_unknown_ones_are() -> None:
+    logger = logging.getLogger("transformers.modeling_rope_utils")
+    text = "Unrecognized keys in `rope_parameters` for 'rope_type'='default': {}"
+    for keys, is_shown in (("{'mrope_section', 'interleaved'}", False), ("{'mrope_section', 'typo'}", True)):
+        record = logging.LogRecord(logger.name, logging.WARNING, "", 0, text.replace("{}", keys), None, None)
+        assert bool(logger.filter(record)) == is_shown
 
 
 def test_omni_model_refuses_another_number_of_codebooks() -> None:
