@@ -17,6 +17,7 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.distributed import World
 from mvp_engine.engine.resume import choose_start
 from mvp_engine.rl import Answer, Prompt, Sample
+from mvp_engine.tools.skill_check import user_errors
 
 COLUMNS = ("answer", "solution", "completion")
 MAX_GAP = 0.05
@@ -145,6 +146,7 @@ def batch_problems(step: OneStep) -> list[str]:
     return list(found)
 
 
+@user_errors()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")

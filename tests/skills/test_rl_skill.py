@@ -91,3 +91,11 @@ def test_rl_check_of_a_recipe_with_an_error_names_it(name: str, said: str, words
 def engine(words: list[str], name: str) -> str:
     folder = next(word for word in words if word.startswith("project.dir="))
     return f"engine={Path(folder.removeprefix('project.dir=')) / 'engines.py'}:{name}"
+
+
+def test_rl_check_of_a_config_with_an_error_prints_it_without_a_traceback(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("sys.argv", ["check.py", str(CONFIGS / "grpo.yaml"), "rl.group=1"])
+    with pytest.raises(SystemExit) as exited:
+        CHECK.main()
+    assert exited.value.code == 2
+    assert capsys.readouterr().err.startswith("check.py: error: rl.algorithm=grpo compares the completions")
