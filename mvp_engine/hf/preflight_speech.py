@@ -124,7 +124,10 @@ class _Trial:
         """Random tokens without those that configs name, such as starts of turns."""
         assert self.model.whole is not None
         special = _special_tokens(self.model.whole.config)
-        vocab_size = self.model.hf.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+        config: Any = self.model.hf.config.get_text_config()  # type: ignore[operator, union-attr]
+        vocab_size = getattr(
+            config, "text_vocab_size", config.vocab_size
+        )  # CSM's other one is of codes
         words = torch.tensor([token for token in range(vocab_size) if token not in special])
         return words[torch.randint(len(words), (count,), generator=self.dice)].tolist()
 

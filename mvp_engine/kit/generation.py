@@ -56,7 +56,7 @@ def check_writes(model: Any, key: str | None) -> None:
     if key is not None and "next_logits" not in model.provides:
         name = model.hf.config.model_type
         raise UserError(
-            f"{key}: {name} writes no text. Remove it; CSM speaks the text that it is given (mvp_engine.kit.speak)"
+            f"{key}: {name} writes no text: set {key}=null. CSM speaks the text that it is given (mvp_engine.kit.speak)"
         )
 
 

@@ -207,7 +207,7 @@ class RunFacts:
         steps = {}
         if (self.run.dir / "processor").is_dir():
             exports = sorted(self.run.dir.glob("hf_step_*"), key=lambda path: path.stat().st_mtime)
-            if writes_text(config):
+            if writes_text(self.run):
                 steps["Chat with it"] = f"mvp chat {folder}"
             elif exports and config["model"]["type"] == "value_model":
                 steps["Train with it"] = (
@@ -225,8 +225,13 @@ class RunFacts:
         return steps
 
 
-def writes_text(config: Mapping[str, Any]) -> bool:
-    """Whether the model of this config writes text, so that one can chat with it."""
+def writes_text(run: Run) -> bool:
+    """Whether the run's model writes text, so that one can chat with it. CSM, a model type of speech, does not."""
+    file = run.dir / "config.yaml"
+    config = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    described = run.dir / "hf" / "config.json"
+    if described.is_file() and json.loads(described.read_text()).get("model_type") == "csm":
+        return False
     return config.get("model", {}).get("type") not in ("action_model", "value_model")
 
 

@@ -59,7 +59,7 @@ def model_card(run: Run, folder: Path, name: str, *, license: str | None = None)
         "datasets": _hub_datasets(config) or None,
         "tags": ["mvp-engine", *(["lora"] if config.get("lora") else [])],
     }
-    chat = f"Or, in a terminal: `mvp chat {name}`\n" if writes_text(config) else ""
+    chat = f"Or, in a terminal: `mvp chat {name}`\n" if writes_text(run) else ""
     kept = {key: value for key, value in metadata.items() if value is not None}
     parts = [
         f"---\n{yaml.safe_dump(kept, sort_keys=False)}---\n",

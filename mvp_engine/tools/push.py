@@ -57,7 +57,7 @@ def push(
         sizes[CARD] = len(card.encode())
         url = None if dry_run else _upload(name, folder, list(sizes), card, run)
     facts = {"repository": name, "public": public, "url": url, "files": sizes, "card": card}
-    facts["chats"] = writes_text(_config(run))
+    facts["chats"] = writes_text(run)
     print(json.dumps(facts, indent=2) if as_json else _page(facts))
 
 

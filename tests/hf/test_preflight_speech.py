@@ -15,11 +15,18 @@ from mvp_engine.hf import csm as csm_module
 from mvp_engine.hf import talker as talker_module
 from mvp_engine.hf.csm import CsmPasses
 from mvp_engine.hf.omni_adapter import OmniAdapter
-from mvp_engine.hf.preflight_speech import check_speech
+from mvp_engine.hf.preflight_speech import _Trial, check_speech
 from mvp_engine.hf.speech_protocol import SpeechProtocol
 from mvp_engine.hf.talker import Qwen3Talker, packed_hidden
 
 MODELS: dict[str, Any] = {"qwen3_omni_moe": omni, "csm": csm}
+
+
+def test_preflight_of_csm_draws_words_of_its_text_vocabulary() -> None:
+    model = csm()
+    protocol = SpeechProtocol.for_config(model.whole.config)
+    ids = {token for seed in range(5) for one in _Trial(model, protocol, seed).ids for token in one.tolist()}
+    assert 35 <= max(ids - {57, 58, 59}) < 57  # 35 codes, 60 tokens of text
 
 
 @pytest.mark.parametrize("name", MODELS)

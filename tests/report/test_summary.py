@@ -12,7 +12,11 @@ from mvp_engine.report.facts import RunFacts
 from mvp_engine.report.summary import end_of_run, summary_text
 
 
-def test_summary_has_best_metric_time_speed_left_out_rows_and_next_commands(tmp_path: Path) -> None:
+def test_summary_has_best_metric_time_speed_left_out_rows_and_next_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
     run = run_folder(tmp_path)
     (run.checkpoints / "step_00000040").mkdir(parents=True)
     (run.checkpoints / "step_00000040" / "meta.json").write_text("{}")
@@ -24,9 +28,13 @@ def test_summary_has_best_metric_time_speed_left_out_rows_and_next_commands(tmp_
         "tokens/s 48.2k, MFU 53.5 %, fill of packs 97.0 %, wait for data 1.0 %, peak memory 40.00 GiB",
         "left out    5 rows (web: 4 corrupt, own: 1 too long)",
         f"mvp chat {tmp_path}",
-        f"resume={tmp_path} loop.total_steps=80",
+        f"resume={tmp_path} workflow=export --nproc 2",
+        f"resume={tmp_path} loop.total_steps=80 --nproc 2",
     ):
         assert part in text, text
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "csm"}')
+    assert "mvp chat" not in summary_text(RunFacts(run), seconds=1)  # it writes no text
 
 
 def test_end_of_run_page_has_every_section_of_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
