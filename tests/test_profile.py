@@ -45,6 +45,8 @@ def test_profile_user_errors_are_explained(tmp_path: Path, capsys) -> None:
     assert main([*words, "--steps", "0"]) == 2
     assert main([*words, "resume=auto"]) == 2
     assert "leave resume out" in capsys.readouterr().err
+    assert main(["profile", "reverse_rl/grpo", "--out", str(tmp_path), "workers.where=spawn"]) == 2
+    assert "set workers.where=local" in capsys.readouterr().err
     (tmp_path / "taken").write_text("a file")
     assert main([*words, "--out", str(tmp_path / "taken")]) == 2  # before any step runs
     output = capsys.readouterr()

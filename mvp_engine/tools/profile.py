@@ -53,6 +53,12 @@ def main(argv: list[str] | None = None) -> int:
 def _profile(out: Path, first: int, steps: int, composed: Composed, world: World) -> int:
     if composed.config.resume is not None:
         raise UserError("mvp profile starts a new training: leave resume out")
+    workers = getattr(composed.config, "workers", None)
+    if workers is not None and workers.where != "local":
+        raise UserError(
+            f"mvp profile measures its own process, and workers.where={workers.where} has the models in others: set "
+            "workers.where=local and leave out groups.actor.ranks"
+        )
     engine_class = profiled(composed.engine_class, out, first, steps)
     if world.is_main:
         try:
@@ -172,7 +178,7 @@ class Time:
 def memory_by_kind(engine: Engine) -> dict[str, float]:
     """GiB on this rank: static memory, what the peak needs in addition, and the peak itself."""
     params = list(engine.model.parameters())
-    optimizer = engine.model_engine.optimizer
+    optimizer = getattr(engine.model_engine, "optimizer", None)  # of RL, in the workers
     state: dict[Any, Any] = {} if optimizer is None else optimizer.state
     state_bytes = 0
     for entry in state.values():

@@ -171,3 +171,11 @@ def test_rl_training_reports_the_part_of_a_step_that_hangs(tmp_path: Path, monke
     trained(write_recipe(tmp_path, LENGTH), "loop.total_steps=1", "guard.hang_seconds=0.5")
     [text] = [text for text in warnings if text.startswith("update of step 1 takes longer than guard.hang_seconds=0.5")]
     assert "wait_until(is_reported)" in text
+
+
+@IN_CAMPAIGN
+def test_profile_of_an_rl_config_in_one_process_writes_its_page(tmp_path: Path) -> None:
+    config = write_recipe(tmp_path, LENGTH)
+    words = ["--out", str(tmp_path / "profile"), "--steps", "2", "--first", "2", "loop.total_steps=8"]
+    assert main(["profile", config, *words]) == 0
+    assert (tmp_path / "profile" / "profile.json").is_file()
