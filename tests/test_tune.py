@@ -180,8 +180,9 @@ def test_tune_compares_trials_on_equal_batches_and_writes_a_config_that_trains(c
     first = found["trials"][0]
     assert found["speedup"] == pytest.approx(found["trials"][found["best"]]["tokens_per_s"] / first["tokens_per_s"])
 
-    assert main(["tune", config, "--minutes", "0.001", "--out", "tuned.yaml"]) == 0
+    assert main(["tune", config, "optim.lr=2e-3", "--minutes", "0.001", "--out", "tuned.yaml"]) == 0
     printed = capsys.readouterr().out
+    assert f"or: mvp train {config} optim.lr=2e-3 mllm.micro_batch_tokens=256" in printed
     assert "--minutes 0.003 tries more" in printed  # the first trial always runs
     lines = printed.split("fastest:\n\n")[1].split("\nor: ")[0]
     assert yaml.safe_load(lines)["mllm"] == {"micro_batch_tokens": 256, "global_batch_tokens": 512, "row_tokens": 256}

@@ -185,6 +185,8 @@ class Tuner:
         first = self.outcomes[0].tokens_per_s
         return {
             "config": self.config,
+            "overrides": self.overrides,
+            "nproc": self.nproc,
             "device": self.facts["device"],
             "ranks": self.facts["ranks"],
             "auto": self.facts["auto"],

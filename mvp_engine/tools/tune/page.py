@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from mvp_engine.config.places import override_key
 from mvp_engine.errors import count
 
 
@@ -24,12 +25,14 @@ def page(found: dict[str, Any], minutes: float) -> str:
         lines += [f"The time was over after {tried}: --minutes {3 * minutes:g} tries more.", ""]
     if not found["values"]:
         return "\n".join(lines)
-    words = shlex.join(words_of(found["values"]))
+    given = [word for word in found["overrides"] if override_key(word) not in found["values"]]
+    words = shlex.join([found["config"], *given, *words_of(found["values"])])
+    nproc = f" --nproc {found['nproc']}" if found["nproc"] > 1 else ""
     lines += [
         _verdict(found),
         "",
         yaml.safe_dump(_tree(found["values"]), sort_keys=False),
-        f"or: mvp train {found['config']} {words}",
+        f"or: mvp train {words}{nproc}",
     ]
     return "\n".join(lines)
 
