@@ -15,6 +15,7 @@ from test_even_shards import MODELS
 
 from mvp_engine.cli import main
 from mvp_engine.errors import EXIT_USER_ERROR
+from mvp_engine.model_engine.fsdp import base_engine
 from mvp_engine.tools.estimate_config import Estimator, Question
 from mvp_engine.tools.plan.command import PlanOptions, plan
 from mvp_engine.tools.plan.compare import find_differences
@@ -28,7 +29,8 @@ ACTIONS = str(ROOT / "recipes" / "table_vla" / "configs" / "cpu.yaml")
 LAYOUT = ["parallel.shard=8", "parallel.tensor=2"]
 
 
-def test_plan_command_prints_memory_collectives_and_no_hang(capsys) -> None:
+def test_plan_command_prints_memory_collectives_and_no_hang(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(base_engine, "materialize_weights", None)  # a rank of 1,024 has no memory for weights here
     assert main(["plan", CONFIG, *LAYOUT, "--gpus", "32", "--gpu", "H100", "--tokens", "256"]) == 0
     text = capsys.readouterr().out
     for part in ("weights", "all-gather      shard (8)", "all-reduce      tensor (2)", "all ranks (32)"):

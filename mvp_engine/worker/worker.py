@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -62,7 +62,7 @@ class UpdateNumbers:
     lr: float  # the highest one, where parts have their own
     skipped: str | None  # why the weights were not updated
     metrics: dict[str, tuple[float, float]]  # name -> (sum, weight)
-    peak_memory: int = 0  # bytes, of the rank that has most
+    peak_memory: int = field(default=0, compare=False)  # bytes, of the rank that has most
 
 
 class Worker:

@@ -73,10 +73,7 @@ class FSDPBaseEngine(ModelEngine):
             )
         skeleton = parallelize_model(self.model, self.adapter, self.layout, self.settings)
         if skeleton is not None:
-            # A file may be damaged in one rank's slices only, or on one machine.
-            with raise_on_all_ranks(self.world.host_group):
-                seed = self.settings.seed
-                materialize_weights(self.model, self.adapter, skeleton, self.world.device, seed)
+            self._materialize(skeleton)
         self.sharded = list(sharded_modules(self.model))
         self._link = self.adapter.stage_link
         self._initialized = True
@@ -90,6 +87,12 @@ class FSDPBaseEngine(ModelEngine):
             self._prepare_training()
         if self.settings.offload != "none":
             self.to("cpu", model=self.settings.offload == "all")
+
+    def _materialize(self, skeleton: nn.Module) -> None:
+        # A file may be damaged in one rank's slices only, or on one machine.
+        with raise_on_all_ranks(self.world.host_group):
+            seed = self.settings.seed
+            materialize_weights(self.model, self.adapter, skeleton, self.world.device, seed)
 
     @abc.abstractmethod
     def _prepare_training(self) -> None:
