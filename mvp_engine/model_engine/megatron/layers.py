@@ -61,7 +61,7 @@ def mark_ends(forwards: list[LayerForward]) -> None:
 
 
 def require_megatron() -> None:
-    if find_spec("megatron") is None:
+    if not (find_spec("megatron") and find_spec("megatron.core")):
         raise UserError(
             "model.backend=megatron needs the package megatron-core: pip install 'mvp-engine[megatron]', or set "
             "model.backend=fsdp"
