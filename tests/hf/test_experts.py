@@ -77,7 +77,11 @@ def test_grouped_experts_with_biases_equal_batched_experts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": "selective"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, marks=pytest.mark.campaign(only=True)), {"activation_checkpointing": "selective"}],
+    ids=str,
+)
 def test_grouped_experts_compiled_equal_uncompiled(settings: dict[str, Any]) -> None:
     loss, grads = stepped("qwen3_moe", precision="bf16")
     compiled, its = stepped("qwen3_moe", precision="bf16", compile="aot_eager", **settings)
