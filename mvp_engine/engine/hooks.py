@@ -27,9 +27,8 @@ class EngineHooks:
     layout: Layout
     total_steps: int | None
     batch_unit = "sample"  # what `global_batch_size` counts
-    batch_division = (
-        ""  # how a global batch is divided, for the log; by default among ranks and micro-batches
-    )
+    # How a global batch is divided, for the log; by default among ranks and micro-batches.
+    batch_division = ""
     model_before_data = False  # True: the model gets its weights before prepare_dataloader("train")
 
     # ---- Parts ----------------------------------------------------------------------------------------------------

@@ -125,9 +125,8 @@ class _Trial:
         assert self.model.whole is not None
         special = _special_tokens(self.model.whole.config)
         config: Any = self.model.hf.config.get_text_config()  # type: ignore[operator, union-attr]
-        vocab_size = getattr(
-            config, "text_vocab_size", config.vocab_size
-        )  # CSM's other one is of codes
+        # The vocab_size of CSM is that of codes.
+        vocab_size = getattr(config, "text_vocab_size", config.vocab_size)
         words = torch.tensor([token for token in range(vocab_size) if token not in special])
         return words[torch.randint(len(words), (count,), generator=self.dice)].tolist()
 

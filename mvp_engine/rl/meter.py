@@ -14,9 +14,8 @@ class RLMeter(Meter):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.seconds: dict[str, float] = {}
-        self.peak_memory = (
-            0  # bytes of the rank that has most: the controller itself holds no model
-        )
+        # Bytes of the rank that has most: the controller itself holds no model.
+        self.peak_memory = 0
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:

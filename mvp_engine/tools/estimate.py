@@ -57,9 +57,8 @@ def _refuse_unsupported(estimator: Estimator) -> None:
     if is_plain and model.backend == "fsdp" and not (model.fp8 or model.quantize):
         return
     if hasattr(config.optim, "offload"):
-        config = changed(
-            config, {"optim.offload": False}
-        )  # which needs host memory, there and not here
+        # It would check the host memory of this machine, on which the training need not run.
+        config = changed(config, {"optim.offload": False})
     Simulation(config, estimator.gpus, parallel=parallel).check()
 
 

@@ -150,11 +150,10 @@ class Check:
             if config.loop.eval_interval or (kit is not None and _has_eval(kit)):
                 record.begin_stage("evaluation")
                 self._evaluation_stage(engine, config, kit)
-        of_workers = getattr(
-            engine.meter, "peak_memory", 0
-        )  # in RL, where this process holds no model
+        # In RL the models may be in other processes, and on another device than the controller.
+        of_workers = engine.meter.peak_memory if is_rl(engine) else 0  # type: ignore[attr-defined]
         peak = max(engine.world.all_gather(of_workers or peak_memory(engine.device)))
-        device = engine.model_engine.world.device  # in RL not the controller's own
+        device = engine.model_engine.world.device
         record["memory"] = {
             "of": "device" if device.type == "cuda" else "process",
             "peak_gib": _gib(peak),
