@@ -32,7 +32,7 @@ from torch import Tensor
 from mvp_engine.distributed.key_exchange import KeyExchange, Keys, causal_keys, offsets_of, ranges_of
 from mvp_engine.distributed.zigzag import Chunk, zigzag
 from mvp_engine.hf.context_attention import context_spec
-from mvp_engine.ops import cudnn_attention
+from mvp_engine.ops import cudnn_attention, flash_attention
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
 
 H = 32
@@ -45,7 +45,8 @@ MIXES: dict[str, list[int]] = {
 }
 KERNELS: dict[str, list[tuple[Any, str]]] = {
     "as chosen": [],
-    "FlashAttention (varlen_attn)": [(cudnn_attention, "is_supported")],
+    "cuDNN": [(flash_attention, "is_supported")],
+    "FlashAttention 2 (varlen_attn)": [(flash_attention, "is_supported"), (cudnn_attention, "is_supported")],
 }
 
 

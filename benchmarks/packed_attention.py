@@ -41,7 +41,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from mvp_engine.hf.attention import boundaries, packed_attention
-from mvp_engine.ops import attention, cudnn_attention, flex_attention, flex_block_mask
+from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention, flex_block_mask
 
 H = 16
 K = 8
@@ -148,7 +148,7 @@ def _with_autograd(case: Case, attend: Callable[..., Tensor], note: str = "") ->
 
 
 def ours(case: Case) -> Kernel:
-    """What the layers of a model call: cuDNN's ragged kernels, if `nvidia-cudnn-frontend` is installed."""
+    """What the layers of a model call: FlashAttention 4 or cuDNN's ragged kernels, if they are installed."""
     layer: Any = nn.Module()
     where = boundaries(case.cu_seqlens, max(case.mix.lengths))
 
@@ -160,6 +160,7 @@ def ours(case: Case) -> Kernel:
 
 
 # The function of each kernel that decides whether it supports a case.
+FLASH = (flash_attention, "is_supported")
 CUDNN = (cudnn_attention, "is_supported")
 TORCH_VARLEN = (attention, "_torch_varlen_is_supported")
 FLEX = (flex_attention, "is_supported")
@@ -223,9 +224,10 @@ def dense(case: Case) -> Kernel | None:
 
 
 KERNELS: dict[str, Callable[[Case], Kernel | None]] = {
-    "cuDNN, ragged (ours)": ours,
-    "varlen_attn (without cuDNN's frontend)": _without(CUDNN),
-    "SDPA per sequence (without both)": _without(CUDNN, TORCH_VARLEN, FLEX),
+    "as chosen: FlashAttention 4 on Hopper": ours,
+    "cuDNN, ragged": _without(FLASH),
+    "varlen_attn (FlashAttention 2)": _without(FLASH, CUDNN),
+    "SDPA per sequence": _without(FLASH, CUDNN, TORCH_VARLEN, FLEX),
     "cuDNN SDPA, dense (ceiling)": dense,
     "FlexAttention": flex,
 }

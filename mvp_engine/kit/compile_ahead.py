@@ -3,6 +3,7 @@ on a few rows, while the costs of all rows are measured."""
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 from mvp_engine.data import rng_state, set_rng_state
@@ -10,6 +11,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.kit.estimate.auto import smaller_after_out_of_memory
 from mvp_engine.kit.estimate.sample import repeated
 from mvp_engine.model_engine.fsdp.compile import use_cache
+from mvp_engine.ops import flash_attention
 
 if TYPE_CHECKING:
     from mvp_engine.kit.mllm import MLLMEngine
@@ -30,6 +32,9 @@ def start_compile_workers(engine: MLLMEngine) -> None:
     if engine.device.type != "cuda" or not {"auto", "inductor"}.intersection(backends):
         return
     use_cache(engine.config.model.compile_cache)  # the processes inherit its environment variable
+    if flash_attention.INSTALLED:
+        # Imported meanwhile: the first attention would wait for a second or two.
+        threading.Thread(target=flash_attention.load, daemon=True).start()
     from torch._inductor.async_compile import AsyncCompile
 
     AsyncCompile.use_process_pool()

@@ -2,16 +2,16 @@
 
 Legend: T tokens of all sequences, H query heads, K key/value heads, d head size.
 
-The kernels, in order of preference: cuDNN, torch's `varlen_attn` (FlashAttention), FlexAttention, and the reference,
-which supports every option. What transformers adds (call signatures, mask objects, registration) is in
-`mvp_engine.hf.attention`.
+The kernels, in order of preference: FlashAttention 4, cuDNN, torch's `varlen_attn` (FlashAttention 2), FlexAttention,
+and the reference, which supports every option. What transformers adds (call signatures, mask objects, registration) is
+in `mvp_engine.hf.attention`.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from mvp_engine.ops import cudnn_attention, flex_attention
+from mvp_engine.ops import cudnn_attention, flash_attention, flex_attention
 from mvp_engine.ops.attn_spec import AttnSpec, KeySpec
 from mvp_engine.ops.half_precision import is_half_on_gpu
 
@@ -21,8 +21,10 @@ __all__ = ["AttnSpec", "KeySpec", "varlen_attention"]
 def varlen_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tensor:
     """Attention of shape (H, T, d) by the fastest kernel for this GPU, dtype, head size and spec."""
     if spec.is_plain:
-        # Its plans have one head size; latent attention (DeepSeek) has two.
+        # Latent attention (DeepSeek) has two head sizes: cuDNN's plans have one, and FlashAttention 4 was not tried.
         is_same = v_KTd.shape[-1] == q_HTd.shape[-1]
+        if is_same and flash_attention.is_supported(q_HTd, spec):
+            return flash_attention.flash_attention(q_HTd, k_KTd, v_KTd, spec)
         if is_same and cudnn_attention.is_supported(q_HTd, spec, k_KTd):
             return cudnn_attention.cudnn_attention(q_HTd, k_KTd, v_KTd, spec)
         if _torch_varlen_is_supported(q_HTd, v_KTd):
@@ -36,7 +38,7 @@ def varlen_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec
 
 
 def _torch_varlen_is_supported(q_HTd: Tensor, v_KTd: Tensor) -> bool:
-    """FlashAttention runs on more GPUs than cuDNN's kernels, and with head sizes up to 256."""
+    """FlashAttention 2 runs on more GPUs than cuDNN's kernels, and with head sizes up to 256."""
     head_size = q_HTd.shape[-1]
     if head_size % 8 != 0 or head_size > 256 or v_KTd.shape[-1] != head_size:
         return False

@@ -1,20 +1,19 @@
-"""cuDNN's attention over packed sequences as a torch operator: the fastest kernel on Hopper and Blackwell.
+"""cuDNN's attention over packed sequences, without a host sync: a fast kernel on Hopper and Blackwell.
 
 Legend: T tokens of all sequences, H query heads, K key/value heads, d head size.
 
-The operator has a fake implementation for torch.compile, a second operator for its gradients (so that activation
-checkpointing can save its outputs), and no host sync. Graphs and plans are in `mvp_engine.ops.cudnn_graph`.
+Graphs and plans are in `mvp_engine.ops.cudnn_graph`.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mvp_engine.ops import cudnn_graph
+from mvp_engine.ops.attention_operator import attention_operator
 from mvp_engine.ops.attn_spec import AttnSpec
 
 INSTALLED = importlib.util.find_spec("cudnn") is not None
@@ -39,8 +38,8 @@ for _constant in (_has_ragged_kernels, _has_large_heads):
 
 
 def is_supported(q: Tensor, spec: AttnSpec, k: Tensor | None = None) -> bool:
-    """cuDNN computes this attention and is the fastest: a window must be causal, and FlashAttention is faster where no
-    sequence is longer than 64 tokens."""
+    """cuDNN computes this attention: a window must be causal, and torch's FlashAttention is faster where no sequence is
+    longer than 64 tokens."""
     if not INSTALLED or not q.is_cuda or q.dtype not in cudnn_graph.DTYPES:
         return False
     head_size = q.shape[-1]
@@ -55,58 +54,22 @@ def is_supported(q: Tensor, spec: AttnSpec, k: Tensor | None = None) -> bool:
     return head_size <= COMMON_HEAD or _has_large_heads(device)
 
 
-def cudnn_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec) -> Tensor:
-    """Attention of shape (H, T, d) in one kernel call for all sequences, without a host sync."""
-    out_THd, _ = _forward(
-        q_HTd.transpose(0, 1),
-        k_KTd.transpose(0, 1),
-        v_KTd.transpose(0, 1),
-        spec.cu_seqlens,
-        spec.cu_seqlens_k,
-        spec.max_seqlen,
-        spec.max_seqlen_k,
-        q_HTd.shape[-1] ** -0.5 if spec.scale is None else spec.scale,
-        spec.causal,
-        spec.window or 0,
-        spec.keys is not None,
-    )
-    return out_THd.transpose(0, 1)
-
-
-_SPEC_SCHEMA = (
-    "Tensor cu_seqlens, Tensor cu_seqlens_k, SymInt max_seqlen, SymInt max_seqlen_k, float scale, bool causal, "
-    "int window, bool bottom_right"
-)
-
-
-@torch.library.custom_op(
-    "mvp::ragged_attention",
-    mutates_args=(),
-    device_types="cuda",
-    schema=f"(Tensor q, Tensor k, Tensor v, {_SPEC_SCHEMA}) -> (Tensor, Tensor)",
-)
-def _forward(q, k, v, cu_seqlens, cu_seqlens_k, *options):  # type: ignore[no-untyped-def]
-    """The output (T, H, d), and the log-sum-exp of each row (T, H, 1), which backward needs."""
+def _forward(  # type: ignore[no-untyped-def]
+    q, k, v, cu_seqlens, cu_seqlens_k, *options
+) -> tuple[Tensor, Tensor]:
     q = q.contiguous()
     k = k.contiguous()
     out = torch.empty_like(q)
-    stats = q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
+    stats = q.new_empty(_stats_shape(q), dtype=torch.float32)
     plan = cudnn_graph.Plan.of(q, k, len(cu_seqlens) - 1, *options)
     tensors = {"q": q, "k": k, "v": v.contiguous(), "o": out, "stats": stats}
     cudnn_graph.run(plan, cu_seqlens, False, tensors, cu_seqlens_k)
     return out, stats
 
 
-@torch.library.custom_op(
-    "mvp::ragged_attention_backward",
-    mutates_args=(),
-    device_types="cuda",
-    schema=f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor stats, {_SPEC_SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor)",
-)
 def _backward(  # type: ignore[no-untyped-def]
     d_out, q, k, v, out, stats, cu_seqlens, cu_seqlens_k, *options
-):
+) -> tuple[Tensor, ...]:
     q = q.contiguous()
     k = k.contiguous()
     v = v.contiguous()
@@ -117,30 +80,8 @@ def _backward(  # type: ignore[no-untyped-def]
     return tuple(gradients.values())
 
 
-@_forward.register_fake
-def _(q, k, v, *spec):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape), q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
+def _stats_shape(q_THd: Tensor) -> tuple[int, ...]:
+    return (*q_THd.shape[:2], 1)
 
 
-@_backward.register_fake
-def _(d_out, q, k, v, *rest):  # type: ignore[no-untyped-def]
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv = inputs[:3]
-    boundaries = inputs[3:5]
-    ctx.options = inputs[5:]
-    ctx.save_for_backward(*qkv, *output, *boundaries)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, d_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if d_out is None:
-        return (None,) * 11
-    d_qkv = _backward(d_out, *ctx.saved_tensors, *ctx.options)
-    return (*d_qkv, *(None,) * 8)
-
-
-_forward.register_autograd(_gradients, setup_context=_setup_context)
+cudnn_attention = attention_operator("ragged_attention", _forward, _backward, _stats_shape)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mvp_engine.ops import attention, cudnn_attention, flex_attention, graph_breaks
+from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention, graph_breaks
 from mvp_engine.ops.attention import AttnSpec, KeySpec, varlen_attention
 from mvp_engine.ops.reference_attention import reference_attention
 from mvp_engine.ops.size_bucket import round_up_to_bucket
@@ -34,9 +34,11 @@ def chosen(monkeypatch) -> list[str]:
     def kernel(name: str) -> Any:
         return lambda q, *_: (calls.append(name), q)[1]
 
+    monkeypatch.setattr(flash_attention, "is_supported", lambda *_: True)
     monkeypatch.setattr(cudnn_attention, "is_supported", lambda *_: True)
     monkeypatch.setattr(attention, "_torch_varlen_is_supported", lambda *_: True)
     monkeypatch.setattr(flex_attention, "is_supported", lambda *_: True)
+    monkeypatch.setattr(flash_attention, "flash_attention", kernel("flash"))
     monkeypatch.setattr(cudnn_attention, "cudnn_attention", kernel("cudnn"))
     monkeypatch.setattr(attention, "_torch_varlen", kernel("varlen"))
     monkeypatch.setattr(graph_breaks, "untraced_flex_attention", kernel("flex"))
@@ -44,12 +46,13 @@ def chosen(monkeypatch) -> list[str]:
     return calls
 
 
-def test_varlen_attention_plain_spec_prefers_cudnn_then_torch_varlen(chosen: list[str], monkeypatch) -> None:
+def test_varlen_attention_plain_spec_prefers_flash_then_cudnn_then_torch_varlen(chosen: list[str], monkeypatch) -> None:
     spec = AttnSpec(CU_SEQLENS, 5, scale=0.2, window=3)
     varlen_attention(*qkv(), spec)
-    monkeypatch.setattr(cudnn_attention, "is_supported", lambda *_: False)
-    varlen_attention(*qkv(), spec)
-    assert chosen == ["cudnn", "varlen"]
+    for module in (flash_attention, cudnn_attention):
+        monkeypatch.setattr(module, "is_supported", lambda *_: False)
+        varlen_attention(*qkv(), spec)
+    assert chosen == ["flash", "cudnn", "varlen"]
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: next(iter(extra)))

@@ -15,7 +15,7 @@ from mvp_engine.distributed.key_exchange import KeyExchange, Keys, causal_keys, 
 from mvp_engine.distributed.zigzag import Chunk, zigzag
 from mvp_engine.hf.context_attention import context_spec
 from mvp_engine.ops import attention as attention_ops
-from mvp_engine.ops import cudnn_attention
+from mvp_engine.ops import cudnn_attention, flash_attention
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
 from mvp_engine.ops.flex_block_mask import block_mask_of
 from mvp_engine.ops.reference_attention import reference_attention
@@ -89,15 +89,16 @@ def test_block_mask_on_chunks_of_queries_contains_the_pairs_of_the_reference(opt
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["cudnn", "varlen", "flex"])
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "varlen", "flex"])
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window": 130}], ids=str)
 def test_gpu_kernels_on_chunks_of_queries_equal_the_reference(
     monkeypatch, kernel: str, options: dict[str, Any]
 ) -> None:
-    if kernel == "cudnn" and not cudnn_attention.INSTALLED:
-        pytest.skip("nvidia-cudnn-frontend is not installed")
-    if kernel != "cudnn":
-        monkeypatch.setattr(cudnn_attention, "INSTALLED", False)
+    for name, module in {"flash": flash_attention, "cudnn": cudnn_attention}.items():
+        if name != kernel:
+            monkeypatch.setattr(module, "INSTALLED", False)
+        elif not module.INSTALLED:
+            pytest.skip(f"the package of {kernel} is not installed")
     if kernel == "flex":
         monkeypatch.setattr(attention_ops, "_torch_varlen_is_supported", lambda *_: False)
     lengths = [700, 1, 5, 2000, 64, 300]

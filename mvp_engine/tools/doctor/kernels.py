@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +18,9 @@ from mvp_engine.hf import fp8_grouped_mm
 from mvp_engine.hf.mixers import kernels as mixer_kernels
 from mvp_engine.hf.mixers.check_kernels import mixer_error
 from mvp_engine.hf.mixers.kernels import KERNELS
-from mvp_engine.ops import cudnn_attention, fp8, nf4
+from mvp_engine.ops import cudnn_attention, flash_attention, fp8, nf4
 from mvp_engine.ops.attention import AttnSpec
+from mvp_engine.ops.attention_operator import Attention
 from mvp_engine.ops.linear_cross_entropy import linear_loss
 from mvp_engine.ops.reference_attention import reference_attention
 from mvp_engine.tools.doctor.finding import Finding, ok, problem, warning
@@ -25,7 +28,7 @@ from mvp_engine.tools.doctor.finding import Finding, ok, problem, warning
 LENGTHS = (1024, 512, 1536, 1024)  # tokens of the packed sequences
 TOLERANCE = 2e-2  # relative error of bf16 kernels
 COMPILER_FIX = "install a C compiler and Python's headers (apt install gcc python3-dev); without: model.compile=null"
-Attention = Callable[[Tensor, Tensor, Tensor, AttnSpec], Tensor]
+NOT_INSTALLED = "is not installed"
 
 
 def check_attention(head_size: int = 128) -> Finding:
@@ -35,31 +38,80 @@ def check_attention(head_size: int = 128) -> Finding:
         return ok("attention", text, kernel="reference")
     inputs = _packed_inputs(head_size)
     spec = _spec()
-    why = _why_not_cudnn(inputs[0], spec)
-    if why is None:
-        return _try_attention("cuDNN", cudnn_attention.cudnn_attention, inputs, spec)
-    from mvp_engine.ops.torch_varlen import torch_varlen_attention
+    passed_over: dict[str, str] = {}
+    for name, kernel in _KERNELS.items():
+        why = kernel.why_not(inputs[0], spec)
+        if why is None:
+            return _with_reasons(_try_attention(name, kernel, inputs, spec), passed_over)
+        passed_over[name] = why
+    raise AssertionError("the last kernel runs everywhere")
 
-    finding = _try_attention("FlashAttention", torch_varlen_attention, inputs, spec)
-    if finding.fix or cudnn_attention.INSTALLED or not _has_cudnn_kernels():
-        text = f"{finding.text}. Not cuDNN: {why}"
+
+def _with_reasons(finding: Finding, passed_over: dict[str, str]) -> Finding:
+    """A faster kernel that is only not installed is a warning."""
+    missing = [name for name, why in passed_over.items() if why.endswith(NOT_INSTALLED)]
+    reasons = "".join(f". Not {name}: {why}" for name, why in passed_over.items())
+    text = finding.text + reasons
+    if finding.fix or not missing:
         return Finding("attention", finding.status, text, finding.fix, finding.facts)
-    text = f"{finding.text}. Not cuDNN, which is faster on this GPU: {why}"
-    return warning("attention", text, "pip install 'mvp-engine[cuda]'", **finding.facts)
+    fix = "pip install 'mvp-engine[cuda]', for a faster kernel"
+    return warning("attention", text, fix, **finding.facts)
 
 
-def _has_cudnn_kernels() -> bool:
-    return torch.cuda.get_device_capability()[0] in (9, 10)
+def _capability() -> int:
+    return torch.cuda.get_device_capability()[0]
+
+
+def _why_not_flash(q_HTd: Tensor, spec: AttnSpec) -> str | None:
+    if _capability() != 9:
+        return "it is used on Hopper"
+    if not flash_attention.INSTALLED:
+        return f"flash-attn-4 {NOT_INSTALLED}"
+    if flash_attention.load() is None:
+        return "flash-attn-4 cannot be imported"
+    if not flash_attention.is_supported(q_HTd, spec):
+        return f"it is not used for head size {q_HTd.shape[-1]}"
+    return None
 
 
 def _why_not_cudnn(q_HTd: Tensor, spec: AttnSpec) -> str | None:
-    if cudnn_attention.is_supported(q_HTd, spec):
-        return None
-    if not _has_cudnn_kernels():
+    if _capability() not in (9, 10):
         return "its kernels for packed sequences need Hopper or Blackwell"
     if not cudnn_attention.INSTALLED:
-        return "nvidia-cudnn-frontend is not installed"
-    return f"it does not support head size {q_HTd.shape[-1]}"
+        return f"nvidia-cudnn-frontend {NOT_INSTALLED}"
+    if not cudnn_attention.is_supported(q_HTd, spec):
+        return f"it does not support head size {q_HTd.shape[-1]}"
+    return None
+
+
+def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> Tensor:
+    from mvp_engine.ops.torch_varlen import torch_varlen_attention
+
+    return torch_varlen_attention(q, k, v, spec)
+
+
+class _Kernel(NamedTuple):
+    attention: Attention
+    why_not: Callable[[Tensor, AttnSpec], str | None]
+    fix: str  # if it fails
+
+
+# In the order in which a training prefers them.
+_KERNELS = {
+    "FlashAttention 4": _Kernel(
+        flash_attention.flash_attention,
+        _why_not_flash,
+        "pip install -U --pre flash-attn-4, or uninstall it: cuDNN is used then",
+    ),
+    "cuDNN": _Kernel(
+        cudnn_attention.cudnn_attention,
+        _why_not_cudnn,
+        "pip install -U nvidia-cudnn-frontend, or uninstall it: FlashAttention 2 is used then",
+    ),
+    "FlashAttention 2": _Kernel(
+        _torch_varlen, lambda *_: None, "install a torch build for this GPU"
+    ),
+}
 
 
 def _packed_inputs(head_size: int) -> list[Tensor]:
@@ -78,30 +130,24 @@ def _spec() -> AttnSpec:
     return AttnSpec(offsets, max(LENGTHS))
 
 
-def _try_attention(
-    name: str, attention: Attention, inputs: list[Tensor], spec: AttnSpec
-) -> Finding:
+def _try_attention(name: str, kernel: _Kernel, inputs: list[Tensor], spec: AttnSpec) -> Finding:
     """Run a kernel forward and backward, compare it with the reference, and time it."""
     q, k, v = inputs
     expected = _with_gradients(
         lambda: reference_attention(q.float(), k.float(), v.float(), spec), inputs
     )
-    fix = "pip install -U nvidia-cudnn-frontend, or uninstall it: FlashAttention is used then"
-    if name != "cuDNN":
-        fix = "install a torch build for this GPU"
+    attend = partial(kernel.attention, q, k, v, spec)
     try:
-        found = _with_gradients(lambda: attention(q, k, v, spec), inputs)
-        milliseconds = _milliseconds(
-            lambda: _with_gradients(lambda: attention(q, k, v, spec), inputs)
-        )
+        found = _with_gradients(attend, inputs)
+        milliseconds = _milliseconds(lambda: _with_gradients(attend, inputs))
     except Exception as error:  # noqa: BLE001 - any failure of a kernel is a finding
-        return problem("attention", f"{name} fails: {_summary(error)}", fix, kernel=name)
+        return problem("attention", f"{name} fails: {_summary(error)}", kernel.fix, kernel=name)
     pairs = zip(found, expected, strict=True)
     worst = max(float((a.float() - b).norm() / b.norm()) for a, b in pairs)
     facts = {"kernel": name, "milliseconds": round(milliseconds, 3), "relative_error": worst}
     if not worst < TOLERANCE:
         text = f"{name} computes wrong values: relative error {worst:.1e}"
-        return problem("attention", text, fix, **facts)
+        return problem("attention", text, kernel.fix, **facts)
     text = f"{name}, {milliseconds:.2f} ms forward and backward of {sum(LENGTHS):,} tokens"
     return ok("attention", text, **facts)
 

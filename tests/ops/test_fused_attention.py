@@ -1,0 +1,222 @@
+"""FlashAttention 4 and cuDNN over packed sequences: the results of torch's varlen kernel, repeatable gradients, few
+plans, no reads out of bounds."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mvp_engine.hf.attention import boundaries, packed_attention
+from mvp_engine.ops import cudnn_attention, cudnn_graph, flash_attention
+from mvp_engine.ops.attention import AttnSpec, varlen_attention
+from mvp_engine.ops.cudnn_graph import Plan
+
+needs_cudnn = pytest.mark.gpu(package="cudnn")
+MODULES: dict[str, Any] = {"flash": flash_attention, "cudnn": cudnn_attention}
+
+
+def use_only(monkeypatch: pytest.MonkeyPatch, kernel: str | None) -> None:
+    """Let `varlen_attention` find one of the kernels, or none."""
+    if kernel is not None and not MODULES[kernel].INSTALLED:
+        pytest.skip(f"the package of {kernel} is not installed")
+    for name, module in MODULES.items():
+        if name != kernel:
+            monkeypatch.setattr(module, "INSTALLED", False)
+
+
+def test_plan_packs_of_all_sizes_share_few_plans() -> None:
+    """A plan takes a tenth of a second or more to build; one per pack would cost more than the kernel saves."""
+    g = torch.Generator().manual_seed(0)
+    plans = set()
+    for _ in range(500):
+        lengths = torch.randint(64, 4097, (int(torch.randint(4, 33, (), generator=g)),), generator=g)
+        q = torch.empty(int(lengths.sum()), 16, 128, device="meta")
+        longest = int(lengths.max())
+        plan = Plan.of(q, q[:, :8], len(lengths), longest, longest, 0.1, True, 0)
+        assert plan.sequences >= len(lengths)
+        assert plan.max_seqlen >= int(lengths.max())
+        assert plan.tokens >= len(q)
+        plans.add(plan)
+    assert len(plans) < 30
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", MODULES)
+@pytest.mark.parametrize("way", ["plain", "compiled", "checkpointed"])
+@pytest.mark.parametrize(
+    ("options", "heads", "size"),
+    [
+        ({}, (8, 2), 128),
+        ({"sliding_window": 50}, (8, 4), 64),
+        ({"is_causal": False}, (4, 4), 80),
+        ({"is_causal": False}, (4, 4), 64),
+        ({"sliding_window": 130}, (8, 1), 96),
+        ({"scaling": 0.3}, (8, 8), 32),
+        ({"is_causal": False}, (8, 1), 256),
+        ({}, (8, 2), 256),
+    ],
+    ids=str,
+)
+def test_fused_attention_output_and_gradients_equal_torch_varlen(
+    monkeypatch, kernel: str, way: str, options: dict[str, Any], heads: Any, size: int
+) -> None:
+    smallest, largest = flash_attention.HEADS
+    if kernel == "flash" and not smallest <= size <= largest:
+        pytest.skip(f"cuDNN computes heads of {size}")
+    if kernel == "cudnn" and size > cudnn_attention.COMMON_HEAD and not cudnn_graph.can_build(0, size):
+        pytest.skip(f"this cuDNN has no kernels for heads of {size}")
+    use_only(monkeypatch, kernel)
+    calls: list[str] = []
+    used = {"flash": (flash_attention, "_arguments"), "cudnn": (cudnn_graph, "run")}
+    for name, (module, function) in used.items():
+        run = getattr(module, function)
+        monkeypatch.setattr(module, function, lambda *args, run=run, name=name: (calls.append(name), run(*args))[1])
+    lengths = [5, 1, 140, 70, 300]
+    where = boundaries(torch.tensor([0, *lengths]).cumsum(0).int().cuda(), max(lengths))
+    g = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, h, sum(lengths), size, generator=g).cuda().bfloat16() for h in (*heads, heads[1])]
+    weight = torch.randn(1, sum(lengths), heads[0], size, generator=g).cuda().bfloat16()
+
+    def once(kind: str) -> list[Tensor]:
+        tensors = [x.clone().requires_grad_() for x in given]
+
+        def attended(*qkv: Tensor) -> Tensor:
+            return packed_attention(nn.Identity(), *qkv, None, **where, **options)[0]
+
+        if kind == "compiled":
+            out = torch.compile(attended, fullgraph=True, dynamic=True)(*tensors)
+        elif kind == "checkpointed":
+            out = checkpoint(attended, *tensors, use_reentrant=False)
+        else:
+            out = attended(*tensors)
+        return [out.detach(), *torch.autograd.grad(out, tensors, weight)]
+
+    ours = once(way)
+    assert calls == [kernel] * (3 if way == "checkpointed" else 2)
+    use_only(monkeypatch, None)
+    for mine, theirs in zip(ours, once("plain"), strict=True):
+        assert float((mine.float() - theirs.float()).norm() / theirs.float().norm()) < 1e-2
+
+
+@needs_cudnn
+@pytest.mark.parametrize(
+    ("heads", "size", "causal"), [((32, 8), 128, True), ((16, 16), 64, False), ((16, 16), 80, False)], ids=str
+)
+def test_cudnn_nan_around_the_tensors_leaves_outputs_finite(
+    monkeypatch, heads: tuple[int, int], size: int, causal: bool
+) -> None:
+    """NaN before and after all tensors, in the outputs and in the workspace; lengths around those of tiles."""
+
+    def inside(*shape: int, dtype: torch.dtype = torch.bfloat16, fill: float | None = None) -> Tensor:
+        values = torch.randn(shape, device="cuda") if fill is None else torch.full(shape, fill, device="cuda")
+        around = torch.full((values.numel() + (2 << 20),), torch.nan, device="cuda", dtype=dtype)
+        found = around[1 << 20 : -1 << 20].view(shape)
+        return found.copy_(values)
+
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, **k: empty(*a, **k).fill_(255) if k.get("dtype") == torch.uint8 else empty(*a, **k)
+    )
+    for lengths in ([1, 129, 64, 700], [2000], [63, 65, 127, 128, 1, 300, 2]):
+        total = sum(lengths)
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+        q, do = (inside(total, heads[0], size) for _ in "qo")
+        k, v = (inside(total, heads[1], size) for _ in "kv")
+        made = {n: inside(*x.shape, fill=torch.nan) for n, x in {"o": q, "dq": q, "dk": k, "dv": v}.items()}
+        made["stats"] = inside(total, heads[0], 1, dtype=torch.float32, fill=torch.nan)
+        plan = Plan.of(q, k, len(lengths), max(lengths), max(lengths), 0.1, causal, 0)
+        for backward, names in ((False, ("o", "stats")), (True, ("o", "stats", "dq", "dk", "dv"))):
+            given = {"q": q, "k": k, "v": v} | ({"do": do} if backward else {}) | {n: made[n] for n in names}
+            cudnn_graph.run(plan, cu_seqlens, backward, given)
+        assert all(bool(x.isfinite().all()) for x in made.values()), lengths
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", MODULES)
+def test_fused_attention_deterministic_algorithms_enabled_repeats_gradients_bit_by_bit(
+    monkeypatch, kernel: str
+) -> None:
+    use_only(monkeypatch, kernel)
+    spec = AttnSpec(torch.tensor([0, 500, 700, 2000], dtype=torch.int32).cuda(), 1300)
+    qkv = [torch.randn(2000, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 4, 4)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        q_k_v = [x.transpose(0, 1) for x in qkv]
+        out = [varlen_attention(*q_k_v, spec) for _ in range(2)]
+        grads = [torch.autograd.grad(o.float().square().sum(), qkv) for o in out]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", MODULES)
+def test_fused_attention_nan_in_other_sequences_and_around_leaves_a_sequence_as_it_is(monkeypatch, kernel: str) -> None:
+    """Lengths around those of tiles, an empty sequence, and NaN in all neighbours."""
+    use_only(monkeypatch, kernel)
+    lengths = [1, 129, 0, 64, 700, 63, 65, 127, 128]
+    ends = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    g = torch.Generator().manual_seed(0)
+    given = [torch.randn(h, sum(lengths), 128, generator=g).cuda().bfloat16() for h in (8, 2, 2, 8)]
+
+    def gradients(tensors: list[Tensor], offsets: Tensor) -> list[Tensor]:
+        *qkv, d_out = (x.clone().requires_grad_() for x in tensors)
+        out = varlen_attention(*qkv, AttnSpec(offsets, 700))
+        return [out.detach(), *torch.autograd.grad(out, qkv, d_out.detach())]
+
+    for at in (4, 7):
+        rows = slice(int(ends[at]), int(ends[at + 1]))
+        broken = [torch.full_like(x, torch.nan) for x in given]
+        for x, whole in zip(broken, given, strict=True):
+            x[:, rows] = whole[:, rows]
+        alone = gradients([x[:, rows].contiguous() for x in given], torch.tensor([0, lengths[at]]).int().cuda())
+        for found, expected in zip(gradients(broken, ends), alone, strict=True):
+            assert float((found[:, rows] - expected).float().norm() / expected.float().norm()) < 1e-2
+
+
+def test_flash_attention_broken_package_is_a_warning_and_unused(monkeypatch) -> None:
+    """The package needs CUDA libraries of its own, which may be those of another CUDA version."""
+    broken = types.ModuleType("flash_attn.cute")
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", broken)  # without `interface`
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    warned: list[str] = []
+    monkeypatch.setattr(flash_attention.LOGGER, "warning", lambda text, *_: warned.append(text))
+    flash_attention.load.cache_clear()
+    try:
+        assert not flash_attention._can_run(0)
+        assert not flash_attention._can_run(0)
+    finally:
+        flash_attention.load.cache_clear()
+    assert len(warned) == 1
+    assert "mvp-engine[cuda]" in warned[0]
+
+
+@pytest.mark.parametrize(("window", "left"), [(0, None), (3, 2)])
+def test_flash_attention_arguments_have_boundaries_scale_and_window(monkeypatch, window: int, left: int | None) -> None:
+    given: list[dict[str, Any]] = []
+
+    def kernel(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        given.append(options)
+        return tensors[:3]
+
+    monkeypatch.setattr(
+        flash_attention, "load", lambda: types.SimpleNamespace(_flash_attn_fwd=kernel, _flash_attn_bwd=kernel)
+    )
+    q = torch.zeros(5, 2, 64)
+    offsets = (torch.tensor([0, 2, 5]), torch.tensor([0, 3, 7]))
+    values = (*offsets, 3, 4, 0.3, True, window, True)
+    flash_attention._forward(q, q, q, *values)
+    flash_attention._backward(q, q, q, q, q, torch.zeros(2, 5), *values)
+    for options in given:
+        assert (options["max_seqlen_q"], options["max_seqlen_k"], options["softmax_scale"]) == (3, 4, 0.3)
+        assert (options["cu_seqlens_q"] is offsets[0], options["cu_seqlens_k"] is offsets[1]) == (True, True)
+        assert (options["causal"], options["window_size_left"]) == (True, left)
+    assert given[0]["return_lse"]
+    assert given[1]["deterministic"] is False
