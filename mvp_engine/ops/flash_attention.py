@@ -22,7 +22,8 @@ from mvp_engine.ops.attn_spec import AttnSpec
 from mvp_engine.ops.half_precision import is_half_on_gpu
 
 LOGGER = logging.getLogger("mvp_engine")
-HEADS = (64, 128)  # sizes of which it was measured to be faster than cuDNN, and those between
+# Sizes of heads with right gradients and faster kernels than cuDNN's. With 80, version 4.0.0b36 leaves some at zero.
+HEADS = (64, 128)
 _MAX_ELEMENTS = 2**30  # of the queries: more were not tried
 
 
@@ -68,8 +69,7 @@ def is_supported(q: Tensor, spec: AttnSpec) -> bool:
     """It computes this attention, and is the fastest: a window must be causal."""
     if not INSTALLED or not is_half_on_gpu(q) or q.numel() > _MAX_ELEMENTS:
         return False
-    head_size = q.shape[-1]
-    if head_size % 8 or not HEADS[0] <= head_size <= HEADS[1] or spec.max_seqlen_k <= 64:
+    if q.shape[-1] not in HEADS or spec.max_seqlen_k <= 64:
         return False
     if spec.window is not None and not spec.causal:
         return False
@@ -79,36 +79,34 @@ def is_supported(q: Tensor, spec: AttnSpec) -> bool:
 def _forward(  # type: ignore[no-untyped-def]
     q, k, v, cu_seqlens, cu_seqlens_k, *options
 ) -> tuple[Tensor, Tensor]:
-    boundaries = cu_seqlens, cu_seqlens_k
-    out, stats = load()._flash_attn_fwd(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        return_lse=True,
-        **_arguments(boundaries, *options),
-    )[:2]
+    arguments = _arguments(cu_seqlens, cu_seqlens_k, *options)
+    out, stats = load()._flash_attn_fwd(q, k, v, return_lse=True, **arguments)[:2]
     return out, stats
 
 
 def _backward(  # type: ignore[no-untyped-def]
     d_out, q, k, v, out, stats, cu_seqlens, cu_seqlens_k, *options
 ) -> tuple[Tensor, ...]:
-    boundaries = cu_seqlens, cu_seqlens_k
-    gradients: tuple[Tensor, ...] = load()._flash_attn_bwd(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
+    arguments = _arguments(cu_seqlens, cu_seqlens_k, *options)
+    # Contiguous, also where q, k and v are slices of one tensor, which the kernels read as they are.
+    gradients = {name: x.new_empty(x.shape) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    load()._flash_attn_bwd(
+        q,
+        k,
+        v,
         out,
-        d_out.contiguous(),
+        d_out,
         stats,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_arguments(boundaries, *options),
+        **arguments,
+        **gradients,
     )
-    return gradients
+    return tuple(gradients.values())
 
 
 def _arguments(
-    boundaries: tuple[Tensor, Tensor],
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
     max_seqlen: int,
     max_seqlen_k: int,
     scale: float,
@@ -117,8 +115,8 @@ def _arguments(
     _: bool,  # causality always counts from the end of the keys
 ) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": boundaries[0],
-        "cu_seqlens_k": boundaries[1],
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens_k,
         "max_seqlen_q": max_seqlen,
         "max_seqlen_k": max_seqlen_k,
         "softmax_scale": scale,
