@@ -134,6 +134,8 @@ def _matmul_transposed(
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The float8 values in row-major order, which FP8 GEMMs need, and the scale of each row, (..., R, 1)."""
+    if hasattr(rows, "quantized"):  # before it was gathered: `hf/fp8_all_gather.py`
+        return rows.quantized
     wanted = rows.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST) * (1 / LARGEST)
     # The next power of two, by the bits of a float32: below its 8 of exponent are 23.
     scale_R1 = ((wanted.view(torch.int32) + (2**23 - 1)) & -(2**23)).view(torch.float32)

@@ -1,4 +1,4 @@
-"""What `mvp estimate` counts of FP8 weight gradients is what compiled blocks save."""
+"""What `mvp estimate` counts of FP8: weight gradients as compiled blocks save them, weights as FSDP gathers them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mvp_engine.distributed import Layout, World
 from mvp_engine.hf import LanguageModel
 from mvp_engine.imports import import_file
 from mvp_engine.kit.estimate.blocks import BlockCosts
+from mvp_engine.kit.estimate.memory import peak_memory
 from mvp_engine.kit.estimate.saved_elements import saved_elements
 from mvp_engine.kit.estimate.settings import EstimateSettings
 from mvp_engine.model_engine import LanguageModelEngine, ModelSource, Settings
@@ -40,6 +41,23 @@ def test_estimate_counts_fp8_inputs_of_weight_gradients_in_compiled_blocks_alone
     model.requires_grad_(False)
     model.hf.model.embed_tokens.requires_grad_()  # frozen layers have no weight gradient
     assert saved() == saved(fp8_weight_gradients=True)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_estimate_counts_gathered_fp8_weights_as_a_byte_and_a_scale_per_row(reshard: bool) -> None:
+    model = LanguageModel.on_meta(None, data.shape("qwen3_1_7b"))
+    batch = PackedBatch.from_sequences([torch.zeros(1000, dtype=torch.long)])
+    rows = 2048 + 2 * 1024 + 2048 + 2 * 6144 + 2048  # of the seven matrices of a layer
+    elements = sum(p.numel() for p in model.hf.model.layers[0].parameters() if p.ndim == 2)
+
+    def saved_by_fp8(ranks: int) -> float:
+        layouts = (EstimateSettings(fp8=low, shard=ranks, reshard=reshard) for low in (False, True))
+        bf16, low = (peak_memory(BlockCosts(model, one), [batch], 2)["all-gathered weights"] for one in layouts)
+        return bf16 - low
+
+    gathered = 2 if reshard else 28  # layers
+    assert saved_by_fp8(8) == pytest.approx(gathered * (elements - 4 * rows))
+    assert saved_by_fp8(5) == 0  # rows do not divide evenly
 
 
 @torch.library.custom_op("mvp_tests::fp8_mm", mutates_args=())

@@ -270,6 +270,15 @@ class BlockCosts:
         stacked = experts.modules(block.module).values()
         return [*layers, *(module for module in stacked if experts.fit_fp8(module))]
 
+    def gathered_in_fp8(self) -> set[nn.Parameter]:
+        """The weights that FSDP gathers as float8 values: `hf/fp8_all_gather.py`."""
+        found = set[nn.Parameter]()
+        for block in self.blocks:
+            layers = [one for one in self._fp8_modules(block) if isinstance(one, nn.Linear)]
+            params = [layer.get_parameter("weight") for layer in layers]
+            found.update(p for p in params if len(p) % self.settings.fsdp_ranks == 0)
+        return found
+
     def dequantized_bytes(self) -> float:
         """Bytes that dequantizing the weights of blocks moves in a forward and backward: 4.5 bits in, a number out."""
         moved = 0.0

@@ -18,11 +18,9 @@ from mvp_engine.hf import experts
 from mvp_engine.hf.action_model import ActionModel
 from mvp_engine.hf.csm import CsmModel
 from mvp_engine.hf.language_model import LanguageModel
-from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.pi0 import Pi0Policy
 from mvp_engine.kit.action_flops import language_backbone
 from mvp_engine.kit.estimate.blocks import BlockCosts
-from mvp_engine.kit.estimate.settings import EstimateSettings
 from mvp_engine.kit.optim.state_stream import BUCKET_BYTES, SLOTS
 from mvp_engine.kit.speech_flops import speech_loss_bytes, thinker_share
 from mvp_engine.model_engine.base import DTYPES
@@ -80,7 +78,7 @@ def _static(costs: BlockCosts) -> dict[str, float]:
     if settings.fsdp_ranks == 1:
         sizes["bf16 weight copies"] = costs.autocast_bytes() / settings.tensor
     else:
-        sizes["all-gathered weights"] = _gathered(model, settings) / settings.tensor
+        sizes["all-gathered weights"] = _gathered(costs) / settings.tensor
     return sizes
 
 
@@ -102,12 +100,16 @@ def _teacher(path: str, precision: str, ranks: int) -> float:
     return float(size * (sum(p.numel() for p in model.parameters()) / ranks + head))
 
 
-def _gathered(model: PackedModel, settings: EstimateSettings) -> float:
+def _gathered(costs: BlockCosts) -> float:
     """Bytes of all-gathered weights under FSDP: two blocks at a time with gradients, and all that is in no block.
 
-    Of the experts, an expert-parallel rank gathers its own. Without resharding, all blocks stay gathered.
+    Of the experts, an expert-parallel rank gathers its own. Without resharding, all blocks stay gathered. A weight in
+    FP8 is one byte per element, and a float32 scale per row.
     """
+    model = costs.model
+    settings = costs.settings
     size = settings.compute_bytes
+    low = costs.gathered_in_fp8()
     stacked = [set(module.parameters()) for module in experts.modules(model).values()]
     ranks = dict.fromkeys(set[nn.Parameter]().union(*stacked), settings.expert)
     in_blocks = set[nn.Parameter]()
@@ -116,9 +118,13 @@ def _gathered(model: PackedModel, settings: EstimateSettings) -> float:
     for block in blocks(model):
         params = list(block.parameters())
         held = {p: p.numel() / ranks.get(p, 1) for p in params}
-        weights = size if settings.reshard else 0.0
-        largest = max(largest, sum(held[p] * (weights + 4.0 * p.requires_grad) for p in params))
-        kept += (size - weights) * sum(held[p] for p in params if p not in in_blocks)
+        weights = {p: p.numel() + 4.0 * len(p) if p in low else size * held[p] for p in params}
+        gradients = sum(4.0 * held[p] for p in params if p.requires_grad)
+        if settings.reshard:
+            largest = max(largest, gradients + sum(weights.values()))
+        else:
+            largest = max(largest, gradients)
+            kept += sum(weights[p] for p in params if p not in in_blocks)
         in_blocks.update(params)
     outside = sum(p.numel() for p in set(model.parameters()) - in_blocks)
     return 2 * largest + kept + size * outside

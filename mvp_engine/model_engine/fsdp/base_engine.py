@@ -25,6 +25,7 @@ from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.distributed.fsdp import sharded_modules
 from mvp_engine.distributed.pipeline import StageLink
 from mvp_engine.errors import UserError
+from mvp_engine.hf.fp8_all_gather import gather_fp8
 from mvp_engine.model_engine.adapter import adapter_of
 from mvp_engine.model_engine.base import DTYPES, ModelEngine, Settings
 from mvp_engine.model_engine.fsdp import schedule_state
@@ -74,6 +75,7 @@ class FSDPBaseEngine(ModelEngine):
         skeleton = parallelize_model(self.model, self.adapter, self.layout, self.settings)
         if skeleton is not None:
             self._materialize(skeleton)
+        gather_fp8(self.model)
         self.sharded = list(sharded_modules(self.model))
         self._link = self.adapter.stage_link
         self._initialized = True
@@ -215,6 +217,7 @@ class FSDPBaseEngine(ModelEngine):
         if self.reducer and to_host:
             self.reducer.release()
         move_model(self.model, target)
+        gather_fp8(self.model)
         if self.reducer and not to_host:
             self.reducer.allocate()
 

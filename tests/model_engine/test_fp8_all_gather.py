@@ -1,0 +1,304 @@
+"""FSDP2 gathers the weights of layers in FP8 as float8: half the bytes of bf16, and the numbers of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import layout_of, overrides_of
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from ranks import RankPool
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+from mvp_engine.data.batch import PackedBatch
+from mvp_engine.distributed import Layout
+from mvp_engine.distributed.dtensor import full_tensor
+from mvp_engine.distributed.fsdp import apply_fsdp
+from mvp_engine.hf import LanguageModel
+from mvp_engine.hf.fp8_all_gather import GatheredWeight, gather_fp8
+from mvp_engine.hf.fp8_layers import run_in_bf16
+from mvp_engine.model_engine import LanguageModelEngine, Settings
+from mvp_engine.ops import fp8
+from mvp_engine.tools.plan.record import CollectiveRecorder
+
+IN = 64
+Gradients = dict[str, Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(IN, wide)
+        self.down = nn.Linear(wide, IN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Residual blocks of linear layers alone, so that one rank and shards compute in the same dtypes."""
+
+    def __init__(self, wide: int = 96, weight_gradients: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block(wide) for _ in range(2))
+        fp8.use((one for one in self.modules() if type(one) is nn.Linear), weight_gradients)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def sharded(model: nn.Module, layout: Layout, reshard: bool = True) -> nn.Module:
+    assert layout.shard_mesh is not None
+    apply_fsdp(model, layout.shard_mesh, torch.bfloat16, reshard=reshard)
+    gather_fp8(model)
+    return model
+
+
+def step(model: nn.Module, rank: int) -> float:
+    """Forward and backward of a batch of this rank; returns the loss."""
+    x = torch.randn(24, IN, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    loss = (out.float() * torch.linspace(-1, 1, IN)).square().sum()
+    loss.backward()
+    return float(loss.detach())
+
+
+def gradients(model: nn.Module) -> Gradients:
+    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return {name: full_tensor(grad).clone() for name, grad in found.items()}
+
+
+def alone(ranks: int, model: nn.Module) -> tuple[list[float], Gradients]:
+    """The batches of all ranks on one, which sums their gradients."""
+    return [step(model, rank) for rank in range(ranks)], gradients(model)
+
+
+def on_rank(
+    sizes: dict[str, int], weight_gradients: bool = False, backend: str | None = None, reshard: bool = True
+) -> tuple[float, Gradients]:
+    """The second of two steps: its all-gathers fill the storage of the first."""
+    with layout_of(**sizes) as layout:
+        model = Blocks(weight_gradients=weight_gradients)
+        for layer in model.layers if backend else ():
+            layer.compile(backend=backend, fullgraph=True)
+        sharded(model, layout, reshard)
+        for _ in range(2):
+            model.zero_grad()
+            loss = step(model, layout.world.rank)
+        return loss, gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("weight_gradients", "backend", "reshard"),
+    [(False, None, True), (True, None, False), (False, "aot_eager", True), (True, "aot_eager", True)],
+)
+def test_fp8_losses_and_gradients_of_two_shards_are_those_of_one_rank(
+    ranks2: RankPool, weight_gradients: bool, backend: str | None, reshard: bool
+) -> None:
+    """To the bit: a rank quantizes its rows from float32, as one rank does, and a sum of two has one order."""
+    facts = ranks2.run(on_rank, {"shard": 2}, weight_gradients, backend, reshard)
+    losses, expected = alone(2, Blocks(weight_gradients=weight_gradients))
+    assert [loss for loss, _ in facts] == losses
+    for name, grad in expected.items():
+        assert torch.equal(facts[0][1][name], grad), name
+
+
+def test_fp8_losses_and_gradients_of_hsdp_are_those_of_one_rank(ranks4: RankPool) -> None:
+    facts = ranks4.run(on_rank, {"shard": 2})
+    losses, expected = alone(4, Blocks())
+    assert [loss for loss, _ in facts] == losses
+    for name, grad in expected.items():  # sums of four, in another order
+        assert torch.allclose(facts[3][1][name], grad, rtol=1e-5, atol=1e-6 * float(grad.abs().max())), name
+
+
+def facts_of_shards(wide: int) -> dict[str, Any]:
+    """What is gathered and what stays sharded, with weights that bf16 holds exactly."""
+    with layout_of(shard=2) as layout:
+        model = Blocks(wide)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(param.bfloat16())
+        expected = alone(2, model)
+        model.zero_grad()
+        sharded(model, layout)
+        kinds: set[type] = set()
+        model.layers[0].up.register_forward_pre_hook(lambda layer, _: kinds.add(type(layer.weight)))
+        with CollectiveRecorder() as recorder:
+            loss = step(model, layout.world.rank)
+        same = [torch.equal(grad, expected[1][name]) for name, grad in gradients(model).items()]
+        weight = model.layers[0].up.weight
+        return {
+            "bytes": [one.bytes for one in recorder.calls if one.kind == "all-gather"],
+            "kinds": kinds,
+            "is_same": all(same) and loss == expected[0][layout.world.rank],
+            "sharded": (type(weight.to_local()), weight.dtype, weight.grad.dtype),
+        }
+
+
+@pytest.mark.parametrize(("wide", "kind"), [(96, GatheredWeight), (95, nn.Parameter)])
+def test_fp8_all_gather_moves_a_byte_per_weight_unless_rows_are_uneven(ranks2: RankPool, wide: int, kind: type) -> None:
+    up = 48 * (IN + 4)  # of 96 rows, each with a scale of 4 bytes
+    if wide == 95:
+        up = 48 * IN * 2  # bf16, padded to 96 rows
+    down = 32 * (wide + 4)
+    bias = 48 * 2
+    for facts in ranks2.run(facts_of_shards, wide):
+        assert facts["kinds"] == {kind}
+        assert facts["is_same"]
+        assert facts["sharded"] == (Tensor, torch.float32, torch.float32)
+        assert facts["bytes"] == [up + down + bias] * 4  # two blocks, in forward and in backward
+
+
+def losses_after_changes() -> list[float]:
+    """Of one step each: as it is, with new local tensors as after an offload, in bf16, and of doubled weights."""
+    with layout_of(shard=2) as layout:
+        model = sharded(Blocks(), layout)
+        losses = [step(model, layout.world.rank)]
+        model._apply(torch.clone)
+        gather_fp8(model)
+        losses.append(step(model, layout.world.rank))
+        with run_in_bf16(model):
+            losses.append(step(model, layout.world.rank))
+        with torch.no_grad():
+            model.layers[0].up.weight.mul_(2)
+        return [*losses, step(model, layout.world.rank)]
+
+
+def test_fp8_all_gather_after_model_was_moved_run_in_bf16_or_updated_uses_its_weights(ranks2: RankPool) -> None:
+    model = Blocks()
+    first = alone(2, model)[0]
+    with torch.no_grad():
+        model.layers[0].up.weight.mul_(2)
+    last = alone(2, model)[0]
+    for rank, losses in enumerate(ranks2.run(losses_after_changes)):
+        assert losses[:2] == [first[rank]] * 2
+        assert losses[2] == pytest.approx(first[rank], rel=0.01)
+        assert losses[2] != first[rank]
+        assert losses[3] == last[rank]
+
+
+def kinds_of_shared_weights() -> list[type]:
+    with layout_of(shard=2) as layout:
+        model = Blocks(wide=IN)
+        model.layers[0].down.weight = model.layers[0].up.weight  # both in FP8
+        model.layers[1].down.weight = model.layers[1].up.weight
+        model.layers[1].down.__class__ = nn.Linear
+        kinds: list[type] = []
+        for layer in model.layers:
+            layer.up.register_forward_pre_hook(lambda layer, _: kinds.append(type(layer.weight)))
+        step(sharded(model, layout), layout.world.rank)
+        return kinds
+
+
+def test_fp8_weight_shared_with_layer_in_bf16_is_gathered_in_bf16(ranks2: RankPool) -> None:
+    assert ranks2.run(kinds_of_shared_weights)[0] == [GatheredWeight, nn.Parameter]
+
+
+BATCH = PackedBatch.from_sequences([torch.arange(n) % 7 for n in (30, 12, 50)])
+
+
+def train(engine: LanguageModelEngine, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        numbers = engine.train_batch([BATCH, BATCH], lambda b: (engine.model(b, ["loss"])["loss"], b.num_loss_tokens))
+        losses.append(float(numbers.loss_sum / numbers.weight))
+    return losses
+
+
+def engine_of(layout: Layout, **how: Any) -> LanguageModelEngine:
+    settings = Settings(seed=5, precision="bf16", fp8=True, **how)
+    engine = LanguageModelEngine(LanguageModel.on_meta(None, overrides_of("qwen3")), layout, settings)
+    engine.initialize(lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 3e-3))
+    return engine
+
+
+def trained(folder: Path, how: dict[str, Any]) -> tuple[list[float], list[float], list[str]]:
+    """Losses of three steps, of the third after a resume, and the names of tensors that it changed otherwise."""
+    with layout_of(shard=2) as layout:
+        engine = engine_of(layout, **how)
+        losses = train(engine, 2)
+        engine.save_checkpoint(folder)
+        losses += train(engine, 1)
+        other = engine_of(layout, **how)
+        train(other, 1)
+        other.load_checkpoint(folder)
+        resumed = train(other, 1)
+        pairs = zip(engine.model.named_parameters(), other.model.parameters(), strict=True)
+        wrong = [name for (name, a), b in pairs if not torch.equal(full_tensor(a.detach()), full_tensor(b.detach()))]
+        return losses, resumed, wrong
+
+
+@pytest.mark.parametrize("how", [{"activation_checkpointing": "selective"}, {"freeze": ["*.mlp.*"]}])
+def test_fp8_training_on_shards_follows_one_rank_and_resumes_bit_equal(
+    ranks2: RankPool, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    for losses, resumed, wrong in ranks2.run(trained, tmp_path / "checkpoint", how):
+        assert resumed == losses[2:]
+        assert wrong == []
+    with layout_of() as layout:
+        expected = train(engine_of(layout, **how), 3)
+    assert losses == pytest.approx(expected, rel=2e-3)  # embeddings and norms are gathered in bf16
+
+
+def gathered(shape: tuple[int, int] = (32, 48)) -> tuple[nn.Parameter, nn.Parameter]:
+    """A gathered weight, and its values in bf16."""
+    weight = GatheredWeight(
+        *fp8.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0))), torch.bfloat16
+    )
+    return nn.Parameter(weight), nn.Parameter(weight.dequantize())
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gathered_weight_in_bf16_linear_has_outputs_and_gradients_of_its_values(has_bias: bool) -> None:
+    results = []
+    for weight in gathered():
+        x = torch.linspace(-1, 1, 2 * 5 * 48).view(2, 5, 48).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = F.linear(x, weight, torch.ones(32) if has_bias else None)
+        out.float().square().sum().backward()
+        results.append([out, x.grad, weight.grad])
+    for found, expected in zip(*results, strict=True):
+        assert type(found) is Tensor
+        assert torch.equal(found, expected)
+
+
+def test_gathered_weight_in_compiled_layer_is_neither_quantized_again_nor_copied_for_backward() -> None:
+    """From a weight in bf16, the graph would keep a transposed copy in FP8 for backward, in every layer."""
+    layer = nn.Linear(48, 32, bias=False)
+    fp8.use([layer])
+    layer.weight = gathered()[0]
+    assert fp8.quantize(layer.weight.detach())[0] is layer.weight.fp8_values
+    graphs: list[torch.fx.Graph] = []
+
+    def keep(module: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(layer, backend=backend, fullgraph=True)(torch.ones(16, 48, requires_grad=True)).sum().backward()
+    forward = graphs[0]
+    assert len(forward.find_nodes(op="call_function", target=torch.ops.aten.amax.default)) == 1  # of the input
+    kept = [one for one in forward.output_node().args[0] if one.meta["val"].dtype == torch.float8_e4m3fn]
+    assert [one.op for one in kept] == ["placeholder"]  # the gathered values, which FSDP2 frees
+
+
+def test_gathered_weight_whose_values_are_freed_has_zeros_like_it_and_cannot_be_changed() -> None:
+    weight, values = gathered()
+    assert torch.equal(weight * 1, values)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="would change a weight that was gathered in FP8"):
+        weight.mul_(2)
+    weight.fp8_values.untyped_storage().resize_(0)  # as FSDP2 does
+    zeros = torch.zeros_like(weight)  # FSDP2's gradient of a parameter that was not used
+    assert (type(zeros), zeros.dtype, zeros.stride()) == (Tensor, torch.bfloat16, (48, 1))
+    assert not zeros.any()
+    assert isinstance(weight.detach(), GatheredWeight)
