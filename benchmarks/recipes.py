@@ -276,7 +276,7 @@ def prepare(name: str, args: argparse.Namespace, count: int | None = None) -> tu
     model = make_folder(work.shape, work.longest, args.folder)
     if count is None:
         per_step = {"chats": 72, "images": 160, "documents": 1}[work.rows]
-        steps = min(args.steps + 12, 12 if work.rows == "images" else 100)  # files of images take long to make
+        steps = min(args.steps + 12, 24 if work.rows == "images" else 100)  # files of images take long to make
         count = 4 * args.steps if args.tiny else per_step * steps  # then they come again
     return work, model, make_rows(work, count, args.folder)
 

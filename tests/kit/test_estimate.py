@@ -263,8 +263,15 @@ def test_estimate_full_activation_checkpointing_adds_one_forward() -> None:
 
 
 def test_estimate_of_attention_of_long_sequences_is_near_its_measurements() -> None:
-    """Forward and backward of 32 heads of 128; the short sequences of the second pack have few of its pairs."""
-    measured = json.loads((ROOT / "benchmarks" / "results" / "context_share.json").read_text())["rows"]
+    """Forward and backward of 32 heads of 128; the short sequences of the second pack have few of its pairs.
+
+    They were measured with cuDNN. FlashAttention 4, for which the estimate is, was on one sequence of 131,072 tokens.
+    """
+    results = ROOT / "benchmarks" / "results"
+    measured = json.loads((results / "context_share.json").read_text())["rows"]
+    packs = json.loads((results / "recipe_attention.json").read_text())["rows"]
+    tflops = {row["kernel"]: row["tflops"] for row in packs if row["pack"] == "1 x 131072"}
+    faster = tflops["FlashAttention 4"] / tflops["cuDNN, ragged"]
     peak = gpu_by_name("H200").flops_per_s
     for mix, lengths in {
         "1 x 256k": [2**18],
@@ -275,7 +282,7 @@ def test_estimate_of_attention_of_long_sequences_is_near_its_measurements() -> N
         batch = PackedBatch.from_sequences([torch.zeros(length, dtype=torch.long) for length in lengths])
         flops = 3 * 4 * 32 * 128 * sum(length * (length + 1) / 2 for length in lengths)
         ms = 1e3 * flops / (attention_efficiency(batch) / REST * peak)
-        assert ms == pytest.approx(row["forward_ms"] + row["backward_ms"], rel=0.05)
+        assert ms * faster == pytest.approx(row["forward_ms"] + row["backward_ms"], rel=0.05)
     short = PackedBatch.from_sequences([torch.zeros(8192, dtype=torch.long)] * 2)
     assert attention_efficiency(short) == ATTENTION_EFFICIENCY
 

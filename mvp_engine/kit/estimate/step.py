@@ -21,10 +21,11 @@ from mvp_engine.kit.estimate.settings import FITS, GIB, EstimateSettings, Gpu, g
 REST = 1.12  # the whole step, as a multiple of what is counted
 # Fractions of the peak, measured on an H200 with compiled blocks (docs/performance.md).
 GEMM_EFFICIENCY = 0.745
-ATTENTION_EFFICIENCY = 0.36  # of packs of short sequences, and of encoders
-# Of sequences of 32k tokens and more (context_share.json: 510 to 523 TFLOP/s of 3.5 forwards, of which MFU counts 3).
-# `REST` is not for these kernels, which take a second each.
-LONG_ATTENTION_EFFICIENCY = 0.445 * REST
+# By FlashAttention 4; cuDNN takes 6 to 20 % longer.
+ATTENTION_EFFICIENCY = 0.38  # of packs of short sequences, and of encoders
+# Of sequences of 32k tokens and more (recipe_attention.json: 620 TFLOP/s of 3.5 forwards, of which MFU counts 3).
+# `REST` is not for these kernels, which take a tenth of a second each.
+LONG_ATTENTION_EFFICIENCY = 0.535 * REST
 SHORT = 8192  # tokens; in between, the efficiency grows with the logarithm of the length
 LONG = 32768
 BANDWIDTH_EFFICIENCY = 0.73
