@@ -260,7 +260,7 @@ def profiled(words: list[str], env: dict[str, str], limit: float, scratch: Path)
 
 def about() -> dict[str, Any]:
     found = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    found |= versions(sys.executable, ("torch", "transformers"))
+    found |= versions(sys.executable, ("torch", "transformers", "flash-attn-4"))
     on_gpu = torch.cuda.is_available()
     hardware = torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}"
     return {"hardware": hardware, "cores": os.cpu_count(), "versions": found}
