@@ -14,7 +14,11 @@ from mvp_engine.config import compose
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.runs import flat_keys, list_runs
 
-PAGES = [p for p in ROOT.rglob("*.md") if not {".venv", "outputs", ".pytest_cache"} & set(p.relative_to(ROOT).parts)]
+PAGES = [
+    p
+    for p in ROOT.rglob("*.md")
+    if not {".venv", ".venvs", "build", "outputs", ".pytest_cache"} & set(p.relative_to(ROOT).parts)
+]
 
 
 def blocks(page: Path, language: str) -> list[tuple[str, str]]:

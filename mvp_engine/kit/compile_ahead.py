@@ -1,10 +1,13 @@
-"""What is compiled before the first step, or prepared for it: worker processes of Inductor, and the blocks of a model
-on a few rows, while the costs of all rows are measured."""
+"""What is compiled before the first step, or prepared for it: worker processes of Inductor, attention kernels, and the
+blocks of a model on a few rows, while the costs of all rows are measured."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from mvp_engine.data import rng_state, set_rng_state
 from mvp_engine.data.batch import PackedBatch
@@ -16,9 +19,15 @@ from mvp_engine.ops import flash_attention
 if TYPE_CHECKING:
     from mvp_engine.kit.mllm import MLLMEngine
 
+LOGGER = logging.getLogger("mvp_engine")
 # Sizes of the two packs, in packs: torch compiles for the first one's size alone, and then for all. The first one is
 # enough where its sizes are marked (`model.compile_dynamic`).
 SHARES = (1.0, 0.9)
+
+
+def prepare_kernels(engine: MLLMEngine) -> None:
+    start_compile_workers(engine)  # first: it names the folder of the compile cache
+    prepare_attention(engine.device)
 
 
 def start_compile_workers(engine: MLLMEngine) -> None:
@@ -32,12 +41,21 @@ def start_compile_workers(engine: MLLMEngine) -> None:
     if engine.device.type != "cuda" or not {"auto", "inductor"}.intersection(backends):
         return
     use_cache(engine.config.model.compile_cache)  # the processes inherit its environment variable
-    if flash_attention.INSTALLED:
-        # Imported meanwhile: the first attention would wait for a second or two.
-        threading.Thread(target=flash_attention.load, daemon=True).start()
     from torch._inductor.async_compile import AsyncCompile
 
     AsyncCompile.use_process_pool()
+
+
+def prepare_attention(device: torch.device) -> None:
+    """Import FlashAttention 4 in a thread, which takes a second or two; or log that it would be faster on this GPU."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return
+    if flash_attention.INSTALLED:
+        threading.Thread(target=flash_attention.load, daemon=True).start()
+    else:
+        LOGGER.info(
+            "attention would be faster on this GPU with flash-attn-4: pip install 'mvp-engine[cuda]'"
+        )
 
 
 def compile_blocks(engine: MLLMEngine) -> None:

@@ -32,7 +32,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_symlink
 from mvp_engine.hf.config_source import read_config
 from mvp_engine.hf.parts import trained_parts
-from mvp_engine.kit.compile_ahead import compile_blocks, start_compile_workers
+from mvp_engine.kit.compile_ahead import compile_blocks, prepare_kernels
 from mvp_engine.kit.data import MLLMDataKit, load_processor
 from mvp_engine.kit.data.pack.packs import PackLoader
 from mvp_engine.kit.estimate.auto import smaller_after_out_of_memory, with_choice
@@ -183,7 +183,7 @@ class MLLMEngine(Engine):
         self._closing.callback(self.data.stop_measuring)
         # With costs in the cache the loader comes first: its workers load packs while the model is built.
         self.model_before_data &= self.world.any(self.data.measure_ahead(self.measured_splits))[0]
-        start_compile_workers(self)
+        prepare_kernels(self)
         super().before_train()
         self.mfu = MFUKit(self.model)  # type: ignore[arg-type]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mvp_engine.hf.attention import boundaries, packed_attention
+from mvp_engine.kit import compile_ahead
 from mvp_engine.ops import cudnn_attention, cudnn_graph, flash_attention
 from mvp_engine.ops.attention import AttnSpec, varlen_attention
 from mvp_engine.ops.cudnn_graph import Plan
@@ -237,3 +238,20 @@ def test_flash_attention_arguments_have_boundaries_scale_and_window(monkeypatch,
         assert (options["causal"], options["window_size_left"]) == (True, left)
     assert given[0]["return_lse"]
     assert given[1]["deterministic"] is False
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "loaded", "hints"), [(9, True, 1, 0), (9, False, 0, 1), (8, False, 0, 0)]
+)
+def test_flash_attention_on_hopper_is_loaded_in_a_thread_or_named_in_the_log(
+    monkeypatch, capability: int, installed: bool, loaded: int, hints: int
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
+    monkeypatch.setattr(flash_attention, "INSTALLED", installed)
+    monkeypatch.setattr(flash_attention, "load", lambda: calls.append("load"))
+    monkeypatch.setattr(compile_ahead.LOGGER, "info", calls.append)
+    monkeypatch.setattr(compile_ahead.threading, "Thread", lambda target, daemon: types.SimpleNamespace(start=target))
+    compile_ahead.prepare_attention(torch.device("cuda"))
+    assert [call for call in calls if call == "load"] == ["load"] * loaded
+    assert sum("mvp-engine[cuda]" in call for call in calls) == hints
