@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import warnings
 from functools import cache
 from typing import Any
 
@@ -22,18 +23,22 @@ from mvp_engine.ops.attn_spec import AttnSpec
 from mvp_engine.ops.half_precision import is_half_on_gpu
 
 LOGGER = logging.getLogger("mvp_engine")
-# Sizes of heads with right gradients and faster kernels than cuDNN's. With 80, version 4.0.0b36 leaves some at zero.
+# Sizes of heads with right gradients and faster kernels than cuDNN's. With 80, some gradients are zero.
 HEADS = (64, 128)
 _MAX_ELEMENTS = 2**30  # of the queries: more were not tried
 
 
+VERSION = (
+    "4.0.0b36"  # the only one used: a beta may have other signatures, or gradients that are wrong
+)
+
+
 def _is_installed() -> bool:
-    """The package `flash_attn` may also be FlashAttention 2, so its name is not enough."""
+    """By the distribution: FlashAttention 2 has a package of the same name."""
     try:
-        importlib.metadata.version("flash-attn-4")
+        return importlib.metadata.version("flash-attn-4") == VERSION
     except importlib.metadata.PackageNotFoundError:
         return False
-    return True
 
 
 INSTALLED = _is_installed()
@@ -55,6 +60,7 @@ def load() -> Any:
             error,
         )
         return None
+    warnings.filterwarnings("ignore", "Argument aux_data")  # of compiling its kernels
     return interface
 
 

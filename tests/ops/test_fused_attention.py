@@ -4,11 +4,14 @@ plans, no reads out of bounds."""
 from __future__ import annotations
 
 import sys
+import tomllib
 import types
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -196,6 +199,21 @@ def test_fused_attention_huge_values_in_other_sequences_leave_a_sequence_as_it_i
         alone = gradients([x[:, rows].contiguous() for x in given], torch.tensor([0, lengths[at]]).int().cuda())
         for found, expected in zip(gradients(broken, ends), alone, strict=True):
             assert float((found[:, rows] - expected).float().norm() / expected.float().norm()) < 1e-2
+
+
+@pytest.mark.parametrize(("version", "used"), [(flash_attention.VERSION, True), ("4.0.0b37", False), (None, False)])
+def test_flash_attention_other_versions_are_not_used(monkeypatch, version: str | None, used: bool) -> None:
+    """The extra `cuda` installs the one that is."""
+
+    def installed(name: str) -> str:
+        if version is None:
+            raise PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(flash_attention.importlib.metadata, "version", installed)
+    assert flash_attention._is_installed() is used
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(one.startswith(f"flash-attn-4[cu13]=={flash_attention.VERSION};") for one in extras["cuda"])
 
 
 def test_flash_attention_broken_package_is_a_warning_and_unused(monkeypatch) -> None:

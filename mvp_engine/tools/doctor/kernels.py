@@ -66,7 +66,7 @@ def _why_not_flash(q_HTd: Tensor, spec: AttnSpec) -> str | None:
     if _capability() != 9:
         return "it is used on Hopper"
     if not flash_attention.INSTALLED:
-        return f"flash-attn-4 {NOT_INSTALLED}"
+        return f"flash-attn-4 {flash_attention.VERSION} {NOT_INSTALLED}"
     if flash_attention.load() is None:
         return "flash-attn-4 cannot be imported"
     if not flash_attention.is_supported(q_HTd, spec):
@@ -101,7 +101,7 @@ _KERNELS = {
     "FlashAttention 4": _Kernel(
         flash_attention.flash_attention,
         _why_not_flash,
-        "pip install -U --pre flash-attn-4, or uninstall it: cuDNN is used then",
+        "uninstall flash-attn-4: cuDNN is used then",
     ),
     "cuDNN": _Kernel(
         cudnn_attention.cudnn_attention,
