@@ -77,7 +77,7 @@ def test_packed_attention_correct_kernels_get_timings_and_wrong_ones_a_reason(be
     case = bench.Case.of(bench.Mix("tiny", (9, 1, 5)), "cpu")
     monkeypatch.setitem(bench.KERNELS, "leaky", across_boundaries(bench))
     monkeypatch.setitem(bench.KERNELS, "broken", lambda case: 1 / 0)
-    names = ["cuDNN, ragged (ours)", "SDPA per sequence (without both)", "leaky", "broken"]
+    names = ["as chosen: FlashAttention 4 on Hopper", "SDPA per sequence", "leaky", "broken"]
     ours, fallback, leaky, broken = rows = [bench.measure(name, case, 2) for name in names]
     for row in (ours, fallback):
         assert max(row["error"].values()) < 2e-2
@@ -87,7 +87,7 @@ def test_packed_attention_correct_kernels_get_timings_and_wrong_ones_a_reason(be
     assert "ZeroDivisionError" in broken["why"]
     assert "forward_ms" not in leaky
     assert bench.measure("cuDNN SDPA, dense (ceiling)", case, 2) is None  # lengths differ
-    assert "time was up" in bench.measure("cuDNN, ragged (ours)", case, 2, late=True)["why"]
+    assert "time was up" in bench.measure("cuDNN, ragged", case, 2, late=True)["why"]
     assert len({line.count("|") for line in bench.table(rows).splitlines()}) == 1
 
 
