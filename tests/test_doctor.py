@@ -16,6 +16,9 @@ import torch
 from conftest import MAGIC, ROOT, run_process
 
 from mvp_engine.cli import main
+from mvp_engine.ops import cudnn_attention, flash_attention
+from mvp_engine.ops.attention import AttnSpec
+from mvp_engine.ops.reference_attention import reference_attention
 from mvp_engine.tools.doctor import command, gpus, host, kernels, media, probe, ranks, software
 from mvp_engine.tools.doctor.finding import Finding
 from mvp_engine.tools.nodes import Nodes
@@ -260,6 +263,48 @@ def test_fp8_errors_of_linear_layers_and_experts_are_small_on_a_cpu() -> None:
     found = kernels._fp8_errors(torch.device("cpu"))
     found["experts"] = kernels._fp8_experts_error(torch.device("cpu"))
     assert all(0.01 < error < 0.1 for error in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "kernel", "status", "named"),
+    [
+        (9, {"flash", "cudnn"}, "FlashAttention 4", "ok", ""),
+        (9, {"cudnn"}, "cuDNN", "warning", f"flash-attn-4 {flash_attention.VERSION} is not installed"),
+        (9, set(), "FlashAttention 2", "warning", "nvidia-cudnn-frontend is not installed"),
+        (10, {"flash", "cudnn"}, "cuDNN", "ok", "used on Hopper"),
+        (8, {"flash", "cudnn"}, "FlashAttention 2", "ok", "need Hopper or Blackwell"),
+    ],
+)
+def test_attention_kernel_is_the_first_that_runs_and_missing_ones_are_named(
+    monkeypatch, capability: int, installed: set[str], kernel: str, status: str, named: str
+) -> None:
+    """The kernels of a GPU are the reference here."""
+    inputs = [torch.randn(heads, 40, 16, requires_grad=True) for heads in (2, 1, 1)]
+    monkeypatch.setattr(kernels, "_packed_inputs", lambda _: inputs)
+    spec = AttnSpec(torch.tensor([0, 15, 40]), 25)
+    monkeypatch.setattr(kernels, "_spec", lambda: spec)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    monkeypatch.setattr(flash_attention, "load", lambda: "loaded")
+    for name, module in {"flash": flash_attention, "cudnn": cudnn_attention}.items():
+        monkeypatch.setattr(module, "INSTALLED", name in installed)
+        monkeypatch.setattr(module, "is_supported", lambda *_: True)
+    for name, one in kernels._KERNELS.items():
+        monkeypatch.setitem(kernels._KERNELS, name, one._replace(attention=reference_attention))
+    found = kernels.check_attention()
+    assert (found.facts["kernel"], found.status) == (kernel, status), found
+    assert named in found.text
+    assert (found.fix is None) == (status == "ok")
+
+
+def test_attention_kernel_with_wrong_values_is_a_problem_with_its_fix(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    inputs = [torch.randn(heads, 40, 16, requires_grad=True) for heads in (2, 1, 1)]
+    wrong = kernels._KERNELS["cuDNN"]._replace(attention=lambda q, k, v, spec: q * (k.mean() + v.mean()))
+    found = kernels._try_attention("cuDNN", wrong, inputs, AttnSpec(torch.tensor([0, 15, 40]), 25))
+    assert (found.status, "wrong values" in found.text) == ("problem", True)
+    assert "FlashAttention 2 is used then" in str(found.fix)
 
 
 @pytest.mark.gpu

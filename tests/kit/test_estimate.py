@@ -73,7 +73,7 @@ def test_estimate_is_within_ten_percent_of_measurements(
     largest = max(chosen, key=lambda some: sum(len(row.ids) + sum(h * w for h, w in row.grids) / 2 for row in some))
     heaviest = data.packed(largest, shape, pixels)
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    stride = 4 if mix == "images" else 1  # whose batches take long to make
+    stride = 8 if mix == "images" else 1  # whose batches take long to make
     for step in range(5, len(chosen) // packs, stride):
         of_step = [data.packed(some, shape, pixels) for some in chosen[packs * step : packs * (step + 1)]]
         for batch in of_step:  # measured when the head still computed logits of tokens without a label
