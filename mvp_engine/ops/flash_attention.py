@@ -26,11 +26,9 @@ LOGGER = logging.getLogger("mvp_engine")
 # Sizes of heads with right gradients and faster kernels than cuDNN's. With 80, some gradients are zero.
 HEADS = (64, 128)
 _MAX_ELEMENTS = 2**30  # of the queries: more were not tried
-
-
-VERSION = (
-    "4.0.0b36"  # the only one used: a beta may have other signatures, or gradients that are wrong
-)
+# The only one used: a beta may have other signatures, or wrong gradients. For another one, change the extra `cuda` in
+# pyproject.toml, too, and run tests/ops on a GPU.
+VERSION = "4.0.0b36"
 
 
 def _is_installed() -> bool:
