@@ -271,7 +271,7 @@ def test_fp8_errors_of_linear_layers_and_experts_are_small_on_a_cpu() -> None:
         (9, {"flash", "cudnn"}, "FlashAttention 4", "ok", ""),
         (9, {"cudnn"}, "cuDNN", "warning", f"flash-attn-4 {flash_attention.VERSION} is not installed"),
         (9, set(), "FlashAttention 2", "warning", "nvidia-cudnn-frontend is not installed"),
-        (10, {"flash", "cudnn"}, "cuDNN", "ok", "used on Hopper"),
+        (10, {"flash", "cudnn"}, "cuDNN", "ok", "only on Hopper GPUs"),
         (8, {"flash", "cudnn"}, "FlashAttention 2", "ok", "need Hopper or Blackwell"),
     ],
 )
@@ -285,7 +285,8 @@ def test_attention_kernel_is_the_first_that_runs_and_missing_ones_are_named(
     monkeypatch.setattr(kernels, "_spec", lambda: spec)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(flash_attention, "load", lambda: "loaded")
     for name, module in {"flash": flash_attention, "cudnn": cudnn_attention}.items():
         monkeypatch.setattr(module, "INSTALLED", name in installed)

@@ -27,7 +27,7 @@ ROOMS = ["cli", "tools", "launch", "config", "rl", "worker", "kit", "engine", "m
 ROOMS += ["checkpoint", "log", "ops", "data", "distributed", "report"]
 # All rooms but kits, tools, hf, report, rl, worker and the command line: 65,000 when the rooms were laid out, and
 # growth since.
-CORE_TOKENS = 105_650
+CORE_TOKENS = 105_750
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Words that stood for a term of the field (docs/glossary.md), as regular expressions.

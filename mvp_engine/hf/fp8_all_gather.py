@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mvp_engine.distributed.dtensor import local_tensor
 from mvp_engine.ops.fp8 import Fp8Linear, Fp8Weight, quantize
@@ -39,7 +39,8 @@ def gather_fp8(model: nn.Module) -> None:
 
     It is called whenever the local tensors are new: before the first forward, and after `model.to`. Weights whose rows
     do not divide evenly over the ranks are gathered in bf16: FSDP2 wants inputs of one padded size. So are weights that
-    a layer in FP8 shares with another one.
+    a layer in FP8 shares with another one. A pickle of such a local tensor names these functions; checkpoints hold
+    detached ones, which have none.
     """
     users: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
@@ -50,7 +51,9 @@ def gather_fp8(model: nn.Module) -> None:
         if is_fp8 and param is modules[0].weight and isinstance(param, DTensor):
             ranks = param.device_mesh.shape[-1]
             if param.placements[-1] == Shard(0) and ranks > 1 and len(param) % ranks == 0:
-                local: Any = param._local_tensor  # not `to_local`, which returns another object
+                local: Any = (
+                    param._local_tensor
+                )  # with gradients, `to_local` returns another object
                 local.fsdp_pre_all_gather = _pre_all_gather
                 local.fsdp_post_all_gather = _post_all_gather
 
@@ -129,8 +132,8 @@ class GatheredWeight(Tensor):
             if func in FACTORIES:
                 like = weight.fp8_scale.new_empty((), dtype=weight.dtype).expand(weight.shape)
                 return func(like, *args[1:], **kwargs)
-            if func._schema.is_mutable:
-                raise RuntimeError(f"{func} would change a weight that was gathered in FP8")
+        if _changes(func, args, kwargs, cls):
+            raise RuntimeError(f"{func} would change a weight that was gathered in FP8")
         args, kwargs = tree_map_only(cls, cls.dequantize, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -140,3 +143,14 @@ def _is_whole(weight: Tensor, size: Any = None, stride: Any = None, offset: Any 
     if size is None:
         return True
     return (tuple(size), tuple(stride), offset or 0) == (weight.shape, weight.stride(), 0)
+
+
+def _changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type) -> bool:
+    """Whether an operator writes to an argument of this kind, also in a list or as `out`."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        if any(isinstance(one, kind) for one in tree_leaves(value)):
+            return True
+    return False

@@ -23,7 +23,7 @@ def varlen_attention(q_HTd: Tensor, k_KTd: Tensor, v_KTd: Tensor, spec: AttnSpec
     if spec.is_plain:
         # Latent attention (DeepSeek) has two head sizes: cuDNN's plans have one, and FlashAttention 4 was not tried.
         is_same = v_KTd.shape[-1] == q_HTd.shape[-1]
-        if is_same and flash_attention.is_supported(q_HTd, spec):
+        if is_same and flash_attention.is_supported(q_HTd, spec, k_KTd):
             return flash_attention.flash_attention(q_HTd, k_KTd, v_KTd, spec)
         if is_same and cudnn_attention.is_supported(q_HTd, spec, k_KTd):
             return cudnn_attention.cudnn_attention(q_HTd, k_KTd, v_KTd, spec)

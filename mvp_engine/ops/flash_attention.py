@@ -2,8 +2,9 @@
 
 Legend: T tokens of all sequences, H query heads, K key/value heads, d head size.
 
-Its kernels are compiled at their first use, in some seconds, and kept next to Inductor's. The package is loaded late:
-that takes a second or two.
+Its kernels are compiled at their first use, in some seconds, and kept next to Inductor's, where that has a folder. The
+package is loaded late: that takes a second or two. It is used where it was compared with other kernels on a GPU: a
+version with wrong gradients for some sizes would not be noticed.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from torch import Tensor
 
 from mvp_engine.ops.attention_operator import attention_operator
 from mvp_engine.ops.attn_spec import AttnSpec
-from mvp_engine.ops.half_precision import is_half_on_gpu
 
 LOGGER = logging.getLogger("mvp_engine")
-# Sizes of heads with right gradients and faster kernels than cuDNN's. With 80, some gradients are zero.
-HEADS = (64, 128)
-_MAX_ELEMENTS = 2**30  # of the queries: more were not tried
-# The only one used: a beta may have other signatures, or wrong gradients. For another one, change the extra `cuda` in
-# pyproject.toml, too, and run tests/ops on a GPU.
+# For another one, change the extra `cuda` in pyproject.toml, too, and run tests/ops on a GPU.
 VERSION = "4.0.0b36"
+HEADS = (64, 128)  # head sizes; with 80, some gradients are zero
+# The package has other kernels for shorter and for more sequences.
+_MIN_SEQLEN = 129
+_MAX_SEQUENCES = 256
+_MAX_ELEMENTS = 2**28  # of queries or keys
 
 
 def _is_installed() -> bool:
@@ -50,7 +51,7 @@ def load() -> Any:
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", f"{folder}/flash_attention")
     try:
         from flash_attn.cute import interface
-    except (ImportError, OSError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 - its compiler raises anything
         LOGGER.warning(
             "flash-attn-4 is installed but cannot be imported, so attention uses other kernels. Install it with "
             "`pip install 'mvp-engine[cuda]'`, or uninstall it. %s: %s",
@@ -62,20 +63,29 @@ def load() -> Any:
     return interface
 
 
+def runs_on(device: int | torch.device | None = None) -> bool:
+    """Whether this GPU is a Hopper with CUDA 13."""
+    has_cuda_13 = int((torch.version.cuda or "0").split(".")[0]) >= 13
+    return has_cuda_13 and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def _can_run(device: int) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9 and load() is not None
+    return runs_on(device) and load() is not None
 
 
 _can_run._dynamo_marked_constant = True  # type: ignore[attr-defined] # as in `cudnn_attention`
 
 
-def is_supported(q: Tensor, spec: AttnSpec) -> bool:
+def is_supported(q: Tensor, spec: AttnSpec, k: Tensor | None = None) -> bool:
     """It computes this attention, and is the fastest: a window must be causal."""
-    if not INSTALLED or not is_half_on_gpu(q) or q.numel() > _MAX_ELEMENTS:
-        return False
-    if q.shape[-1] not in HEADS or spec.max_seqlen_k <= 64:
+    if not INSTALLED or not q.is_cuda or q.dtype != torch.bfloat16 or q.shape[-1] not in HEADS:
         return False
     if spec.window is not None and not spec.causal:
+        return False
+    if spec.max_seqlen < _MIN_SEQLEN or spec.max_seqlen_k < _MIN_SEQLEN:
+        return False
+    elements = max(q.numel(), 0 if k is None else k.numel())
+    if elements > _MAX_ELEMENTS or len(spec.cu_seqlens) > _MAX_SEQUENCES + 1:
         return False
     return _can_run(q.device.index)
 

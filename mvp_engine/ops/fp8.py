@@ -82,7 +82,7 @@ class Fp8Linear(nn.Linear):
 class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, fp8_weight_gradient: bool, weight_NK: Tensor) -> Tensor:
-        """The weight is quantized here, and once more in backward."""
+        """The weight is quantized here, and once more in backward, unless it was gathered in FP8."""
         ctx.fp8_weight_gradient = fp8_weight_gradient
         low_TK, scale_T1 = quantize(x_TK)
         # Only the gradient of the weight needs the input: frozen layers do not keep it.

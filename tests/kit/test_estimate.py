@@ -265,7 +265,8 @@ def test_estimate_full_activation_checkpointing_adds_one_forward() -> None:
 def test_estimate_of_attention_of_long_sequences_is_near_its_measurements() -> None:
     """Forward and backward of 32 heads of 128; the short sequences of the second pack have few of its pairs.
 
-    They were measured with cuDNN. FlashAttention 4, for which the estimate is, was on one sequence of 131,072 tokens.
+    These were measured with cuDNN. The rate of the estimate is that of FlashAttention 4, which was measured on one
+    sequence of 131,072 tokens: so what is compared is how the rate depends on lengths.
     """
     results = ROOT / "benchmarks" / "results"
     measured = json.loads((results / "context_share.json").read_text())["rows"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -365,8 +366,13 @@ def test_gathered_weight_in_compiled_layer_is_neither_quantized_again_nor_copied
 def test_gathered_weight_whose_values_are_freed_has_zeros_like_it_and_cannot_be_changed() -> None:
     weight, values = gathered()
     assert torch.equal(weight * 1, values)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="would change a weight that was gathered in FP8"):
-        weight.mul_(2)
+    changes: list[Callable[[], object]] = [lambda: weight.mul_(2), lambda: torch._foreach_mul_([weight], 2.0)]
+    changes.append(lambda: torch.add(values, 1, out=weight))
+    for change in changes:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="would change a weight that was gathered in FP8"):
+            change()
+    with torch.no_grad():
+        assert torch.equal(torch.zeros_like(values).add_(weight), values)  # it is read
     weight.fp8_values.untyped_storage().resize_(0)  # as FSDP2 does
     zeros = torch.zeros_like(weight)  # FSDP2's gradient of a parameter that was not used
     assert (type(zeros), zeros.dtype, zeros.stride()) == (Tensor, torch.bfloat16, (48, 1))

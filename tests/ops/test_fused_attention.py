@@ -216,12 +216,17 @@ def test_flash_attention_other_versions_are_not_used(monkeypatch, version: str |
     assert any(one.startswith(f"flash-attn-4[cu13]=={flash_attention.VERSION};") for one in extras["cuda"])
 
 
-def test_flash_attention_broken_package_is_a_warning_and_unused(monkeypatch) -> None:
-    """The package needs CUDA libraries of its own, which may be those of another CUDA version."""
-    broken = types.ModuleType("flash_attn.cute")
+@pytest.mark.parametrize("error", [ImportError, AttributeError])
+def test_flash_attention_broken_package_is_a_warning_and_unused(monkeypatch, error: type[Exception]) -> None:
+    """The package needs libraries of its own, which may be of another version."""
+
+    class Broken(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise error(name)
+
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", broken)  # without `interface`
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", Broken("flash_attn.cute"))
+    monkeypatch.setattr(flash_attention, "runs_on", lambda _: True)
     warned: list[str] = []
     monkeypatch.setattr(flash_attention.LOGGER, "warning", lambda text, *_: warned.append(text))
     flash_attention.load.cache_clear()
@@ -232,6 +237,45 @@ def test_flash_attention_broken_package_is_a_warning_and_unused(monkeypatch) -> 
         flash_attention.load.cache_clear()
     assert len(warned) == 1
     assert "mvp-engine[cuda]" in warned[0]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "runs"), [("13.0", 9, True), ("12.8", 9, False), (None, 9, False), ("13.0", 10, False)]
+)
+def test_flash_attention_runs_on_hopper_with_cuda_13(
+    monkeypatch, cuda: str | None, capability: int, runs: bool
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
+    assert flash_attention.runs_on(0) is runs
+
+
+@pytest.mark.parametrize(
+    ("change", "used"),
+    [
+        ({}, True),
+        ({"dtype": torch.float16}, False),
+        ({"size": 80}, False),
+        ({"longest": 128}, False),
+        ({"sequences": 257}, False),
+        ({"keys": 2**28 // 128 + 1}, False),
+        ({"window": 50, "causal": False}, False),
+    ],
+    ids=str,
+)
+def test_flash_attention_is_used_for_what_was_compared_on_a_gpu(
+    monkeypatch, change: dict[str, Any], used: bool
+) -> None:
+    asked = {"dtype": torch.bfloat16, "size": 128, "longest": 129, "sequences": 256, "keys": 300} | change
+    options = {key: asked.pop(key) for key in ("window", "causal") if key in asked}
+    monkeypatch.setattr(flash_attention, "INSTALLED", True)
+    monkeypatch.setattr(flash_attention, "_can_run", lambda _: True)
+    device = torch.device("cuda", 0)
+    q = types.SimpleNamespace(is_cuda=True, dtype=asked["dtype"], shape=(4, 300, asked["size"]), device=device)
+    q.numel = lambda: 4 * 300 * asked["size"]
+    keys: Any = types.SimpleNamespace(numel=lambda: asked["keys"] * 128)
+    spec = AttnSpec(torch.zeros(asked["sequences"] + 1), asked["longest"], **options)
+    assert flash_attention.is_supported(q, spec, keys) is used  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("window", "left"), [(0, None), (3, 2)])
@@ -265,10 +309,10 @@ def test_flash_attention_on_hopper_is_loaded_in_a_thread_or_named_in_the_log(
     monkeypatch, capability: int, installed: bool, loaded: int, hints: int
 ) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
+    monkeypatch.setattr(flash_attention, "runs_on", lambda _: capability == 9)
     monkeypatch.setattr(flash_attention, "INSTALLED", installed)
     monkeypatch.setattr(flash_attention, "load", lambda: calls.append("load"))
-    monkeypatch.setattr(compile_ahead.LOGGER, "info", calls.append)
+    monkeypatch.setattr(compile_ahead.LOGGER, "info", lambda text, *_: calls.append(text))
     monkeypatch.setattr(compile_ahead.threading, "Thread", lambda target, daemon: types.SimpleNamespace(start=target))
     compile_ahead.prepare_attention(torch.device("cuda"))
     assert [call for call in calls if call == "load"] == ["load"] * loaded

@@ -63,8 +63,8 @@ def _capability() -> int:
 
 
 def _why_not_flash(q_HTd: Tensor, spec: AttnSpec) -> str | None:
-    if _capability() != 9:
-        return "it is used on Hopper"
+    if not flash_attention.runs_on():
+        return "it is used only on Hopper GPUs with CUDA 13"
     if not flash_attention.INSTALLED:
         return f"flash-attn-4 {flash_attention.VERSION} {NOT_INSTALLED}"
     if flash_attention.load() is None:
