@@ -75,7 +75,18 @@ def _drawn(count: int, low: int, high: int) -> Mix:
     return Mix(f"{count} of {low}..{high}", tuple(dice.randint(low, high) for _ in range(count)))
 
 
+def _chats(tokens: int) -> Mix:
+    """Lengths as in the chats of recipes.py, up to a pack of so many tokens."""
+    dice = random.Random(0)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        size = min(4000, max(64, int(dice.lognormvariate(6.58, 0.9))))
+        lengths.append(min(size, tokens - sum(lengths)))
+    return Mix(f"{len(lengths)} chats, {tokens} tokens", tuple(lengths))
+
+
 MIXES = [
+    _chats(65536),
     Mix("8 x 4096", (4096,) * 8),
     _drawn(16, 200, 4000),
     Mix("1 x 16384", (16384,)),
