@@ -40,6 +40,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.sft.data import chat_pack
 from mvp_engine.hf.attention import boundaries, packed_attention
 from mvp_engine.ops import attention, cudnn_attention, flash_attention, flex_attention, flex_block_mask
 
@@ -75,18 +78,8 @@ def _drawn(count: int, low: int, high: int) -> Mix:
     return Mix(f"{count} of {low}..{high}", tuple(dice.randint(low, high) for _ in range(count)))
 
 
-def _chats(tokens: int) -> Mix:
-    """Lengths as in the chats of recipes.py, up to a pack of so many tokens."""
-    dice = random.Random(0)
-    lengths: list[int] = []
-    while sum(lengths) < tokens:
-        size = min(4000, max(64, int(dice.lognormvariate(6.58, 0.9))))
-        lengths.append(min(size, tokens - sum(lengths)))
-    return Mix(f"{len(lengths)} chats, {tokens} tokens", tuple(lengths))
-
-
 MIXES = [
-    _chats(65536),
+    Mix("chats of recipes.py", tuple(chat_pack(65536))),
     Mix("8 x 4096", (4096,) * 8),
     _drawn(16, 200, 4000),
     Mix("1 x 16384", (16384,)),

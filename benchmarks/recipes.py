@@ -48,7 +48,7 @@ from benchmarks.bytecode import compile_bytecode
 from benchmarks.recipes_figures import figures, starts_table, table
 from benchmarks.recipes_peers import PEERS, train_peer, versions
 from benchmarks.sft import files
-from benchmarks.sft.data import KNOWN, PER_STEP, VISION, rows, shape
+from benchmarks.sft.data import KNOWN, PER_STEP, VISION, chat_length, rows, shape
 from benchmarks.watch import Watched, ended_by_sigterm, watch
 from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.build_once import PARAMETERS_FILE, build_once
@@ -156,7 +156,7 @@ def make_rows(work: Work, count: int, base: Path) -> Path:
 def make_row(work: Work, dice: random.Random) -> dict[str, Any]:
     if work.rows == "documents":
         return {"text": words_of(dice, work.longest - 2)}
-    size = min(4000, max(64, int(dice.lognormvariate(6.58, 0.9))))  # as chats have them: 1,030 on average
+    size = chat_length(dice)
     question = {"role": "user", "content": words_of(dice, size // 4)}
     return {"messages": [question, {"role": "assistant", "content": words_of(dice, size - size // 4)}]}
 

@@ -72,6 +72,20 @@ VISION: dict[str, tuple[str, dict[str, Any], list[int]]] = {  # the text, the en
 }
 
 
+def chat_length(dice: random.Random) -> int:
+    """Tokens of a chat: 1,030 on average."""
+    return min(4000, max(64, int(dice.lognormvariate(6.58, 0.9))))
+
+
+def chat_pack(tokens: int) -> list[int]:
+    """Lengths of chats that fill a pack; the last one is cut."""
+    dice = random.Random(0)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        lengths.append(min(chat_length(dice), tokens - sum(lengths)))
+    return lengths
+
+
 @dataclass(frozen=True)
 class Row:
     ids: Tensor
