@@ -7,7 +7,6 @@ import functools
 import importlib
 import io
 import re
-import statistics
 import subprocess
 import sys
 import tokenize
@@ -25,9 +24,16 @@ from mvp_engine.imports import import_file
 LEAVES = {"errors", "files", "imports", "renamed", "runs", "process", "config.schema", "log.format"}
 ROOMS = ["cli", "tools", "launch", "config", "rl", "worker", "kit", "engine", "model_engine", "hf"]
 ROOMS += ["checkpoint", "log", "ops", "data", "distributed", "report"]
-# All rooms but kits, tools, hf, report, rl, worker and the command line: 65,000 when the rooms were laid out, and
-# growth since.
-CORE_TOKENS = 105_750
+# What a reader feels of the size of the package, from scripts/house.py. They go down; one that goes up needs a line in
+# docs/architecture.md, "Size", which says what the reader gets for it.
+FILES = 521
+ONE_IMPORTER_MODULES = 160
+CONFIG_KEYS = 268
+COMMANDS = 27
+SFT_MODULES = 343
+STEP_FILES = 99
+STEP_FUNCTIONS = 395
+READING_PATH = ["launch.py", "engine/engine.py", "model_engine/base.py", "model_engine/fsdp/engine.py"]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Words that stood for a term of the field (docs/glossary.md), as regular expressions.
@@ -121,22 +127,34 @@ def test_recipes_never_import_each_other() -> None:
                 assert (node.module or "").split(".")[0] not in names - {own}, file
 
 
-def test_no_file_is_past_400_lines_and_recipe_engines_stay_small() -> None:
+def test_no_file_is_past_700_lines_and_recipe_engines_stay_small() -> None:
     for file in [*(ROOT / "mvp_engine").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
-        assert len(file.read_text().splitlines()) <= 400, file
+        assert len(file.read_text().splitlines()) <= 700, file
     for file in (ROOT / "recipes").glob("*/engine.py"):
-        assert len(file.read_text().splitlines()) < 100, file
+        assert len(file.read_text().splitlines()) <= 150, file
 
 
-def test_code_size_core_and_reading_path_stay_within_limits() -> None:
-    code_size: Any = import_file(ROOT / "scripts" / "code_size.py")
-    core = code_size.core(code_size.sizes(left_out=code_size.NOT_CORE))
-    assert sum(size.tokens for size in core) <= CORE_TOKENS
-    assert code_size.density(core) <= 9  # tokens per line of code; 10.5 once, 8.0 in nanochat
-    assert statistics.median(len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")) < 200
-    path = code_size.READING_PATH
-    assert len(path) <= 4
-    assert sum(code_size.measure(code_size.PACKAGE / file).lines for file in path) <= 2000
+@pytest.fixture(scope="module")
+def house() -> Any:
+    return import_file(ROOT / "scripts" / "house.py")
+
+
+def test_package_size_stays_within_its_figures(house: Any) -> None:
+    assert len(list(PACKAGE.rglob("*.py"))) <= FILES
+    assert len(house.one_importer_modules()) <= ONE_IMPORTER_MODULES
+    assert house.config_keys() <= CONFIG_KEYS
+    assert house.commands() <= COMMANDS
+    path = [house.measure(PACKAGE / file) for file in READING_PATH]
+    assert house.total(path).lines <= 2000
+    assert house.total(path).density <= 9  # tokens per line of code; 8.0 in nanochat
+
+
+@pytest.mark.slow
+def test_vision_language_sft_runs_through_few_files(house: Any) -> None:
+    modules, files, functions = house.trace()
+    assert modules <= SFT_MODULES
+    assert files <= STEP_FILES
+    assert functions <= STEP_FUNCTIONS
 
 
 @functools.cache
