@@ -4,7 +4,7 @@ PY := .venv/bin/python
 CONFIG := recipes/digits_vlm/configs/train.yaml
 RL := recipes/reverse_rl/configs
 
-.PHONY: setup demo rl-demo test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron lint format clean
+.PHONY: setup demo rl-demo test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron goldens lint format clean
 
 # Three workers for two cores, since ranks wait for each other; each has its own rank processes, 1.5 GiB in all. A file
 # stays on one worker, so that module fixtures are built once; conftest.py puts the longest files first, so that all
@@ -63,6 +63,12 @@ test-campaign: setup
 # right to mount; without it those rows are left out of the table.
 fault-campaign: setup
 	@PYTHONPATH=tests $(PY) tests/campaign.py --kills 200 --storms 30 --disks 12
+
+# What every config for a CPU computes, recorded on the first call and compared bit by bit from then on: two minutes.
+# Delete the file to record again.
+GOLDENS := build/goldens.json
+goldens: setup
+	@$(PY) scripts/goldens.py $$([ -e $(GOLDENS) ] && echo compare || echo record) $(GOLDENS)
 
 # The lowest and the newest versions that pyproject.toml allows, each in an environment of its own below .venvs/:
 # make test-versions VERSIONS=lowest TESTS=tests/hf
