@@ -22,10 +22,12 @@ CONFIG_KEYS = {
     "mllm.packs_per_step": "data.global_batch_size",
 }
 
-REMOVED_KEYS = {  # all were false by default
+REMOVED_KEYS = {
     "lora.dora": "DoRA is no longer supported: delete the key to train with plain LoRA",
     "model.cast_weights_once": "It changed no results and made no step faster: delete the key",
+    "mllm.stall_seconds": "It is ten times mllm.limits.timeout, and at least 300: delete the key, or set that one",
 }
+_REMOVED_DEFAULTS = {"mllm.stall_seconds": 300.0}  # those of the others were false
 
 # Modules below mvp_engine.
 MODULES = {
@@ -123,7 +125,8 @@ def drop_removed_defaults(values: Mapping[str, Any]) -> None:
     for key in REMOVED_KEYS:
         section, _, name = key.rpartition(".")
         found = values.get(section)
-        if isinstance(found, dict) and found.get(name) is False:
+        default = _REMOVED_DEFAULTS.get(key, False)
+        if isinstance(found, dict) and name in found and found[name] == default:
             del found[name]
 
 

@@ -29,7 +29,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
         source = Source([rows], rows.folder.root)
         robot = {"robot": robot_facts(rows)}
     else:
-        source = open_source(settings.path, settings.root)
+        source = open_source(settings.path, settings.root, Limits.text_characters)
     # Whether sounds of answers may be spoken depends on the config, which is not known here.
     row_format = RowFormat(columns=settings.columns, speech=True)
     name = settings.label

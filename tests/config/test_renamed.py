@@ -133,17 +133,23 @@ def test_renamed_keys_are_in_no_schema_and_new_names_are() -> None:
     assert set(CONFIG_KEYS.values()) <= known
 
 
+def with_removed(config: Path, key: str, value: str = "1") -> int:
+    """Write a config with this key in its last line, whose number is returned."""
+    text = BASE + as_yaml(key).replace(": 1", f": {value}").removeprefix("mllm:\n")
+    config.write_text(text)
+    return len(text.splitlines())
+
+
 @pytest.mark.parametrize("key", sorted(REMOVED_KEYS))
 def test_removed_key_names_line_and_reason(config: Path, key: str) -> None:
-    config.write_text(BASE + as_yaml(key))
-    line = len((BASE + as_yaml(key)).splitlines())
+    line = with_removed(config, key)
     assert f"{config}:{line}: '{key}' was removed. {REMOVED_KEYS[key]}" in error(config)
     assert f"command line ({key}=true): '{key}' was removed." in error(config.with_name("train.yaml"), f"{key}=true")
 
 
 @pytest.mark.parametrize("key", sorted(REMOVED_KEYS))
 def test_removed_key_with_its_default_is_dropped_from_the_config_of_a_run(config: Path, key: str) -> None:
-    config.write_text(BASE + as_yaml(key).replace(": 1", ": false"))
+    with_removed(config, key, {"mllm.stall_seconds": "300.0"}.get(key, "false"))
     assert f"'{key}' was removed." in error(config)
     config.with_name("run.json").write_text("{}")
     compose(config)

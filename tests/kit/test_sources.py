@@ -20,6 +20,7 @@ import pytest
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.pack.mixture import Mixture
+from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
@@ -398,3 +399,41 @@ def test_mixture_without_distinct_names_or_known_mode_is_a_user_error(three: lis
     for parts, by in (([], "repeats"), ([("a", three[0], 1)] * 2, "repeats"), ([("a", three[0], 1)], "size")):
         with pytest.raises(UserError, match="mixture needs"):
             Mixture(parts, by=by)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_json_object_with_a_key_twice_is_a_bad_row_and_the_others_are_read(tmp_path: Path, suffix: str) -> None:
+    good = json.dumps(ROWS[0])
+    twice = ['{"prompt": "a", "completion": "b", "prompt": "c"}', '{"text": "a", "x": [{"y": {"z": 1, "z": 1}}]}']
+    lines = [twice[0], good, twice[1]]
+    file = tmp_path / f"rows.{suffix}"
+    file.write_text("\n".join(lines) if suffix == "jsonl" else f"[{', '.join(lines)}]")
+    source = open_source(file)
+    assert source[1] == ROWS[0]
+    for index, key in ((0, "prompt"), (2, "z")):
+        for _ in range(2):
+            with pytest.raises(BadRow, match=f"duplicate_key: an object has the key '{key}' twice"):
+                source[index]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.txt"])
+def test_line_that_must_have_too_much_text_is_bad_before_it_is_parsed(tmp_path: Path, name: str) -> None:
+    media = json.dumps({"text": "short", "image": "data:image/png;base64," + "A" * 200})
+    long = "x" * 200 + "{"  # not JSON
+    (tmp_path / name).write_text(f"{long}\n{media}\n")
+    source = open_source(tmp_path / name, max_text=10)
+    with pytest.raises(BadRow, match="too_long: the line of 201 bytes; 10 characters are allowed"):
+        source[0]
+    if name == "rows.jsonl":
+        assert read_row(source[1], RowFormat(max_text=10)).text is None
+
+
+def test_row_with_more_text_than_the_limit_is_bad_before_it_is_tokenized() -> None:
+    pair = {"prompt": "q", "chosen": "a" * 5, "rejected": "b" * 5}
+    tools = {"prompt": "q", "completion": "a", "tools": [{"name": "f" * 9}]}
+    for row, size in (({"text": "x" * 11}, 11), (pair, 12), (tools, 11)):
+        with pytest.raises(BadRow, match=f"too_long: text of {size} characters; 10 characters are allowed"):
+            read_row(row, RowFormat(max_text=10))
+        read_row(row, RowFormat(max_text=size))
+    with pytest.raises(BadRow, match=r"too_long: text of 4,000,001 characters; 4,000,000"):
+        read_row({"text": "x" * 4_000_001})

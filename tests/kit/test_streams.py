@@ -24,6 +24,8 @@ from mvp_engine.errors import UserError
 from mvp_engine.kit.data.pack.stream_loader import StreamLoader
 from mvp_engine.kit.data.pack.stream_packs import StreamPackDataset
 from mvp_engine.kit.data.read.bad_rows import BadRows
+from mvp_engine.kit.data.read.row_format import RowFormat
+from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.streams import Stream, StreamMixture
 
 ROWS = 400
@@ -260,3 +262,13 @@ def test_stream_mixture_by_weight_interleaves_until_all_streams_end(tmp_path: Pa
         kit(a, sources=[{"path": str(a), "stream": True}, {"path": str(b)}])
     with pytest.raises(UserError, match="use stream_loader"):
         mixed.loader("train")
+
+
+def test_stream_line_with_too_much_text_or_a_key_twice_is_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("xxx" * 100 + '\n{"text": "a", "text": "b"}\n')
+    reasons = []
+    for _, read in Stream("a", str(tmp_path / "a.jsonl"), format=RowFormat(max_text=10)):
+        with pytest.raises(BadRow) as error:
+            read()
+        reasons.append(error.value.reason)
+    assert reasons == ["too_long", "duplicate_key"]

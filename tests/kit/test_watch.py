@@ -14,6 +14,7 @@ from templates.tiny import tokenizer
 from test_kit import made, write
 
 from mvp_engine.errors import UserError
+from mvp_engine.kit import MLLMData
 from mvp_engine.kit.data.pack import worker_watchdog
 from mvp_engine.kit.data.pack.worker_watchdog import WorkerWatchdog
 
@@ -33,11 +34,7 @@ def broken_at(kit: Any, row: int, what: Any) -> None:
 @pytest.fixture
 def kit(tmp_path: Path) -> Any:
     rows = [{"text": f"hello {'very ' * 40}{i}"} for i in range(20)]
-    return made(write(tmp_path / "a.jsonl", rows), tokenizer("zephyr"), stall_seconds=60.0)
-
-
-def set_stall_seconds(kit: Any, seconds: float) -> None:
-    kit.settings = kit.settings.model_copy(update={"stall_seconds": seconds})
+    return made(write(tmp_path / "a.jsonl", rows), tokenizer("zephyr"))
 
 
 def test_watchdog_killed_worker_raises_with_its_row_long_before_a_stall(kit: Any, monkeypatch) -> None:
@@ -67,15 +64,15 @@ def test_watchdog_death_reported_during_another_error_raises_with_its_row(monkey
 def test_watchdog_hanging_worker_raises_with_its_row(kit: Any, monkeypatch) -> None:
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # until it is ended
     broken_at(kit, 7, lambda: time.sleep(600))
-    set_stall_seconds(kit, 1.0)
+    monkeypatch.setattr(MLLMData, "stall_seconds", 1.0)
     with pytest.raises(UserError, match=r"nothing came from the workers .*worker . at a.jsonl:8"):
         list(kit.loader("train", num_workers=1))
 
 
-def test_watchdog_slow_worker_is_waited_for(kit: Any) -> None:
+def test_watchdog_slow_worker_is_waited_for(kit: Any, monkeypatch) -> None:
     load = kit.row_encoder.load
     kit.row_encoder.load = lambda *given: time.sleep(0.15) or load(*given)
-    set_stall_seconds(kit, 0.5)
+    monkeypatch.setattr(MLLMData, "stall_seconds", 0.5)
     assert sum(batch.num_sequences for batch in kit.loader("train", num_workers=1)) == 20
 
 

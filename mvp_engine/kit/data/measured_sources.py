@@ -217,7 +217,7 @@ class MeasuredSources:
 
     def open_rows(self, settings: DataSource) -> Source:
         """The rows of a source that belong to its split."""
-        source = open_source(settings.path, settings.root)
+        source = open_source(settings.path, settings.root, self.settings.limits.text_characters)
         if not settings.hold_out:
             return source
         return source.split(settings.hold_out, settings.split == "eval", settings.label)

@@ -20,6 +20,7 @@ HUB = "hf://"
 DATA_KIT_FIX = (
     "give the recipe's engine a classmethod data_kit(config) that returns its MLLMDataKit"
 )
+MIN_STALL_SECONDS = 300.0
 DEFAULT_PACK_TOKENS = 4096  # what micro_batch_tokens=auto stands for without a GPU
 RESERVED_FIELDS = ("source", "sample", "media_end", "side")  # other `sequence_fields` of batches
 
@@ -91,6 +92,7 @@ class DataSource(Section):
             data.fields,
             data.prompt_only,
             data.speech is not None,
+            data.limits.text_characters,
         )
 
 
@@ -182,8 +184,6 @@ class MLLMData(Section):
     """Packs that are filled together from a stream."""
     stream_lanes: Count = 4
     """Independent packers of each rank that share the streams; at most this many workers are used."""
-    stall_seconds: Positive = 300.0
-    """The run stops when workers return nothing, and stay at the same rows, for twice this long."""
     cache: str | None = None
     """The folder of the cached row costs; null: mvp_engine/data in the user's cache folder."""
 
@@ -270,6 +270,11 @@ class MLLMData(Section):
     def default_pack_tokens(self) -> int:
         """What auto stands for without a GPU; `row_tokens` is set then."""
         return max(DEFAULT_PACK_TOKENS, self.row_tokens or 0)
+
+    @property
+    def stall_seconds(self) -> float:
+        """The run stops when workers return nothing, and stay at the same rows, for twice this long."""
+        return max(MIN_STALL_SECONDS, 10 * self.limits.timeout)
 
     @property
     def pack_tokens(self) -> int:

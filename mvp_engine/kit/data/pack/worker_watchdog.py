@@ -84,7 +84,7 @@ class WorkerWatchdog:
                 elif time.monotonic() - moved >= 2 * seconds:
                     raise UserError(
                         f"data: nothing came from the workers for {2 * seconds:g} seconds, and they did not get any "
-                        f"further: {where}. Take the row out, or raise stall_seconds"
+                        f"further: {where}. Take the row out, or raise mllm.limits.timeout"
                     ) from error
                 continue
             last_positions = None

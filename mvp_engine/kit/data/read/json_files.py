@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.row_files import RowFile, content_hash
-from mvp_engine.kit.data.read.value_checks import parse_object
+from mvp_engine.kit.data.read.row_types import BadRow
+from mvp_engine.kit.data.read.value_checks import may_fit, parse_object, too_long, unique_keys
 
 _CHUNK_BYTES = 1 << 24
 
@@ -42,11 +44,24 @@ class JsonLines(RowFile):
     def read_line(self, index: int) -> bytes:
         start = int(self.starts[index])
         end = int(self.ends[index])
+        if not self.may_fit(start, end):
+            raise too_long(f"the line of {end - start:,} bytes", self.max_text)
         # Opened for every row, because forked processes would share the position of an open file. Seek,
         # read and parse take 0.03 ms.
         with open(self.file, "rb") as stream:
             stream.seek(start)
             return stream.read(end - start)
+
+    def may_fit(self, start: int, end: int) -> bool:
+        """Whether the line from `start` to `end` is not too long to be read."""
+        return may_fit(end - start, self.max_text, lambda mark: self._has(mark, start, end))
+
+    def _has(self, mark: bytes, start: int, end: int) -> bool:
+        with (
+            open(self.file, "rb") as stream,
+            mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
+            return data.find(mark, start, end) >= 0
 
     def row(self, index: int) -> dict[str, Any]:
         return parse_object(self.read_line(index), "the line")
@@ -83,7 +98,23 @@ class JsonList(RowFile):
 
     @functools.cached_property
     def _rows(self) -> list[Any]:
-        return json.loads(self.file.read_bytes())
+        """The entries; in the place of a bad one, its BadRow."""
+
+        def object_of(pairs: list[tuple[str, Any]]) -> Any:
+            try:
+                return unique_keys(pairs)
+            except BadRow as error:
+                return error
+
+        return json.loads(self.file.read_bytes(), object_pairs_hook=object_of)
 
     def row(self, index: int) -> dict[str, Any]:
-        return dict(parse_object(self._rows[index], "the entry"))
+        row = self._rows[index]
+        values = [row]
+        while values:
+            value = values.pop()
+            if isinstance(value, BadRow):
+                raise BadRow(value.reason, value.detail)
+            if isinstance(value, dict | list):
+                values += value.values() if isinstance(value, dict) else value
+        return dict(parse_object(row, "the entry"))

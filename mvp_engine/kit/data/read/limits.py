@@ -1,4 +1,4 @@
-"""Limits of media: how much of them the model sees, and what is too much for a row.
+"""Limits of media and text: how much of media the model sees, and what is too much for a row.
 
 `encode/processor_limits.py` writes the budgets into a processor.
 """
@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 
 @dataclass(frozen=True)
 class Limits:
-    """Budgets for what the model sees, and guards against media that are too large.
+    """Budgets for what the model sees, and guards against media and texts that are too large.
 
     Budgets go into the exported processor; None keeps what the processor has. Past a guard, the row is
     bad.
@@ -47,9 +47,12 @@ class Limits:
     """The longest video."""
     audio_seconds: float = 600.0
     """The longest audio."""
+    text_characters: int = 4_000_000
+    """The most characters of text of a row, before it is tokenized: about a million tokens."""
     clip_pixels: int = 2**28
     """Pixels of all decoded frames of a video in memory; above this, frames are scaled down."""
     timeout: float = 30.0
-    """Seconds to probe one item, and to decode it."""
+    """Seconds to probe one item, and to decode it. Workers that stay at the same rows for twenty times as long, and for
+    at least 600 s, stop the run."""
     allow_outside: bool = False
     """Whether paths may leave the dataset's folder."""

@@ -20,6 +20,7 @@ class RowFile:
 
     size: int
     fingerprint: str
+    max_text: int | None = None  # characters of a row, where that is known before it is parsed
 
     def __init__(self, file: Path, name: str) -> None:
         self.file = file

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.value_checks import check_object, type_name
 
@@ -24,6 +25,7 @@ class RowFormat:
     # True: rows need no answer. "always": the answers that they have are left out.
     prompt_only: bool | Literal["always"] = False
     speech: bool = False  # audio of assistant turns is a target (`mllm.speech`)
+    max_text: int = Limits.text_characters
 
     @property
     def drops_answers(self) -> bool:

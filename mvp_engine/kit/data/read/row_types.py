@@ -87,6 +87,22 @@ class Row:
     format: str = field(default="", compare=False)
     unused: tuple[str, ...] = field(default=(), compare=False)  # columns that nothing read
 
+    def num_characters(self) -> int:
+        """Characters of all texts that a chat template may write, of both sides of a pair."""
+        values: list[Any] = [self.text, self.tools]
+        for message in (*self.messages, *self.rejected):
+            values += [message.text, message.extra]
+        total = 0
+        while values:
+            value = values.pop()
+            if isinstance(value, str):
+                total += len(value)
+            elif isinstance(value, Mapping):
+                values += value.values()
+            elif isinstance(value, list | tuple):
+                values += value
+        return total
+
     def media(self) -> list[Part]:
         """Media parts of the conversation (the chosen one), in order of appearance."""
         parts: list[Part] = []

@@ -50,6 +50,7 @@ from mvp_engine.kit.data.read.value_checks import (
     check_object,
     check_text,
     parse_json,
+    too_long,
 )
 
 # Format -> the keys that identify it, in the order of detection: the more specific formats first.
@@ -108,6 +109,9 @@ def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
         raise BadRow("bad_media", f"the format {name} takes no media, but the row has {media[0]!r}")
     if not format.drops_answers and not row.media() and not any(m.speech for m in row.messages):
         refuse_unread_media(columns, unused)
+    size = row.num_characters()
+    if size > format.max_text:
+        raise too_long(f"text of {size:,} characters", format.max_text)
     for message in row.messages:
         unused += [f"{message.role}.{key}" for key in message.extra if key not in KNOWN_KEYS]
     return replace(row, fields=fields, format=name, unused=tuple(dict.fromkeys(unused)))

@@ -95,11 +95,15 @@ class Source:
         return file, index - start
 
 
-def open_source(path: str | Path | Sequence[str | Path], root: str | Path | None = None) -> Source:
+def open_source(
+    path: str | Path | Sequence[str | Path],
+    root: str | Path | None = None,
+    max_text: int | None = None,
+) -> Source:
     """A file, a folder, a glob pattern, or a list of these as one source.
 
     The default `root` is the folder itself, or the folder of the file (of several: the one that
-    contains all of them).
+    contains all of them). Lines of more than `max_text` characters are not read.
     """
     found = _find_files([path] if isinstance(path, str | Path) else path)
     parent = Path(os.path.commonpath([file.parent for file in found]))
@@ -112,6 +116,8 @@ def open_source(path: str | Path | Sequence[str | Path], root: str | Path | None
     if not files or not all(file.size for file in files):
         empty = next((file.file for file in files if not file.size), path)
         raise UserError(f"data: {empty} has no rows")
+    for row_file in files:
+        row_file.max_text = max_text
     return Source(files, root)
 
 

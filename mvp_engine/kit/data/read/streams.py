@@ -51,6 +51,7 @@ class Stream:
     ) -> None:
         self.name = name
         self.format = format
+        self.max_text = format.max_text if isinstance(format, RowFormat) else None
         self.parts: list[str | RowFunction] = []
         for each in [path] if isinstance(path, str) else path:
             self.parts += _open_parts(each)
@@ -72,7 +73,7 @@ class Stream:
             elif part.lower().endswith(_TARS):
                 yield from _tar_rows(Path(part))
             else:
-                yield from _json_line_rows(part)
+                yield from _json_line_rows(part, self.max_text)
 
 
 def _open_parts(path: str) -> Sequence[str | RowFunction]:
@@ -114,13 +115,14 @@ def _copy_mapping(row: Any) -> dict[str, Any]:
     return dict(row)
 
 
-def _json_line_rows(path: str) -> Iterator[tuple[str, ReadRow]]:
+def _json_line_rows(path: str, max_text: int | None) -> Iterator[tuple[str, ReadRow]]:
     name = "stdin" if path == _STDIN else os.path.basename(path)
     try:
         with _open_lines(path) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield f"{name}:{number}", functools.partial(parse_object, line, "the line")
+                    read = functools.partial(parse_object, line, "the line", max_text)
+                    yield f"{name}:{number}", read
     except (EOFError, zlib.error, OSError) as error:
         raise UserError(f"data: {path} cannot be read to its end: {error}") from None
 

@@ -17,6 +17,9 @@ from mvp_engine.kit.data.read.row_types import BadRow
 class TextLines(JsonLines):
     """One text per line, as the text loader of `datasets` reads it; blank lines are no rows."""
 
+    def may_fit(self, start: int, end: int) -> bool:
+        return self.max_text is None or end - start <= 4 * self.max_text  # bytes of a character
+
     def row(self, index: int) -> dict[str, Any]:
         line = self.read_line(index)
         try:
