@@ -24,7 +24,6 @@ from mvp_engine.hf.hub import ADAPTER_CONFIG
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.processor import GENERATION_CONFIG, load_processor
-from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at, with_completion
@@ -81,7 +80,6 @@ class ChatModel:
             )
         self.encoder = RowEncoder(
             load_processor(_folder_with_processor(folder, adapter)),
-            Limits(allow_outside=True),
             max_tokens=2**40,
             positions=RopePositions.for_config(config),
         )

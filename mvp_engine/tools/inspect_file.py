@@ -31,7 +31,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
     else:
         source = open_source(settings.path, settings.root, Limits.text_characters)
     # Whether sounds of answers may be spoken depends on the config, which is not known here.
-    row_format = RowFormat(columns=settings.columns, speech=True)
+    row_format = RowFormat(columns=settings.columns, speech=True, downloaded=settings.is_downloaded)
     name = settings.label
     wanted = range(limit) if row is None else [find_row([source], row)[1]]
     lengths = list[int]()

@@ -23,7 +23,7 @@ from mvp_engine.kit.data.read.media_info import MediaInfo
 from mvp_engine.kit.data.read.probe import probe
 from mvp_engine.kit.data.read.row_types import BadRow, Part
 
-LIMITS = Limits(fps=2.0, max_frames=8, timeout=20.0)
+LIMITS = Limits(fps=2.0, max_frames=8, timeout=20.0, allow_outside=False)
 HERE = Path(".")
 
 

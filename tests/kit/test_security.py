@@ -19,7 +19,7 @@ import torch
 from conftest import TINY
 from safetensors.torch import save_file
 from templates.tiny import tokenizer
-from tiny_vlm import chat, made, qwen3_vl, write
+from tiny_vlm import chat, made, qwen3_vl, write, write_image
 
 from mvp_engine.checkpoint import CorruptCheckpoint, state
 from mvp_engine.checkpoint import format as checkpoint_format
@@ -250,34 +250,49 @@ CONCAT = "ffconcat version 1.0\nfile {}\n"
 EPS = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(%pipe%touch {}) (w) file\nshowpage\n%%EOF\n"
 
 
-def encode_and_load(encoder: Any, source: Any, index: int) -> None:
-    sides = encoder.encode(source[index], None, source.root)
+def encode_and_load(encoder: Any, source: Any, index: int, format: Any) -> None:
+    sides = encoder.encode(source[index], format, source.root)
     encoder.load(sides, source.root, {"source": 0, "sample": index})
 
 
-def reasons(file: Path) -> list[str]:
+def reasons(file: Path, **settings: Any) -> list[str]:
     """Why each row of a file is bad."""
-    kit = made(file, qwen3_vl())
+    kit = made(file, qwen3_vl(), **settings)
     source = open_source(file)
     found = []
     for index in range(len(source)):
         with pytest.raises(BadRow) as error:
-            encode_and_load(kit.row_encoder, source, index)
+            encode_and_load(kit.row_encoder, source, index, kit.row_formats()[0])
         assert SECRET not in str(error.value)
         found.append(error.value.reason)
     return found
 
 
-def test_dataset_row_that_names_files_outside_is_bad(tmp_path: Path, secret: Path, marker: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
+@pytest.mark.parametrize("whose", ["of the Hub", "refused", "local"])
+def test_dataset_row_that_names_files_outside_is_bad(tmp_path: Path, secret: Path, marker: Path, whose: str) -> None:
+    """In local files, such paths are read: what is there is decoded as an image, and a private key is none."""
+    data = tmp_path / ("datasets--org--name/snapshots/abc" if whose == "of the Hub" else "data")
+    data.mkdir(parents=True)
     (data / "link.png").symlink_to(secret)
     os.mkfifo(data / "pipe.png")
     values = ["../outside/id_rsa", str(secret), f"file://{secret}", "link.png", "../" * 40 + "etc/passwd"]
     values += ["pipe.png", "/dev/zero", "http://127.0.0.1/x.png"]
     rows = [chat([{"type": "image", "image": value}], "Yes.") for value in values]
-    expected = ["path_escape"] * 5 + ["unsupported", "path_escape", "unsupported"]
-    assert reasons(write(data / "rows.jsonl", rows)) == expected
+    expected = {
+        "of the Hub": [*["path_escape"] * 3, "corrupt", "path_escape", "unsupported", "path_escape", "unsupported"],
+        "refused": [*["path_escape"] * 5, "unsupported", "path_escape", "unsupported"],
+        "local": [*["corrupt"] * 5, *["unsupported"] * 3],
+    }
+    settings = {"limits": {"allow_outside": False}} if whose == "refused" else {}
+    assert reasons(write(data / "rows.jsonl", rows), **settings) == expected[whose]
+
+
+def test_image_of_a_local_file_by_absolute_path_is_read(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "photos").mkdir()
+    name = write_image(tmp_path / "photos" / "a.png", 16, 16)
+    rows = [chat("<image>?", "Yes.") | {"image": f"{tmp_path}/photos/{name}"}, chat("Hi", "Ho")]
+    assert "Bad rows: none" in made(write(tmp_path / "data" / "rows.jsonl", rows), qwen3_vl()).summary("train")
 
 
 def test_dataset_media_that_name_other_files_or_programs_are_bad(tmp_path: Path, secret: Path, marker: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from mvp_engine.kit.data.read.row_format import FieldType, RowFormat
 from mvp_engine.kit.data.read.rows import FORMATS, known_columns
 
 HUB = "hf://"
+_HUB_CACHE = re.compile(r"/datasets--[^/]+/snapshots/")
 DATA_KIT_FIX = (
     "give the recipe's engine a classmethod data_kit(config) that returns its MLLMDataKit"
 )
@@ -93,7 +95,14 @@ class DataSource(Section):
             data.prompt_only,
             data.speech is not None,
             data.limits.text_characters,
+            data.limits.allow_outside is None and self.is_downloaded,
         )
+
+    @property
+    def is_downloaded(self) -> bool:
+        """Whether the files are those of a dataset of the Hub: others made them."""
+        paths = [self.path] if isinstance(self.path, str) else self.path
+        return any(path.startswith(HUB) or _HUB_CACHE.search(path) for path in paths)
 
 
 def with_held_out(sources: list[DataSource]) -> list[DataSource]:

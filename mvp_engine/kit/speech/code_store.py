@@ -20,10 +20,9 @@ from mvp_engine.files import atomic_path
 from mvp_engine.kit.data.pack.cost_cache import RecordFile
 from mvp_engine.kit.data.read.decode_audio import decode_audio
 from mvp_engine.kit.data.read.limits import Limits
-from mvp_engine.kit.data.read.media_source import open_media
+from mvp_engine.kit.data.read.media_source import file_of, open_media
 from mvp_engine.kit.data.read.probe import probe_now
 from mvp_engine.kit.data.read.row_types import BadRow, Part
-from mvp_engine.kit.data.read.size_cache import file_of
 from mvp_engine.kit.speech.codec import Codec, open_codec
 
 # One entry of the index: never change it, take another file name instead.

@@ -41,10 +41,10 @@ from mvp_engine.kit.data.read import decode_image
 from mvp_engine.kit.data.read.decode import decode, decode_now
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_info import MediaInfo
-from mvp_engine.kit.data.read.media_source import describe
+from mvp_engine.kit.data.read.media_source import describe, file_of
 from mvp_engine.kit.data.read.probe import image_info, probe, probe_now
 from mvp_engine.kit.data.read.row_types import BadRow, Part
-from mvp_engine.kit.data.read.size_cache import SizeCache, file_of
+from mvp_engine.kit.data.read.size_cache import SizeCache
 from mvp_engine.kit.data.read.timeout import run_in_thread, run_with_timeout
 
 LOGGER = logging.getLogger("mvp_engine")

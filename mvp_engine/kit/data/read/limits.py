@@ -54,5 +54,6 @@ class Limits:
     timeout: float = 30.0
     """Seconds to probe one item, and to decode it. Workers that stay at the same rows for twenty times as long, and for
     at least 600 s, stop the run."""
-    allow_outside: bool = False
-    """Whether paths may leave the dataset's folder."""
+    allow_outside: bool | None = None
+    """Whether paths of media may lead out of the folder of their rows, or of the source's `root`; null: in local files
+    they may, in a dataset of the Hub they may not."""

@@ -1,4 +1,4 @@
-"""Access to the bytes of media: paths, data URIs and bytes, inside the dataset's folder only."""
+"""Access to the bytes of media: paths, data URIs and bytes. `Limits.allow_outside` says where paths may lead."""
 
 from __future__ import annotations
 
@@ -60,6 +60,17 @@ def describe(part: Part) -> str:
     return f"{part.kind} {type(part.value).__name__}"
 
 
+def file_of(value: Any) -> str | None:
+    """The path that a media value names; None where the value holds the item itself."""
+    if isinstance(value, Mapping):
+        holds_item = value.get("bytes") is not None or value.get("array") is not None
+        value = None if holds_item else value.get("path")
+    if not isinstance(value, str | os.PathLike):
+        return None
+    text = os.fspath(value)
+    return None if text.startswith("data:") else text
+
+
 def open_media(
     value: Any,
     limits: Limits,
@@ -101,13 +112,17 @@ def _decode_data_uri(text: str, what: str) -> io.BytesIO:
         raise BadRow("corrupt", f"{what}: data URI: {error}") from None
 
 
+def path_escape(what: str, text: str, folder: str | Path) -> BadRow:
+    fix = "set the source's root, or mllm.limits.allow_outside=true"
+    return BadRow("path_escape", f"{what}: {text[:200]} leads out of {folder}: {fix}")
+
+
 def _resolve_file(text: str, limits: Limits, root: Path, what: str) -> Path:
     try:
         path = (root / text).resolve()
         folder = root.resolve()
-        if not limits.allow_outside and not path.is_relative_to(folder):
-            fix = "set the source's root, or mllm.limits.allow_outside=true"
-            raise BadRow("path_escape", f"{what}: {text[:200]} leads out of {folder}: {fix}")
+        if limits.allow_outside is False and not path.is_relative_to(folder):
+            raise path_escape(what, text, folder)
         mode = path.stat().st_mode
     except FileNotFoundError:
         fix = "paths are relative to the folder of their rows, or to the source's root"

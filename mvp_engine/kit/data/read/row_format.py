@@ -26,6 +26,7 @@ class RowFormat:
     prompt_only: bool | Literal["always"] = False
     speech: bool = False  # audio of assistant turns is a target (`mllm.speech`)
     max_text: int = Limits.text_characters
+    downloaded: bool = False  # media may not be paths that lead out of the dataset's folder
 
     @property
     def drops_answers(self) -> bool:

@@ -21,12 +21,14 @@ from functools import partial
 from typing import Any
 
 from mvp_engine.errors import UserError
+from mvp_engine.files import is_inside
 from mvp_engine.kit.data.read.media_columns import (
     check_no_places,
     count_places,
     fill_placeholders,
     read_media_columns,
 )
+from mvp_engine.kit.data.read.media_source import file_of, path_escape
 from mvp_engine.kit.data.read.messages import (
     KNOWN_KEYS,
     has_actions,
@@ -109,12 +111,24 @@ def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
         raise BadRow("bad_media", f"the format {name} takes no media, but the row has {media[0]!r}")
     if not format.drops_answers and not row.media() and not any(m.speech for m in row.messages):
         refuse_unread_media(columns, unused)
+    if format.downloaded:
+        _refuse_paths_outside(row)
     size = row.num_characters()
     if size > format.max_text:
         raise too_long(f"text of {size:,} characters", format.max_text)
     for message in row.messages:
         unused += [f"{message.role}.{key}" for key in message.extra if key not in KNOWN_KEYS]
     return replace(row, fields=fields, format=name, unused=tuple(dict.fromkeys(unused)))
+
+
+def _refuse_paths_outside(row: Row) -> None:
+    rejected = replace(row, messages=row.rejected)
+    spoken = [message.speech for message in row.messages if message.speech]
+    for part in (*row.media(), *rejected.media(), *spoken):
+        for value in part.value if isinstance(part.value, list | tuple) else [part.value]:
+            path = file_of(value) or ""
+            if path.startswith("file://") or not is_inside(path):
+                raise path_escape(part.kind, path, "the downloaded dataset")
 
 
 def detect_format(raw: Any) -> str | None:

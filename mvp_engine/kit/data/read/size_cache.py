@@ -7,15 +7,14 @@ same length and modification time.
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mvp_engine.kit.data.read.limits import Limits
-from mvp_engine.kit.data.read.media_source import open_media
+from mvp_engine.kit.data.read.media_source import file_of, open_media
 from mvp_engine.kit.data.read.row_types import Part
 
 # One entry of a cache file: never change it, take another file name instead.
@@ -85,17 +84,6 @@ class SizeCache:
         found = np.array(self._new, SIZE_RECORD)
         self._new = []
         return found
-
-
-def file_of(value: Any) -> str | None:
-    """The path that a media value names; None where the value holds the item itself."""
-    if isinstance(value, Mapping):
-        holds_item = value.get("bytes") is not None or value.get("array") is not None
-        value = None if holds_item else value.get("path")
-    if not isinstance(value, str | os.PathLike):
-        return None
-    text = os.fspath(value)
-    return None if text.startswith("data:") else text
 
 
 def row_key(raw: Any, parts: Iterable[Part], sizes: SizeCache, limits: Limits, root: Path) -> bytes:
