@@ -12,6 +12,7 @@ from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.media_source import open_media
 from mvp_engine.kit.data.read.row_format import RowFormat
+from mvp_engine.kit.data.read.row_hints import null_bits, null_rows
 from mvp_engine.kit.data.read.row_types import BadRow, SpeechCodes
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
@@ -37,6 +38,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
     lengths = list[int]()
     bad = list[dict[str, Any]]()
     shown = list[dict[str, Any]]()
+    bits = np.zeros(len(source), np.uint8)
     for index in range(len(source)):
         where = source.where(index)
         facts: dict[str, Any] = {"format": None, "bad": None, "sequences": []}
@@ -48,6 +50,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
                 open_media(part.value, Limits(), source.root, part.kind)
             messages = sum(len(message.text) for message in read.messages)
             lengths.append(messages + len(read.text or ""))
+            bits[index] = null_bits(read) + bool(read.media())
             if index in wanted:
                 facts["format"] = read.format
                 facts["sequences"] = plain_row(read)
@@ -56,6 +59,11 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None) -> dict[s
             bad.append({"source": name, "where": where, **facts["bad"]})
         if index in wanted:
             shown.append({"row": index, "source": name, "where": where, **facts})
+    for index, (reason, detail) in null_rows(source, bits).items():
+        found = {"reason": reason, "detail": detail}
+        bad.append({"source": name, "where": source.where(index), **found})
+        for facts in shown:
+            facts["bad"] = found if facts["row"] == index else facts["bad"]
     counts = {
         "name": name,
         "rows": len(source),

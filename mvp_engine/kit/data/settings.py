@@ -14,7 +14,7 @@ from mvp_engine.config.schema import Count, Fraction, Positive, Section
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.read.dataset_info import read_dataset_info
 from mvp_engine.kit.data.read.limits import Limits
-from mvp_engine.kit.data.read.row_format import FieldType, RowFormat
+from mvp_engine.kit.data.read.row_format import FieldType, RowFormat, column_name
 from mvp_engine.kit.data.read.rows import FORMATS, known_columns
 
 HUB = "hf://"
@@ -42,7 +42,8 @@ class DataSource(Section):
     format: str | None = None
     """The format of the rows; null: recognised for each row."""
     columns: dict[str, str | None] = Field(default_factory=dict)
-    """Columns under other names: {theirs: ours}, such as {reply: completion}; null drops a column: {label: null}."""
+    """Columns under other names: {theirs: ours}, such as {reply: completion}; null drops a column: {label: null}.
+    With a question mark, rows may lack it where others have it: {image: image?, prompt: prompt?}."""
     media_tags: bool = True
     """Whether <image>, <video> and <audio> in the texts stand for media; false: they are text."""
     repeats: Positive | None = None
@@ -242,7 +243,7 @@ class MLLMData(Section):
         known = known_columns() | self.fields.keys()
         for source in self.sources:
             for old, new in source.columns.items():
-                if new is not None and new not in known:
+                if new is not None and column_name(new) not in known:
                     raise ValueError(
                         f"columns: {{{old}: {new}}}: nothing reads a column {new}; "
                         f"choose one of {', '.join(sorted(known))}"

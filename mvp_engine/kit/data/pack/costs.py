@@ -34,7 +34,8 @@ from mvp_engine.kit.data.pack.cost_cache import (
 )
 from mvp_engine.kit.data.pack.measure_workers import WorkerDied, map_chunks
 from mvp_engine.kit.data.read.row_format import RowFormat
-from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, ParsedRow, Part
+from mvp_engine.kit.data.read.row_hints import null_bits, null_rows
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, ParsedRow, Part, Row
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.size_cache import SIZE_RECORD, SizeCache, row_key
 from mvp_engine.kit.data.read.sources import Source
@@ -134,6 +135,8 @@ class Measure:
             if any(side.spoken for side in sides):
                 kinds.add(SPEECH)
             media = sum(MEDIA_BITS[kind] for kind in kinds)
+            if isinstance(read.content, Row):
+                media += null_bits(read.content)
             return tokens, self.row_encoder.encoder_cost(sides), media
         except BadRow as bad:
             return bad.reason, bad.detail
@@ -164,6 +167,7 @@ def measure_costs(
     long = np.flatnonzero(whole.tokens > row_encoder.max_tokens)
     arrays = (whole.tokens.copy(), whole.encoder.copy(), whole.media.copy())
     costs = Costs(*arrays, dict(whole.bad), long)
+    unlike = null_rows(source, whole.media)
     if len(long) and row_encoder.overlong in ("truncate", "shrink"):
         measure.fit = True
         setup += f" {row_encoder.overlong} {row_encoder.max_tokens}"
@@ -179,6 +183,9 @@ def measure_costs(
         costs.tokens[long] = 0
         costs.encoder[long] = 0
         costs.media[long] = 0
+    for row, reason in unlike.items():
+        costs.bad[row] = reason
+        costs.tokens[row] = costs.encoder[row] = costs.media[row] = 0
     return costs
 
 

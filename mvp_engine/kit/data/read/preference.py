@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mvp_engine.kit.data.read.messages import ACTION_KEYS
-from mvp_engine.kit.data.read.row_types import BadRow, Message, Part, Row
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, Part, Row
 from mvp_engine.kit.data.read.value_checks import check_text
 
 
@@ -41,8 +41,8 @@ def num_shared_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> 
     """How many first turns both conversations share, without the last one: that is the answer."""
     chosen_keys = [_comparison_key(message) for message in chosen]
     rejected_keys = [_comparison_key(message) for message in rejected]
-    if chosen_keys == rejected_keys and not any(message.has_media for message in chosen):
-        raise BadRow("equal_pair", "chosen and rejected are the same")
+    if _stripped(chosen_keys) == _stripped(rejected_keys) and _same_media(chosen, rejected):
+        raise BadRow("equal_pair", "chosen and rejected are the same, but for blanks around them")
     longest = min(len(chosen), len(rejected)) - 1
     shared = 0
     while shared < longest and chosen_keys[shared] == rejected_keys[shared]:
@@ -55,6 +55,22 @@ def _comparison_key(message: Message) -> tuple[Any, ...]:
     return (message.role, message.text, *actions)
 
 
+def _stripped(keys: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    return [(role, text.strip(), *actions) for role, text, *actions in keys]
+
+
+def _same_media(chosen: Sequence[Message], rejected: Sequence[Message]) -> bool:
+    """Whether two conversations name the same media; of other values than names that is not known."""
+    values = []
+    for messages in (chosen, rejected):
+        parts = [part for message in messages for part in message.parts]
+        values.append([part.value for part in parts if part.kind in MEDIA])
+    if len(values[0]) != len(values[1]):
+        return False
+    pairs = zip(*values, strict=True)
+    return all(one is other or (isinstance(one, str) and one == other) for one, other in pairs)
+
+
 def with_rejected_response(row: Row, response: Any) -> Row:
     """A preference pair: the row's last answer is the chosen one, `response` the rejected one."""
     if not row.messages or row.messages[-1].role != "assistant":
@@ -63,7 +79,10 @@ def with_rejected_response(row: Row, response: Any) -> Row:
     rejected = Message("assistant", (Part("text", check_text(response, "rejected_response")),))
     if not rejected.text.strip():
         raise BadRow("no_answer", "rejected_response is empty")
-    if _comparison_key(chosen) == _comparison_key(rejected):
-        raise BadRow("equal_pair", "the last answer and rejected_response are the same")
+    if _stripped([_comparison_key(chosen)]) == _stripped([_comparison_key(rejected)]):
+        raise BadRow(
+            "equal_pair",
+            "the last answer and rejected_response are the same, but for blanks around them",
+        )
     prompt = [replace(message, loss=message.loss or False) for message in row.messages[:-1]]
     return replace(row, messages=(*prompt, chosen), rejected=(*prompt, rejected))

@@ -46,6 +46,8 @@ def probe_now(part: Part, limits: Limits, root: Path, sizes: SizeCache | None = 
 
 def image_info(part: Part, width: int, height: int) -> MediaInfo:
     """The MediaInfo of an image of this size, with the pixel budget of its row."""
+    if width == height == 1:
+        raise BadRow("too_small", "image of 1x1 pixel, which stands for one that is missing")
     return MediaInfo("image", width, height, **pixel_options(part))
 
 

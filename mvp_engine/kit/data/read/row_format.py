@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from mvp_engine.kit.data.read.limits import Limits
@@ -12,6 +13,7 @@ from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.value_checks import check_object, type_name
 
 FieldType = Literal["int", "float"]
+OPTIONAL = "?"  # after a name in `columns`: the column may be null or empty
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,33 @@ class RowFormat:
         for old, new in self.columns.items():
             value = row.pop(old, None)
             if value is not None and new is not None:
-                renamed[new] = value
+                renamed[column_name(new)] = value
         twice = sorted(renamed.keys() & row.keys())
         if twice:
             raise BadRow("two_columns", f"columns maps another column to {twice[0]!r}: map both")
         return Columns(row | renamed)
+
+    @cached_property
+    def optional(self) -> set[str]:
+        """The columns that may be null or empty."""
+        return {column_name(new) for new in self.columns.values() if new and new.endswith(OPTIONAL)}
+
+    def null_columns(self, raw: Mapping[str, Any]) -> set[str]:
+        """The columns, under their new names, that a raw row has without a value."""
+        nulls = [key for key, value in raw.items() if value is None and isinstance(key, str)]
+        named = {column_name(self.columns.get(key, key) or "") for key in nulls}
+        return named - self.optional
 
     def take_fields(self, row: Columns) -> dict[str, float]:
         """The numbers of the row, by column. These columns mean nothing else then."""
         return {
             name: _number(row.pop(name, None), name, kind) for name, kind in self.fields.items()
         }
+
+
+def column_name(new: str) -> str:
+    """The name of a column in a value of `columns`, without the mark of an optional one."""
+    return new.removesuffix(OPTIONAL)
 
 
 class Columns(dict[str, Any]):

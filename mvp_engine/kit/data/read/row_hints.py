@@ -5,12 +5,29 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mvp_engine.kit.data.read.media_names import media_kind
-from mvp_engine.kit.data.read.row_types import MEDIA, BadRow
+from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Row
+from mvp_engine.kit.data.read.sources import Source
 
 Formats = Mapping[str, Sequence[str]]  # name -> the columns that it wants
+MEDIA_MASK = 15  # the bits of media in the costs of a row
+
+
+class _Null(NamedTuple):
+    bit: int  # of cached files: never change it
+    reason: str
+    detail: str
+
+
+_KEEP = "nearly all rows of the file have one. `columns: {COLUMN: COLUMN?}` of the source keeps such rows"
+_NULLS = {
+    "media": _Null(16, "null_media", f"the row's column of media is null, and {_KEEP}"),
+    "prompt": _Null(32, "null_prompt", f"the row's prompt is null, and {_KEEP}"),
+}
 _MAX_NAME = 1024  # a longer string is no file name
 
 
@@ -64,6 +81,26 @@ def refuse_unread_media(row: Mapping[str, Any], unused: Sequence[str]) -> None:
                 f"the row's only {kind} is in the column {key!r}, which nothing reads: rename it with "
                 f"`columns: {{{key}: {kind}}}` of the source, or drop it with {{{key}: null}}",
             )
+
+
+def null_bits(row: Row) -> int:
+    """Which columns of the row have no value, for `null_rows`."""
+    return sum(_NULLS[kind].bit for kind in row.nulls)
+
+
+def null_rows(source: Source, bits: np.ndarray) -> dict[int, tuple[str, str]]:
+    """The rows without a prompt or media in a file whose other rows have them, with the reason and a detail.
+
+    `bits` are the kinds of media of each good row of the source and its `null_bits`; 0 for bad rows.
+    A file in which many rows have none is a mixture: its rows are as they should be.
+    """
+    bad = {}
+    for kind, null in _NULLS.items():
+        without = (bits & null.bit) > 0
+        others = (bits & MEDIA_MASK) > 0 if kind == "media" else ~without
+        for row in source.rare_rows(without, others).tolist():
+            bad[row] = null.reason, null.detail
+    return bad
 
 
 def _kind_of_value(value: Any) -> str | None:

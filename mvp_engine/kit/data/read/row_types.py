@@ -86,6 +86,8 @@ class Row:
     fields: Mapping[str, float] = field(default_factory=dict)  # numbers, by column (`mllm.fields`)
     format: str = field(default="", compare=False)
     unused: tuple[str, ...] = field(default=(), compare=False)  # columns that nothing read
+    # "prompt" and "media", where the row has such a column without a value.
+    nulls: frozenset[str] = field(default=frozenset(), compare=False)
 
     def num_characters(self) -> int:
         """Characters of all texts that a chat template may write, of both sides of a pair."""

@@ -15,7 +15,7 @@ Rules that the formats share:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -70,6 +70,7 @@ FORMATS = {
     "text": ("text",),
 }
 _PROMPTS = ("prompt", "question", "query", "instruction")
+_PROMPT_COLUMNS = (*_PROMPTS, "messages", "conversations", "texts", "chosen")
 _ALIASES = {"chosen_messages": "chosen", "rejected_messages": "rejected"}
 _OTHER_COLUMNS = ("system", "tools", "history", "input", "caption", "label", "rejected_response")
 _MEDIA_COLUMNS = (*MEDIA, *(f"{kind}s" for kind in MEDIA))
@@ -111,6 +112,14 @@ def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
         raise BadRow("bad_media", f"the format {name} takes no media, but the row has {media[0]!r}")
     if not format.drops_answers and not row.media() and not any(m.speech for m in row.messages):
         refuse_unread_media(columns, unused)
+    nulls = format.null_columns(raw)
+    kinds = set[str]()
+    if not row.media() and not nulls.isdisjoint(_MEDIA_COLUMNS):
+        kinds.add("media")
+    if name != "prompt" and _lacks_prompt(columns, name, nulls.intersection(_PROMPTS)):
+        kinds.add("prompt")
+    if format.optional.isdisjoint(_PROMPT_COLUMNS):
+        _refuse_empty_prompt(row)
     if format.downloaded:
         _refuse_paths_outside(row)
     size = row.num_characters()
@@ -118,7 +127,29 @@ def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
         raise too_long(f"text of {size:,} characters", format.max_text)
     for message in row.messages:
         unused += [f"{message.role}.{key}" for key in message.extra if key not in KNOWN_KEYS]
-    return replace(row, fields=fields, format=name, unused=tuple(dict.fromkeys(unused)))
+    unused = list(dict.fromkeys(unused))
+    return replace(row, fields=fields, format=name, unused=tuple(unused), nulls=frozenset(kinds))
+
+
+def _lacks_prompt(columns: Columns, name: str, nulls: set[str]) -> bool:
+    """Whether the columns `nulls`, which have no value, would have been the prompt of the row."""
+    if not nulls or any(key in columns for key in _PROMPTS):
+        return False
+    if (
+        name == "preference"
+    ):  # the prompt was found in the answers: guessed, unless they are lists of messages
+        return isinstance(dict.get(columns, "chosen"), str)
+    return _detect({**columns, **dict.fromkeys(nulls)}) != name
+
+
+def _refuse_empty_prompt(row: Row) -> None:
+    for message in (*row.messages, *row.rejected):
+        if message.role == "user" and not _has_content(message):
+            raise BadRow(
+                "empty_prompt",
+                "a prompt (a turn of the user) is empty. If that is meant, `columns: {prompt: prompt?}` of the source "
+                "keeps such rows (or messages: messages?)",
+            )
 
 
 def _refuse_paths_outside(row: Row) -> None:
@@ -138,7 +169,7 @@ def detect_format(raw: Any) -> str | None:
     return _detect(columns)
 
 
-def _detect(columns: Columns) -> str | None:
+def _detect(columns: Mapping[str, Any]) -> str | None:
     return next((name for name in FORMATS if _has_format(columns, name)), None)
 
 
@@ -150,7 +181,7 @@ def _rename_aliases(columns: Columns) -> None:
             columns[new] = columns.pop(old)
 
 
-def _has_format(columns: Columns, format: str) -> bool:
+def _has_format(columns: Mapping[str, Any], format: str) -> bool:
     if all(key in columns for key in FORMATS[format]):
         return True
     if format != "text" or "caption" not in columns:

@@ -70,6 +70,14 @@ class Source:
         """The index of each row in the files; of a subset, those of its rows."""
         return np.arange(len(self)) if self._chosen is None else self._chosen
 
+    def rare_rows(self, rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """Those of `rows` whose file has few of them: one, or a tenth of its `others`. Both are masks."""
+        files = np.searchsorted(self.ends, self.chosen_rows(), side="right")
+        counts = np.bincount(files[rows], minlength=len(self.files))
+        others_of = np.bincount(files[others], minlength=len(self.files))
+        is_rare = (counts < others_of) & (counts <= np.maximum(1, others_of // 10))
+        return np.flatnonzero(rows & is_rare[files])
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         file, row = self._find(index)
         return file.row(row)
