@@ -297,6 +297,8 @@ def test_dataset_paths_choose_config_and_split(hub: FakeHub) -> None:
     ("path", "message"),
     [
         ("hf://org", "write hf://org/name"),
+        ("hf://./x", "write hf://org/name.* a local folder without hf://"),
+        ("hf://org/a--b", "no name that the Hub allows"),
         ("hf://org/shaps", r"not a dataset of the Hub .* Did you mean org/shapes\?"),
         ("hf://org/shapes:tets", r"no split tets\. Did you mean test\? It has: test, train"),
         ("hf://org/shapes@v2", "has no revision v2"),

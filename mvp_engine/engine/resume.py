@@ -53,6 +53,10 @@ def choose_start(config: Config) -> Start:
         ]
         if restarted:
             return _resume(restarted[-1], config, "restarted by torchrun")
+    if config.resume == "":
+        raise UserError(
+            "resume= is empty: write resume=auto, the folder of a run or of a checkpoint, or resume=null for a new run"
+        )
     if config.resume is None:
         return Start(_new_run(config, root), None, f"a new run of {config.project.name}")
     if config.resume == "auto":

@@ -26,9 +26,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # Everything at the top of a repository but weights: configs, tokenizer, processor, chat template.
 SIDE_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
-_NAME = r"[A-Za-z0-9_][\w.-]*"
+NAME = r"[A-Za-z0-9_][\w.-]*"
 _URL = "https://huggingface.co/"  # people paste the address of a model's page
-_MODEL = re.compile(rf"({SCHEME}|{_URL})?(?P<repo>{_NAME}/{_NAME})(@(?P<revision>\S+))?")
+_MODEL = re.compile(rf"({SCHEME}|{_URL})?(?P<repo>{NAME}/{NAME})(@(?P<revision>\S+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")  # the cache's folder of a repository
 

@@ -1,7 +1,8 @@
 """Datasets of the Hugging Face Hub as local parquet files: `hf://org/name[:config][:split][@revision]`.
 
 The files are those of the repository, by the `configs` of its README.md or by their names, else those that the Hub
-converted the dataset to (the branch `refs/convert/parquet`). The package `datasets` is not needed.
+converted the dataset to (the branch `refs/convert/parquet`). The package `datasets` is not needed. A local folder in
+that layout is read alike (`folder_files`).
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import contextlib
 import glob
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 import yaml
 
 from mvp_engine.errors import UserError, did_you_mean
-from mvp_engine.hf.hub import SCHEME, HubRepo, download, list_files
+from mvp_engine.hf.hub import NAME, SCHEME, HubRepo, download, list_files
 from mvp_engine.hf.hub_errors import NoRevision
 
 LOGGER = logging.getLogger("mvp_engine")
@@ -25,8 +27,9 @@ CONVERTED = "refs/convert/parquet"
 README = "README.md"
 SMALL_FILES = [README, ".gitattributes"]
 DEFAULT = "default"
+ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".arrow")
 _DATASET = re.compile(
-    rf"{SCHEME}(datasets/)?(?P<repo>[\w.-]+/[\w.-]+)(:(?P<first>[^:@]+))?(:(?P<second>[^:@]+))?(@(?P<revision>\S+))?"
+    rf"{SCHEME}(datasets/)?(?P<repo>{NAME}/{NAME})(:(?P<first>[^:@]+))?(:(?P<second>[^:@]+))?(@(?P<revision>\S+))?"
 )
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}.*")
 # Words in file and folder names by the split that they mean, as in the package `datasets`.
@@ -56,7 +59,8 @@ def hub_dataset(path: str) -> HubDataset:
     found = _DATASET.fullmatch(path)
     if found is None:
         raise UserError(
-            f"{path}: write hf://org/name, hf://org/name:split or hf://org/name:config:split"
+            f"{path}: write hf://org/name, hf://org/name:split or hf://org/name:config:split; a local folder without "
+            "hf://"
         )
     words = tuple(word for word in (found["first"], found["second"]) if word)
     return HubDataset(HubRepo(found["repo"], found["revision"], "dataset"), words)
@@ -65,7 +69,7 @@ def hub_dataset(path: str) -> HubDataset:
 def pin_dataset(dataset: HubDataset, split: str) -> HubDataset:
     """The dataset at a commit: of the repository, or of the Hub's conversion if the repository has no parquet files."""
     repo = _with_parquet(dataset.repo)
-    _choose_files(dataset, repo, split)  # raises if there is no such split
+    _choose_files(_listing(dataset, repo), split)  # raises if there is no such split
     return replace(dataset, repo=repo)
 
 
@@ -73,9 +77,43 @@ def dataset_files(path: str, split: str = "train") -> list[str]:
     """The local parquet files of a dataset's split, downloaded if needed. `split`: the one to read if none is named."""
     dataset = hub_dataset(path)
     repo = _with_parquet(dataset.repo)
-    names = _choose_files(dataset, repo, split)
+    names = _choose_files(_listing(dataset, repo), split)
     folder = download(repo, [*map(glob.escape, names)], show_progress=True)
     return [str(folder / name) for name in names]
+
+
+def folder_files(folder: Path, words: Sequence[str], split: str) -> list[str]:
+    """The files of a split of a local folder in the layout of a repository; `words` are config and split, as in a path.
+
+    Its parquet files, or those of other types that its README.md names and that the Hub would convert; or none.
+    """
+    readme = folder / README
+    files = [file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*"))]
+    names = [name for name in files if name.endswith(".parquet")]
+    if not names and _readme_configs(readme):
+        names = [name for name in files if name.endswith(ROW_SUFFIXES)]
+    if not names:
+        return []
+    named = ":".join([str(folder), *words])
+    listing = Listing(named, str(folder), tuple(words), names, readme)
+    return [str(folder / name) for name in _choose_files(listing, split)]
+
+
+class Listing(NamedTuple):
+    """The files of a dataset, and the words of the path that named it: config and split, or one of them."""
+
+    named: str
+    path: str  # without words and revision
+    words: tuple[str, ...]
+    files: list[str]
+    readme: Path
+
+
+def _listing(dataset: HubDataset, repo: HubRepo) -> Listing:
+    """`repo` is the dataset's repository at a commit."""
+    readme = download(repo, SMALL_FILES) / README
+    path = f"{SCHEME}{dataset.repo.name}"
+    return Listing(str(dataset), path, dataset.words, _parquet_files(repo), readme)
 
 
 # ---- Files of a repository ------------------------------------------------------------------------
@@ -117,61 +155,56 @@ def _parquet_files(repo: HubRepo) -> list[str]:
 # ---- Configs and splits ---------------------------------------------------------------------------
 
 
-def _choose_files(dataset: HubDataset, repo: HubRepo, split: str) -> list[str]:
-    """The files of the config and split that a path names, else of the default config and of `split`.
-
-    `repo` is the dataset's repository at a commit.
-    """
-    configs = _configs(repo)
-    words = list(dataset.words)
+def _choose_files(listing: Listing, split: str) -> list[str]:
+    """The files of the config and split that a path names, else of the default config and of `split`."""
+    configs = _configs(listing)
+    words = list(listing.words)
     config = next(iter(configs))
     if words and (len(words) == 2 or words[0] in configs):
         config = words.pop(0)
         if config not in configs:
-            raise UserError(_unknown(dataset, "config", config, configs))
+            raise UserError(_unknown(listing, "config", config, configs))
     elif len(configs) > 1 and config != DEFAULT:
-        raise UserError(f"{dataset} has several configs: {_choices(dataset, list(configs))}")
+        raise UserError(f"{listing.named} has several configs: {_choices(listing, list(configs))}")
     splits = configs[config]
     named = [config] if len(configs) > 1 else []
     if words and words[0] not in splits:
-        raise UserError(_unknown(dataset, "split", words[0], splits))
+        raise UserError(_unknown(listing, "split", words[0], splits))
     if words:
         return splits[words[0]]
     if split in splits:
         return splits[split]
     if len(splits) == 1 and split == "train":
         return next(iter(splits.values()))
-    choices = _choices(dataset, [":".join([*named, name]) for name in splits])
-    raise UserError(f"{dataset} has no split {split}: name one of its splits, {choices}")
+    choices = _choices(listing, [":".join([*named, name]) for name in splits])
+    raise UserError(f"{listing.named} has no split {split}: name one of its splits, {choices}")
 
 
-def _choices(dataset: HubDataset, words: list[str]) -> str:
-    shown = ", ".join(f"{SCHEME}{dataset.repo.name}:{word}" for word in words[:8])
+def _choices(listing: Listing, words: list[str]) -> str:
+    shown = ", ".join(f"{listing.path}:{word}" for word in words[:8])
     return f"{shown}, ..." if len(words) > 8 else shown
 
 
-def _unknown(dataset: HubDataset, what: str, name: str, known: dict[str, Any]) -> str:
+def _unknown(listing: Listing, what: str, name: str, known: dict[str, Any]) -> str:
     shown = ", ".join(list(known)[:8])
-    return f"{dataset}: no {what} {name}.{did_you_mean(name, known)} It has: {shown}"
+    return f"{listing.named}: no {what} {name}.{did_you_mean(name, known)} It has: {shown}"
 
 
-def _configs(repo: HubRepo) -> Configs:
+def _configs(listing: Listing) -> Configs:
     """The configs of a dataset, the default one first, by its README.md or by the names of its files."""
-    files = _parquet_files(repo)
     configs: Configs = {}
-    for entry in _readme_configs(repo):
+    for entry in _readme_configs(listing.readme):
         name = str(entry.get("config_name", DEFAULT))
-        splits = _readme_splits(entry, files)
+        splits = _readme_splits(entry, listing.files)
         if splits and (entry.get("default") or name == DEFAULT):
             configs = {DEFAULT: splits, **configs}
         if splits:
             configs[name] = splits
-    return configs or _configs_by_name(files, repo)
+    return configs or _configs_by_name(listing)
 
 
-def _readme_configs(repo: HubRepo) -> list[dict[str, Any]]:
+def _readme_configs(file: Path) -> list[dict[str, Any]]:
     """The list `configs` in the front matter of README.md."""
-    file = download(repo, SMALL_FILES) / README
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     _, _, rest = text.partition("---\n")
     try:
@@ -224,16 +257,18 @@ def _character_set(found: re.Match[str]) -> str:
     return f"[{negation}{inside}]"
 
 
-def _configs_by_name(files: list[str], repo: HubRepo) -> Configs:
+def _configs_by_name(listing: Listing) -> Configs:
     """Configs and splits by the names of files and folders: `config/split/0000.parquet` in the Hub's conversion,
     else `[config/]split-00000-of-00002.parquet`, or a word such as train in a name."""
     configs: Configs = {}
-    for file in files:
+    for file in listing.files:
         *folders, name = PurePosixPath(file).with_suffix("").parts
         if len(folders) == 2 and name.isdigit():
             config, split = folders
             if split.startswith("partial-"):
-                LOGGER.warning("%s: the Hub converted only the first part of %s", repo.name, split)
+                LOGGER.warning(
+                    "%s: the Hub converted only the first part of %s", listing.path, split
+                )
         else:
             split = _split_by_name([name, *reversed(folders)])
             is_config = folders and folders[0] != "data" and _split_word(folders[0]) is None

@@ -34,6 +34,8 @@ def hub_errors(repo: HubRepo) -> Iterator[None]:
         raise NoRevision(
             f"{repo}: {repo.name} has no revision {repo.revision}; see {_page(repo)}"
         ) from None
+    except errors.HFValidationError as error:
+        raise UserError(f"{repo} is no name that the Hub allows: {_first_line(error)}") from None
     except errors.RepositoryNotFoundError:
         raise UserError(_not_found(repo)) from None
     except errors.LocalEntryNotFoundError as error:

@@ -110,7 +110,8 @@ def _map_references(value: Any, key: str, owner: Any, replace: Callable[[Referen
 
 def _repo(text: str) -> HubRepo:
     repo = hub_model(text)
-    assert repo is not None
+    if repo is None:
+        raise UserError(f"{text}: write org/name or hf://org/name, or a local folder without hf://")
     return repo
 
 

@@ -90,7 +90,7 @@ def summary_text(facts: RunFacts, seconds: float) -> str:
     if skipped := train.get("skipped"):
         lines.append(_line("skipped", f"{skipped} steps: see {run.dir / 'skipped_steps.jsonl'}"))
     if facts.left_out:
-        reasons = ", ".join(f"{s}: {n:,} {r}" for (s, r), n in facts.left_out.most_common(4))
+        reasons = ", ".join(f"{s}: {n:,} {r}" for (s, r), n in facts.left_out.most_common())
         lines.append(_line("left out", f"{facts.left_out.total():,} rows ({reasons})"))
     lines.append(_line("files", _files(run)))
     lines.append("next:")

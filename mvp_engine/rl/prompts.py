@@ -229,6 +229,7 @@ def prompt_loader(
     bad_rows.add(bad)
     if folder is not None:
         append_new(Path(folder) / OVERLONG_ROWS_FILE, long)
+        kit.list_held_out(Path(folder))
     return PromptLoader(
         dataset,
         bad_rows,

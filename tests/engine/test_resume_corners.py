@@ -372,3 +372,8 @@ def test_user_error_before_the_process_group_is_printed_once_per_machine(capsys,
         monkeypatch.setitem(os.environ, "LOCAL_RANK", local)
         assert launch("/nowhere.yaml", []) == EXIT_USER_ERROR
         assert capsys.readouterr().err.count("config file not found") == told
+
+
+def test_empty_resume_is_a_user_error(train, tmp_path: Path, capsys) -> None:
+    assert train("resume=", dir=tmp_path) == EXIT_USER_ERROR
+    assert "resume= is empty: write resume=auto" in capsys.readouterr().err

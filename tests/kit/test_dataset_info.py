@@ -108,3 +108,17 @@ def test_dataset_info_is_inspected_without_a_model(folder: Path, capsys: Any) ->
 def test_dataset_info_unsupported_entry_is_a_user_error(folder: Path, path: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         made(folder / path, tokenizer("zephyr"))
+
+
+def test_folder_with_a_dataset_info_of_one_dataset_is_read_and_of_several_names_them(
+    folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert main(["data", "inspect", str(folder)]) == 2
+    assert "is LLaMA-Factory's: write" in (error := capsys.readouterr().err)
+    assert "dataset_info.json:NAME with one of the datasets in it: alpaca, renamed" in error
+    info = {"one": {"file_name": "b.jsonl", "columns": INFO["renamed"]["columns"]}, "far": {"hf_hub_url": "a/b"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    write(tmp_path / "b.jsonl", [{"q": "q", "r": "a", "s": "s", "good": True}])
+    assert main(["data", "inspect", str(tmp_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["sources"][0]["name"], facts["sources"][0]["good"]) == ("one", 1)

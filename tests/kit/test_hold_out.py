@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,15 @@ def test_hold_out_of_a_single_row_is_an_error(tmp_path: Path) -> None:
     kit = made(file, tokenizer("qwen2_5"), sources=[{"path": str(file), "hold_out": 0.1}])
     with pytest.raises(UserError, match="has one row, and hold_out needs two"):
         kit.loader("train")
+
+
+def test_hold_out_rows_are_listed_in_the_run_folder(tmp_path: Path) -> None:
+    rows = [chat(f"What is {i}?", f"It is {i}.") for i in range(20)]
+    file = write(tmp_path / "chat.jsonl", rows)
+    kit = made(file, tokenizer("qwen2_5"), sources=[{"path": str(file), "hold_out": 0.1}])
+    kit.loader("train", folder=tmp_path / "run")
+    listed = [json.loads(line) for line in (tmp_path / "run" / "held_out.jsonl").read_text().splitlines()]
+    held = kit.mixture("eval").sources[0]
+    assert listed == [{"source": "chat", "where": held.where(row)} for row in range(2)]
+    made(file, tokenizer("qwen2_5")).loader("train", folder=tmp_path / "whole")
+    assert not (tmp_path / "whole" / "held_out.jsonl").exists()

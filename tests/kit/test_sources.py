@@ -24,6 +24,7 @@ from mvp_engine.kit.data.read.row_format import RowFormat
 from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.data.read.sources import Source, open_source
+from mvp_engine.kit.data.settings import DataSource, resolve_source
 
 ROWS = [{"prompt": f"Is {i} even?", "completion": "yes" if i % 2 == 0 else "nö"} for i in range(10)]
 
@@ -437,3 +438,33 @@ def test_row_with_more_text_than_the_limit_is_bad_before_it_is_tokenized() -> No
         read_row(row, RowFormat(max_text=size))
     with pytest.raises(BadRow, match=r"too_long: text of 4,000,001 characters; 4,000,000"):
         read_row({"text": "x" * 4_000_001})
+
+
+def test_local_folder_in_the_layout_of_the_hub_is_read_by_config_and_split(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    (folder / "data").mkdir(parents=True)
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        parquet(folder / "data" / f"{name}.parquet")
+
+    def sizes(path: Path | str, **source: Any) -> int:
+        found = resolve_source(DataSource(path=str(path), **source))
+        assert found.label == source.get("name", Path(path).name.rpartition(":")[2])
+        return len(open_source(found.path, found.root))
+
+    assert sizes(folder) == 20
+    assert sizes(f"{folder}:test") == 10
+    assert sizes(f"{folder}:test", split="eval", name="held_out") == 10
+    with pytest.raises(UserError, match=r"no split eval: name one of its splits, .*set:test, .*set:train"):
+        sizes(folder, split="eval")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: [{split: train, path: data/test-*}]\n---\n"
+    )
+    assert sizes(folder) == 10
+    (tmp_path / "lines").mkdir()
+    jsonl(tmp_path / "lines" / "all.jsonl")
+    with pytest.raises(UserError, match="name such files one by one"):
+        sizes(tmp_path / "lines")
+    (tmp_path / "lines" / "README.md").write_text(
+        "---\nconfigs: \n- config_name: default\n  data_files: all.jsonl\n---\n"
+    )
+    assert sizes(tmp_path / "lines") == 10

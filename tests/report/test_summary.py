@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,12 @@ def test_end_of_run_error_is_printed_and_not_raised(tmp_path: Path, capsys: pyte
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train", "perf": 3}\n')
     end_of_run(run, 5.0, page=True, summary=True)
     assert f"the report of {tmp_path} failed" in capsys.readouterr().out
+
+
+def test_summary_of_rows_left_out_has_every_reason_and_adds_up(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    bad = [{"source": "web", "where": f"{i}", "reason": f"reason_{i}"} for i in range(6)]
+    (tmp_path / "bad_rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bad))
+    line = next(line for line in summary_text(RunFacts(run), seconds=1).splitlines() if "left out" in line)
+    assert "7 rows" in line
+    assert sum(int(n) for n in re.findall(r": (\d+) ", line)) == 7

@@ -9,6 +9,7 @@ For text-only data, pass a tokenizer as the processor.
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.data.encode.rope_positions import RopePositions
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.encode.speech_targets import SpeechTargets
@@ -36,6 +38,7 @@ from mvp_engine.model_engine import precision_on
 LOGGER = logging.getLogger("mvp_engine")
 BAD_ROWS_FILE = "bad_rows.jsonl"
 OVERLONG_ROWS_FILE = "overlong_rows.jsonl"
+HELD_OUT_FILE = "held_out.jsonl"
 # `max_bad_fraction` of a stream counts at least this many rows: of the first few a fraction means little.
 MIN_STREAM_ROWS = 1000
 
@@ -122,6 +125,7 @@ class MLLMDataKit(MeasuredSources):
         bad_rows.add(self.bad_rows(split), list_them=rank == 0)
         if rank == 0 and folder is not None:
             append_new(Path(folder) / OVERLONG_ROWS_FILE, self.overlong_rows(split))
+            self.list_held_out(Path(folder))
         return PackLoader(
             dataset,
             bad_rows,
@@ -255,6 +259,19 @@ class MLLMDataKit(MeasuredSources):
                 f"Set data.global_batch_size={packs} instead"
             )
         return engine.global_batch_size
+
+    def list_held_out(self, folder: Path) -> None:
+        """Write the rows that `hold_out` takes out of train: each line has its source and its place."""
+        if not any(source.hold_out for source in self._all_sources):
+            return
+        lines = []
+        mixture = self.mixture("eval")
+        for settings, source in zip(self.sources("eval"), mixture.sources, strict=True):
+            for row in range(len(source) if settings.hold_out else 0):
+                record = {"source": settings.label, "where": source.where(row)}
+                lines.append(json.dumps(record) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(folder / HELD_OUT_FILE, "".join(lines))
 
     def streams(self, split: str) -> list[Stream]:
         sources = self.sources(split)

@@ -16,6 +16,7 @@ from mvp_engine.kit.data.read.dataset_info import read_dataset_info
 from mvp_engine.kit.data.read.limits import Limits
 from mvp_engine.kit.data.read.row_format import FieldType, RowFormat, column_name
 from mvp_engine.kit.data.read.rows import FORMATS, known_columns
+from mvp_engine.kit.data.read.sources import FOLDER_FILES
 
 HUB = "hf://"
 _HUB_CACHE = re.compile(r"/datasets--[^/]+/snapshots/")
@@ -31,8 +32,8 @@ class DataSource(Section):
     """One named source of rows."""
 
     path: str | list[str]
-    """A file, a folder, a glob, or a list of them; `hf://org/dataset[:config][:split][@revision]` of the Hub; or
-    LLaMA-Factory's `dataset_info.json:NAME`."""
+    """A file, a folder, a glob, or a list of them; `hf://org/dataset[:config][:split][@revision]` of the Hub, or a local
+    `FOLDER[:config][:split]` in that layout; or LLaMA-Factory's `dataset_info.json:NAME`."""
     name: str | None = None
     """The name in metrics and messages; null: the name of the file."""
     split: str = "train"
@@ -122,7 +123,7 @@ def resolve_source(source: DataSource) -> DataSource:
         )
     info = read_dataset_info(source.path)
     if info is None:
-        return source
+        return _with_layout(source)
     update = {
         "path": info.path,
         "name": source.name or info.name,
@@ -130,6 +131,37 @@ def resolve_source(source: DataSource) -> DataSource:
         "columns": {**info.columns, **source.columns},
     }
     return source.model_copy(update=update)
+
+
+def _with_layout(source: DataSource) -> DataSource:
+    """The source with the files of its split, if its path is a local folder in the layout of the Hub."""
+    layout = None if source.stream else _hub_layout(source.path)
+    if layout is None:
+        return source
+    # Here: it imports torch, which a config does not need.
+    from mvp_engine.hf.hub_datasets import folder_files
+
+    files = folder_files(*layout, source.split)
+    update = {"path": files, "name": source.label, "root": source.root or str(layout[0])}
+    return source.model_copy(update=update) if files else source
+
+
+def _hub_layout(path: str | list[str]) -> tuple[Path, list[str]] | None:
+    """A local folder in the layout of a repository of the Hub, with the config and split after it; None for others."""
+    if not isinstance(path, str):
+        return None
+    name = path
+    words: list[str] = []
+    while ":" in name[1:] and len(words) < 2 and not Path(name).expanduser().is_dir():
+        name, _, word = name.rpartition(":")
+        words.insert(0, word)
+    folder = Path(name).expanduser()
+    if not folder.is_dir() or any((folder / one).exists() for one in FOLDER_FILES):
+        return None
+    readme = folder / "README.md"
+    is_named = readme.is_file() and "\nconfigs:" in readme.read_text("utf-8", "replace")
+    has_parquet = any(True for pattern in ("*", "*/*") for _ in folder.glob(f"{pattern}.parquet"))
+    return (folder.absolute(), words) if is_named or has_parquet else None
 
 
 def _local_files(paths: list[str], split: str) -> list[str]:

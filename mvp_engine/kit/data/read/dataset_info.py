@@ -12,6 +12,8 @@ from mvp_engine.errors import UserError, similar_path
 from mvp_engine.files import is_inside
 from mvp_engine.kit.data.read.row_types import ROLES
 
+_FILE = "dataset_info.json"
+_PLACES = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}
 _PATH = re.compile(r"(?P<file>.*dataset_info\.json)(:(?P<name>.+))?")
 # Their column names -> ours; the others are the same.
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
@@ -41,16 +43,23 @@ class DatasetInfo:
 
 
 def read_dataset_info(path: str | list[str]) -> DatasetInfo | None:
-    """The entry that `FOLDER/dataset_info.json:NAME` names; None for any other path."""
-    found = _PATH.fullmatch(path) if isinstance(path, str) else None
+    """The entry that `FOLDER/dataset_info.json:NAME` names, or the only one of FOLDER; None for any other path."""
+    if not isinstance(path, str):
+        return None
+    found = _PATH.fullmatch(str(Path(path) / _FILE) if _is_folder(Path(path)) else path)
     if found is None:
         return None
     file = Path(found["file"]).expanduser()
     entries = _read_entries(file)
-    name = found["name"] or (next(iter(entries)) if len(entries) == 1 else None)
+    here = [
+        key for key, one in entries.items() if (file.parent / str(one.get("file_name"))).exists()
+    ]
+    name = found["name"] or (here[0] if len(here) == 1 else None)
     if name not in entries:
         shown = ", ".join(list(entries)[:20])
-        raise UserError(f"data: write {file}:NAME with one of the datasets in it: {shown}")
+        raise UserError(
+            f"data: {file} is LLaMA-Factory's: write {file}:NAME with one of the datasets in it: {shown}"
+        )
     entry = entries[name]
     where = f"data: {file}: {name}"
     unknown = sorted(entry.keys() - _KEYS)
@@ -74,6 +83,19 @@ def read_dataset_info(path: str | list[str]) -> DatasetInfo | None:
     if data.is_dir():
         paths = sorted(str(one) for one in data.iterdir() if one.suffix in _SUFFIXES)
     return DatasetInfo(str(name), paths, _columns(entry, where), str(file.parent))
+
+
+def _is_folder(folder: Path) -> bool:
+    """Whether a folder has a dataset_info.json of LLaMA-Factory; `datasets` writes another one of that name."""
+    file = folder.expanduser() / _FILE
+    if not file.is_file():
+        return False
+    try:
+        entries = json.loads(file.read_bytes())
+    except ValueError:
+        return False
+    values = entries.values() if isinstance(entries, dict) else ()
+    return any(isinstance(one, dict) and _PLACES & one.keys() for one in values)
 
 
 def _read_entries(file: Path) -> dict[str, dict[str, Any]]:

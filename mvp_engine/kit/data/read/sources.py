@@ -32,6 +32,8 @@ LEROBOT_INFO = "meta/info.json"  # only these datasets have it
 _UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+# Files at the top of a folder that is not in the layout of a repository of the Hub.
+FOLDER_FILES = (*_METADATA, LEROBOT_INFO, "state.json", "dataset_dict.json")
 
 
 class Source:
