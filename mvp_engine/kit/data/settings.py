@@ -32,7 +32,7 @@ class DataSource(Section):
     """One named source of rows."""
 
     path: str | list[str]
-    """A file, a folder, a glob, or a list of them; `hf://org/dataset[:config][:split][@revision]` of the Hub, or a local
+    """A file, a folder, a glob, or a list; `hf://org/dataset[:config][:split][@revision]` of the Hub, or a local
     `FOLDER[:config][:split]` in that layout; or LLaMA-Factory's `dataset_info.json:NAME`."""
     name: str | None = None
     """The name in metrics and messages; null: the name of the file."""
