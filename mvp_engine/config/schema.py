@@ -30,6 +30,7 @@ class Section(BaseModel):
 
 
 Count = Annotated[int, Field(ge=1)]
+Interval = Count | Literal["auto"]  # auto: by the number of steps, when a training starts
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -52,7 +53,7 @@ class Loop(Section):
     epochs: Count | None
     precision: Literal["auto", "fp32", "bf16", "fp16"]
     clip_grad_norm: Positive | None
-    eval_interval: Count | None
+    eval_interval: Interval | None
     eval_batches: Count | None
 
 
@@ -91,7 +92,7 @@ class Guard(Section):
 
 
 class Log(Section):
-    interval: Count
+    interval: Interval
     backends: list[str | dict[str, Any]]
 
 
@@ -126,7 +127,7 @@ class Experts(Section):
 
 
 class Checkpoint(Section):
-    interval: Count | None
+    interval: Interval | None
     keep_n: Count | None
     keep_every: Count | None
     best_metric: str | None

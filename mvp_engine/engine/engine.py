@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mvp_engine.checkpoint import CheckpointManager
-from mvp_engine.config.schema import Config
+from mvp_engine.config.schema import Config, Interval
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.distributed import Layout, World
 from mvp_engine.distributed.hang import HangWatch
@@ -30,7 +30,7 @@ from mvp_engine.engine.guard import SkipGuard
 from mvp_engine.engine.hooks import EngineHooks
 from mvp_engine.engine.meter import Meter
 from mvp_engine.engine.resume import record_config, refuse_beyond_the_end
-from mvp_engine.engine.run_setup import record_setup
+from mvp_engine.engine.run_setup import record_setup, with_intervals
 from mvp_engine.engine.state import collect_state, restore_state
 from mvp_engine.errors import Interrupted, UserError
 from mvp_engine.hf.hub_pins import pin_config
@@ -225,12 +225,12 @@ class Engine(EngineHooks):
         interrupted, self._stopped = self.world.any(self.signals.requested is not None, ctx.stop)
         last = self.done or self.step == self.total_steps
         self.hub.progress(self.step)
-        if self.step == 1 or self.step % config.log.interval == 0 or last:
+        if self.step == 1 or self._is_due(config.log.interval) or last:
             self._log_interval()
         best = False
-        if config.loop.eval_interval and (self.step % config.loop.eval_interval == 0 or last):
+        if config.loop.eval_interval and (self._is_due(config.loop.eval_interval) or last):
             best = self._evaluate_and_track()
-        if config.checkpoint.interval and self.step % config.checkpoint.interval == 0:
+        if self._is_due(config.checkpoint.interval):
             self._save_due = True
         if best or self._save_due:
             with self.meter.paused():
@@ -244,6 +244,10 @@ class Engine(EngineHooks):
             self._save_and_wait()
             command = self.run.resume_command()
             raise Interrupted(f"stopped and saved at step {self.step}; continue with: {command}")
+
+    def _is_due(self, interval: Interval | None) -> bool:
+        """Whether this step ends an interval, whose `auto` is a number by now."""
+        return isinstance(interval, int) and self.step % interval == 0
 
     def _read_status(self) -> None:
         """Wait for the last step, and count how it ended."""
@@ -352,6 +356,7 @@ class Engine(EngineHooks):
         feed = Feed(loader, accumulation, self.world, self.layout)
         self.feed = self._closing.enter_context(closing(feed))
         self.total_steps = feed.planned_steps(self.config.loop)
+        self.config = with_intervals(self.config, self.total_steps)
 
     def _optimizer_after_data(self, model: nn.Module) -> Optimizer:
         """The optimizer; by now the model has its weights, and the schedule needs the number of steps."""

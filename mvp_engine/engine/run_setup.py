@@ -1,18 +1,45 @@
-"""What a training is set up with: logged at its start, and kept in `run.json` for its report."""
+"""What a training is set up with: `auto` intervals as numbers, and what is logged at its start and kept in `run.json`
+for its report."""
 
 from __future__ import annotations
 
+import logging
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import torch
 
+from mvp_engine.config.schema import Config
 from mvp_engine.errors import count
 from mvp_engine.hf.parts import table, trained_parts
 
 if TYPE_CHECKING:
     from mvp_engine.engine.engine import Engine
+
+LOGGER = logging.getLogger("mvp_engine")
+# Of `auto`: so many in a training, and at most so many steps between two.
+INTERVALS = {
+    ("log", "interval"): (50, 10),
+    ("loop", "eval_interval"): (10, 400),
+    ("checkpoint", "interval"): (5, 200),
+}
+
+
+def with_intervals(config: Config, total_steps: int | None) -> Config:
+    """The config with numbers in place of `auto` intervals, which follow from the number of steps, if it is known."""
+    chosen = []
+    for (section, key), (times, most) in INTERVALS.items():
+        values = getattr(config, section)
+        if getattr(values, key) == "auto":
+            steps = min(most, -(-(total_steps or times * most) // times))
+            update = {section: values.model_copy(update={key: steps})}
+            config = config.model_copy(update=update)
+            chosen.append(f"{section}.{key}={steps}")
+    if chosen:
+        total = f"{total_steps:,} steps" if total_steps else "an unknown number of steps"
+        LOGGER.info("auto, for %s: %s", total, ", ".join(chosen))
+    return config
 
 
 def record_setup(engine: Engine, accumulation: int) -> None:

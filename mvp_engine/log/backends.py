@@ -63,13 +63,13 @@ class TerminalBackend(Backend):
     def start(self, info: RunInfo) -> None:
         self.terminal = Terminal(info.run.id, info.total_steps, live=info.workflow == "train")
         self.terminal.step = info.start_step
+        self.interval = info.config.get("log", {}).get("interval", 1)
 
     def metrics(self, record: dict[str, Any]) -> None:
         self.terminal.show(record)
 
     def progress(self, step: int, doing: str) -> None:
-        self.terminal.step = step
-        self.terminal.doing = doing
+        self.terminal.advance(step, doing, is_logged=step % self.interval == 0)
 
     def close(self, failure: str | None) -> None:
         self.terminal.close()

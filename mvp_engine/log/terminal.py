@@ -39,6 +39,10 @@ class Terminal:
         self.doing = ""
         self.losses: list[float] = []
         self.started = time.monotonic()
+        self.first: tuple[int, float] | None = (
+            None  # the first step of this process, and when it ended
+        )
+        self.early_eta_s: float | None = None  # by the second step: a record with an ETA may be far
         self.latest: dict[str, dict[str, Any]] = {}  # the last record of each split
         self.live: Live | None = None
         if live and self.console.is_terminal:
@@ -50,6 +54,22 @@ class Terminal:
                 transient=True,
             )
             self.live.start()
+
+    def advance(self, step: int, doing: str, is_logged: bool) -> None:
+        """After every step. `is_logged`: a record of this step follows."""
+        self.step = step
+        self.doing = doing
+        if doing or not self.total_steps or self.early_eta_s is not None:
+            return
+        now = time.monotonic()
+        if self.first is None:
+            self.first = step, now
+            return
+        first, ended = self.first
+        self.early_eta_s = (self.total_steps - step) * (now - ended) / (step - first)
+        if not self.live and not is_logged:
+            left = fmt.duration(self.early_eta_s)
+            self.console.print(f"step {step}/{self.total_steps}: about {left} left")
 
     def show(self, record: dict[str, Any]) -> None:
         self.latest[record["split"]] = record
@@ -94,6 +114,8 @@ class Terminal:
         if not follows and record and "eta_s" in record["perf"]:
             later = (self.step - record["step"]) * record["perf"]["step_s"]
             follows = f"{fmt.duration(max(0.0, record['perf']['eta_s'] - later))} left"
+        elif not follows and self.early_eta_s is not None:
+            follows = f"about {fmt.duration(self.early_eta_s)} left"
         elapsed = fmt.duration(time.monotonic() - self.started)
         of = f"/{self.total_steps}" if self.total_steps else ""
         text = f"step {self.step}{of}   {elapsed} elapsed"

@@ -13,7 +13,8 @@ from mvp_engine.kit.actions.settings import ActionData
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.processor import load_processor
 from mvp_engine.kit.data.settings import DATA_KIT_FIX, MLLMData, data_section
-from mvp_engine.kit.estimate.auto import with_defaults
+from mvp_engine.kit.estimate.auto import global_batch, with_defaults
+from mvp_engine.kit.estimate.training import changed
 
 
 def config_data_kit(engine_class: Any, config: Any, model: str | None = None) -> MLLMDataKit:
@@ -22,7 +23,11 @@ def config_data_kit(engine_class: Any, config: Any, model: str | None = None) ->
     `model` names another folder to take the processor from. Packs of `auto` have the size that it has without a GPU.
     """
     if any(isinstance(value, MLLMData) for _, value in config):
-        config = with_defaults(config)
+        plain = with_defaults(config)
+        if data_section(config)[1].global_batch_tokens == "auto":
+            kit = config_data_kit(engine_class, plain, model)
+            plain = with_defaults(changed(config, global_batch(config, kit).values))
+        config = plain
     if model is None and hasattr(engine_class, "data_kit"):
         return engine_class.data_kit(config)
     _, settings = data_section(config)

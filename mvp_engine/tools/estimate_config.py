@@ -22,9 +22,14 @@ from mvp_engine.hf.hub import hub_model
 from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.kit import MLLMData
 from mvp_engine.kit.data.settings import data_section
-from mvp_engine.kit.estimate.auto import check_supported, data_packs
+from mvp_engine.kit.estimate.auto import (
+    check_supported,
+    data_packs,
+    global_batch,
+    with_defaults,
+)
 from mvp_engine.kit.estimate.blocks import BlockCosts
-from mvp_engine.kit.estimate.choice import Choice, Workload, choose, default_choice, is_open
+from mvp_engine.kit.estimate.choice import AUTO, Choice, Workload, choose, is_open
 from mvp_engine.kit.estimate.memory import peak_memory
 from mvp_engine.kit.estimate.packs import (
     MEDIA_SHARE,
@@ -89,15 +94,25 @@ class Estimator:
         self._packs = dict[tuple[int, int], Packs]()
         self.choice: Choice | None = None  # of `auto`
         if is_open(self.config, self.data(self.config)):
-            check_supported(self.config)
+            check_supported(self.config, self.data(self.config))
             self.choice = self._choose()
             self.config = changed(self.config, self.choice.values)
 
     def _choose(self) -> Choice:
         """The choice that a training would make on these GPUs."""
-        data = self.data(self.config)
-        default = default_choice(self.config, self.section, data)
-        plain = changed(self.config, default.values)
+        config = self.config
+        plain = with_defaults(config)
+        batch_choice = Choice({}, "")
+        if self.data(config).global_batch_tokens == AUTO:
+            values = {f"{self.section}.global_batch_tokens": self.data(plain).global_batch_tokens}
+            batch_choice = Choice(values, "")
+            if not self.is_assumed:
+                batch_choice = global_batch(config, config_data_kit(self.engine_class, plain))
+            config = changed(config, batch_choice.values)
+            plain = with_defaults(config)
+        data = self.data(config)
+        if not is_open(config, data):
+            return batch_choice
         settings = self.settings(plain)
         model = self.model(plain)
         ranks = self.gpus // settings.text_ranks
@@ -109,7 +124,7 @@ class Estimator:
             rows = SampledBatches(config_data_kit(self.engine_class, plain))
             work = Workload(model, settings, rows, gpu, ranks, rows.heaviest)
         packs = data_packs(plain)
-        return choose(self.config, self.section, data, packs, work)
+        return batch_choice + choose(config, self.section, data, packs, work)
 
     def _assumed_batches(self, model: PackedModel, config: Any) -> Callable[[int], PackedBatch]:
         """Micro-batches by their number of tokens."""

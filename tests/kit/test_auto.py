@@ -16,11 +16,14 @@ import torch
 import transformers as hf
 import yaml
 from conftest import ROOT
+from ranks import RankPool
 from tiny_vlm import chat, model_config, qwen3_vl, with_images, write
 
 from mvp_engine.cli import main
+from mvp_engine.config import compose
 from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.data.batch import PackedBatch
+from mvp_engine.engine.run_setup import with_intervals
 from mvp_engine.errors import EXIT_USER_ERROR
 from mvp_engine.hf.language_model import LanguageModel
 from mvp_engine.kit import MLLMData
@@ -46,7 +49,7 @@ data: {micro_batch_size: 1, num_workers: 0}
 optim: {lr: 0.01}
 loop: {total_steps: 4, precision: fp32}
 checkpoint: {best_metric: null, interval: 2}
-log: {backends: [jsonl], interval: 1}
+log: {backends: [jsonl, file], interval: 1}
 """
 WHOLE_STEP = 1024.0 * GIB  # memory for all tokens of a step in one micro-batch
 
@@ -203,6 +206,59 @@ def test_train_without_a_gpu_takes_the_documented_default_and_tools_say_so(
     assert facts["auto"] == {**values, "reason": facts["auto"]["reason"]}
     words = "tokens, activation checkpointing none: the default without a GPU"
     assert words in facts["stages"][0]["says"]
+
+
+FEW_ROWS = ["mllm.global_batch_tokens=auto", "loop.total_steps=null", "log.interval=auto", "checkpoint.interval=auto"]
+
+
+@pytest.mark.slow
+def test_train_on_few_rows_derives_batch_and_intervals_that_resume_on_two_ranks(
+    config: str, tmp_path: Path, ranks2: RankPool
+) -> None:
+    words = [*FEW_ROWS, "model.freeze=[vision]"]
+    whole = f"project.dir={tmp_path / 'whole'}"
+    assert main(["train", config, whole, *words, "loop.epochs=1"]) == 0
+    run = list_runs(tmp_path / "whole")[-1]
+    total = run.info["setup"]["total_steps"]
+    assert total >= auto.EPOCH_STEPS
+    saved = yaml.safe_load((run.dir / "config.yaml").read_text())
+    longest = saved["mllm"]["row_tokens"]
+    assert longest <= saved["mllm"]["global_batch_tokens"] < 512
+    assert [saved["log"]["interval"], saved["checkpoint"]["interval"]] == [1, -(-total // 5)]
+    text = (run.dir / "log.txt").read_text()
+    assert "global batch of" in text
+    assert f"auto, for {total} steps: log.interval=1" in text
+    assert "dropped: 0" in text
+    middle = run.checkpoint_list()[0]
+    again = [f"project.dir={tmp_path / 'resumed'}", f"resume={middle}", "loop.epochs=1", f"model.path={tmp_path}/model"]
+    again += [f"mllm.sources.images.path={tmp_path}/images.jsonl"]
+    assert ranks2.launch(config, *words, *again) == [0, 0]
+    assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+def test_global_batch_auto_of_many_rows_is_its_largest_without_measuring_them(config: str, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (tmp_path / "images.jsonl").read_text().splitlines()[40:]]
+    write(tmp_path / "images.jsonl", rows * 500)
+    composed = compose(config, ["mllm.global_batch_tokens=auto"])
+    kit = composed.engine_class.data_kit(auto.with_defaults(composed.config))
+    found = auto.global_batch(composed.config, kit)
+    assert found.values == {"mllm.global_batch_tokens": 16384}
+    assert not kit._measured
+
+
+@pytest.mark.parametrize(
+    ("total", "intervals"),
+    [(1, (1, 1, 1)), (93, (2, 10, 19)), (100_000, (10, 400, 200)), (None, (10, 400, 200))],
+)
+def test_auto_intervals_follow_from_the_number_of_steps(
+    config: str, total: int | None, intervals: tuple[int, ...]
+) -> None:
+    words = ["log.interval=auto", "loop.eval_interval=auto", "checkpoint.interval=auto"]
+    found = with_intervals(compose(config, words).config, total)
+    assert (found.log.interval, found.loop.eval_interval, found.checkpoint.interval) == intervals
+    given = compose(config, ["log.interval=7", *words[1:2], "checkpoint.interval=null"]).config
+    kept = with_intervals(given, total)
+    assert (kept.log.interval, kept.loop.eval_interval, kept.checkpoint.interval) == (7, intervals[1], None)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,23 @@ def test_terminal_bar_moves_with_every_step_and_the_panel_leaves_room_for_an_ech
     assert ["step 5/100" in shown[0], "step 6/100" in shown[1], "evaluating" in shown[2]] == [True] * 3
 
 
+@pytest.mark.parametrize(("interval", "says"), [(10, True), (1, False)])
+def test_terminal_without_a_tty_shows_the_eta_after_the_second_step(
+    interval: int, says: bool, monkeypatch: Any
+) -> None:
+    console = Console(file=(out := io.StringIO()), width=80)
+    monkeypatch.setattr("mvp_engine.log.backends.Terminal", partial(Terminal, console=console))
+    clock = iter([0.0, 10.0, 70.0, 80.0])
+    monkeypatch.setattr("mvp_engine.log.terminal.time.monotonic", lambda: next(clock))
+    backend = TerminalBackend()
+    backend.start(RunInfo(Run(Path("run-7")), "tests", "train", {"log": {"interval": interval}}, total_steps=62))
+    for step in (1, 2, 3):
+        backend.progress(step, "")
+    backend.close(None)
+    assert (out.getvalue() == "step 2/62: about 1:00:00 left\n") == says
+    assert says or not out.getvalue()
+
+
 def test_sparkline_of_a_falling_loss_falls() -> None:
     line = sparkline([math.exp(-i / 10) for i in range(80)], 8)
     assert line == "█▇▆▅▄▃▂▁"

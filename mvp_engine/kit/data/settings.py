@@ -24,6 +24,7 @@ DATA_KIT_FIX = (
     "give the recipe's engine a classmethod data_kit(config) that returns its MLLMDataKit"
 )
 MIN_STALL_SECONDS = 300.0
+GLOBAL_BATCH_TOKENS = 16384  # what global_batch_tokens=auto stands for with many rows
 DEFAULT_PACK_TOKENS = 4096  # what micro_batch_tokens=auto stands for without a GPU
 RESERVED_FIELDS = ("source", "sample", "media_end", "side")  # other `sequence_fields` of batches
 
@@ -196,8 +197,9 @@ class MLLMData(Section):
     micro_batch_tokens: Count | Literal["auto"]
     """The most tokens of a pack. One pack is one micro-batch. auto: the size that trains fastest in the memory of the
     GPU, at least row_tokens; it needs row_tokens and global_batch_tokens (docs/performance.md)."""
-    global_batch_tokens: Count | None = None
-    """The global batch in tokens, a multiple of micro_batch_tokens; null: data.global_batch_size, in packs."""
+    global_batch_tokens: Count | Literal["auto"] | None = None
+    """The global batch in tokens, a multiple of micro_batch_tokens; null: data.global_batch_size, in packs. auto:
+    16,384, or fewer, so that an epoch of few rows has 30 steps where its longest row allows it."""
     row_tokens: Count | None = None
     """The most tokens of a row (of a preference pair: of both sides together); null: micro_batch_tokens."""
     overlong: Literal["drop", "truncate", "shrink", "error"] = "drop"
@@ -286,7 +288,9 @@ class MLLMData(Section):
             )
         if self.micro_batch_tokens == "auto":
             self._check_auto()
-        elif (self.global_batch_tokens or 0) % self.micro_batch_tokens:
+        elif isinstance(self.global_batch_tokens, int) and (
+            self.global_batch_tokens % self.micro_batch_tokens
+        ):
             raise ValueError(
                 "mllm.global_batch_tokens must be a multiple of mllm.micro_batch_tokens"
             )
@@ -302,7 +306,7 @@ class MLLMData(Section):
                 "mllm.micro_batch_tokens=auto needs mllm.row_tokens, the most tokens of a row, and "
                 "mllm.global_batch_tokens, the tokens of an optimizer step: set both"
             )
-        if self.global_batch_tokens < self.row_tokens:
+        if self.global_batch_tokens != "auto" and self.global_batch_tokens < self.row_tokens:
             raise ValueError(
                 f"mllm.global_batch_tokens={self.global_batch_tokens} is less than one row may have: raise it to "
                 f"mllm.row_tokens={self.row_tokens}, or more"
@@ -342,6 +346,10 @@ class MLLMData(Section):
         self.check_global_batch(global_batch_size)
         if self.global_batch_tokens is None:
             return global_batch_size
+        if self.global_batch_tokens == "auto":
+            raise UserError(
+                "mllm.global_batch_tokens=auto is a choice of MLLMEngine and its subclasses for training: set a number"
+            )
         return self.global_batch_tokens // self.pack_tokens
 
 

@@ -1,7 +1,8 @@
 """`auto` in the config of an engine: chosen when a run starts, recorded in `run.json`, kept on resume.
 
-A run that is resumed, or started from a checkpoint of another one, uses the recorded choice: then its packs, its
-accumulation and its results are those of the run without the interruption.
+The global batch follows from the rows, pack size and activation checkpointing from the GPU. A run that is resumed, or
+started from a checkpoint of another one, uses the recorded choice: then its packs, its accumulation and its results are
+those of the run without the interruption.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from mvp_engine.config.schema import CHECKPOINTING_MODES
@@ -21,8 +23,17 @@ from mvp_engine.distributed import World
 from mvp_engine.distributed.collective_errors import raise_on_all_ranks
 from mvp_engine.errors import TryAgain, UserError
 from mvp_engine.kit.action_flops import language_backbone
-from mvp_engine.kit.data.settings import MLLMData, data_section
-from mvp_engine.kit.estimate.choice import Choice, Workload, choose, default_choice, is_open
+from mvp_engine.kit.data.kit import MLLMDataKit
+from mvp_engine.kit.data.measured_sources import SAMPLED_ROWS
+from mvp_engine.kit.data.settings import GLOBAL_BATCH_TOKENS, MLLMData, data_section
+from mvp_engine.kit.estimate.choice import (
+    AUTO,
+    Choice,
+    Workload,
+    choose,
+    default_choice,
+    is_open,
+)
 from mvp_engine.kit.estimate.sample import SampledBatches, assumed_batches
 from mvp_engine.kit.estimate.settings import Gpu, gpu_by_name
 from mvp_engine.kit.estimate.training import changed, meta_model, settings_of
@@ -38,6 +49,8 @@ LESS = 0.75  # of the estimated memory of a choice that ran out of it may be fil
 CHECKED_STEPS = (
     3  # the first allocates everything, and packs are nearly full: later ones need no more
 )
+EPOCH_STEPS = 30  # optimizer steps of an epoch of few rows, at least
+MANY_ROWS = 2.0  # times the tokens of such an epoch, by a sample: then rows need not be measured for a choice
 IN_USE = 0.95  # a GPU with less free memory than this has other processes, and only its free memory counts
 
 
@@ -55,7 +68,7 @@ def with_choice(engine: MLLMEngine) -> Any:
     section, data = data_section(config)
     if not is_open(config, data):
         return config
-    check_supported(config)
+    check_supported(config, data)
     asked = _asked(config, section, data)
     choice = recorded_choice(engine.run, asked) if engine.world.is_main else None
     choice = engine.world.broadcast(choice)
@@ -68,8 +81,10 @@ def with_choice(engine: MLLMEngine) -> Any:
     return changed(config, choice.values)
 
 
-def check_supported(config: Any) -> None:
+def check_supported(config: Any, data: MLLMData) -> None:
     """Raise an error for trainings that `auto` chooses nothing for."""
+    if AUTO not in (data.micro_batch_tokens, config.model.activation_checkpointing):
+        return
     if config.model.backend != "fsdp" or config.parallel.pipeline > 1:
         raise UserError(
             "mllm.micro_batch_tokens=auto and model.activation_checkpointing=auto are for model.backend=fsdp without "
@@ -100,16 +115,24 @@ def recorded_choice(run: Run, asked: dict[str, Any]) -> Choice | None:
 def _choose(engine: MLLMEngine, section: str, data: MLLMData, asked: dict[str, Any]) -> Choice:
     """Rank 0 chooses and records the choice."""
     config = engine.config
-    choice = default_choice(config, section, data)
-    plain = changed(config, choice.values)
+    plain = with_defaults(config)
     gpu = gpu_of_ranks(engine.device, engine.world)
-    kit = None if gpu is None else engine.data_kit(plain)
+    by_rows = data.global_batch_tokens == AUTO
+    choice: Choice | None = None
+    kit = engine.data_kit(plain) if gpu is not None or by_rows else None
     if kit is not None and not kit.is_stream():
         kit.measure_ahead(engine.measured_splits)  # the choice needs no more than a few rows
     with raise_on_all_ranks(engine.world.host_group):
         if engine.world.is_main:
             note = engine.run.info.get(NOTE, {})
-            if gpu is not None and kit is not None:
+            batch_choice = Choice({}, "")
+            if by_rows and kit is not None:
+                batch_choice = global_batch(config, kit)
+                config = changed(config, batch_choice.values)
+                data = getattr(config, section)
+                plain = with_defaults(config)
+            choice = default_choice(config, section, data)
+            if gpu is not None and kit is not None and is_open(config, data):
                 settings = settings_of(plain, config.parallel, UNKNOWN_GPU)
                 model = meta_model(plain, settings)
                 ranks = engine.layout.data_size
@@ -120,14 +143,70 @@ def _choose(engine: MLLMEngine, section: str, data: MLLMData, asked: dict[str, A
                     rows = SampledBatches(kit)
                     work = Workload(model, settings, rows, gpu, ranks, rows.heaviest)
                 choice = _choose_untried(config, section, work, note.get("out_of_memory", []))
+            choice = batch_choice + choice
             note = {**note, "asked": asked, "values": choice.values, "reason": choice.reason}
             note["peak"] = choice.peak
             engine.run.note(**{NOTE: note})
-    choice = engine.world.broadcast(choice)
-    if kit is not None:
-        kit.settings = data_section(changed(config, choice.values))[1]
+    made: Choice = engine.world.broadcast(choice)
+    chosen = changed(engine.config, made.values)
+    if kit is None:
+        return made
+    if data_section(chosen)[1].row_tokens != data_section(engine.config)[1].row_tokens:
+        kit.stop_measuring()  # costs of rows that shrink to fit depend on it: they are measured again
+    else:
+        kit.settings = data_section(chosen)[1]
         engine.data = kit  # what it measured need not be read again
-    return choice
+    return made
+
+
+def global_batch(config: Any, kit: MLLMDataKit) -> Choice:
+    """Values for `global_batch_tokens=auto`: fewer tokens where an epoch would have less than `EPOCH_STEPS` steps.
+
+    A function of the config and the rows, not of the machine. Packs are as small then, so rows get the longest row as
+    their limit.
+    """
+    section, data = data_section(config)
+    splits = [split for split in ("train", "eval") if kit.has_split(split)]
+    plain = data_section(with_defaults(config))[1].global_batch_tokens
+    values: dict[str, Any] = {f"{section}.global_batch_tokens": plain}
+    many = Choice(values, f"global batch of {plain:,} tokens")
+    if any(kit.is_stream(split) for split in splits) or _has_many_rows(kit):
+        return many
+    rows = {split: _row_tokens(kit, split) for split in splits}
+    total = int(rows["train"].sum())
+    tokens = total // EPOCH_STEPS
+    if tokens >= GLOBAL_BATCH_TOKENS:
+        return many
+    if data.micro_batch_tokens == AUTO:
+        longest = int(max(tokens_of_rows.max(initial=1) for tokens_of_rows in rows.values()))
+        tokens = max(tokens, longest)
+        values[f"{section}.row_tokens"] = longest
+    else:
+        tokens = max(1, tokens // data.pack_tokens) * data.pack_tokens
+    values[f"{section}.global_batch_tokens"] = tokens
+    steps = -(-total // tokens)
+    return Choice(
+        values,
+        f"global batch of {tokens:,} tokens, so that an epoch of {total:,} tokens has about {steps} steps",
+    )
+
+
+def _has_many_rows(kit: MLLMDataKit) -> bool:
+    """Whether an epoch surely has `EPOCH_STEPS` full steps, by a sample of its rows."""
+    rows = len(kit.mixture("train"))
+    if rows <= SAMPLED_ROWS:
+        return False
+    tokens = kit.sample_costs("train")[:, 0]
+    return rows * tokens.sum() / SAMPLED_ROWS > MANY_ROWS * EPOCH_STEPS * GLOBAL_BATCH_TOKENS
+
+
+def _row_tokens(kit: MLLMDataKit, split: str) -> np.ndarray:
+    """The tokens of all rows of an epoch; 0 for rows that are left out."""
+    mixture, costs = kit.measured(split)
+    found = []
+    for which, row in mixture.order(0, 0, shuffle=False).tolist():
+        found.append(costs[which].tokens[row])
+    return np.array(found, np.int64)
 
 
 def _choose_untried(

@@ -18,7 +18,7 @@ from mvp_engine.config.schema import CHECKPOINTING_MODES
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import count
 from mvp_engine.hf.packed_model import PackedModel
-from mvp_engine.kit.data.settings import MLLMData
+from mvp_engine.kit.data.settings import GLOBAL_BATCH_TOKENS, MLLMData
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.memory import DYNAMIC, peak_memory
 from mvp_engine.kit.estimate.settings import GIB, EstimateSettings, Gpu
@@ -57,6 +57,11 @@ class Choice:
     reason: str
     peak: float = 0.0  # bytes by the estimate
 
+    def __add__(self, other: Choice) -> Choice:
+        """Both choices; the values of the other one count where both have them."""
+        reasons = "; ".join(reason for reason in (self.reason, other.reason) if reason)
+        return Choice({**self.values, **other.values}, reasons, other.peak)
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -73,22 +78,28 @@ class Workload:
 
 def is_open(config: Any, data: MLLMData) -> bool:
     """Does the config leave something to choose?"""
-    return AUTO in (data.micro_batch_tokens, config.model.activation_checkpointing)
+    sizes = data.micro_batch_tokens, data.global_batch_tokens
+    return AUTO in (*sizes, config.model.activation_checkpointing)
 
 
 def default_choice(config: Any, section: str, data: MLLMData) -> Choice:
     """What `auto` stands for without a GPU."""
     values: dict[str, Any] = {}
     chosen = []
+    total = data.global_batch_tokens or 0
+    if total == AUTO:
+        total = max(GLOBAL_BATCH_TOKENS, data.row_tokens or 0)
     if data.micro_batch_tokens == AUTO:
-        tokens = min(data.default_pack_tokens, data.global_batch_tokens or 0)
-        packs = (data.global_batch_tokens or 0) // tokens
-        values = _pack_values(section, tokens, packs)
+        tokens = min(data.default_pack_tokens, total)
+        values = _pack_values(section, tokens, total // tokens)
         chosen.append(f"packs of {tokens:,} tokens")
+    elif data.global_batch_tokens == AUTO:
+        tokens = data.micro_batch_tokens
+        values = _pack_values(section, tokens, max(1, total // tokens))
     if config.model.activation_checkpointing == AUTO:
         values[CHECKPOINTING] = "none"
         chosen.append("activation checkpointing none")
-    return Choice(values, f"{', '.join(chosen)}: the default without a GPU")
+    return Choice(values, f"{', '.join(chosen)}: the default without a GPU" if chosen else "")
 
 
 def choose(
@@ -161,7 +172,8 @@ def _pack_values(section: str, tokens: int, packs: int) -> dict[str, Any]:
 
 def _pack_sizes(data: MLLMData, ranks: int) -> Iterator[tuple[int, int]]:
     """(tokens of a pack, packs of the global batch): one micro-batch per rank and step, then more and smaller ones."""
-    total = data.global_batch_tokens or 0
+    assert isinstance(data.global_batch_tokens, int)
+    total = data.global_batch_tokens
     least = data.row_tokens or 1
     tokens = total // ranks
     if tokens < least:  # fewer packs than ranks

@@ -39,7 +39,8 @@ def _count(config: Any) -> int:
     kept = checkpoint.keep_n
     steps = config.loop.total_steps
     if kept is None:
-        kept = steps // checkpoint.interval if steps and checkpoint.interval else 1
+        has_interval = steps and isinstance(checkpoint.interval, int)
+        kept = steps // checkpoint.interval if has_interval else 1
     if checkpoint.keep_every and steps:
         kept += steps // checkpoint.keep_every
     has_best = checkpoint.best_metric is not None and config.loop.eval_interval is not None
