@@ -40,8 +40,7 @@ def examples_of(kit: MLLMDataKit, split: str, answers: Sequence[Answer]) -> list
         media = partial(media_files, kit, source, messages)
         # A row that is a caption has no messages before its answer: the prompt is its media alone.
         question = conversation_text(messages) if messages else answer.prompt
-        right = None if answer.is_continuation else answer.right
-        example = Example(media, question, answer.expected, answer.written, right)
+        example = Example(media, question, answer.expected, answer.written, answer.verdict)
         if answer.speech:
             example = replace(example, spoken=partial(_sound_file, answer.speech))
         found.append(example)

@@ -6,8 +6,8 @@ Decoding itself, with a KV cache, is in `decoding.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.data.speech import without_speech
-from mvp_engine.errors import UserError
+from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.decoding import Decoding, complete, with_completion
 from mvp_engine.model_engine import ModelEngine
@@ -35,10 +35,15 @@ class Answer:
     speech: str = ""  # the file of the spoken answer
     speaker: str | None = None
     speech_ended: bool | None = None  # whether the model itself ended it
+    verdict: bool | None = None  # whether `score` calls it right; None: neither right nor wrong
 
     @property
     def right(self) -> bool:
+        """Whether it is the expected text, to the letter."""
         return self.written == self.expected
+
+
+Verdicts = Sequence[bool | None]  # of answers, in their order
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,19 @@ def generate_answers(
     return answers
 
 
+def with_verdicts(answers: list[Answer], verdicts: Verdicts | None) -> list[Answer]:
+    """The answers with what `score` returned for them."""
+    if verdicts is None:
+        return answers
+    if len(verdicts) != len(answers):
+        raise UserError(
+            f"score: it returned {count(len(verdicts), 'verdict')} for {count(len(answers), 'answer')}: return one "
+            "for each, True, False or None, or return None for all"
+        )
+    pairs = zip(answers, verdicts, strict=True)
+    return [replace(answer, verdict=None if one is None else bool(one)) for answer, one in pairs]
+
+
 def write_answers(file: Path, step: int, sources: list[str], answers: list[Answer]) -> None:
     """Write the answers of one evaluation as lines of JSON; those of other steps in the file stay."""
     lines = []
@@ -117,7 +135,7 @@ def write_answers(file: Path, step: int, sources: list[str], answers: list[Answe
             lines = [line for line in old if json.loads(line)["step"] != step]
     for answer in answers:
         record = {"step": step, **vars(answer), "source": sources[answer.source]}
-        record["right"] = None if answer.is_continuation else answer.right
+        record["right"] = record.pop("verdict")
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     atomic_write_text(file, "".join(lines))
 

@@ -5,7 +5,9 @@ A recipe subclasses it and overrides what it changes, or wires the kits itself w
 
     class MyEngine(MLLMEngine):
         def score(self, ctx, name, answers):
-            ctx.log(f"accuracy_{name}", sum(one.right for one in answers), len(answers))
+            verdicts = [one.expected in one.written for one in answers]
+            ctx.log(f"accuracy_{name}", sum(verdicts), len(verdicts))
+            return verdicts  # marked on the report page
 """
 
 from __future__ import annotations
@@ -38,7 +40,15 @@ from mvp_engine.kit.data.pack.packs import PackLoader
 from mvp_engine.kit.estimate.auto import smaller_after_out_of_memory, with_choice
 from mvp_engine.kit.examples import examples_of
 from mvp_engine.kit.export_link import export_link
-from mvp_engine.kit.generation import Answer, Prompt, check_writes, generate_answers, write_answers
+from mvp_engine.kit.generation import (
+    Answer,
+    Prompt,
+    Verdicts,
+    check_writes,
+    generate_answers,
+    with_verdicts,
+    write_answers,
+)
 from mvp_engine.kit.loss import TokenNormedLossKit
 from mvp_engine.kit.mfu import MFUKit
 from mvp_engine.kit.model import MLLMModelKit
@@ -126,14 +136,17 @@ class MLLMEngine(Engine):
     def tokenizer(self) -> Any:
         return getattr(self.data.processor, "tokenizer", self.data.processor)
 
-    def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> None:
+    def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> Verdicts | None:
         """Log metrics of the answers to the prompts of one source; by default the share of exact matches.
 
-        Continuations of plain text are neither right nor wrong, so a source of texts has no such metric.
+        It may return which answers are right (None: neither right nor wrong), for the report page. By default there
+        are no such verdicts: a free-form answer may be good in other words. Continuations of plain text are never
+        compared, so a source of texts has no such metric.
         """
         judged = [answer for answer in answers if not answer.is_continuation]
         if judged:
             ctx.log(f"exact_{name}", sum(answer.right for answer in judged), len(judged))
+        return None
 
     def generation_rows(self, micro_batch: PackedBatch) -> Tensor:
         """Which sequences of an evaluation get a generated answer: a mask. By default every n-th sample."""
@@ -277,7 +290,9 @@ class MLLMEngine(Engine):
                 self.answers = self._speak(ctx, settings.speech, completions)
         with self._keep_training(ctx, "score"):
             for i, name in enumerate(self.data.source_names("eval")):
-                self.score(ctx, name, [answer for answer in self.answers if answer.source == i])
+                own = [answer for answer in self.answers if answer.source == i]
+                others = [answer for answer in self.answers if answer.source != i]
+                self.answers = others + with_verdicts(own, self.score(ctx, name, own))
         answers = self._gather_answers()
         with self._keep_training(ctx, "writing answers.jsonl"):
             if self.world.is_main:

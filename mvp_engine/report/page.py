@@ -35,7 +35,7 @@ class Example:
     question: str
     expected: str
     written: str
-    right: bool | None  # None: neither right nor wrong, as for the continuation of a text
+    right: bool | None  # None: neither right nor wrong, as for answers that nothing has judged
     spoken: Callable[[], Sequence[bytes]] = list  # the answer as speech: WAV files
 
 
@@ -171,13 +171,13 @@ def _choose(examples: Sequence[Example], shown: int) -> list[Example]:
 
 def _counts(examples: Sequence[Example], chosen: Sequence[Example]) -> str:
     text = f"{count(len(examples), 'prompt')} {'was' if len(examples) == 1 else 'were'} answered"
-    if any(example.right is None for example in chosen):
-        return text
+    judged = sum(example.right is not None for example in examples)
     wrong = sum(example.right is False for example in examples)
     shown_wrong = sum(example.right is False for example in chosen)
-    shown_right = len(chosen) - shown_wrong
+    shown_right = sum(example.right is True for example in chosen)
+    of_judged = "" if judged == len(examples) else f" of {judged:,} that were judged"
     return (
-        f"{text}, {wrong:,} answers are wrong ({percent(wrong / len(examples))}). "
+        f"{text}, {wrong:,} answers{of_judged} are wrong ({percent(wrong / judged)}). "
         f"Shown are {shown_wrong:,} wrong ones, marked, and {shown_right:,} right ones"
     )
 

@@ -35,11 +35,12 @@ class DigitsEngine(MLLMEngine):
         digits = config.digits
         return prepare(Path(digits.folder), digits.count, digits.drawings)
 
-    def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> None:
+    def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> list[bool]:
         """Log how often the conclusion is right, and how often every word is."""
-        right = sum(conclusion(answer.written) == conclusion(answer.expected) for answer in answers)
-        ctx.log(f"accuracy_{name}", right, len(answers))
+        right = [conclusion(answer.written) == conclusion(answer.expected) for answer in answers]
+        ctx.log(f"accuracy_{name}", sum(right), len(answers))
         super().score(ctx, name, answers)
+        return right
 
     def write_page(self, figures: Any, answers: list[Answer], export: Path | None) -> None:
         """The page of this recipe; of a training without evaluations, the general one."""

@@ -37,13 +37,14 @@ class AudioEngine(MLLMEngine):
             return super().make_processor(config)
         return prepare(speech.folder, speech.sentences, speech.held_out)
 
-    def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> None:
+    def score(self, ctx: StepContext, name: str, answers: list[Answer]) -> list[bool]:
         """Log the word accuracy: one minus the word error rate (insertions, deletions and substitutions)."""
         num_words = 0
-        num_errors = 0
+        errors = list[int]()
         for answer in answers:
             expected = words_of(answer.expected)
             num_words += len(expected)
-            num_errors += word_errors(words_of(answer.written), expected)
-        ctx.log(f"word_accuracy_{name}", num_words - num_errors, num_words)
+            errors.append(word_errors(words_of(answer.written), expected))
+        ctx.log(f"word_accuracy_{name}", num_words - sum(errors), num_words)
         super().score(ctx, name, answers)
+        return [error == 0 for error in errors]

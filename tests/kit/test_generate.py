@@ -21,7 +21,14 @@ from mvp_engine.errors import UserError
 from mvp_engine.hf import LanguageModel, fp8_grouped_mm, fp8_weights
 from mvp_engine.kit import decoding
 from mvp_engine.kit.decoding import Decoding, complete, stop_at, with_completion
-from mvp_engine.kit.generation import Answer, generate, generate_answers, split_prompts, write_answers
+from mvp_engine.kit.generation import (
+    Answer,
+    generate,
+    generate_answers,
+    split_prompts,
+    with_verdicts,
+    write_answers,
+)
 from mvp_engine.model_engine import LanguageModelEngine, Settings
 from mvp_engine.ops import fp8
 
@@ -234,10 +241,14 @@ def test_complete_without_cache_is_equal() -> None:
 def test_write_answers_replaces_its_step_and_keeps_the_others(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
     for step, written in ((2, "no"), (4, "a\u2028b"), (2, "yes")):
-        write_answers(file, step, ["chat", "text"], [Answer(1, 7, "yes", written)])
+        write_answers(file, step, ["chat", "text"], with_verdicts([Answer(1, 7, "yes", written)], [written == "yes"]))
     found = [json.loads(line) for line in file.open()]
     assert [(one["step"], one["written"], one["right"]) for one in found] == [(4, "a\u2028b", False), (2, "yes", True)]
     assert found[0]["source"] == "text"
+    write_answers(file, 2, ["chat"], [Answer(0, 7, "yes", "of course")])  # which no `score` has judged
+    assert [json.loads(line)["right"] for line in file.open()] == [False, None]
+    with pytest.raises(UserError, match=r"score: it returned 2 verdicts for 1 answer: return one for each"):
+        with_verdicts([Answer(0, 7, "yes", "no")], [True, False])
 
 
 def test_decoding_of_two_threads_leaves_compiled_blocks_compiled() -> None:

@@ -63,6 +63,23 @@ def test_report_row_that_ends_with_an_unanswered_image_is_left_out(config: str, 
     assert "How many? 1" not in page(tmp_path)
 
 
+def test_report_marks_answers_by_the_verdicts_of_score_and_none_by_default(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = ["card right", "card wrong", "answers are wrong"]
+    words = ["log.backends=[jsonl,plot]", "project.run_id=run"]
+    assert main(["train", config, "project.dir=outputs/default", *words]) == 0
+    text = (tmp_path / "outputs" / "default" / "run" / "report.html").read_text()
+    assert "How many? 0" in text
+    assert not any(mark in text for mark in marks)
+    monkeypatch.setattr(MLLMEngine, "score", lambda self, ctx, name, answers: [one.sample == 0 for one in answers])
+    assert main(["train", config, "project.dir=outputs/judged", *words]) == 0
+    text = (tmp_path / "outputs" / "judged" / "run" / "report.html").read_text()
+    assert all(mark in text for mark in marks)
+    lines = (tmp_path / "outputs" / "judged" / "run" / "answers.jsonl").read_text().splitlines()
+    assert [json.loads(line)["right"] for line in lines] == [True, False]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_train_writes_the_report_and_logs_rows_per_second_and_fill(config: str, tmp_path: Path, stream: bool) -> None:
     words = ["log.backends=[jsonl,plot]", "loop.total_steps=2", f"mllm.sources.images.stream={str(stream).lower()}"]

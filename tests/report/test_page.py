@@ -81,5 +81,7 @@ def test_report_shows_and_marks_wrong_answers(tmp_path: Path) -> None:
     assert "the model's completion" in open_ended.text
     assert "wrong" not in open_ended.text.partition("Completions")[2]
     assert any(tag == "audio" for tag, _ in open_ended.tags)
+    mixed = written(tmp_path, [*right[:3], *wrong[:1], *[Example(lambda: [PNG], "?", "4", "four", None)] * 20])
+    assert "24 prompts were answered, 1 answers of 4 that were judged are wrong (25.0 %)" in mixed.text
     few = written(tmp_path, [*wrong, *right[:1]], shown=10)
     assert "Shown are 9 wrong ones, marked, and 1 right ones." in few.text
