@@ -95,6 +95,8 @@ def check_packing(
     The arguments are those of `probe`.
     """
     options: dict[str, Any] = {"exact": exact, "reference": reference, "group": group}
+    if reference:
+        _try_own_forward(model)
     if not model.padded_rows:
         try:
             return probe(model, **options)
@@ -122,6 +124,25 @@ def check_packing(
         model.padded_rows,
     )
     return None
+
+
+@torch.no_grad()
+def _try_own_forward(model: PackedModel) -> None:
+    """Raise if transformers' own forward fails: then packing is not to blame."""
+    (sequence,) = _sequences(model, LENGTHS[:1], seed=0)
+    try:
+        with _eager_eval(model):
+            model.reference_log_probs(sequence)
+    except Exception as error:
+        is_explained = isinstance(error, NotImplementedError | UserError | torch.OutOfMemoryError)
+        if is_explained or needed_media(error):
+            return  # the probe says why
+        name = type(model.hf).__name__
+        raise UserError(
+            f"transformers' own {name}.forward fails with this config, without any packing ({type(error).__name__}: "
+            f"{error}): correct the sizes in model.config or in the config.json of model.path, or use the version of "
+            "transformers that the model was made for"
+        ) from error
 
 
 def _may_use_padded_rows(model: PackedModel, error: UserError) -> bool:

@@ -79,6 +79,18 @@ def test_engine_start_non_finite_weights_are_reported() -> None:
         FSDPEngine(model, Layout(World.join("cpu"))).initialize()
 
 
+def test_engine_start_config_that_transformers_own_forward_refuses_does_not_blame_packing() -> None:
+    model = LanguageModel.on_meta(None, {**overrides_of("qwen3"), "num_attention_heads": 4, "num_key_value_heads": 3})
+    with pytest.raises(UserError) as caught:
+        LanguageModelEngine(model, Layout(World.join("cpu"))).initialize()
+    text = str(caught.value)
+    assert (
+        "transformers' own Qwen3ForCausalLM.forward fails with this config, without any packing (RuntimeError" in text
+    )
+    assert "correct the sizes in model.config" in text
+    assert "packed sequences" not in text
+
+
 def test_engine_start_single_layer_that_mixes_sequences_is_found(monkeypatch) -> None:
     monkeypatch.setattr(detect, "is_mixer", lambda module: False)
     more = {"model_type": "lfm2", "layer_types": ["full_attention", "conv", "full_attention"], "num_hidden_layers": 3}
