@@ -156,6 +156,9 @@ def _advice_lines(facts: dict[str, Any]) -> list[str]:
         lines += ["", f"  {option['words']}", ""]
         step = f"{option['peak_gib']:.1f} GiB per GPU, {1e3 * option['step_s']:,.0f} ms per step"
         lines += [f"  {step}", *(f"  {note}" for note in option["notes"]), ""]
+    if any(option["gpus"] > 1 for option in facts["advice"]):
+        text = "Times are without communication, which --communication adds to the estimate of a config that fits."
+        lines += [text, ""]
     if not facts["advice"]:
         lines += ["No setting makes it fit, not even LoRA or 64 of these GPUs.", ""]
     if facts["fits_on"]:

@@ -6,6 +6,7 @@ GPUs come last. The costs here only order the changes: whether one fits is estim
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,13 +16,16 @@ from operator import add
 from typing import Any
 
 from mvp_engine.config.schema import CHECKPOINTING_MODES
+from mvp_engine.hf import experts as stacked_experts
 from mvp_engine.hf.action_model import ActionModel
 from mvp_engine.hf.config_facts import num_heads
+from mvp_engine.hf.packed_model import PackedModel
 from mvp_engine.hf.parts import blocks_by_part, by_part
 from mvp_engine.kit.action_flops import language_backbone
 from mvp_engine.kit.estimate.blocks import BlockCosts
 from mvp_engine.kit.estimate.settings import COMMON_GPUS, usable_gib
 from mvp_engine.kit.estimate.training import changed
+from mvp_engine.kit.speech_flops import SPEAKING
 from mvp_engine.ops import nf4
 from mvp_engine.tools.estimate_config import Estimator
 
@@ -29,6 +33,7 @@ MOST_GPUS = 64
 GPUS_OF_NODE = 8
 SMALLEST_PACK = 512  # tokens
 LORA_LR = 1e-4
+EXPERT_COST = 0.5  # tokens travel to their experts
 
 
 @dataclass(frozen=True)
@@ -149,11 +154,18 @@ def qlora_change(estimator: Estimator, lora: Change | None) -> Change | None:
 
 
 def _layouts(estimator: Estimator, config: Any, gpus: int) -> Iterator[Change]:
-    """FSDP over a node or all GPUs, then sequence parallel in place of a part of it: Ulysses, then context."""
+    """FSDP over a node or all GPUs, then sequence parallel in place of a part of it: Ulysses, then context.
+
+    Each also with expert parallel, which saves the all-gathers of experts; in place of the config's own layout too.
+    """
     now = estimator.parallel(config)
+    model = estimator.model(config)
+    key = f"{estimator.layout}.expert"
+    experts = _expert_ranks(model, now, now.shard * now.context * now.ulysses)
+    if experts > 1:
+        yield Change(EXPERT_COST, {key: experts})
     if now.replicate != -1:
         return  # the layout of the config is for one number of GPUs
-    model = estimator.model(config)
     heads, kv_heads = num_heads(language_backbone(model).config.get_text_config())
     sequence_now = now.context * now.ulysses
     for context, ulysses in _sequence_sizes(now, gpus, heads, kv_heads):
@@ -173,6 +185,18 @@ def _layouts(estimator: Estimator, config: Any, gpus: int) -> Iterator[Change]:
                 between_nodes = shard > of_node
                 cost = 1.0 + between_nodes + (4.0 + sequence / 8 if sequence > sequence_now else 0)
                 yield Change(cost, values)
+                experts = _expert_ranks(model, now, shard * sequence)
+                if experts > 1:
+                    yield Change(cost + EXPERT_COST, {**values, key: experts})
+
+
+def _expert_ranks(model: PackedModel, now: Any, ranks: int) -> int:
+    """How many of the FSDP ranks can share the experts of each layer, inside of a node; 1: the model has none."""
+    stacked = stacked_experts.modules(model).values()
+    if not stacked or now.expert > 1 or isinstance(model, SPEAKING):
+        return 1
+    totals = [stacked_experts.num_experts(module) for module in stacked]
+    return math.gcd(*totals, ranks, GPUS_OF_NODE)
 
 
 def _sequence_sizes(now: Any, gpus: int, heads: int, kv_heads: int) -> Iterator[tuple[int, int]]:

@@ -20,6 +20,10 @@ from mvp_engine.tools.estimate import page
 
 SHAPES = yaml.safe_load((ROOT / "benchmarks" / "hardware" / "shapes.yaml").read_text())
 GPU_CONFIGS = sorted(file for file in ROOT.glob("recipes/*/configs/*gpu[18]*.yaml") if "vit" not in str(file))
+# A part of Qwen3-30B-A3B: a block has 604 million parameters in its experts.
+EXPERTS = {"model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 8}
+EXPERTS |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 32000}
+EXPERTS |= {"num_experts": 128, "num_experts_per_tok": 8}
 PACKS = "mllm.micro_batch_tokens=4096"
 FIXED = ["mllm.micro_batch_tokens=8192", "model.activation_checkpointing=none"]
 SFT = str(ROOT / "recipes" / "qwen3" / "configs" / "sft_gpu1.yaml")
@@ -33,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hub")
     for name, shape in SHAPES.items():
         AutoConfig.for_model(**shape).save_pretrained(folder / name)
+    AutoConfig.for_model(**EXPERTS).save_pretrained(folder / "experts")
     return folder
 
 
@@ -64,8 +69,9 @@ def test_shipped_gpu_config_fits_as_its_comment_says(config: Path, models: None,
         (["Qwen/Qwen3-VL-2B-Instruct", "--gpu", "H100", "--tokens", "16384"], "{vision: full}'"),
         (["Qwen/Qwen3-4B", "--gpu", "H100", "--gpus", "2"], "parallel.shard=2"),
         (["Qwen/Qwen3-1.7B", "--gpu", "4080", "--tokens", "2048"], "lora.rank=16 optim.lr=0.0001"),
+        (["experts", "--gpu", "L4", "--gpus", "8", "--tokens", "4096"], "parallel.shard=8 parallel.expert=8"),
     ],
-    ids=["checkpointing", "smaller packs", "encoder", "shards", "lora"],
+    ids=["checkpointing", "smaller packs", "encoder", "shards", "lora", "experts"],
 )
 def test_estimate_that_does_not_fit_exits_2_and_its_advice_fits(
     words: list[str], wanted: str, models: None, capsys: Any
@@ -100,6 +106,14 @@ def test_estimate_with_offload_counts_states_on_the_host_and_their_copies(models
     assert facts["seconds"]["optimizer"] == pytest.approx(copy_s)
     assert facts["step_s"] < 1.2 * (facts["step_s"] - 1.12 * copy_s)  # 65,536 tokens: at most a fifth longer
     assert "GiB per GPU, pinned: optimizer states (optim.offload)" in page(facts)
+
+
+def test_estimate_advice_on_several_gpus_says_that_times_are_without_communication() -> None:
+    option = {"gpus": 8, "words": "parallel.shard=8", "peak_gib": 60.0, "step_s": 1.0, "notes": []}
+    facts: dict[str, Any] = {"config": "it", "gpus": 8, "gpu": "H100", "packs": "full packs", "auto": None}
+    facts |= {"memory_gib": {}, "peak_gib": 90.0, "room_gib": 79.0, "fits": False, "fits_on": []}
+    assert "Times are without communication" in page({**facts, "advice": [option]})
+    assert "communication" not in page({**facts, "gpus": 1, "advice": [{**option, "gpus": 1}]})
 
 
 def test_estimate_prints_the_words_to_paste(models: None, capsys: Any) -> None:
